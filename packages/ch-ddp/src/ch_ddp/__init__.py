@@ -1,0 +1,1 @@
+"""DDP communication hooks and wrappers with PyTorch's names."""
