@@ -85,7 +85,8 @@ __getattr__, __dir__ = lazy(
         "compose": "why_not",
         "creating": "create",
         "errors": "AmbiguousHookError AttachError CommHooksError HookConfigError HookNotSupportedError "
-        "HookResultError HookTimeoutError PluginLoadError RankMismatchError RemoteHookError StateError UnknownHookError",
+        "HookResultError HookTimeoutError PluginLoadError RankMismatchError RemoteHookError StateError "
+        "UnknownHookError",
         "handle": "CommHook",
         "hookspecs": "hookimpl",
         "lookup": "describe failures get list_hooks refresh register spec unregister",

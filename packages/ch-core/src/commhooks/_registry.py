@@ -179,13 +179,11 @@ class Registry:
         spec = self.resolve(name, kind=kind)
         warn_if_deprecated(spec)
         if spec.kind == "reduction" and spec.hook is None:
-            from commhooks.compose import Builder  # these two load torch, or this module
-            from commhooks.ddp import as_hook
+            from commhooks.compose import Builder  # imports this module
+            from commhooks.ddp import as_hook  # imports torch
 
-            reduction = (
-                Builder(self).build({"hook": spec.name, "provider": spec.provider, "config": {}}).value
-            )
-            return as_hook(reduction)
+            node = {"hook": spec.name, "provider": spec.provider, "config": {}}
+            return as_hook(Builder(self).build(node, kind="reduction").value)
         if spec.hook is not None:
             return self.load(spec.hook, spec)  # type: ignore[no-any-return]
         return self.target(spec)  # type: ignore[no-any-return]

@@ -39,7 +39,7 @@ class HookNotSupportedError(CommHooksError, RuntimeError):
 
 
 class AttachError(CommHooksError, RuntimeError):
-    """The model is not wrapped, already has a hook or a foreign one in its slot, or no process group exists."""
+    """The model is not wrapped, already has a hook or a foreign one, or no process group exists."""
 
 
 class RankMismatchError(CommHooksError, RuntimeError):
