@@ -16,7 +16,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from types import ModuleType
@@ -208,23 +208,23 @@ class _Lines:
         return self._specs
 
 
-def load(target: str, owner: str, *, importer: Callable[[str], ModuleType] = importlib.import_module) -> Any:
+def load_target(target: str, owner: str = "the target") -> Any:
     """The object that `"module:attr"` names.
 
     Raises:
         PluginLoadError: naming `owner` (who promised it), the target and the cause, which is chained.
 
     Example:
-        >>> load("math:pi", "doc")
+        >>> load_target("math:pi")
         3.141592653589793
     """
     module, _, path = target.partition(":")
     try:
-        found: Any = importer(module)
+        found: Any = importlib.import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
     except Exception as error:
         raise PluginLoadError(
-            f"{owner} failed to load {target!r}: {type(error).__name__}: {error}"
+            f"{owner}: {target!r} failed to load: {type(error).__name__}: {error}"
         ) from error
     return found

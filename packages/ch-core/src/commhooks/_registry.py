@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from commhooks._discovery import Discovery, PluginInfo, discover, load
+from commhooks._discovery import Discovery, PluginInfo, discover, load_target
 from commhooks._known import KNOWN
 from commhooks._metadata import normalize
 from commhooks.errors import AmbiguousHookError, HookConfigError, HookNotSupportedError, UnknownHookError
@@ -194,7 +194,7 @@ class Registry:
         Raises:
             PluginLoadError: naming the provider and the cause.
         """
-        return load(target, _owner(spec))
+        return load_target(target, _owner(spec))
 
     def target(self, spec: HookSpec) -> Any:
         """The object a spec describes, imported now.
@@ -205,7 +205,7 @@ class Registry:
         key = (spec.kind, spec.name)
         if spec.provider == LOCAL and key in self._objects:
             return self._objects[key]
-        return load(spec.target, _owner(spec))
+        return load_target(spec.target, _owner(spec))
 
     def register(
         self, spec: HookSpec, target: Callable[..., Any] | None = None, *, overwrite: bool = False

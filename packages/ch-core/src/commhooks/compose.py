@@ -88,11 +88,10 @@ class Builder:
     def _leaf(self, spec: HookSpec, node: Node, full: Node, config: Mapping[str, Any]) -> Built:
         target = self.registry.target(spec)
         if spec.kind == "reduction":
-            if inspect.isgeneratorfunction(target):
-                from commhooks.reduction import from_generator
+            from commhooks.reduction import as_reduction  # imports torch
 
-                return Built(from_generator(target, config, name=spec.name), spec.kind, node, full)
-            return Built(_call(spec, target, (), config), spec.kind, node, full)
+            value = _call(spec, functools.partial(as_reduction, target), (), config)
+            return Built(value, spec.kind, node, full)
         if spec.state is None:
             if config:
                 raise HookConfigError(f"{spec.id} takes no options (it has no state), got {_shown(config)}")
@@ -128,7 +127,9 @@ class Builder:
             )
         value = _call(spec, self.registry.target(spec), positional, config)
         outer = {**base, "config": node["config"], **given}
-        made = "ddp" if "ddp" in kinds else "reduction"
+        from commhooks.reduction import Reduction  # imports torch
+
+        made = "reduction" if isinstance(value, Reduction) else "ddp"
         return Built(value, made, outer, {**full, **every}, states[0] if states else None)
 
     def config(self, spec: HookSpec, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 """`create`: a configured hook that is not attached to a model yet."""
 
-import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from commhooks.compose import Builder, Built
+from commhooks.compose import Builder
 from commhooks.errors import HookConfigError
 from commhooks.expression import Node, canonical
 
@@ -37,28 +36,17 @@ def create(
     """
     from commhooks.handle import CommHook
 
-    built = resolve(what, config)
-    return CommHook(node=built.node, built=built, process_group=process_group)
+    if not isinstance(what, str | Mapping):
+        from commhooks.attaching import as_handle  # imports this module
 
-
-def resolve(what: str | Mapping[str, Any] | Callable[..., Any], config: Mapping[str, Any]) -> Built:
-    """The `Built` of anything `create` and `attach` accept, short of a handle."""
-    if isinstance(what, (str, Mapping)):
-        return Builder().build(_merged(canonical(what), config))
-    if config:
-        raise HookConfigError(
-            f"options {', '.join(config)} need a hook by name; configure {what!r:.80} itself"
-        )
-    from commhooks.reduction import Reduction
-
-    if isinstance(what, Reduction):
-        return _anonymous(what, "reduction")
-    if not callable(what):
-        raise HookConfigError(
-            f"cannot make a hook of {what!r:.80}: "
-            "give an expression, a dict, a Reduction or a (state, bucket) function"
-        )
-    return _anonymous(what, "ddp")
+        if config:
+            raise HookConfigError(
+                f"options {', '.join(config)} need a hook by name; configure {what!r:.80} itself"
+            )
+        return as_handle(what, process_group=process_group)
+    built = Builder().build(_merged(canonical(what), config))
+    state = built.make_state(process_group) if built.make_state is not None else None
+    return CommHook(node=built.node, built=built.value, process_group=process_group, state=state)
 
 
 def _merged(node: Node, config: Mapping[str, Any]) -> Node:
@@ -68,12 +56,3 @@ def _merged(node: Node, config: Mapping[str, Any]) -> Node:
             f"the option {twice[0]!r} of {node['hook']!r} is given in the expression and by keyword"
         )
     return canonical({**node, "config": {**node["config"], **config}}) if config else node
-
-
-def _anonymous(what: Any, kind: str) -> Built:
-    """A hook that came as an object: named after it, so that logs and fingerprints show something stable."""
-    label = getattr(what, "__qualname__", None) or type(what).__qualname__
-    name = "custom_" + re.sub(r"\W+", "_", label).strip("_").lower()
-    node: Node = {"hook": name, "config": {}}
-    full: Node = {"hook": name, "module": getattr(what, "__module__", ""), "config": {}}
-    return Built(what, kind, node, full)

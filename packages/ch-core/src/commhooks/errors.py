@@ -60,3 +60,7 @@ class HookTimeoutError(CommHooksError, RuntimeError):
 
 class StateError(CommHooksError, ValueError):
     """A state cannot be bound, loaded or converted: format, parameter names, shapes or world size differ."""
+
+
+class TransportError(CommHooksError, RuntimeError):
+    """A collective failed or could not start: a peer was lost, the ranks disagree, or there is no group."""
