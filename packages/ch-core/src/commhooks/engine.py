@@ -152,8 +152,8 @@ class Engine:
         self._open = False
         self._slots = 0
         self.counters.steps += 1
-        gradient, payload = self._bytes[0], self.counters.traffic.payload_bytes - self._bytes[1]
-        self.counters.compressed_steps += 0 < payload < gradient
+        gradient, sent = self._bytes[0], self.counters.traffic.trip_bytes - self._bytes[1]
+        self.counters.compressed_steps += 0 < sent < 2 * gradient  # less than a plain all-reduce sends
         self.counters.hook_seconds += time.perf_counter() - begun
         return error
 
@@ -208,7 +208,7 @@ class Engine:
         self.settle()
         self._open, self._slots, self._error = True, 0, None
         self._sums.clear()
-        self._bytes = (0.0, self.counters.traffic.payload_bytes)
+        self._bytes = (0.0, self.counters.traffic.trip_bytes)
         self._rounds = self.counters.traffic.rounds
 
     def _new(self, bucket: Bucket) -> Live:

@@ -140,10 +140,12 @@ class Traffic:
 
     payload_bytes: float = 0.0
     wire_bytes: float = 0.0
+    trip_bytes: float = 0.0
     rounds: int = 0
 
     def add(self, plan: RequestPlan, world_size: int) -> None:
         self.payload_bytes += plan.payload_bytes
+        self.trip_bytes += plan.trip_bytes
         self.wire_bytes += plan.wire_bytes(world_size)
 
 
