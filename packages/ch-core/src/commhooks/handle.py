@@ -33,6 +33,9 @@ class Binding(Protocol):
     layout: BucketLayout
     calls: int
 
+    def stats(self) -> dict[str, float]:
+        """Cumulative figures; see :meth:`CommHook.stats`."""
+
     def check(self) -> None:
         """Raise what the hook has kept back."""
 
@@ -117,12 +120,10 @@ class CommHook:
         """Cumulative figures since attaching.
 
         ``payload_bytes`` are the tensors given to collectives, per rank; ``wire_bytes`` what a bandwidth-optimal
-        algorithm sends for them, per rank; ``rounds`` the dependent collectives; seconds are host time.
+        algorithm sends for them, per rank; ``rounds`` the dependent collectives; seconds are host time. A binding
+        with several axes adds the figures of each.
         """
-        engine = self._bound().engine
-        if engine is None:
-            return {"calls": float(self._bound().calls)}
-        return engine.counters.as_dict()
+        return self._bound().stats()
 
     def plan(self) -> list[PlanRow]:
         """How each parameter is treated at the present step, in model order."""

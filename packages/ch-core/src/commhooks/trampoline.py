@@ -60,6 +60,9 @@ class DDPBinding:
     def calls(self) -> int:
         return self._driver.calls
 
+    def stats(self) -> dict[str, float]:
+        return {"calls": float(self.calls)} if self.engine is None else self.engine.counters.as_dict()
+
     def check(self) -> None:
         self._driver.check()
 
