@@ -17,7 +17,13 @@ from typing import Any
 from commhooks._discovery import Discovery, PluginInfo, discover, load_target
 from commhooks._known import KNOWN
 from commhooks._metadata import normalize
-from commhooks.errors import AmbiguousHookError, HookConfigError, HookNotSupportedError, UnknownHookError
+from commhooks.errors import (
+    AmbiguousHookError,
+    HookConfigError,
+    HookNotSupportedError,
+    PluginLoadError,
+    UnknownHookError,
+)
 from commhooks.specs import KINDS, HookSpec, PluginFailure
 
 LOGGER = logging.getLogger("commhooks")
@@ -203,9 +209,13 @@ class Registry:
             PluginLoadError: it failed to import, or is not callable.
         """
         key = (spec.kind, spec.name)
-        if spec.provider == LOCAL and key in self._objects:
-            return self._objects[key]
-        return load_target(spec.target, _owner(spec))
+        local = spec.provider == LOCAL and key in self._objects
+        found = self._objects[key] if local else self.load(spec.target, spec)
+        if not callable(found):
+            raise PluginLoadError(
+                f"{_owner(spec)}: the target {spec.target!r} is a {type(found).__name__}, not callable"
+            )
+        return found
 
     def register(
         self, spec: HookSpec, target: Callable[..., Any] | None = None, *, overwrite: bool = False

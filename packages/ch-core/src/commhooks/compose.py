@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from commhooks._registry import REGISTRY, Registry, warn_if_deprecated
-from commhooks.errors import HookConfigError, PluginLoadError
+from commhooks.errors import HookConfigError
 from commhooks.expression import Node, canonical, nodes, unparse
 from commhooks.specs import HookSpec
 
@@ -153,20 +153,23 @@ class Builder:
         return config
 
     def _from_signature(self, spec: HookSpec, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Options of a one-line entry: its target's keyword parameters."""
-        if spec.kind in ("ddp", "fsdp") and spec.state is None:
+        """Options of a one-line entry: the keyword parameters of its target, or of a foreign hook's state."""
+        foreign = spec.kind in ("ddp", "fsdp")
+        if foreign and spec.state is None:
             return dict(given)
-        target = self.registry.target(spec)
+        target = (
+            self.registry.load(spec.state, spec) if foreign and spec.state else self.registry.target(spec)
+        )
         try:
             parameters = list(inspect.signature(target).parameters.values())
         except (TypeError, ValueError):  # some builtins and extension types have no signature
             return dict(given)
-        skip = 1 if spec.kind == "wrapper" else 2 if inspect.isgeneratorfunction(target) else 0
-        options = [p for p in parameters[skip:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        leading = 1 if foreign or spec.kind == "wrapper" else 2 if inspect.isgeneratorfunction(target) else 0
+        options = [p for p in parameters[leading:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             _known_options(spec, given, [p.name for p in options])
         missing = [p.name for p in options if p.default is p.empty and p.name not in given]
-        if missing and spec.state is None:
+        if missing:
             raise HookConfigError(
                 f"{spec.name} needs the option {missing[0]!r}: write {spec.name}({missing[0]}=...)"
             )
@@ -195,10 +198,6 @@ def _shown(config: Mapping[str, Any]) -> str:
 
 def _call(spec: HookSpec, target: Any, positional: tuple[Any, ...], config: Mapping[str, Any]) -> Any:
     """Call a provider's factory; a value it refuses is a configuration error, the rest its own bug."""
-    if not callable(target):
-        raise PluginLoadError(
-            f"{spec.id}: the target {spec.target!r} is a {type(target).__name__}, not callable"
-        )
     try:
         return target(*positional, **config)
     except HookConfigError:
