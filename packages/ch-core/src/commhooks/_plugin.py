@@ -19,7 +19,7 @@ def commhooks_specs() -> Iterable[HookSpec]:
 @hookimpl
 def commhooks_adapter() -> Iterable[tuple[str, str]]:
     """DistributedDataParallel is ours; FSDP and the fault-tolerant models belong to their packages."""
-    return (("torch.nn.parallel.distributed.DistributedDataParallel", "commhooks.ddp:adapter"),)
+    return (("torch.nn.parallel.distributed.DistributedDataParallel", "commhooks.trampoline:adapter"),)
 
 
 @hookimpl
