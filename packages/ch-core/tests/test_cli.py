@@ -70,7 +70,8 @@ def test_all_is_well_without_strangers():
     assert commhooks("list").returncode == 0
     run = commhooks("env", "--json")
     assert run.returncode == 0, run.stdout
-    assert {"python", "platform", "torch", "providers", "plugins", "failures", "environment"} <= set(json.loads(run.stdout))
+    keys = {"python", "platform", "torch", "providers", "plugins", "failures", "environment"}
+    assert keys <= set(json.loads(run.stdout))
 
 
 def test_describe_unknown():
@@ -112,7 +113,8 @@ def test_doctor_on_what_is_installed():
 def test_doctor_names_mistakes(tmp_path, publish):
     project = tmp_path / "source"
     project.mkdir()
-    (project / "pyproject.toml").write_text('[project]\nname = "acme"\n[project.entry-points."commhooks.ddp"]\nnew = "a:b"\n')
+    text = '[project]\nname = "acme"\n[project.entry-points."commhooks.ddp"]\nnew = "a:b"\n'
+    (project / "pyproject.toml").write_text(text)
     heavy = "import torch\nfrom commhooks import hookimpl\n"
     publish("acme", {"commhooks": {"p": "acme_heavy_cli"}}, acme_heavy_cli=heavy)
     record = {"url": f"file://{project}", "dir_info": {"editable": True}}
