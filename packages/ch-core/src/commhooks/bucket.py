@@ -1,0 +1,270 @@
+"""Gradient buckets: one flat buffer with a named view per parameter.
+
+A :class:`Bucket` is what a reduction works on. It is not tied to DDP: it is built from torch's ``GradBucket``
+(``commhooks.ddp``), from an FSDP shard, or from plain tensors (:meth:`Bucket.from_tensors`), so that a hook can be
+tested with no process group at all.
+
+A :class:`BucketLayout` is the bucket without its numbers: hashable, equal on every rank, and enough to plan all
+collectives of a reduction.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides, in elements, of a tensor of ``shape``.
+
+    >>> contiguous_stride((2, 3, 4))
+    (12, 4, 1)
+    """
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+@dataclass(frozen=True, slots=True)
+class ParamLayout:
+    """Where one parameter's gradient lies in a bucket.
+
+    Attributes:
+        name: fully qualified parameter name, the key of all state.
+        shape: logical shape of the parameter.
+        stride: strides in elements inside the bucket (the parameter's own when it is dense, so that a
+            transposed or channels-last parameter is seen with its numbers in the right places).
+        offset: first element, counted from the start of the bucket's storage.
+        kind: ``"dense"``, or what makes it unfit for anything but plain averaging: ``"complex"``, ``"sparse"``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    kind: str = "dense"
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """``(outer, inner)``: the axis that is outermost in memory against all others.
+
+        For a row-major weight this is ``(dim 0, rest)``; for a transposed one it is the transposed matrix, for a
+        channels-last one a permutation of its columns: each is the same problem to a low-rank method.
+        """
+        if not self.shape or self.numel == 0:
+            return (1, self.numel)
+        outermost = max(range(len(self.shape)), key=lambda axis: (self.stride[axis], -axis))
+        outer = self.shape[outermost]
+        return (outer, self.numel // outer)
+
+
+class BucketLayout:
+    """Shapes, names, dtype and device of a bucket: hashable, with no numbers in it.
+
+    Args:
+        params: the parameters, in the order of the buffer.
+        numel: elements of the underlying storage (at least those of ``params``).
+        dtype: element type of the buffer.
+        device: where the buffer lives.
+    """
+
+    __slots__ = ("__dict__", "_hash", "device", "dtype", "numel", "params")
+
+    def __init__(
+        self, params: Iterable[ParamLayout], numel: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        self.params = tuple(params)
+        self.numel = numel
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self._hash = hash((self.params, numel, dtype))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, BucketLayout):
+            return NotImplemented
+        return (self.params, self.numel, self.dtype) == (other.params, other.numel, other.dtype)
+
+    def __repr__(self) -> str:
+        return f"BucketLayout({len(self.params)} parameters, {self.size} elements, {self.dtype})"
+
+    @property
+    def size(self) -> int:
+        """Elements of all parameters together (the storage may hold more)."""
+        return sum(p.numel for p in self.params)
+
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """``(offset, numel)`` of each contiguous piece of storage that the parameters cover."""
+        cached = self.__dict__.get("_runs")
+        if cached is None:
+            pieces: list[list[int]] = []
+            for p in sorted(self.params, key=lambda p: p.offset):
+                if p.numel == 0:
+                    continue
+                if pieces and pieces[-1][0] + pieces[-1][1] == p.offset:
+                    pieces[-1][1] += p.numel
+                else:
+                    pieces.append([p.offset, p.numel])
+            cached = self.__dict__["_runs"] = tuple((a, n) for a, n in pieces)
+        return cached  # type: ignore[no-any-return]
+
+    def select(self, names: frozenset[str]) -> "BucketLayout":
+        """The layout of a sub-bucket that holds only ``names`` (over the same storage)."""
+        cache: dict[frozenset[str], BucketLayout] = self.__dict__.setdefault("_selected", {})
+        if names not in cache:
+            chosen = (p for p in self.params if p.name in names)
+            cache[names] = BucketLayout(chosen, self.numel, self.dtype, self.device)
+        return cache[names]
+
+    @staticmethod
+    def of_shapes(
+        shapes: Mapping[str, Sequence[int]], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> "BucketLayout":
+        """Row-major layout of parameters laid one after another.
+
+        >>> BucketLayout.of_shapes({"w": (2, 3), "b": (3,)}).params[1].offset
+        6
+        """
+        params, offset = [], 0
+        for name, shape in shapes.items():
+            param = ParamLayout(name, tuple(shape), contiguous_stride(shape), offset)
+            params.append(param)
+            offset += param.numel
+        return BucketLayout(params, offset, dtype, device)
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Flat gradient buffer with named views.
+
+    Attributes:
+        layout: names, shapes and offsets.
+        storage: 1-D tensor that the layout's offsets index. The gradient is read from it and, when a reduction has
+            ended, the averaged gradient is in it.
+        index: position in the step, equal on all ranks.
+        is_last: the step's last bucket.
+
+    Example:
+        >>> import torch
+        >>> b = Bucket.from_tensors({"w": torch.ones(2, 3), "b": torch.zeros(3)})
+        >>> [(p.name, p.shape) for p in b.params]
+        [('w', (2, 3)), ('b', (3,))]
+        >>> b.view("w").fill_(2.0).sum() == b.buffer.sum()
+        tensor(True)
+    """
+
+    layout: BucketLayout
+    storage: torch.Tensor
+    index: int = 0
+    is_last: bool = True
+    _by_name: dict[str, ParamLayout] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, torch.Tensor], *, index: int = 0, is_last: bool = True
+    ) -> "Bucket":
+        """Copy tensors of one dtype and device into a new bucket, each row-major."""
+        if not tensors:
+            raise ValueError("Bucket.from_tensors was given no tensors; give at least one name -> tensor")
+        first = next(iter(tensors.values()))
+        odd = [n for n, t in tensors.items() if t.dtype != first.dtype or t.device != first.device]
+        if odd:
+            raise ValueError(f"all tensors of a bucket share dtype and device ({first.dtype}); these do not: {odd}")
+        layout = BucketLayout.of_shapes({n: t.shape for n, t in tensors.items()}, first.dtype, first.device)
+        storage = torch.cat([t.detach().reshape(-1) for t in tensors.values()])
+        return cls(layout, storage, index, is_last)
+
+    @property
+    def params(self) -> tuple[ParamLayout, ...]:
+        return self.layout.params
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.storage.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.storage.device
+
+    def view(self, param: ParamLayout | str) -> torch.Tensor:
+        """Live view with the parameter's logical shape and its own strides."""
+        p = self._param(param)
+        return self._flat(p).as_strided(p.shape, p.stride)
+
+    def matrix(self, param: ParamLayout | str) -> torch.Tensor:
+        """Live contiguous view of shape :attr:`ParamLayout.matrix_shape`."""
+        p = self._param(param)
+        return self._flat(p).view(p.matrix_shape)
+
+    def views(self) -> Iterator[tuple[ParamLayout, torch.Tensor]]:
+        """Every parameter with its live view."""
+        return ((p, self.view(p)) for p in self.params)
+
+    def runs(self) -> list[torch.Tensor]:
+        """The contiguous 1-D pieces that hold the parameters: live views, one for an undivided bucket."""
+        if self.storage.is_sparse:
+            return [self.storage]
+        return [self.storage.narrow(0, offset, numel) for offset, numel in self.layout.runs()]
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """All parameters as one 1-D tensor.
+
+        A live view while they are one piece of storage; for a sub-bucket of several pieces a gathered copy, which
+        must be assigned back (``bucket.buffer = x``) for its numbers to take effect.
+        """
+        runs = self.runs()
+        if len(runs) == 1:
+            return runs[0]
+        return torch.cat(runs) if runs else self.storage.narrow(0, 0, 0)
+
+    @buffer.setter
+    def buffer(self, flat: torch.Tensor) -> None:
+        runs = self.runs()
+        size = sum(r.numel() for r in runs)
+        if flat.numel() != size:
+            raise ValueError(f"the bucket holds {size} elements, the new buffer {flat.numel()}")
+        for run, piece in zip(runs, flat.reshape(-1).split([r.numel() for r in runs]), strict=True):
+            if run.data_ptr() != piece.data_ptr():
+                run.copy_(piece)
+
+    def select(self, names: Iterable[str]) -> "Bucket":
+        """Sub-bucket of some parameters, over the same storage."""
+        return Bucket(self.layout.select(frozenset(names)), self.storage, self.index, self.is_last)
+
+    def split(self, group: Callable[[ParamLayout], str]) -> dict[str, "Bucket"]:
+        """Sub-buckets by the group each parameter is given; writing to them writes to this bucket.
+
+        >>> import torch
+        >>> b = Bucket.from_tensors({"w": torch.ones(2, 2), "b": torch.ones(2)})
+        >>> {k: v.buffer.numel() for k, v in b.split(lambda p: "big" if len(p.shape) > 1 else "small").items()}
+        {'big': 4, 'small': 2}
+        """
+        names: dict[str, set[str]] = {}
+        for p in self.params:
+            names.setdefault(group(p), set()).add(p.name)
+        return {key: self.select(chosen) for key, chosen in names.items()}
+
+    def _param(self, param: ParamLayout | str) -> ParamLayout:
+        if isinstance(param, ParamLayout):
+            return param
+        if not self._by_name:
+            self._by_name.update((p.name, p) for p in self.params)
+        if param not in self._by_name:
+            raise KeyError(f"no parameter {param!r} in this bucket; it holds {sorted(self._by_name)}")
+        return self._by_name[param]
+
+    def _flat(self, p: ParamLayout) -> torch.Tensor:
+        return self.storage.narrow(0, p.offset, p.numel)

@@ -1,0 +1,249 @@
+"""The DDP adapter: buckets from torch's ``GradBucket``, and a driver that turns hook calls into engine steps.
+
+Two ways in. :func:`commhooks.attach` registers one trampoline per model and knows the parameters' names.
+:func:`as_hook` gives a plain ``(state, bucket)`` function with PyTorch's signature; there no name is seen, so
+parameters are keyed by their position in model order and their shape.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
+
+from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride
+from commhooks.engine import Engine
+from commhooks.errors import AttachError, CommHooksError, StateError
+from commhooks.reduction import Reduction
+from commhooks.state import HookState
+from commhooks.streams import SideStream, future_for
+from commhooks.transport import ProcessGroupTransport
+from commhooks.typing import GradBucket
+
+TensorFuture = torch.futures.Future[torch.Tensor]
+OUTSIDE = -1  # torch's number for "no backward is running"
+
+
+def bucket_layout(grad_bucket: GradBucket, names: Mapping[int, str]) -> BucketLayout:
+    """The layout of a ``GradBucket``.
+
+    Args:
+        grad_bucket: torch's bucket.
+        names: ``id(parameter)`` -> name.
+
+    DDP lays a dense parameter's gradient in its own strides, and a complex one as pairs of reals.
+    """
+    buffer = grad_bucket.buffer()
+    if buffer.is_sparse:
+        param = grad_bucket.parameters()[0]
+        shape = tuple(param.shape)
+        layout = ParamLayout(names[id(param)], shape, contiguous_stride(shape), 0, "sparse")
+        return BucketLayout([layout], param.numel(), buffer.dtype, buffer.device)
+    params, offset = [], 0
+    for param in grad_bucket.parameters():
+        shape, stride, kind = tuple(param.shape), tuple(param.stride()), "dense"
+        if not _dense(param):
+            stride = contiguous_stride(shape)
+        if param.is_complex() and not buffer.is_complex():
+            shape, stride, kind = (*shape, 2), (*(2 * s for s in stride), 1), "complex"
+        elif param.is_complex():
+            kind = "complex"
+        entry = ParamLayout(names[id(param)], shape, stride, offset, kind)
+        params.append(entry)
+        offset += entry.numel
+    return BucketLayout(params, buffer.numel(), buffer.dtype, buffer.device)
+
+
+def _dense(param: torch.Tensor) -> bool:
+    """Whether the strides are a permutation of row-major ones (non-overlapping and without holes)."""
+    expected = 1
+    for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+class DDPDriver:
+    """Turns the hook calls of one DDP model into steps of one engine.
+
+    Args:
+        engine: the engine to drive.
+        names: ``id(parameter)`` -> name; ``None`` names parameters by position once a backward has shown them all.
+    """
+
+    def __init__(self, engine: Engine, names: Mapping[int, str] | None = None) -> None:
+        self.engine = engine
+        self.calls = 0
+        self._names: dict[int, str] = dict(names or {})
+        self._by_position = names is None
+        self._seen: list[list[torch.Tensor]] = []
+        self._layouts: dict[tuple[int, ...], BucketLayout] = {}
+        self._futures: list[tuple[TensorFuture, torch.Tensor]] = []
+        self._side = SideStream()
+        self._task = OUTSIDE
+
+    def __call__(self, grad_bucket: GradBucket) -> TensorFuture:
+        """Take one bucket; the future is completed when the step's last bucket has been drained."""
+        self.calls += 1
+        self._step_boundary()
+        buffer = grad_bucket.buffer()
+        future = future_for(buffer)
+        self._futures.append((future, buffer))
+        with self._side.on(buffer):
+            try:
+                self.engine.submit(self._bucket(grad_bucket, buffer))
+                if grad_bucket.is_last():
+                    self._finish(self.engine.finish())
+            except CommHooksError as error:  # the transport is lost; DDP itself must survive the backward
+                self._finish(error)
+        return future
+
+    def check(self) -> None:
+        """Errors are raised from ``backward()`` itself; nothing is kept back but the loss of the transport."""
+        if self.engine.failure is not None:
+            raise self.engine.failure
+
+    def _step_boundary(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if self.engine.in_step and task != self._task:
+            self.engine.abandon()  # an earlier backward raised before its last bucket
+            self._futures.clear()
+        if not self.engine.in_step:
+            self._task = task
+            # A rank that has run out of input replays the hook outside of any backward (DDP.join).
+            self.engine.participating = task != OUTSIDE
+
+    def _bucket(self, grad_bucket: GradBucket, buffer: torch.Tensor) -> Bucket:
+        params = grad_bucket.parameters()
+        key = (buffer.numel(), *map(id, params))
+        layout = self._layouts.get(key)
+        if layout is None:
+            if self._by_position:
+                self._provisional(grad_bucket, params)
+            layout = self._layouts[key] = bucket_layout(grad_bucket, self._names)
+        return Bucket(layout, buffer, grad_bucket.index(), grad_bucket.is_last())
+
+    def _finish(self, error: BaseException | None) -> None:
+        for future, buffer in self._futures:
+            future.set_result(buffer)
+        self._futures.clear()
+        if self._seen:
+            self._name_by_position()
+        if error is not None:
+            raise_after_backward(error)
+
+    # -- names, where none are known
+
+    def _provisional(self, grad_bucket: GradBucket, params: list[torch.Tensor]) -> None:
+        new = [p for p in params if id(p) not in self._names]
+        if new and not self._seen and self._names:
+            raise StateError(
+                "this hook state belongs to one model already, and was called with parameters of another: make one "
+                "state per model"
+            )
+        for position, param in enumerate(new):
+            self._names[id(param)] = f"?{grad_bucket.index()}.{position}"
+        if new:
+            self._seen.append(new)
+
+    def _name_by_position(self) -> None:
+        """Before the first rebuild, DDP's buckets taken in reverse hold the parameters in model order."""
+        ordered = [param for bucket in reversed(self._seen) for param in bucket]
+        final = {self._names[id(p)]: f"{i}:{'x'.join(map(str, p.shape))}" for i, p in enumerate(ordered)}
+        self._names = {id(p): final[self._names[id(p)]] for p in ordered}
+        self.engine.state.rename(final)
+        self._layouts.clear()
+        self._seen.clear()
+
+
+def raise_after_backward(error: BaseException) -> None:
+    """Raise from ``backward()`` once DDP has finished, so that the model stays usable.
+
+    DDP finishes in a callback of its own, queued at the first bucket; a callback that queues the raiser runs after it.
+    Raising from the hook, or from a callback queued directly, leaves the reducer unusable for ever.
+    """
+    if torch._C._current_graph_task_id() == OUTSIDE:
+        raise error
+
+    def raiser() -> None:
+        raise error
+
+    queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(raiser))
+
+
+# -- PyTorch's own signature
+
+
+class BareHooks:
+    """The drivers behind one plain ``(state, bucket)`` function: one per model, found by the bucket's parameters."""
+
+    def __init__(self, make: Callable[[object], Engine]) -> None:
+        self._make = make
+        self._drivers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> DDPDriver
+        self._current: DDPDriver | None = None
+
+    def driver(self, state: object, grad_bucket: GradBucket) -> DDPDriver:
+        params = grad_bucket.parameters()
+        known: DDPDriver | None = self._drivers.get(params[0])
+        if known is None:
+            fresh = grad_bucket.index() == 0 or self._current is None
+            known = DDPDriver(self._make(state)) if fresh else self._current
+        assert known is not None  # noqa: S101
+        self._current = known
+        for param in params:
+            self._drivers[param] = known
+        return known
+
+
+def as_hook(
+    reduction: Reduction | Callable[[object], Reduction], name: str | None = None, doc: str | None = None
+) -> Callable[[Any, GradBucket], TensorFuture]:
+    """A plain hook with PyTorch's signature, for ``model.register_comm_hook(state, hook)``.
+
+    Args:
+        reduction: what to run, or a function that makes it from the hook's state.
+        name: the function's name.
+
+    The state is a process group, ``None`` (the default group), or a :class:`~commhooks.state.HookState` that has a
+    ``process_group`` attribute; a hook state serves one model.
+    """
+
+    def make(state: object) -> Engine:
+        if isinstance(state, HookState):
+            group, kept = getattr(state, "process_group", None), state
+        elif state is None or isinstance(state, dist.ProcessGroup):
+            group, kept = state, HookState()
+        else:
+            raise AttachError(
+                f"the state of {hook.__name__} is a process group, None, or a HookState; got {type(state).__name__}"
+            )
+        made = reduction if isinstance(reduction, Reduction) else reduction(state)
+        return Engine(made, ProcessGroupTransport(group), kept)
+
+    drivers = BareHooks(make)
+    of_state: WeakKeyDictionary[HookState, DDPDriver] = WeakKeyDictionary()
+
+    def hook(state: Any, bucket: GradBucket) -> TensorFuture:
+        if not isinstance(bucket, GradBucket):
+            raise AttachError(
+                f"{hook.__name__} was called with {type(bucket).__name__} instead of a GradBucket: this hook does not "
+                "support torch._dynamo.config.optimize_ddp='python_reducer'; use the default mode"
+            )
+        if isinstance(state, HookState):
+            driver = of_state.get(state)
+            if driver is None:
+                driver = of_state[state] = DDPDriver(make(state))
+        else:
+            driver = drivers.driver(state, bucket)
+        return driver(bucket)
+
+    hook.__name__ = hook.__qualname__ = name or (reduction.name if isinstance(reduction, Reduction) else "hook")
+    hook.__doc__ = doc
+    hook.reduction = reduction  # type: ignore[attr-defined]
+    return hook

@@ -1,0 +1,217 @@
+"""The handle of a configured hook: what :func:`commhooks.create` and :func:`commhooks.attach` return.
+
+One class for every kind of model. What differs between DDP, FSDP and a manager is a :class:`Binding`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from commhooks.bucket import BucketLayout
+from commhooks.engine import Engine
+from commhooks.errors import AttachError
+from commhooks.expression import Node, unparse
+from commhooks.reduction import Reduction
+from commhooks.state import HookState
+
+ForeignHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
+
+
+class Binding(Protocol):
+    """A hook in place on a model: made by an adapter, one per model kind.
+
+    Attributes:
+        engine: what runs the reduction; ``None`` for a foreign hook.
+        layout: all parameters of the model as one virtual bucket.
+        calls: how often the model has called the hook.
+    """
+
+    engine: Engine | None
+    layout: BucketLayout
+    calls: int
+
+    def check(self) -> None:
+        """Raise what the hook has kept back."""
+
+    def detach(self) -> None:
+        """Leave plain averaging in the hook's place."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """How one parameter is treated.
+
+    Attributes:
+        name, shape: the parameter.
+        treatment: the reduction's name, or ``"plain"``.
+        reason: why it is averaged plainly; empty if it is not.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    treatment: str
+    reason: str = ""
+
+
+class CommHook:
+    """A configured hook, attached to a model or not yet.
+
+    Args:
+        node: canonical expression.
+        built: a reduction, or a foreign ``(state, bucket) -> Future`` function.
+        process_group: group to use where the model has none of its own.
+        state: state to go on from.
+
+    Attributes:
+        expr: the expression, e.g. ``"bf16_wrapper(powersgd(rank=4))"``.
+        config: the same as a nested dict.
+        state: a :class:`~commhooks.state.HookState`, or a foreign hook's own state.
+    """
+
+    def __init__(
+        self,
+        *,
+        node: Node,
+        built: Reduction | ForeignHook,
+        process_group: dist.ProcessGroup | None = None,
+        state: object | None = None,
+    ) -> None:
+        self.config: Node = node
+        self.built = built
+        self.process_group = process_group
+        self.state: object | None = state
+        if isinstance(built, Reduction) and state is None:
+            self.state = HookState()
+        self._binding: Binding | None = None
+        self._calls_seen = 0
+
+    @property
+    def expr(self) -> str:
+        return unparse(self.config)
+
+    @property
+    def reduction(self) -> Reduction | None:
+        """The reduction; ``None`` for a foreign hook."""
+        return self.built if isinstance(self.built, Reduction) else None
+
+    @property
+    def attached(self) -> bool:
+        return self._binding is not None
+
+    def __repr__(self) -> str:
+        return f"<CommHook {self.expr}, {'attached' if self.attached else 'not attached'}>"
+
+    def bind(self, binding: Binding) -> None:
+        """Take the place that an adapter has made on a model."""
+        if self._binding is not None:
+            raise AttachError(f"{self.expr} is attached to a model already; create another handle, or detach() this one")
+        self._binding = binding
+        self._calls_seen = binding.calls
+
+    # -- looking
+
+    def stats(self) -> dict[str, float]:
+        """Cumulative figures since attaching.
+
+        ``payload_bytes`` are the tensors given to collectives, per rank; ``wire_bytes`` what a bandwidth-optimal
+        algorithm sends for them, per rank; ``rounds`` the dependent collectives; seconds are host time.
+        """
+        engine = self._bound().engine
+        if engine is None:
+            return {"calls": float(self._bound().calls)}
+        return engine.counters.as_dict()
+
+    def plan(self) -> list[PlanRow]:
+        """How each parameter is treated at the present step, in model order."""
+        binding = self._bound()
+        reduction = self.reduction
+        if reduction is None or binding.engine is None:
+            name = getattr(self.built, "__name__", self.expr)
+            return [PlanRow(p.name, p.shape, name) for p in binding.layout.params]
+        reasons = reduction.routes(binding.layout, binding.engine.state.step)
+        return [
+            PlanRow(p.name, p.shape, "plain" if p.name in reasons else reduction.name, reasons.get(p.name, ""))
+            for p in binding.layout.params
+        ]
+
+    def payload_per_step(self) -> int:
+        """Bytes given to collectives per rank in one step, from the shapes alone."""
+        engine = self._bound().engine
+        if engine is None:
+            raise AttachError(f"{self.expr} is a foreign hook: its collectives are its own and cannot be planned")
+        stages = engine.plan(self._bound().layout)
+        return sum(request.payload_bytes for stage in stages for request in stage)
+
+    def assert_active(self) -> None:
+        """Fail if the model has not called the hook since attaching, or since this was last asked.
+
+        Raises:
+            AttachError: the hook is not being called: the model was copied after attaching, or a framework
+                dropped the hook.
+        """
+        calls = self._bound().calls
+        if calls == self._calls_seen:
+            raise AttachError(
+                f"{self.expr} has not been called since {'attach()' if calls == 0 else 'the last assert_active()'}. "
+                "Call this after a backward pass that synchronises. If there was one, the model that trains is not "
+                "the one the hook was attached to: it was copied or wrapped anew, or a framework dropped the hook"
+            )
+        self._calls_seen = calls
+
+    def check(self) -> None:
+        """Raise the original exception of the hook's last failure, if it has not been raised yet."""
+        self._bound().check()
+
+    # -- the step
+
+    def commit(self) -> bool | None:
+        """Make the last step's state final now instead of at the next step; returns whether it was kept."""
+        engine = self._bound().engine
+        return engine.settle() if engine is not None else None
+
+    def rollback(self) -> None:
+        """The optimizer did not use the last step: its residual, P, Q and counters are as if it had never been."""
+        engine = self._bound().engine
+        if engine is not None:
+            engine.rollback()
+
+    def detach(self) -> None:
+        """Put plain averaging in the hook's place; the model stays as it is and can be attached to again."""
+        self._bound().detach()
+        self._binding = None
+
+    # -- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values that resume this hook on this rank (``torch.load(weights_only=True)`` reads them).
+
+        Keyed by parameter name. What is ``"local"`` in the reduction's fields differs from rank to rank: save every
+        rank's.
+        """
+        from commhooks.checkpoint import state_dict
+
+        return state_dict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`; all or nothing.
+
+        Raises:
+            StateError: it was made by another hook, for another model, rank or world size, or is malformed.
+        """
+        from commhooks.checkpoint import load_state_dict
+
+        load_state_dict(self, state)
+
+    @property
+    def binding(self) -> Binding | None:
+        """Where the hook is in place, if it is."""
+        return self._binding
+
+    def _bound(self) -> Binding:
+        if self._binding is None:
+            raise AttachError(f"{self.expr} is not attached to a model: handle = commhooks.attach(model, {self.expr!r})")
+        return self._binding
+

@@ -1,0 +1,143 @@
+"""What a reduction may ask for: the four collectives, as data.
+
+A request names the tensors to send and to fill. A reduction yields one request, or a tuple of requests that may
+travel together; when it is resumed the tensors hold the result. Nothing here communicates.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+Op = Literal["mean", "sum", "max"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How floating-point numbers travel: the element type on the wire.
+
+    Attributes:
+        dtype: ``torch.bfloat16`` or ``torch.float16``.
+        rounding: ``"nearest"``, or ``"stochastic"`` (unbiased: E[round(x)] = x).
+    """
+
+    dtype: torch.dtype
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+
+    def narrows(self, dtype: torch.dtype) -> bool:
+        """Whether numbers of ``dtype`` become smaller on this wire."""
+        return dtype.is_floating_point and dtype.itemsize > self.dtype.itemsize
+
+
+class RequestPlan(NamedTuple):
+    """One request without its numbers: what all ranks must agree on.
+
+    ``numel`` counts the full-size tensor: the reduced one, the input of a reduce-scatter or all-to-all, the output
+    of an all-gather.
+    """
+
+    kind: str
+    numel: int
+    dtype: torch.dtype
+    op: Op = "sum"
+    wire: Wire | None = None
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the full-size tensor as it travels."""
+        return self.numel * (self.wire.dtype if self.wire is not None else self.dtype).itemsize
+
+    def wire_bytes(self, world_size: int) -> float:
+        """Bytes that each rank sends with a bandwidth-optimal algorithm."""
+        hops = 2 if self.kind == "all_reduce" else 1
+        return self.payload_bytes * hops * (world_size - 1) / world_size
+
+
+@dataclass(slots=True, eq=False)
+class AllReduce:
+    """Reduce ``tensor`` over all ranks, in place.
+
+    Args:
+        tensor: contiguous tensor of any shape; may be the bucket's own buffer.
+        op: ``"mean"`` (each rank multiplies by 1/W before any cast, then sums), ``"sum"``, ``"max"``.
+            Never decide anything by ``"max"`` on floats: gloo's drops NaN.
+        wire: element type that travels; ``None`` sends ``tensor.dtype``.
+        sent: if given (same shape and dtype as ``tensor``), filled with this rank's own contribution as the
+            others receive it, after rounding on the wire: what error feedback has to subtract.
+    """
+
+    tensor: torch.Tensor
+    op: Op = "mean"
+    wire: Wire | None = None
+    sent: torch.Tensor | None = None
+
+    kind = "all_reduce"
+
+    def plan(self) -> RequestPlan:
+        return RequestPlan(self.kind, self.tensor.numel(), self.tensor.dtype, self.op, self.wire)
+
+
+@dataclass(slots=True, eq=False)
+class ReduceScatter:
+    """Reduce ``input`` (W equal parts) and give part r to rank r in ``output``.
+
+    Args:
+        input: 1-D, ``W * n`` elements. Scaled in place when ``op="mean"``.
+        output: 1-D, ``n`` elements.
+    """
+
+    input: torch.Tensor
+    output: torch.Tensor
+    op: Op = "mean"
+    wire: Wire | None = None
+
+    kind = "reduce_scatter"
+
+    def plan(self) -> RequestPlan:
+        return RequestPlan(self.kind, self.input.numel(), self.input.dtype, self.op, self.wire)
+
+
+@dataclass(slots=True, eq=False)
+class AllGather:
+    """Concatenate every rank's ``input`` (``n`` elements) into ``output`` (``W * n``), in rank order. Opaque bytes."""
+
+    input: torch.Tensor
+    output: torch.Tensor
+
+    kind = "all_gather"
+
+    def plan(self) -> RequestPlan:
+        return RequestPlan(self.kind, self.output.numel(), self.output.dtype)
+
+
+@dataclass(slots=True, eq=False)
+class AllToAll:
+    """Send part r of ``input`` to rank r, receive rank r's part into part r of ``output``. Opaque bytes.
+
+    Both are 1-D with the same number of elements, a multiple of W.
+    """
+
+    input: torch.Tensor
+    output: torch.Tensor
+
+    kind = "all_to_all"
+
+    def plan(self) -> RequestPlan:
+        return RequestPlan(self.kind, self.input.numel(), self.input.dtype)
+
+
+Request = AllReduce | ReduceScatter | AllGather | AllToAll
+Requests = Request | tuple[Request, ...]
+StagePlan = tuple[RequestPlan, ...]
+
+
+def as_tuple(requests: object) -> tuple[Request, ...]:
+    """The yielded value as a tuple of requests; ``TypeError`` for anything else."""
+    found = requests if isinstance(requests, tuple) else (requests,)
+    for r in found:
+        if not isinstance(r, AllReduce | ReduceScatter | AllGather | AllToAll):
+            raise TypeError(
+                f"a reduction yielded {type(r).__name__}; it may yield AllReduce, ReduceScatter, AllGather, AllToAll, "
+                "or a tuple of them"
+            )
+    return found

@@ -1,0 +1,198 @@
+"""N simulated ranks in one process: the same engine, a transport made of threads and a table.
+
+A collective is done when all ranks have asked for it; sums are made in rank order in the tensor's own dtype, as a
+real one makes them. Ranks that ask for different things get a typed error, a rank that never asks a time-out.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from commhooks.engine import Engine
+from commhooks.errors import HookTimeoutError, TransportError
+from commhooks.reduction import Reduction
+from commhooks.state import HookState
+from commhooks.transport import Work
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Meeting:
+    """One collective: what each rank brought, and whether it has happened."""
+
+    posts: dict[int, tuple[tuple[object, ...], tuple[torch.Tensor, ...]]] = field(default_factory=dict)
+    done: bool = False
+    error: str | None = None
+
+
+class SimulatedGroup:
+    """A group of ranks that meet in memory.
+
+    Args:
+        world_size: number of ranks.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        if world_size < 1:
+            raise ValueError(f"world_size must be at least 1, got {world_size}")
+        self.world_size = world_size
+        self.changed = threading.Condition()
+        self.meetings: dict[int, _Meeting] = {}
+        self.aborted: str | None = None
+
+    def post(self, rank: int, number: int, key: tuple[object, ...], tensors: tuple[torch.Tensor, ...]) -> _Meeting:
+        with self.changed:
+            meeting = self.meetings.setdefault(number, _Meeting())
+            meeting.posts[rank] = (key, tensors)
+            if len(meeting.posts) == self.world_size:
+                del self.meetings[number]
+                self._hold(meeting)
+                self.changed.notify_all()
+            return meeting
+
+    def abort(self, why: str) -> None:
+        """End every wait of every rank with a TransportError."""
+        with self.changed:
+            self.aborted = self.aborted or why
+            self.changed.notify_all()
+
+    def _hold(self, meeting: _Meeting) -> None:
+        keys = {rank: key for rank, (key, _) in sorted(meeting.posts.items())}
+        if len(set(keys.values())) > 1:
+            meeting.error = f"the ranks asked for different collectives: {keys}"
+        else:
+            kind, op = str(keys[0][0]), str(keys[0][1])
+            perform(kind, op, [meeting.posts[r][1] for r in range(self.world_size)])
+        meeting.done = True
+
+
+def perform(kind: str, op: str, ranks: list[tuple[torch.Tensor, ...]]) -> None:
+    """Carry out one collective on all ranks' tensors."""
+    world = len(ranks)
+    if kind == "all_reduce":
+        total = _reduce(op, [t for (t,) in ranks])
+        for (tensor,) in ranks:
+            tensor.copy_(total)
+    elif kind == "all_gather":
+        everything = torch.cat([source.reshape(-1) for _, source in ranks])
+        for output, _ in ranks:
+            output.view(-1).copy_(everything)
+    elif kind == "all_to_all":
+        parts = [source.clone().view(world, -1) for _, source in ranks]
+        for r, (output, _) in enumerate(ranks):
+            output.view(world, -1).copy_(torch.stack([p[r] for p in parts]))
+    else:
+        total = _reduce(op, [source for _, source in ranks]).view(world, -1)
+        for r, (output, _) in enumerate(ranks):
+            output.view(-1).copy_(total[r])
+
+
+def _reduce(op: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total = torch.maximum(total, tensor) if op == "max" else total.add_(tensor)
+    return total
+
+
+class _SimulatedWork:
+    def __init__(self, group: SimulatedGroup, meeting: _Meeting, what: str) -> None:
+        self._group, self._meeting, self._what = group, meeting, what
+
+    def wait(self, timeout: float | None) -> None:
+        group, meeting = self._group, self._meeting
+        with group.changed:
+            group.changed.wait_for(lambda: meeting.done or group.aborted is not None, timeout)
+            if meeting.error is not None:
+                raise TransportError(meeting.error)
+            if not meeting.done:
+                if group.aborted is not None:
+                    raise TransportError(f"{self._what}: {group.aborted}")
+                absent = sorted(set(range(group.world_size)) - set(meeting.posts))
+                raise HookTimeoutError(f"{self._what}: ranks {absent} did not take part within {timeout:g} s")
+
+
+class SimulatedTransport:
+    """One rank's end of a :class:`SimulatedGroup`."""
+
+    divides = False
+
+    def __init__(self, group: SimulatedGroup, rank: int) -> None:
+        self.group, self.rank, self.world_size = group, rank, group.world_size
+        self._number = 0
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
+        return self._post("all_reduce", op, tensor)
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        return self._post("all_gather", "", output, input)
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        return self._post("all_to_all", "", output, input)
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: str) -> Work:
+        return self._post("reduce_scatter", op, output, input)
+
+    def abort(self) -> None:
+        self.group.abort(f"rank {self.rank} gave up")
+
+    def _post(self, kind: str, op: str, *tensors: torch.Tensor) -> Work:
+        key = (kind, op, *((t.numel(), t.dtype) for t in tensors))
+        meeting = self.group.post(self.rank, self._number, key, tensors)
+        self._number += 1
+        return _SimulatedWork(self.group, meeting, f"{kind} {self._number}")
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRank:
+    """What the body of a simulation is given: one rank of the group."""
+
+    rank: int
+    world_size: int
+    transport: SimulatedTransport
+
+    def engine(self, reduction: Reduction, state: HookState | None = None, *, lag: float = 1) -> Engine:
+        """An engine of this rank."""
+        return Engine(reduction, self.transport, state, lag=lag, timeout=60.0)
+
+
+def simulate(world_size: int, body: Callable[[SimulatedRank], T]) -> list[T]:
+    """Run ``body`` once per rank, each on a thread, and return the results in rank order.
+
+    When one rank raises, the others are ended and its exception is raised.
+
+    Example:
+        >>> import torch
+        >>> from commhooks.bucket import Bucket
+        >>> from commhooks.reduction import Plain
+        >>> def one_step(rank):
+        ...     bucket = Bucket.from_tensors({"w": torch.full((2,), float(rank.rank))})
+        ...     engine = rank.engine(Plain())
+        ...     engine.submit(bucket)
+        ...     engine.finish()
+        ...     return bucket.buffer.tolist()
+        >>> simulate(4, one_step)
+        [[1.5, 1.5], [1.5, 1.5], [1.5, 1.5], [1.5, 1.5]]
+    """
+    group = SimulatedGroup(world_size)
+    results: dict[int, T] = {}
+    errors: list[tuple[int, BaseException]] = []
+
+    def rank_main(rank: int) -> None:
+        try:
+            results[rank] = body(SimulatedRank(rank, world_size, SimulatedTransport(group, rank)))
+        except BaseException as error:  # the other ranks must not wait for this one
+            errors.append((rank, error))
+            group.abort(f"rank {rank} raised {type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank {r}", daemon=True) for r in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0][1]
+    return [results[r] for r in range(world_size)]

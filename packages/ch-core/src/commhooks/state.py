@@ -1,0 +1,164 @@
+"""State of a stateful hook: tensors keyed by parameter name, written beside the old ones and committed per step.
+
+A step never overwrites what it may have to give back: it *stages* new tensors, and only :meth:`HookState.commit`
+makes them the state. Two buffers per entry are kept and swapped, so a committed step costs no copy.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class HookState:
+    """Base for the state of stateful hooks.
+
+    Entries are addressed by ``(parameter name, field)``, never by bucket: bucket rebuilds, another
+    ``bucket_cap_mb``, re-wrapping and resuming change nothing. Needs no process group.
+
+    Attributes:
+        step: number of committed steps.
+
+    Example:
+        >>> import torch
+        >>> state = HookState()
+        >>> _ = state.stage("layer.weight", "residual", (2,)).fill_(1.0)
+        >>> state.read("layer.weight", "residual") is None   # not committed yet
+        True
+        >>> state.commit()
+        >>> state.read("layer.weight", "residual")
+        tensor([1., 1.])
+        >>> _ = state.stage("layer.weight", "residual", (2,)).fill_(float("nan"))
+        >>> state.rollback()
+        >>> state.read("layer.weight", "residual"), state.step
+        (tensor([1., 1.]), 1)
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._committed: dict[tuple[str, str], torch.Tensor] = {}
+        self._staged: dict[tuple[str, str], torch.Tensor] = {}
+        self._spare: dict[tuple[str, str], torch.Tensor] = {}
+
+    def read(self, name: str, field: str) -> torch.Tensor | None:
+        """The committed tensor, or ``None``. Not to be written to."""
+        return self._committed.get((name, field))
+
+    def stage(
+        self,
+        name: str,
+        field: str,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> torch.Tensor:
+        """An uninitialised tensor that becomes the entry when this step commits. Asked for again, it is the same."""
+        key = (name, field)
+        found = self._staged.get(key)
+        if found is None:
+            found = self._spare.pop(key, None)
+        if found is None or found.shape != tuple(shape) or found.dtype != dtype or found.device != torch.device(device):
+            found = torch.empty(tuple(shape), dtype=dtype, device=device)
+        self._staged[key] = found
+        return found
+
+    @property
+    def staging(self) -> bool:
+        """Whether anything is staged."""
+        return bool(self._staged)
+
+    def commit(self) -> None:
+        """Make what was staged the state and count the step."""
+        for key, tensor in self._staged.items():
+            old = self._committed.get(key)
+            if old is not None:
+                self._spare[key] = old
+            self._committed[key] = tensor
+        self._staged.clear()
+        self.step += 1
+
+    def rollback(self) -> None:
+        """Drop what was staged: the step never was."""
+        self._spare.update(self._staged)
+        self._staged.clear()
+
+    def entries(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """``(parameter name, field, tensor)`` of everything committed, in sorted order."""
+        for (name, field), tensor in sorted(self._committed.items()):
+            yield name, field, tensor
+
+    def replace(self, entries: dict[tuple[str, str], torch.Tensor], step: int) -> None:
+        """Put ``entries`` and ``step`` in place of everything held."""
+        self._committed = dict(entries)
+        self._staged.clear()
+        self._spare.clear()
+        self.step = step
+
+    def rename(self, names: dict[str, str]) -> None:
+        """Give parameters other names, in every entry."""
+        for store in (self._committed, self._staged, self._spare):
+            moved = {(names.get(name, name), field): t for (name, field), t in store.items()}
+            store.clear()
+            store.update(moved)
+
+    def nbytes(self) -> int:
+        """Bytes held, both buffers counted."""
+        stores = (self._committed, self._staged, self._spare)
+        return sum(t.numel() * t.element_size() for store in stores for t in store.values())
+
+
+class DefaultState:
+    """State of FSDP1's hooks: the group, and the factors before and after the sum.
+
+    Dividing by all of W before the sum underflows in 16 bits, dividing after it overflows, so the division is
+    split in two near-equal powers of two where W allows it.
+
+    Args:
+        process_group: the group to reduce over.
+
+    Attributes:
+        gradient_predivide_factor: smallest power of two f with ``f * f >= W`` while f divides W.
+        gradient_postdivide_factor: ``W / gradient_predivide_factor``.
+
+    Example:
+        >>> DefaultState.split_factor(64)
+        (8.0, 8.0)
+        >>> DefaultState.split_factor(6)
+        (2.0, 3.0)
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        if process_group is None:
+            raise ValueError("DefaultState needs the process group to reduce over, got None")
+        self.process_group = process_group
+        self.world_size = dist.get_world_size(process_group)
+        self.gradient_predivide_factor, self.gradient_postdivide_factor = self.split_factor(self.world_size)
+
+    @staticmethod
+    def split_factor(world_size: int) -> tuple[float, float]:
+        """Pre- and post-divide factors whose product is ``world_size``."""
+        factor = 1
+        while world_size % factor == 0 and world_size / factor > factor:
+            factor *= 2
+        return float(factor), world_size / factor
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "process_group"}
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        self.__dict__.update(values)
+        self.process_group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+class LowPrecisionState(DefaultState):
+    """State of FSDP1's 16-bit hooks.
+
+    Args:
+        process_group: the group to reduce over.
+        parameter_type: dtype that the reduced gradient is cast back to.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, parameter_type: torch.dtype = torch.float32) -> None:
+        super().__init__(process_group)
+        self.parameter_type = parameter_type

@@ -1,0 +1,289 @@
+"""Transports: where collectives really happen.
+
+A transport starts raw collectives on flat tensors and nothing else. What a mean is, what travels on the wire and
+which requests are merged is decided once, in :class:`Stage`, for every transport alike.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from commhooks.errors import HookTimeoutError, TransportError
+from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Request, RequestPlan, Wire
+from commhooks.scratch import Scratch
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self, timeout: float | None) -> None:
+        """Return when it is done.
+
+        Raises:
+            HookTimeoutError: not done after ``timeout`` seconds.
+            TransportError: it failed (a peer was lost, sizes did not match).
+        """
+
+
+class Transport(Protocol):
+    """Raw collectives of one group of ranks, on contiguous tensors, all asynchronous.
+
+    Attributes:
+        rank: this rank in the group.
+        world_size: ranks in the group.
+        divides: whether :meth:`all_reduce` with op ``"mean"`` divides by itself, because only it knows how many
+            take part (a fault-tolerance manager). If not, ``"mean"`` never reaches it.
+    """
+
+    rank: int
+    world_size: int
+    divides: bool
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> Work: ...
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work: ...
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Work: ...
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: str) -> Work: ...
+
+    def abort(self) -> None:
+        """Give up: nothing more will be started, pending work may never end."""
+
+
+class _GroupWork:
+    """``torch.distributed`` work with a deadline and typed errors; keeps its tensors alive until it is done."""
+
+    __slots__ = ("_keep", "_what", "_work")
+
+    def __init__(self, work: dist.Work, what: str, *keep: torch.Tensor) -> None:
+        self._work, self._what, self._keep = work, what, keep
+
+    def wait(self, timeout: float | None) -> None:
+        on_cpu = not self._keep[0].is_cuda
+        begun = time.monotonic()
+        try:
+            # On CUDA a timeout would make the host wait for the kernel; the stream waits instead.
+            if timeout is not None and on_cpu:
+                self._work.wait(timedelta(seconds=timeout))
+            else:
+                self._work.wait()
+        except RuntimeError as error:
+            waited = time.monotonic() - begun
+            if timeout is not None and waited >= 0.95 * timeout:
+                raise HookTimeoutError(
+                    f"{self._what} was not done after {waited:.1f} s (deadline {timeout:g} s): a rank is frozen, or "
+                    "does not take part in the same collectives. Raise attach(timeout=...) if ranks are merely slow"
+                ) from error
+            raise TransportError(f"{self._what} failed: {error}") from error
+
+
+class ProcessGroupTransport:
+    """Collectives over a ``torch.distributed`` process group.
+
+    Args:
+        group: the group; ``None`` is the default group.
+
+    Raises:
+        TransportError: there is no process group.
+    """
+
+    divides = False
+    _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise TransportError(
+                "no process group: call torch.distributed.init_process_group(...) first, "
+                "or run over simulated ranks with commhooks.simulate"
+            )
+        self.group = group if group is not None else dist.group.WORLD
+        self.rank = dist.get_rank(self.group)
+        self.world_size = dist.get_world_size(self.group)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
+        return self._start("all-reduce", dist.all_reduce, tensor, op=self._OPS[op])
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        return self._start("all-gather", dist.all_gather_into_tensor, output, input)
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        return self._start("all-to-all", dist.all_to_all_single, output, input)
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: str) -> Work:
+        return self._start("reduce-scatter", dist.reduce_scatter_tensor, output, input, op=self._OPS[op])
+
+    def abort(self) -> None:
+        """Nothing to do: the group belongs to the caller, who destroys it."""
+
+    def _start(self, what: str, collective: Callable[..., dist.Work], *tensors: torch.Tensor, **kwargs: object) -> Work:
+        try:
+            work = collective(*tensors, group=self.group, async_op=True, **kwargs)
+        except RuntimeError as error:
+            raise TransportError(f"{what} could not be started: {error}") from error
+        return _GroupWork(work, what, *tensors)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Exact count of what collectives carried, per rank."""
+
+    payload_bytes: float = 0.0
+    wire_bytes: float = 0.0
+    rounds: int = 0
+
+    def add(self, plan: RequestPlan, world_size: int) -> None:
+        self.payload_bytes += plan.payload_bytes
+        self.wire_bytes += plan.wire_bytes(world_size)
+
+
+@dataclass(slots=True)
+class Stage:
+    """The requests of one stage, under way.
+
+    Starting one encodes (scale by 1/W, cast, merge) and starts the collectives; :meth:`wait` waits and decodes.
+    All-reduces of equal dtype, op and wire are merged into one message.
+    """
+
+    transport: Transport
+    scratch: Scratch
+    owner: object
+    _works: list[tuple[Work, Callable[[], None] | None]] = field(default_factory=list)
+    reduced: list[torch.Tensor] = field(default_factory=list)
+
+    def start(self, requests: tuple[Request, ...]) -> "Stage":
+        groups: dict[object, list[AllReduce]] = {}
+        for number, request in enumerate(requests):
+            if isinstance(request, AllReduce):
+                if request.tensor.is_sparse:
+                    self._sparse(request)
+                elif request.tensor.numel():
+                    key = (request.tensor.dtype, request.op, request.wire)
+                    groups.setdefault(key, []).append(request)
+            else:
+                self._other(number, request)
+        for number, group in enumerate(groups.values()):
+            self._all_reduce(number, group)
+        return self
+
+    def wait(self, timeout: float | None) -> None:
+        """Finish every collective and put the results where the requests want them."""
+        for work, decode in self._works:
+            work.wait(timeout)
+            if decode is not None:
+                decode()
+        self._works.clear()
+
+    # -- all-reduce
+
+    def _all_reduce(self, number: int, group: list[AllReduce]) -> None:
+        first = group[0]
+        tensor, wire = first.tensor, first.wire
+        scale = self._scale(first.op)
+        self.reduced.extend(r.tensor for r in group)
+        if len(group) == 1 and wire is None:
+            if first.sent is not None:
+                first.sent.copy_(tensor)
+            if scale != 1.0:
+                tensor.mul_(scale)
+            self._add(self.transport.all_reduce(tensor, self._op(first.op)), None)
+            return
+        total = sum(r.tensor.numel() for r in group)
+        dtype = wire.dtype if wire is not None else tensor.dtype
+        merged = self.scratch.get(self.owner, f"stage all-reduce {number}", (total,), dtype, tensor.device)
+        parts = merged.split([r.tensor.numel() for r in group])
+        for request, part in zip(group, parts, strict=True):
+            encode(request.tensor, part.view(request.tensor.shape), scale, wire)
+            if request.sent is not None:
+                request.sent.copy_(part.view(request.sent.shape)).mul_(1.0 / scale)
+
+        def decode() -> None:
+            for request, part in zip(group, parts, strict=True):
+                request.tensor.copy_(part.view(request.tensor.shape))
+
+        self._add(self.transport.all_reduce(merged, self._op(first.op)), decode)
+
+    def _sparse(self, request: AllReduce) -> None:
+        scale = self._scale(request.op)
+        if scale != 1.0:
+            request.tensor.mul_(scale)
+        self._add(self.transport.all_reduce(request.tensor, self._op(request.op)), None)
+
+    # -- the others
+
+    def _other(self, number: int, request: Request) -> None:
+        if isinstance(request, AllGather):
+            self._add(self.transport.all_gather(request.output, request.input), None)
+        elif isinstance(request, AllToAll):
+            self._add(self.transport.all_to_all(request.output, request.input), None)
+        elif isinstance(request, ReduceScatter):
+            self._reduce_scatter(number, request)
+
+    def _reduce_scatter(self, number: int, request: ReduceScatter) -> None:
+        scale, wire = self._scale(request.op), request.wire
+        self.reduced.append(request.output)
+        if wire is None:
+            if scale != 1.0:
+                request.input.mul_(scale)
+            work = self.transport.reduce_scatter(request.output, request.input, self._op(request.op))
+            self._add(work, None)
+            return
+        device, owner = request.input.device, self.owner
+        name = f"stage reduce-scatter {number}"
+        sent = self.scratch.get(owner, name + " input", request.input.shape, wire.dtype, device)
+        received = self.scratch.get(owner, name + " output", request.output.shape, wire.dtype, device)
+        encode(request.input, sent, scale, wire)
+        work = self.transport.reduce_scatter(received, sent, self._op(request.op))
+        self._add(work, lambda: _copy(request.output, received))
+
+    def _scale(self, op: str) -> float:
+        return 1.0 / self.transport.world_size if op == "mean" and not self.transport.divides else 1.0
+
+    def _op(self, op: str) -> str:
+        return op if op != "mean" or self.transport.divides else "sum"
+
+    def _add(self, work: Work, decode: Callable[[], None] | None) -> None:
+        self._works.append((work, decode))
+
+
+def encode(source: torch.Tensor, target: torch.Tensor, scale: float, wire: Wire | None) -> None:
+    """``target = round(scale * source)`` in one pass: the scaling happens before the cast, so no value overflows
+    16 bits whose average does not."""
+    if wire is not None and wire.rounding == "stochastic":
+        stochastic_round(source * scale, target)
+    elif scale != 1.0:
+        torch.mul(source, scale, out=target)
+    else:
+        target.copy_(source)
+
+
+def stochastic_round(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Round fp32 to bf16 or fp16, up or down at random so that the expectation is the source.
+
+    bf16 is the upper half of fp32: adding a uniform 16-bit integer to the bit pattern and truncating rounds up
+    with exactly the right probability. For fp16 the same is done between the two neighbouring values.
+    """
+    values = source.float()
+    if target.dtype == torch.bfloat16:
+        bits = values.view(torch.int32)
+        noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device)
+        rounded = ((bits + noise) & -65536).view(torch.float32)
+        target.copy_(torch.where(torch.isfinite(values), rounded, values))
+        return
+    down = values.to(target.dtype)
+    over = down.float() > values
+    down = torch.where(over, torch.nextafter(down, torch.full_like(down, float("-inf"))), down)
+    up = torch.nextafter(down, torch.full_like(down, float("inf")))
+    gap = up.float() - down.float()
+    chance = torch.where(gap > 0, (values - down.float()) / gap, torch.zeros_like(values))
+    rounded_half = torch.where(torch.rand_like(values) < chance, up, down)
+    target.copy_(torch.where(torch.isfinite(values), rounded_half, values.to(target.dtype)))
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)

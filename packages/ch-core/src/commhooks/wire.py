@@ -1,0 +1,150 @@
+"""The wire-cast transform: what a wrapper does to a reduction.
+
+It is a map over requests. Floating-point all-reduces and reduce-scatters travel in 16 bits; the algebra, the state
+and the residual of the wrapped reduction stay as they were. All-gathers and all-to-alls carry opaque bytes.
+
+With ``accumulate="fp32"`` no 16-bit sum is ever made: an all-reduce becomes an all-to-all of 16-bit shards, a local
+fp32 sum and an all-gather of the 16-bit results. The volume is that of a 16-bit all-reduce, and the number of
+roundings is two, whatever the world size (a ring makes W-1).
+"""
+
+from collections.abc import Generator, Hashable
+from typing import Any, Literal
+
+import torch
+
+from commhooks.bucket import Bucket, BucketLayout, ParamLayout
+from commhooks.combine import plain
+from commhooks.errors import HookConfigError
+from commhooks.reduction import Reduction, Stages, StepContext
+from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Request, Requests, Wire, as_tuple
+from commhooks.transport import encode
+
+NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class WireCast(Reduction):
+    """A reduction whose numbers travel in 16 bits.
+
+    Args:
+        inner: the reduction to wrap.
+        dtype: ``"bf16"`` or ``"fp16"``.
+        accumulate: ``"wire"`` sums in 16 bits as the transport does, ``"fp32"`` as described above.
+        rounding: ``"nearest"`` or ``"stochastic"``.
+
+    Raises:
+        HookConfigError: unknown option, or ``inner`` has no request that the wire could change.
+    """
+
+    lossy = True
+
+    def __init__(
+        self,
+        inner: Reduction,
+        dtype: Literal["bf16", "fp16"],
+        *,
+        accumulate: Literal["wire", "fp32"] = "wire",
+        rounding: Literal["nearest", "stochastic"] = "nearest",
+        name: str | None = None,
+    ) -> None:
+        if dtype not in NAMES:
+            raise HookConfigError(f"dtype={dtype!r}: expected one of {sorted(NAMES)}")
+        if accumulate not in ("wire", "fp32"):
+            raise HookConfigError(f"accumulate={accumulate!r}: expected 'wire' or 'fp32'")
+        if rounding not in ("nearest", "stochastic"):
+            raise HookConfigError(f"rounding={rounding!r}: expected 'nearest' or 'stochastic'")
+        if not inner.collectives & {"all_reduce", "reduce_scatter"}:
+            raise HookConfigError(
+                f"{dtype}_wrapper({inner.name}) would change nothing: {inner.name} sends "
+                f"{sorted(inner.collectives) or 'nothing'}, whose bytes are its own. Use {inner.name} unwrapped"
+            )
+        self.inner, self.wire, self.accumulate = inner, Wire(NAMES[dtype], rounding), accumulate
+        self.name = name or f"{dtype}_wrapper({inner.name})"
+        self.granularity = inner.granularity
+        self.fields = inner.fields  # type: ignore[misc]
+        extra = {"all_to_all", "all_gather"} if accumulate == "fp32" else set()
+        kept = inner.collectives - {"all_reduce"} if accumulate == "fp32" else inner.collectives
+        self.collectives = frozenset(kept | extra)
+
+    def phase(self, step: int) -> Hashable:
+        return self.inner.phase(step)
+
+    def route(self, param: ParamLayout, step: int) -> str | None:
+        return None  # the wrapped reduction routes; what it averages plainly is cast as well
+
+    def routes(self, layout: BucketLayout, step: int) -> dict[str, str]:
+        return self.inner.routes(layout, step)
+
+    def start(self, bucket: Bucket, ctx: StepContext) -> Stages:
+        if any(p.kind == "sparse" for p in bucket.params):
+            return plain(bucket)
+        return self.run(bucket, ctx)
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
+        inner = self.inner.start(bucket, ctx)
+        try:
+            for number, requests in enumerate(inner):
+                if self.accumulate == "fp32":
+                    yield from self._accumulated(as_tuple(requests), ctx, number)
+                else:
+                    yield tuple(self._cast(r) for r in as_tuple(requests))
+        finally:
+            inner.close()
+
+    def config(self) -> dict[str, Any]:
+        return {"accumulate": self.accumulate, "rounding": self.wire.rounding}
+
+    def _cast(self, request: Request) -> Request:
+        if isinstance(request, AllReduce | ReduceScatter) and request.wire is None and request.op != "max":
+            tensor = request.tensor if isinstance(request, AllReduce) else request.input
+            if self.wire.narrows(tensor.dtype):
+                request.wire = self.wire
+        return request
+
+    def _accumulated(
+        self, requests: tuple[Request, ...], ctx: StepContext, number: int
+    ) -> Generator[Requests, None, None]:
+        """The stage's 16-bit sums as two stages: all-to-all of shards, fp32 sum, all-gather."""
+        summed, others = [], []
+        for r in requests:
+            fits = isinstance(r, AllReduce) and r.op != "max" and r.wire is None and self.wire.narrows(r.tensor.dtype)
+            (summed if fits else others).append(r)
+        shards = [_Sharded(r, self.wire, ctx, f"{number}.{i}") for i, r in enumerate(summed) if isinstance(r, AllReduce)]
+        first = tuple(s.exchange() for s in shards) + tuple(self._cast(r) for r in others)
+        if first:
+            yield first
+        second = tuple(s.gather() for s in shards)
+        if second:
+            yield second
+            for s in shards:
+                s.finish()
+
+
+class _Sharded:
+    """One all-reduce as all-to-all, local fp32 sum and all-gather. Shard r belongs to rank r."""
+
+    def __init__(self, request: AllReduce, wire: Wire, ctx: StepContext, name: str) -> None:
+        self.request, self.wire, self.world = request, wire, ctx.world_size
+        tensor = request.tensor
+        self.numel = tensor.numel()
+        self.shard = -(-self.numel // self.world)
+        whole = (self.shard * self.world,)
+        self.sent = ctx.scratch(f"fp32 {name} sent", whole, wire.dtype, tensor.device)
+        self.received = ctx.scratch(f"fp32 {name} received", whole, wire.dtype, tensor.device)
+        self.mine = ctx.scratch(f"fp32 {name} mine", (self.shard,), wire.dtype, tensor.device)
+
+    def exchange(self) -> AllToAll:
+        scale = 1.0 / self.world if self.request.op == "mean" else 1.0
+        encode(self.request.tensor.reshape(-1), self.sent[: self.numel], scale, self.wire)
+        self.sent[self.numel :].zero_()
+        if self.request.sent is not None:
+            self.request.sent.view(-1).copy_(self.sent[: self.numel]).mul_(1.0 / scale)
+        return AllToAll(self.sent, self.received)
+
+    def gather(self) -> AllGather:
+        total = self.received.view(self.world, self.shard).sum(0, dtype=torch.float32)  # (shard,) fp32
+        encode(total, self.mine, 1.0, self.wire)
+        return AllGather(self.mine, self.received)
+
+    def finish(self) -> None:
+        self.request.tensor.view(-1).copy_(self.received[: self.numel])
