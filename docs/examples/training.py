@@ -30,7 +30,7 @@ class Run:
     val: list[tuple[int, float]] = field(default_factory=list)  # (steps done, held-out loss)
 
 
-def wrap(net: torch.nn.Module, device: torch.device, bucket_cap_mb: float) -> DistributedDataParallel:
+def wrap(net: torch.nn.Module, device: torch.device, bucket_cap_mb: float | None) -> DistributedDataParallel:
     """Make ``net`` a data-parallel model on this rank's device."""
     ids = [device.index] if device.type == "cuda" else None
     return DistributedDataParallel(
