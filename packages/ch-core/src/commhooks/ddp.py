@@ -180,70 +180,83 @@ def raise_after_backward(error: BaseException) -> None:
 # -- PyTorch's own signature
 
 
-class BareHooks:
-    """The drivers behind one plain ``(state, bucket)`` function: one per model, found by the bucket's parameters."""
+class BareHook:
+    """A reduction as a hook with PyTorch's signature, ``hook(state, bucket)``, for ``register_comm_hook``.
 
-    def __init__(self, make: Callable[[object], Engine]) -> None:
-        self._make = make
-        self._drivers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> DDPDriver
-        self._current: DDPDriver | None = None
-
-    def driver(self, state: object, grad_bucket: GradBucket) -> DDPDriver:
-        params = grad_bucket.parameters()
-        known: DDPDriver | None = self._drivers.get(params[0])
-        if known is None:
-            fresh = grad_bucket.index() == 0 or self._current is None
-            known = DDPDriver(self._make(state)) if fresh else self._current
-        assert known is not None  # noqa: S101
-        self._current = known
-        for param in params:
-            self._drivers[param] = known
-        return known
-
-
-def as_hook(
-    reduction: Reduction | Callable[[object], Reduction], name: str | None = None, doc: str | None = None
-) -> Callable[[Any, GradBucket], TensorFuture]:
-    """A plain hook with PyTorch's signature, for ``model.register_comm_hook(state, hook)``.
+    The state is a process group, ``None`` (the default group), or a :class:`~commhooks.state.HookState`, which serves
+    one model and may have a ``process_group``. Can be pickled; carries its ``reduction`` so that wrappers recognise it.
 
     Args:
         reduction: what to run, or a function that makes it from the hook's state.
-        name: the function's name.
-
-    The state is a process group, ``None`` (the default group), or a :class:`~commhooks.state.HookState` that has a
-    ``process_group`` attribute; a hook state serves one model.
+        name: what torch and its frameworks show.
     """
 
-    def make(state: object) -> Engine:
+    def __init__(self, reduction: Reduction | Callable[[Any], Reduction], name: str) -> None:
+        self.reduction = reduction
+        self.__name__ = self.__qualname__ = name
+        self._forget()
+
+    def __call__(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if not isinstance(bucket, GradBucket):
+            raise AttachError(
+                f"{self.__name__} was called with {type(bucket).__name__} instead of a GradBucket: it does not support "
+                "torch._dynamo.config.optimize_ddp='python_reducer'; use torch.compile's default DDP mode"
+            )
+        return self._driver(state, bucket)(bucket)
+
+    def __repr__(self) -> str:
+        return f"<hook {self.__name__}>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"reduction": self.reduction, "__name__": self.__name__, "__qualname__": self.__qualname__}
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        self.__dict__.update(values)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._of_state: WeakKeyDictionary[HookState, DDPDriver] = WeakKeyDictionary()
+        self._of_param = WeakIdKeyDictionary()  # parameter -> DDPDriver
+        self._current: DDPDriver | None = None
+
+    def _driver(self, state: object, bucket: GradBucket) -> DDPDriver:
+        """The driver of this state, or, where the state is a group, of the model that the parameters belong to."""
+        if isinstance(state, HookState):
+            driver = self._of_state.get(state)
+            if driver is None:
+                driver = self._of_state[state] = DDPDriver(self._engine(state))
+            return driver
+        params = bucket.parameters()
+        found: DDPDriver | None = self._of_param.get(params[0])
+        if found is None:
+            found = self._current if bucket.index() > 0 else None
+            found = found if found is not None else DDPDriver(self._engine(state))
+        self._current = found
+        for param in params:
+            self._of_param[param] = found
+        return found
+
+    def _engine(self, state: object) -> Engine:
         if isinstance(state, HookState):
             group, kept = getattr(state, "process_group", None), state
         elif state is None or isinstance(state, dist.ProcessGroup):
             group, kept = state, HookState()
         else:
             raise AttachError(
-                f"the state of {hook.__name__} is a process group, None, or a HookState; got {type(state).__name__}"
+                f"the state of {self.__name__} is a process group, None, or a HookState; got {type(state).__name__}"
             )
-        made = reduction if isinstance(reduction, Reduction) else reduction(state)
+        made = self.reduction if isinstance(self.reduction, Reduction) else self.reduction(state)
         return Engine(made, ProcessGroupTransport(group), kept)
 
-    drivers = BareHooks(make)
-    of_state: WeakKeyDictionary[HookState, DDPDriver] = WeakKeyDictionary()
 
-    def hook(state: Any, bucket: GradBucket) -> TensorFuture:
-        if not isinstance(bucket, GradBucket):
-            raise AttachError(
-                f"{hook.__name__} was called with {type(bucket).__name__} instead of a GradBucket: this hook does not "
-                "support torch._dynamo.config.optimize_ddp='python_reducer'; use the default mode"
-            )
-        if isinstance(state, HookState):
-            driver = of_state.get(state)
-            if driver is None:
-                driver = of_state[state] = DDPDriver(make(state))
-        else:
-            driver = drivers.driver(state, bucket)
-        return driver(bucket)
+def as_hook(reduction: Reduction | Callable[[Any], Reduction], name: str | None = None) -> BareHook:
+    """A reduction, or a function that makes one from the hook's state, as a hook with PyTorch's signature.
 
-    hook.__name__ = hook.__qualname__ = name or (reduction.name if isinstance(reduction, Reduction) else "hook")
-    hook.__doc__ = doc
-    hook.reduction = reduction  # type: ignore[attr-defined]
-    return hook
+    Example:
+        >>> from commhooks.reduction import Plain
+        >>> as_hook(Plain(), "my_hook")
+        <hook my_hook>
+    """
+    if name is None:
+        name = reduction.name if isinstance(reduction, Reduction) else getattr(reduction, "__name__", "hook")
+    return BareHook(reduction, name)

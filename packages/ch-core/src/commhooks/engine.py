@@ -108,6 +108,7 @@ class Engine:
         self._device = torch.device("cpu")
         self._veto = False
         self._bytes = (0.0, 0.0)
+        self._rounds = 0
 
     # -- one step
 
@@ -151,8 +152,8 @@ class Engine:
         self._open = False
         self._slots = 0
         self.counters.steps += 1
-        gradient, payload = self._bytes[0], self.counters.traffic.payload_bytes - self._bytes[1]
-        self.counters.compressed_steps += 0 < payload < gradient
+        gradient, sent = self._bytes[0], self.counters.traffic.trip_bytes - self._bytes[1]
+        self.counters.compressed_steps += 0 < sent < 2 * gradient  # less than a plain all-reduce sends
         self.counters.hook_seconds += time.perf_counter() - begun
         return error
 
@@ -207,7 +208,8 @@ class Engine:
         self.settle()
         self._open, self._slots, self._error = True, 0, None
         self._sums.clear()
-        self._bytes = (0.0, self.counters.traffic.payload_bytes)
+        self._bytes = (0.0, self.counters.traffic.trip_bytes)
+        self._rounds = self.counters.traffic.rounds
 
     def _new(self, bucket: Bucket) -> Live:
         ctx = StepContext(
@@ -348,7 +350,7 @@ class Engine:
         if self._sums:
             status[world] = torch.stack(self._sums).sum().isfinite().logical_not()
         self._sums.clear()
-        if world > 1:
+        if world > 1 and self.counters.traffic.rounds > self._rounds:  # a step without collectives sends no status
             stage = Stage(self.transport, self.scratch, "status")
             self._guarded(lambda s: s.start((AllReduce(status, "sum"),)), stage)
             self._guarded(lambda s: s.wait(self.timeout), stage)

@@ -31,7 +31,7 @@ class PluginLoadError(CommHooksError, ImportError):
 
 
 class HookConfigError(CommHooksError, ValueError):
-    """A bad expression, an unknown parameter, a value out of range, or a wrapper that refuses its inner hook."""
+    """A bad expression, an unknown parameter, a value out of range, or a wrapper that refuses its inner."""
 
 
 class HookNotSupportedError(CommHooksError, RuntimeError):
@@ -39,11 +39,11 @@ class HookNotSupportedError(CommHooksError, RuntimeError):
 
 
 class AttachError(CommHooksError, RuntimeError):
-    """The model is not wrapped, already has a hook, its slot holds a foreign one, or no process group exists."""
+    """The model is not wrapped, already has a hook or a foreign one, or no process group exists."""
 
 
 class RankMismatchError(CommHooksError, RuntimeError):
-    """The ranks of one group disagree on hook, configuration, versions or shapes; the message names the fields."""
+    """The ranks of one group disagree on hook, options, versions or shapes; the message names the fields."""
 
 
 class HookResultError(CommHooksError, RuntimeError):
@@ -63,4 +63,4 @@ class StateError(CommHooksError, ValueError):
 
 
 class TransportError(CommHooksError, RuntimeError):
-    """A collective failed or could not be started: a peer was lost, the ranks disagree, there is no process group."""
+    """A collective failed or could not start: a peer was lost, the ranks disagree, or there is no group."""

@@ -47,10 +47,14 @@ class RequestPlan(NamedTuple):
         """Bytes of the full-size tensor as it travels."""
         return self.numel * (self.wire.dtype if self.wire is not None else self.dtype).itemsize
 
+    @property
+    def trip_bytes(self) -> int:
+        """Payload times the passes it makes over the network: two for an all-reduce, one for the others."""
+        return self.payload_bytes * (2 if self.kind == "all_reduce" else 1)
+
     def wire_bytes(self, world_size: int) -> float:
         """Bytes that each rank sends with a bandwidth-optimal algorithm."""
-        hops = 2 if self.kind == "all_reduce" else 1
-        return self.payload_bytes * hops * (world_size - 1) / world_size
+        return self.trip_bytes * (world_size - 1) / world_size
 
 
 @dataclass(slots=True, eq=False)

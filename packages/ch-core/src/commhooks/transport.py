@@ -18,6 +18,11 @@ from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Re
 from commhooks.scratch import Scratch
 
 
+# torch 2.13 renames the flat collectives and warns of the old names at every call.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
+
+
 class Work(Protocol):
     """A collective under way."""
 
@@ -110,13 +115,13 @@ class ProcessGroupTransport:
         return self._start("all-reduce", dist.all_reduce, tensor, op=self._OPS[op])
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
-        return self._start("all-gather", dist.all_gather_into_tensor, output, input)
+        return self._start("all-gather", _ALL_GATHER, output, input)
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         return self._start("all-to-all", dist.all_to_all_single, output, input)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: str) -> Work:
-        return self._start("reduce-scatter", dist.reduce_scatter_tensor, output, input, op=self._OPS[op])
+        return self._start("reduce-scatter", _REDUCE_SCATTER, output, input, op=self._OPS[op])
 
     def abort(self) -> None:
         """Nothing to do: the group belongs to the caller, who destroys it."""
@@ -135,10 +140,12 @@ class Traffic:
 
     payload_bytes: float = 0.0
     wire_bytes: float = 0.0
+    trip_bytes: float = 0.0
     rounds: int = 0
 
     def add(self, plan: RequestPlan, world_size: int) -> None:
         self.payload_bytes += plan.payload_bytes
+        self.trip_bytes += plan.trip_bytes
         self.wire_bytes += plan.wire_bytes(world_size)
 
 

@@ -1,0 +1,98 @@
+"""The gradient-communication layer for PyTorch data parallelism.
+
+Every hook has a name: `commhooks.attach(model, "bf16_wrapper(powersgd(rank=4))")` installs one,
+`commhooks.list_hooks()` shows what is installed. The names below are imported when first used: importing this
+package, and listing hooks, loads no torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from commhooks.lazy import lazy
+
+if TYPE_CHECKING:
+    from commhooks.attaching import attach
+    from commhooks.bucket import Bucket
+    from commhooks.compose import why_not
+    from commhooks.creating import create
+    from commhooks.errors import (
+        AmbiguousHookError,
+        AttachError,
+        CommHooksError,
+        HookConfigError,
+        HookNotSupportedError,
+        HookResultError,
+        HookTimeoutError,
+        PluginLoadError,
+        RankMismatchError,
+        RemoteHookError,
+        StateError,
+        UnknownHookError,
+    )
+    from commhooks.handle import CommHook
+    from commhooks.hookspecs import hookimpl
+    from commhooks.lookup import describe, failures, get, list_hooks, refresh, register, spec, unregister
+    from commhooks.reduction import Reduction
+    from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter
+    from commhooks.specs import HookSpec, Needs, Param, PluginFailure
+    from commhooks.state import DefaultState, HookState, LowPrecisionState
+
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "AmbiguousHookError",
+    "AttachError",
+    "Bucket",
+    "CommHook",
+    "CommHooksError",
+    "DefaultState",
+    "HookConfigError",
+    "HookNotSupportedError",
+    "HookResultError",
+    "HookSpec",
+    "HookState",
+    "HookTimeoutError",
+    "LowPrecisionState",
+    "Needs",
+    "Param",
+    "PluginFailure",
+    "PluginLoadError",
+    "RankMismatchError",
+    "ReduceScatter",
+    "Reduction",
+    "RemoteHookError",
+    "StateError",
+    "UnknownHookError",
+    "attach",
+    "create",
+    "describe",
+    "failures",
+    "get",
+    "hookimpl",
+    "list_hooks",
+    "refresh",
+    "register",
+    "spec",
+    "unregister",
+    "why_not",
+]
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "attaching": "attach",
+        "bucket": "Bucket",
+        "compose": "why_not",
+        "creating": "create",
+        "errors": "AmbiguousHookError AttachError CommHooksError HookConfigError HookNotSupportedError "
+        "HookResultError HookTimeoutError PluginLoadError RankMismatchError RemoteHookError StateError "
+        "UnknownHookError",
+        "handle": "CommHook",
+        "hookspecs": "hookimpl",
+        "lookup": "describe failures get list_hooks refresh register spec unregister",
+        "reduction": "Reduction",
+        "requests": "AllGather AllReduce AllToAll ReduceScatter",
+        "specs": "HookSpec Needs Param PluginFailure",
+        "state": "DefaultState HookState LowPrecisionState",
+    },
+)

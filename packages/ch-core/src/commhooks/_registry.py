@@ -1,0 +1,298 @@
+"""The registry: names to hooks.
+
+One snapshot of what is installed, made at the first lookup and kept until `refresh()`, plus what
+`register` added in this process. Lookups never change it. All functions are safe to call from several
+threads.
+"""
+
+import difflib
+import fnmatch
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from commhooks._discovery import Discovery, PluginInfo, discover, load_target
+from commhooks._known import KNOWN
+from commhooks._metadata import normalize
+from commhooks.errors import AmbiguousHookError, HookConfigError, HookNotSupportedError, UnknownHookError
+from commhooks.specs import KINDS, HookSpec, PluginFailure
+
+LOGGER = logging.getLogger("commhooks")
+
+LOCAL = "local"
+"""The provider of hooks that `register` added in this process."""
+
+
+class Registry:
+    """The hooks of one process. The module functions of `commhooks` use one shared instance.
+
+    Args:
+        scan: makes the snapshot; tests give their own.
+    """
+
+    def __init__(self, scan: Callable[[], Discovery] = discover) -> None:
+        self._scan = scan
+        self._lock = threading.RLock()
+        self._found: Discovery | None = None
+        self._local: dict[tuple[str, str], HookSpec] = {}
+        self._objects: dict[tuple[str, str], object] = {}
+
+    def snapshot(self) -> Discovery:
+        """What the scan found; scans at the first call."""
+        with self._lock:
+            if self._found is None:
+                self._found = self._scan()
+            return self._found
+
+    def refresh(self) -> None:
+        """Forget the scan, so that the next lookup sees what was installed since. `register`ed hooks stay."""
+        with self._lock:
+            self._found = None
+
+    def ask(self, question: str, **arguments: object) -> list[tuple[str, Any]]:
+        """Every plugin's answer to one of the `hookspecs`, by plugin name, in a fixed order.
+
+        A plugin that raises gives no answer and one logged warning: it must not silence the others.
+        """
+        answers = []
+        implementations = getattr(self.snapshot().manager.hook, question).get_hookimpls()
+        for each in sorted(implementations, key=lambda impl: str(impl.plugin_name)):
+            try:
+                answers.append(
+                    (each.plugin_name, each.function(*(arguments[name] for name in each.argnames)))
+                )
+            except Exception as error:
+                LOGGER.warning("plugin %s failed to answer %s: %r", each.plugin_name, question, error)
+        return answers
+
+    def failures(self) -> list[PluginFailure]:
+        """Plugins that could not be used, with cause and traceback."""
+        return list(self.snapshot().failures)
+
+    def plugins(self) -> list[PluginInfo]:
+        """Plugin modules that loaded, with their import time."""
+        return list(self.snapshot().plugins)
+
+    def specs(self) -> list[HookSpec]:
+        """Every hook, ordered by kind, name, provider: the same order on every rank."""
+        with self._lock:
+            return sorted([*self.snapshot().specs, *self._local.values()], key=HookSpec.sort_key)
+
+    def list_hooks(
+        self, pattern: str = "*", *, kind: str | None = None, provider: str | None = None
+    ) -> list[HookSpec]:
+        """The specs whose name or alias matches a shell pattern, optionally of one kind or provider.
+
+        Imports no hook, and no torch.
+        """
+        _check_kind(kind)
+        return [
+            spec
+            for spec in self.specs()
+            if any(fnmatch.fnmatchcase(name, pattern) for name in (spec.name, *spec.aliases))
+            and (kind is None or spec.kind == kind)
+            and (provider is None or spec.provider == normalize(provider))
+        ]
+
+    def resolve(self, name: str, *, kind: str | None = None, provider: str | None = None) -> HookSpec:
+        """The one spec that a name stands for.
+
+        Args:
+            name: a hook's name or alias, or `provider/name`.
+            kind: one of reduction, ddp, fsdp, wrapper; by default whatever DDP can use, else FSDP1's.
+            provider: the distribution to take it from.
+
+        Raises:
+            UnknownHookError, AmbiguousHookError, HookConfigError (unknown kind).
+        """
+        _check_kind(kind)
+        asked = name
+        if "/" in name:
+            provider, _, name = name.partition("/")
+        found = [spec for spec in self.specs() if name in (spec.name, *spec.aliases)]
+        if provider is not None:
+            found = [spec for spec in found if spec.provider == normalize(provider)]
+        of_kind = [spec for spec in found if kind is None or spec.kind == kind]
+        if kind is None:
+            of_kind = [spec for spec in found if spec.kind != "fsdp"] or found
+        if not of_kind:
+            raise UnknownHookError(self._unknown(asked, name, kind, found))
+        if len(of_kind) > 1:
+            raise AmbiguousHookError(_ambiguous(asked, name, of_kind))
+        return of_kind[0]
+
+    def _unknown(self, asked: str, name: str, kind: str | None, elsewhere: list[HookSpec]) -> str:
+        what = f"unknown hook {asked!r}" + (f" of kind {kind!r}" if kind else "")
+        lines = []
+        if elsewhere:
+            ids = ", ".join(f"{spec.id} ({spec.kind})" for spec in elsewhere)
+            lines.append(f"the name exists as {ids}")
+        names = {each for spec in self.specs() for each in (spec.name, *spec.aliases)}
+        if not elsewhere:
+            close = difflib.get_close_matches(name, sorted(names | set(KNOWN)), 1)
+            suggested = close[0] if close and name not in KNOWN and close[0] != name else None
+            what += f"; did you mean {suggested!r}?" if suggested else ""
+            wanted = name if name in KNOWN else suggested
+            if wanted in KNOWN and wanted not in names:
+                packages = " or ".join(KNOWN[wanted])
+                lines.append(
+                    f"{wanted!r} comes with {packages}, not installed here: pip install {KNOWN[wanted][0]}"
+                )
+            elif wanted is None or name in names:
+                others = ", ".join(spec.id for spec in self.specs() if name in (spec.name, *spec.aliases))
+                lines.append(
+                    f"the name exists as {others}" if others else f"installed: {', '.join(sorted(names))}"
+                )
+        broken = self.failures()
+        if broken:
+            some = "1 plugin" if len(broken) == 1 else f"{len(broken)} plugins"
+            lines.append(f"{some} failed to load and may have provided it: " + "; ".join(map(str, broken)))
+        skipped = self.snapshot().skipped
+        if skipped:
+            lines.append(f"left out by COMMHOOKS_DISABLE or COMMHOOKS_PLUGINS: {', '.join(skipped)}")
+        lines.append("python -m commhooks list shows what is available")
+        return "\n  ".join([what, *lines])
+
+    def get(self, name: str, kind: str | None = None) -> Callable[..., Any]:
+        """The plain callable behind a name, with PyTorch's signature.
+
+        A DDP hook `(state, bucket) -> Future`, a wrapper `hook -> hook`, or with `kind="fsdp"` FSDP1's
+        `(state, grad[, output]) -> None`. For a configured hook use `commhooks.create` or `commhooks.attach`.
+
+        Raises:
+            UnknownHookError, AmbiguousHookError: see `resolve`.
+            PluginLoadError: the provider's code failed to import.
+            HookNotSupportedError: `kind="fsdp2"`; FSDP2 takes no hook function.
+            HookConfigError: `name` is an expression, or `kind` is unknown.
+        """
+        if kind == "fsdp2":
+            raise HookNotSupportedError(
+                f"FSDP2 has no hook function to return for {name!r}: use commhooks.attach(model, {name!r})"
+            )
+        if "(" in name:
+            raise HookConfigError(
+                f"get takes a name, not an expression: {name!r}; use commhooks.create or commhooks.attach"
+            )
+        spec = self.resolve(name, kind=kind)
+        warn_if_deprecated(spec)
+        if spec.kind == "reduction" and spec.hook is None:
+            from commhooks.compose import Builder  # imports this module
+            from commhooks.ddp import as_hook  # imports torch
+
+            node = {"hook": spec.name, "provider": spec.provider, "config": {}}
+            return as_hook(Builder(self).build(node, kind="reduction").value)
+        if spec.hook is not None:
+            return self.load(spec.hook, spec)  # type: ignore[no-any-return]
+        return self.target(spec)  # type: ignore[no-any-return]
+
+    def load(self, target: str, spec: HookSpec) -> Any:
+        """Another object of a spec's provider (its plain hook, its state class), imported now.
+
+        Raises:
+            PluginLoadError: naming the provider and the cause.
+        """
+        return load_target(target, _owner(spec))
+
+    def target(self, spec: HookSpec) -> Any:
+        """The object a spec describes, imported now.
+
+        Raises:
+            PluginLoadError: it failed to import, or is not callable.
+        """
+        key = (spec.kind, spec.name)
+        if spec.provider == LOCAL and key in self._objects:
+            return self._objects[key]
+        return load_target(spec.target, _owner(spec))
+
+    def register(
+        self, spec: HookSpec, target: Callable[..., Any] | None = None, *, overwrite: bool = False
+    ) -> None:
+        """Add a hook for this process, for notebooks and tests. Packages use entry points instead.
+
+        Args:
+            spec: its provider becomes `"local"`.
+            target: the object itself; by default `spec.target` is imported when the hook is asked for.
+            overwrite: take the place of an earlier `register` of the same kind and name.
+
+        Raises:
+            AmbiguousHookError: the kind and name exist already.
+        """
+        with self._lock:
+            key = (spec.kind, spec.name)
+            taken = [
+                s for s in self.specs() if (s.kind, s.name) == key and not (overwrite and s.provider == LOCAL)
+            ]
+            if taken:
+                raise AmbiguousHookError(
+                    f"the {spec.kind} {spec.name!r} exists already ({taken[0].provider}); choose another name"
+                    + ("" if taken[0].provider != LOCAL else ", or pass overwrite=True")
+                )
+            self._local[key] = replace(spec, provider=LOCAL, version="0", origin="commhooks.register")
+            self._objects.pop(key, None)
+            if target is not None:
+                self._objects[key] = target
+
+    def unregister(self, name: str, kind: str | None = None) -> None:
+        """Remove what `register` added.
+
+        Raises:
+            UnknownHookError: nothing of that name was registered in this process.
+        """
+        with self._lock:
+            keys = [key for key in self._local if key[1] == name and kind in (None, key[0])]
+            if not keys:
+                names = ", ".join(sorted({key[1] for key in self._local})) or "none"
+                raise UnknownHookError(f"{name!r} was not registered in this process; registered: {names}")
+            for key in keys:
+                self._local.pop(key)
+                self._objects.pop(key, None)
+
+
+def _owner(spec: HookSpec) -> str:
+    return f"{spec.provider} {spec.version} (hook {spec.name!r})".replace("  ", " ")
+
+
+def _check_kind(kind: str | None) -> None:
+    if kind is not None and kind not in KINDS:
+        raise HookConfigError(f"unknown kind {kind!r}; legal: {', '.join(KINDS)}")
+
+
+def _ambiguous(asked: str, name: str, found: list[HookSpec]) -> str:
+    lines = [f"hook {asked!r} is ambiguous: " + ", ".join(f"{s.id} {s.version} ({s.kind})" for s in found)]
+    if len({spec.provider for spec in found}) > 1:
+        first = found[0]
+        lines.append(
+            f"name the provider: get({first.id!r}), or in an expression {name}(provider={first.provider!r})"
+        )
+    if len({spec.kind for spec in found}) > 1:
+        lines.append(f"or name the kind: get({asked!r}, kind={found[0].kind!r})")
+    return "\n  ".join(lines)
+
+
+def warn_if_deprecated(spec: HookSpec) -> None:
+    """Say once per place of call that a hook has a successor."""
+    if spec.stability == "deprecated":
+        successor = f"; use {spec.replaced_by!r}" if spec.replaced_by else ""
+        warnings.warn(f"hook {spec.id!r} is deprecated{successor}", DeprecationWarning, stacklevel=3)
+
+
+REGISTRY = Registry()
+
+
+def adapters(registry: Registry | None = None) -> Mapping[str, str]:
+    """Adapter factories (`"module:attr"`) by fully qualified model class, from every plugin.
+
+    Raises:
+        AmbiguousHookError: two plugins claim one class.
+    """
+    found: dict[str, str] = {}
+    for _, pairs in (registry or REGISTRY).ask("commhooks_adapter"):
+        for model, factory in pairs:
+            if found.setdefault(model, factory) != factory:
+                raise AmbiguousHookError(
+                    f"two adapters claim {model}: {found[model]} and {factory}; remove one plugin"
+                )
+    return found

@@ -1,0 +1,88 @@
+"""PyTorch's hook functions, by PyTorch's names and signatures: ``hook(process_group, bucket)``.
+
+``None`` as process group is the default group, as in PyTorch; :func:`commhooks.attach` takes the model's own.
+
+Under ``torch._dynamo.config.optimize_ddp = "python_reducer"`` DDP calls a hook once per parameter with a tuple
+``(grad, param)`` instead of a bucket and ignores what it returns; the stateless hooks do that too.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from commhooks.ddp import as_hook
+from commhooks.typing import GradBucket
+
+from ch_ddp.reductions import allreduce, bf16_compress, fp16_compress, noop
+
+TensorFuture = torch.futures.Future[torch.Tensor]
+
+_ALLREDUCE = as_hook(allreduce(), "allreduce_hook")
+_FP16 = as_hook(fp16_compress(), "fp16_compress_hook")
+_BF16 = as_hook(bf16_compress(), "bf16_hook")
+_NOOP = as_hook(noop(), "noop_hook")
+
+
+def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average the bucket exactly.
+
+    Args:
+        process_group: group to average over; ``None`` is the default group.
+        bucket: DDP's bucket.
+
+    Returns:
+        A future of the bucket's buffer, completed when the step's last bucket has been reduced.
+    """
+    if isinstance(bucket, tuple):
+        return _compiled(process_group, bucket, None)
+    return _ALLREDUCE(process_group, bucket)
+
+
+def fp16_compress_hook(
+    process_group: dist.ProcessGroup | None, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average with fp16 on the wire: divided by the world size, cast, summed, cast back to the buffer's dtype.
+
+    A gradient that overflows fp16 on its own after the division arrives as inf, never clamped.
+    """
+    if isinstance(bucket, tuple):
+        return _compiled(process_group, bucket, torch.float16)
+    return _FP16(process_group, bucket)
+
+
+def bf16_compress_hook(
+    process_group: dist.ProcessGroup | None, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average with bf16 on the wire, on gloo too."""
+    if isinstance(bucket, tuple):
+        return _compiled(process_group, bucket, torch.bfloat16)
+    return _BF16(process_group, bucket)
+
+
+# DDP refuses any hook called "bf16_compress_hook" without CUDA, by that name alone.
+bf16_compress_hook.__name__ = bf16_compress_hook.__qualname__ = "bf16_hook"
+
+
+def noop_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """No communication: a completed future of the local buffer. For measuring head-room only."""
+    return _NOOP(None, bucket)
+
+
+for _function, _hook in (
+    (allreduce_hook, _ALLREDUCE),
+    (fp16_compress_hook, _FP16),
+    (bf16_compress_hook, _BF16),
+    (noop_hook, _NOOP),
+):
+    _function.reduction = _hook.reduction  # type: ignore[attr-defined]
+
+
+def _compiled(
+    process_group: dist.ProcessGroup | None, bucket: tuple[torch.Tensor, ...], wire: torch.dtype | None
+) -> TensorFuture:
+    """Average one gradient in place with a functional collective, which torch.compile can trace."""
+    grad = bucket[0]
+    group = process_group if process_group is not None else dist.group.WORLD
+    scaled = grad * (1.0 / dist.get_world_size(group))
+    total = functional.all_reduce(scaled.to(wire) if wire is not None else scaled, "sum", group)
+    grad.copy_(total)
+    return grad  # type: ignore[return-value] # the python reducer ignores it
