@@ -94,31 +94,32 @@ class WireCast(Reduction):
         return {"accumulate": self.accumulate, "rounding": self.wire.rounding}
 
     def _cast(self, request: Request) -> Request:
-        if isinstance(request, AllReduce | ReduceScatter) and request.wire is None and request.op != "max":
-            tensor = request.tensor if isinstance(request, AllReduce) else request.input
-            if self.wire.narrows(tensor.dtype):
-                request.wire = self.wire
+        if isinstance(request, AllReduce | ReduceScatter) and self._narrows(request):
+            request.wire = self.wire
         return request
+
+    def _narrows(self, request: AllReduce | ReduceScatter) -> bool:
+        tensor = request.tensor if isinstance(request, AllReduce) else request.input
+        return request.wire is None and request.op != "max" and self.wire.narrows(tensor.dtype)
 
     def _accumulated(
         self, requests: tuple[Request, ...], ctx: StepContext, number: int
     ) -> Generator[Requests, None, None]:
         """The stage's 16-bit sums as two stages: all-to-all of shards, fp32 sum, all-gather."""
-        summed: list[_Sharded] = []
-        others = []
-        for r in requests:
-            if isinstance(r, AllReduce | ReduceScatter) and r.op != "max" and r.wire is None:
-                if self.wire.narrows((r.tensor if isinstance(r, AllReduce) else r.input).dtype):
-                    summed.append(_Sharded(r, self.wire, ctx, f"{number}.{len(summed)}"))
-                    continue
-            others.append(self._cast(r))
-        first = (*(s.exchange() for s in summed), *others)
+        shards: list[_Sharded] = []
+        first: list[Request] = []
+        for i, r in enumerate(requests):
+            if isinstance(r, AllReduce | ReduceScatter) and self._narrows(r):
+                shards.append(_Sharded(r, self.wire, ctx, f"{number}.{i}"))
+                first.append(shards[-1].exchange())
+            else:
+                first.append(self._cast(r))
         if first:
-            yield first
-        second = tuple(gather for s in summed if (gather := s.gather()) is not None)
+            yield tuple(first)
+        second = tuple(gather for s in shards if (gather := s.gather()) is not None)
         if second:
             yield second
-            for s in summed:
+            for s in shards:
                 s.finish()
 
 
