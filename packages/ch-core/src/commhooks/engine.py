@@ -165,6 +165,7 @@ class Engine:
             for live in self._live:
                 self._advance(live)
             self._live = [one for one in self._live if not one.done]
+        self._slots = 0  # nothing else is live: the next bucket may use the same scratch
         self.counters.hook_seconds += time.perf_counter() - begun
 
     # -- the step's verdict
