@@ -6,10 +6,10 @@ the mesh raises the same error everywhere.
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-
 from commhooks.errors import RankMismatchError
 
 _DIGEST = 16  # bytes
@@ -67,13 +67,13 @@ def replica_group(shard_group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     """
     if dist.get_world_size() == shard_group.size():
         return None
-    key = (shard_group.group_name, dist.group.WORLD.group_name if dist.group.WORLD is not None else "")
-    if key not in _MADE:
-        _MADE[key] = _make(shard_group)
-    return _MADE[key]
+    made = _MADE.get(shard_group)
+    if made is None:
+        made = _MADE[shard_group] = _make(shard_group)
+    return made
 
 
-_MADE: dict[tuple[str, str], dist.ProcessGroup] = {}
+_MADE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def _make(shard_group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -87,7 +87,7 @@ def _make(shard_group: dist.ProcessGroup) -> dist.ProcessGroup:
             f"uneven meshes: the model is sharded over groups of {' and '.join(map(str, sizes))} ranks; replicas need "
             "shard meshes of one size, e.g. init_device_mesh(device, (replicas, shards), mesh_dim_names=(...))"
         )
-    mine = None
+    mine: dist.ProcessGroup | None = None
     for coordinate in range(sizes[0]):
         ranks = [rank for rank, (_, place_of) in enumerate(places) if place_of == coordinate]
         group = dist.new_group(ranks)

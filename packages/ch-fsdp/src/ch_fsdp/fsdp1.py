@@ -11,13 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel
-
-from ch_fsdp.agreement import agree
-from ch_fsdp.flat import FlatSum, fits_flat, flat_bucket, flat_layout, flat_version
-from ch_fsdp.hooks import divide_twice
-from ch_fsdp.private import Unit, is_root, units
-from ch_fsdp.steps import Steps
 from commhooks.attaching import AttachOptions
 from commhooks.engine import Engine
 from commhooks.errors import AttachError, CommHooksError, HookNotSupportedError
@@ -25,6 +18,13 @@ from commhooks.handle import CommHook
 from commhooks.reduction import Plain, Reduction
 from commhooks.state import DefaultState
 from commhooks.transport import ProcessGroupTransport
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from ch_fsdp.agreement import agree
+from ch_fsdp.flat import FlatSum, fits_flat, flat_bucket, flat_layout, flat_version
+from ch_fsdp.hooks import divide_twice
+from ch_fsdp.private import Unit, is_root, units
+from ch_fsdp.steps import Steps
 
 Call = Callable[[str, torch.Tensor, torch.Tensor | None], None]
 
@@ -186,7 +186,8 @@ def fit(all_units: list[Unit], handle: CommHook, options: AttachOptions) -> None
             raise AttachError(f"this model's hook slot is taken by {named}: attach instead of register_comm_hook")
     reduction = carried(handle)
     if reduction is None:
-        _fit_function(handle.built, handle.expr, first)
+        hook: Callable[..., Any] = handle.built  # type: ignore[assignment]
+        _fit_function(hook, handle.expr, first)
     elif not fits_flat(reduction):
         raise HookNotSupportedError(
             f"{reduction!r} needs each parameter's own shape, and FSDP1 gives a hook one flat vector. Use FSDP2 with a "

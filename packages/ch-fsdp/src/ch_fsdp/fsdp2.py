@@ -8,6 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from commhooks.attaching import AttachOptions
+from commhooks.bucket import BucketLayout, ParamLayout
+from commhooks.engine import Engine
+from commhooks.errors import AttachError, CommHooksError, HookConfigError, HookNotSupportedError
+from commhooks.handle import CommHook
+from commhooks.reduction import Plain, Reduction
+from commhooks.state import HookState
+from commhooks.transport import ProcessGroupTransport
 from torch.utils._pytree import tree_leaves
 
 from ch_fsdp.agreement import agree, replica_group
@@ -18,14 +26,6 @@ from ch_fsdp.replicate import check_free as replicate_slot_free
 from ch_fsdp.shard import ShardAxis, ShardScatter
 from ch_fsdp.shard import check_free as shard_slot_free
 from ch_fsdp.steps import Steps
-from commhooks.attaching import AttachOptions
-from commhooks.bucket import BucketLayout, ParamLayout
-from commhooks.engine import Engine
-from commhooks.errors import AttachError, CommHooksError, HookConfigError, HookNotSupportedError
-from commhooks.handle import CommHook
-from commhooks.reduction import Plain, Reduction
-from commhooks.state import HookState
-from commhooks.transport import ProcessGroupTransport
 
 _INSIDE = (
     "fully_shard(module, mesh=mesh['shard']) on the 1-D shard mesh inside the node, and let commhooks.attach reduce "
@@ -54,11 +54,13 @@ class FSDP2Binding:
         if replicas is not None:
             engines["replicate"] = self._replicate_engine(handle, replicas, shard_group)
         self.steps = Steps(engines, self._inspect)
-        self._comms = [ShardScatter(g, self._shard, self.steps, handle.expr) for g in self.groups] if self._shard else []
+        self._comms: list[ShardScatter] = []
+        if self._shard is not None:
+            self._comms = [ShardScatter(g, self._shard, self.steps, handle.expr) for g in self.groups]
         self._hooks = self._point(model, replicas)
         self._replica_group = replicas
         # torch reduce-scatters nothing over one rank, and calls nobody.
-        self._unverified = set(g.name for g in self.groups) if self._hooks or shard_group.size() > 1 else set()
+        self._unverified = {g.name for g in self.groups} if self._hooks or shard_group.size() > 1 else set()
         self._watching = model.register_forward_hook(self._watch)
         self.engine: Engine | None = engines.get("replicate") or engines["shard"]
         self.layout = shards_layout(self.groups) if self._hooks else unsharded_layout(self.groups)
@@ -74,7 +76,7 @@ class FSDP2Binding:
         self.steps.check()
 
     def detach(self) -> None:
-        """torch's own reduce-scatter again; between replicas plain averaging, or they would drift apart."""
+        """Torch's own reduce-scatter again; between replicas plain averaging, or they would drift apart."""
         self._watching.remove()
         for comm in self._comms:
             comm.remove()
@@ -121,7 +123,7 @@ class FSDP2Binding:
                     f"{group.name} is sharded over a 2-D mesh: FSDP2 then all-reduces between replicas itself, before "
                     f"any hook, and nothing is saved. Use {_INSIDE}"
                 )
-            if options.process_group is None and any(mesh_dims(p) > 1 for p in group.params):
+            if options.process_group is None and any(m is not None and m.ndim > 1 for m in map(mesh_of, group.params)):
                 raise HookNotSupportedError(
                     f"{group.name} has tensor-parallel parameters, so which ranks are replicas cannot be told from the "
                     "shard mesh: give attach(process_group=...) the group of ranks that hold the same shard"
@@ -175,7 +177,8 @@ class FSDP2Binding:
 
     def _inspect(self) -> CommHooksError | None:
         """At the end of a backward: has every group called that has gradients?"""
-        lost = [one.group.name for one in (*self._comms, *self._hooks) if not one.in_place]
+        placed: list[ShardScatter | ReplicateHook] = [*self._comms, *self._hooks]
+        lost = [one.group.name for one in placed if not one.in_place]
         if lost:
             return AttachError(
                 f"{self._expr} is no longer in place on {', '.join(sorted(set(lost)))}: set_custom_reduce_scatter or "
@@ -242,9 +245,9 @@ def choose_axes(reduction: Reduction, axis: str | None, has_replicas: bool) -> t
         )
     if axis == "shard" and not fits_flat(reduction):
         raise HookNotSupportedError(
-            f"{reduction!r} cannot run on the shard axis: a reduce-scatter leaves each rank a part of the sum, while it "
-            "needs whole parameters, their names and shapes, and the same result on every rank. Use axis='replicate', "
-            "or bf16_compress(accumulate='fp32') on this axis"
+            f"{reduction!r} cannot run on the shard axis: a reduce-scatter leaves each rank a part of the sum, while "
+            "it needs whole parameters, their names and shapes, and the same result on every rank. Use "
+            "axis='replicate', or bf16_compress(accumulate='fp32') on this axis"
         )
     if axis == "shard" or not has_replicas:
         return ("shard",)
@@ -274,8 +277,8 @@ def one_shard_group(groups: list[ParamGroup]) -> dist.ProcessGroup:
     if len(by_name) > 1:
         named = "; ".join(f"{', '.join(names)} over group {key}" for key, names in by_name.items())
         raise HookNotSupportedError(
-            f"the parameter groups are sharded over different meshes ({named}): one handle serves one shard mesh. Attach "
-            "to a submodule whose groups share a mesh"
+            f"the parameter groups are sharded over different meshes ({named}): one handle serves one shard mesh. "
+            "Attach to a submodule whose groups share a mesh"
         )
     assert first is not None  # noqa: S101
     return first
@@ -283,16 +286,15 @@ def one_shard_group(groups: list[ParamGroup]) -> dist.ProcessGroup:
 
 def coordinate(shard_group: dist.ProcessGroup, groups: list[ParamGroup]) -> str:
     """This rank's place among the shards, e.g. ``"0/2"``; with tensor parallelism the place in the whole mesh."""
-    if mesh_dims(groups[0].params[0]) > 1:
-        mesh: Any = groups[0].params[0].device_mesh
+    mesh = mesh_of(groups[0].params[0])
+    if mesh is not None and mesh.ndim > 1:
         return f"{'.'.join(map(str, mesh.get_coordinate()))}/{'x'.join(map(str, mesh.mesh.shape))}"
     return f"{shard_group.rank()}/{shard_group.size()}"
 
 
-def mesh_dims(param: torch.Tensor) -> int:
-    """Dimensions of the mesh that a parameter is distributed over."""
-    mesh = getattr(param, "device_mesh", None)
-    return mesh.ndim if mesh is not None else 0
+def mesh_of(param: torch.Tensor) -> Any:
+    """The device mesh that a parameter is distributed over, if it is."""
+    return getattr(param, "device_mesh", None)
 
 
 def shards_layout(groups: list[ParamGroup]) -> BucketLayout:

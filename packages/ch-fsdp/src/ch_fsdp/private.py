@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
-from torch.distributed.fsdp import _traversal_utils as traversal
-
 from commhooks.bucket import BucketLayout, ParamLayout
 from commhooks.errors import HookNotSupportedError
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import _traversal_utils as traversal
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
@@ -98,7 +97,8 @@ class ParamGroup:
     def reduce_dtype(self) -> torch.dtype:
         """The dtype that is reduced: the mixed-precision policy's, or the parameters' own."""
         policy = self._group.mp_policy
-        return policy.reduce_dtype or policy.param_dtype or self._group.fsdp_params[0].sharded_param.dtype
+        own: torch.dtype = self.params[0].dtype
+        return policy.reduce_dtype or policy.param_dtype or own
 
     @property
     def params(self) -> list[torch.nn.Parameter]:
@@ -130,7 +130,8 @@ class ParamGroup:
 
     def global_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> unsharded shape of the trainable parameters."""
-        return {self._fqn(p): tuple(p.sharded_param.shape) for p in self._group.fsdp_params if p.sharded_param.requires_grad}
+        trainable = (p for p in self._group.fsdp_params if p.sharded_param.requires_grad)
+        return {self._fqn(p): tuple(p.sharded_param.shape) for p in trainable}
 
     def _fqn(self, param: Any) -> str:
         info = param._module_info
@@ -215,7 +216,7 @@ class Unit:
         handle = self._state._handle
         if handle is None:
             return 0
-        numel = math.prod(handle.flat_param._unpadded_unsharded_size)
+        numel = int(math.prod(handle.flat_param._unpadded_unsharded_size))
         world = self.group.size() if self.sharded else 1
         return -(-numel // world) * world
 

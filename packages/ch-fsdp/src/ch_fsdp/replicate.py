@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-
-from ch_fsdp.private import ParamGroup
-from ch_fsdp.steps import Steps
 from commhooks.bucket import Bucket
 from commhooks.errors import AttachError, HookNotSupportedError, HookResultError, StateError
 from commhooks.state import HookState
+
+from ch_fsdp.private import ParamGroup
+from ch_fsdp.steps import Steps
 
 
 class ShardState(HookState):

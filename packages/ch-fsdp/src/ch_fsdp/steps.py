@@ -7,7 +7,6 @@ So the first call of a backward queues one callback for its end, twice over, so 
 from collections.abc import Callable
 
 import torch
-
 from commhooks.bucket import Bucket
 from commhooks.ddp import OUTSIDE, raise_after_backward
 from commhooks.engine import Counters, Engine
@@ -23,9 +22,7 @@ class Steps:
         inspect: called at the end of each backward; gives an error of this rank to be made known to the others.
     """
 
-    def __init__(
-        self, engines: dict[str, Engine], inspect: Callable[[], BaseException | None] = lambda: None
-    ) -> None:
+    def __init__(self, engines: dict[str, Engine], inspect: Callable[[], BaseException | None] = lambda: None) -> None:
         self.engines = engines
         self.calls = 0
         self._inspect = inspect
