@@ -36,7 +36,7 @@ def agree(values: Mapping[str, object], groups: Sequence[tuple[dist.ProcessGroup
     if bad.any():
         wrong = [name for name, flag in zip(fields, bad.tolist(), strict=True) if flag]
         known = {**values, **{name: value for _, extra in groups for name, value in extra.items()}}
-        here = "; ".join(f"{name} = {str(known[name])[:200]}" for name in wrong)
+        here = "; ".join(f"{name} = {str(known[name])[:500]}" for name in wrong)
         raise RankMismatchError(
             f"the ranks do not agree on {', '.join(wrong)}; on rank {dist.get_rank()}: {here}. Attach the same hook to "
             "the same model, sharded over meshes of one size, on every rank"

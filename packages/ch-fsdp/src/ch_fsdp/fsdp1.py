@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from ch_fsdp.agreement import agree
 from ch_fsdp.flat import FlatSum, fits_flat, flat_bucket, flat_layout, flat_version
 from ch_fsdp.hooks import divide_twice
-from ch_fsdp.private import Unit, is_root, units
+from ch_fsdp.private import Unit, is_inner, units
 from ch_fsdp.steps import Steps
 
 Call = Callable[[str, torch.Tensor, torch.Tensor | None], None]
@@ -149,8 +149,8 @@ def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) ->
 
 
 def refuse_inner(model: FullyShardedDataParallel) -> None:
-    """Raise :class:`AttachError` unless ``model`` is the root and has parameters to reduce."""
-    if not is_root(model):
+    """Raise :class:`AttachError` if ``model`` is an inner unit, or has no parameters to reduce."""
+    if is_inner(model):
         raise AttachError("this is an inner FSDP unit: FSDP1's hooks are set for the whole model; attach to the root")
     if not any(True for _ in units(model)):
         raise AttachError("this FSDP model has no parameters of its own to reduce")

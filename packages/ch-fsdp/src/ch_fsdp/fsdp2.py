@@ -53,7 +53,8 @@ class FSDP2Binding:
             engines["shard"] = self._shard.engine
         if replicas is not None:
             engines["replicate"] = self._replicate_engine(handle, replicas, shard_group)
-        self.steps = Steps(engines, self._inspect)
+        relay = ProcessGroupTransport(shard_group) if replicas is not None else None
+        self.steps = Steps(engines, self._inspect, relay)
         self._comms: list[ShardScatter] = []
         if self._shard is not None:
             self._comms = [ShardScatter(g, self._shard, self.steps, handle.expr) for g in self.groups]

@@ -225,9 +225,9 @@ class Unit:
         return handle._reduce_dtype or torch.float32 if handle is not None else torch.float32
 
 
-def is_root(model: FullyShardedDataParallel) -> bool:
-    """Whether this is the outermost FSDP1 wrapper."""
-    return bool(model.check_is_root())
+def is_inner(model: FullyShardedDataParallel) -> bool:
+    """Whether this is known not to be the outermost FSDP1 wrapper: torch decides it at the first forward."""
+    return model._is_root is False
 
 
 def units(model: FullyShardedDataParallel) -> Iterator[Unit]:

@@ -9,7 +9,9 @@ from collections.abc import Callable
 import torch
 from commhooks.bucket import Bucket
 from commhooks.ddp import OUTSIDE, raise_after_backward
-from commhooks.engine import Counters, Engine
+from commhooks.engine import Counters, Engine, Verdict
+from commhooks.errors import RemoteHookError
+from commhooks.transport import Transport
 
 _QUEUE: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
@@ -20,18 +22,29 @@ class Steps:
     Args:
         engines: ``"shard"``, ``"replicate"`` or both, in the order in which they end.
         inspect: called at the end of each backward; gives an error of this rank to be made known to the others.
+        relay: the shard axis, if nothing of ours ends a step there last: what went wrong between the replicas of
+            one shard is passed on along it, so that every rank of the mesh raises.
     """
 
-    def __init__(self, engines: dict[str, Engine], inspect: Callable[[], BaseException | None] = lambda: None) -> None:
+    def __init__(
+        self,
+        engines: dict[str, Engine],
+        inspect: Callable[[], BaseException | None] = lambda: None,
+        relay: Transport | None = None,
+    ) -> None:
         self.engines = engines
+        self._relay = relay if relay is not None and relay.world_size > 1 else None
+        self._told: Verdict | None = None
         self.calls = 0
         self._inspect = inspect
         self._task = OUTSIDE
         self._kept: BaseException | None = None
+        self._device = torch.device("cpu")
 
     def run(self, axis: str, bucket: Bucket) -> None:
         """Reduce a bucket over an axis, now. Errors of the reduction are raised when the backward has ended."""
         self.calls += 1
+        self._device = bucket.device
         self.touch()
         with torch.no_grad():
             self.engines[axis].run(bucket)
@@ -74,8 +87,26 @@ class Steps:
         for engine in self.engines.values():
             if engine.in_step or error is not None:
                 error = engine.finish(outside=error) or error
+        error = self._pass_on(error)
         if error is not None:
             raise_after_backward(error)
+
+    def _pass_on(self, error: BaseException | None) -> BaseException | None:
+        """One flag over the shard axis. On CUDA it is read at the end of the next step, like the engines' own."""
+        if self._relay is None:
+            return error
+        status = torch.tensor([float(error is not None), 0.0], device=self._device)
+        self._relay.all_reduce(status, "sum").wait(None)
+        before, self._told = self._told, Verdict(status)
+        heard = before if status.is_cuda else self._told
+        if heard is None or heard.good():
+            return error
+        for engine in self.engines.values():
+            engine.rollback()
+        return error or RemoteHookError(
+            "the hook failed between the replicas of another shard, so this step's gradients are not valid on any rank; "
+            "that rank's error says why"
+        )
 
 
 def _together(counters: list[Counters]) -> dict[str, float]:
