@@ -53,7 +53,7 @@ trees = st.recursive(node(st.just({})), inside, max_leaves=5)
 
 
 @given(trees)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_dict_and_string_round_trip(tree):
     text = unparse(tree)
     assert parse(text) == tree
