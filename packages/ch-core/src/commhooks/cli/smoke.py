@@ -54,9 +54,11 @@ def _one_child(nodes: Sequence[Node], timeout: float, errors: IO[str]) -> Iterat
         assert child.stdin is not None  # noqa: S101
         child.stdin.write(json.dumps(nodes))
         child.stdin.close()
-        line = lines.get(timeout=GRACE)  # torch is imported and the group stands
+        if lines.get(timeout=GRACE) is None:
+            yield from [f"no gloo rank could be started: {_tail(errors)}"] * len(nodes)
+            return
         for _ in nodes:
-            line = lines.get(timeout=timeout) if line is not None else None
+            line = lines.get(timeout=timeout)
             if line is None:
                 yield f"ended the process with status {child.wait()}: {_tail(errors)}"
                 return
