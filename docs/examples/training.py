@@ -63,9 +63,7 @@ def _settle(device: torch.device) -> None:
     """Let every rank reach this point with nothing left to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        dist.barrier(device_ids=[device.index])
-    else:
-        dist.barrier()
+    dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
 
 
 def slowest(runs: list[Run], device: torch.device) -> list[list[float]]:
