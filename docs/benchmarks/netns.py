@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 IFACE = "ch0"
 CLONE_NEWNET = 0x40000000  # linux/sched.h
@@ -65,7 +65,7 @@ class Network:
         self.names = [f"ch{os.getpid()}r{rank}" for rank in range(world)]
         self.hub = f"ch{os.getpid()}hub"
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Network":
         reason = why_not()
         if reason:
             raise Unavailable(reason)

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 HOOKS = ["allreduce", "bf16_compress", "powersgd(rank=32)", "bf16_wrapper(powersgd(rank=32))"]
-WIDTH, DEPTH, STEPS = 1024, 3, 5  # three matrices of 4 MiB
+WIDTH, DEPTH, STEPS = 512, 4, 5  # four matrices of 1 MiB, hence as many buckets
 
 
 def worker(rank: int, world: int, device: torch.device, hooks: list[str], path: Path) -> None:

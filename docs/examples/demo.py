@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import commhooks
 import demo_report
 import gpt
 import launch
@@ -25,8 +26,6 @@ import torch.distributed as dist
 import training
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-import commhooks
 
 DEFAULT_HOOKS = ["allreduce", "bf16_compress", "powersgd(rank=4)", "bf16_wrapper(powersgd(rank=4))"]
 NOOP_EVERY = 2  # the time reference needs a good median, not a step for every step
@@ -81,7 +80,7 @@ def worker(rank: int, world: int, device: torch.device, args: argparse.Namespace
     data = text.load()
     runs = [_start(expr, data.vocab, device, args) for expr in [*args.hooks, "noop"]]
     batches = text.Batches(data.train, args.batch, args.context, rank, args.seed)
-    held_out = tuple(t.to(device) for t in text.validation(data.val, args.context, windows=128))
+    val_x, val_y = (t.to(device) for t in text.validation(data.val, args.context, windows=128))
     with _progress(args, rank) as advance:
         for step in range(args.steps):
             x, y = (t.to(device) for t in batches[step])
@@ -90,7 +89,7 @@ def worker(rank: int, world: int, device: torch.device, args: argparse.Namespace
                     _train(run, x, y, step, args)
             if (step + 1) % max(1, args.steps // 10) == 0 or step + 1 == args.steps:
                 for run in runs[:-1]:
-                    run.val.append((step + 1, training.evaluate(run, *held_out, rank, world, args.batch)))
+                    run.val.append((step + 1, training.evaluate(run, val_x, val_y, rank, world, args.batch)))
             advance(runs)
     _check_compressed(runs[:-1])
     seconds = training.slowest(runs, device)

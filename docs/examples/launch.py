@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 TIMEOUT = timedelta(seconds=120)
 GRACE = 2.0  # seconds in which a failing rank's peers may still report, to find out who was first
@@ -42,7 +43,7 @@ def pick_device(rank: int, world: int) -> torch.device:
     return torch.device("cpu")
 
 
-def join_group(rank: int, world: int, store: dist.Store | None) -> torch.device:
+def join_group(rank: int, world: int, store: FileStore | None) -> torch.device:
     """Enter the process group (NCCL with a GPU each, else gloo), one thread per rank; give this rank's device."""
     torch.set_num_threads(1)  # ranks share the cores: more threads than cores would measure the scheduler
     device = pick_device(rank, world)
@@ -111,7 +112,7 @@ def _rank(
             enter(rank)
         else:
             _loopback()
-        device = join_group(rank, world, dist.FileStore(str(Path(folder) / "store"), world))
+        device = join_group(rank, world, FileStore(str(Path(folder) / "store"), world))
         worker(rank, world, device, *args)
         leave_group(device)
     except BaseException:
