@@ -20,6 +20,8 @@ class HookState:
 
     Attributes:
         step: number of committed steps.
+        scale: loss scale in whose units the fields of :attr:`scaled` are held; :meth:`entries` gives them unscaled.
+        scaled: fields that have the gradient's units, and therefore follow the loss scale.
 
     Example:
         >>> import torch
@@ -36,8 +38,11 @@ class HookState:
         (tensor([1., 1.]), 1)
     """
 
+    scaled: frozenset[str] = frozenset({"residual"})
+
     def __init__(self) -> None:
         self.step = 0
+        self.scale = 1.0
         self._committed: dict[tuple[str, str], torch.Tensor] = {}
         self._staged: dict[tuple[str, str], torch.Tensor] = {}
         self._spare: dict[tuple[str, str], torch.Tensor] = {}
@@ -105,17 +110,32 @@ class HookState:
         self._spare.update(self._staged)
         self._staged.clear()
 
+    def rescale(self, scale: float) -> None:
+        """Hold what has the gradient's units in those of another loss scale: a scaler has changed it.
+
+        Raises:
+            ValueError: ``scale`` is not a positive finite number.
+        """
+        if scale == self.scale:
+            return
+        if not 0.0 < scale < float("inf"):
+            raise ValueError(f"the loss scale is {scale}; expected a positive finite number")
+        for (_, field), tensor in self._committed.items():
+            if field in self.scaled:
+                tensor.mul_(scale / self.scale)
+        self.scale = scale
+
     def entries(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """``(parameter name, field, tensor)`` of everything committed, in sorted order."""
-        for (name, field), tensor in sorted(self._committed.items()):
-            yield name, field, tensor
+        """``(parameter name, field, tensor)`` of everything committed, unscaled, in sorted order."""
+        for (name, field), tensor in sorted(self._committed.items(), key=lambda entry: entry[0]):
+            yield name, field, tensor / self.scale if field in self.scaled and self.scale != 1.0 else tensor
 
     def replace(self, entries: dict[tuple[str, str], torch.Tensor], step: int) -> None:
         """Put ``entries`` and ``step`` in place of everything held."""
         self._committed = dict(entries)
         self._staged.clear()
         self._spare.clear()
-        self.step = step
+        self.step, self.scale = step, 1.0
 
     def rename(self, names: dict[str, str]) -> None:
         """Give parameters other names, in every entry."""
