@@ -3,16 +3,17 @@
 import pickle
 from typing import Any
 
-import ch_ddp
-import ch_powersgd
-import commhooks
 import pytest
 import torch
 import torch.distributed as dist
-from commhooks.errors import HookConfigError, StateError
-from commhooks.testing import spawn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+import ch_ddp
+import ch_powersgd
+import commhooks
+from commhooks.errors import HookConfigError, StateError
+from commhooks.testing import spawn
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(180)]
 
@@ -125,9 +126,9 @@ def resumed(rank: int, world: int) -> tuple[int, bool, str, str]:
     state = ch_powersgd.PowerSGDState(dist.group.WORLD, matrix_approximation_rank=2, start_powerSGD_iter=2)
     train(start(state), rank, 6, unused=False)
     copy = pickle.loads(pickle.dumps(state))
-    kept = all(
-        torch.equal(t, u) for (*_, t), (*_, u) in zip(state.entries(), copy.entries(), strict=True)
-    ) and any(field == "residual" and t.count_nonzero() for _, field, t in copy.entries())
+    kept = all(torch.equal(t, u) for (*_, t), (*_, u) in zip(state.entries(), copy.entries(), strict=True)) and any(
+        field == "residual" and t.count_nonzero() for _, field, t in copy.entries()
+    )
     train(start(copy), rank, 3, unused=False)
     second, wrong = "", ""
     try:

@@ -1,18 +1,23 @@
-"""Against PyTorch's own PowerSGD hook: same recorded gradients, same first Q, same averaged gradients."""
+"""Against PyTorch's own PowerSGD hook: same recorded gradients, same first Q, same averaged gradients.
+
+The recursion amplifies a difference by about a quarter per step, whoever makes it: in fp32 the rounding of two correct
+programs has become visible after twenty steps. So 50 steps are compared in fp64, and a few in fp32.
+"""
 
 import copy
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
+from torch.nn.parallel import DistributedDataParallel
+
 from ch_powersgd.reduction import PowerSGD
 from commhooks.bucket import Bucket
 from commhooks.simulate import SimulatedRank, simulate
 from commhooks.state import HookState
 from commhooks.testing import spawn
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
-from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(120)]
 
@@ -20,10 +25,10 @@ STEPS, START = 50, 2
 Named = dict[str, torch.Tensor]
 
 
-def record(rank: int, world: int, approximation: int) -> tuple[list[Named], list[Named], Named]:
+def record(rank: int, world: int, approximation: int, dtype: torch.dtype) -> tuple[list[Named], list[Named], Named]:
     """Train with PyTorch's hook in one bucket: the gradients put in, the averages that came out, the first Q."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(48, 64), nn.Tanh(), nn.Linear(64, 40), nn.Tanh(), nn.Linear(40, 56))
+    net = nn.Sequential(nn.Linear(48, 64), nn.Tanh(), nn.Linear(64, 40), nn.Tanh(), nn.Linear(40, 56)).to(dtype)
     model = DistributedDataParallel(net)
     names = {id(p): n for n, p in net.named_parameters()}
     state = theirs.PowerSGDState(None, matrix_approximation_rank=approximation, start_powerSGD_iter=START)
@@ -37,14 +42,14 @@ def record(rank: int, world: int, approximation: int) -> tuple[list[Named], list
             draw = torch.Generator().manual_seed(copy.deepcopy(state.rng).randint(1_000_000_000))
             for name, g in gradients.items():
                 if g.dim() == 2 and sum(g.shape) * approximation * 2 < g.numel():
-                    first_q[name] = torch.randn(g.shape[1], approximation, generator=draw).T.contiguous()
+                    first_q[name] = torch.randn(g.shape[1], approximation, generator=draw, dtype=dtype).T.contiguous()
         if state.iter >= START:
             put_in.append({name: g.clone() for name, g in gradients.items()})
         return theirs.powerSGD_hook(state, bucket)
 
     model.register_comm_hook(state, recorder)
     torch.manual_seed(1 + rank)
-    inputs, targets = torch.randn(64, 48), torch.randn(64, 56)
+    inputs, targets = torch.randn(64, 48, dtype=dtype), torch.randn(64, 56, dtype=dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     came_out: list[Named] = []
     for _ in range(START + STEPS):
@@ -56,9 +61,10 @@ def record(rank: int, world: int, approximation: int) -> tuple[list[Named], list
     return put_in, came_out[START:], first_q
 
 
-@pytest.mark.parametrize("approximation", [1, 2, 4])
-def test_the_averaged_residual_follows_pytorch(approximation: int) -> None:
-    recorded = spawn(record, 2, approximation)
+@pytest.mark.parametrize("approximation", [1, 4])
+@pytest.mark.parametrize(("dtype", "steps"), [(torch.float64, STEPS), (torch.float32, 5)])
+def test_the_averaged_residual_follows_pytorch(approximation: int, dtype: torch.dtype, steps: int) -> None:
+    recorded = spawn(record, 2, approximation, dtype)
     assert len(recorded[0][2]) == 3
 
     def replay(rank: SimulatedRank) -> float:
@@ -67,14 +73,13 @@ def test_the_averaged_residual_follows_pytorch(approximation: int) -> None:
         state.replace({(name, "q"): q for name, q in first_q.items()}, step=0)
         engine = rank.engine(PowerSGD(approximation, residual="averaged"), state)
         worst = 0.0
-        for gradients, want in zip(put_in, came_out, strict=True):
+        for gradients, want in zip(put_in[:steps], came_out[:steps], strict=True):
             bucket = Bucket.from_tensors(gradients)
             engine.submit(bucket)
             assert engine.finish() is None
-            got, expected = (torch.cat([t.flatten() for _, t in sorted(m.items())]) for m in (
-                {p.name: view for p, view in bucket.views()}, want))
-            worst = max(worst, float((got - expected).norm() / expected.norm()))
-        assert engine.counters.compressed_steps == STEPS
+            for p, got in bucket.views():
+                worst = max(worst, float((got - want[p.name]).norm() / want[p.name].norm()))
+        assert engine.counters.compressed_steps == steps
         return worst
 
     assert max(simulate(2, replay)) < 1e-5

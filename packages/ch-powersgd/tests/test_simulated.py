@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from ch_powersgd.reduction import BatchedPowerSGD, PowerSGD
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout
 from commhooks.engine import Engine
@@ -13,8 +16,6 @@ from commhooks.errors import HookConfigError
 from commhooks.reduction import Reduction, StepContext
 from commhooks.simulate import SimulatedRank, simulate
 from commhooks.wire import WireCast
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 SHAPES = {"a": (24, 40), "bias": (40,), "b": (40, 12), "conv": (16, 3, 3, 5), "c": (24, 40), "scalar": ()}
 Gradient = Callable[[int, int, str, tuple[int, ...]], torch.Tensor]

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
+
 from ch_powersgd import PowerSGDState
 from commhooks.errors import HookConfigError
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 
 
 def test_names_and_defaults_are_pytorchs() -> None:
