@@ -103,6 +103,7 @@ class Engine:
             raise ValueError(f"lag must be at least 1, got {lag}")
         self.reduction, self.transport, self.lag, self.timeout = reduction, transport, lag, timeout
         self.state = state if state is not None else HookState()
+        self.state.settled_by(self.settle)
         self.counters = Counters()
         self.scratch = Scratch()
         self.failure: BaseException | None = None  # the transport is lost: nothing can be started any more
@@ -329,7 +330,8 @@ class Engine:
 
     def _guarded(self, action: Callable[[Stage], object], stage: Stage) -> None:
         """Run something of the transport; when it fails the engine is dead, because nobody knows what the others
-        received."""
+        received.
+        """
         try:
             action(stage)
         except CommHooksError as error:

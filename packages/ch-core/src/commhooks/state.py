@@ -4,7 +4,8 @@ A step never overwrites what it may have to give back: it *stages* new tensors, 
 makes them the state. Two buffers per entry are kept and swapped, so a committed step costs no copy.
 """
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +46,27 @@ class HookState:
         self._committed: dict[tuple[str, str], torch.Tensor] = {}
         self._staged: dict[tuple[str, str], torch.Tensor] = {}
         self._spare: dict[tuple[str, str], torch.Tensor] = {}
+        self._settle: Callable[[], object] | None = None
+
+    def settle(self) -> None:
+        """Commit or roll back the last finished step now, instead of at the start of the next one."""
+        if self._settle is not None:
+            self._settle()
+
+    def settled_by(self, settle: Callable[[], object]) -> None:
+        """Name what decides about the last step: a method of the engine, which this state does not keep alive."""
+        method = weakref.WeakMethod(settle)
+
+        def alive() -> None:
+            found = method()
+            if found is not None:
+                found()
+
+        self._settle = alive
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()
+        return {**self.__dict__, "_settle": None, "_staged": {}, "_spare": {}}
 
     def read(self, name: str, field: str) -> torch.Tensor | None:
         """The committed tensor, or ``None``. Not to be written to."""
@@ -159,7 +181,7 @@ class DefaultState:
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         if process_group is None:
             raise ValueError("DefaultState needs the process group to reduce over, got None")
-        self.process_group = process_group
+        self.process_group: dist.ProcessGroup | None = process_group
         self.world_size = dist.get_world_size(process_group)
         self.gradient_predivide_factor, self.gradient_postdivide_factor = self.split_factor(self.world_size)
 
