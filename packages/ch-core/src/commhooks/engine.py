@@ -203,6 +203,13 @@ class Engine:
         if self._status is not None:
             self._veto = True
 
+    def gather(self, mine: torch.Tensor) -> torch.Tensor:
+        """Every rank's ``mine`` (1-D), one row each. Between steps, on all ranks alike."""
+        mine = mine.to(self._device)
+        everyone = mine.new_empty(self.transport.world_size * mine.numel())
+        self._carry_out(AllGather(mine, everyone))
+        return everyone.view(self.transport.world_size, -1).cpu()
+
     def abandon(self) -> None:
         """Forget a step that will never finish (a backward that raised half way), and what it staged.
 

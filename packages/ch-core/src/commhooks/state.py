@@ -90,6 +90,14 @@ class HookState:
         self._staged[key] = found
         return found
 
+    def newest(self, name: str, field: str) -> torch.Tensor:
+        """What the last step has staged, if that is still open, else what is committed."""
+        return self._staged.get((name, field), self._committed.get((name, field)))  # type: ignore[return-value]
+
+    def held(self) -> set[tuple[str, str]]:
+        """``(parameter name, field)`` of everything staged or committed."""
+        return set(self._staged) | set(self._committed)
+
     @property
     def staging(self) -> bool:
         """Whether anything is staged."""
