@@ -1,5 +1,6 @@
 """Warm-up, policies and error feedback over simulated ranks."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,7 +73,7 @@ def run_step(engine: Engine, tensors: dict[str, torch.Tensor], cuts: tuple[int, 
     """One step with the parameters in buckets that end at ``cuts``; the reduced gradients by name."""
     names = list(tensors)
     edges = [0, *cuts, len(names)]
-    parts = [{n: tensors[n] for n in names[a:b]} for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [{n: tensors[n] for n in names[a:b]} for a, b in itertools.pairwise(edges)]
     made = [Bucket.from_tensors(part, index=i, is_last=i == len(parts) - 1) for i, part in enumerate(parts)]
     for bucket in made:
         engine.submit(bucket)

@@ -14,6 +14,7 @@ def compose(what: str, hooks: Sequence[object], make: Callable[[list[Reduction]]
     Args:
         what: the composition's name, for errors.
         hooks: reductions, or hook functions that carry one.
+        make: the composition's constructor.
 
     Raises:
         HookConfigError: one is a foreign function, or its reduction depends on a state it has not got yet.

@@ -169,7 +169,7 @@ class Reduction(ABC):
         """What treats a parameter that is not averaged plainly, for ``handle.plan()``."""
         return self.name
 
-    def check(self, layout: BucketLayout) -> None:
+    def check(self, layout: BucketLayout) -> None:  # noqa: B027 - most reductions take any model
         """Refuse a model, given as one virtual bucket of all its parameters; called when a handle is attached.
 
         Raises:
