@@ -2,15 +2,16 @@
 
 from typing import Any
 
-import ch_fsdp
-import commhooks
 import pytest
 import torch
 import torch.distributed as dist
-from commhooks.testing import spawn
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+
+import ch_fsdp
+import commhooks
+from commhooks.testing import spawn
 
 from .fsdp_kit import batch, gpt, shard1, single, square, train
 

@@ -3,13 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-import commhooks
 import pytest
 import torch
 import torch.distributed as dist
-from commhooks import AttachError, HookConfigError, HookNotSupportedError, RankMismatchError
-from commhooks.reduction import Plain
-from commhooks.testing import spawn
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +13,11 @@ from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
+
+import commhooks
+from commhooks import AttachError, HookConfigError, HookNotSupportedError, RankMismatchError
+from commhooks.reduction import Plain
+from commhooks.testing import spawn
 
 from .fsdp_kit import batch, gpt, line, shard1, shard2, square
 
@@ -141,9 +142,9 @@ def body_disagreement(rank: int, world: int) -> None:
         "units": lambda: commhooks.attach(shard1(gpt(layers=1 + rank), ShardingStrategy.NO_SHARD), "allreduce"),
     }
     for field, attach in fields.items():
-        with pytest.raises(RankMismatchError, match="hook" if field == "axes" else field):
+        with pytest.raises(RankMismatchError, match="disagree on (.|\n)*" + ("hook" if field == "axes" else field)):
             attach()
-    with pytest.raises(RankMismatchError, match="fit = .*there is none" if rank else "fit"):
+    with pytest.raises(RankMismatchError, match=r"does not fit: (.|\n)*there is none"):
         commhooks.attach(fsdp2(), POWERSGD if rank else "bf16_compress")
     model = fsdp2()
     with pytest.raises(RankMismatchError):
@@ -163,12 +164,12 @@ def body_uneven(rank: int, world: int) -> None:
 def body_replicas(rank: int, world: int) -> None:
     """Replicas that are none: other meshes, other shards, a mesh that torch reduces itself."""
     for options in ({}, {"axis": "replicate"}):
-        with pytest.raises(HookNotSupportedError, match="2-D mesh.*1-D shard mesh"):
+        with pytest.raises(HookNotSupportedError, match=r"2-D mesh.*1-D shard mesh"):
             commhooks.attach(shard2(gpt(), square()), "bf16_compress", **options)
     crossed = [dist.new_group([0, 3]), dist.new_group([1, 2])]  # holders of different shards
-    with pytest.raises(RankMismatchError, match="shard coordinate"):
+    with pytest.raises(RankMismatchError, match=r"shard: rank. 0.* 0/2; rank. 1.* 1/2|heard along|shard: "):
         commhooks.attach(shard2(gpt(), square()["shard"]), POWERSGD, process_group=crossed[rank in (1, 2)])
-    with pytest.raises(RankMismatchError, match="parameters"):
+    with pytest.raises(RankMismatchError, match=r"parameters: |heard along"):
         commhooks.attach(shard2(gpt(layers=1 + rank // 2), square()["shard"]), POWERSGD)
     model = shard2(gpt(), square()["shard"])
     model.set_requires_all_reduce(False)

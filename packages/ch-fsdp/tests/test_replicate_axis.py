@@ -4,19 +4,20 @@ import io
 from collections.abc import Generator
 from typing import Any
 
-import ch_powersgd
-import commhooks
 import pytest
 import torch
 import torch.distributed as dist
-from commhooks import AllReduce, Bucket, RemoteHookError, StateError
-from commhooks.reduction import StepContext
-from commhooks.requests import Requests
-from commhooks.testing import spawn
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+
+import ch_powersgd
+import commhooks
+from commhooks import AllReduce, Bucket, RemoteHookError, StateError
+from commhooks.reduction import StepContext
+from commhooks.requests import Requests
+from commhooks.testing import spawn
 
 from .fsdp_kit import batch, flat_params, gpt, grads, shard2, single, square, train
 
@@ -156,6 +157,9 @@ def body_resume(rank: int, world: int) -> None:
     for p, q in zip(third.parameters(), second.parameters(), strict=True):
         p.data._local_tensor.copy_(q._local_tensor)
     resumed.commit()
+    with pytest.raises(StateError, match="serves another model"):
+        commhooks.attach(third, POWERSGD, state=resumed.state)
+    resumed.detach()
     commhooks.attach(third, POWERSGD, state=resumed.state)
     straight_grads, third_grads = (one_backward(m, rank) for m in (straight, third))
     assert torch.equal(straight_grads, third_grads)
@@ -203,7 +207,9 @@ def body_failure(rank: int, world: int) -> None:
     for where in ("encode", "between", "decode"):
         reduction = Fails(where, rank=3)
         handle = commhooks.attach(model, reduction)
-        with pytest.raises(ValueError if rank == 3 else RemoteHookError, match=f"no {where}" if rank % 2 else "no|shard"):
+        with pytest.raises(
+            ValueError if rank == 3 else RemoteHookError, match=f"no {where}" if rank % 2 else "no|shard"
+        ):
             one_backward(model, rank)
         reduction.armed = False
         assert bool(one_backward(model, rank).isfinite().all())

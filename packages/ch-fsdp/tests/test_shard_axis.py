@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
-import commhooks
 import pytest
 import torch
-from commhooks.testing import spawn
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+
+import commhooks
+from commhooks.testing import spawn
 
 from .fsdp_kit import batch, flat_params, gpt, grads, line, shard2, single, square, train
 

@@ -5,7 +5,7 @@ be detached and another attached.
 """
 
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,12 @@ from commhooks.typing import GradBucket
 from commhooks.watch import OptimizerWatch, SyncWatch
 
 Driver = DDPDriver | ForeignDriver
+
+
+class Holder(Protocol):
+    """A place on a model where a handle may be attached: its expression, ``None`` if there is none."""
+
+    holder: str | None
 
 
 class Slot:
@@ -65,7 +71,7 @@ class DDPBinding:
         self._timeout = options.timeout
         self._slot = claim(model, self)
         self._driver = self._make(handle)
-        self._outcome = self._watch(options)
+        self._outcome = watch_outcome(self.engine, options)
         self._slot.driver, self._slot.holder = self._driver, handle.expr
         self._slot.watch = SyncWatch(model, handle.expr)
 
@@ -112,20 +118,22 @@ class DDPBinding:
         self.engine.keep_buckets = True
         return DDPDriver(self.engine, self.names)
 
-    def _watch(self, options: AttachOptions) -> OptimizerWatch | None:
-        if options.optimizer is None and options.scaler is None:
-            return None
-        watch = OptimizerWatch(options.optimizer, options.scaler)
-        if self.engine is not None:
-            self.engine.outside = watch
-            self.engine.loss_scale = watch.scale if options.scaler is not None else None
-        return watch
-
 
 def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) -> DDPBinding:
     """The ``commhooks_adapter`` of DDP."""
     assert isinstance(model, DistributedDataParallel)  # noqa: S101 - the registry matched the class
     return DDPBinding(model, handle, options)
+
+
+def watch_outcome(engine: Engine | None, options: AttachOptions) -> OptimizerWatch | None:
+    """Have the optimizer and scaler given to ``attach`` decide which of an engine's steps count."""
+    if options.optimizer is None and options.scaler is None:
+        return None
+    watch = OptimizerWatch(options.optimizer, options.scaler)
+    if engine is not None:
+        engine.outside = watch
+        engine.loss_scale = watch.scale if options.scaler is not None else None
+    return watch
 
 
 def claim(model: DistributedDataParallel, binding: DDPBinding) -> Slot:
@@ -170,7 +178,7 @@ def _registered(model: DistributedDataParallel) -> list[tuple[object, object]]:
 _OWNERS = WeakIdKeyDictionary()  # HookState -> weak reference to the slot of the model that it serves
 
 
-def owned(state: HookState, slot: Slot, name: str) -> None:
+def owned(state: HookState, slot: Holder, name: str) -> None:
     """Bind a state to a model.
 
     Raises:

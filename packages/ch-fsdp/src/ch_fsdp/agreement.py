@@ -1,63 +1,46 @@
-"""Agreement of all ranks before the first collective of variable size: fixed-size digests, and every rank told.
+"""Agreement along the axes of a mesh, on :mod:`commhooks.agreement`.
 
-A rank compares itself along each axis of the mesh in turn and passes on what it has heard, so a mismatch anywhere in
-the mesh raises the same error everywhere.
+A rank compares itself along each axis in turn and passes on what it has heard, so a mismatch anywhere in the mesh
+raises on every rank. And: which ranks are replicas of one another.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
+
+from commhooks.agreement import StoreExchange, agree
 from commhooks.errors import RankMismatchError
 
-_DIGEST = 16  # bytes
+Fields = Mapping[str, Sequence[str]]
 
 
-def agree(values: Mapping[str, object], groups: Sequence[tuple[dist.ProcessGroup, Mapping[str, object]]]) -> None:
-    """Compare ``values`` over all groups of this rank.
+def agree_along(what: str, fields: Fields, groups: Sequence[tuple[dist.ProcessGroup, Fields]], timeout: float) -> None:
+    """Compare ``fields`` over all groups of this rank.
 
     Args:
-        values: what must be the same on every rank, by field.
+        what: for the error.
+        fields: what must be the same on every rank: name -> lines.
         groups: the axes, each with further fields that must be the same along it only.
+        timeout: seconds to wait for a rank that has not come.
 
     Raises:
-        RankMismatchError: on every rank that can be reached over the axes; names the fields that differ.
+        RankMismatchError: on every rank that can be reached over the axes.
     """
-    fields = [*values, *(name for _, extra in groups for name in extra)]
-    bad = torch.zeros(len(fields), dtype=torch.uint8)
-    for group, extra in [*groups, *groups[:-1]]:
-        mine = {**values, **extra}
-        rows = torch.stack([_row(mine.get(name), heard) for name, heard in zip(fields, bad.tolist(), strict=True)])
-        everyone = _gather(rows, group)  # (W, fields, 1 + _DIGEST)
-        differs = (everyone[:, :, 1:] != everyone[:1, :, 1:]).any(2).any(0)
-        bad = (differs | everyone[:, :, 0].any(0)).to(torch.uint8)
-    if bad.any():
-        wrong = [name for name, flag in zip(fields, bad.tolist(), strict=True) if flag]
-        known = {**values, **{name: value for _, extra in groups for name, value in extra.items()}}
-        here = "; ".join(f"{name} = {str(known[name])[:500]}" for name in wrong)
-        raise RankMismatchError(
-            f"the ranks do not agree on {', '.join(wrong)}; on rank {dist.get_rank()}: {here}. Attach the same hook to "
-            "the same model, sharded over meshes of one size, on every rank"
-        )
+    heard: RankMismatchError | None = None
+    for group, more in (*groups, *groups[:-1]):
+        if group.size() == 1:
+            continue
+        passed_on = {"heard along another axis": str(heard).splitlines() if heard is not None else []}
+        try:
+            agree(what, {**fields, **more, **passed_on}, StoreExchange(group, timeout))
+        except RankMismatchError as error:
+            heard = heard or error
+    if heard is not None:
+        raise heard
 
 
-def _row(value: object, heard: int) -> torch.Tensor:
-    digest = hashlib.sha256(str(value).encode()).digest()[:_DIGEST]
-    return torch.tensor([heard, *digest], dtype=torch.uint8)
-
-
-def _gather(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """``rows`` of every rank of the group: ``(W, *rows.shape)``, on the CPU."""
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    sent = rows.to(device).contiguous()
-    received = [torch.empty_like(sent) for _ in range(group.size())]
-    dist.all_gather(received, sent, group=group)
-    return torch.stack(received).cpu()
-
-
-def replica_group(shard_group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+def replica_group(shard_group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup | None:
     """The ranks of the default group that hold the same shard as this one; ``None`` if there is no other.
 
     Collective over the default group; made once for a shard group.
@@ -69,18 +52,18 @@ def replica_group(shard_group: dist.ProcessGroup) -> dist.ProcessGroup | None:
         return None
     made = _MADE.get(shard_group)
     if made is None:
-        made = _MADE[shard_group] = _make(shard_group)
+        made = _MADE[shard_group] = _make(shard_group, timeout)
     return made
 
 
 _MADE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
-def _make(shard_group: dist.ProcessGroup) -> dist.ProcessGroup:
+def _make(shard_group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None  # noqa: S101 - a mesh exists
-    place = torch.tensor([shard_group.size(), shard_group.rank()])
-    places = [(int(size), int(rank)) for size, rank in _gather(place, world).tolist()]
+    rows = StoreExchange(world, timeout)(f"{shard_group.size():8d}{shard_group.rank():8d}".encode())
+    places = [tuple(map(int, row.split())) for row in rows]
     sizes = sorted({size for size, _ in places})
     if len(sizes) > 1:
         raise RankMismatchError(
@@ -89,7 +72,7 @@ def _make(shard_group: dist.ProcessGroup) -> dist.ProcessGroup:
         )
     mine: dist.ProcessGroup | None = None
     for coordinate in range(sizes[0]):
-        ranks = [rank for rank, (_, place_of) in enumerate(places) if place_of == coordinate]
+        ranks = [rank for rank, (_, place) in enumerate(places) if place == coordinate]
         group = dist.new_group(ranks)
         if dist.get_rank() in ranks:
             mine = group

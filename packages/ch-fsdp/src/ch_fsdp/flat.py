@@ -9,6 +9,7 @@ is :class:`commhooks.wire.WireCast` around it, fp32 accumulation included.
 from collections.abc import Hashable
 
 import torch
+
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout
 from commhooks.errors import HookNotSupportedError
 from commhooks.reduction import Plain, Reduction, Stages, StepContext

@@ -11,6 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from ch_fsdp.agreement import Fields, agree_along
+from ch_fsdp.flat import FlatSum, fits_flat, flat_bucket, flat_layout, flat_version
+from ch_fsdp.hooks import divide_twice
+from ch_fsdp.private import Unit, is_inner, units
+from ch_fsdp.steps import Steps
 from commhooks.attaching import AttachOptions
 from commhooks.engine import Engine
 from commhooks.errors import AttachError, CommHooksError, HookNotSupportedError
@@ -18,13 +25,6 @@ from commhooks.handle import CommHook
 from commhooks.reduction import Plain, Reduction
 from commhooks.state import DefaultState
 from commhooks.transport import ProcessGroupTransport
-from torch.distributed.fsdp import FullyShardedDataParallel
-
-from ch_fsdp.agreement import agree
-from ch_fsdp.flat import FlatSum, fits_flat, flat_bucket, flat_layout, flat_version
-from ch_fsdp.hooks import divide_twice
-from ch_fsdp.private import Unit, is_inner, units
-from ch_fsdp.steps import Steps
 
 Call = Callable[[str, torch.Tensor, torch.Tensor | None], None]
 
@@ -126,11 +126,15 @@ class FSDP1Binding:
         except CommHooksError as error:
             refusal = error
         if options.verify_ranks:
-            groups: list[tuple[dist.ProcessGroup, dict[str, object]]] = [(first.group, {})]
+            groups: list[tuple[dist.ProcessGroup, Fields]] = [(first.group, {})]
             if first.replicas is not None:
                 groups.append((first.replicas, {}))
-            shapes = {u.name: (u.numel(), u.sharded) for u in self.units}
-            agree({"hook": handle.expr, "units": shapes, "torch": torch.__version__, "fit": refusal}, groups)
+            fields = {
+                "hook": [handle.expr, str(handle.full)],
+                "units": [f"{u.name}: {u.numel()}{' sharded' if u.sharded else ''}" for u in self.units],
+                "does not fit": [str(refusal)] if refusal is not None else [],
+            }
+            agree_along(handle.expr, fields, groups, options.timeout)
         if refusal is not None:
             raise refusal
 

@@ -8,29 +8,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+from ch_fsdp.agreement import Fields, agree_along, replica_group
+from ch_fsdp.choosing import check_groups, choose_axes, coordinate, one_shard_group, reduction_of
+from ch_fsdp.flat import flat_layout
+from ch_fsdp.private import ParamGroup, param_groups
+from ch_fsdp.replicate import ReplicateHook, ShardState, broadcast, hooks_of
+from ch_fsdp.shard import ShardAxis, ShardScatter
+from ch_fsdp.steps import Steps
 from commhooks.attaching import AttachOptions
 from commhooks.bucket import BucketLayout, ParamLayout
 from commhooks.engine import Engine
-from commhooks.errors import AttachError, CommHooksError, HookConfigError, HookNotSupportedError
+from commhooks.errors import AttachError, CommHooksError
 from commhooks.handle import CommHook
-from commhooks.reduction import Plain, Reduction
+from commhooks.reduction import Plain
 from commhooks.state import HookState
+from commhooks.trampoline import owned, watch_outcome
 from commhooks.transport import ProcessGroupTransport
-from torch.utils._pytree import tree_leaves
-
-from ch_fsdp.agreement import agree, replica_group
-from ch_fsdp.flat import fits_flat, flat_layout, is_cast
-from ch_fsdp.private import ParamGroup, param_groups
-from ch_fsdp.replicate import ReplicateHook, ShardState, broadcast, hooks_of
-from ch_fsdp.replicate import check_free as replicate_slot_free
-from ch_fsdp.shard import ShardAxis, ShardScatter
-from ch_fsdp.shard import check_free as shard_slot_free
-from ch_fsdp.steps import Steps
-
-_INSIDE = (
-    "fully_shard(module, mesh=mesh['shard']) on the 1-D shard mesh inside the node, and let commhooks.attach reduce "
-    "between the replicas (process_group=mesh['replicate'].get_group(), or none if all other ranks are replicas)"
-)
 
 
 class FSDP2Binding:
@@ -39,31 +34,30 @@ class FSDP2Binding:
     Attributes:
         engine: the replicate axis's engine if there is one, else the shard axis's.
         layout: what that engine reduces: this rank's shards, or the flat gradients.
+        group: the ranks of that engine.
+        holder: the expression, ``None`` when detached.
     """
 
     def __init__(self, model: torch.nn.Module, handle: CommHook, options: AttachOptions) -> None:
         self.groups = param_groups(model)
         self.reduction = reduction_of(handle)
-        shard_group, axes = self._agreed(handle, options)
-        replicas = self._replicas(model, shard_group, handle, options) if "replicate" in axes else None
-        self._expr, self._timeout = handle.expr, options.timeout
+        self.holder: str | None = handle.expr
+        self._model, self._expr, self._timeout = model, handle.expr, options.timeout
+        self._shard_group, axes = self._agreed(options)
+        self._replicas = self._find_replicas(options) if "replicate" in axes else None
+        self.group = self._replicas or self._shard_group
+        self._shard = ShardAxis(self.reduction, self._shard_group, self._timeout) if "shard" in axes else None
         engines: dict[str, Engine] = {}
-        self._shard = ShardAxis(self.reduction, shard_group, options.timeout) if "shard" in axes else None
         if self._shard is not None:
             engines["shard"] = self._shard.engine
-        if replicas is not None:
-            engines["replicate"] = self._replicate_engine(handle, replicas, shard_group)
-        relay = ProcessGroupTransport(shard_group) if replicas is not None else None
+        if self._replicas is not None:
+            engines["replicate"] = self._replicate_engine(handle, self._replicas)
+        relay = ProcessGroupTransport(self._shard_group) if self._replicas is not None else None
         self.steps = Steps(engines, self._inspect, relay)
-        self._comms: list[ShardScatter] = []
-        if self._shard is not None:
-            self._comms = [ShardScatter(g, self._shard, self.steps, handle.expr) for g in self.groups]
-        self._hooks = self._point(model, replicas)
-        self._replica_group = replicas
-        # torch reduce-scatters nothing over one rank, and calls nobody.
-        self._unverified = {g.name for g in self.groups} if self._hooks or shard_group.size() > 1 else set()
-        self._watching = model.register_forward_hook(self._watch)
         self.engine: Engine | None = engines.get("replicate") or engines["shard"]
+        self._outcome = watch_outcome(self.engine, options)
+        self._ready = False
+        self._place(handle)
         self.layout = shards_layout(self.groups) if self._hooks else unsharded_layout(self.groups)
 
     @property
@@ -76,93 +70,88 @@ class FSDP2Binding:
     def check(self) -> None:
         self.steps.check()
 
+    def ready(self) -> None:
+        """The ranks have agreed: make the replicas equal."""
+        self._ready = True
+        if self._replicas is not None:
+            broadcast(self._model, self._replicas)
+
     def detach(self) -> None:
         """Torch's own reduce-scatter again; between replicas plain averaging, or they would drift apart."""
+        self.holder = None
         self._watching.remove()
+        if self._outcome is not None:
+            self._outcome.close()
         for comm in self._comms:
             comm.remove()
-        if self._replica_group is not None:
-            plain = Engine(Plain(), ProcessGroupTransport(self._replica_group), timeout=self._timeout)
-            steps = Steps({"replicate": plain})
-            for hook in self._hooks:
-                hook.point(steps, None)
+        if self._replicas is None:
+            return
+        plain = Engine(Plain(), ProcessGroupTransport(self._replicas), timeout=self._timeout)
+        steps = Steps({"replicate": plain}, relay=ProcessGroupTransport(self._shard_group))
+        for hook in self._hooks:
+            hook.point(steps, None)
+            if not self._ready:  # the ranks did not agree: as if nothing had been attached
+                hook.remove()
 
     # -- attaching
 
-    def _agreed(self, handle: CommHook, options: AttachOptions) -> tuple[dist.ProcessGroup, tuple[str, ...]]:
+    def _agreed(self, options: AttachOptions) -> tuple[dist.ProcessGroup, tuple[str, ...]]:
         """The shard group and the axes; a refusal on one rank is known to all ranks of the shard group."""
         shard_group = one_shard_group(self.groups)
+        has_replicas = options.process_group is not None or dist.get_world_size() > shard_group.size()
         axes: tuple[str, ...] = ()
         refusal: CommHooksError | None = None
         try:
-            axes = choose_axes(self.reduction, options.axis, self._has_replicas(shard_group, options))
-            self._check(axes, options)
+            axes = choose_axes(self.reduction, options.axis, has_replicas)
+            check_groups(self.groups, axes, options)
         except CommHooksError as error:
             refusal = error
         if options.verify_ranks:
-            agree({**self._identity(handle), "axes": axes, "fit": refusal}, [(shard_group, {})])
+            fit = {"axes": axes, "does not fit": [str(refusal)] if refusal is not None else []}
+            agree_along(self._expr, {**self._identity(), **fit}, [(shard_group, {})], self._timeout)
         if refusal is not None:
             raise refusal
         return shard_group, axes
 
-    def _has_replicas(self, shard_group: dist.ProcessGroup, options: AttachOptions) -> bool:
-        if options.process_group is not None:
-            return True
-        return dist.get_world_size() > shard_group.size()
-
-    def _check(self, axes: tuple[str, ...], options: AttachOptions) -> None:
-        for group in self.groups:
-            if any(p.is_meta for p in group.params):
-                raise AttachError(f"{group.name} is on the meta device: materialise its parameters before attaching")
-            if "shard" in axes:
-                shard_slot_free(group)
-            if "replicate" not in axes:
-                continue
-            replicate_slot_free(group)
-            if group.native_replicas:
-                raise HookNotSupportedError(
-                    f"{group.name} is sharded over a 2-D mesh: FSDP2 then all-reduces between replicas itself, before "
-                    f"any hook, and nothing is saved. Use {_INSIDE}"
-                )
-            if options.process_group is None and any(m is not None and m.ndim > 1 for m in map(mesh_of, group.params)):
-                raise HookNotSupportedError(
-                    f"{group.name} has tensor-parallel parameters, so which ranks are replicas cannot be told from the "
-                    "shard mesh: give attach(process_group=...) the group of ranks that hold the same shard"
-                )
-
-    def _identity(self, handle: CommHook) -> dict[str, object]:
+    def _identity(self) -> Fields:
         shapes = {name: shape for group in self.groups for name, shape in group.global_shapes().items()}
-        sizes = sorted({g.shard_group.size() for g in self.groups if g.shard_group is not None})
-        return {"hook": handle.expr, "parameters": shapes, "shard mesh size": sizes, "torch": torch.__version__}
+        return {"hook": [self._expr], "parameters": [f"{name}: {shape}" for name, shape in shapes.items()]}
 
-    def _replicas(
-        self, model: torch.nn.Module, shard_group: dist.ProcessGroup, handle: CommHook, options: AttachOptions
-    ) -> dist.ProcessGroup:
-        replicas = options.process_group or replica_group(shard_group)
+    def _find_replicas(self, options: AttachOptions) -> dist.ProcessGroup:
+        """The replicate group; along both axes, all have the same model, along this one the same shard of it."""
+        replicas = options.process_group or replica_group(self._shard_group, self._timeout)
         assert replicas is not None  # noqa: S101 - choose_axes has seen to it
         if options.verify_ranks:
-            here = {"shard coordinate": coordinate(shard_group, self.groups)}
-            agree(self._identity(handle), [(shard_group, {}), (replicas, here)])
-        broadcast(model, replicas)
+            here = {"shard": [coordinate(self._shard_group, self.groups)]}
+            agree_along(self._expr, self._identity(), [(self._shard_group, {}), (replicas, here)], self._timeout)
         return replicas
 
-    def _replicate_engine(self, handle: CommHook, replicas: dist.ProcessGroup, shard: dist.ProcessGroup) -> Engine:
-        if not isinstance(handle.state, HookState):
-            raise AttachError(f"the state of {handle.expr} is a HookState; got {type(handle.state).__name__}")
-        state = ShardState(handle.state, coordinate(shard, self.groups))
-        return Engine(self.reduction, ProcessGroupTransport(replicas), state, timeout=self._timeout)
+    def _replicate_engine(self, handle: CommHook, replicas: dist.ProcessGroup) -> Engine:
+        state = handle.state if handle.reduction is not None else HookState()
+        if not isinstance(state, HookState):
+            raise AttachError(f"the state of {handle.expr} is a HookState; got {type(state).__name__}")
+        owned(state, self, handle.expr)
+        here = ShardState(state, coordinate(self._shard_group, self.groups))
+        return Engine(self.reduction, ProcessGroupTransport(replicas), here, timeout=self._timeout)
 
-    def _point(self, model: torch.nn.Module, replicas: dist.ProcessGroup | None) -> list[ReplicateHook]:
-        if replicas is None:
-            return []
-        hooks = hooks_of(self.groups)
-        for hook in hooks:
-            hook.point(self.steps, self._expr)
-        # Without it, the flat shard lacks the parameters that had no gradient, and which ones cannot be told.
-        include_unused = getattr(model, "set_reduce_scatter_unused_params", None)
-        if include_unused is not None:
-            include_unused(True)
-        return hooks
+    def _place(self, handle: CommHook) -> None:
+        """Put comms and hooks into torch's slots. Several groups in a module need no setter, only their own."""
+        self._comms: list[ShardScatter] = []
+        self._hooks: list[ReplicateHook] = []
+        if self._replicas is not None:
+            self._hooks = hooks_of(self.groups)
+            for hook in self._hooks:
+                hook.point(self.steps, handle.expr)
+            # Without it the flat shard lacks the parameters that had no gradient, and which ones cannot be told.
+            include_unused = getattr(self._model, "set_reduce_scatter_unused_params", None)
+            if include_unused is not None:
+                include_unused(True)
+        if self._shard is not None:
+            self._comms = [ShardScatter(g, self._shard, self.steps, handle.expr) for g in self.groups]
+        # torch reduce-scatters nothing over one rank, and calls nobody.
+        reduces = bool(self._hooks) or self._shard_group.size() > 1
+        self._unverified = {g.name for g in self.groups} if reduces else set()
+        self._watching = self._model.register_forward_hook(self._watch)
 
     # -- is it being called
 
@@ -207,95 +196,6 @@ class FSDP2Binding:
 def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) -> FSDP2Binding:
     """The ``commhooks_adapter`` of FSDP2."""
     return FSDP2Binding(model, handle, options)
-
-
-def reduction_of(handle: CommHook) -> Reduction:
-    """What a handle runs; our FSDP1 functions stand for the reduction they carry.
-
-    Raises:
-        HookNotSupportedError: it is a foreign function.
-    """
-    reduction = handle.reduction or getattr(handle.built, "reduction", None)
-    if not isinstance(reduction, Reduction):
-        raise HookNotSupportedError(
-            f"{handle.expr} is a hook function; FSDP2 calls none. Give a reduction: a name such as 'bf16_compress', or "
-            "a generator function (bucket, ctx)"
-        )
-    return reduction
-
-
-def choose_axes(reduction: Reduction, axis: str | None, has_replicas: bool) -> tuple[str, ...]:
-    """The axes that a reduction is put on.
-
-    Raises:
-        HookConfigError: no such axis.
-        HookNotSupportedError: it fits none, or not the one asked for.
-
-    Example:
-        >>> choose_axes(Plain(), None, True), choose_axes(Plain(), None, False)
-        (('replicate',), ('shard',))
-    """
-    if axis not in (None, "shard", "replicate"):
-        raise HookConfigError(f"axis={axis!r}: expected 'shard', 'replicate' or None")
-    if axis == "replicate" or (axis is None and not fits_flat(reduction)):
-        if has_replicas:
-            return ("replicate",)
-        raise HookNotSupportedError(
-            f"{reduction!r} reduces between replicas, and there is none: all {dist.get_world_size()} ranks share one "
-            f"shard mesh, where each rank keeps only a part of the sum. Use {_INSIDE}"
-        )
-    if axis == "shard" and not fits_flat(reduction):
-        raise HookNotSupportedError(
-            f"{reduction!r} cannot run on the shard axis: a reduce-scatter leaves each rank a part of the sum, while "
-            "it needs whole parameters, their names and shapes, and the same result on every rank. Use "
-            "axis='replicate', or bf16_compress(accumulate='fp32') on this axis"
-        )
-    if axis == "shard" or not has_replicas:
-        return ("shard",)
-    return ("shard", "replicate") if is_cast(reduction) else ("replicate",)
-
-
-def one_shard_group(groups: list[ParamGroup]) -> dist.ProcessGroup:
-    """The process group that all parameter groups are sharded over.
-
-    Raises:
-        AttachError: no parameters to train.
-        HookNotSupportedError: they are not sharded, or over several groups.
-    """
-    if not any(group.trainable for group in groups):
-        raise AttachError("this FSDP2 model has no trainable parameters")
-    by_name: dict[str, list[str]] = {}
-    first: dist.ProcessGroup | None = None
-    for group in groups:
-        process_group = group.shard_group
-        if process_group is None:
-            raise HookNotSupportedError(
-                f"{group.name} is replicated, not sharded (torch's replicate): wrap it in DistributedDataParallel, "
-                f"whose buckets hooks can use, or use {_INSIDE}"
-            )
-        first = first or process_group
-        by_name.setdefault(process_group.group_name, []).append(group.name)
-    if len(by_name) > 1:
-        named = "; ".join(f"{', '.join(names)} over group {key}" for key, names in by_name.items())
-        raise HookNotSupportedError(
-            f"the parameter groups are sharded over different meshes ({named}): one handle serves one shard mesh. "
-            "Attach to a submodule whose groups share a mesh"
-        )
-    assert first is not None  # noqa: S101
-    return first
-
-
-def coordinate(shard_group: dist.ProcessGroup, groups: list[ParamGroup]) -> str:
-    """This rank's place among the shards, e.g. ``"0/2"``; with tensor parallelism the place in the whole mesh."""
-    mesh = mesh_of(groups[0].params[0])
-    if mesh is not None and mesh.ndim > 1:
-        return f"{'.'.join(map(str, mesh.get_coordinate()))}/{'x'.join(map(str, mesh.mesh.shape))}"
-    return f"{shard_group.rank()}/{shard_group.size()}"
-
-
-def mesh_of(param: torch.Tensor) -> Any:
-    """The device mesh that a parameter is distributed over, if it is."""
-    return getattr(param, "device_mesh", None)
 
 
 def shards_layout(groups: list[ParamGroup]) -> BucketLayout:

@@ -11,14 +11,14 @@ They are stateless: hand one to ``model.register_comm_hook(state, hook)``, or le
 from weakref import WeakKeyDictionary
 
 import torch
+
+from ch_fsdp.flat import FlatSum, flat_bucket, flat_version
 from commhooks.reduction import Plain, Reduction, StepContext
 from commhooks.requests import as_tuple
 from commhooks.scratch import Scratch
 from commhooks.state import DefaultState, LowPrecisionState
 from commhooks.transport import ProcessGroupTransport, Stage
 from commhooks.wire import WireCast
-
-from ch_fsdp.flat import FlatSum, flat_bucket, flat_version
 
 __all__ = [
     "DefaultState",

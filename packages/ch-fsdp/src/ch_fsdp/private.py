@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from commhooks.bucket import BucketLayout, ParamLayout
-from commhooks.errors import HookNotSupportedError
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp import _traversal_utils as traversal
+
+from commhooks.bucket import BucketLayout, ParamLayout
+from commhooks.errors import HookNotSupportedError
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 

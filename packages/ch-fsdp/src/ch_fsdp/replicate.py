@@ -4,16 +4,16 @@ torch calls ``hook(shard)`` after its reduce-scatter, and what the hook leaves t
 a flat tensor; its parameters' names and shapes come from ``private``. State is keyed by name and shard coordinate.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from commhooks.bucket import Bucket
-from commhooks.errors import AttachError, HookNotSupportedError, HookResultError, StateError
-from commhooks.state import HookState
 
 from ch_fsdp.private import ParamGroup
 from ch_fsdp.steps import Steps
+from commhooks.bucket import Bucket
+from commhooks.errors import AttachError, HookNotSupportedError, HookResultError, StateError
+from commhooks.state import HookState
 
 
 class ShardState(HookState):
@@ -39,15 +39,14 @@ class ShardState(HookState):
         commhooks.errors.StateError: the state holds 'w' as shard 0/2, this rank has shard 0/4: ...
     """
 
-    def __init__(self, whole: HookState, coordinate: str) -> None:
-        self._whole, self._suffix = whole, f"[{coordinate}]"
+    __slots__ = ("_suffix",)
 
-    @property
-    def step(self) -> int:  # type: ignore[override]
-        return self._whole.step
+    def __init__(self, whole: HookState, coordinate: str) -> None:
+        self.__dict__ = whole.__dict__  # the same entries, step and scale: only the names differ
+        self._suffix = f"[{coordinate}]"
 
     def read(self, name: str, field: str) -> torch.Tensor | None:
-        found = self._whole.read(name + self._suffix, field)
+        found = super().read(name + self._suffix, field)
         if found is None:
             self._refuse_other_shards(name)
         return found
@@ -60,32 +59,10 @@ class ShardState(HookState):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> torch.Tensor:
-        return self._whole.stage(name + self._suffix, field, shape, dtype, device)
-
-    @property
-    def staging(self) -> bool:
-        return self._whole.staging
-
-    def commit(self) -> None:
-        self._whole.commit()
-
-    def rollback(self) -> None:
-        self._whole.rollback()
-
-    def entries(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        return self._whole.entries()
-
-    def replace(self, entries: dict[tuple[str, str], torch.Tensor], step: int) -> None:
-        self._whole.replace(entries, step)
-
-    def rename(self, names: dict[str, str]) -> None:
-        self._whole.rename({old + self._suffix: new + self._suffix for old, new in names.items()})
-
-    def nbytes(self) -> int:
-        return self._whole.nbytes()
+        return super().stage(name + self._suffix, field, shape, dtype, device)
 
     def _refuse_other_shards(self, name: str) -> None:
-        for held, _, _ in self._whole.entries():
+        for held, _ in self.held():
             base, _, rest = held.rpartition("[")
             if base == name and f"[{rest}" != self._suffix:
                 raise StateError(
@@ -112,6 +89,11 @@ class ReplicateHook:
     def point(self, steps: Steps, holder: str | None) -> None:
         """Run another reduction from now on."""
         self.steps, self.holder, self.called = steps, holder, False
+
+    def remove(self) -> None:
+        """Leave the slot empty."""
+        if self.in_place:
+            self.group.hook = None
 
     def __call__(self, shard: torch.Tensor) -> None:
         """Reduce ``shard`` (flat, padded shards of the group's trainable parameters) in place."""

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from commhooks.engine import Engine
-from commhooks.errors import AttachError, HookNotSupportedError
-from commhooks.reduction import Reduction
-from commhooks.transport import ProcessGroupTransport
 
 from ch_fsdp.flat import FlatSum, flat_bucket, flat_version, is_cast
 from ch_fsdp.private import ParamGroup, premultiplier
 from ch_fsdp.steps import Steps
+from commhooks.engine import Engine
+from commhooks.errors import AttachError, HookNotSupportedError
+from commhooks.reduction import Reduction
+from commhooks.transport import ProcessGroupTransport
 
 Op = dist.ReduceOp
 

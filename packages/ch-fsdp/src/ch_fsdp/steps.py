@@ -7,13 +7,14 @@ So the first call of a backward queues one callback for its end, twice over, so 
 from collections.abc import Callable
 
 import torch
-from commhooks.bucket import Bucket
-from commhooks.ddp import OUTSIDE, raise_after_backward
-from commhooks.engine import Counters, Engine, Verdict
-from commhooks.errors import RemoteHookError
-from commhooks.transport import Transport
 
-_QUEUE: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+from commhooks.after import OUTSIDE, after_backward, graph_task, raise_after_backward
+from commhooks.bucket import Bucket
+from commhooks.engine import Counters, Engine
+from commhooks.requests import Request
+from commhooks.scratch import Scratch
+from commhooks.status import ENCODE, Status
+from commhooks.transport import Stage, Transport
 
 
 class Steps:
@@ -34,12 +35,15 @@ class Steps:
     ) -> None:
         self.engines = engines
         self._relay = relay if relay is not None and relay.world_size > 1 else None
-        self._told: Verdict | None = None
+        self._told: Status | None = None
+        self._raised = False  # whether this rank has raised what the pending status is about
         self.calls = 0
         self._inspect = inspect
         self._task = OUTSIDE
         self._kept: BaseException | None = None
         self._device = torch.device("cpu")
+        self._scratch = Scratch()
+        self._timeout = next(iter(engines.values())).timeout
 
     def run(self, axis: str, bucket: Bucket) -> None:
         """Reduce a bucket over an axis, now. Errors of the reduction are raised when the backward has ended."""
@@ -56,14 +60,14 @@ class Steps:
 
     def touch(self) -> None:
         """See to it that the present backward's end is noticed."""
-        task = torch._C._current_graph_task_id()
+        task = graph_task()
         if task == self._task:
             return
         for engine in self.engines.values():
             if engine.in_step:  # an earlier backward raised before its end
                 engine.abandon()
         self._task, self._kept = task, None
-        _QUEUE(lambda: _QUEUE(self._end))
+        after_backward(self._end)
 
     def check(self) -> None:
         """Raise the loss of a transport."""
@@ -92,21 +96,27 @@ class Steps:
             raise_after_backward(error)
 
     def _pass_on(self, error: BaseException | None) -> BaseException | None:
-        """One flag over the shard axis. On CUDA it is read at the end of the next step, like the engines' own."""
-        if self._relay is None:
+        """One status message over the shard axis. On CUDA it is read at the end of the next step, like the engines'."""
+        relay = self._relay
+        if relay is None:
             return error
-        status = torch.tensor([float(error is not None), 0.0], device=self._device)
-        self._relay.all_reduce(status, "sum").wait(None)
-        before, self._told = self._told, Verdict(status)
-        heard = before if status.is_cuda else self._told
-        if heard is None or heard.good():
+        status = Status(relay.rank, relay.world_size, ENCODE if error is not None else 0, None, None, self._device)
+        status.exchange(self._carry_out)
+        late = self._device.type == "cuda"
+        pending, self._told = (self._told if late else status), status
+        raised, self._raised = self._raised, error is not None
+        if pending is None:
+            return error
+        heard = pending.error("the hook", None if late else error, self._carry_out)
+        if heard is None or (late and raised):
             return error
         for engine in self.engines.values():
             engine.rollback()
-        return error or RemoteHookError(
-            "the hook failed between the replicas of another shard, so this step's gradients are not valid on any rank; "
-            "that rank's error says why"
-        )
+        return error or heard
+
+    def _carry_out(self, request: Request) -> None:
+        assert self._relay is not None  # noqa: S101 - asked only if there is one
+        Stage(self._relay, self._scratch, "relay").start((request,)).wait(self._timeout)
 
 
 def _together(counters: list[Counters]) -> dict[str, float]:
