@@ -42,6 +42,7 @@ def choose_axes(reduction: Reduction, axis: str | None, has_replicas: bool) -> t
         HookNotSupportedError: it fits none, or not the one asked for.
 
     Example:
+        >>> from commhooks.reduction import Plain
         >>> choose_axes(Plain(), None, True), choose_axes(Plain(), None, False)
         (('replicate',), ('shard',))
     """
