@@ -90,6 +90,14 @@ class HookState:
         self._staged[key] = found
         return found
 
+    def newest(self, name: str, field: str) -> torch.Tensor:
+        """What the last step has staged, if that is still open, else what is committed."""
+        return self._staged.get((name, field), self._committed.get((name, field)))  # type: ignore[return-value]
+
+    def held(self) -> set[tuple[str, str]]:
+        """``(parameter name, field)`` of everything staged or committed."""
+        return set(self._staged) | set(self._committed)
+
     @property
     def staging(self) -> bool:
         """Whether anything is staged."""
@@ -167,7 +175,7 @@ class DefaultState:
         >>> DefaultState.split_factor(64)
         (8.0, 8.0)
         >>> DefaultState.split_factor(6)
-        (2.0, 3.0)
+        (4.0, 1.5)
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
