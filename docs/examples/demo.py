@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import commhooks
 import demo_report
 import gpt
 import launch
@@ -26,6 +25,8 @@ import torch.distributed as dist
 import training
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+import commhooks
 
 DEFAULT_HOOKS = ["allreduce", "bf16_compress", "powersgd(rank=4)", "bf16_wrapper(powersgd(rank=4))"]
 NOOP_EVERY = 2  # the time reference needs a good median, not a step for every step
