@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from ch_powersgd.algebra import Factor, gaussian, orthonormalise
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from ch_powersgd.algebra import Factor, gaussian, orthonormalise
 
 CPU = torch.device("cpu")
 
@@ -30,7 +31,7 @@ def test_columns_are_orthonormal_and_span_the_same(
     x = torch.randn(3, rank, length) * (spread ** torch.arange(rank)).view(1, rank, 1) * scale
     x += x.roll(1, dims=1) * 0.3  # not orthogonal to begin with
     y = orthonormalised(x)
-    torch.testing.assert_close(y @ y.mT, torch.eye(rank).expand(3, -1, -1), atol=3e-6, rtol=0)
+    torch.testing.assert_close(y @ y.mT, torch.eye(rank).expand(3, -1, -1), atol=3e-5, rtol=0)
     wide = y.double()
     left = x.double() - x.double() @ wide.mT @ wide
     assert left.norm() <= 1e-5 * x.double().norm()

@@ -112,6 +112,12 @@ class CommHook:
         """Take the place that an adapter has made on a model."""
         if self._binding is not None:
             raise AttachError(f"{self.expr} is attached to a model already; create another handle, or detach() this one")
+        if self.reduction is not None:
+            try:
+                self.reduction.check(binding.layout)
+            except Exception:
+                binding.detach()  # the model must stay usable, and attachable
+                raise
         self._binding = binding
         self._calls_seen = binding.calls
 
@@ -140,9 +146,10 @@ class CommHook:
         if reduction is None or binding.engine is None:
             name = getattr(self.built, "__name__", self.expr)
             return [PlanRow(p.name, p.shape, name) for p in binding.layout.params]
-        reasons = reduction.routes(binding.layout, binding.engine.state.step)
+        step = binding.engine.state.step
+        reasons = reduction.routes(binding.layout, step)
         return [
-            PlanRow(p.name, p.shape, "plain" if p.name in reasons else reduction.name, reasons.get(p.name, ""))
+            PlanRow(p.name, p.shape, "plain" if p.name in reasons else reduction.label(p, step), reasons.get(p.name, ""))
             for p in binding.layout.params
         ]
 

@@ -16,9 +16,7 @@ _COMMON = {
     ),
     "error_feedback": Param(True, "add what was not sent to the next step's gradient"),
     "warm_start": Param(True, "start from the last step's Q; False draws a new one each step"),
-    "min_compression_rate": Param(
-        2.0, "compress a matrix only if that shrinks it by more than this factor", above=0.0
-    ),
+    "min_compression_rate": Param(2.0, "compress a matrix only if that shrinks it by more than this factor", above=0.0),
     "epsilon": Param(0.0, "added to the length of P's columns: directions much shorter are damped", at_least=0.0),
     "seed": Param(0, "of the first Q; the same on every rank", at_least=0),
 }

@@ -7,12 +7,12 @@ travels instead of casting the bucket.
 from typing import Any
 
 import torch
-from commhooks.ddp import as_hook
-from commhooks.errors import HookConfigError
-from commhooks.typing import GradBucket
 
 from ch_powersgd.reduction import BatchedPowerSGD, PowerSGD
 from ch_powersgd.state import PowerSGDState
+from commhooks.ddp import as_hook
+from commhooks.errors import HookConfigError
+from commhooks.typing import GradBucket
 
 TensorFuture = torch.futures.Future[torch.Tensor]
 

@@ -4,13 +4,13 @@ import logging
 from typing import Any, Literal
 
 import torch.distributed as dist
+
+from ch_powersgd.reduction import BatchedPowerSGD, PowerSGD
+from ch_powersgd.validation import at_least, flag, one_of, positive, whole
 from commhooks.bucket import Bucket, BucketLayout
 from commhooks.errors import HookConfigError
 from commhooks.reduction import Reduction, Stages, StepContext
 from commhooks.state import HookState
-
-from ch_powersgd.reduction import BatchedPowerSGD, PowerSGD
-from ch_powersgd.validation import at_least, flag, one_of, positive, whole
 
 log = logging.getLogger("commhooks")
 
