@@ -11,6 +11,7 @@ FIRST_PARTY = frozenset(
         "ch-fsdp",
         "ch-ft",
         "ch-powersgd",
+        "ch-quant",
     }
 )
 
@@ -29,5 +30,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "noop": ("ch-ddp",),
     "policy": ("ch-core",),
     "powersgd": ("ch-powersgd",),
+    "quant8": ("ch-quant",),
+    "quantize_per_channel": ("ch-quant",),
+    "quantize_per_tensor": ("ch-quant",),
     "warmup": ("ch-core",),
 }
