@@ -29,6 +29,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "fp16_wrapper": ("ch-ddp",),
     "noop": ("ch-ddp",),
     "policy": ("ch-core",),
+    "post_local_sgd": ("ch-ddp",),
     "powersgd": ("ch-powersgd",),
     "quant8": ("ch-quant",),
     "quantize_per_channel": ("ch-quant",),
