@@ -95,8 +95,10 @@ class DDPBinding:
             self._driver.close()
 
     def plain(self) -> DDPDriver:
-        """Plain averaging over the model's group."""
-        return DDPDriver(Engine(Plain(), ProcessGroupTransport(self.group), timeout=self._timeout), self.names)
+        """Plain averaging over the model's group, message for message as DDP does it without a hook."""
+        engine = Engine(Plain(), ProcessGroupTransport(self.group), timeout=self._timeout)
+        engine.sends_status = False
+        return DDPDriver(engine, self.names)
 
     def _make(self, handle: CommHook) -> Driver:
         if handle.reduction is None:
