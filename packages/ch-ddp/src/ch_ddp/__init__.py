@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ch_ddp.hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook, noop_hook
     from ch_ddp.local_sgd import PostLocalSGDState, post_localSGD_hook
     from ch_ddp.local_sgd_optimizer import PostLocalSGDOptimizer
+    from ch_ddp.overlap import OverlappedOptimizer
     from ch_ddp.reductions import allreduce, bf16_compress, fp16_compress, noop
     from ch_ddp.registering import DDPCommHookType, register_ddp_comm_hook
     from ch_ddp.wrappers import bf16_compress_wrapper, fp16_compress_wrapper
@@ -23,6 +24,7 @@ __all__ = [
     "DDPCommHookType",
     "HierarchicalModelAverager",
     "ModelAverager",
+    "OverlappedOptimizer",
     "PeriodicModelAverager",
     "PostLocalSGDOptimizer",
     "PostLocalSGDState",
@@ -51,6 +53,7 @@ __getattr__, __dir__ = lazy(
         "local_sgd": "PostLocalSGDState post_localSGD_hook",
         "local_sgd_optimizer": "PostLocalSGDOptimizer",
         "reductions": "allreduce bf16_compress fp16_compress noop",
+        "overlap": "OverlappedOptimizer",
         "registering": "DDPCommHookType register_ddp_comm_hook",
         "wrappers": "bf16_compress_wrapper fp16_compress_wrapper",
     },
