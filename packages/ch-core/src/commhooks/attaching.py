@@ -39,7 +39,7 @@ A binding that has a ``group`` is then verified over it; its ``ready()``, if it 
 
 def attach(
     model: torch.nn.Module,
-    what: str | Mapping[str, Any] | Callable[..., Any] | CommHook,
+    what: str | Mapping[str, Any] | Callable[..., Any] | Reduction | CommHook,
     *,
     state: object | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -103,7 +103,7 @@ def attach(
 
 
 def as_handle(
-    what: str | Mapping[str, Any] | Callable[..., Any] | CommHook,
+    what: str | Mapping[str, Any] | Callable[..., Any] | Reduction | CommHook,
     *,
     process_group: dist.ProcessGroup | None = None,
     state: object | None = None,

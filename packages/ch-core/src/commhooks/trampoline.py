@@ -5,6 +5,7 @@ be detached and another attached.
 """
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from commhooks.attaching import AttachOptions
-from commhooks.bucket import BucketLayout, ParamLayout, contiguous_stride
+from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride
 from commhooks.control import Control
 from commhooks.ddp import DDPDriver, TensorFuture
 from commhooks.engine import Engine
@@ -92,6 +93,15 @@ class DDPBinding:
 
     def verify_gradients(self, every: int) -> None:
         self._driver.check_every = every
+
+    def on_reduced(self, callback: Callable[[Bucket], None] | None) -> None:
+        """Have ``callback`` called with every bucket of a backward as soon as it holds the average, on the thread that
+        runs the backward. What it raises is raised from ``backward()``, on every rank where the hook is a reduction.
+        """
+        if isinstance(self._driver, ForeignDriver):
+            self._driver.on_reduced, self._driver.names = callback, self.names
+        else:
+            self._driver.engine.on_reduced = callback
 
     def detach(self) -> None:
         self._slot.driver, self._slot.holder = self.plain(), None
