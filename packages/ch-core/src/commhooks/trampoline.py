@@ -122,6 +122,9 @@ class DDPBinding:
 
     def _make(self, handle: CommHook) -> Driver:
         if handle.reduction is None:
+            use_group = getattr(handle.state, "use_group", None)
+            if callable(use_group):  # a state that takes the model's group where it was given none
+                use_group(self.group)
             return ForeignDriver(handle.built, handle.state, handle.expr, self._timeout)
         if not isinstance(handle.state, HookState):
             raise AttachError(f"the state of {handle.expr} is a HookState; got {type(handle.state).__name__}")
