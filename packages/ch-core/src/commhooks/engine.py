@@ -214,6 +214,12 @@ class Engine:
         self._carry_out(AllGather(mine, everyone))
         return everyone.view(self.transport.world_size, -1).cpu()
 
+    def move(self, transport: Transport) -> None:
+        """Go on over another group of ranks, between steps. The state stays."""
+        self.settle()
+        self.transport, self.failure = transport, None
+        self._plans.clear()
+
     def abandon(self) -> None:
         """Forget a step that will never finish (a backward that raised half way), and what it staged.
 

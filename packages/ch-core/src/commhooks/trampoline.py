@@ -43,6 +43,7 @@ class Slot:
         self.driver = driver
         self.holder: str | None = None  # expression of the attached handle
         self.watch: SyncWatch | None = None
+        self.follow: Callable[[], None] | None = None  # takes notice of a changed process group
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Slot, ())
@@ -55,6 +56,8 @@ def trampoline(state: object, bucket: GradBucket) -> torch.futures.Future[torch.
     """The only hook ever registered on a model; ``state`` is its :class:`Slot`."""
     if not isinstance(state, Slot) or state.driver is None:
         raise AttachError("the commhooks trampoline was registered by hand; use commhooks.attach(model, ...)")
+    if state.follow is not None and bucket.index() == 0:
+        state.follow()
     if state.watch is not None and bucket.is_last():
         state.watch.synchronised()
     result: TensorFuture = state.driver(bucket)
@@ -75,6 +78,9 @@ class DDPBinding:
         self._outcome = watch_outcome(self.engine, options)
         self._slot.driver, self._slot.holder = self._driver, handle.expr
         self._slot.watch = SyncWatch(model, handle.expr)
+        if options.process_group is None:
+            self._model = weakref.ref(model)
+            self._slot.follow = self._follow
 
     @property
     def calls(self) -> int:
@@ -112,6 +118,19 @@ class DDPBinding:
             self._outcome.close()
         if isinstance(self._driver, ForeignDriver):
             self._driver.close()
+
+    def _follow(self) -> None:
+        """Go over to the model's present group: ``_update_process_group`` gives it another."""
+        model = self._model()
+        if model is None or model.process_group is self.group:
+            return
+        self.group = model.process_group
+        driver = self._slot.driver
+        if isinstance(driver, DDPDriver):
+            driver.engine.move(ProcessGroupTransport(self.group))
+        elif isinstance(driver, ForeignDriver):
+            driver.close()
+            self.ready()
 
     def plain(self) -> DDPDriver:
         """Plain averaging over the model's group, message for message as DDP does it without a hook."""
