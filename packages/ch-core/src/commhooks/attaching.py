@@ -85,7 +85,7 @@ def attach(
     if state is not None:
         handle.state = state
     options = AttachOptions(process_group or handle.process_group, axis, optimizer, scaler, verify_ranks, timeout)
-    handle.bind(adapter_for(model)(model, handle, options))
+    handle.bind(adapter_for(model)(model, handle, options), model)
     log.info("attached %s to %s", handle.expr, type(model).__name__)
     return handle
 

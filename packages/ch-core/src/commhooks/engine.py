@@ -109,6 +109,7 @@ class Engine:
         self._veto = False
         self._bytes = (0.0, 0.0)
         self._rounds = 0
+        self.state.driven_by(self)
 
     # -- one step
 

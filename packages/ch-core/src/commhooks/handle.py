@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from commhooks.bucket import BucketLayout
 from commhooks.engine import Engine
-from commhooks.errors import AttachError
+from commhooks.errors import AttachError, StateError
 from commhooks.expression import Node, unparse
 from commhooks.reduction import Reduction
 from commhooks.state import HookState
@@ -64,6 +64,7 @@ class CommHook:
         built: a reduction, or a foreign ``(state, bucket) -> Future`` function.
         process_group: group to use where the model has none of its own.
         state: state to go on from.
+        full: the expression with every default filled in, and the provider and version of each level.
 
     Attributes:
         expr: the expression, e.g. ``"bf16_wrapper(powersgd(rank=4))"``.
@@ -78,8 +79,10 @@ class CommHook:
         built: Reduction | ForeignHook,
         process_group: dist.ProcessGroup | None = None,
         state: object | None = None,
+        full: Node | None = None,
     ) -> None:
         self.config: Node = node
+        self.full: Node = full if full is not None else node
         self.built = built
         self.process_group = process_group
         self.state: object | None = state
@@ -104,10 +107,22 @@ class CommHook:
     def __repr__(self) -> str:
         return f"<CommHook {self.expr}, {'attached' if self.attached else 'not attached'}>"
 
-    def bind(self, binding: Binding) -> None:
-        """Take the place that an adapter has made on a model."""
+    def bind(self, binding: Binding, model: torch.nn.Module | None = None) -> None:
+        """Take the place that an adapter has made on a model.
+
+        Raises:
+            AttachError: this handle has a place already.
+            StateError: the state belongs to another model; plain averaging is left in the binding's place.
+        """
         if self._binding is not None:
             raise AttachError(f"{self.expr} is attached to a model already; create another handle, or detach() this one")
+        if isinstance(self.state, HookState):
+            owners = [p for p in model.parameters() if p.requires_grad] if model is not None else []
+            try:
+                self.state.bind_params([(p.name, p.shape) for p in binding.layout.params], owners)
+            except StateError:
+                binding.detach()
+                raise
         self._binding = binding
         self._calls_seen = binding.calls
 
@@ -181,6 +196,9 @@ class CommHook:
     def detach(self) -> None:
         """Put plain averaging in the hook's place; the model stays as it is and can be attached to again."""
         self._bound().detach()
+        if isinstance(self.state, HookState):
+            self.state.settle()
+            self.state.unbind()
         self._binding = None
 
     # -- checkpoints
@@ -195,15 +213,20 @@ class CommHook:
 
         return state_dict(self)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, world_change: str = "error") -> None:
         """Go on from :meth:`state_dict`; all or nothing.
+
+        Args:
+            state: this rank's own, or :func:`commhooks.checkpoint.merge` of all ranks'.
+            world_change: what happens to residuals that are not this rank's own: ``"error"``; ``"mean"`` (``state`` is
+                merged, every rank goes on from the mean residual); ``"reset"`` (dropped).
 
         Raises:
             StateError: it was made by another hook, for another model, rank or world size, or is malformed.
         """
         from commhooks.checkpoint import load_state_dict
 
-        load_state_dict(self, state)
+        load_state_dict(self, state, world_change=world_change)
 
     @property
     def binding(self) -> Binding | None:
