@@ -1,0 +1,5 @@
+"""`python -m commhooks`."""
+
+from commhooks.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,56 @@
+"""The command line: `commhooks list | describe NAME | env | doctor`, each with `--json`.
+
+Exit status 0 when all is well, 1 when something is wrong, 2 for a bad command line. `list` and `describe`
+load no torch, and every command works while a plugin is broken.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from commhooks.errors import CommHooksError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+        return status
+    except CommHooksError as error:
+        if arguments.json:
+            print(json.dumps({"error": type(error).__name__, "message": str(error)}))
+        else:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `commhooks list | head`
+        sys.stderr.close()
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="commhooks", description="Gradient communication hooks, by name.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+        sub.set_defaults(run=run)
+        return sub
+
+    from commhooks.cli import doctor, env, listing
+
+    sub = command("list", listing.run_list, "Every installed hook and every plugin that failed.")
+    sub.add_argument("pattern", nargs="?", default="*", help="shell pattern of names")
+    sub.add_argument("--kind", help="reduction, ddp, fsdp or wrapper")
+    sub = command("describe", listing.run_describe, "One hook: what it does, its options, what it needs.")
+    sub.add_argument("name", help="a name, an alias, or provider/name")
+    sub.add_argument("--kind", help="reduction, ddp, fsdp or wrapper")
+    command("env", env.run, "Versions and plugins, as a block to paste into an issue.")
+    sub = command("doctor", doctor.run, "Load everything, try each hook on one gloo rank, say what is wrong.")
+    sub.add_argument("-v", "--verbose", action="store_true", help="print tracebacks")
+    sub.add_argument("--timeout", type=float, default=60.0, help="seconds that one hook may take (default 60)")
+    sub.add_argument("--no-smoke", action="store_true", help="load only; start no process group")
+    return parser

@@ -1,0 +1,144 @@
+"""`doctor`: is everything that is installed usable, and if not, why not?
+
+Loads every plugin and every target, tries each hook on one gloo rank, and looks for the mistakes that
+otherwise show
+as silence: torch imported while listing, a misspelt group or hook name, an entry point added after an
+editable install.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+
+from commhooks._metadata import editable_roots, entries
+from commhooks._registry import REGISTRY
+from commhooks.cli import smoke
+from commhooks.cli.listing import console_of, table_of
+from commhooks.errors import CommHooksError
+from commhooks.expression import Node, parse
+from commhooks.specs import HookSpec
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what was tried and what was found; 1 if anything is wrong."""
+    plugins = [asdict(plugin) for plugin in REGISTRY.plugins()]  # first: later imports would hide who loads torch
+    problems = [
+        f"{plugin['dist']} imports torch while hooks are listed" for plugin in plugins if plugin["imported_torch"]
+    ]
+    problems += _unseen()
+    hooks = _hooks(arguments)
+    failures = [asdict(failure) for failure in REGISTRY.failures()]
+    ok = not failures and not problems and not any(hook["status"] == "failed" for hook in hooks)
+    found = {"ok": ok, "plugins": plugins, "hooks": hooks, "failures": failures, "problems": problems}
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+    else:
+        _show(found, arguments.verbose)
+    return 0 if ok else 1
+
+
+def _hooks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every hook with a status: ok, failed, loaded (not tried), or unusable (it says so itself)."""
+    rows, tried, nodes = [], [], []
+    for spec in REGISTRY.specs():
+        row: dict[str, Any] = {
+            "id": spec.id,
+            "kind": spec.kind,
+            "example": spec.example,
+            "status": "loaded",
+            "why": "",
+        }
+        rows.append(row)
+        try:
+            for target in filter(None, (spec.hook, spec.state)):
+                REGISTRY.load(target, spec)
+            REGISTRY.target(spec)
+        except CommHooksError as error:
+            row.update(status="failed", why=str(error))
+            continue
+        context = {"backend": "gloo", "device": "cpu", "dtype": "float32", "world_size": 1}
+        answers = REGISTRY.ask("commhooks_check", spec=spec, config={}, context=context)
+        reasons = [str(reason) for _, found in answers for reason in found or ()]
+        node = _node(spec)
+        if reasons:
+            row.update(status="unusable", why="; ".join(reasons))
+        elif spec.kind == "fsdp":
+            row.update(why="FSDP1 hooks are loaded, not run")
+        elif isinstance(node, str):
+            row.update(status="failed", why=node)
+        elif not arguments.no_smoke:
+            tried.append(row)
+            nodes.append(node)
+    for row, why in zip(tried, smoke.verdicts(nodes, arguments.timeout), strict=True):
+        row.update(status="failed" if why else "ok", why=why)
+        if sys.stderr.isatty():
+            print(f"\r{row['id']:<40}", end="", file=sys.stderr, flush=True)
+    return rows
+
+
+def _node(spec: HookSpec) -> Node | str:
+    """The hook's example, pinned to its provider; or what is wrong with the example."""
+    try:
+        node = parse(spec.example)
+    except CommHooksError as error:
+        return f"its example {spec.example!r} is no expression: {error}"
+    if node["hook"] in (spec.name, *spec.aliases):
+        node["provider"] = spec.provider
+    return node
+
+
+def _unseen() -> list[str]:
+    """Entry points in the source of an editable install that its installed metadata does not have."""
+    if sys.version_info < (3, 11):
+        return []
+    import tomllib
+
+    seen = {(entry.dist, entry.group, entry.name, entry.value.replace(" ", "")) for entry in entries("commhooks")}
+    problems = []
+    for dist, root in sorted(editable_roots().items()):
+        project = Path(root, "pyproject.toml")
+        if not project.is_file():
+            continue
+        groups = tomllib.loads(project.read_text()).get("project", {}).get("entry-points", {})
+        for group, lines in groups.items():
+            for name, value in lines.items():
+                ours = group == "commhooks" or group.startswith("commhooks.")
+                if ours and (dist, group, name, value.replace(" ", "")) not in seen:
+                    problems.append(
+                        f"{dist}: pyproject.toml has {group}: {name} = {value}, the installed metadata has not; "
+                        "run pip install -e again"
+                    )
+    return problems
+
+
+_COLOURS = {"ok": "green", "failed": "red", "unusable": "yellow", "loaded": "dim"}
+
+
+def _show(found: dict[str, Any], verbose: bool) -> None:
+    console = console_of()
+    table = table_of("plugin", "version", "import")
+    for plugin in found["plugins"]:
+        table.add_row(escape(plugin["dist"]), escape(plugin["version"]), f"{plugin['seconds'] * 1e3:.1f} ms")
+    console.print(table)
+    console.print()
+    table = table_of("hook", "kind", "tried as", "status")
+    for hook in found["hooks"]:
+        status = f"[{_COLOURS[hook['status']]}]{hook['status']}[/]"
+        table.add_row(escape(hook["id"]), hook["kind"], escape(hook["example"]), status)
+    console.print(table)
+    lines = [(hook["status"], hook["id"], hook["why"], "") for hook in found["hooks"] if hook["why"]]
+    for failure in found["failures"]:
+        where = f"{failure['dist']} {failure['version']} ({failure['entry']}, {failure['phase']})"
+        lines.append(("failed", where, failure["error"], failure["traceback"]))
+    for status, where, why, trace in lines:
+        console.print(f"\n[{_COLOURS[status]}]{status}[/] {escape(where)}: {escape(why)}", soft_wrap=True)
+        if verbose and trace:
+            console.print(escape(trace), soft_wrap=True)
+    for problem in found["problems"]:
+        console.print(f"\n[red]problem[/] {escape(problem)}", soft_wrap=True)
+    console.print("\n[green]everything works[/]" if found["ok"] else "\n[red]something is wrong, see above[/]")

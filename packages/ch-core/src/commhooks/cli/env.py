@@ -1,0 +1,67 @@
+"""`env`: what a report about this project should begin with."""
+
+import argparse
+import json
+import os
+import platform
+from typing import Any
+
+from commhooks._registry import REGISTRY
+
+
+def report() -> dict[str, Any]:
+    """Versions, devices, backends, plugins, failures and switches, with stable keys."""
+    lines: dict[str, str] = {}
+    for _, more in REGISTRY.ask("commhooks_env"):
+        lines.update({str(label): str(value) for label, value in more.items()})
+    return {
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "packages": dict(sorted(lines.items())),
+        "torch": _torch(),
+        "providers": {spec.provider: spec.version for spec in REGISTRY.specs()},
+        "plugins": {plugin.dist: plugin.version for plugin in REGISTRY.plugins()},
+        "failures": [str(failure) for failure in REGISTRY.failures()],
+        "skipped": REGISTRY.snapshot().skipped,
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("COMMHOOKS_")},
+    }
+
+
+def _torch() -> dict[str, Any]:
+    """What torch can do here, or why it cannot be imported."""
+    try:
+        import torch
+        import torch.distributed as dist
+    except Exception as error:  # the report is needed most when torch is broken
+        return {"error": f"{type(error).__name__}: {error}"}
+    found: dict[str, Any] = {"version": str(torch.__version__), "distributed": dist.is_available()}
+    if dist.is_available():
+        backends = {
+            "gloo": dist.is_gloo_available,
+            "nccl": dist.is_nccl_available,
+            "mpi": dist.is_mpi_available,
+        }
+        found["backends"] = [name for name, present in backends.items() if present()]
+    found["cuda"] = torch.version.cuda
+    found["devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return found
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the report; 1 if a plugin failed or torch is broken."""
+    found = report()
+    bad = bool(found["failures"]) or "error" in found["torch"]
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+        return int(bad)
+    print("copy from here\n```")
+    for key, value in found.items():
+        if isinstance(value, dict):
+            print(f"{key}:")
+            for label, each in value.items():
+                print(f"  {label}: {', '.join(each) if isinstance(each, list) else each}")
+        else:
+            print(f"{key}: {'; '.join(value) if isinstance(value, list) else value}")
+    print("```")
+    return int(bad)

@@ -1,0 +1,127 @@
+"""Tries hooks on one gloo rank with a two-bucket model, in a process of its own: `python -m commhooks.cli.smoke`.
+
+Reads canonical nodes from standard input, one JSON list; writes one JSON line per hook. A hook that hangs or
+ends the
+process costs its own verdict only: the parent starts again behind it.
+"""
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import IO, Any
+
+from commhooks.expression import Node, unparse
+
+STEPS = 3
+
+
+def verdicts(nodes: Sequence[Node], timeout: float) -> Iterator[str]:
+    """For each node in order, an empty string or why it does not work.
+
+    Args:
+        nodes: canonical nodes to attach.
+        timeout: seconds for one of them (the first has 60 more, to import torch).
+    """
+    rest, grace = list(nodes), 60.0
+    while rest:
+        with tempfile.TemporaryFile("w+") as errors:  # a pipe nobody empties would stop a talkative child
+            answers = list(_one_child(rest, timeout, grace, errors))
+        yield from answers
+        rest = rest[len(answers) :]
+
+
+def _one_child(nodes: Sequence[Node], timeout: float, grace: float, errors: IO[str]) -> Iterator[str]:
+    """Verdicts until the child has answered for all, or has hung or died over one."""
+    lines: queue.Queue[str | None] = queue.Queue()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "commhooks.cli.smoke"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    threading.Thread(target=_pump, args=(child, lines), daemon=True).start()
+    try:
+        assert child.stdin is not None  # noqa: S101
+        child.stdin.write(json.dumps(nodes))
+        child.stdin.close()
+        for place in range(len(nodes)):
+            line = lines.get(timeout=timeout + (0.0 if place else grace))
+            if line is None:
+                yield f"ended the process with status {child.wait()}: {_tail(errors)}"
+                return
+            yield str(json.loads(line)["error"])
+    except queue.Empty:
+        yield f"did not finish within {timeout:g} s"
+    finally:
+        child.kill()
+        child.wait()
+
+
+def _pump(child: "subprocess.Popen[str]", lines: "queue.Queue[str | None]") -> None:
+    assert child.stdout is not None  # noqa: S101
+    for line in child.stdout:
+        if line.startswith('{"error"'):  # a hook may print, too
+            lines.put(line)
+    lines.put(None)
+
+
+def _tail(errors: IO[str]) -> str:
+    errors.seek(0)
+    return " / ".join(errors.read().strip().splitlines()[-3:])[-500:]
+
+
+def _try(node: Node) -> str:
+    """Attach, train a few steps, look at the gradients."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    from commhooks.attaching import attach
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.LayerNorm(64)]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.01)  # 16 KiB a layer: two buckets
+    handle = attach(model, node)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        bad = [name for name, p in model.named_parameters() if p.grad is None or not bool(p.grad.isfinite().all())]
+        if bad:
+            return f"{unparse(node)} gives no finite gradient for {', '.join(bad)}"
+        optimizer.step()
+    handle.check()
+    handle.detach()
+    return ""
+
+
+def main() -> int:
+    """The child: one line per node."""
+    import torch
+    import torch.distributed as dist
+
+    nodes: list[Any] = json.load(sys.stdin)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        for node in nodes:
+            start = time.perf_counter()
+            try:
+                error = _try(node)
+            except Exception as caught:
+                error = f"{type(caught).__name__}: {caught}"
+            seconds = round(time.perf_counter() - start, 3)
+            print(json.dumps({"error": error, "seconds": seconds}), flush=True)
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,211 @@
+"""Building expressions: options checked, wrappers applied inside out, every refusal typed."""
+
+import pytest
+from commhooks.compose import Builder, why_not
+from commhooks.errors import HookConfigError, PluginLoadError
+from commhooks.expression import canonical
+from commhooks.reduction import FunctionReduction, Plain, Reduction
+from commhooks.specs import HookSpec, Needs, Param
+
+HOOKS = """
+from commhooks.reduction import Reduction
+from commhooks.requests import AllReduce
+
+
+class Scaled(Reduction):
+    name = "scaled"
+
+    def __init__(self, factor=1.0, mode="a"):
+        if factor == 13:
+            raise ValueError("13 is unlucky")
+        self.factor = factor
+
+    def run(self, bucket, ctx):
+        bucket.buffer.mul_(self.factor)
+        yield AllReduce(bucket.buffer)
+
+
+def halve(bucket, ctx, *, times=1):
+    yield AllReduce(bucket.buffer)
+
+
+def needs_one(bucket, ctx, *, must):
+    yield AllReduce(bucket.buffer)
+
+
+class Outer(Reduction):
+    def __init__(self, *inner, depth=1):
+        if inner[0].name == "halve":
+            raise TypeError("halve cannot be wrapped")
+        self.inner, self.depth = inner, depth
+
+    def run(self, bucket, ctx):
+        return self.inner[0].run(bucket, ctx)
+
+
+class Policy(Outer):
+    def __init__(self, rules):
+        self.rules = rules
+
+
+def foreign(state, bucket):
+    return state, bucket
+
+
+def around(inner, *, extra=0):
+    return lambda state, bucket: (extra, inner(state, bucket))
+
+
+class State:
+    def __init__(self, process_group, decay=0.5):
+        self.process_group, self.decay = process_group, decay
+"""
+
+
+@pytest.fixture
+def builder(publish, registry):
+    lines = {"scaled": "Scaled", "halve": "halve", "needs_one": "needs_one"}
+    publish(
+        "acme",
+        {
+            "commhooks.reduction": {name: f"acme_hooks:{attr}" for name, attr in lines.items()},
+            "commhooks.ddp": {"foreign": "acme_hooks:foreign"},
+            "commhooks.fsdp": {"sharded": "acme_hooks:foreign", "halve": "acme_hooks:foreign"},
+            "commhooks.wrapper": {
+                "outer": "acme_hooks:Outer",
+                "around": "acme_hooks:around",
+                "rules": "acme_hooks:Policy",
+            },
+        },
+        acme_hooks=HOOKS,
+    )
+    params = {"factor": Param(1.0, "the scale", above=0.0), "mode": Param("a", "a mode", choices=("a", "b"))}
+    registry.register(HookSpec("spec_scaled", "reduction", "acme_hooks:Scaled", "s", params=params, aliases=("ss",)))
+    registry.register(HookSpec("stateful", "ddp", "acme_hooks:foreign", "s", state="acme_hooks:State"))
+    return Builder(registry)
+
+
+def build(builder, what, **kw):
+    return builder.build(canonical(what), **kw)
+
+
+def test_reductions_from_classes_and_generator_functions(builder):
+    built = build(builder, "scaled(factor=2.0)")
+    assert built.value.factor == 2.0
+    assert built.kind == "reduction"
+    assert built.full == {
+        "hook": "scaled",
+        "provider": "acme",
+        "version": "1.0",
+        "config": {"factor": 2.0, "mode": "a"},
+    }
+    function = build(builder, "halve(times=3)").value
+    assert isinstance(function, FunctionReduction)
+    assert function.config() == {"times": 3}
+
+
+def test_declared_options_fill_in_and_alias_resolves(builder):
+    built = build(builder, "ss(factor=2)")
+    assert built.expr == "spec_scaled(factor=2)"
+    assert built.full["config"] == {"factor": 2.0, "mode": "a"}
+    assert isinstance(built.value, Reduction)
+
+
+def test_wrappers_policies_and_several_inner(builder):
+    nested = build(builder, "outer(outer(scaled(factor=3.0)), depth=2)")
+    assert nested.value.depth == 2
+    assert nested.value.inner[0].inner[0].factor == 3.0
+    assert nested.kind == "reduction"
+    assert build(builder, nested.expr).full == nested.full
+    several = build(builder, "outer(scaled, scaled(factor=2.0))")
+    assert [r.factor for r in several.value.inner] == [1.0, 2.0]
+    policy = build(builder, {"hook": "rules", "rules": [["*.bias", "scaled"], ["*", "halve"]]})
+    assert [pattern for pattern, _ in policy.value.rules] == ["*.bias", "*"]
+    assert policy.expr == "rules({'*.bias': scaled, '*': halve})"
+
+
+def test_foreign_hooks_and_their_state(builder):
+    wrapped = build(builder, "around(foreign, extra=5)")
+    assert wrapped.kind == "ddp"
+    assert wrapped.value("s", "b") == (5, ("s", "b"))
+    built = build(builder, "stateful(decay=0.25)")
+    state = built.make_state("group")
+    assert (state.process_group, state.decay) == ("group", 0.25)
+    assert build(builder, "sharded").kind == "fsdp"
+    assert build(builder, "halve", kind="fsdp").kind == "fsdp"
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("spec_scaled(factr=1)", "did you mean 'factor'"),
+        ("spec_scaled(factor=0)", "factor must be a float > 0"),
+        ("spec_scaled(mode='c')", "one of 'a', 'b'"),
+        ("scaled(factr=1)", "did you mean 'factor'"),
+        ("scaled(factor=13)", "13 is unlucky"),
+        ("needs_one", "needs the option 'must'"),
+        ("foreign(x=1)", "takes no options"),
+        ("outer", "needs an inner hook, for example outer"),
+        ("scaled(halve)", "not a wrapper"),
+        ("outer(halve)", "halve cannot be wrapped"),
+        ("outer(sharded)", "FSDP1"),
+        ("outer(scaled, dpth=1)", "did you mean 'depth'"),
+        ("stateful(dekay=1)", "did you mean 'decay'"),
+    ],
+)
+def test_refusals(builder, what, words):
+    with pytest.raises(HookConfigError) as caught:
+        build(builder, what)
+    assert words in str(caught.value)
+
+
+def test_a_target_that_is_no_reduction(builder):
+    builder.registry.register(HookSpec("pi", "ddp", "math:pi", "s"))
+    with pytest.raises(PluginLoadError, match="not callable"):
+        build(builder, "pi")
+
+
+def test_provider_pins_survive(builder):
+    built = build(builder, "acme/scaled")
+    assert built.expr == "scaled(provider='acme')"
+    assert build(builder, built.expr).node == built.node
+
+
+def test_why_not_gives_every_reason(builder, publish):
+    registry = builder.registry
+    needs = Needs(backends=("nccl",), devices=("cuda",), torch="99.1", packages=("no-such-package-anywhere",))
+    registry.register(HookSpec("fussy", "reduction", "acme_hooks:Scaled", "s", needs=needs))
+    reasons = why_not("outer(fussy)", backend="gloo", device="cpu", registry=registry)
+    assert len(reasons) == 4
+    for words in (
+        "backend nccl, not gloo",
+        "device cuda, not cpu",
+        "torch >= 99.1",
+        "no-such-package-anywhere",
+    ):
+        assert any(words in reason for reason in reasons)
+    assert why_not("outer(scaled)", backend="gloo", device="cpu", registry=registry) == []
+    assert "did you mean 'scaled'" in why_not("outer(scald)", registry=registry)[0]
+    assert "factor" in why_not("spec_scaled(factor=-1)", registry=registry)[0]
+    registry.register(HookSpec("gone", "ddp", "no_such_module_anywhere:x", "s"))
+    assert "no_such_module_anywhere" in why_not("gone", registry=registry)[0]
+    veto = "from commhooks import hookimpl\n@hookimpl\ndef commhooks_check(spec): return ['company policy']"
+    publish("acme-veto", {"commhooks": {"p": "acme_veto"}}, acme_veto=veto)
+    registry.refresh()
+    assert why_not("scaled", registry=registry) == ["company policy"]
+
+
+def test_create(builder, monkeypatch):
+    import commhooks
+    import commhooks.compose as compose
+
+    monkeypatch.setattr(compose.Builder, "__init__", lambda self: setattr(self, "registry", builder.registry))
+    handle = commhooks.create("scaled", factor=4.0)
+    assert handle.expr == "scaled(factor=4.0)"
+    assert handle.reduction.factor == 4.0
+    assert commhooks.create("stateful(decay=0.1)").state.decay == 0.1
+    with pytest.raises(HookConfigError, match="in the expression and by keyword"):
+        commhooks.create("scaled(factor=1.0)", factor=2.0)
+    with pytest.raises(HookConfigError, match="need a hook by name"):
+        commhooks.create(Plain(), factor=2.0)
+    assert commhooks.create(Plain()).reduction.name == "allreduce"

@@ -1,0 +1,138 @@
+"""Lookup: typed errors with advice, register and unregister, threads."""
+
+import threading
+
+import commhooks
+import pytest
+from commhooks._registry import adapters
+from commhooks.errors import (
+    AmbiguousHookError,
+    HookConfigError,
+    HookNotSupportedError,
+    PluginLoadError,
+    UnknownHookError,
+)
+from commhooks.specs import HookSpec, Needs, Param
+
+
+def test_every_public_name_resolves():
+    for name in commhooks.__all__:
+        assert getattr(commhooks, name) is not None
+    assert set(commhooks.__all__) <= set(dir(commhooks))
+    with pytest.raises(AttributeError, match="no attribute 'gett'"):
+        commhooks.gett  # noqa: B018
+
+
+def test_unknown_names_say_what_to_do(publish, registry):
+    publish("acme", {"commhooks.ddp": {"sparse_hook": "math:floor"}})
+    with pytest.raises(UnknownHookError, match="did you mean 'sparse_hook'"):
+        registry.get("sparse_hok")
+    with pytest.raises(UnknownHookError, match="python -m commhooks list"):
+        registry.get("zzzzz")
+    with pytest.raises(HookConfigError, match="not an expression"):
+        registry.get("sparse_hook(x=1)")
+    with pytest.raises(HookConfigError, match="unknown kind"):
+        registry.get("sparse_hook", kind="DDP")
+    with pytest.raises(HookNotSupportedError, match=r"commhooks\.attach"):
+        registry.get("sparse_hook", kind="fsdp2")
+
+
+def test_a_name_of_ours_says_which_package_to_install(monkeypatch):
+    """As in an environment with ch-core alone."""
+    monkeypatch.setenv("COMMHOOKS_DISABLE", "ch-ddp,ch-powersgd")
+    registry = commhooks._registry.Registry()
+    with pytest.raises(UnknownHookError, match="comes with ch-ddp, not installed here: pip install ch-ddp"):
+        registry.get("bf16_wrapper")
+    with pytest.raises(UnknownHookError, match="did you mean 'powersgd'") as caught:
+        registry.get("powersdg")
+    assert "pip install ch-powersgd" in str(caught.value)
+    assert "left out by COMMHOOKS_DISABLE" in str(caught.value)
+
+
+def test_a_target_that_fails_to_import_names_its_provider(publish, registry):
+    publish("acme", {"commhooks.ddp": {"gone": "no_such_module_anywhere:hook", "no_attr": "math:nothing"}})
+    for name, cause in (("gone", ModuleNotFoundError), ("no_attr", AttributeError)):
+        with pytest.raises(PluginLoadError, match=r"acme 1\.0") as caught:
+            registry.get(name)
+        assert isinstance(caught.value.__cause__, cause)
+
+
+def test_register_and_unregister(publish, registry):
+    publish("acme", {"commhooks.ddp": {"taken": "math:floor"}})
+    mine = HookSpec("mine", "ddp", "math:floor", "s", provider="liar")
+    registry.register(mine)
+    assert registry.resolve("mine").provider == "local"
+    with pytest.raises(AmbiguousHookError, match="overwrite=True"):
+        registry.register(mine)
+    registry.register(mine, lambda state, bucket: "object", overwrite=True)
+    assert registry.get("mine")(None, None) == "object"
+    registry.refresh()
+    assert registry.get("local/mine")(None, None) == "object"
+    with pytest.raises(AmbiguousHookError, match="acme"):
+        registry.register(HookSpec("taken", "ddp", "math:floor", "s"), overwrite=True)
+    registry.unregister("mine")
+    with pytest.raises(UnknownHookError):
+        registry.get("mine")
+    with pytest.raises(UnknownHookError, match="registered: none"):
+        registry.unregister("mine")
+
+
+def test_lookups_do_not_change_the_registry(registry):
+    before = registry.specs()
+    for name in ("nothing", "also/nothing"):
+        with pytest.raises(UnknownHookError):
+            registry.get(name)
+    assert registry.specs() == before
+
+
+def test_deprecated_hooks_say_so(registry):
+    registry.register(HookSpec("old", "ddp", "math:floor", "s", stability="deprecated", replaced_by="new"))
+    with pytest.warns(DeprecationWarning, match="use 'new'"):
+        registry.get("old")
+
+
+def test_threads_share_one_scan(registry):
+    scans = []
+    scan = registry._scan
+    registry._scan = lambda: scans.append(1) or scan()
+    results: list[int] = []
+
+    def look() -> None:
+        for n in range(20):
+            name = f"t{threading.get_ident()}_{n}"
+            registry.register(HookSpec(name, "ddp", "math:floor", "s"))
+            registry.get(name)
+            registry.list_hooks()
+            registry.unregister(name)
+        results.append(1)
+
+    threads = [threading.Thread(target=look) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(results) == 8
+    assert len(scans) == 1
+
+
+def test_describe_and_record(registry):
+    from commhooks._describe import record, text
+
+    params = {"rate": Param(0.1, "fraction kept", above=0.0, at_most=1.0)}
+    spec = HookSpec("x", "reduction", "a:b", "sends less", params=params, needs=Needs(backends=("nccl",)), paper="P")
+    assert "rate=0.1  a float > 0 and <= 1: fraction kept" in text(spec)
+    assert "backends nccl" in text(spec)
+    assert record(spec)["params"]["rate"]["accepts"] == "a float > 0 and <= 1"
+    assert "read from its code" in text(HookSpec("x", "ddp", "a:b", "s"))
+
+
+def test_adapters_are_collected(publish, registry):
+    assert adapters(registry)["torch.nn.parallel.distributed.DistributedDataParallel"] .startswith("commhooks.")
+    text = (
+        "from commhooks import hookimpl\n@hookimpl\n"
+        "def commhooks_adapter(): return [('torch.nn.parallel.distributed.DistributedDataParallel', 'acme:x')]"
+    )
+    publish("acme", {"commhooks": {"p": "acme_adapter"}}, acme_adapter=text)
+    registry.refresh()
+    with pytest.raises(AmbiguousHookError, match="acme:x"):
+        adapters(registry)
