@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride
+from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride, dense
 from commhooks.engine import Engine
 from commhooks.errors import AttachError, CommHooksError, StateError
 from commhooks.naming import position_name
@@ -45,7 +45,7 @@ def bucket_layout(grad_bucket: GradBucket, names: Mapping[int, str]) -> BucketLa
     params, offset = [], 0
     for param in grad_bucket.parameters():
         shape, stride, kind = tuple(param.shape), tuple(param.stride()), "dense"
-        if not _dense(param):
+        if not dense(param):
             stride = contiguous_stride(shape)
         if param.is_complex() and not buffer.is_complex():
             shape, stride, kind = (*shape, 2), (*(2 * s for s in stride), 1), "complex"
@@ -55,18 +55,6 @@ def bucket_layout(grad_bucket: GradBucket, names: Mapping[int, str]) -> BucketLa
         params.append(entry)
         offset += entry.numel
     return BucketLayout(params, buffer.numel(), buffer.dtype, buffer.device)
-
-
-def _dense(param: torch.Tensor) -> bool:
-    """Whether the strides are a permutation of row-major ones (non-overlapping and without holes)."""
-    expected = 1
-    for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 class DDPDriver:

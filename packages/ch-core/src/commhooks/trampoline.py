@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from commhooks.attaching import AttachOptions
-from commhooks.bucket import BucketLayout, ParamLayout, contiguous_stride
+from commhooks.bucket import BucketLayout, ParamLayout, contiguous_stride, dense
 from commhooks.ddp import DDPDriver, TensorFuture
 from commhooks.engine import Engine
 from commhooks.errors import AttachError
@@ -123,7 +123,8 @@ def model_layout(module: torch.nn.Module) -> BucketLayout:
     for name, p in module.named_parameters():
         if p.requires_grad:
             shape = tuple(p.shape)
-            entry = ParamLayout(name, shape, contiguous_stride(shape), offset, "complex" if p.is_complex() else "dense")
+            stride = tuple(p.stride()) if dense(p) else contiguous_stride(shape)  # as DDP lays it in a bucket
+            entry = ParamLayout(name, shape, stride, offset, "complex" if p.is_complex() else "dense")
             params.append(entry)
             offset += entry.numel
             dtype, device = p.dtype, p.device
