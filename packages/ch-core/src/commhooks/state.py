@@ -47,6 +47,8 @@ class HookState:
         step: number of committed steps.
         params: names and shapes of the parameters of the model it belongs to, in model order; empty until known.
             Where no names are seen (``register_comm_hook``), a parameter is called by position and shape, ``"0:50x50"``.
+        scale: loss scale in whose units the fields of :attr:`scaled` are held; :meth:`entries` gives them unscaled.
+        scaled: fields that have the gradient's units, and therefore follow the loss scale.
 
     Example:
         >>> import torch
@@ -63,8 +65,11 @@ class HookState:
         (tensor([1., 1.]), 1)
     """
 
+    scaled: frozenset[str] = frozenset({"residual"})
+
     def __init__(self) -> None:
         self.step = 0
+        self.scale = 1.0
         self.params: ParamTable = ()
         self._committed: dict[tuple[str, str], torch.Tensor] = {}
         self._place: Place | None = None
@@ -100,6 +105,14 @@ class HookState:
         self._staged[key] = found
         return found
 
+    def newest(self, name: str, field: str) -> torch.Tensor:
+        """What the last step has staged, if that is still open, else what is committed."""
+        return self._staged.get((name, field), self._committed.get((name, field)))  # type: ignore[return-value]
+
+    def held(self) -> set[tuple[str, str]]:
+        """``(parameter name, field)`` of everything staged or committed."""
+        return set(self._staged) | set(self._committed)
+
     @property
     def staging(self) -> bool:
         """Whether anything is staged."""
@@ -120,10 +133,25 @@ class HookState:
         self._spare.update(self._staged)
         self._staged.clear()
 
+    def rescale(self, scale: float) -> None:
+        """Hold what has the gradient's units in those of another loss scale: a scaler has changed it.
+
+        Raises:
+            ValueError: ``scale`` is not a positive finite number.
+        """
+        if scale == self.scale:
+            return
+        if not 0.0 < scale < float("inf"):
+            raise ValueError(f"the loss scale is {scale}; expected a positive finite number")
+        for (_, field), tensor in self._committed.items():
+            if field in self.scaled:
+                tensor.mul_(scale / self.scale)
+        self.scale = scale
+
     def entries(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """``(parameter name, field, tensor)`` of everything committed, in sorted order."""
-        for (name, field), tensor in sorted(self._committed.items(), key=lambda item: item[0]):
-            yield name, field, tensor
+        """``(parameter name, field, tensor)`` of everything committed, unscaled, in sorted order."""
+        for (name, field), tensor in sorted(self._committed.items(), key=lambda entry: entry[0]):
+            yield name, field, tensor / self.scale if field in self.scaled and self.scale != 1.0 else tensor
 
     def replace(
         self,
@@ -136,7 +164,7 @@ class HookState:
         self._committed = dict(entries)
         self._staged.clear()
         self._spare.clear()
-        self.step = step
+        self.step, self.scale = step, 1.0
         self._place = place
         if params is not None:
             self.params = params
