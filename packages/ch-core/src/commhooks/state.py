@@ -7,7 +7,8 @@ makes them the state. Two buffers per entry are kept and swapped, so a committed
 import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,7 @@ class Place:
 
     rank: int
     world_size: int
-    loaded: bool = field(default=False, compare=False)
+    loaded: bool = dataclass_field(default=False, compare=False)
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.world_size}"
@@ -216,12 +217,9 @@ class HookState:
     def bind_params(self, params: Iterable[tuple[str, Sequence[int]]], owners: Sequence[torch.Tensor] = ()) -> None:
         """:meth:`bind` with names and shapes in model order, and the parameters themselves."""
         table = tuple((name, tuple(shape)) for name, shape in params)
+        if owners:
+            self.refuse_other(owners)
         held = self.names()
-        if owners and held and not any(id(p) in held for p in owners):
-            raise StateError(
-                "this hook state belongs to another model that is still in use, and each model has residuals of its own: "
-                "make one state per model, or handle.detach() the first"
-            )
         if len(owners) == len(table) == len(held) and all(id(p) in held for p in owners):  # the very same parameters
             translation = {held[id(p)]: name for p, (name, _) in zip(owners, table, strict=True)}
         else:
@@ -231,6 +229,19 @@ class HookState:
         self.params = table
         if owners:
             self._owners = tuple(weakref.ref(p) for p in owners)
+
+    def refuse_other(self, owners: Iterable[torch.Tensor]) -> None:
+        """Refuse the parameters of another model than the one it is bound to.
+
+        Raises:
+            StateError: the state serves another model that is still alive.
+        """
+        held = self.names()
+        if held and not any(id(p) in held for p in owners):
+            raise StateError(
+                "this hook state serves another model already, and each would get the other's residuals: make one state "
+                "per model, or handle.detach() the first"
+            )
 
     def names(self) -> dict[int, str]:
         """``id(parameter)`` -> name, of the model it is bound to."""

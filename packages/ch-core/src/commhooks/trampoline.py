@@ -4,7 +4,6 @@ torch lets a model have one hook for ever. The trampoline is that hook; what it 
 be detached and another attached.
 """
 
-import weakref
 from typing import Any
 
 import torch
@@ -104,7 +103,6 @@ class DDPBinding:
         if not isinstance(handle.state, HookState):
             raise AttachError(f"the state of {handle.expr} is a HookState; got {type(handle.state).__name__}")
         transport = ProcessGroupTransport(self.group)
-        owned(handle.state, self._slot, handle.expr)
         self.engine = Engine(handle.reduction, transport, handle.state, timeout=self._timeout)
         self.engine.keep_buckets = True
         return DDPDriver(self.engine, self.names)
@@ -163,24 +161,6 @@ def _registered(model: DistributedDataParallel) -> list[tuple[object, object]]:
     """``(state, hook)`` of everything the Python side of DDP believes to be registered."""
     return [(state, hook) for hook, state in model._comm_hooks]
 
-
-_OWNERS = WeakIdKeyDictionary()  # HookState -> weak reference to the slot of the model that it serves
-
-
-def owned(state: HookState, slot: Slot, name: str) -> None:
-    """Bind a state to a model.
-
-    Raises:
-        StateError: it serves another model that is still alive.
-    """
-    owner = _OWNERS.get(state)
-    other = owner() if owner is not None else None
-    if other is not None and other is not slot and other.holder is not None:
-        raise StateError(
-            f"the state given to {name} serves another model already (attached there as {other.holder}): each would get "
-            "the other's residuals. Make one state per model, or detach() the other handle first"
-        )
-    _OWNERS[state] = weakref.ref(slot)
 
 
 def model_layout(module: torch.nn.Module) -> BucketLayout:
