@@ -15,6 +15,7 @@ from commhooks.creating import create
 from commhooks.errors import AttachError
 from commhooks.handle import Binding, CommHook
 from commhooks.reduction import Reduction
+from commhooks.state import HookState
 
 log = logging.getLogger("commhooks")
 
@@ -87,8 +88,10 @@ def attach(
         raise AttachError(f"{handle.expr} is attached to a model already; create another handle, or detach() this one")
     if state is not None:
         handle.state = state
+    if isinstance(handle.state, HookState):
+        handle.state.refuse_other(model.parameters())
     options = AttachOptions(process_group or handle.process_group, axis, optimizer, scaler, verify_ranks, timeout)
-    handle.bind(adapter_for(model)(model, handle, options))
+    handle.bind(adapter_for(model)(model, handle, options), model)
     try:
         if verify_ranks:
             verify(handle, model, timeout, watched=optimizer is not None or scaler is not None)

@@ -104,7 +104,6 @@ class Engine:
             raise ValueError(f"lag must be at least 1, got {lag}")
         self.reduction, self.transport, self.lag, self.timeout = reduction, transport, lag, timeout
         self.state = state if state is not None else HookState()
-        self.state.settled_by(self.settle)
         self.counters = Counters()
         self.scratch = Scratch()
         self.failure: BaseException | None = None  # the transport is lost: nothing can be started any more
@@ -127,6 +126,7 @@ class Engine:
         self._veto = False
         self._bytes = (0.0, 0.0)
         self._rounds = 0
+        self.state.driven_by(self)
 
     # -- one step
 

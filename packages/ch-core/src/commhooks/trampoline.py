@@ -6,7 +6,7 @@ be detached and another attached.
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from commhooks.attaching import AttachOptions
-from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride
+from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride, dense
 from commhooks.control import Control
 from commhooks.ddp import DDPDriver, TensorFuture
 from commhooks.engine import Engine
@@ -28,12 +28,6 @@ from commhooks.typing import GradBucket
 from commhooks.watch import OptimizerWatch, SyncWatch
 
 Driver = DDPDriver | ForeignDriver
-
-
-class Holder(Protocol):
-    """A place on a model where a handle may be attached: its expression, ``None`` if there is none."""
-
-    holder: str | None
 
 
 class Slot:
@@ -147,7 +141,6 @@ class DDPBinding:
         if not isinstance(handle.state, HookState):
             raise AttachError(f"the state of {handle.expr} is a HookState; got {type(handle.state).__name__}")
         transport = ProcessGroupTransport(self.group)
-        owned(handle.state, self._slot, handle.expr)
         self.engine = Engine(handle.reduction, transport, handle.state, timeout=self._timeout)
         self.engine.keep_buckets = True
         return DDPDriver(self.engine, self.names)
@@ -209,25 +202,6 @@ def _registered(model: DistributedDataParallel) -> list[tuple[object, object]]:
     return [(state, hook) for hook, state in model._comm_hooks]
 
 
-_OWNERS = WeakIdKeyDictionary()  # HookState -> weak reference to the slot of the model that it serves
-
-
-def owned(state: HookState, slot: Holder, name: str) -> None:
-    """Bind a state to a model.
-
-    Raises:
-        StateError: it serves another model that is still alive.
-    """
-    owner = _OWNERS.get(state)
-    other = owner() if owner is not None else None
-    if other is not None and other is not slot and other.holder is not None:
-        raise StateError(
-            f"the state given to {name} serves another model already (attached there as {other.holder}): each would get "
-            "the other's residuals. Make one state per model, or detach() the other handle first"
-        )
-    _OWNERS[state] = weakref.ref(slot)
-
-
 def model_layout(module: torch.nn.Module) -> BucketLayout:
     """All trainable parameters as one virtual bucket, in model order."""
     params, offset, dtype, device = [], 0, torch.float32, torch.device("cpu")
@@ -236,7 +210,8 @@ def model_layout(module: torch.nn.Module) -> BucketLayout:
         if p.requires_grad:
             shape = tuple(p.shape)
             kind = "sparse" if id(p) in sparse else "complex" if p.is_complex() else "dense"
-            entry = ParamLayout(name, shape, contiguous_stride(shape), offset, kind)
+            stride = tuple(p.stride()) if dense(p) else contiguous_stride(shape)  # as DDP lays it in a bucket
+            entry = ParamLayout(name, shape, stride, offset, kind)
             params.append(entry)
             offset += entry.numel
             dtype, device = p.dtype, p.device
