@@ -15,6 +15,7 @@ from commhooks.creating import create
 from commhooks.errors import AttachError
 from commhooks.handle import Binding, CommHook
 from commhooks.reduction import Reduction
+from commhooks.state import HookState
 
 log = logging.getLogger("commhooks")
 
@@ -39,7 +40,7 @@ A binding that has a ``group`` is then verified over it; its ``ready()``, if it 
 
 def attach(
     model: torch.nn.Module,
-    what: str | Mapping[str, Any] | Callable[..., Any] | CommHook,
+    what: str | Mapping[str, Any] | Callable[..., Any] | Reduction | CommHook,
     *,
     state: object | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -87,8 +88,10 @@ def attach(
         raise AttachError(f"{handle.expr} is attached to a model already; create another handle, or detach() this one")
     if state is not None:
         handle.state = state
+    if isinstance(handle.state, HookState):
+        handle.state.refuse_other(model.parameters())
     options = AttachOptions(process_group or handle.process_group, axis, optimizer, scaler, verify_ranks, timeout)
-    handle.bind(adapter_for(model)(model, handle, options))
+    handle.bind(adapter_for(model)(model, handle, options), model)
     try:
         if verify_ranks:
             verify(handle, model, timeout, watched=optimizer is not None or scaler is not None)
@@ -103,7 +106,7 @@ def attach(
 
 
 def as_handle(
-    what: str | Mapping[str, Any] | Callable[..., Any] | CommHook,
+    what: str | Mapping[str, Any] | Callable[..., Any] | Reduction | CommHook,
     *,
     process_group: dist.ProcessGroup | None = None,
     state: object | None = None,

@@ -111,16 +111,24 @@ class CommHook:
     def __repr__(self) -> str:
         return f"<CommHook {self.expr}, {'attached' if self.attached else 'not attached'}>"
 
-    def bind(self, binding: Binding) -> None:
-        """Take the place that an adapter has made on a model."""
+    def bind(self, binding: Binding, model: torch.nn.Module | None = None) -> None:
+        """Take the place that an adapter has made on a model.
+
+        Raises:
+            AttachError: this handle has a place already.
+            StateError: the state belongs to another model; plain averaging is left in the binding's place.
+        """
         if self._binding is not None:
             raise AttachError(f"{self.expr} is attached to a model already; create another handle, or detach() this one")
-        if self.reduction is not None:
-            try:
+        try:
+            if self.reduction is not None:
                 self.reduction.check(binding.layout)
-            except Exception:
-                binding.detach()  # the model must stay usable, and attachable
-                raise
+            if isinstance(self.state, HookState):
+                owners = [p for p in model.parameters() if p.requires_grad] if model is not None else []
+                self.state.bind_params([(p.name, p.shape) for p in binding.layout.params], owners)
+        except Exception:
+            binding.detach()  # the model must stay usable, and attachable
+            raise
         self._binding = binding
         self._calls_seen = binding.calls
 
@@ -227,6 +235,9 @@ class CommHook:
     def detach(self) -> None:
         """Put plain averaging in the hook's place; the model stays as it is and can be attached to again."""
         self._bound().detach()
+        if isinstance(self.state, HookState):
+            self.state.settle()
+            self.state.unbind()
         self._binding = None
 
     # -- checkpoints
@@ -241,15 +252,20 @@ class CommHook:
 
         return state_dict(self)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, world_change: str = "error") -> None:
         """Go on from :meth:`state_dict`; all or nothing.
+
+        Args:
+            state: this rank's own, or :func:`commhooks.checkpoint.merge` of all ranks'.
+            world_change: what happens to residuals that are not this rank's own: ``"error"``; ``"mean"`` (``state`` is
+                merged, every rank goes on from the mean residual); ``"reset"`` (dropped).
 
         Raises:
             StateError: it was made by another hook, for another model, rank or world size, or is malformed.
         """
         from commhooks.checkpoint import load_state_dict
 
-        load_state_dict(self, state)
+        load_state_dict(self, state, world_change=world_change)
 
     @property
     def binding(self) -> Binding | None:

@@ -5,7 +5,8 @@ be detached and another attached.
 """
 
 import weakref
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from commhooks.attaching import AttachOptions
-from commhooks.bucket import BucketLayout, ParamLayout, contiguous_stride
+from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride, dense
 from commhooks.control import Control
 from commhooks.ddp import DDPDriver, TensorFuture
 from commhooks.engine import Engine
@@ -29,12 +30,6 @@ from commhooks.watch import OptimizerWatch, SyncWatch
 Driver = DDPDriver | ForeignDriver
 
 
-class Holder(Protocol):
-    """A place on a model where a handle may be attached: its expression, ``None`` if there is none."""
-
-    holder: str | None
-
-
 class Slot:
     """What the trampoline of one model calls at present; empty in a copy of the model, whose reducer has no hook."""
 
@@ -42,6 +37,7 @@ class Slot:
         self.driver = driver
         self.holder: str | None = None  # expression of the attached handle
         self.watch: SyncWatch | None = None
+        self.follow: Callable[[], None] | None = None  # takes notice of a changed process group
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Slot, ())
@@ -54,6 +50,8 @@ def trampoline(state: object, bucket: GradBucket) -> torch.futures.Future[torch.
     """The only hook ever registered on a model; ``state`` is its :class:`Slot`."""
     if not isinstance(state, Slot) or state.driver is None:
         raise AttachError("the commhooks trampoline was registered by hand; use commhooks.attach(model, ...)")
+    if state.follow is not None and bucket.index() == 0:
+        state.follow()
     if state.watch is not None and bucket.is_last():
         state.watch.synchronised()
     result: TensorFuture = state.driver(bucket)
@@ -74,6 +72,9 @@ class DDPBinding:
         self._outcome = watch_outcome(self.engine, options)
         self._slot.driver, self._slot.holder = self._driver, handle.expr
         self._slot.watch = SyncWatch(model, handle.expr)
+        if options.process_group is None:
+            self._model = weakref.ref(model)
+            self._slot.follow = self._follow
 
     @property
     def calls(self) -> int:
@@ -93,6 +94,15 @@ class DDPBinding:
     def verify_gradients(self, every: int) -> None:
         self._driver.check_every = every
 
+    def on_reduced(self, callback: Callable[[Bucket], None] | None) -> None:
+        """Have ``callback`` called with every bucket of a backward as soon as it holds the average, on the thread that
+        runs the backward. What it raises is raised from ``backward()``, on every rank where the hook is a reduction.
+        """
+        if isinstance(self._driver, ForeignDriver):
+            self._driver.on_reduced, self._driver.names = callback, self.names
+        else:
+            self._driver.engine.on_reduced = callback
+
     def detach(self) -> None:
         self._slot.driver, self._slot.holder = self.plain(), None
         if self._slot.watch is not None:
@@ -102,6 +112,19 @@ class DDPBinding:
             self._outcome.close()
         if isinstance(self._driver, ForeignDriver):
             self._driver.close()
+
+    def _follow(self) -> None:
+        """Go over to the model's present group: ``_update_process_group`` gives it another."""
+        model = self._model()
+        if model is None or model.process_group is self.group:
+            return
+        self.group = model.process_group
+        driver = self._slot.driver
+        if isinstance(driver, DDPDriver):
+            driver.engine.move(ProcessGroupTransport(self.group))
+        elif isinstance(driver, ForeignDriver):
+            driver.close()
+            self.ready()
 
     def plain(self) -> DDPDriver:
         """Plain averaging over the model's group, message for message as DDP does it without a hook."""
@@ -118,7 +141,6 @@ class DDPBinding:
         if not isinstance(handle.state, HookState):
             raise AttachError(f"the state of {handle.expr} is a HookState; got {type(handle.state).__name__}")
         transport = ProcessGroupTransport(self.group)
-        owned(handle.state, self._slot, handle.expr)
         self.engine = Engine(handle.reduction, transport, handle.state, timeout=self._timeout)
         self.engine.keep_buckets = True
         return DDPDriver(self.engine, self.names)
@@ -180,25 +202,6 @@ def _registered(model: DistributedDataParallel) -> list[tuple[object, object]]:
     return [(state, hook) for hook, state in model._comm_hooks]
 
 
-_OWNERS = WeakIdKeyDictionary()  # HookState -> weak reference to the slot of the model that it serves
-
-
-def owned(state: HookState, slot: Holder, name: str) -> None:
-    """Bind a state to a model.
-
-    Raises:
-        StateError: it serves another model that is still alive.
-    """
-    owner = _OWNERS.get(state)
-    other = owner() if owner is not None else None
-    if other is not None and other is not slot and other.holder is not None:
-        raise StateError(
-            f"the state given to {name} serves another model already (attached there as {other.holder}): each would get "
-            "the other's residuals. Make one state per model, or detach() the other handle first"
-        )
-    _OWNERS[state] = weakref.ref(slot)
-
-
 def model_layout(module: torch.nn.Module) -> BucketLayout:
     """All trainable parameters as one virtual bucket, in model order."""
     params, offset, dtype, device = [], 0, torch.float32, torch.device("cpu")
@@ -207,7 +210,8 @@ def model_layout(module: torch.nn.Module) -> BucketLayout:
         if p.requires_grad:
             shape = tuple(p.shape)
             kind = "sparse" if id(p) in sparse else "complex" if p.is_complex() else "dense"
-            entry = ParamLayout(name, shape, contiguous_stride(shape), offset, kind)
+            stride = tuple(p.stride()) if dense(p) else contiguous_stride(shape)  # as DDP lays it in a bucket
+            entry = ParamLayout(name, shape, stride, offset, kind)
             params.append(entry)
             offset += entry.numel
             dtype, device = p.dtype, p.device

@@ -24,7 +24,7 @@ from commhooks.errors import AttachError, CommHooksError
 from commhooks.handle import CommHook
 from commhooks.reduction import Plain
 from commhooks.state import HookState
-from commhooks.trampoline import owned, watch_outcome
+from commhooks.trampoline import watch_outcome
 from commhooks.transport import ProcessGroupTransport
 
 
@@ -130,7 +130,6 @@ class FSDP2Binding:
         state = handle.state if handle.reduction is not None else HookState()
         if not isinstance(state, HookState):
             raise AttachError(f"the state of {handle.expr} is a HookState; got {type(state).__name__}")
-        owned(state, self, handle.expr)
         here = ShardState(state, coordinate(self._shard_group, self.groups))
         return Engine(self.reduction, ProcessGroupTransport(replicas), here, timeout=self._timeout)
 
