@@ -87,7 +87,8 @@ class FSDP2Binding:
         if self._replicas is None:
             return
         plain = Engine(Plain(), ProcessGroupTransport(self._replicas), timeout=self._timeout)
-        steps = Steps({"replicate": plain}, relay=ProcessGroupTransport(self._shard_group))
+        plain.sends_status = False  # the messages are exactly those of torch without a hook
+        steps = Steps({"replicate": plain})
         for hook in self._hooks:
             hook.point(steps, None)
             if not self._ready:  # the ranks did not agree: as if nothing had been attached
