@@ -220,6 +220,7 @@ class Engine:
             scratch=self.scratch,
             owner=self._slots,
             participating=self.participating,
+            shared=self.reduction.shared_fields,
         )
         self._bytes = (self._bytes[0] + bucket.layout.size * bucket.dtype.itemsize, self._bytes[1])
         self._device = bucket.device
@@ -364,8 +365,8 @@ class Engine:
         self._verdict.judged = True
         codes = self._verdict.codes()
         failed = {r: code for r, code in enumerate(codes) if code}
-        if not failed:
-            return None
+        if not failed:  # over a manager nobody hears what a healing member says; it knows its own error all the same
+            return self._error[0] if self._error is not None else None
         texts = self._texts(failed)
         if self._error is not None:
             error, self._error = self._error[0], None

@@ -88,10 +88,19 @@ class HookState:
         for (name, field), tensor in sorted(self._committed.items()):
             yield name, field, tensor
 
-    def replace(self, entries: dict[tuple[str, str], torch.Tensor], step: int) -> None:
-        """Put ``entries`` and ``step`` in place of everything held."""
+    def replace(
+        self, entries: dict[tuple[str, str], torch.Tensor], step: int, *, keep: frozenset[str] = frozenset()
+    ) -> None:
+        """Put ``entries`` and ``step`` in place of everything held.
+
+        Args:
+            entries: the new committed tensors.
+            step: the new step.
+            keep: fields whose staged tensors stay staged: a member that healed in the middle of a step received
+                the state from before that step, and the step itself is still to be committed on top.
+        """
         self._committed = dict(entries)
-        self._staged.clear()
+        self._staged = {key: tensor for key, tensor in self._staged.items() if key[1] in keep}
         self._spare.clear()
         self.step = step
 

@@ -4,6 +4,9 @@ torch lets a model have one hook for ever. The trampoline is that hook; what it 
 be detached and another attached.
 """
 
+from collections.abc import Callable
+from typing import Protocol
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +24,14 @@ from commhooks.state import HookState
 from commhooks.transport import ProcessGroupTransport
 from commhooks.typing import GradBucket
 
-Driver = DDPDriver | ForeignDriver
+class Driver(Protocol):
+    """What a trampoline calls for every bucket."""
+
+    calls: int
+
+    def __call__(self, bucket: GradBucket, /) -> TensorFuture: ...
+
+    def check(self) -> None: ...
 
 
 class Slot:
@@ -39,8 +49,7 @@ def trampoline(state: object, bucket: GradBucket) -> torch.futures.Future[torch.
     """The only hook ever registered on a model; ``state`` is its :class:`Slot`."""
     if not isinstance(state, Slot):
         raise AttachError("the commhooks trampoline was registered by hand; use commhooks.attach(model, ...)")
-    result: TensorFuture = state.driver(bucket)
-    return result
+    return state.driver(bucket)
 
 
 class DDPBinding:
@@ -52,7 +61,7 @@ class DDPBinding:
         self.group: dist.ProcessGroup = options.process_group or model.process_group
         self.engine: Engine | None = None
         self._timeout = options.timeout
-        self._slot = claim(model, self)
+        self._slot = claim(model, self.plain)
         self._driver = self._make(handle)
         self._slot.driver, self._slot.holder = self._driver, handle.expr
 
@@ -86,8 +95,8 @@ def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) ->
     return DDPBinding(model, handle, options)
 
 
-def claim(model: DistributedDataParallel, binding: DDPBinding) -> Slot:
-    """The model's slot, with the trampoline registered.
+def claim(model: DistributedDataParallel, plain: Callable[[], Driver]) -> Slot:
+    """The model's slot, with the trampoline registered; ``plain`` makes what it calls until a hook is attached.
 
     Raises:
         AttachError: another handle or a foreign hook is there.
@@ -105,7 +114,7 @@ def claim(model: DistributedDataParallel, binding: DDPBinding) -> Slot:
             f"this model's only hook slot is taken by {names}, and torch cannot remove it. Wrap the model anew and "
             "attach instead of calling register_comm_hook"
         )
-    slot = Slot(binding.plain())
+    slot = Slot(plain())
     try:
         model.register_comm_hook(slot, trampoline)
     except RuntimeError as error:
