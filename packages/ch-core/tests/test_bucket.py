@@ -1,0 +1,64 @@
+"""Buckets: views, strides, pieces and splitting."""
+
+import pytest
+import torch
+from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride
+from hypothesis import given
+from hypothesis import strategies as st
+
+SHAPES = st.dictionaries(
+    st.text("abcdef.", min_size=1, max_size=6),
+    st.lists(st.integers(0, 5), max_size=3).map(tuple),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(SHAPES)
+def test_views_partition_the_buffer(shapes: dict[str, tuple[int, ...]]) -> None:
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    bucket = Bucket.from_tensors(tensors)
+    for param, view in bucket.views():
+        assert torch.equal(view, tensors[param.name])
+        view.zero_()
+    assert bucket.buffer.abs().sum() == 0
+
+
+@given(SHAPES, st.integers(1, 3))
+def test_split_and_back(shapes: dict[str, tuple[int, ...]], groups: int) -> None:
+    bucket = Bucket.from_tensors({name: torch.randn(shape) for name, shape in shapes.items()})
+    before = bucket.buffer.clone()
+    parts = bucket.split(lambda p: str(hash(p.name) % groups))
+    assert sum(part.layout.size for part in parts.values()) == bucket.layout.size
+    for part in parts.values():
+        part.buffer = part.buffer * 2
+    assert torch.equal(bucket.buffer, before * 2)
+
+
+def test_transposed_parameter_is_seen_with_its_numbers_in_place() -> None:
+    weight = torch.randn(4, 6).t()  # logical (6, 4), memory (4, 6)
+    layout = BucketLayout([ParamLayout("w", (6, 4), tuple(weight.stride()), 0)], 24, torch.float32)
+    bucket = Bucket(layout, weight.t().reshape(-1).clone())
+    assert torch.equal(bucket.view("w"), weight)
+    assert bucket.params[0].matrix_shape == (4, 6)
+    assert torch.equal(bucket.matrix("w"), weight.t())
+
+
+def test_layouts_are_equal_by_value_and_usable_as_keys() -> None:
+    a = BucketLayout.of_shapes({"w": (2, 3), "b": (3,)})
+    b = BucketLayout.of_shapes({"w": (2, 3), "b": (3,)})
+    assert a == b
+    assert hash(a) == hash(b)
+    assert a != BucketLayout.of_shapes({"w": (3, 2), "b": (3,)})
+    assert a.select(frozenset({"b"})).runs() == ((6, 3),)
+
+
+def test_errors_say_what_is_wrong() -> None:
+    bucket = Bucket.from_tensors({"w": torch.ones(2)})
+    with pytest.raises(KeyError, match="no parameter 'v'.*'w'"):
+        bucket.view("v")
+    with pytest.raises(ValueError, match="holds 2 elements, the new buffer 3"):
+        bucket.buffer = torch.ones(3)
+    with pytest.raises(ValueError, match="dtype and device"):
+        Bucket.from_tensors({"a": torch.ones(1), "b": torch.ones(1, dtype=torch.float64)})
+    assert contiguous_stride(()) == ()

@@ -1,0 +1,357 @@
+"""The engine over simulated ranks: order, plans, counting, failures, verdicts."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from commhooks.bucket import Bucket
+from commhooks.engine import Engine
+from commhooks.errors import HookConfigError, HookResultError, HookTimeoutError, RemoteHookError, TransportError
+from commhooks.reduction import Plain, Reduction, StepContext
+from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter
+from commhooks.simulate import SimulatedGroup, SimulatedRank, SimulatedTransport, simulate
+from commhooks.wire import WireCast
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+class TwoStage(Reduction):
+    """Averages twice and remembers the last average: a stand-in for anything with two rounds and a state."""
+
+    name = "two_stage"
+    lossy = True
+    fields = {"last": "shared"}
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
+        mean = ctx.scratch("mean", (1,), device=bucket.device).copy_(bucket.buffer.sum())
+        yield AllReduce(mean)
+        yield AllReduce(bucket.buffer)
+        for p in bucket.params:
+            ctx.stage(p.name, "last", p.shape, device=bucket.device).copy_(bucket.view(p))
+
+
+def buckets(rank: int, count: int = 3, value: float | None = None) -> list[Bucket]:
+    fill = float(rank + 1) if value is None else value
+    return [
+        Bucket.from_tensors({f"w{i}": torch.full((3, i + 1), fill)}, index=i, is_last=i == count - 1)
+        for i in range(count)
+    ]
+
+
+def step(engine: Engine, parts: list[Bucket]) -> BaseException | None:
+    for bucket in parts:
+        engine.submit(bucket)
+    return engine.finish()
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(1, 64), st.integers(1, 4), st.integers(0, 2**31))
+def test_64_simulated_ranks_average_exactly(world: int, count: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    gradients = torch.randn(world, count, 7, generator=generator)
+    expected = gradients.double().mean(0)
+
+    def body(rank: SimulatedRank) -> torch.Tensor:
+        engine = rank.engine(Plain())
+        parts = [Bucket.from_tensors({f"w{i}": gradients[rank.rank, i]}, index=i) for i in range(count)]
+        assert step(engine, parts) is None
+        return torch.stack([b.buffer for b in parts])
+
+    results = simulate(world, body)
+    assert all(torch.equal(r, results[0]) for r in results)
+    torch.testing.assert_close(results[0].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("lag", [1, 2, math.inf])
+def test_order_of_collectives_follows_the_rule_alone(lag: float) -> None:
+    log: dict[int, list[tuple[int, int]]] = {0: [], 1: []}
+
+    def body(rank: SimulatedRank) -> None:
+        engine = rank.engine(TwoStage(), lag=lag)
+        original = SimulatedTransport.all_reduce
+        numels = log[rank.rank]
+
+        def record(self: SimulatedTransport, tensor: torch.Tensor, op: str) -> Any:
+            numels.append((tensor.numel(), len(numels)))
+            return original(self, tensor, op)
+
+        rank.transport.all_reduce = record.__get__(rank.transport)  # type: ignore[method-assign]
+        step(engine, buckets(rank.rank))
+
+    simulate(2, body)
+    assert log[0] == log[1]
+    order = [numel for numel, _ in log[0]]
+    expected = {
+        1: [1, 1, 3, 1, 6, 9, 3],  # each arrival starts its own first stage, then advances the older
+        2: [1, 1, 1, 3, 6, 9, 3],
+        math.inf: [1, 1, 1, 3, 6, 9, 3],
+    }
+    assert order == expected[lag]
+
+
+def test_counts_are_the_formula() -> None:
+    def body(rank: SimulatedRank) -> dict[str, float]:
+        engine = rank.engine(WireCast(Plain(), "bf16"))
+        step(engine, buckets(rank.rank))
+        return engine.counters.as_dict()
+
+    stats = simulate(4, body)[0]
+    numel = 3 * (1 + 2 + 3)
+    assert stats["payload_bytes"] == 2 * numel
+    assert stats["wire_bytes"] == 2 * numel * 2 * 3 / 4
+    assert stats["rounds"] == 3
+    assert stats["steps"] == stats["compressed_steps"] == 1
+
+
+class Unplanned(Reduction):
+    """Asks for something else than it planned, because it looks at numbers."""
+
+    name = "unplanned"
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
+        extra = 0 if bucket.buffer.is_meta else 1
+        yield AllReduce(torch.zeros(3 + extra, device=bucket.device))
+
+
+def test_requests_beside_the_plan_are_an_error_on_all_ranks_and_hang_none() -> None:
+    def body(rank: SimulatedRank) -> BaseException | None:
+        return step(rank.engine(Unplanned()), buckets(rank.rank))
+
+    errors = simulate(2, body)
+    assert all(isinstance(e, HookResultError) and "its plan says" in str(e) for e in errors)
+
+
+class LooksAtNumbers(Reduction):
+    name = "looks"
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
+        if bucket.buffer.sum().item() > 0:
+            yield AllReduce(bucket.buffer)
+
+
+def test_a_plan_that_cannot_be_made_says_why() -> None:
+    with pytest.raises(HookConfigError, match=r"looks.*meta tensors.*do not read numbers"):
+        LooksAtNumbers().plan(buckets(0)[0].layout, StepContext())
+
+
+class Faulty(TwoStage):
+    """Raises on one rank, at a chosen stage of a chosen bucket, once."""
+
+    def __init__(self, rank: int, stage: int, bucket: int = 1) -> None:
+        self.where = (rank, stage, bucket)
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
+        stages = super().run(bucket, ctx)
+        for number in range(3):
+            if (ctx.rank, number, bucket.index) == self.where and not bucket.buffer.is_meta:
+                self.where = (-1, -1, -1)
+                raise ArithmeticError(f"broken at stage {number}")
+            try:
+                yield next(stages)
+            except StopIteration:
+                return
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("lag", [1, math.inf])
+def test_one_rank_failing_raises_on_all_and_the_next_step_is_right(stage: int, lag: float) -> None:
+    def body(rank: SimulatedRank) -> tuple[BaseException | None, torch.Tensor, int]:
+        engine = rank.engine(Faulty(1, stage), lag=lag)
+        error = step(engine, buckets(rank.rank))
+        parts = buckets(rank.rank)
+        assert step(engine, parts) is None
+        engine.settle()
+        return error, parts[1].buffer.clone(), engine.state.step
+
+    (e0, x0, s0), (e1, x1, s1), (e2, x2, s2) = simulate(3, body)
+    assert isinstance(e1, ArithmeticError)
+    for remote in (e0, e2):
+        assert isinstance(remote, RemoteHookError)
+        assert f"ArithmeticError: broken at stage {stage}" in str(remote)
+        assert "rank 1" in str(remote)
+    assert x0.unique().tolist() == [2.0]
+    assert torch.equal(x0, x1)
+    assert torch.equal(x0, x2)
+    assert s0 == s1 == s2 == 1  # the failed step is not counted
+
+
+def test_non_finite_steps_leave_no_trace_and_reach_the_caller() -> None:
+    def body(rank: SimulatedRank) -> tuple[torch.Tensor | None, int, bool]:
+        engine = rank.engine(TwoStage())
+        step(engine, buckets(rank.rank))
+        poisoned = buckets(rank.rank)
+        if rank.rank == 1:
+            poisoned[2].buffer[0] = float("nan")
+        step(engine, poisoned)
+        engine.settle()
+        return engine.state.read("w0", "last"), engine.state.step, bool(poisoned[2].buffer.isnan().any())
+
+    for kept, steps, reached in simulate(2, body):
+        assert kept is not None
+        assert kept.unique().tolist() == [1.5]
+        assert steps == 1
+        assert reached
+
+
+def test_rollback_undoes_the_last_step_only() -> None:
+    def body(rank: SimulatedRank) -> tuple[float, int]:
+        engine = rank.engine(TwoStage())
+        step(engine, buckets(rank.rank, value=1.0))
+        step(engine, buckets(rank.rank, value=2.0))
+        engine.rollback()
+        engine.settle()
+        last = engine.state.read("w1", "last")
+        assert last is not None
+        return float(last[0, 0]), engine.state.step
+
+    assert simulate(2, body) == [(1.0, 1), (1.0, 1)]
+
+
+def test_an_abandoned_step_is_forgotten() -> None:
+    def body(rank: SimulatedRank) -> tuple[list[float], int]:
+        engine = rank.engine(Plain())
+        engine.submit(buckets(rank.rank)[0])
+        engine.abandon()
+        parts = buckets(rank.rank)
+        assert step(engine, parts) is None
+        return parts[2].buffer.unique().tolist(), len(parts)
+
+    assert simulate(2, body) == [([1.5], 3), ([1.5], 3)]
+
+
+class EveryKind(Reduction):
+    """One of each request, checked by hand."""
+
+    name = "every_kind"
+    collectives = frozenset({"all_reduce", "all_gather", "all_to_all", "reduce_scatter"})
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
+        world, rank, device = ctx.world_size, float(ctx.rank), bucket.device
+        gathered = torch.empty(world, device=device)
+        exchanged, scattered = torch.empty(world, device=device), torch.empty(1, device=device)
+        peak = torch.full((1,), rank, device=device)
+        sent = torch.full((world,), rank, device=device)
+        yield (
+            AllGather(torch.full((1,), rank, device=device), gathered),
+            AllToAll(sent.clone(), exchanged),
+            ReduceScatter(sent.clone(), scattered, op="sum"),
+            AllReduce(peak, op="max"),
+        )
+        bucket.buffer.copy_(torch.stack([gathered.sum(), exchanged.sum(), scattered[0], peak[0]]))
+
+
+def test_all_four_collectives_in_one_stage() -> None:
+    def body(rank: SimulatedRank) -> list[float]:
+        bucket = Bucket.from_tensors({"w": torch.zeros(4)})
+        assert step(rank.engine(EveryKind()), [bucket]) is None
+        return [float(x) for x in bucket.buffer]
+
+    assert simulate(3, body) == [[3.0, 3.0, 3.0, 2.0]] * 3
+
+
+def test_sent_is_what_the_others_receive() -> None:
+    class Sent(Reduction):
+        name = "sent"
+
+        def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
+            sent = ctx.scratch("sent", bucket.buffer.shape, device=bucket.device)
+            yield AllReduce(bucket.buffer, sent=sent)
+            bucket.buffer.copy_(sent)
+
+    for accumulate in ("wire", "fp32"):
+        gradients = torch.randn(4, 1000) * 3
+
+        def body(rank: SimulatedRank, accumulate: Any = accumulate, gradients: torch.Tensor = gradients) -> Any:
+            mine, total = gradients[rank.rank].clone(), gradients[rank.rank].clone()
+            engine = rank.engine(WireCast(Sent(), "bf16", accumulate=accumulate))
+            bucket = Bucket.from_tensors({"w": mine})
+            step(engine, [bucket])
+            other = Bucket.from_tensors({"w": total})
+            step(rank.engine(WireCast(Plain(), "bf16", accumulate=accumulate)), [other])
+            return bucket.buffer, other.buffer
+
+        results = simulate(4, body)
+        mean_of_sent = torch.stack([sent for sent, _ in results]).mean(0)
+        torch.testing.assert_close(results[0][1], mean_of_sent, rtol=2e-2, atol=2e-2)
+        for r, (sent, _) in enumerate(results):
+            torch.testing.assert_close(sent, (gradients[r] / 4).bfloat16().float() * 4, rtol=0, atol=0)
+
+
+def test_wire_divides_before_the_cast_and_never_clamps() -> None:
+    def body(rank: SimulatedRank) -> list[float]:
+        bucket = Bucket.from_tensors({"w": torch.tensor([66000.0 * (rank.rank == 0), 2e6, float("nan")])})
+        step(rank.engine(WireCast(Plain(), "fp16")), [bucket])
+        return [float(x) for x in bucket.buffer]
+
+    for one, everywhere, nan in simulate(2, body):
+        assert one == 33000.0 - 8.0  # the nearest fp16 below
+        assert math.isinf(everywhere)
+        assert math.isnan(nan)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_stochastic_rounding_is_unbiased(dtype: Any) -> None:
+    torch.manual_seed(0)
+    value = 1.0 + 1 / 3000  # between two neighbours of either type
+    bucket = Bucket.from_tensors({"w": torch.full((200_000,), value)})
+    engine = Engine(WireCast(Plain(), dtype, rounding="stochastic"), SimulatedTransport(SimulatedGroup(1), 0))
+    step(engine, [bucket])
+    assert len(bucket.buffer.unique()) == 2
+    assert abs(bucket.buffer.double().mean().item() - value) < 6e-5
+
+
+@pytest.mark.parametrize("world", [2, 8, 64])
+def test_fp32_accumulation_does_not_degrade_with_world_size(world: int) -> None:
+    gradients = torch.randn(world, 512, generator=torch.Generator().manual_seed(1)) + 4
+    exact = gradients.double().mean(0)
+
+    def error(accumulate: Any) -> float:
+        def body(rank: SimulatedRank) -> torch.Tensor:
+            bucket = Bucket.from_tensors({"w": gradients[rank.rank]})
+            step(rank.engine(WireCast(Plain(), "bf16", accumulate=accumulate)), [bucket])
+            return bucket.buffer
+
+        return float((simulate(world, body)[0].double() - exact).norm() / exact.norm())
+
+    assert error("fp32") < 2.6e-3
+    if world == 64:
+        assert error("wire") > 2 * error("fp32")
+
+
+def test_wrapping_what_has_nothing_to_cast_is_refused() -> None:
+    class Opaque(Plain):
+        collectives = frozenset({"all_gather"})
+
+    with pytest.raises(HookConfigError, match="would change nothing"):
+        WireCast(Opaque(), "bf16")
+    with pytest.raises(HookConfigError, match="expected 'wire' or 'fp32'"):
+        WireCast(Plain(), "bf16", accumulate="fp64")  # type: ignore[arg-type]
+
+
+def test_ranks_that_disagree_or_stay_away_get_typed_errors() -> None:
+    def disagree(rank: SimulatedRank) -> None:
+        bucket = Bucket.from_tensors({"w": torch.zeros(3 + rank.rank)})
+        step(rank.engine(Plain()), [bucket])
+
+    with pytest.raises(TransportError, match="different collectives"):
+        simulate(2, disagree)
+
+    def absent(rank: SimulatedRank) -> None:
+        if rank.rank == 0:
+            step(Engine(Plain(), rank.transport, timeout=0.2), [Bucket.from_tensors({"w": torch.zeros(3)})])
+
+    with pytest.raises(HookTimeoutError, match=r"ranks \[1\] did not take part"):
+        simulate(2, absent)
+
+
+def test_a_lost_transport_stays_lost() -> None:
+    group = SimulatedGroup(2)
+    engine = Engine(Plain(), SimulatedTransport(group, 0), timeout=0.1)
+    bucket = Bucket.from_tensors({"w": torch.zeros(3)})
+    with pytest.raises(HookTimeoutError):
+        step(engine, [bucket])
+    with pytest.raises(HookTimeoutError):
+        engine.submit(bucket)
+    assert not engine.in_step
