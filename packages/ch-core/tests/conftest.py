@@ -20,10 +20,7 @@ def publish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         (info / "METADATA").write_text(
             f"Metadata-Version: 2.1\nName: {dist}\nVersion: {version}\nSummary: {dist} here\n"
         )
-        lines = [
-            f"[{group}]\n" + "\n".join(f"{k} = {v}" for k, v in names.items())
-            for group, names in points.items()
-        ]
+        lines = [f"[{group}]\n" + "\n".join(f"{k} = {v}" for k, v in names.items()) for group, names in points.items()]
         (info / "entry_points.txt").write_text("\n".join(lines))
         for name, text in modules.items():
             (tmp_path / f"{name}.py").write_text(text)

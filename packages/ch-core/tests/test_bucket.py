@@ -55,7 +55,7 @@ def test_layouts_are_equal_by_value_and_usable_as_keys() -> None:
 
 def test_errors_say_what_is_wrong() -> None:
     bucket = Bucket.from_tensors({"w": torch.ones(2)})
-    with pytest.raises(KeyError, match="no parameter 'v'.*'w'"):
+    with pytest.raises(KeyError, match=r"no parameter 'v'.*'w'"):
         bucket.view("v")
     with pytest.raises(ValueError, match="holds 2 elements, the new buffer 3"):
         bucket.buffer = torch.ones(3)

@@ -80,9 +80,7 @@ def builder(publish, registry):
         acme_hooks=HOOKS,
     )
     params = {"factor": Param(1.0, "the scale", above=0.0), "mode": Param("a", "a mode", choices=("a", "b"))}
-    registry.register(
-        HookSpec("spec_scaled", "reduction", "acme_hooks:Scaled", "s", params=params, aliases=("ss",))
-    )
+    registry.register(HookSpec("spec_scaled", "reduction", "acme_hooks:Scaled", "s", params=params, aliases=("ss",)))
     registry.register(HookSpec("stateful", "ddp", "acme_hooks:foreign", "s", state="acme_hooks:State"))
     return Builder(registry)
 

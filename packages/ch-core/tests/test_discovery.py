@@ -66,9 +66,7 @@ def test_a_broken_plugin_is_a_record(case, publish, registry):
     [failure] = registry.failures()
     assert failure.dist == "acme-bad"
     assert words in failure.error
-    with pytest.raises(
-        UnknownHookError, match=r"1 plugin failed to load and may have provided it: acme-bad 1\.0"
-    ):
+    with pytest.raises(UnknownHookError, match=r"1 plugin failed to load and may have provided it: acme-bad 1\.0"):
         registry.get("missing_hook")
 
 
@@ -125,9 +123,7 @@ def test_one_distribution_cannot_claim_a_name_twice(publish, registry):
 
 def test_switches(publish, monkeypatch):
     publish("acme-one", {"commhooks.ddp": {"one": "math:floor"}})
-    publish(
-        "acme-two", {"commhooks": {"p": "acme_two_plugin"}}, acme_two_plugin="import no_such_module_anywhere"
-    )
+    publish("acme-two", {"commhooks": {"p": "acme_two_plugin"}}, acme_two_plugin="import no_such_module_anywhere")
 
     def seen(**environ: str) -> set[str]:
         found = discover(environ)

@@ -42,14 +42,10 @@ def node(extra: st.SearchStrategy) -> st.SearchStrategy:
 
 def inside(child: st.SearchStrategy) -> st.SearchStrategy:
     patterns = st.lists(st.text(max_size=8), min_size=1, max_size=3, unique=True)
-    rules = patterns.flatmap(
-        lambda ps: st.tuples(*(st.tuples(st.just(p), child).map(list) for p in ps)).map(list)
-    )
+    rules = patterns.flatmap(lambda ps: st.tuples(*(st.tuples(st.just(p), child).map(list) for p in ps)).map(list))
     several = st.lists(child, min_size=2, max_size=3)
     return node(
-        child.map(lambda c: {"inner": c})
-        | several.map(lambda c: {"inner": c})
-        | rules.map(lambda r: {"rules": r})
+        child.map(lambda c: {"inner": c}) | several.map(lambda c: {"inner": c}) | rules.map(lambda r: {"rules": r})
     )
 
 

@@ -13,9 +13,7 @@ def record(spec: HookSpec) -> dict[str, Any]:
             name: {"default": param.default, "accepts": param.accepts(), "doc": param.doc}
             for name, param in spec.params.items()
         }
-    needs = {
-        field: getattr(spec.needs, field) for field in ("backends", "devices", "dtypes", "torch", "packages")
-    }
+    needs = {field: getattr(spec.needs, field) for field in ("backends", "devices", "dtypes", "torch", "packages")}
     return {
         "name": spec.name,
         "kind": spec.kind,

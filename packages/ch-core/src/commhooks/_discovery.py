@@ -95,9 +95,7 @@ def _fail(found: Discovery, entry: Entry, phase: str, error: BaseException | str
         text, trace = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
     else:
         text, trace = error, ""
-    found.failures.append(
-        PluginFailure(entry.dist, entry.version, f"{entry.group}: {entry.name}", phase, text, trace)
-    )
+    found.failures.append(PluginFailure(entry.dist, entry.version, f"{entry.group}: {entry.name}", phase, text, trace))
 
 
 def _load_module(found: Discovery, entry: Entry) -> None:
@@ -142,9 +140,7 @@ def _register(found: Discovery, entry: Entry, plugin: object) -> None:
 
 def _add(found: Discovery, entry: Entry, spec: HookSpec) -> None:
     if spec.api != API:
-        advice = (
-            "upgrade ch-core" if isinstance(spec.api, int) and spec.api > API else f"upgrade {entry.dist}"
-        )
+        advice = "upgrade ch-core" if isinstance(spec.api, int) and spec.api > API else f"upgrade {entry.dist}"
         _fail(
             found,
             entry,
@@ -183,9 +179,7 @@ def _load_lines(found: Discovery, lines: list[Entry]) -> None:
             if entry.group not in _GROUPS:
                 close = difflib.get_close_matches(entry.group, _GROUPS, 1, 0.5)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
-                raise LookupError(
-                    f"nobody reads the group {entry.group!r}; groups: {', '.join(_GROUPS)}{hint}"
-                )
+                raise LookupError(f"nobody reads the group {entry.group!r}; groups: {', '.join(_GROUPS)}{hint}")
             kind = entry.group.removeprefix(f"{GROUP}.")
             summary = entry.summary or f"from {entry.dist}"
             specs.append((entry, HookSpec(entry.name, kind, entry.value.replace(" ", ""), summary)))
@@ -224,7 +218,5 @@ def load_target(target: str, owner: str = "the target") -> Any:
         for part in path.split("."):
             found = getattr(found, part)
     except Exception as error:
-        raise PluginLoadError(
-            f"{owner}: {target!r} failed to load: {type(error).__name__}: {error}"
-        ) from error
+        raise PluginLoadError(f"{owner}: {target!r} failed to load: {type(error).__name__}: {error}") from error
     return found

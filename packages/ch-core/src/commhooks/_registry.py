@@ -67,9 +67,7 @@ class Registry:
         implementations = getattr(self.snapshot().manager.hook, question).get_hookimpls()
         for each in sorted(implementations, key=lambda impl: str(impl.plugin_name)):
             try:
-                answers.append(
-                    (each.plugin_name, each.function(*(arguments[name] for name in each.argnames)))
-                )
+                answers.append((each.plugin_name, each.function(*(arguments[name] for name in each.argnames))))
             except Exception as error:
                 LOGGER.warning("plugin %s failed to answer %s: %r", each.plugin_name, question, error)
         return answers
@@ -87,9 +85,7 @@ class Registry:
         with self._lock:
             return sorted([*self.snapshot().specs, *self._local.values()], key=HookSpec.sort_key)
 
-    def list_hooks(
-        self, pattern: str = "*", *, kind: str | None = None, provider: str | None = None
-    ) -> list[HookSpec]:
+    def list_hooks(self, pattern: str = "*", *, kind: str | None = None, provider: str | None = None) -> list[HookSpec]:
         """The specs whose name or alias matches a shell pattern, optionally of one kind or provider.
 
         Imports no hook, and no torch.
@@ -144,14 +140,10 @@ class Registry:
             wanted = name if name in KNOWN else suggested
             if wanted in KNOWN and wanted not in names:
                 packages = " or ".join(KNOWN[wanted])
-                lines.append(
-                    f"{wanted!r} comes with {packages}, not installed here: pip install {KNOWN[wanted][0]}"
-                )
+                lines.append(f"{wanted!r} comes with {packages}, not installed here: pip install {KNOWN[wanted][0]}")
             elif wanted is None or name in names:
                 others = ", ".join(spec.id for spec in self.specs() if name in (spec.name, *spec.aliases))
-                lines.append(
-                    f"the name exists as {others}" if others else f"installed: {', '.join(sorted(names))}"
-                )
+                lines.append(f"the name exists as {others}" if others else f"installed: {', '.join(sorted(names))}")
         broken = self.failures()
         if broken:
             some = "1 plugin" if len(broken) == 1 else f"{len(broken)} plugins"
@@ -217,9 +209,7 @@ class Registry:
             )
         return found
 
-    def register(
-        self, spec: HookSpec, target: Callable[..., Any] | None = None, *, overwrite: bool = False
-    ) -> None:
+    def register(self, spec: HookSpec, target: Callable[..., Any] | None = None, *, overwrite: bool = False) -> None:
         """Add a hook for this process, for notebooks and tests. Packages use entry points instead.
 
         Args:
@@ -232,9 +222,7 @@ class Registry:
         """
         with self._lock:
             key = (spec.kind, spec.name)
-            taken = [
-                s for s in self.specs() if (s.kind, s.name) == key and not (overwrite and s.provider == LOCAL)
-            ]
+            taken = [s for s in self.specs() if (s.kind, s.name) == key and not (overwrite and s.provider == LOCAL)]
             if taken:
                 raise AmbiguousHookError(
                     f"the {spec.kind} {spec.name!r} exists already ({taken[0].provider}); choose another name"
@@ -274,9 +262,7 @@ def _ambiguous(asked: str, name: str, found: list[HookSpec]) -> str:
     lines = [f"hook {asked!r} is ambiguous: " + ", ".join(f"{s.id} {s.version} ({s.kind})" for s in found)]
     if len({spec.provider for spec in found}) > 1:
         first = found[0]
-        lines.append(
-            f"name the provider: get({first.id!r}), or in an expression {name}(provider={first.provider!r})"
-        )
+        lines.append(f"name the provider: get({first.id!r}), or in an expression {name}(provider={first.provider!r})")
     if len({spec.kind for spec in found}) > 1:
         lines.append(f"or name the kind: get({asked!r}, kind={found[0].kind!r})")
     return "\n  ".join(lines)
@@ -302,7 +288,5 @@ def adapters(registry: Registry | None = None) -> Mapping[str, str]:
     for _, pairs in (registry or REGISTRY).ask("commhooks_adapter"):
         for model, factory in pairs:
             if found.setdefault(model, factory) != factory:
-                raise AmbiguousHookError(
-                    f"two adapters claim {model}: {found[model]} and {factory}; remove one plugin"
-                )
+                raise AmbiguousHookError(f"two adapters claim {model}: {found[model]} and {factory}; remove one plugin")
     return found

@@ -107,7 +107,7 @@ class BucketLayout:
 
     def runs(self) -> tuple[tuple[int, int], ...]:
         """``(offset, numel)`` of each contiguous piece of storage that the parameters cover."""
-        cached = self.__dict__.get("_runs")
+        cached: tuple[tuple[int, int], ...] | None = self.__dict__.get("_runs")
         if cached is None:
             pieces: list[list[int]] = []
             for p in sorted(self.params, key=lambda p: p.offset):
@@ -118,7 +118,7 @@ class BucketLayout:
                 else:
                     pieces.append([p.offset, p.numel])
             cached = self.__dict__["_runs"] = tuple((a, n) for a, n in pieces)
-        return cached  # type: ignore[no-any-return]
+        return cached
 
     def select(self, names: frozenset[str]) -> "BucketLayout":
         """The layout of a sub-bucket that holds only ``names`` (over the same storage)."""
@@ -172,9 +172,7 @@ class Bucket:
     _by_name: dict[str, ParamLayout] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def from_tensors(
-        cls, tensors: Mapping[str, torch.Tensor], *, index: int = 0, is_last: bool = True
-    ) -> "Bucket":
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor], *, index: int = 0, is_last: bool = True) -> "Bucket":
         """Copy tensors of one dtype and device into a new bucket, each row-major."""
         if not tensors:
             raise ValueError("Bucket.from_tensors was given no tensors; give at least one name -> tensor")

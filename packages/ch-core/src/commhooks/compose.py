@@ -71,9 +71,7 @@ class Builder:
                 f"{spec.name!r} is a {spec.kind}, not a wrapper: it takes no inner hook, only options"
             )
         if spec.kind == "wrapper" and not inside:
-            raise HookConfigError(
-                f"{spec.name!r} is a wrapper and needs an inner hook, for example {spec.example}"
-            )
+            raise HookConfigError(f"{spec.name!r} is a wrapper and needs an inner hook, for example {spec.example}")
         base = {"hook": spec.name, **({"provider": spec.provider} if "provider" in node else {})}
         config = self.config(spec, node["config"])
         full = {"hook": spec.name, "provider": spec.provider, "version": spec.version, "config": config}
@@ -122,9 +120,7 @@ class Builder:
             )
         states = [built.make_state for built in parts if built.make_state is not None]
         if len(states) > 1 or (states and len(parts) > 1):
-            raise HookConfigError(
-                f"{spec.name!r} can hold the state of one foreign hook, not beside other hooks"
-            )
+            raise HookConfigError(f"{spec.name!r} can hold the state of one foreign hook, not beside other hooks")
         value = _call(spec, self.registry.target(spec), positional, config)
         outer = {**base, "config": node["config"], **given}
         from commhooks.reduction import Reduction  # imports torch
@@ -157,9 +153,7 @@ class Builder:
         foreign = spec.kind in ("ddp", "fsdp")
         if foreign and spec.state is None:
             return dict(given)
-        target = (
-            self.registry.load(spec.state, spec) if foreign and spec.state else self.registry.target(spec)
-        )
+        target = self.registry.load(spec.state, spec) if foreign and spec.state else self.registry.target(spec)
         try:
             parameters = list(inspect.signature(target).parameters.values())
         except (TypeError, ValueError):  # some builtins and extension types have no signature
@@ -170,9 +164,7 @@ class Builder:
             _known_options(spec, given, [p.name for p in options])
         missing = [p.name for p in options if p.default is p.empty and p.name not in given]
         if missing:
-            raise HookConfigError(
-                f"{spec.name} needs the option {missing[0]!r}: write {spec.name}({missing[0]}=...)"
-            )
+            raise HookConfigError(f"{spec.name} needs the option {missing[0]!r}: write {spec.name}({missing[0]}=...)")
         defaults = {p.name: p.default for p in options if p.default is not p.empty}
         return {**{k: v for k, v in defaults.items() if _plain(v)}, **given}
 
@@ -183,9 +175,7 @@ def _known_options(spec: HookSpec, given: Mapping[str, Any], legal: list[str]) -
             close = get_close_matches(name, legal, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             takes = f"it takes {', '.join(legal)}" if legal else "it takes none"
-            raise HookConfigError(
-                f"{spec.name} has no option {name!r} (given {name}={given[name]!r}); {takes}{hint}"
-            )
+            raise HookConfigError(f"{spec.name} has no option {name!r} (given {name}={given[name]!r}); {takes}{hint}")
 
 
 def _plain(value: object) -> bool:

@@ -40,9 +40,7 @@ def create(
         from commhooks.attaching import as_handle  # imports this module
 
         if config:
-            raise HookConfigError(
-                f"options {', '.join(config)} need a hook by name; configure {what!r:.80} itself"
-            )
+            raise HookConfigError(f"options {', '.join(config)} need a hook by name; configure {what!r:.80} itself")
         return as_handle(what, process_group=process_group)
     built = Builder().build(_merged(canonical(what), config))
     state = built.make_state(process_group) if built.make_state is not None else None
@@ -52,7 +50,5 @@ def create(
 def _merged(node: Node, config: Mapping[str, Any]) -> Node:
     twice = sorted(set(node["config"]) & set(config))
     if twice:
-        raise HookConfigError(
-            f"the option {twice[0]!r} of {node['hook']!r} is given in the expression and by keyword"
-        )
+        raise HookConfigError(f"the option {twice[0]!r} of {node['hook']!r} is given in the expression and by keyword")
     return canonical({**node, "config": {**node["config"], **config}}) if config else node

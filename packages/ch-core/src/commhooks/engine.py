@@ -296,7 +296,8 @@ class Engine:
 
     def _guarded(self, action: Callable[[Stage], object], stage: Stage) -> None:
         """Run something of the transport; when it fails the engine is dead, because nobody knows what the others
-        received."""
+        received.
+        """
         try:
             action(stage)
         except CommHooksError as error:

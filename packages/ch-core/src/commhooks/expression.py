@@ -115,9 +115,7 @@ def parse(text: str) -> Node:
     except SyntaxError as error:
         raise HookConfigError(_syntax_message(stripped, error)) from None
     except (ValueError, MemoryError, RecursionError) as error:  # null bytes, or nesting too deep
-        raise HookConfigError(
-            f"bad hook expression: it cannot be parsed ({error or type(error).__name__})"
-        ) from None
+        raise HookConfigError(f"bad hook expression: it cannot be parsed ({error or type(error).__name__})") from None
     return _Reader(stripped).node(tree.body, 0)
 
 
@@ -127,9 +125,7 @@ def _syntax_message(text: str, error: SyntaxError) -> str:
     return f"bad hook expression: {error.msg}; {_LEGAL}\n  {line[0]}\n  {caret}"
 
 
-def _node(
-    hook: str, config: Mapping[str, Value] | None = None, *, provider: str | None = None, **rest: Any
-) -> Node:
+def _node(hook: str, config: Mapping[str, Value] | None = None, *, provider: str | None = None, **rest: Any) -> Node:
     """A node with its keys in the canonical order, absent ones left out."""
     pinned = {} if provider is None else {"provider": provider}
     return {"hook": hook, **pinned, "config": dict(config or {}), **rest}
@@ -148,9 +144,7 @@ class _Reader:
         start = len(raw[: getattr(at, "col_offset", 0)].decode())
         same_row = getattr(at, "end_lineno", row + 1) == row + 1
         end = len(raw[: getattr(at, "end_col_offset", None)].decode()) if same_row else len(line)
-        raise HookConfigError(
-            f"bad hook expression: {why}\n  {line}\n  {' ' * start}{'^' * max(end - start, 1)}"
-        )
+        raise HookConfigError(f"bad hook expression: {why}\n  {line}\n  {' ' * start}{'^' * max(end - start, 1)}")
 
     def node(self, tree: ast.expr, depth: int) -> Node:
         if depth >= MAX_DEPTH:
@@ -169,9 +163,7 @@ class _Reader:
         config = self.config(tree.keywords)
         provider = config.pop("provider", None)
         if provider is not None and not (isinstance(provider, str) and _PROVIDER.match(provider)):
-            self.fail(
-                tree, f"provider={provider!r} is not a distribution name; write provider='their-package'"
-            )
+            self.fail(tree, f"provider={provider!r} is not a distribution name; write provider='their-package'")
         return _node(self.name(tree.func), config, provider=provider, **rest)
 
     def name(self, tree: ast.Name) -> str:
@@ -205,9 +197,7 @@ class _Reader:
         config: dict[str, Value] = {}
         for item in keywords:
             if item.arg is None or not legal_name(item.arg):
-                self.fail(
-                    item.value if item.arg is None else item, "options are written name=value, in lower case"
-                )
+                self.fail(item.value if item.arg is None else item, "options are written name=value, in lower case")
             if item.arg in config:
                 self.fail(item, f"the option {item.arg!r} is given twice")
             config[item.arg] = self.value(item.value, 0)
@@ -279,18 +269,14 @@ def _from_mapping(what: Mapping[Any, Any], depth: int) -> Node:
         if key not in _KEYS:
             close = difflib.get_close_matches(str(key), _KEYS, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise HookConfigError(
-                f"unknown key {key!r} in {dict(what)!r:.200}; legal: {', '.join(_KEYS)}{hint}"
-            )
+            raise HookConfigError(f"unknown key {key!r} in {dict(what)!r:.200}; legal: {', '.join(_KEYS)}{hint}")
     hook, provider, config = what["hook"], what.get("provider"), what.get("config", {})
     if not (isinstance(hook, str) and legal_name(hook)):
         raise HookConfigError(f"{hook!r} is not a hook name: lower-case letters, digits and '_'")
     if provider is not None and not (isinstance(provider, str) and _PROVIDER.match(provider)):
         raise HookConfigError(f"provider={provider!r} is not a distribution name")
     if not isinstance(config, Mapping) or not all(isinstance(k, str) and legal_name(k) for k in config):
-        raise HookConfigError(
-            f"the config of {hook!r} must be a dict of lower-case option names, got {config!r:.200}"
-        )
+        raise HookConfigError(f"the config of {hook!r} must be a dict of lower-case option names, got {config!r:.200}")
     if "provider" in config:
         raise HookConfigError(f"'provider' stands beside 'config', not inside it: {dict(what)!r:.200}")
     if "inner" in what and "rules" in what:
@@ -301,9 +287,7 @@ def _from_mapping(what: Mapping[Any, Any], depth: int) -> Node:
     if "inner" not in what:
         return _node(hook, values, provider=provider)
     inner = what["inner"]
-    several = [
-        _from_any(each, depth + 1) for each in (inner if isinstance(inner, (list, tuple)) else [inner])
-    ]
+    several = [_from_any(each, depth + 1) for each in (inner if isinstance(inner, (list, tuple)) else [inner])]
     if not several:
         raise HookConfigError(f"{hook!r} has an empty 'inner'; leave it out")
     return _node(hook, values, provider=provider, inner=several[0] if len(several) == 1 else several)

@@ -34,7 +34,7 @@ class ForeignDriver:
         self.calls += 1
         buffer = bucket.buffer()
         result = self.hook(self.state, bucket)
-        if not isinstance(result, torch.futures.Future):
+        if not isinstance(result, torch._C.Future):
             raise HookResultError(
                 f"{self.name} returned {type(result).__name__} for bucket {bucket.index()}; a DDP hook returns a "
                 "torch.futures.Future that holds the reduced buffer"

@@ -22,9 +22,7 @@ def lazy(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], 
 
     def get(name: str) -> Any:
         if name not in home:
-            raise AttributeError(
-                f"module {package!r} has no attribute {name!r}; it has {', '.join(sorted(home))}"
-            )
+            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(sorted(home))}")
         value = getattr(import_module(f"{package}.{home[name]}"), name)
         setattr(sys.modules[package], name, value)  # the next access does not come here
         return value

@@ -198,19 +198,13 @@ class HookSpec:
         _one_of(self.name, "stability", self.stability, STABILITIES)
         for target in (self.target, self.hook, self.state):
             if target is not None and not _TARGET.match(target):
-                raise HookConfigError(
-                    f"hook {self.name!r}: bad target {target!r}; write 'package.module:attribute'"
-                )
+                raise HookConfigError(f"hook {self.name!r}: bad target {target!r}; write 'package.module:attribute'")
         for word in sorted(self.capabilities):
             _one_of(self.name, "capability", word, tuple(sorted(CAPABILITIES)))
         if "provider" in (self.params or {}):
-            raise HookConfigError(
-                f"hook {self.name!r}: 'provider' is reserved in expressions; rename the parameter"
-            )
+            raise HookConfigError(f"hook {self.name!r}: 'provider' is reserved in expressions; rename the parameter")
         if not self.example:
-            object.__setattr__(
-                self, "example", f"{self.name}(allreduce)" if self.kind == "wrapper" else self.name
-            )
+            object.__setattr__(self, "example", f"{self.name}(allreduce)" if self.kind == "wrapper" else self.name)
 
     @property
     def id(self) -> str:

@@ -140,7 +140,7 @@ class DefaultState:
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         if process_group is None:
             raise ValueError("DefaultState needs the process group to reduce over, got None")
-        self.process_group = process_group
+        self.process_group: dist.ProcessGroup | None = process_group
         self.world_size = dist.get_world_size(process_group)
         self.gradient_predivide_factor, self.gradient_postdivide_factor = self.split_factor(self.world_size)
 

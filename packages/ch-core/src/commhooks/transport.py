@@ -17,7 +17,6 @@ from commhooks.errors import HookTimeoutError, TransportError
 from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Request, RequestPlan, Wire
 from commhooks.scratch import Scratch
 
-
 # torch 2.13 renames the flat collectives and warns of the old names at every call.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
@@ -260,7 +259,8 @@ class Stage:
 
 def encode(source: torch.Tensor, target: torch.Tensor, scale: float, wire: Wire | None) -> None:
     """``target = round(scale * source)`` in one pass: the scaling happens before the cast, so no value overflows
-    16 bits whose average does not."""
+    16 bits whose average does not.
+    """
     if wire is not None and wire.rounding == "stochastic":
         stochastic_round(source * scale, target)
     elif scale != 1.0:

@@ -105,14 +105,16 @@ class WireCast(Reduction):
         self, requests: tuple[Request, ...], ctx: StepContext, number: int
     ) -> Generator[Requests, None, None]:
         """The stage's 16-bit sums as two stages: all-to-all of shards, fp32 sum, all-gather."""
-        summed, others = [], []
-        for r in requests:
-            fits = isinstance(r, AllReduce) and r.op != "max" and r.wire is None and self.wire.narrows(r.tensor.dtype)
-            (summed if fits else others).append(r)
-        shards = [_Sharded(r, self.wire, ctx, f"{number}.{i}") for i, r in enumerate(summed) if isinstance(r, AllReduce)]
-        first = tuple(s.exchange() for s in shards) + tuple(self._cast(r) for r in others)
+        shards: list[_Sharded] = []
+        first: list[Request] = []
+        for i, r in enumerate(requests):
+            if isinstance(r, AllReduce) and r.op != "max" and r.wire is None and self.wire.narrows(r.tensor.dtype):
+                shards.append(_Sharded(r, self.wire, ctx, f"{number}.{i}"))
+                first.append(shards[-1].exchange())
+            else:
+                first.append(self._cast(r))
         if first:
-            yield first
+            yield tuple(first)
         second = tuple(s.gather() for s in shards)
         if second:
             yield second

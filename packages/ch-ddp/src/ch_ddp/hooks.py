@@ -6,6 +6,8 @@ Under ``torch._dynamo.config.optimize_ddp = "python_reducer"`` DDP calls a hook 
 ``(grad, param)`` instead of a bucket and ignores what it returns; the stateless hooks do that too.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -13,8 +15,6 @@ from commhooks.ddp import as_hook
 from commhooks.typing import GradBucket
 
 from ch_ddp.reductions import allreduce, bf16_compress, fp16_compress, noop
-
-TensorFuture = torch.futures.Future[torch.Tensor]
 
 _ALLREDUCE = as_hook(allreduce(), "allreduce_hook")
 _FP16 = as_hook(fp16_compress(), "fp16_compress_hook")
@@ -32,7 +32,7 @@ def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) 
     Returns:
         A future of the bucket's buffer, completed when the step's last bucket has been reduced.
     """
-    if isinstance(bucket, tuple):
+    if _per_parameter(bucket):
         return _compiled(process_group, bucket, None)
     return _ALLREDUCE(process_group, bucket)
 
@@ -44,7 +44,7 @@ def fp16_compress_hook(
 
     A gradient that overflows fp16 on its own after the division arrives as inf, never clamped.
     """
-    if isinstance(bucket, tuple):
+    if _per_parameter(bucket):
         return _compiled(process_group, bucket, torch.float16)
     return _FP16(process_group, bucket)
 
@@ -53,7 +53,7 @@ def bf16_compress_hook(
     process_group: dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """Average with bf16 on the wire, on gloo too."""
-    if isinstance(bucket, tuple):
+    if _per_parameter(bucket):
         return _compiled(process_group, bucket, torch.bfloat16)
     return _BF16(process_group, bucket)
 
@@ -73,16 +73,23 @@ for _function, _hook in (
     (bf16_compress_hook, _BF16),
     (noop_hook, _NOOP),
 ):
-    _function.reduction = _hook.reduction  # type: ignore[attr-defined]
+    setattr(_function, "reduction", _hook.reduction)  # noqa: B010 - a function has no such attribute to a type checker
+
+
+def _per_parameter(bucket: object) -> bool:
+    """Whether this is compiled DDP's ``(grad, param)`` and not a bucket."""
+    return isinstance(bucket, tuple)
 
 
 def _compiled(
-    process_group: dist.ProcessGroup | None, bucket: tuple[torch.Tensor, ...], wire: torch.dtype | None
-) -> TensorFuture:
+    process_group: dist.ProcessGroup | None, pair: Any, wire: torch.dtype | None
+) -> torch.futures.Future[torch.Tensor]:
     """Average one gradient in place with a functional collective, which torch.compile can trace."""
-    grad = bucket[0]
+    grad: torch.Tensor = pair[0]
     group = process_group if process_group is not None else dist.group.WORLD
+    assert group is not None  # noqa: S101 - DDP needs one
     scaled = grad * (1.0 / dist.get_world_size(group))
     total = functional.all_reduce(scaled.to(wire) if wire is not None else scaled, "sum", group)
     grad.copy_(total)
-    return grad  # type: ignore[return-value] # the python reducer ignores it
+    ignored: Any = grad  # by the python reducer
+    return ignored  # type: ignore[no-any-return]

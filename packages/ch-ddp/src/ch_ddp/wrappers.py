@@ -65,7 +65,7 @@ def _wrap(hook: Hook | Reduction, dtype: Dtype, accumulate: Accumulate, rounding
         raise HookConfigError(f"{dtype}_wrapper wraps a reduction or a hook function, got {type(hook).__name__}")
     if (accumulate, rounding) != ("wire", "nearest"):
         raise HookConfigError(
-            f"{dtype}_wrapper around a foreign hook casts its bucket and sees no collective: accumulate={accumulate!r}, "
+            f"{dtype}_wrapper casts a foreign hook's bucket and sees no collective: accumulate={accumulate!r}, "
             f"rounding={rounding!r} cannot be applied; leave them out"
         )
     return CastBucket(hook, dtype)

@@ -16,9 +16,7 @@ _COMMON = {
     ),
     "error_feedback": Param(True, "add what was not sent to the next step's gradient"),
     "warm_start": Param(True, "start from the last step's Q; False draws a new one each step"),
-    "epsilon": Param(
-        1e-8, "added where a column is normalised, so that a zero gradient stays finite", above=0.0
-    ),
+    "epsilon": Param(1e-8, "added where a column is normalised, so that a zero gradient stays finite", above=0.0),
     "seed": Param(0, "of the first Q; the same on every rank", at_least=0),
 }
 

@@ -51,8 +51,6 @@ def _parser() -> argparse.ArgumentParser:
     command("env", env.run, "Versions and plugins, as a block to paste into an issue.")
     sub = command("doctor", doctor.run, "Load everything, try each hook on one gloo rank, say what is wrong.")
     sub.add_argument("-v", "--verbose", action="store_true", help="print tracebacks")
-    sub.add_argument(
-        "--timeout", type=float, default=60.0, help="seconds that one hook may take (default 60)"
-    )
+    sub.add_argument("--timeout", type=float, default=60.0, help="seconds that one hook may take (default 60)")
     sub.add_argument("--no-smoke", action="store_true", help="load only; start no process group")
     return parser

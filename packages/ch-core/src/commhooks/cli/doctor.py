@@ -26,13 +26,9 @@ from commhooks.specs import HookSpec
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what was tried and what was found; 1 if anything is wrong."""
-    plugins = [
-        asdict(plugin) for plugin in REGISTRY.plugins()
-    ]  # first: later imports would hide who loads torch
+    plugins = [asdict(plugin) for plugin in REGISTRY.plugins()]  # first: later imports would hide who loads torch
     problems = [
-        f"{plugin['dist']} imports torch while hooks are listed"
-        for plugin in plugins
-        if plugin["imported_torch"]
+        f"{plugin['dist']} imports torch while hooks are listed" for plugin in plugins if plugin["imported_torch"]
     ]
     problems += _unseen()
     hooks = _hooks(arguments)
@@ -102,9 +98,7 @@ def _unseen() -> list[str]:
         return []
     import tomllib
 
-    seen = {
-        (entry.dist, entry.group, entry.name, entry.value.replace(" ", "")) for entry in entries("commhooks")
-    }
+    seen = {(entry.dist, entry.group, entry.name, entry.value.replace(" ", "")) for entry in entries("commhooks")}
     problems = []
     for dist, root in sorted(editable_roots().items()):
         project = Path(root, "pyproject.toml")

@@ -24,9 +24,7 @@ def report() -> dict[str, Any]:
         "plugins": {plugin.dist: plugin.version for plugin in REGISTRY.plugins()},
         "failures": [str(failure) for failure in REGISTRY.failures()],
         "skipped": REGISTRY.snapshot().skipped,
-        "environment": {
-            name: value for name, value in sorted(os.environ.items()) if name.startswith("COMMHOOKS_")
-        },
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("COMMHOOKS_")},
     }
 
 

@@ -43,9 +43,7 @@ def run_list(arguments: argparse.Namespace) -> int:
     for spec in specs:
         name = escape(spec.name) + (f" [dim]({', '.join(spec.aliases)})[/]" if spec.aliases else "")
         marks = sorted(spec.capabilities) + ([spec.stability] if spec.stability != "stable" else [])
-        table.add_row(
-            name, spec.kind, f"{spec.provider} {spec.version}", escape(spec.summary), ", ".join(marks)
-        )
+        table.add_row(name, spec.kind, f"{spec.provider} {spec.version}", escape(spec.summary), ", ".join(marks))
     console = Console()
     console.print(table if specs else f"no hook matches {arguments.pattern!r}")
     for failure in failures:

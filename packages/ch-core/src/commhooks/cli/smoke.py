@@ -28,42 +28,41 @@ def verdicts(nodes: Sequence[Node], timeout: float) -> Iterator[str]:
         nodes: canonical nodes to attach.
         timeout: seconds for one of them (the first has 60 more, to import torch).
     """
-    rest = list(nodes)
+    rest, grace = list(nodes), 60.0
     while rest:
-        lines: queue.Queue[str | None] = queue.Queue()
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        errors = tempfile.TemporaryFile("w+")  # a pipe nobody empties would stop a talkative child
-        child = subprocess.Popen(
-            [sys.executable, "-m", "commhooks.cli.smoke"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=environ,
-        )
-        threading.Thread(target=_pump, args=(child, lines), daemon=True).start()
-        answered, grace = 0, 60.0
-        try:
-            assert child.stdin is not None  # noqa: S101
-            child.stdin.write(json.dumps(rest))
-            child.stdin.close()
-            while answered < len(rest):
-                line = lines.get(timeout=timeout + grace)
-                if line is None:
-                    yield f"ended the process with status {child.wait()}: {_tail(errors)}"
-                else:
-                    yield str(json.loads(line)["error"])
-                answered, grace = answered + 1, 0.0
-                if line is None:
-                    break
-        except queue.Empty:
-            yield f"did not finish within {timeout + grace:g} s"
-            answered += 1
-        finally:
-            child.kill()
-            child.wait()
-            errors.close()
-        rest = rest[answered:]
+        with tempfile.TemporaryFile("w+") as errors:  # a pipe nobody empties would stop a talkative child
+            answers = list(_one_child(rest, timeout, grace, errors))
+        yield from answers
+        rest = rest[len(answers) :]
+
+
+def _one_child(nodes: Sequence[Node], timeout: float, grace: float, errors: IO[str]) -> Iterator[str]:
+    """Verdicts until the child has answered for all, or has hung or died over one."""
+    lines: queue.Queue[str | None] = queue.Queue()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "commhooks.cli.smoke"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    threading.Thread(target=_pump, args=(child, lines), daemon=True).start()
+    try:
+        assert child.stdin is not None  # noqa: S101
+        child.stdin.write(json.dumps(nodes))
+        child.stdin.close()
+        for place in range(len(nodes)):
+            line = lines.get(timeout=timeout + (0.0 if place else grace))
+            if line is None:
+                yield f"ended the process with status {child.wait()}: {_tail(errors)}"
+                return
+            yield str(json.loads(line)["error"])
+    except queue.Empty:
+        yield f"did not finish within {timeout:g} s"
+    finally:
+        child.kill()
+        child.wait()
 
 
 def _pump(child: "subprocess.Popen[str]", lines: "queue.Queue[str | None]") -> None:
@@ -88,19 +87,13 @@ def _try(node: Node) -> str:
 
     torch.manual_seed(0)
     layers = [torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.LayerNorm(64)]
-    model = DistributedDataParallel(
-        torch.nn.Sequential(*layers), bucket_cap_mb=0.01
-    )  # 16 KiB a layer: two buckets
+    model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.01)  # 16 KiB a layer: two buckets
     handle = attach(model, node)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(STEPS):
         optimizer.zero_grad()
         model(torch.randn(8, 64)).square().mean().backward()
-        bad = [
-            name
-            for name, p in model.named_parameters()
-            if p.grad is None or not bool(p.grad.isfinite().all())
-        ]
+        bad = [name for name, p in model.named_parameters() if p.grad is None or not bool(p.grad.isfinite().all())]
         if bad:
             return f"{unparse(node)} gives no finite gradient for {', '.join(bad)}"
         optimizer.step()
@@ -117,9 +110,7 @@ def main() -> int:
     nodes: list[Any] = json.load(sys.stdin)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(os.path.join(folder, "store"), 1), rank=0, world_size=1
-        )
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         for node in nodes:
             start = time.perf_counter()
             try:

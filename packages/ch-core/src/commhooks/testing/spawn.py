@@ -97,7 +97,7 @@ def _report(folder: str, rank: int, code: int | None) -> str:
 
 
 def _result(folder: str, rank: int) -> Any:
-    return pickle.loads(Path(folder, f"result{rank}").read_bytes())  # noqa: S301 - written by our own worker
+    return pickle.loads(Path(folder, f"result{rank}").read_bytes())
 
 
 def _main(target: Callable[..., Any], rank: int, world: int, args: Any, folder: str, group_timeout: float) -> None:

@@ -1,0 +1,192 @@
+"""What the benchmark says: costs, claims with their intervals, and the bandwidth below which a hook pays."""
+
+import json
+import os
+import platform
+import random
+import re
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+MEASURED = Path(__file__).parent.parent / "measured"
+RESAMPLES = 4000
+LEVEL = 0.95
+CLAIMS = [  # ours, PyTorch's, limit of the ratio of their costs
+    *((f"powersgd(rank={r}), {b}", f"torch PowerSGD rank {r}, 1 bucket", 0.5)
+      for r in (1, 4) for b in ("1 bucket", "3 buckets")),
+    ("allreduce", "torch allreduce", 1.0),
+    ("bf16_compress", "torch bf16", 1.0),
+    ("fp16_compress", "torch fp16", 1.0),
+]  # fmt: skip
+BASELINES = ("bf16_compress", "allreduce")  # the honest one first: nobody has to send fp32
+
+
+class Costs:
+    """Costs over the step without communication, per candidate and block, in seconds."""
+
+    def __init__(self, result: dict[str, Any]) -> None:
+        self.runs = {run["label"]: run for run in result["runs"]}
+        self.steps = {label: [median(block) for block in run["blocks"]] for label, run in self.runs.items()}
+        noop = self.steps["noop"]
+        self.blocks = {k: [s - n for s, n in zip(steps, noop, strict=True)] for k, steps in self.steps.items()}
+
+    def cost(self, label: str) -> tuple[float, float, float]:
+        """Median over the blocks and its interval."""
+        return interval(self.blocks[label])
+
+    def ratio(self, ours: str, theirs: str) -> tuple[float, float, float]:
+        """Ratio of two costs, formed in each block: median and interval."""
+        return interval([a / b for a, b in zip(self.blocks[ours], self.blocks[theirs], strict=True)])
+
+    def speed_up(self, label: str, baseline: str) -> float:
+        """How many times shorter the whole step is than the baseline's."""
+        return median(b / a for a, b in zip(self.steps[label], self.steps[baseline], strict=True))
+
+    def break_even(self, label: str, baseline: str) -> float | None:
+        """Bits per second below which this hook's step is the shorter one; None where it never is; inf: always.
+
+        On loopback the wire costs next to nothing, so what differs there is arithmetic; on a link of B bits per second
+        the difference in bytes adds 8 * bytes / B. Overlap with backward and latency are left out.
+        """
+        slower = self.cost(label)[0] - self.cost(baseline)[0]
+        fewer = self.runs[baseline]["wire"] - self.runs[label]["wire"]
+        if fewer <= 0:
+            return None
+        return 8 * fewer / slower if slower > 0 else float("inf")
+
+
+def interval(values: list[float]) -> tuple[float, float, float]:
+    """Median, and the bootstrap interval of the median: ``(median, low, high)``."""
+    rng = random.Random(0)
+    medians = sorted(median(rng.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    tail = int(RESAMPLES * (1 - LEVEL) / 2)
+    return median(values), medians[tail], medians[-1 - tail]
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """Print the tables of one link."""
+    costs = Costs(result)
+    link = "loopback"
+    if result["link"]:
+        link = f"{result['link']} (a transfer reached {result['verified_bits'] / 1e6:.0f} Mbit/s)"
+    console.rule(f"[bold]{link}")
+    blocks = result["runs"][0]["blocks"]
+    console.print(
+        f"GPT with {result['parameters'] / 1e6:.1f} M parameters, {result['world']} ranks on {result['device']}, "
+        f"{len(blocks)} blocks of {len(blocks[0])} interleaved steps; intervals are {LEVEL:.0%} bootstrap over blocks"
+    )
+    console.print(_cost_table(costs), _claim_table(costs), sep="\n")
+    if not result["link"]:
+        console.print(_break_even_table(costs))
+        console.print("On loopback compression may look slower than none: the wire is as fast as memory there.")
+
+
+def _cost_table(costs: Costs) -> Table:
+    noop = median(costs.steps["noop"])
+    table = Table(title=f"Cost over a step without communication ({noop * 1e3:.1f} ms)", box=box.SIMPLE_HEAD)
+    table.add_column("hook")
+    for name in ("step ms", "cost ms", "interval", "sent MB", "step vs bf16", "step vs fp32"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for label, run in costs.runs.items():
+        if label == "noop":
+            continue
+        cost, low, high = costs.cost(label)
+        table.add_row(
+            label,
+            f"{median(costs.steps[label]) * 1e3:.1f}",
+            f"{cost * 1e3:.1f}",
+            f"{low * 1e3:.1f} … {high * 1e3:.1f}",
+            f"{run['wire'] / 1e6:.3f}",
+            *(_times(costs.speed_up(label, baseline), label == baseline) for baseline in BASELINES),
+            style="dim" if label.startswith("torch") else "",
+        )
+    return table
+
+
+def _times(speed_up: float, itself: bool) -> str:
+    if itself:
+        return "·"
+    return f"[green]{speed_up:.2f}× faster[/]" if speed_up >= 1 else f"[red]{1 / speed_up:.2f}× slower[/]"
+
+
+def _claim_table(costs: Costs) -> Table:
+    table = Table(title="Cost beside PyTorch's own hook", box=box.SIMPLE_HEAD)
+    for name in ("ours", "PyTorch's"):
+        table.add_column(name)
+    for name in ("ratio", "interval", "limit", "claim"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for ours, theirs, limit in CLAIMS:
+        ratio, low, high = costs.ratio(ours, theirs)
+        verdict = "[bold green]HOLDS[/]" if high <= limit else "[bold red]FAILS[/]"
+        undecided = " (limit inside)" if low <= limit < high else ""
+        table.add_row(ours, theirs, f"{ratio:.2f}", f"{low:.2f} … {high:.2f}", f"{limit:.1f}", verdict + undecided)
+    return table
+
+
+def _break_even_table(costs: Costs) -> Table:
+    table = Table(
+        title="Break-even: a hook shortens the step on links slower than",
+        caption="estimate: arithmetic measured here, bytes counted; no overlap, no latency",
+        box=box.SIMPLE_HEAD,
+    )
+    table.add_column("hook")
+    for baseline in BASELINES:
+        table.add_column(f"against {baseline}", justify="right")
+    for label in costs.runs:
+        if label not in ("noop", "allreduce") and not label.startswith("torch"):
+            table.add_row(label, *(bandwidth(costs.break_even(label, baseline)) for baseline in BASELINES))
+    return table
+
+
+def bandwidth(bits: float | None) -> str:
+    """Bits per second, for people."""
+    if bits is None:
+        return "never"
+    if bits == float("inf"):
+        return "any"
+    return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.0f} Mbit/s"
+
+
+def write(results: list[dict[str, Any]], console: Console, out: Path) -> None:
+    """Leave ``bench.json`` (raw times and the claims) and ``bench.txt`` (what was printed) in ``out``."""
+    for result in results:
+        costs = Costs(result)
+        result["claims"] = [
+            dict(zip(("ours", "theirs", "limit", "ratio", "low", "high"), (*claim, *costs.ratio(*claim[:2])), strict=True))
+            for claim in CLAIMS
+        ]
+    (out / "bench.json").write_text(json.dumps({"machine": machine(), "results": results}, indent=1))
+    (out / "bench.txt").write_text(console.export_text(clear=False))
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers depend on."""
+    model = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+        model = found[1] if found else model
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    return {"cpu": model, "cores": os.cpu_count(), "gpu": gpu, "system": platform.system(), **versions}
+
+
+def shareable(words: list[str]) -> list[str]:
+    """The command line without folders of this machine."""
+    return [word for i, word in enumerate(words) if word != "--out" and (i == 0 or words[i - 1] != "--out")]
+
+
+def record(name: str, command: str, console: Console) -> Path:
+    """Keep what was printed as ``docs/measured/NAME-DATE.md``."""
+    MEASURED.mkdir(exist_ok=True)
+    path = MEASURED / f"{name}-{date.today().isoformat()}.md"
+    about = "\n".join(f"- {key}: {value}" for key, value in machine().items())
+    raw = "\n".join(line.rstrip() for line in console.export_text(clear=False).splitlines())
+    path.write_text(f"# {name}, {date.today().isoformat()}\n\n    {command}\n\n{about}\n\n```text\n{raw}\n```\n")
+    return path.relative_to(MEASURED.parent.parent)

@@ -1,0 +1,196 @@
+"""A small network of one's own: N Linux network namespaces on one bridge, every uplink as slow as asked.
+
+    with Network(world=2, rate="200mbit") as net:
+        print(net.verify())  # bits per second of a real transfer
+        launch(worker, 2, enter=net.enter)  # rank r runs inside namespace r
+        print(net.sent(0))  # what left rank 0, as its interface counts it
+
+Inside, every rank has an interface ``IFACE`` (Gloo is told to use it) with a token bucket filter on what it sends, as a
+network card of that speed would have. Needs root and iproute2: `why_not` gives the reason where it cannot be had.
+"""
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+IFACE = "ch0"
+CLONE_NEWNET = 0x40000000  # linux/sched.h
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+T = TypeVar("T")
+
+
+class Unavailable(RuntimeError):
+    """This machine or this user cannot make network namespaces; the message says why."""
+
+
+def parse_rate(rate: str) -> float:
+    """``"200mbit"`` to bits per second. Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate.strip().lower())
+    if match is None:
+        raise ValueError(f"{rate!r} is not a rate; legal is a number and kbit, mbit or gbit, as in 200mbit")
+    return float(match[1]) * UNITS[match[2]]
+
+
+def why_not() -> str:
+    """The reason why there can be no network namespaces here, or an empty string."""
+    if sys.platform != "linux":
+        return f"network namespaces are a Linux feature, this is {sys.platform}"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found: install iproute2"
+    probe = f"chprobe{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "del", probe], capture_output=True)
+    return f"this kernel or container refuses them: {made.stderr.strip()}" if made.returncode else ""
+
+
+class Network:
+    """``world`` namespaces joined by a bridge in a further one; ``rate`` shapes what each rank sends."""
+
+    def __init__(self, world: int, rate: str | None = None) -> None:
+        self.bits = parse_rate(rate) if rate else None
+        self.rate = rate
+        self.names = [f"ch{os.getpid()}r{rank}" for rank in range(world)]
+        self.hub = f"ch{os.getpid()}hub"
+
+    def __enter__(self) -> Self:
+        reason = why_not()
+        if reason:
+            raise Unavailable(reason)
+        try:
+            self._build()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    @property
+    def enter(self) -> "Enter":
+        """What a spawned rank calls first; it can be pickled."""
+        return Enter(self.names)
+
+    def address(self, rank: int) -> str:
+        """The rank's IPv4 address."""
+        return f"10.77.0.{rank + 1}"
+
+    def sent(self, rank: int) -> int:
+        """Bytes that left the rank's interface so far, link-layer headers included."""
+        shown = _ip("-n", self.names[rank], "-j", "-s", "link", "show", "dev", IFACE)
+        return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
+
+    def verify(self, seconds: float = 1.0) -> float:
+        """Send for about ``seconds`` from rank 0 to rank 1; the bits per second that arrived.
+
+        Headers take a twentieth. Raises RuntimeError when a shaped link is not within 15 % of its rate.
+        """
+        size = int((self.bits or 2e9) / 8 * seconds)
+        got = self._transfer(size)
+        if self.bits is not None and not 0.85 * self.bits <= got <= 1.05 * self.bits:
+            raise RuntimeError(f"the link is not what was asked for: {self.rate}, but {got / 1e6:.0f} Mbit/s arrived")
+        return got
+
+    def _transfer(self, size: int) -> float:
+        server = within(self.names[1], lambda: socket.create_server((self.address(1), 0)))
+        client = within(self.names[0], lambda: socket.create_connection(server.getsockname(), timeout=10))
+        connection, _ = server.accept()
+        sender = threading.Thread(target=_send, args=(client, size))
+        with server, client, connection:
+            sender.start()
+            arrived, buffer, start = 0, bytearray(1 << 20), time.perf_counter()
+            while arrived < size:
+                arrived += connection.recv_into(buffer)
+            elapsed = time.perf_counter() - start
+            sender.join()
+        return arrived * 8 / elapsed
+
+    def _build(self) -> None:
+        _ip("netns", "add", self.hub)
+        _ip("-n", self.hub, "link", "add", "br0", "type", "bridge")
+        _ip("-n", self.hub, "link", "set", "br0", "up")
+        for rank, name in enumerate(self.names):
+            _ip("netns", "add", name)
+            peer = ["peer", "name", f"p{rank}", "netns", self.hub]
+            _ip("-n", name, "link", "add", IFACE, "type", "veth", *peer)
+            _ip("-n", self.hub, "link", "set", f"p{rank}", "master", "br0", "up")
+            _ip("-n", name, "address", "add", f"{self.address(rank)}/24", "dev", IFACE)
+            _ip("-n", name, "link", "set", "lo", "up")
+            _ip("-n", name, "link", "set", IFACE, "up")
+            if self.rate:
+                shape = ["tbf", "rate", self.rate, "burst", "128kb", "latency", "50ms"]
+                _command("tc", "-n", name, "qdisc", "add", "dev", IFACE, "root", *shape)
+
+    def _remove(self) -> None:
+        for name in [*self.names, self.hub]:  # takes the interfaces along
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+class Enter:
+    """``Enter(names)(rank)`` moves the calling thread, and the threads it will start, into namespace ``rank``."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+
+    def __call__(self, rank: int) -> None:
+        _setns(self.names[rank])
+        os.environ["GLOO_SOCKET_IFNAME"] = IFACE
+
+
+def within(name: str, make: Callable[[], T]) -> T:
+    """Call ``make`` inside a namespace, from a thread of its own; a socket made there stays there."""
+    made: list[Any] = []
+
+    def body() -> None:
+        try:
+            _setns(name)
+            made.append(make())
+        except BaseException as error:
+            made.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    if isinstance(made[0], BaseException):
+        raise made[0]
+    result: T = made[0]
+    return result
+
+
+def _setns(name: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)  # os.setns exists from Python 3.12 only
+    with open(f"/run/netns/{name}") as namespace:
+        if libc.setns(namespace.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
+
+
+def _send(client: socket.socket, size: int) -> None:
+    block = memoryview(bytes(1 << 20))
+    while size > 0:
+        size -= client.send(block[: min(size, len(block))])
+
+
+def _ip(*words: str) -> str:
+    return _command("ip", *words)
+
+
+def _command(*words: str) -> str:
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)!r} failed: {done.stderr.strip()}")
+    return done.stdout

@@ -1,0 +1,179 @@
+"""The main job: a small GPT on real text, one run per hook, side by side.
+
+    python docs/examples/demo.py --hooks bf16_compress "powersgd(rank=4)" --steps 200 --nproc 2 --out demo-out
+    torchrun --nproc_per_node=2 docs/examples/demo.py --hooks bf16_compress
+
+Every hook trains its own copy of the model: equal weights at the start, equal data at every step. Beside them runs
+``noop``, which communicates nothing: a hook's communication is its median step less the median ``noop`` step of the
+same run. At the end: a table, ``results.json``, ``loss.png``.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import demo_report
+import gpt
+import launch
+import text
+import torch
+import torch.distributed as dist
+import training
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+import commhooks
+
+DEFAULT_HOOKS = ["allreduce", "bf16_compress", "powersgd(rank=4)", "bf16_wrapper(powersgd(rank=4))"]
+NOOP_EVERY = 2  # the time reference needs a good median, not a step for every step
+EXACT = ("allreduce", "noop")  # hooks that may leave the gradient uncompressed
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line; the defaults end within three minutes on two cores."""
+    parser = argparse.ArgumentParser(
+        description="Train a small GPT on real text, once per communication hook, and compare.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--hooks", nargs="+", default=DEFAULT_HOOKS, metavar="EXPR", help="hook expressions")
+    parser.add_argument("--steps", type=int, default=180, help="training steps for every hook")
+    parser.add_argument("--nproc", type=int, default=2, help="ranks to start (torchrun's own number holds there)")
+    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for results.json and loss.png")
+    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate of AdamW")
+    parser.add_argument("--batch", type=int, default=8, help="windows per rank and step")
+    parser.add_argument("--context", type=int, default=64, help="characters per window")
+    parser.add_argument("--width", type=int, default=256, help="width of the model")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the model")
+    parser.add_argument("--bucket-cap-mb", type=float, default=4.0, help="DDP's bucket size: several buckets")
+    parser.add_argument("--seed", type=int, default=0, help="weights and data")
+    args = parser.parse_args(argv)
+    if args.steps < 4 or args.nproc < 1 or args.batch < 1 or args.width % 32:
+        parser.error("legal are --steps >= 4, --nproc >= 1, --batch >= 1, and a --width that 32 divides")
+    args.hooks = [hook for hook in dict.fromkeys(args.hooks) if hook != "noop"]  # noop runs anyway
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Check the hooks' names, then start the ranks; the exit code is 2 for a wrong name, 1 for a failed rank."""
+    args = parse(argv)
+    try:
+        for expr in [*args.hooks, "noop"]:
+            commhooks.create(expr)
+    except commhooks.CommHooksError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if launch.under_torchrun():
+        launch.run_here(worker, args)
+        return 0
+    try:
+        launch.launch(worker, args.nproc, args)
+    except launch.WorkerFailed as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def worker(rank: int, world: int, device: torch.device, args: argparse.Namespace) -> None:
+    """What every rank does: train all runs in turns; rank 0 reports."""
+    data = text.load()
+    runs = [_start(expr, data.vocab, device, args) for expr in [*args.hooks, "noop"]]
+    batches = text.Batches(data.train, args.batch, args.context, rank, args.seed)
+    held_out = tuple(t.to(device) for t in text.validation(data.val, args.context, windows=128))
+    with _progress(args, rank) as advance:
+        for step in range(args.steps):
+            x, y = (t.to(device) for t in batches[step])
+            for run in runs[step % len(runs) :] + runs[: step % len(runs)]:  # nobody always follows the same model
+                if run.expr != "noop" or step % NOOP_EVERY == 0:
+                    _train(run, x, y, step, args)
+            if (step + 1) % max(1, args.steps // 10) == 0 or step + 1 == args.steps:
+                for run in runs[:-1]:
+                    run.val.append((step + 1, training.evaluate(run, *held_out, rank, world, args.batch)))
+            advance(runs)
+    _check_compressed(runs)
+    seconds = training.slowest(runs, device)
+    if rank == 0:
+        results = _results(runs, seconds, world, device, args)
+        demo_report.write(results, args.out)
+        console = Console(width=None if sys.stdout.isatty() else 100)  # rich takes a pipe to be 80 wide
+        console.print(demo_report.table(results), demo_report.remarks(results, args.out), sep="\n")
+
+
+def _start(expr: str, vocab: int, device: torch.device, args: argparse.Namespace) -> training.Run:
+    torch.manual_seed(args.seed)  # equal weights for every hook
+    net = gpt.GPT(vocab, args.context, args.width, args.layers, heads=args.width // 32)
+    model = training.wrap(net, device, args.bucket_cap_mb)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
+    return training.attach(training.Run(expr, model, optimizer))
+
+
+def _train(run: training.Run, x: torch.Tensor, y: torch.Tensor, step: int, args: argparse.Namespace) -> None:
+    """One step at the scheduled learning rate, and its record."""
+    warm = min(1.0, (step + 1) / max(1, args.steps // 10))
+    cosine = 0.55 + 0.45 * math.cos(math.pi * step / args.steps)  # down to a tenth
+    for group in run.optimizer.param_groups:
+        group["lr"] = args.lr * warm * cosine
+    loss = training.timed_step(run, x, y)
+    dist.all_reduce(loss)
+    run.losses.append(loss.item() / dist.get_world_size())
+    run.wire.append(run.handle.stats()["wire_bytes"])
+
+
+def _check_compressed(runs: list[training.Run]) -> None:
+    """A comparison with a hook that never compressed would be a comparison of nothing."""
+    for run in runs:
+        if run.expr not in EXACT and run.handle.stats()["compressed_steps"] == 0:
+            raise RuntimeError(f"{run.expr} compressed none of its {len(run.losses)} steps: lower its start_iter")
+
+
+def _results(
+    runs: list[training.Run], seconds: list[list[float]], world: int, device: torch.device, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Everything recorded, as plain values."""
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    return {
+        "settings": settings | {"nproc": world, "device": device.type, "torch": torch.__version__},
+        "parameters": gpt.count_parameters(runs[0].model),
+        "hooks": [
+            {
+                "hook": run.expr,
+                "step_seconds": times,
+                "train_loss": run.losses,
+                "wire_bytes": run.wire,
+                "val_loss": run.val,
+                "stats": run.handle.stats(),
+            }
+            for run, times in zip(runs, seconds, strict=True)
+        ],
+    }
+
+
+@contextmanager
+def _progress(args: argparse.Namespace, rank: int) -> Iterator[Any]:
+    """A bar on rank 0 that redraws between steps only: a drawing thread would take time from the steps."""
+    bar = Progress(
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        auto_refresh=False,
+        disable=rank != 0,
+    )
+    task = bar.add_task(f"{len(args.hooks)} hooks side by side", total=args.steps, loss="-")
+
+    def advance(runs: list[training.Run]) -> None:
+        newest = [run.losses[-1] for run in runs[:-1]]
+        shown = f"{min(newest):.2f} … {max(newest):.2f}" if newest else "-"
+        bar.update(task, advance=1, loss=shown, refresh=True)
+
+    with bar:
+        yield advance
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""Every chore of this repository: `nox -l` lists them, `nox -s tests` is what the README and CI run.
+
+`install` below is the only installer. It gives pip the constraints file (the CPU build of torch; another one by
+`COMMHOOKS_CONSTRAINTS=FILE`, none by an empty value; left out for nccl) and the local paths of a package and of what it
+depends on. It never sets `PIP_FIND_LINKS` or `PIP_NO_INDEX`: that would replace this machine's own and pull in the
+CUDA build.
+"""
+
+import os
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import nox
+import tomllib
+
+nox.needs_version = ">=2024.4.15"
+nox.options.default_venv_backend = "venv"
+nox.options.sessions = ["tests"]
+nox.options.reuse_existing_virtualenvs = True
+
+ROOT = Path(__file__).parent
+TEST_TOOLS = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6", "numpy>=1.26", "hatchling>=1.25"]
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # two ranks on two cores, not two times two threads
+
+
+def projects() -> dict[str, Path]:
+    """Every distribution of this repository, what it depends on first."""
+    found = {}
+    for path in sorted([*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")]):
+        found[tomllib.loads(path.read_text())["project"]["name"]] = path.parent
+    return found
+
+
+PROJECTS = projects()
+PACKAGES = [name for name, folder in PROJECTS.items() if folder.parent.name == "packages"]
+
+
+def with_dependencies(name: str) -> list[str]:
+    """The local packages that `name` needs, itself last."""
+    project = tomllib.loads((PROJECTS[name] / "pyproject.toml").read_text())["project"]
+    needed: list[str] = []
+    for requirement in project["dependencies"]:
+        local = next((each for each in PROJECTS if requirement.startswith((f"{each}>", f"{each}[", f"{each} "))), None)
+        needed += with_dependencies(local) if local else []
+    return [*dict.fromkeys(needed), name]
+
+
+def install(session: nox.Session, *names: str, tools: tuple[str, ...] | list[str] = (), backend: str = "gloo") -> None:
+    """Install local packages with all they need, and tools."""
+    default = "" if backend == "nccl" else str(ROOT / "constraints" / "cpu.txt")
+    constraints = os.environ.get("COMMHOOKS_CONSTRAINTS", default)
+    paths = dict.fromkeys(str(PROJECTS[each]) for name in names for each in with_dependencies(name))
+    session.install(*(["-c", constraints] if constraints else []), *paths, *tools)
+
+
+def gpu() -> str:
+    """Why there is no NVIDIA GPU to test on; empty if there is one."""
+    if shutil.which("nvidia-smi") is None:
+        return "no NVIDIA GPU here: nvidia-smi is not installed"
+    return "" if os.system("nvidia-smi -L > /dev/null 2>&1") == 0 else "no NVIDIA GPU here: nvidia-smi lists none"
+
+
+def chosen_paths(session: nox.Session) -> bool:
+    """Whether the caller named files to test after `--`."""
+    return any(not word.startswith("-") and (ROOT / word.split("::")[0]).exists() for word in session.posargs)
+
+
+def pytest(session: nox.Session, *arguments: str, names: Iterable[str] = ()) -> None:
+    """Run pytest: the docstring examples of the installed packages, their tests, and those of the repository.
+
+    Paths among the arguments after `--` replace all of that. The examples are collected from the installed packages
+    (`--pyargs`), because the same file imported from the source tree would be a second module.
+    """
+    chosen = chosen_paths(session)
+    imports = ["commhooks" if name == "ch-core" else name.replace("-", "_") for name in names]
+    folders = [PROJECTS[name] / "tests" for name in names]
+    where = [*imports, *(str(folder) for folder in folders if folder.is_dir())] if not chosen else []
+    doctests = ["--doctest-modules", "--pyargs"] if where else []
+    session.run(
+        "python",
+        "-m",
+        "pytest",
+        "-c",
+        "pyproject.toml",
+        "--rootdir",
+        ".",
+        *doctests,
+        *where,
+        *arguments,
+        *session.posargs,
+        env=ONE_THREAD,
+    )
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """All packages in one environment, all tests short of soak: what CI and the README run."""
+    install(session, *PROJECTS, tools=[*TEST_TOOLS, "matplotlib>=3.8"])
+    pytest(session, *([] if chosen_paths(session) else ["tests"]), "-m", "not soak and not nccl", names=PROJECTS)
+
+
+def package_tests(name: str) -> None:
+    """Define `tests-NAME(gloo)` and `tests-NAME(nccl)`."""
+
+    @nox.session(name=f"tests-{name}", tags=["packages"])
+    @nox.parametrize(
+        "backend", [nox.param("gloo", id="gloo", tags=["gloo"]), nox.param("nccl", id="nccl", tags=["nccl"])]
+    )
+    def run(session: nox.Session, backend: str) -> None:
+        """One package with its declared dependencies only, on one backend."""
+        if backend == "nccl" and (reason := gpu()):
+            session.skip(reason)
+        if session.virtualenv.is_sandboxed:  # nox --no-venv: a GPU machine without a network, everything is there
+            install(session, name, tools=TEST_TOOLS, backend=backend)
+        if backend == "nccl":
+            tests_of = str(PROJECTS[name] / "tests")
+            ok = [0, 5]  # 5: this package has no test that needs a GPU
+            session.run("python", "-m", "pytest", tests_of, "-m", "nccl", *session.posargs, success_codes=ok)
+        else:
+            pytest(session, "-m", "not nccl and not soak", names=[name])
+
+
+for each in PROJECTS:
+    package_tests(each)
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """The long matrices: hooks × world sizes × buckets, many times. `-- --count N` is passed on."""
+    install(session, *PROJECTS, tools=TEST_TOOLS)
+    session.run("python", "-m", "pytest", "-m", "soak", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def faults(session: nox.Session) -> None:
+    """Kills, hangs, cut links, mismatched ranks."""
+    install(session, *PROJECTS, tools=TEST_TOOLS)
+    session.run("python", "-m", "pytest", "-m", "faults", *session.posargs, env=ONE_THREAD, success_codes=[0, 5])
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Ruff over everything."""
+    session.install("ruff>=0.12")
+    session.run("ruff", "check", *(session.posargs or ["."]))
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """`mypy --strict`, package by package."""
+    install(session, *PROJECTS, tools=["mypy>=1.15"])
+    for folder in PROJECTS.values():
+        session.run("mypy", *session.posargs, str(folder / "src"))
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Wheels into dist/, each with exactly one top-level package."""
+    session.install("build>=1.2", "hatchling>=1.25")
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    for folder in PROJECTS.values():
+        session.run("python", "-m", "build", "--wheel", "--outdir", "dist", str(folder), *session.posargs)
+    for wheel in sorted((ROOT / "dist").glob("*.whl")):
+        tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+        packages = {top for top in tops if not top.endswith(".dist-info")}
+        if len(packages) != 1:
+            session.error(f"{wheel.name} must hold one top-level package, it holds {sorted(packages)}")
+        session.log(f"{wheel.name}: {packages.pop()}")
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Train a small GPT on real text over two gloo processes, once per hook. `-- --help` shows the flags."""
+    install(session, *PROJECTS, tools=["matplotlib>=3.8", "tqdm>=4.66"])
+    session.run("python", "docs/examples/demo.py", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Hook cost beside PyTorch's, interleaved step by step. `-- --link 1gbit` shapes a link (needs root)."""
+    install(session, *PROJECTS, tools=["matplotlib>=3.8"])
+    session.run("python", "docs/benchmarks/bench.py", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation into docs/_build/html, warnings as errors; reads the sources without importing torch."""
+    session.install("sphinx>=8", "myst-parser>=4", "furo", "sphinx-autoapi>=3.4")
+    with tempfile.TemporaryDirectory() as doctrees:
+        session.run(
+            "sphinx-build", "-W", "-q", "-b", "html", "-d", doctrees, "docs", "docs/_build/html", *session.posargs
+        )

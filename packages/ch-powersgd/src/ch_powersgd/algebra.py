@@ -1,0 +1,191 @@
+"""The linear algebra of PowerSGD: where P and Q lie, and how their columns are made orthonormal.
+
+Factors are stored as rows: the P of a ``rows x cols`` matrix is ``(rank, rows)``, its Q ``(rank, cols)``. Skinny
+products are two to three times faster that way round, and a factor's columns are contiguous. All P's of a bucket lie
+in one flat tensor (all Q's in another), sorted so that factors of one size are neighbours and are treated as one
+batch.
+
+Orthonormalising is Cholesky-QR, twice: X <- L^-1 X with L L^T = X X^T, the first time with the columns scaled to
+length one and the Gram matrix in fp64, because squaring squares the condition number. Nothing branches on numbers:
+a column that depends on the ones before it, to the precision of fp32, is zeroed or replaced, and NaN stays NaN.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from commhooks.bucket import ParamLayout
+
+# Of a column of length one, in units of squared length: what fp64 rounding may leave of a dependent column, and the
+# part below which an fp32 column holds nothing but rounding (four parts in a million of its length).
+_SHIFT = 1e-13
+_DEPENDENT = 1.6e-11
+# Lengths below 1e-30 count as zero, so that what they are multiplied with stays within fp32.
+_NOTHING = 1e-60
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """``count`` matrices ``(rows, cols)`` that are multiplied at once, and the parameters that fill them.
+
+    The gradients of ``params`` lie one after another in the stack's ``count * rows * cols`` elements; what they leave
+    is padding, and zero.
+
+    Attributes:
+        keys: one state key per matrix, for its Q.
+        rank: columns of P and Q.
+    """
+
+    keys: tuple[str, ...]
+    params: tuple[ParamLayout, ...]
+    rows: int
+    cols: int
+    rank: int
+
+    @property
+    def count(self) -> int:
+        return len(self.keys)
+
+    @property
+    def numel(self) -> int:
+        return self.count * self.rows * self.cols
+
+    @property
+    def filled(self) -> int:
+        """Elements that parameters fill; the others are padding."""
+        return sum(p.numel for p in self.params)
+
+    @property
+    def direct(self) -> bool:
+        """Whether one parameter is the whole stack, so that nothing has to be gathered."""
+        return len(self.params) == 1 and self.filled == self.numel
+
+
+class Factor:
+    """Where the P (or Q) of each stack lies in one flat tensor.
+
+    Args:
+        sizes: per stack ``(count, rank, length)``.
+
+    Example:
+        >>> f = Factor([(1, 2, 5), (1, 2, 3), (2, 2, 5)])
+        >>> f.numel
+        36
+        >>> import torch
+        >>> [tuple(v.shape) for v in f.views(torch.zeros(36))]
+        [(1, 2, 5), (1, 2, 3), (2, 2, 5)]
+        >>> [tuple(v.shape) for v in f.runs(torch.zeros(36))]  # equal sizes side by side
+        [(1, 2, 3), (3, 2, 5)]
+    """
+
+    def __init__(self, sizes: Sequence[tuple[int, int, int]]) -> None:
+        self._order = sorted(range(len(sizes)), key=lambda i: sizes[i][1:])
+        self._sizes = [sizes[i] for i in self._order]
+        self._lengths = [math.prod(size) for size in self._sizes]
+        self._place = {stack: place for place, stack in enumerate(self._order)}
+        self._runs = [
+            (sum(size[0] for size in same), *shape) for shape, same in groupby(self._sizes, key=lambda size: size[1:])
+        ]
+        self.numel = sum(self._lengths)
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Per stack, in the order given: ``(count, rank, length)``."""
+        parts = flat.split(self._lengths)
+        return [parts[self._place[i]].view(self._sizes[self._place[i]]) for i in range(len(parts))]
+
+    def runs(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Neighbours of one size as one batch: ``(matrices, rank, length)``, in ascending rank."""
+        parts = flat.split([math.prod(run) for run in self._runs])
+        return [part.view(run) for part, run in zip(parts, self._runs, strict=True)]
+
+    def orthonormalise(
+        self, flat: torch.Tensor, spare: torch.Tensor, noise: torch.Tensor | None = None, epsilon: float = 0.0
+    ) -> None:
+        """Make the columns of every factor in ``flat`` orthonormal, in place; see :func:`orthonormalise`."""
+        columns = [self.runs(t) if t is not None else None for t in (flat, spare, noise)]
+        start = 0
+        for _, same in groupby(self._runs, key=lambda run: run[1]):
+            stop = start + len(list(same))
+            x, y, z = (c[start:stop] if c is not None else None for c in columns)
+            assert x is not None and y is not None  # noqa: S101 - for the type checker
+            orthonormalise(x, y, z, epsilon)
+            start = stop
+
+
+def orthonormalise(
+    x: list[torch.Tensor], spare: list[torch.Tensor], noise: list[torch.Tensor] | None = None, epsilon: float = 0.0
+) -> None:
+    """Make the columns of many factors of one rank orthonormal, in place, for the same span.
+
+    Args:
+        x: batches ``(matrices, rank, length)``, the columns being the rows of the last two dimensions; fp32 or fp64.
+        spare: as ``x``, to work in.
+        noise: as ``x``, columns of length one that take the place of dependent ones. Without it those become zero.
+        epsilon: added to each column's length before it divides: columns much shorter than this are damped.
+
+    Example:
+        >>> x = torch.tensor([[[3.0, 0.0, 4.0], [0.0, 2.0, 0.0], [3.0, 2.0, 4.0]]])  # the third is the sum
+        >>> orthonormalise([x], [torch.empty_like(x)])
+        >>> (x @ x.mT).round(decimals=4)[0]
+        tensor([[1., 0., 0.],
+                [0., 1., 0.],
+                [0., 0., 0.]])
+    """
+    whiten, length, dependent = _whitening(_gram(x))
+    whiten = whiten.masked_fill(dependent.unsqueeze(-1), 0.0).to(x[0].dtype)
+    _apply(whiten, x, spare)
+    if noise is not None:
+        gap = dependent.unsqueeze(-1).to(x[0].dtype).split([v.shape[0] for v in x])
+        for columns, where, fresh in zip(spare, gap, noise, strict=True):
+            columns.addcmul_(where, fresh)
+    whiten, _, _ = _whitening(_gram(spare))
+    if epsilon:
+        whiten = whiten * (length / (length + epsilon)).unsqueeze(-1)
+    _apply(whiten.to(x[0].dtype), spare, x)
+
+
+def _gram(x: list[torch.Tensor]) -> torch.Tensor:
+    """Products of all columns with each other, ``(all matrices, rank, rank)`` fp64."""
+    wide = [v.double() for v in x]
+    grams = [torch.bmm(v, v.mT) for v in wide]
+    return torch.cat(grams) if len(grams) > 1 else grams[0]
+
+
+def _whitening(gram: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(T, length, dependent)``: ``T X`` has orthonormal columns if X's Gram matrix is ``gram``.
+
+    ``length`` ``(matrices, rank)`` is what is left of a column after subtracting its projection on those before it,
+    ``dependent`` whether that is nothing but rounding.
+    """
+    square = gram.diagonal(dim1=-2, dim2=-1)  # (matrices, rank)
+    scale = square.clamp_min(_NOTHING).rsqrt()
+    unit = gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)
+    unit.diagonal(dim1=-2, dim2=-1).add_(_SHIFT * gram.shape[-1])
+    lower, _ = torch.linalg.cholesky_ex(unit)
+    pivot = lower.diagonal(dim1=-2, dim2=-1)
+    whiten = torch.linalg.solve_triangular(lower, torch.diag_embed(scale), upper=False)
+    return whiten, pivot / scale, pivot.square() <= _DEPENDENT * gram.shape[-1]
+
+
+def _apply(whiten: torch.Tensor, x: list[torch.Tensor], out: list[torch.Tensor]) -> None:
+    for t, source, target in zip(whiten.split([v.shape[0] for v in x]), x, out, strict=True):
+        torch.bmm(t, source, out=target)
+
+
+def gaussian(seed: int, key: str, step: int, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """Random columns ``(rank, length)``, each of length one: the same on all ranks, whatever bucket they are in.
+
+    >>> cpu = torch.device("cpu")
+    >>> torch.equal(gaussian(0, "w", 0, (2, 3), cpu), gaussian(0, "w", 0, (2, 3), cpu))
+    True
+    """
+    if device.type == "meta":
+        return torch.empty(shape, device=device)
+    digest = hashlib.blake2b(f"{seed}/{step}/{key}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    columns = torch.randn(shape, generator=generator)
+    return torch.nn.functional.normalize(columns, dim=-1).to(device)

@@ -1,0 +1,341 @@
+"""PowerSGD: gradients as products of two thin matrices (Vogels, Karimireddy, Jaggi, NeurIPS 2019).
+
+For every gradient matrix G of rank i, with residual e and Q kept from the step before::
+
+    D   = G + e                  what is to be sent
+    P   = D orth(Q)              all-reduced (mean)
+    Q_i = D^T orth(P)            all-reduced (mean) to Q
+    G  <- orth(P) Q^T            the averaged gradient, the same on all ranks
+    e  <- D - orth(P) Q_i^T      what this rank did not get across
+
+On the wire: one fp32 tensor of all P's, ``rank * rows`` elements each, and one of all Q's, ``rank * cols`` each; the
+parameters that are not compressed travel beside the P's.
+
+Two things differ from the paper's code. Q is orthonormalised before it is used, so that P has the unit of the
+gradient and survives a 16-bit wire. The residual is the rank's own, and is counted after rounding on the wire, so
+that input = sent + residual holds exactly; ``residual="averaged"`` subtracts what all ranks sent together, as
+PyTorch's hook does.
+"""
+
+from collections.abc import Hashable, Iterator
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from ch_powersgd.algebra import Factor, Stack, gaussian
+from ch_powersgd.validation import at_least, flag, one_of, positive, whole
+from commhooks.bucket import Bucket, BucketLayout, ParamLayout
+from commhooks.combine import plain
+from commhooks.reduction import Reduction, Stages, StepContext
+from commhooks.requests import AllReduce
+
+
+class PowerSGD(Reduction):
+    """Rank-``rank`` approximation of each gradient matrix, with error feedback and warm start.
+
+    Args:
+        rank: columns of P and Q; capped by the matrix.
+        start_iter: committed steps of plain averaging before the first compressed one.
+        min_compression_rate: a matrix ``(n, m)`` is compressed if ``(n + m) * rank * rate < n * m``.
+        residual: ``"local"`` (what this rank did not send) or ``"averaged"`` (PyTorch's: D minus the average).
+        error_feedback: add the residual to the next gradient.
+        warm_start: go on from the last Q; without it Q is drawn anew at every step.
+        epsilon: added to the length of P's columns before they are normalised, in the unit of the gradient.
+        seed: of the first Q, and of what replaces columns that a zero or rank-deficient gradient left empty.
+        batch: multiply matrices of one shape in one call. They have to be gathered for it, so it pays only where
+            launching kernels is what costs: many small layers on a GPU.
+
+    Raises:
+        HookConfigError: a value out of range.
+
+    State per parameter: ``residual`` ``(rows, cols)`` fp32 (fp64 for fp64 gradients), ``q`` ``(rank, cols)``. Results
+    do not depend on which bucket a parameter is in.
+
+    Example:
+        >>> import torch
+        >>> from commhooks.simulate import simulate
+        >>> def two_steps(rank):
+        ...     engine = rank.engine(PowerSGD(rank=1))
+        ...     for _ in range(2):
+        ...         bucket = Bucket.from_tensors({"w": torch.outer(torch.arange(8.0), torch.ones(16))})
+        ...         engine.submit(bucket)
+        ...         engine.finish()
+        ...     return bucket.view("w")
+        >>> torch.allclose(simulate(2, two_steps)[1], torch.outer(torch.arange(8.0), torch.ones(16)), atol=1e-5)
+        True
+    """
+
+    name = "powersgd"
+    granularity = "tensor"
+    collectives = frozenset({"all_reduce"})
+    lossy = True
+    fields: ClassVar[dict[str, Literal["local", "shared"]]] = {"residual": "local", "q": "shared"}
+
+    def __init__(
+        self,
+        rank: int = 1,
+        start_iter: int = 0,
+        min_compression_rate: float = 2,
+        residual: Literal["local", "averaged"] = "local",
+        error_feedback: bool = True,
+        warm_start: bool = True,
+        epsilon: float = 0.0,
+        seed: int = 0,
+        batch: bool = False,
+    ) -> None:
+        self.rank = whole("rank", rank, 1)
+        self.start_iter = whole("start_iter", start_iter, 0)
+        self.min_compression_rate = positive("min_compression_rate", min_compression_rate)
+        self.residual = one_of("residual", residual, ("local", "averaged"))
+        self.error_feedback = flag("error_feedback", error_feedback)
+        self.warm_start = flag("warm_start", warm_start)
+        self.epsilon = at_least("epsilon", epsilon, 0)
+        self.seed = whole("seed", seed, 0)
+        self.batch = flag("batch", batch)
+        self._shapes: dict[BucketLayout, Shapes] = {}
+
+    def config(self) -> dict[str, Any]:
+        names = ("rank", "start_iter", "min_compression_rate", "residual", "error_feedback", "warm_start")
+        return {name: getattr(self, name) for name in (*names, "epsilon", "seed", "batch")}
+
+    # -- what is compressed
+
+    def phase(self, step: int) -> Hashable:
+        return step >= self.start_iter
+
+    def route(self, param: ParamLayout, step: int) -> str | None:
+        if step < self.start_iter:
+            return f"warm-up until step {self.start_iter}"
+        if len(param.shape) < 2:
+            return "0-d" if not param.shape else "1-D"
+        return self.not_worth(*param.matrix_shape)
+
+    def not_worth(self, n: int, m: int) -> str | None:
+        """Why a matrix ``(n, m)`` is too small to be compressed, or ``None``."""
+        rank = min(n, m, self.rank)
+        if (n + m) * rank * self.min_compression_rate < n * m:
+            return None
+        return f"({n}+{m})*{rank}*{self.min_compression_rate:g} >= {n}*{m}"
+
+    def stacks(self, layout: BucketLayout) -> list[Stack]:
+        """The matrices of a bucket: one per parameter, those of one shape together if ``batch`` is set."""
+        together: dict[object, list[ParamLayout]] = {}
+        for p in layout.params:
+            together.setdefault(p.matrix_shape if self.batch else p.name, []).append(p)
+        return [self._stack(tuple(p.name for p in same), same) for same in together.values()]
+
+    def _stack(self, keys: tuple[str, ...], params: list[ParamLayout]) -> Stack:
+        rows, cols = params[0].matrix_shape
+        return Stack(keys, tuple(params), rows, cols, min(rows, cols, self.rank))
+
+    # -- the algorithm
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
+        shapes = self._shapes_of(bucket.layout)
+        work = Work(self, shapes, bucket, ctx)
+        p, q = work.flat("p", shapes.p.numel), work.flat("q", shapes.q.numel)
+        sent = work.flat("q sent", shapes.q.numel)
+        ps, qs, own = shapes.p.views(p), shapes.q.views(q), shapes.q.views(sent)
+
+        work.recall_q(qs)
+        shapes.q.orthonormalise(q, sent, noise=work.noise())
+        matrices = []
+        for number, (P, Q) in enumerate(zip(ps, qs, strict=True)):
+            D = work.gradient_and_residual(number)  # (count, rows, cols)
+            torch.bmm(Q, D.mT, out=P)  # P = D Q
+            matrices.append(D)
+        yield AllReduce(p)
+
+        shapes.p.orthonormalise(p, work.flat("p spare", shapes.p.numel), epsilon=self.epsilon)
+        for D, P, Q in zip(matrices, ps, qs, strict=True):
+            torch.bmm(P, D, out=Q)  # Q_i = D^T P
+        yield AllReduce(q, sent=sent if self.error_feedback and self.residual == "local" else None)
+
+        if self.warm_start:
+            work.remember_q(qs)
+        for number, (D, P, Q, Q_i) in enumerate(zip(matrices, ps, qs, own, strict=True)):
+            work.decode(number, P, Q)  # G = P Q^T
+            if self.error_feedback:
+                work.keep_residual(number, D, P, Q_i)  # e = D - P Q_i^T
+
+    def _shapes_of(self, layout: BucketLayout) -> "Shapes":
+        if layout not in self._shapes:
+            self._shapes[layout] = Shapes(self.stacks(layout))
+        return self._shapes[layout]
+
+
+class BatchedPowerSGD(PowerSGD):
+    """PowerSGD of a whole bucket as one near-square matrix: two products a bucket instead of two a parameter.
+
+    The bucket's gradients, biases too, are laid one after another into a matrix of ``ceil(sqrt(numel))`` columns, the
+    end padded with zeros. The matrix has no meaning, so the approximation is poorer than :class:`PowerSGD`'s, and
+    **the result depends on the buckets** (``bucket_cap_mb``). The residual is kept per parameter, Q under the name
+    of the bucket's first.
+
+    Args:
+        rank, start_iter, min_compression_rate, residual, error_feedback, warm_start, epsilon, seed: as for
+            :class:`PowerSGD`. A bucket too small for ``min_compression_rate`` is averaged plainly.
+
+    Example:
+        >>> from commhooks.reduction import StepContext
+        >>> stages = BatchedPowerSGD(rank=2).plan(BucketLayout.of_shapes({"w": (30, 30), "b": (30,)}), StepContext())
+        >>> [requests[0].numel for requests in stages]  # 930 elements as (30, 31)
+        [60, 62]
+    """
+
+    name = "batched_powersgd"
+    granularity = "bucket"
+
+    def __init__(
+        self,
+        rank: int = 1,
+        start_iter: int = 0,
+        min_compression_rate: float = 2,
+        residual: Literal["local", "averaged"] = "local",
+        error_feedback: bool = True,
+        warm_start: bool = True,
+        epsilon: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            rank, start_iter, min_compression_rate, residual, error_feedback, warm_start, epsilon, seed
+        )
+
+    def config(self) -> dict[str, Any]:
+        return {key: value for key, value in super().config().items() if key != "batch"}
+
+    def route(self, param: ParamLayout, step: int) -> str | None:
+        return f"warm-up until step {self.start_iter}" if step < self.start_iter else None
+
+    def stacks(self, layout: BucketLayout) -> list[Stack]:
+        cols = _ceil_sqrt(layout.size)
+        rows = -(-layout.size // cols)
+        return [Stack((layout.params[0].name,), layout.params, rows, cols, min(rows, cols, self.rank))]
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
+        (stack,) = self._shapes_of(bucket.layout).stacks
+        return plain(bucket) if self.not_worth(stack.rows, stack.cols) else super().run(bucket, ctx)
+
+
+def _ceil_sqrt(n: int) -> int:
+    root = int(n**0.5)
+    while root * root < n:
+        root += 1
+    return root
+
+
+class Shapes:
+    """A bucket layout as PowerSGD sees it: its stacks, and where their factors lie."""
+
+    def __init__(self, stacks: list[Stack]) -> None:
+        self.stacks = stacks
+        self.p = Factor([(s.count, s.rank, s.rows) for s in stacks])
+        self.q = Factor([(s.count, s.rank, s.cols) for s in stacks])
+        self.largest = max(s.numel for s in stacks)
+        self.noise: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+
+
+class Work:
+    """One bucket of one step: brings gradients and state to the algorithm, and its results back."""
+
+    def __init__(self, config: PowerSGD, shapes: Shapes, bucket: Bucket, ctx: StepContext) -> None:
+        self.config, self.shapes, self.bucket, self.ctx = config, shapes, bucket, ctx
+        self.dtype = torch.promote_types(bucket.dtype, torch.float32)  # of algebra and residual
+
+    def flat(self, name: str, numel: int) -> torch.Tensor:
+        return self.ctx.scratch(name, (numel,), self.dtype, self.bucket.device)
+
+    # -- Q
+
+    def recall_q(self, qs: list[torch.Tensor]) -> None:
+        """Fill Q from the last step; what there is none for (or of another rank) is drawn."""
+        config, step = self.config, 0 if self.config.warm_start else self.ctx.step
+        targets, sources = [], []
+        for stack, q in zip(self.shapes.stacks, qs, strict=True):
+            for key, target in zip(stack.keys, q.unbind(0), strict=True):
+                found = self.ctx.read(key, "q") if config.warm_start else None
+                if found is None or found.shape != target.shape:
+                    found = gaussian(config.seed, key, step, (stack.rank, stack.cols), target.device)
+                targets.append(target)
+                sources.append(found)
+        torch._foreach_copy_(targets, sources)
+
+    def remember_q(self, qs: list[torch.Tensor]) -> None:
+        targets, sources = [], []
+        for stack, q in zip(self.shapes.stacks, qs, strict=True):
+            for key, source in zip(stack.keys, q.unbind(0), strict=True):
+                targets.append(self.ctx.stage(key, "q", source.shape, self.dtype, self.bucket.device))
+                sources.append(source)
+        torch._foreach_copy_(targets, sources)
+
+    def noise(self) -> torch.Tensor:
+        """Columns for where Q has none, laid out like Q: the same at every step, so made once."""
+        place = (self.bucket.device, self.dtype)
+        if place not in self.shapes.noise:
+            noise = torch.empty(self.shapes.q.numel, dtype=self.dtype, device=self.bucket.device)
+            for stack, view in zip(self.shapes.stacks, self.shapes.q.views(noise), strict=True):
+                for key, target in zip(stack.keys, view.unbind(0), strict=True):
+                    target.copy_(gaussian(self.config.seed, key, -1, (stack.rank, stack.cols), target.device))
+            self.shapes.noise[place] = noise
+        return self.shapes.noise[place]
+
+    # -- D, G and e
+
+    def gradient_and_residual(self, number: int) -> torch.Tensor:
+        """``D = G + e`` of a stack, ``(count, rows, cols)``."""
+        stack = self.shapes.stacks[number]
+        for p, target in self._pieces(number):
+            found = self.ctx.read(p.name, "residual") if self.config.error_feedback else None
+            gradient = self.bucket.matrix(p)
+            if found is not None and found.shape == target.shape:
+                torch.add(gradient, found, out=target)
+            elif target.data_ptr() != gradient.data_ptr() or target.is_meta:
+                target.copy_(gradient)
+        whole_stack = self._buffer(number)
+        whole_stack[stack.filled :].zero_()
+        return whole_stack.view(stack.count, stack.rows, stack.cols)
+
+    def decode(self, number: int, p: torch.Tensor, q: torch.Tensor) -> None:
+        """``G = P Q^T`` into the bucket, in its dtype."""
+        stack = self.shapes.stacks[number]
+        if stack.direct and self.bucket.dtype == self.dtype:
+            torch.bmm(p.mT, q, out=self.bucket.matrix(stack.params[0]).unsqueeze(0))
+            return
+        flat = self.flat("decoded", self.shapes.largest)[: stack.numel]
+        torch.bmm(p.mT, q, out=flat.view(stack.count, stack.rows, stack.cols))
+        for param, piece in _split(stack, flat):
+            self.bucket.matrix(param).copy_(piece)
+
+    def keep_residual(self, number: int, d: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> None:
+        """``e = D - P Q_i^T``, or D minus what was decoded."""
+        stack = self.shapes.stacks[number]
+        if self.config.residual == "local":
+            d.baddbmm_(p.mT, q, alpha=-1)
+        for param, piece in _split(stack, d.view(-1)):
+            kept = piece if stack.direct else self._staged(param)
+            if self.config.residual == "averaged":
+                torch.sub(piece, self.bucket.matrix(param), out=kept)
+            elif kept is not piece:
+                kept.copy_(piece)
+
+    def _pieces(self, number: int) -> Iterator[tuple[ParamLayout, torch.Tensor]]:
+        return _split(self.shapes.stacks[number], self._buffer(number))
+
+    def _buffer(self, number: int) -> torch.Tensor:
+        """Where D lies, flat: the staged residual itself, the bucket itself, or scratch."""
+        stack = self.shapes.stacks[number]
+        if stack.direct and self.config.error_feedback:
+            return self._staged(stack.params[0]).view(-1)
+        if stack.direct and self.bucket.dtype == self.dtype:
+            return self.bucket.matrix(stack.params[0]).view(-1)
+        return self.flat(f"d {number}", stack.numel)
+
+    def _staged(self, param: ParamLayout) -> torch.Tensor:
+        return self.ctx.stage(param.name, "residual", param.matrix_shape, self.dtype, self.bucket.device)
+
+
+def _split(stack: Stack, flat: torch.Tensor) -> Iterator[tuple[ParamLayout, torch.Tensor]]:
+    """A stack's elements by parameter, each ``(outer, inner)``."""
+    sizes = [p.numel for p in stack.params]
+    parts = flat[: stack.filled].split(sizes)
+    return ((p, part.view(p.matrix_shape)) for p, part in zip(stack.params, parts, strict=True))

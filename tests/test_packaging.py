@@ -1,0 +1,131 @@
+"""Real wheels, real pip, a fresh environment: what a user gets who installs two packages and a stranger's third.
+
+The environment sees torch and the other requirements of this one by links, so that nothing is downloaded, but none of
+this project's packages.
+"""
+
+import json
+import subprocess
+import sys
+import textwrap
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = [pytest.mark.packaging, pytest.mark.timeout(240)]
+
+
+def run(*command: object, cwd: Path | None = None) -> str:
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=200, cwd=cwd)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("wheels")
+    sources = [ROOT / "packages" / name for name in ("ch-core", "ch-powersgd")]
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, *sources)
+    return sorted(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory, wheels: list[Path]) -> Path:
+    """The interpreter of an environment with ch-core and ch-powersgd alone."""
+    base, home = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("env")
+    for folder in (Path(p) for p in sys.path if Path(p).name in ("site-packages", "dist-packages")):
+        for entry in folder.iterdir():
+            ours = entry.name.startswith(("ch_", "_ch_", "commhooks", "__editable__")) or entry.suffix == ".pth"
+            if not ours and not (base / entry.name).exists():
+                (base / entry.name).symlink_to(entry)
+    venv.create(home, with_pip=False)
+    [site] = home.glob("lib/python*/site-packages")
+    (site / "base.pth").write_text(f"{base}\n")
+    interpreter = home / "bin" / "python"
+    run(interpreter, "-m", "pip", "install", "-q", "--no-deps", "--no-index", *wheels)
+    return interpreter
+
+
+def ask(python: Path, code: str, cwd: Path) -> object:
+    """Run code that prints one JSON value."""
+    prelude = "import json, commhooks\ndef error(f):\n    try: f()\n"
+    prelude += "    except Exception as e: return [type(e).__name__, str(e)]\n"
+    return json.loads(run(python, "-c", prelude + textwrap.dedent(code), cwd=cwd).splitlines()[-1])
+
+
+def publish(python: Path, folder: Path, dist: str, line: str, module: str) -> None:
+    """Make a package with one entry-point line and install it."""
+    name = dist.replace("-", "_")
+    source = folder / dist
+    (source / name).mkdir(parents=True)
+    (source / name / "__init__.py").write_text(module)
+    (source / "pyproject.toml").write_text(
+        f'[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n'
+        f'[project]\nname = "{dist}"\nversion = "0.3"\n{line}\n'
+    )
+    run(python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation", source)
+
+
+def test_a_wheel_holds_one_package(wheels):
+    assert [wheel.name.split("-")[0] for wheel in wheels] == ["ch_core", "ch_powersgd"]
+    for wheel, package in zip(wheels, ("commhooks", "ch_powersgd"), strict=True):
+        names = zipfile.ZipFile(wheel).namelist()
+        assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {package}
+        assert f"{package}/py.typed" in names
+        assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_powersgd_is_there_and_bf16_wrapper_says_what_to_install(python, tmp_path):
+    found = ask(
+        python,
+        """
+        specs = [s.id for s in commhooks.list_hooks()]
+        missing = error(lambda: commhooks.get("bf16_wrapper"))
+        print(json.dumps([specs, missing, commhooks.get("powersgd").__name__]))
+        """,
+        tmp_path,
+    )
+    specs, missing, name = found
+    assert specs == ["ch-powersgd/batched_powersgd", "ch-powersgd/powersgd"]
+    assert missing[0] == "UnknownHookError"
+    assert "pip install ch-ddp" in missing[1]
+    assert name == "powerSGD_hook"
+
+
+def test_a_line_is_enough_and_a_second_claim_is_refused(python, tmp_path):
+    line = '[project.entry-points."commhooks.ddp"]\nacme_hook = "{}:hook"'
+    hook = "def hook(state, bucket):\n    return {!r}\n"
+    publish(python, tmp_path, "acme-one", line.format("acme_one"), hook.format("one"))
+    assert ask(python, "print(json.dumps(commhooks.get('acme_hook')(None, None)))", tmp_path) == "one"
+    publish(python, tmp_path, "acme-two", line.format("acme_two"), hook.format("two"))
+    code = """
+        other = commhooks.get('acme-two/acme_hook')(None, None)
+        print(json.dumps([error(lambda: commhooks.get('acme_hook')), other]))
+    """
+    refused, two = ask(python, code, tmp_path)
+    assert refused[0] == "AmbiguousHookError"
+    assert "acme-one/acme_hook 0.3" in refused[1]
+    assert "acme-two/acme_hook 0.3" in refused[1]
+    assert two == "two"
+
+
+def test_a_package_that_fails_to_import_changes_nothing(python, tmp_path):
+    line = '[project.entry-points.commhooks]\nbroken = "acme_broken"'
+    publish(python, tmp_path, "acme-broken", line, "import a_module_that_is_not_there\n")
+    code = """
+        names = [s.id for s in commhooks.list_hooks("*powersgd")]
+        print(json.dumps([names, [f.dist for f in commhooks.failures()], error(lambda: commhooks.get("no_hook"))]))
+    """
+    names, failed, unknown = ask(python, code, tmp_path)
+    assert names == ["ch-powersgd/batched_powersgd", "ch-powersgd/powersgd"]
+    assert failed == ["acme-broken"]
+    assert "acme-broken 0.3" in unknown[1]
+    listed = subprocess.run(
+        [python, "-m", "commhooks", "list"], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert listed.returncode == 1
+    assert "a_module_that_is_not_there" in listed.stdout
+    assert "powersgd" in listed.stdout

@@ -1,0 +1,166 @@
+"""The rules of this repository, enforced."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomllib
+
+sys.path.insert(0, str(Path(__file__).parent))
+import known_table
+
+ROOT = known_table.ROOT
+PROJECTS = known_table.projects()
+IMPORTS = {name: "commhooks" if name == "ch-core" else name.replace("-", "_") for name in PROJECTS}
+MAX_LINES = 400
+
+
+def meta(name: str) -> dict:
+    return tomllib.loads((PROJECTS[name] / "pyproject.toml").read_text())["project"]
+
+
+def tracked() -> list[Path]:
+    """The files git knows or would add; in an exported tree, all."""
+    run = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, timeout=30
+    )
+    names = run.stdout.split("\n") if run.returncode == 0 else [str(p.relative_to(ROOT)) for p in ROOT.rglob("*.*")]
+    return [ROOT / name for name in names if name and (ROOT / name).is_file()]
+
+
+def modules(*folders: str) -> list[Path]:
+    return [p for p in tracked() if p.suffix == ".py" and p.relative_to(ROOT).parts[0] in folders]
+
+
+def test_versions_move_together():
+    versions = {name: meta(name)["version"] for name, folder in PROJECTS.items() if folder.parent.name == "packages"}
+    assert len(set(versions.values())) == 1, versions
+    top = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert top is not None
+    assert top[1] in set(versions.values())
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_every_package_is_complete(name):
+    folder, project = PROJECTS[name], meta(name)
+    package = folder / "src" / IMPORTS[name]
+    for path in ("README.md", "LICENSE", f"src/{IMPORTS[name]}/__init__.py", f"src/{IMPORTS[name]}/py.typed"):
+        assert (folder / path).is_file(), f"{name} lacks {path}"
+    assert [p.name for p in (folder / "src").iterdir() if p.name != "__pycache__"] == [package.name]
+    assert project["license"] == "BSD-3-Clause"
+    assert project["requires-python"] == ">=3.10"
+    for requirement in project["dependencies"]:
+        if requirement.split(">")[0].strip() in PROJECTS:
+            assert "==" not in requirement
+            assert ">=0.1,<0.2" in requirement or folder.parent.name == "plugins"
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level names of every import in a module, those inside functions too."""
+    tops = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            tops |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            tops.add(node.module.split(".")[0])
+    return tops
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_imports_are_declared(name):
+    project = meta(name)
+    extras = [r for group in project.get("optional-dependencies", {}).values() for r in group]
+    declared = {re.split(r"[\s<>=;\[!~]", r)[0] for r in [*project["dependencies"], *extras]}
+    if "ch-core" in declared:
+        declared |= {
+            re.split(r"[\s<>=;\[!~]", r)[0] for r in meta("ch-core")["dependencies"]
+        }  # through ch-core, openly
+    legal = {IMPORTS.get(dist, dist.replace("-", "_")) for dist in declared} | {IMPORTS[name]} | sys.stdlib_module_names
+    for path in (PROJECTS[name] / "src").rglob("*.py"):
+        assert not imported(path) - legal, f"{path.relative_to(ROOT)} imports what {name} does not declare"
+
+
+def test_plugins_use_the_public_api_only():
+    for path in modules("plugins"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("commhooks."):
+                assert not any(part.startswith("_") for part in node.module.split(".")), path
+
+
+def test_annotations_are_not_strings_where_torch_looks():
+    """DDP refuses a hook with postponed annotations."""
+    for path in modules("packages", "plugins"):
+        assert "from __future__ import annotations" not in path.read_text(), path.relative_to(ROOT)
+
+
+def test_no_file_is_too_long():
+    long = {
+        str(p.relative_to(ROOT)): len(p.read_text().splitlines())
+        for p in modules("packages", "plugins", "tests", "docs")
+    }
+    assert not {path: lines for path, lines in long.items() if lines > MAX_LINES}
+
+
+def test_the_library_does_not_print():
+    for path in modules("packages", "plugins"):
+        if "src" in path.parts and "cli" not in path.parts:
+            calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+            assert not [n for n in calls if isinstance(n.func, ast.Name) and n.func.id == "print"], path.relative_to(
+                ROOT
+            )
+
+
+def test_nothing_of_one_machine_is_written_down():
+    """No registry host, no path of somebody's machine, no index URL."""
+    pattern = re.compile(
+        "|".join(
+            [
+                "/" + "work/",
+                "/" + "home/",
+                "/" + "root/",
+                "index" + "-url",
+                r"find-links\s*=",
+                "files.python" + "hosted",
+            ]
+        )
+    )
+    for path in tracked():
+        if path.suffix in {".py", ".toml", ".md", ".txt", ".cfg", ".yml", ".yaml", ".json", ""}:
+            found = pattern.search(path.read_text(errors="ignore"))
+            assert found is None, f"{path.relative_to(ROOT)}: {found and found[0]}"
+
+
+def test_the_table_of_known_names_is_fresh():
+    advice = "run: python tests/known_table.py --write"
+    assert known_table.TARGET.read_text() == known_table.table(), advice
+
+
+def test_every_entry_point_resolves():
+    """Specs and targets of every first-party plugin import, from the installed packages."""
+    import commhooks
+    from commhooks._registry import REGISTRY
+
+    assert not [failure for failure in commhooks.failures() if failure.dist in PROJECTS]
+    ours = [spec for spec in commhooks.list_hooks() if spec.provider in PROJECTS]
+    assert {name for name, dists in known_table_names().items() if dists} <= {
+        n for s in ours for n in (s.name, *s.aliases)
+    }
+    for spec in ours:
+        REGISTRY.target(spec)
+        for target in filter(None, (spec.hook, spec.state)):
+            REGISTRY.load(target, spec)
+        assert commhooks.describe(spec.id, spec.kind)
+
+
+def known_table_names() -> dict[str, tuple[str, ...]]:
+    from commhooks._known import KNOWN
+
+    return KNOWN
+
+
+def test_ci_is_the_readme_command():
+    assert "nox -s tests" in (ROOT / ".ci" / "run").read_text()
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
