@@ -1,9 +1,12 @@
 """Do all members run the same thing? Asked before the first collective of every step that depends on the answer.
 
 Two members that disagree on a tensor's size do not get an error from gloo: it ends the process, the healthy ones
-included. So each step begins with one small all-reduce of fixed size: one number per field, the same on all members
-exactly if its sum is n times one's own. A member that is healing hears the others but is not heard; it leaves by
-itself, before it can do harm.
+included. So each step begins with one small all-reduce of fixed size: a one, and one number per field. The ones add up to the
+number of members that contribute, and a field is the same on all of them exactly if its sum is that many times one's
+own. A member that is healing hears the others but is not heard; it leaves by itself, before it can do harm.
+
+The count is also the right divisor. It is the manager's number of participants but for one case: when torchft
+synchronises new members at step 0, one contributes, the others heal, and all are counted.
 """
 
 import hashlib
@@ -19,7 +22,7 @@ Fingerprint = Mapping[str, str]
 
 
 def agree(transport: ManagerTransport, fingerprint: Fingerprint) -> None:
-    """Compare fingerprints over the quorum.
+    """Compare fingerprints over the quorum, and take over the number of contributors.
 
     Raises:
         RankMismatchError: some member differs; names the fields.
@@ -27,12 +30,14 @@ def agree(transport: ManagerTransport, fingerprint: Fingerprint) -> None:
 
     The numbers are 24-bit, so sums over up to 2**29 members are exact in float64.
     """
-    mine = torch.tensor([digest(text) for text in fingerprint.values()], dtype=torch.float64)
-    total = mine.clone()  # (fields,)
+    mine = torch.tensor([1, *map(digest, fingerprint.values())], dtype=torch.float64)
+    total = mine.clone()  # (1 + fields,)
     transport.all_reduce(total, "sum").wait(None)
-    differing = [name for name, same in zip(fingerprint, (total == mine * transport.world_size).tolist(), strict=True) if not same]
-    if differing:
-        raise mismatch({name: f"here {fingerprint[name]}" for name in differing})
+    contributors = int(total[0])
+    same = (total == mine * contributors).tolist()[1:]
+    if not all(same):
+        raise mismatch({name: f"here {text}" for (name, text), ok in zip(fingerprint.items(), same, strict=True) if not ok})
+    transport.contributors(contributors)
 
 
 def compare(mine: Fingerprint, theirs: Fingerprint) -> None:

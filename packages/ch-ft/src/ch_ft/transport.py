@@ -53,6 +53,12 @@ class ManagerTransport:
         self.rank = (self.manager.participating_rank() or 0) if self.participating else 0
         return self.manager.current_step()
 
+    def contributors(self, number: int) -> None:
+        """So many members contribute to this step; divide by that."""
+        if number < self.world_size:
+            self.world_size = max(number, 1)
+            self.rank = min(self.rank, self.world_size - 1)
+
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
         work = self.manager.allreduce(tensor, reduce_op=ReduceOp.MAX if op == "max" else ReduceOp.SUM)
         managed = _ManagedWork(self.manager, work)
