@@ -22,14 +22,14 @@ class TwoStage(Reduction):
         for p, gradient in bucket.views():
             kept = ctx.read(p.name, "residual")
             whole = gradient if kept is None else gradient.add_(kept)
-            rest = ctx.stage(p.name, "residual", p.shape, bucket.dtype)
+            rest = ctx.stage(p.name, "residual", p.shape, bucket.dtype, bucket.device)
             torch.sub(whole, whole.floor(), out=rest)
             whole.sub_(rest)
         yield tuple(AllReduce(run) for run in bucket.runs())
         for p, received in bucket.views():
             seen = ctx.read(p.name, "seen")
-            total = ctx.stage(p.name, "seen", p.shape, bucket.dtype)
+            total = ctx.stage(p.name, "seen", p.shape, bucket.dtype, bucket.device)
             torch.add(received, 0 if seen is None else seen, out=total)
-        check = ctx.scratch("check", (1,), bucket.dtype)
+        check = ctx.scratch("check", (1,), bucket.dtype, bucket.device)
         check.copy_(bucket.buffer.sum().reshape(1))
         yield AllReduce(check)

@@ -37,7 +37,8 @@ class ManagedBinding:
         self.layout: BucketLayout = model_layout(model.module)
         manager = model.full_manager()
         self.engine = ManagedEngine(handle.reduction, ManagerTransport(manager, model.fail_fast), handle.state)
-        self.fingerprint = fingerprint(model, handle.expr, self.layout)
+        plan = self.engine.plan(self.layout)  # raises here, if it must, and not in the first backward pass
+        self.fingerprint = fingerprint(model, handle.expr, self.layout, repr(plan))
         names = {id(p): name for name, p in model.module.named_parameters()}
         self._slot = claim(model, model.plain)
         self._driver = ManagedDriver(self.engine, names, self._agree if options.verify_ranks else lambda: None)
@@ -104,11 +105,12 @@ def transferred(model: DistributedDataParallel) -> Transferred:
     return found
 
 
-def fingerprint(model: DistributedDataParallel, expr: str, layout: BucketLayout) -> agreement.Fingerprint:
+def fingerprint(model: DistributedDataParallel, expr: str, layout: BucketLayout, plan: str) -> agreement.Fingerprint:
     """What all members must have in common, or their collectives would not match."""
     shapes = repr([(p.name, p.shape) for p in layout.params]) + str(layout.dtype)
     return {
         "hook": expr,
+        "collectives": f"sha {_sha(plan)}",
         "parameters": f"{len(layout.params)} tensors, {layout.size} numbers, sha {_sha(shapes)}",
         "bucket_cap_mb": f"{model.bucket_bytes_cap / 2**20:g}",
         "commhooks": version("ch-core") or "",
