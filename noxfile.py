@@ -113,6 +113,8 @@ def package_tests(name: str) -> None:
         """One package with its declared dependencies only, on one backend."""
         if backend == "nccl" and (reason := gpu()):
             session.skip(reason)
+        if not (PROJECTS[name] / "tests").is_dir():
+            session.skip(f"{name} has no tests yet")
         if session.virtualenv.is_sandboxed:  # nox --no-venv: a GPU machine without a network, everything is there
             install(session, name, tools=TEST_TOOLS, backend=backend)
         if backend == "nccl":

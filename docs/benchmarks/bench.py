@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # the model, the text and the launcher are the demo's
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # model, text and launcher are the demo's
 
 import bench_report
 import gpt
@@ -121,7 +121,8 @@ def measure(rate: str | None, args: argparse.Namespace) -> dict[str, Any]:
     with netns.Network(args.nproc, rate) if rate else nullcontext() as net:
         verified = net.verify() if net else None
         launch.launch(worker, args.nproc, vars(args), path, enter=net.enter if net else None)
-    return {"link": rate, "verified_bits": verified} | json.loads(path.read_text())
+    measured: dict[str, Any] = json.loads(path.read_text())
+    return {"link": rate, "verified_bits": verified} | measured
 
 
 def worker(rank: int, world: int, device: torch.device, args: dict[str, Any], path: Path) -> None:

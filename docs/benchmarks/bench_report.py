@@ -32,8 +32,8 @@ class Costs:
     """Costs over the step without communication, per candidate and block, in seconds."""
 
     def __init__(self, result: dict[str, Any]) -> None:
-        self.runs = {run["label"]: run for run in result["runs"]}
-        self.steps = {label: [median(block) for block in run["blocks"]] for label, run in self.runs.items()}
+        self.runs: dict[str, dict[str, Any]] = {run["label"]: run for run in result["runs"]}
+        self.steps: dict[str, list[float]] = {label: [median(block) for block in run["blocks"]] for label, run in self.runs.items()}
         noop = self.steps["noop"]
         self.blocks = {k: [s - n for s, n in zip(steps, noop, strict=True)] for k, steps in self.steps.items()}
 
@@ -47,7 +47,7 @@ class Costs:
 
     def speed_up(self, label: str, baseline: str) -> float:
         """How many times shorter the whole step is than the baseline's."""
-        return median(b / a for a, b in zip(self.steps[label], self.steps[baseline], strict=True))
+        return float(median(b / a for a, b in zip(self.steps[label], self.steps[baseline], strict=True)))
 
     def break_even(self, label: str, baseline: str) -> float | None:
         """Bits per second below which this hook's step is the shorter one; None where it never is; inf: always.
@@ -56,7 +56,7 @@ class Costs:
         the difference in bytes adds 8 * bytes / B. Overlap with backward and latency are left out.
         """
         slower = self.cost(label)[0] - self.cost(baseline)[0]
-        fewer = self.runs[baseline]["wire"] - self.runs[label]["wire"]
+        fewer: float = self.runs[baseline]["wire"] - self.runs[label]["wire"]
         if fewer <= 0:
             return None
         return 8 * fewer / slower if slower > 0 else float("inf")
@@ -158,10 +158,8 @@ def write(results: list[dict[str, Any]], console: Console, out: Path) -> None:
     """Leave ``bench.json`` (raw times and the claims) and ``bench.txt`` (what was printed) in ``out``."""
     for result in results:
         costs = Costs(result)
-        result["claims"] = [
-            dict(zip(("ours", "theirs", "limit", "ratio", "low", "high"), (*claim, *costs.ratio(*claim[:2])), strict=True))
-            for claim in CLAIMS
-        ]
+        fields = ("ours", "theirs", "limit", "ratio", "low", "high")
+        result["claims"] = [dict(zip(fields, (*claim, *costs.ratio(*claim[:2])), strict=True)) for claim in CLAIMS]
     (out / "bench.json").write_text(json.dumps({"machine": machine(), "results": results}, indent=1))
     (out / "bench.txt").write_text(console.export_text(clear=False))
 

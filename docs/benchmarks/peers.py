@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 START = 2  # PyTorch's PowerSGD wants two plain steps: the buckets are rebuilt after the first
 
 
-def bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def bf16(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """PyTorch's bf16 hook under a name that DDP lets through."""
     return default_hooks.bf16_compress_hook(group, bucket)
 
@@ -38,7 +39,7 @@ class Peer:
         if not self.state.error_dict:
             raise RuntimeError("PyTorch's PowerSGD has not compressed anything: warm it up for longer")
         _, before, after = self.state.compression_stats()
-        return 4.0 * numel * after / before
+        return float(4.0 * numel * after / before)
 
 
 def attach(model: DistributedDataParallel, name: str) -> Peer:

@@ -38,7 +38,8 @@ def summary(results: dict[str, Any]) -> list[dict[str, Any]]:
     for hook in hooks:
         steps = len(hook["train_loss"])
         step = median(hook["step_seconds"])
-        payload = hook["stats"]["payload_bytes"] / steps
+        counted = "payload_bytes" in hook["stats"]  # not so for a hook that is a foreign function
+        payload = hook["stats"]["payload_bytes"] / steps if counted else None
         rows.append(
             {
                 "hook": hook["hook"],
@@ -47,8 +48,8 @@ def summary(results: dict[str, Any]) -> list[dict[str, Any]]:
                 "step": step,
                 "communication": step - nothing,
                 "payload": payload,
-                "wire": hook["stats"]["wire_bytes"] / steps,
-                "ratio": plain / payload if payload else float("inf"),
+                "wire": hook["stats"]["wire_bytes"] / steps if counted else None,
+                "ratio": plain / payload if payload else None,
             }
         )
     return rows
@@ -71,20 +72,24 @@ def table(results: dict[str, Any]) -> Table:
     shown.add_column("hook", vertical="bottom", overflow="fold")
     for name in ("final\nloss", f"loss at\nstep {half}", "step\nms", "comm.\nms", "payload\nMB", "wire\nMB", "ratio"):
         shown.add_column(name, justify="right", vertical="bottom", no_wrap=True)
-    best = {key: min(row[key] for row in rows) for key in ("val", "step", "communication", "payload")} if rows else {}
+    best = {key: min((row[key] for row in rows if row[key]), default=None) for key in ("val", "step", "payload")}
     for row in rows:
         cells = {
             "val": f"{row['val']:.3f}",
             "half": f"{row['half'][1]:.3f}",
             "step": f"{row['step'] * 1e3:.1f}",
             "communication": f"{row['communication'] * 1e3:.1f}",
-            "payload": f"{row['payload'] / MB:.3f}",
-            "wire": f"{row['wire'] / MB:.3f}",
-            "ratio": f"{row['ratio']:.1f}×",
+            "payload": _megabytes(row["payload"]),
+            "wire": _megabytes(row["wire"]),
+            "ratio": f"{row['ratio']:.1f}×" if row["ratio"] else "?",
         }
-        bold = {key: "bold green" if row.get(key) == best.get(key, object()) else "" for key in cells}
+        bold = {key: "bold green" if key in best and row[key] == best[key] else "" for key in cells}
         shown.add_row(Text(row["hook"]), *(Text(cell, style=bold[key]) for key, cell in cells.items()))
     return shown
+
+
+def _megabytes(size: float | None) -> str:
+    return "?" if size is None else f"{size / MB:.3f}"
 
 
 def remarks(results: dict[str, Any], out: Path) -> str:
@@ -125,11 +130,13 @@ def picture(results: dict[str, Any], path: Path) -> None:
 
 def _draw(by_step: Axes, by_bytes: Axes, hook: dict[str, Any], row: dict[str, Any], colour: str, dash: Any) -> None:
     losses, sent = _smooth(hook["train_loss"]), [max(b, 1.0) / MB for b in hook["wire_bytes"]]
-    label = f"{row['hook']}:  {row['wire'] / MB:.2f} MB a step,  final loss {row['val']:.3f}"
+    label = f"{row['hook']}:  {_megabytes(row['wire'])} MB a step,  final loss {row['val']:.3f}"
     at = [step for step, _ in hook["val_loss"]]
     val = [loss for _, loss in hook["val_loss"]]
     by_step.plot(range(1, len(losses) + 1), losses, color=colour, linestyle=dash, linewidth=1.6, label=label)
     by_step.plot(at, val, "o", color=colour, markersize=5, markerfacecolor="white", markeredgewidth=1.5)
+    if row["wire"] is None:
+        return
     by_bytes.plot(sent, losses, color=colour, linestyle=dash, linewidth=1.6)
     by_bytes.plot([sent[s - 1] for s in at], val, "o", color=colour, markersize=5, markerfacecolor="white")
 

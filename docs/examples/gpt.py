@@ -30,7 +30,8 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, time, width // heads)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(mixed.transpose(1, 2).reshape(batch, time, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        x = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x
 
 
 class GPT(nn.Module):
@@ -63,7 +64,8 @@ class GPT(nn.Module):
         for block in self.blocks:
             stream = block(stream)
         logits = self.norm(stream) @ self.symbol.weight.T  # (batch, time, vocab)
-        return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+        loss: torch.Tensor = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+        return loss
 
 
 def count_parameters(model: nn.Module) -> int:

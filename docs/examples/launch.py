@@ -5,6 +5,7 @@ Two ways in, one worker function: under ``torchrun`` the environment already say
 ended, and what is reported is the error that came *first*: the rest are usually only "connection closed by peer".
 """
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 TIMEOUT = timedelta(seconds=120)
 GRACE = 2.0  # seconds in which a failing rank's peers may still report, to find out who was first
@@ -41,7 +43,7 @@ def pick_device(rank: int, world: int) -> torch.device:
     return torch.device("cpu")
 
 
-def join_group(rank: int, world: int, store: dist.Store | None) -> torch.device:
+def join_group(rank: int, world: int, store: FileStore | None) -> torch.device:
     """Enter the process group (NCCL with a GPU each, else gloo), one thread per rank; give this rank's device."""
     torch.set_num_threads(1)  # ranks share the cores: more threads than cores would measure the scheduler
     device = pick_device(rank, world)
@@ -55,14 +57,29 @@ def join_group(rank: int, world: int, store: dist.Store | None) -> torch.device:
     return device
 
 
+def leave_group(device: torch.device) -> None:
+    """Leave together, and leave nothing that holds the group.
+
+    Models and hooks refer to each other, so only a collection frees them; what is left until the interpreter ends
+    takes the group's threads along into its shutdown, where they abort the process.
+    """
+    dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+    gc.collect()
+    dist.destroy_process_group()
+
+
 def run_here(worker: Callable[..., None], *args: Any) -> None:
     """Run ``worker(rank, world, device, *args)`` as the rank that torchrun made this process."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(world):
+        _loopback()
     device = join_group(rank, world, None)
     try:
         worker(rank, world, device, *args)
-    finally:
+    except BaseException:
         dist.destroy_process_group()
+        raise
+    leave_group(device)
 
 
 def launch(worker: Callable[..., None], nproc: int, *args: Any, enter: Callable[[int], None] | None = None) -> None:
@@ -93,14 +110,20 @@ def _rank(
     try:
         if enter is not None:
             enter(rank)
-        elif sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # works where the host name does not resolve
-        device = join_group(rank, world, dist.FileStore(str(Path(folder) / "store"), world))
+        else:
+            _loopback()
+        device = join_group(rank, world, FileStore(str(Path(folder) / "store"), world))
         worker(rank, world, device, *args)
-        dist.destroy_process_group()
+        leave_group(device)
     except BaseException:
         Path(folder, f"error-{time.monotonic_ns():020d}-{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         os._exit(1)  # not sys.exit: interpreter shutdown could wait for a collective that will never finish
+
+
+def _loopback() -> None:
+    """All ranks are on this machine: let Gloo work also where the host name does not resolve."""
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def _wait(ranks: list[SpawnProcess]) -> list[int | None]:

@@ -9,11 +9,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import commhooks
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-
-import commhooks
 
 
 @dataclass
@@ -63,9 +62,7 @@ def _settle(device: torch.device) -> None:
     """Let every rank reach this point with nothing left to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        dist.barrier(device_ids=[device.index])
-    else:
-        dist.barrier()
+    dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
 
 
 def slowest(runs: list[Run], device: torch.device) -> list[list[float]]:

@@ -1,6 +1,7 @@
 """Building expressions: options checked, wrappers applied inside out, every refusal typed."""
 
 import pytest
+
 from commhooks.compose import Builder, why_not
 from commhooks.errors import HookConfigError, PluginLoadError
 from commhooks.expression import canonical

@@ -5,6 +5,7 @@ import sys
 import textwrap
 
 import pytest
+
 from commhooks._discovery import discover
 from commhooks.errors import AmbiguousHookError, PluginLoadError, UnknownHookError
 

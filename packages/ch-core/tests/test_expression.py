@@ -4,10 +4,11 @@ import json
 import sys
 
 import pytest
-from commhooks.errors import HookConfigError
-from commhooks.expression import MAX_DEPTH, canonical, nodes, parse, unparse
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from commhooks.errors import HookConfigError
+from commhooks.expression import MAX_DEPTH, canonical, nodes, parse, unparse
 
 names = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True).filter(
     lambda s: s not in ("provider",) and not __import__("keyword").iskeyword(s)
@@ -53,7 +54,7 @@ trees = st.recursive(node(st.just({})), inside, max_leaves=5)
 
 
 @given(trees)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_dict_and_string_round_trip(tree):
     text = unparse(tree)
     assert parse(text) == tree

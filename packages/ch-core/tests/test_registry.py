@@ -2,8 +2,9 @@
 
 import threading
 
-import commhooks
 import pytest
+
+import commhooks
 from commhooks._registry import adapters
 from commhooks.errors import (
     AmbiguousHookError,

@@ -4,6 +4,7 @@ import inspect
 import pickle
 
 import pytest
+
 from commhooks import errors
 from commhooks.specs import HookSpec, Param, PluginFailure
 

@@ -122,13 +122,13 @@ def trainer(steps: int, seen: dict[str, Any], before: Callable[[SimulatedManager
 
     def body(manager: SimulatedManager) -> dict[str, torch.Tensor]:
         model = DistributedDataParallel(manager, net(), hook=TwoStage(), bucket_cap_mb=CAP)
-        optimizer = OptimizerWrapper(manager, torch.optim.SGD(model.parameters(), lr=0.01))
+        optimizer = OptimizerWrapper(manager, torch.optim.SGD(model.parameters(), lr=1e-4))
         manager.register_state_dict_fn("model", model.load_state_dict, model.state_dict)
         while manager.current_step() < steps:
             optimizer.zero_grad()
             if before is not None:
                 before(manager)
-            model(100 * data(manager.name, manager.current_step())).pow(2).mean().backward()
+            model(10 * data(manager.name, manager.current_step())).pow(2).mean().backward()
             optimizer.step()
         assert model.handle is not None
         seen[manager.name] = optimizer.drops
@@ -164,11 +164,11 @@ def test_a_healed_member_has_the_shared_state_and_no_residual(async_quorum: bool
 
     def body(manager: SimulatedManager) -> dict[str, torch.Tensor]:
         model = DistributedDataParallel(manager, net(), hook=TwoStage(), bucket_cap_mb=CAP)
-        optimizer = OptimizerWrapper(manager, torch.optim.SGD(model.parameters(), lr=0.01))
+        optimizer = OptimizerWrapper(manager, torch.optim.SGD(model.parameters(), lr=1e-4))
         manager.register_state_dict_fn("model", model.load_state_dict, model.state_dict)
         for _ in range(1 if manager.name == "c" else 4):
             optimizer.zero_grad()
-            model(100 * data(manager.name, manager.current_step())).pow(2).mean().backward()
+            model(10 * data(manager.name, manager.current_step())).pow(2).mean().backward()
             assert optimizer.step()
         assert model.handle is not None
         return {f"{name}.{field}": t.clone() for name, field, t in model.handle.state.entries()}
@@ -206,11 +206,11 @@ def test_without_the_wrapper_the_step_counter_decides() -> None:
 
     def body(manager: SimulatedManager) -> dict[str, torch.Tensor]:
         model = DistributedDataParallel(manager, net(), hook=TwoStage(), bucket_cap_mb=CAP)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
         while manager.current_step() < 4:
             optimizer.zero_grad()
             manager.start_quorum()
-            model(100 * data("a", manager.current_step())).pow(2).mean().backward()
+            model(10 * data("a", manager.current_step())).pow(2).mean().backward()
             if manager.current_step() == 2 and not voted:
                 voted.append(2)
                 manager.report_error(RuntimeError("no"))

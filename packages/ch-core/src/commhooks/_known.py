@@ -21,10 +21,13 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "bf16_compress": ("ch-ddp",),
     "bf16_compress_wrapper": ("ch-ddp",),
     "bf16_wrapper": ("ch-ddp",),
+    "error_feedback": ("ch-core",),
     "fp16": ("ch-ddp",),
     "fp16_compress": ("ch-ddp",),
     "fp16_compress_wrapper": ("ch-ddp",),
     "fp16_wrapper": ("ch-ddp",),
     "noop": ("ch-ddp",),
+    "policy": ("ch-core",),
     "powersgd": ("ch-powersgd",),
+    "warmup": ("ch-core",),
 }

@@ -7,13 +7,41 @@ from typing import Any
 
 from commhooks._metadata import version
 from commhooks.hookspecs import hookimpl
-from commhooks.specs import HookSpec
+from commhooks.specs import HookSpec, Param
 
 
 @hookimpl
 def commhooks_specs() -> Iterable[HookSpec]:
-    """ch-core provides the machinery, not hooks."""
-    return ()
+    """ch-core provides no hook of its own, but the ways of putting hooks together."""
+    return (
+        HookSpec(
+            "warmup",
+            "wrapper",
+            "commhooks.warmup:warmup",
+            "averages exactly, or runs a first hook, for a number of steps before the hook takes over",
+            params={"steps": Param(1000, "steps before the last hook takes over", at_least=0)},
+            capabilities=frozenset({"needs_warmup"}),
+            example="warmup(powersgd(rank=4), steps=100)",
+        ),
+        HookSpec(
+            "policy",
+            "wrapper",
+            "commhooks.policy:policy",
+            "gives each parameter to the hook of the first pattern that its name matches",
+            params={},
+            example='policy({"*.bias": allreduce, "*": powersgd(rank=4)})',
+        ),
+        HookSpec(
+            "error_feedback",
+            "wrapper",
+            "commhooks.feedback:error_feedback",
+            "adds what a rank could not send to its next gradient, in fp32",
+            params={},
+            capabilities=frozenset({"stateful", "error_feedback", "checkpointable"}),
+            example="error_feedback(bf16_compress)",
+            paper="https://arxiv.org/abs/1901.09847",
+        ),
+    )
 
 
 @hookimpl

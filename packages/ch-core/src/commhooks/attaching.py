@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from commhooks._discovery import load_target
 from commhooks._registry import adapters
+from commhooks.agreement import verify
 from commhooks.creating import create
 from commhooks.errors import AttachError
 from commhooks.handle import Binding, CommHook
@@ -31,7 +32,9 @@ class AttachOptions:
 
 
 Adapter = Callable[[torch.nn.Module, CommHook, AttachOptions], Binding]
-"""Puts a handle's hook in place on a model of its kind."""
+"""Puts a handle's hook in place on a model of its kind, without any collective: the ranks have not agreed yet.
+
+A binding that has a ``group`` is then verified over it; its ``ready()``, if it has one, is called after that."""
 
 
 def attach(
@@ -86,6 +89,15 @@ def attach(
         handle.state = state
     options = AttachOptions(process_group or handle.process_group, axis, optimizer, scaler, verify_ranks, timeout)
     handle.bind(adapter_for(model)(model, handle, options))
+    try:
+        if verify_ranks:
+            verify(handle, model, timeout, watched=optimizer is not None or scaler is not None)
+        ready = getattr(handle.binding, "ready", None)
+        if ready is not None:
+            ready()
+    except BaseException:
+        handle.detach()
+        raise
     log.info("attached %s to %s", handle.expr, type(model).__name__)
     return handle
 

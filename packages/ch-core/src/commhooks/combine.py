@@ -9,11 +9,15 @@ if TYPE_CHECKING:
     from commhooks.bucket import Bucket
 
 
-def plain(bucket: "Bucket") -> Generator[Requests, None, None]:
-    """Average the bucket as it is: one in-place all-reduce per contiguous piece, which the engine merges."""
+def plain(bucket: "Bucket", sent: "Bucket | None" = None) -> Generator[Requests, None, None]:
+    """Average the bucket as it is: one in-place all-reduce per contiguous piece, which the engine merges.
+
+    ``sent``, a bucket of the same layout, is filled with what this rank contributed.
+    """
     runs = bucket.runs()
+    reports = sent.runs() if sent is not None else [None] * len(runs)
     if runs:
-        yield tuple(AllReduce(run) for run in runs)
+        yield tuple(AllReduce(run, sent=report) for run, report in zip(runs, reports, strict=True))
 
 
 def parallel(*generators: Generator[Requests, None, None]) -> Generator[Requests, None, None]:

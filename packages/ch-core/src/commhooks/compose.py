@@ -143,8 +143,8 @@ class Builder:
                 config[name] = spec.params[name].check(value)
             except ValueError:
                 raise HookConfigError(
-                    f"{spec.name}({name}={value!r}): {name} must be {spec.params[name].accepts()}; "
-                    f"it is {spec.params[name].doc}"
+                    f"{spec.name}({name}={value!r}): {name} must be {spec.params[name].accepts()} "
+                    f"({spec.params[name].doc})"
                 ) from None
         return config
 

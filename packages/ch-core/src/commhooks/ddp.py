@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
+from commhooks.after import OUTSIDE, graph_task, raise_after_backward
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride
 from commhooks.engine import Engine
 from commhooks.errors import AttachError, CommHooksError, StateError
+from commhooks.guard import differing, digest
 from commhooks.reduction import Reduction
 from commhooks.state import HookState
 from commhooks.streams import SideStream, future_for
@@ -23,7 +25,6 @@ from commhooks.transport import ProcessGroupTransport
 from commhooks.typing import GradBucket
 
 TensorFuture = torch.futures.Future[torch.Tensor]
-OUTSIDE = -1  # torch's number for "no backward is running"
 
 
 def bucket_layout(grad_bucket: GradBucket, names: Mapping[int, str]) -> BucketLayout:
@@ -78,7 +79,7 @@ class DDPDriver:
 
     def __init__(self, engine: Engine, names: Mapping[int, str] | None = None) -> None:
         self.engine = engine
-        self.calls = 0
+        self.calls = self.check_every = 0
         self._names: dict[int, str] = dict(names or {})
         self._by_position = names is None
         self._seen: list[list[torch.Tensor]] = []
@@ -98,7 +99,7 @@ class DDPDriver:
             try:
                 self.engine.submit(self._bucket(grad_bucket, buffer))
                 if grad_bucket.is_last():
-                    self._finish(self.engine.finish())
+                    self._finish(self.engine.finish() or self._compare())
             except CommHooksError as error:  # the transport is lost; DDP itself must survive the backward
                 self._finish(error)
         return future
@@ -109,7 +110,7 @@ class DDPDriver:
             raise self.engine.failure
 
     def _step_boundary(self) -> None:
-        task = torch._C._current_graph_task_id()
+        task = graph_task()
         if self.engine.in_step and task != self._task:
             self.engine.abandon()  # an earlier backward raised before its last bucket
             self._futures.clear()
@@ -127,6 +128,13 @@ class DDPDriver:
                 self._provisional(grad_bucket, params)
             layout = self._layouts[key] = bucket_layout(grad_bucket, self._names)
         return Bucket(layout, buffer, grad_bucket.index(), grad_bucket.is_last())
+
+    def _compare(self) -> BaseException | None:
+        """Every :attr:`check_every` steps, whether all ranks hold the same reduced gradients."""
+        if not self.check_every or self.engine.counters.steps % self.check_every:
+            return None
+        mine = digest(buffer for _, buffer in self._futures)
+        return differing(self.engine.reduction.name, self.engine.gather(mine))
 
     def _finish(self, error: BaseException | None) -> None:
         for future, buffer in self._futures:
@@ -159,22 +167,6 @@ class DDPDriver:
         self.engine.state.rename(final)
         self._layouts.clear()
         self._seen.clear()
-
-
-def raise_after_backward(error: BaseException) -> None:
-    """Raise from ``backward()`` once DDP has finished, so that the model stays usable.
-
-    DDP finishes in a callback of its own, queued at the first bucket; a callback that queues the raiser runs after it.
-    Raising from the hook, or from a callback queued directly, leaves the reducer unusable for ever.
-    """
-    if torch._C._current_graph_task_id() == OUTSIDE:
-        raise error
-
-    def raiser() -> None:
-        raise error
-
-    queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
-    queue(lambda: queue(raiser))
 
 
 # -- PyTorch's own signature

@@ -9,27 +9,37 @@ reduced was not finite; from it all ranks decide alike whether the step is commi
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from commhooks.bucket import Bucket, BucketLayout
 from commhooks.combine import plain
-from commhooks.errors import CommHooksError, HookResultError, RemoteHookError
+from commhooks.errors import CommHooksError, HookResultError
 from commhooks.reduction import Reduction, Stages, StepContext
 from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Request, StagePlan, as_tuple
 from commhooks.scratch import Scratch
 from commhooks.state import HookState
+from commhooks.status import BETWEEN, DECODE, ENCODE, WHERE, Status
 from commhooks.transport import Stage, Traffic, Transport
 
 log = logging.getLogger("commhooks")
 
-ENCODE, BETWEEN, DECODE = 1.0, 2.0, 3.0  # where a reduction raised; the codes of the status message
-_WHERE = {ENCODE: "before its first collective", BETWEEN: "between collectives", DECODE: "after its last collective"}
-_MESSAGE_BYTES = 512
+
+class Outside(Protocol):
+    """Who uses the gradients: the optimizer, the scaler, a manager. Asked whether a step was used."""
+
+    def mark(self) -> None:
+        """A step has ended; what follows is about it."""
+
+    def used(self) -> bool:
+        """Whether the step since :meth:`mark` was used."""
+
+    def clock(self) -> int:
+        """Steps used so far, equal on all ranks."""
 
 
 @dataclass(slots=True)
@@ -93,17 +103,22 @@ class Engine:
             raise ValueError(f"lag must be at least 1, got {lag}")
         self.reduction, self.transport, self.lag, self.timeout = reduction, transport, lag, timeout
         self.state = state if state is not None else HookState()
+        self.state.settled_by(self.settle)
         self.counters = Counters()
         self.scratch = Scratch()
         self.failure: BaseException | None = None  # the transport is lost: nothing can be started any more
         self.participating = True
+        self.outside: Outside | None = None  # says whether a finished step was used
+        self.loss_scale: Callable[[], float] | None = None  # of the gradients of the step that begins
+        self.keep_buckets = False  # whether the last step's buckets stay readable after it
+        self.last: list[Bucket] = []
         self._plans: dict[tuple[BucketLayout, Hashable], tuple[StagePlan, ...]] = {}
         self._live: list[Live] = []
         self._slots = 0
         self._open = False
-        self._error: tuple[BaseException, float] | None = None
+        self._error: tuple[BaseException, int] | None = None
         self._sums: list[torch.Tensor] = []
-        self._verdict: Verdict | None = None
+        self._status: Status | None = None
         self._late: BaseException | None = None
         self._device = torch.device("cpu")
         self._veto = False
@@ -171,10 +186,12 @@ class Engine:
 
     def settle(self) -> bool | None:
         """Commit or roll back the last finished step, if that is still open; returns whether it was committed."""
-        if self._verdict is None:
+        if self._status is None:
             return None
-        good = self._verdict.good() and not self._veto
-        self._verdict, self._veto = None, False
+        good = self._status.good() and not self._veto
+        if good and self.outside is not None and self.participating:
+            good = self.outside.used()
+        self._status, self._veto = None, False
         if good:
             self.state.commit()
         else:
@@ -183,8 +200,15 @@ class Engine:
 
     def rollback(self) -> None:
         """The optimizer did not use the last finished step: as if it had never been."""
-        if self._verdict is not None:
+        if self._status is not None:
             self._veto = True
+
+    def gather(self, mine: torch.Tensor) -> torch.Tensor:
+        """Every rank's ``mine`` (1-D), one row each. Between steps, on all ranks alike."""
+        mine = mine.to(self._device)
+        everyone = mine.new_empty(self.transport.world_size * mine.numel())
+        self._carry_out(AllGather(mine, everyone))
+        return everyone.view(self.transport.world_size, -1).cpu()
 
     def abandon(self) -> None:
         """Forget a step that will never finish (a backward that raised half way), and what it staged.
@@ -204,9 +228,12 @@ class Engine:
     def _begin(self) -> None:
         if self.failure is not None:
             raise self.failure
-        self._late = self._judge() if self._verdict is not None and not self._verdict.judged else None
+        self._late = self._judge() if self._status is not None and not self._status.judged else None
         self.settle()
+        if self.loss_scale is not None and self.reduction.fields:
+            self.state.rescale(self.loss_scale())
         self._open, self._slots, self._error = True, 0, None
+        self.last.clear()
         self._sums.clear()
         self._bytes = (0.0, self.counters.traffic.trip_bytes)
         self._rounds = self.counters.traffic.rounds
@@ -249,12 +276,13 @@ class Engine:
         if not live.ghost:
             try:
                 requests = self._resume(live)
-            except Exception as error:
+            except BaseException as error:  # Ctrl-C too: raised in the hook it would leave DDP and the peers stuck
                 self._fail(live, error)
         if live.ghost:
             requests = self._ghost(live)
         if not requests:
             live.done = True
+            self._end(live)
             return
         for planned in live.plan[live.stage]:
             self.counters.traffic.add(planned, self.transport.world_size)
@@ -264,6 +292,13 @@ class Engine:
         with torch.profiler.record_function(f"commhooks::{self.reduction.name}::start{live.stage}"):
             self._guarded(lambda stage: stage.start(requests), live.pending)
 
+    def _end(self, live: Live) -> None:
+        if self.keep_buckets:
+            self.last.append(live.bucket)
+        # A finite P and Q may still overflow when they are multiplied out in fp16.
+        if self.reduction.fields and live.bucket.dtype == torch.float16:
+            self._sums.append(_sum(live.bucket.storage))
+
     def _resume(self, live: Live) -> tuple[Request, ...]:
         """The generator's next requests, checked against the plan; ``()`` when it ended."""
         expected = live.plan[live.stage] if live.stage < len(live.plan) else None
@@ -272,6 +307,7 @@ class Engine:
                 requests = as_tuple(next(live.stages))
             except StopIteration:
                 if expected is None:
+                    self._inspect(live)
                     return ()
                 raise HookResultError(
                     f"{self.reduction.name} ended after {live.stage} stages; its plan has {len(live.plan)}"
@@ -283,6 +319,12 @@ class Engine:
                 f"plan says {expected}. Requests may depend on the layout and the step only"
             )
         return requests
+
+    def _inspect(self, live: Live) -> None:
+        """Opaque payloads hide what is not finite until they are decoded: look at the result instead."""
+        opaque = any(r.kind in ("all_gather", "all_to_all") for stage in live.plan for r in stage)
+        if opaque and self.reduction.fields:
+            self._sums.extend(_sum(run) for run in live.bucket.runs() if run.is_floating_point())
 
     def _complete(self, live: Live) -> None:
         pending, live.pending = live.pending, None
@@ -314,7 +356,7 @@ class Engine:
             "[rank %d] %s raised %s of bucket %d",
             self.transport.rank,
             self.reduction.name,
-            _WHERE[where],
+            WHERE[where],
             live.bucket.index,
         )
         live.stages.close()
@@ -344,86 +386,30 @@ class Engine:
     # -- status
 
     def _exchange(self) -> BaseException | None:
-        """All-reduce ``[error code of rank 0, ..., of rank W-1, finite?]`` and judge the step by it."""
-        world, rank = self.transport.world_size, self.transport.rank
-        status = torch.zeros(world + 1, device=self._device)
-        if self._error is not None:
-            status[rank] = self._error[1]
-        if self._sums:
-            status[world] = torch.stack(self._sums).sum().isfinite().logical_not()
+        """Exchange the step's status and return the error that this rank raises."""
+        bad = torch.stack(self._sums).sum().isfinite().logical_not() if self._sums else None
         self._sums.clear()
-        if world > 1 and self.counters.traffic.rounds > self._rounds:  # a step without collectives sends no status
-            stage = Stage(self.transport, self.scratch, "status")
-            self._guarded(lambda s: s.start((AllReduce(status, "sum"),)), stage)
-            self._guarded(lambda s: s.wait(self.timeout), stage)
-        self._verdict = Verdict(status)
+        code = self._error[1] if self._error is not None else 0
+        clock = (self.state.step if self.outside is None else self.outside.clock()) if self.participating else None
+        status = Status(self.transport.rank, self.transport.world_size, code, clock, bad, self._device)
+        # A step without collectives sends no status: nobody else takes part.
+        alone = self.transport.world_size == 1 or self.counters.traffic.rounds == self._rounds
+        status.exchange(None if alone else self._carry_out)
+        if self.outside is not None:
+            self.outside.mark()
+        self._status = status
         late, self._late = self._late, None
-        return late if status.is_cuda else self._judge()
+        return late if self._device.type == "cuda" else self._judge()
 
     def _judge(self) -> BaseException | None:
-        """The error that this rank raises for the last step, if any rank failed."""
-        assert self._verdict is not None  # noqa: S101
-        self._verdict.judged = True
-        codes = self._verdict.codes()
-        failed = {r: code for r, code in enumerate(codes) if code}
-        if not failed:  # over a manager nobody hears what a healing member says; it knows its own error all the same
-            return self._error[0] if self._error is not None else None
-        texts = self._texts(failed)
-        if self._error is not None:
-            error, self._error = self._error[0], None
-            return error
-        lines = "; ".join(f"rank {r} {_WHERE.get(code, '')}: {texts.get(r, '?')}" for r, code in failed.items())
-        return RemoteHookError(
-            f"{self.reduction.name} raised on another rank, so this step's gradients are not valid on any rank. {lines}"
-        )
+        assert self._status is not None  # noqa: S101
+        own, self._error = self._error, None
+        return self._status.error(self.reduction.name, own[0] if own is not None else None, self._carry_out)
 
-    def _texts(self, failed: dict[int, float]) -> dict[int, str]:
-        """What the failing ranks have to say: fixed-size messages, exchanged only after a failure."""
-        world = self.transport.world_size
-        if world == 1:
-            return {}
-        mine = b""
-        if self._error is not None:
-            mine = f"{type(self._error[0]).__name__}: {self._error[0]}".encode()[:_MESSAGE_BYTES]
-        text = torch.tensor(list(mine.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8, device=self._device)
-        everyone = torch.empty(world * _MESSAGE_BYTES, dtype=torch.uint8, device=self._device)
-        stage = Stage(self.transport, self.scratch, "text")
-        self._guarded(lambda s: s.start((AllGather(text, everyone),)), stage)
+    def _carry_out(self, request: Request) -> None:
+        stage = Stage(self.transport, self.scratch, "status")
+        self._guarded(lambda s: s.start((request,)), stage)
         self._guarded(lambda s: s.wait(self.timeout), stage)
-        rows = everyone.view(world, _MESSAGE_BYTES)
-        return {r: bytes(rows[r].tolist()).rstrip(b"\0").decode(errors="replace") for r in failed}
-
-
-class Verdict:
-    """The all-reduced status of a step; on CUDA read only when it is needed, at the next step."""
-
-    def __init__(self, status: torch.Tensor) -> None:
-        self._status: torch.Tensor | None = status
-        self._event: torch.cuda.Event | None = None
-        if status.is_cuda:
-            host = torch.empty(status.shape, pin_memory=True)
-            host.copy_(status, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-            self._status = host
-        self._values: list[float] | None = None
-        self.judged = False
-
-    def _read(self) -> list[float]:
-        if self._values is None:
-            if self._event is not None:
-                self._event.synchronize()
-            assert self._status is not None  # noqa: S101
-            self._values = self._status.tolist()
-            self._status = None
-        return self._values
-
-    def codes(self) -> list[float]:
-        return self._read()[:-1]
-
-    def good(self) -> bool:
-        """No rank failed and everything reduced was finite."""
-        return not any(self._read()) and math.isfinite(sum(self._read()))
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:

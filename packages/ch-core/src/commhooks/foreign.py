@@ -1,18 +1,40 @@
 """Hooks that are not ours: any ``(state, bucket) -> Future[Tensor]`` callable, called through the trampoline.
 
-Its collectives are its own, so they cannot be counted, ordered or finished for it. What can be done is to check
-every result: torch reads a wrong one through raw storage, and dies of ``None``.
+Its collectives are its own, so they cannot be counted, ordered or finished for it. What can be done: DDP gets futures
+of our own, completed at the last bucket with results that have been checked, or with the local gradient when
+something failed; then the error is raised from ``backward()``, on every rank. A rank that failed may have left out
+collectives which others wait for. Nobody knows which, so after a failure the handle is dead on all ranks.
 """
 
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from commhooks.errors import HookResultError
+from commhooks.after import raise_after_backward
+from commhooks.control import Control
+from commhooks.errors import AttachError, HookResultError, HookTimeoutError, RemoteHookError
+from commhooks.guard import checked, differing, digest, named
+from commhooks.streams import future_for
 from commhooks.typing import GradBucket
 
 TensorFuture = torch.futures.Future[torch.Tensor]
+_POLL = 0.05  # seconds between looks for another rank's alarm
+_ANEW = (
+    "It left collectives unmatched, and nobody knows which: wrap the model anew (DistributedDataParallel over a new "
+    "process group) and attach again"
+)
+
+
+@dataclass(slots=True)
+class _Pending:
+    index: int
+    buffer: torch.Tensor
+    ours: TensorFuture
+    theirs: "torch.futures.Future[Any] | None"
 
 
 class ForeignDriver:
@@ -27,54 +49,122 @@ class ForeignDriver:
 
     def __init__(self, hook: Callable[[Any, Any], Any], state: object, name: str, timeout: float) -> None:
         self.hook, self.state, self.name, self.timeout = hook, state, name, timeout
-        self.calls = 0
-        self.error: BaseException | None = None
+        self.control: Control | None = None  # none where there is no other rank
+        self.calls = self.steps = self.check_every = 0
+        self.error: BaseException | None = None  # for good: the handle is dead
+        self._refused = False  # the running step is not done at all
+        self._pending: list[_Pending] = []
+        self._warned: set[str] = set()
 
     def __call__(self, bucket: GradBucket) -> TensorFuture:
         self.calls += 1
+        if bucket.index() == 0:
+            self._pending.clear()  # of a backward that did not reach its end
+            self._refused = self.error is not None
         buffer = bucket.buffer()
-        result = self.hook(self.state, bucket)
-        if not isinstance(result, torch._C.Future):
-            raise HookResultError(
-                f"{self.name} returned {type(result).__name__} for bucket {bucket.index()}; a DDP hook returns a "
-                "torch.futures.Future that holds the reduced buffer"
-            )
-        return result.then(lambda done: self._checked(done, buffer, bucket.index()))
+        one = _Pending(bucket.index(), buffer, future_for(buffer), None)
+        self._pending.append(one)
+        if self.error is None:
+            try:
+                one.theirs = self._future(self.hook(self.state, bucket), one.index)
+            except BaseException as error:  # raised here it would leave DDP unusable
+                self._fail(error, one.index)
+        if bucket.is_last():
+            self._finish()
+        return one.ours
 
     def check(self) -> None:
         """Raise the error of the last failure with its own type."""
         if self.error is not None:
-            error, self.error = self.error, None
-            raise error
+            raise self.error
 
-    def _checked(self, done: TensorFuture, buffer: torch.Tensor, index: int) -> torch.Tensor:
+    def close(self) -> None:
+        """Give up the control channel."""
+        if self.control is not None:
+            self.control.close()
+            self.control = None
+
+    # -- inside
+
+    def _future(self, result: object, index: int) -> "torch.futures.Future[Any]":
+        if not isinstance(result, torch.futures.Future):
+            raise HookResultError(
+                f"{self.name} returned {type(result).__name__} for bucket {index}; a DDP hook returns a "
+                "torch.futures.Future that holds the reduced buffer"
+            )
+        return result
+
+    def _finish(self) -> None:
+        """Wait for the hook's futures, agree with the other ranks, and complete DDP's."""
+        if self._refused:
+            self._complete([one.buffer for one in self._pending])
+            raise_after_backward(self._refusal())
+            return
+        values: list[torch.Tensor] = []
+        begun = time.monotonic()
+        for one in self._pending:
+            if self.error is not None or one.theirs is None:
+                break
+            try:
+                value = self._await(one.theirs, one.index, begun + self.timeout)
+                values.append(checked(value, one.buffer, self.name, one.index, self._warned))
+            except BaseException as error:
+                self._fail(error, one.index)
+        wrong = self._agree(values)
+        good = self.error is None
+        self._complete(values if good else [one.buffer for one in self._pending])
+        self.steps += 1
+        if self.error is not None:
+            raise_after_backward(self.error)
+        elif wrong is not None:
+            raise_after_backward(wrong)
+
+    def _complete(self, values: list[torch.Tensor]) -> None:
+        for one, value in zip(self._pending, values, strict=True):
+            one.ours.set_result(value)
+        self._pending.clear()
+
+    def _await(self, future: "torch.futures.Future[Any]", index: int, deadline: float) -> object:
+        done = threading.Event()
+        if not future.done():
+            future.add_done_callback(lambda _: done.set())
+            while not done.wait(max(0.0, min(_POLL, deadline - time.monotonic()))):
+                heard = self.control.alarmed() if self.control is not None else None
+                if heard is not None:
+                    raise RemoteHookError(f"{self.name} failed on another rank: {heard}. {_ANEW}")
+                if time.monotonic() >= deadline:
+                    raise HookTimeoutError(
+                        f"{self.name}: the future of bucket {index} was not completed within {self.timeout:g} s. Either "
+                        f"the hook never completes it, or a peer is frozen. {_ANEW}"
+                    )
+        return future.wait()
+
+    def _agree(self, values: list[torch.Tensor]) -> BaseException | None:
+        """Hear of other ranks' failures, make ours known, and compare the results when that is due."""
+        if self.control is None:
+            return None
+        due = self.error is None and self.check_every > 0 and (self.steps + 1) % self.check_every == 0
+        mine = digest(values) if due else torch.zeros(2, dtype=torch.int64)
+        text = "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
         try:
-            value = done.value()
-            return checked(value, buffer, self.name, index)
-        except BaseException as error:
-            self.error = error
-            raise
+            texts, digests = self.control.exchange(text, mine)
+        except Exception as error:
+            if self.error is None:
+                self.error = error
+            return None
+        if self.error is None and texts:
+            said = "; ".join(f"rank {rank}: {line}" for rank, line in texts.items())
+            self.error = RemoteHookError(
+                f"{self.name} failed on another rank, so this step's gradients are not valid on any rank. {said}. {_ANEW}"
+            )
+        return differing(self.name, digests) if due and not texts else None
 
+    def _fail(self, error: BaseException, index: int) -> None:
+        self.error = named(error, self.name, index, _ANEW)
+        if self.control is not None:
+            self.control.alarm(f"bucket {index}: {type(error).__name__}: {error}")
 
-def checked(value: object, buffer: torch.Tensor, name: str, index: int) -> torch.Tensor:
-    """``value`` as a tensor that DDP may read as bucket ``index``.
-
-    Raises:
-        HookResultError: it is no tensor, or has another size, device, layout or kind of number.
-    """
-    if isinstance(value, list | tuple) and len(value) == 1:
-        value = value[0]
-    if not isinstance(value, torch.Tensor):
-        raise HookResultError(f"{name}: the future of bucket {index} holds {type(value).__name__}, not a tensor")
-    wrong = []
-    if value.numel() != buffer.numel():
-        wrong.append(f"{value.numel()} elements instead of {buffer.numel()}")
-    if value.device != buffer.device:
-        wrong.append(f"device {value.device} instead of {buffer.device}")
-    if value.is_floating_point() != buffer.is_floating_point() or value.is_complex() != buffer.is_complex():
-        wrong.append(f"dtype {value.dtype} instead of {buffer.dtype}")
-    if wrong:
-        raise HookResultError(f"{name}: the result of bucket {index} has {', '.join(wrong)}")
-    if value.is_sparse or buffer.is_sparse:
-        return value
-    return value.to(buffer.dtype).contiguous()
+    def _refusal(self) -> BaseException:
+        error = AttachError(f"{self.name} failed in an earlier step: {type(self.error).__name__}: {self.error}. {_ANEW}")
+        error.__cause__ = self.error
+        return error

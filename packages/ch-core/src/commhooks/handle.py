@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from commhooks.bucket import BucketLayout
+from commhooks.detail import residual_figures
 from commhooks.engine import Engine
-from commhooks.errors import AttachError
+from commhooks.errors import AttachError, HookNotSupportedError
 from commhooks.expression import Node, unparse
 from commhooks.reduction import Reduction
 from commhooks.state import HookState
@@ -64,6 +65,7 @@ class CommHook:
         built: a reduction, or a foreign ``(state, bucket) -> Future`` function.
         process_group: group to use where the model has none of its own.
         state: state to go on from.
+        full: the expression with every option, and the provider and version of each level.
 
     Attributes:
         expr: the expression, e.g. ``"bf16_wrapper(powersgd(rank=4))"``.
@@ -78,8 +80,10 @@ class CommHook:
         built: Reduction | ForeignHook,
         process_group: dist.ProcessGroup | None = None,
         state: object | None = None,
+        full: Node | None = None,
     ) -> None:
         self.config: Node = node
+        self.full: Node = full if full is not None else node
         self.built = built
         self.process_group = process_group
         self.state: object | None = state
@@ -108,21 +112,32 @@ class CommHook:
         """Take the place that an adapter has made on a model."""
         if self._binding is not None:
             raise AttachError(f"{self.expr} is attached to a model already; create another handle, or detach() this one")
+        if self.reduction is not None:
+            try:
+                self.reduction.check(binding.layout)
+            except Exception:
+                binding.detach()  # the model must stay usable, and attachable
+                raise
         self._binding = binding
         self._calls_seen = binding.calls
 
     # -- looking
 
-    def stats(self) -> dict[str, float]:
+    def stats(self, *, detail: bool = False) -> dict[str, float]:
         """Cumulative figures since attaching.
 
         ``payload_bytes`` are the tensors given to collectives, per rank; ``wire_bytes`` what a bandwidth-optimal
         algorithm sends for them, per rank; ``rounds`` the dependent collectives; seconds are host time.
+
+        Args:
+            detail: add, for each parameter with a residual, ``residual_norm/NAME`` (unscaled) and, while the gradients
+                of the last step are still there, ``relative_error/NAME`` = ‖residual‖ / ‖gradient + residual‖: the
+                part of the last step's gradient that was held back on this rank. Computed when asked for.
         """
         engine = self._bound().engine
         if engine is None:
             return {"calls": float(self._bound().calls)}
-        return engine.counters.as_dict()
+        return engine.counters.as_dict() | (residual_figures(engine) if detail else {})
 
     def plan(self) -> list[PlanRow]:
         """How each parameter is treated at the present step, in model order."""
@@ -131,9 +146,10 @@ class CommHook:
         if reduction is None or binding.engine is None:
             name = getattr(self.built, "__name__", self.expr)
             return [PlanRow(p.name, p.shape, name) for p in binding.layout.params]
-        reasons = reduction.routes(binding.layout, binding.engine.state.step)
+        step = binding.engine.state.step
+        reasons = reduction.routes(binding.layout, step)
         return [
-            PlanRow(p.name, p.shape, "plain" if p.name in reasons else reduction.name, reasons.get(p.name, ""))
+            PlanRow(p.name, p.shape, "plain" if p.name in reasons else reduction.label(p, step), reasons.get(p.name, ""))
             for p in binding.layout.params
         ]
 
@@ -164,6 +180,34 @@ class CommHook:
     def check(self) -> None:
         """Raise the original exception of the hook's last failure, if it has not been raised yet."""
         self._bound().check()
+
+    def verify_gradients(self, every: int = 1) -> None:
+        """From now on, compare the reduced gradients of all ranks every ``every`` steps; 0 stops it.
+
+        Two numbers per rank are exchanged. Call it on all ranks alike. Not for hooks that leave ranks different
+        gradients on purpose (``noop``, local SGD).
+
+        Raises:
+            RankMismatchError: later, from ``backward()`` on all ranks, naming the ranks that agree with one another.
+            HookNotSupportedError: this kind of model has no place for the check.
+        """
+        if every < 0:
+            raise ValueError(f"every={every}: expected 0 or a number of steps")
+        set_every = getattr(self._bound(), "verify_gradients", None)
+        if set_every is None:
+            raise HookNotSupportedError(f"{self.expr}: gradients can be verified on DDP models only")
+        set_every(every)
+
+    def set_loss_scale(self, scale: float) -> None:
+        """Say by what the loss of the next backward is multiplied, where no ``scaler=`` was given to ``attach``.
+
+        Residuals are kept in the gradient's units, so they follow the scale; ``state_dict()`` has them unscaled.
+        """
+        if not 0.0 < scale < float("inf"):
+            raise ValueError(f"the loss scale is {scale}; expected a positive finite number")
+        engine = self._bound().engine
+        if engine is not None:
+            engine.loss_scale = lambda: scale
 
     # -- the step
 

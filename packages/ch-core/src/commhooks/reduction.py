@@ -34,9 +34,11 @@ class StepContext:
         step: number of committed steps before this one.
         participating: ``False`` on a rank that only keeps the others company (joined, healing, spare): what it
             stages is dropped, but for fields that are the same on all ranks anyhow.
+        sent: where to report what this rank contributed, or ``None`` when nobody asks (see
+            :attr:`Reduction.reports_sent`).
     """
 
-    __slots__ = ("_owner", "_scratch", "_shared", "_state", "participating", "rank", "step", "world_size")
+    __slots__ = ("_owner", "_scratch", "_shared", "_state", "participating", "rank", "sent", "step", "world_size")
 
     def __init__(
         self,
@@ -49,8 +51,10 @@ class StepContext:
         owner: Hashable = 0,
         participating: bool = True,
         shared: frozenset[str] = frozenset(),
+        sent: Bucket | None = None,
     ) -> None:
         self.rank, self.world_size, self.step, self.participating = rank, world_size, step, participating
+        self.sent = sent
         self._state = state if state is not None else HookState()
         self._scratch = scratch if scratch is not None else Scratch()
         self._owner = owner
@@ -79,8 +83,8 @@ class StepContext:
         """An uninitialised tensor that belongs to this bucket until the generator ends."""
         return self._scratch.get(self._owner, name, shape, dtype, torch.device(device))
 
-    def child(self, part: str) -> "StepContext":
-        """The same step for a part of a composition, with scratch of its own."""
+    def child(self, part: str, *, sent: Bucket | None = None) -> "StepContext":
+        """The same step for a part of a composition, with scratch of its own, and its report in ``sent``."""
         return StepContext(
             self.rank,
             self.world_size,
@@ -90,6 +94,7 @@ class StepContext:
             owner=(self._owner, part),
             participating=self.participating,
             shared=self._shared,
+            sent=sent,
         )
 
 
@@ -105,6 +110,10 @@ class Reduction(ABC):
         collectives: kinds of requests it yields.
         lossy: whether the result differs from the average by more than rounding of the bucket's dtype.
         fields: state fields and whether each is ``"local"`` to a rank or ``"shared"`` (the same on all ranks).
+        reports_sent: whether :meth:`run`, when ``ctx.sent`` is a bucket (of the layout it was given), leaves in it
+            what this rank contributed: in the gradient's units, before the division by W, after all rounding. The
+            ``sent`` of an :class:`~commhooks.requests.AllReduce` of the gradient itself is just that. It is what
+            ``error_feedback`` needs; a reduction that keeps a residual of its own leaves this ``False``.
 
     Example:
         >>> import torch
@@ -123,6 +132,7 @@ class Reduction(ABC):
     collectives: frozenset[str] = frozenset({"all_reduce"})
     lossy: bool = False
     fields: ClassVar[dict[str, Literal["local", "shared"]]] = {}
+    reports_sent: bool = False
 
     @abstractmethod
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
@@ -156,9 +166,23 @@ class Reduction(ABC):
         if not plainly:
             return self.run(bucket, ctx)
         if len(plainly) == len(bucket.params):
-            return plain(bucket)
+            return plain(bucket, ctx.sent)
         fit = [p.name for p in bucket.params if p.name not in plainly]
-        return parallel(self.run(bucket.select(fit), ctx), plain(bucket.select(plainly)))
+        if ctx.sent is None:
+            return parallel(self.run(bucket.select(fit), ctx), plain(bucket.select(plainly)))
+        inner = ctx.child("fit", sent=ctx.sent.select(fit))
+        return parallel(self.run(bucket.select(fit), inner), plain(bucket.select(plainly), ctx.sent.select(plainly)))
+
+    def label(self, param: ParamLayout, step: int) -> str:
+        """What treats a parameter that is not averaged plainly, for ``handle.plan()``."""
+        return self.name
+
+    def check(self, layout: BucketLayout) -> None:  # noqa: B027 - most reductions take any model
+        """Refuse a model, given as one virtual bucket of all its parameters; called when a handle is attached.
+
+        Raises:
+            HookConfigError: naming the parameters.
+        """
 
     def plan(self, layout: BucketLayout, ctx: StepContext) -> tuple[StagePlan, ...]:
         """Every stage's requests, from the layout alone: the generator is run on meta tensors.
@@ -197,9 +221,10 @@ class Plain(Reduction):
 
     name = "allreduce"
     granularity = "tensor"
+    reports_sent = True
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
-        return plain(bucket)
+        return plain(bucket, ctx.sent)
 
 
 def unfit(param: ParamLayout) -> str | None:
@@ -220,7 +245,7 @@ class FunctionReduction(Reduction):
         self.function = function
         self.name = function.__name__
         self._config = config
-        for attribute in ("granularity", "collectives", "lossy", "fields", "route", "phase"):
+        for attribute in ("granularity", "collectives", "lossy", "fields", "reports_sent", "route", "phase"):
             if hasattr(function, attribute):
                 setattr(self, attribute, getattr(function, attribute))
 

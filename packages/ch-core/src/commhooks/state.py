@@ -4,7 +4,8 @@ A step never overwrites what it may have to give back: it *stages* new tensors, 
 makes them the state. Two buffers per entry are kept and swapped, so a committed step costs no copy.
 """
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ class HookState:
 
     Attributes:
         step: number of committed steps.
+        scale: loss scale in whose units the fields of :attr:`scaled` are held; :meth:`entries` gives them unscaled.
+        scaled: fields that have the gradient's units, and therefore follow the loss scale.
 
     Example:
         >>> import torch
@@ -35,11 +38,35 @@ class HookState:
         (tensor([1., 1.]), 1)
     """
 
+    scaled: frozenset[str] = frozenset({"residual"})
+
     def __init__(self) -> None:
         self.step = 0
+        self.scale = 1.0
         self._committed: dict[tuple[str, str], torch.Tensor] = {}
         self._staged: dict[tuple[str, str], torch.Tensor] = {}
         self._spare: dict[tuple[str, str], torch.Tensor] = {}
+        self._settle: Callable[[], object] | None = None
+
+    def settle(self) -> None:
+        """Commit or roll back the last finished step now, instead of at the start of the next one."""
+        if self._settle is not None:
+            self._settle()
+
+    def settled_by(self, settle: Callable[[], object]) -> None:
+        """Name what decides about the last step: a method of the engine, which this state does not keep alive."""
+        method = weakref.WeakMethod(settle)
+
+        def alive() -> None:
+            found = method()
+            if found is not None:
+                found()
+
+        self._settle = alive
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()
+        return {**self.__dict__, "_settle": None, "_staged": {}, "_spare": {}}
 
     def read(self, name: str, field: str) -> torch.Tensor | None:
         """The committed tensor, or ``None``. Not to be written to."""
@@ -63,6 +90,14 @@ class HookState:
         self._staged[key] = found
         return found
 
+    def newest(self, name: str, field: str) -> torch.Tensor:
+        """What the last step has staged, if that is still open, else what is committed."""
+        return self._staged.get((name, field), self._committed.get((name, field)))  # type: ignore[return-value]
+
+    def held(self) -> set[tuple[str, str]]:
+        """``(parameter name, field)`` of everything staged or committed."""
+        return set(self._staged) | set(self._committed)
+
     @property
     def staging(self) -> bool:
         """Whether anything is staged."""
@@ -83,10 +118,25 @@ class HookState:
         self._spare.update(self._staged)
         self._staged.clear()
 
+    def rescale(self, scale: float) -> None:
+        """Hold what has the gradient's units in those of another loss scale: a scaler has changed it.
+
+        Raises:
+            ValueError: ``scale`` is not a positive finite number.
+        """
+        if scale == self.scale:
+            return
+        if not 0.0 < scale < float("inf"):
+            raise ValueError(f"the loss scale is {scale}; expected a positive finite number")
+        for (_, field), tensor in self._committed.items():
+            if field in self.scaled:
+                tensor.mul_(scale / self.scale)
+        self.scale = scale
+
     def entries(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """``(parameter name, field, tensor)`` of everything committed, in sorted order."""
-        for (name, field), tensor in sorted(self._committed.items()):
-            yield name, field, tensor
+        """``(parameter name, field, tensor)`` of everything committed, unscaled, in sorted order."""
+        for (name, field), tensor in sorted(self._committed.items(), key=lambda entry: entry[0]):
+            yield name, field, tensor / self.scale if field in self.scaled and self.scale != 1.0 else tensor
 
     def replace(
         self, entries: dict[tuple[str, str], torch.Tensor], step: int, *, keep: frozenset[str] = frozenset()
@@ -102,7 +152,7 @@ class HookState:
         self._committed = dict(entries)
         self._staged = {key: tensor for key, tensor in self._staged.items() if key[1] in keep}
         self._spare.clear()
-        self.step = step
+        self.step, self.scale = step, 1.0
 
     def rename(self, names: dict[str, str]) -> None:
         """Give parameters other names, in every entry."""

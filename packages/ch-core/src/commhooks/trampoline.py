@@ -4,8 +4,9 @@ torch lets a model have one hook for ever. The trampoline is that hook; what it 
 be detached and another attached.
 """
 
+import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,17 +15,22 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from commhooks.attaching import AttachOptions
 from commhooks.bucket import BucketLayout, ParamLayout, contiguous_stride
+from commhooks.control import Control
 from commhooks.ddp import DDPDriver, TensorFuture
 from commhooks.engine import Engine
-from commhooks.errors import AttachError
+from commhooks.errors import AttachError, StateError
 from commhooks.foreign import ForeignDriver
 from commhooks.handle import CommHook
 from commhooks.reduction import Plain
 from commhooks.state import HookState
 from commhooks.transport import ProcessGroupTransport
 from commhooks.typing import GradBucket
+from commhooks.watch import OptimizerWatch, SyncWatch
 
-class Driver(Protocol):
+Driver = DDPDriver | ForeignDriver
+
+
+class SlotDriver(Protocol):
     """What a trampoline calls for every bucket."""
 
     calls: int
@@ -35,11 +41,15 @@ class Driver(Protocol):
 
 
 class Slot:
-    """What the trampoline of one model calls at present."""
+    """What the trampoline of one model calls at present; empty in a copy of the model, whose reducer has no hook."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: SlotDriver | None = None) -> None:
         self.driver = driver
         self.holder: str | None = None  # expression of the attached handle
+        self.watch: SyncWatch | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Slot, ())
 
 
 _SLOTS = WeakIdKeyDictionary()  # DDP model -> Slot
@@ -47,8 +57,10 @@ _SLOTS = WeakIdKeyDictionary()  # DDP model -> Slot
 
 def trampoline(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The only hook ever registered on a model; ``state`` is its :class:`Slot`."""
-    if not isinstance(state, Slot):
+    if not isinstance(state, Slot) or state.driver is None:
         raise AttachError("the commhooks trampoline was registered by hand; use commhooks.attach(model, ...)")
+    if state.watch is not None and bucket.is_last():
+        state.watch.synchronised()
     return state.driver(bucket)
 
 
@@ -63,7 +75,9 @@ class DDPBinding:
         self._timeout = options.timeout
         self._slot = claim(model, self.plain)
         self._driver = self._make(handle)
+        self._outcome = self._watch(options)
         self._slot.driver, self._slot.holder = self._driver, handle.expr
+        self._slot.watch = SyncWatch(model, handle.expr)
 
     @property
     def calls(self) -> int:
@@ -72,8 +86,23 @@ class DDPBinding:
     def check(self) -> None:
         self._driver.check()
 
+    def ready(self) -> None:
+        """The ranks have agreed: make what needs all of them."""
+        if isinstance(self._driver, ForeignDriver) and dist.get_world_size(self.group) > 1:
+            self._driver.control = Control(self.group, self._timeout)
+
+    def verify_gradients(self, every: int) -> None:
+        self._driver.check_every = every
+
     def detach(self) -> None:
         self._slot.driver, self._slot.holder = self.plain(), None
+        if self._slot.watch is not None:
+            self._slot.watch.close()
+            self._slot.watch = None
+        if self._outcome is not None:
+            self._outcome.close()
+        if isinstance(self._driver, ForeignDriver):
+            self._driver.close()
 
     def plain(self) -> DDPDriver:
         """Plain averaging over the model's group."""
@@ -85,8 +114,19 @@ class DDPBinding:
         if not isinstance(handle.state, HookState):
             raise AttachError(f"the state of {handle.expr} is a HookState; got {type(handle.state).__name__}")
         transport = ProcessGroupTransport(self.group)
+        owned(handle.state, self._slot, handle.expr)
         self.engine = Engine(handle.reduction, transport, handle.state, timeout=self._timeout)
+        self.engine.keep_buckets = True
         return DDPDriver(self.engine, self.names)
+
+    def _watch(self, options: AttachOptions) -> OptimizerWatch | None:
+        if options.optimizer is None and options.scaler is None:
+            return None
+        watch = OptimizerWatch(options.optimizer, options.scaler)
+        if self.engine is not None:
+            self.engine.outside = watch
+            self.engine.loss_scale = watch.scale if options.scaler is not None else None
+        return watch
 
 
 def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) -> DDPBinding:
@@ -95,7 +135,7 @@ def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) ->
     return DDPBinding(model, handle, options)
 
 
-def claim(model: DistributedDataParallel, plain: Callable[[], Driver]) -> Slot:
+def claim(model: DistributedDataParallel, plain: Callable[[], SlotDriver]) -> Slot:
     """The model's slot, with the trampoline registered; ``plain`` makes what it calls until a hook is attached.
 
     Raises:
@@ -108,6 +148,9 @@ def claim(model: DistributedDataParallel, plain: Callable[[], Driver]) -> Slot:
                 f"this model has {slot.holder} attached already: handle.detach() first, then attach again"
             )
         return slot
+    copied = [state for state, hook in _registered(model) if isinstance(state, Slot) and state.driver is None]
+    if copied and len(copied) == len(model._comm_hooks):
+        model._comm_hooks.clear()  # of the model that this one is a copy of; its own reducer has none
     if model._comm_hooks:
         names = ", ".join(getattr(hook, "__qualname__", repr(hook)) for hook, _ in model._comm_hooks)
         raise AttachError(
@@ -126,13 +169,39 @@ def claim(model: DistributedDataParallel, plain: Callable[[], Driver]) -> Slot:
     return slot
 
 
+def _registered(model: DistributedDataParallel) -> list[tuple[object, object]]:
+    """``(state, hook)`` of everything the Python side of DDP believes to be registered."""
+    return [(state, hook) for hook, state in model._comm_hooks]
+
+
+_OWNERS = WeakIdKeyDictionary()  # HookState -> weak reference to the slot of the model that it serves
+
+
+def owned(state: HookState, slot: Slot, name: str) -> None:
+    """Bind a state to a model.
+
+    Raises:
+        StateError: it serves another model that is still alive.
+    """
+    owner = _OWNERS.get(state)
+    other = owner() if owner is not None else None
+    if other is not None and other is not slot and other.holder is not None:
+        raise StateError(
+            f"the state given to {name} serves another model already (attached there as {other.holder}): each would get "
+            "the other's residuals. Make one state per model, or detach() the other handle first"
+        )
+    _OWNERS[state] = weakref.ref(slot)
+
+
 def model_layout(module: torch.nn.Module) -> BucketLayout:
     """All trainable parameters as one virtual bucket, in model order."""
     params, offset, dtype, device = [], 0, torch.float32, torch.device("cpu")
+    sparse = {id(m.weight) for m in module.modules() if getattr(m, "sparse", False) and hasattr(m, "weight")}
     for name, p in module.named_parameters():
         if p.requires_grad:
             shape = tuple(p.shape)
-            entry = ParamLayout(name, shape, contiguous_stride(shape), offset, "complex" if p.is_complex() else "dense")
+            kind = "sparse" if id(p) in sparse else "complex" if p.is_complex() else "dense"
+            entry = ParamLayout(name, shape, contiguous_stride(shape), offset, kind)
             params.append(entry)
             offset += entry.numel
             dtype, device = p.dtype, p.device

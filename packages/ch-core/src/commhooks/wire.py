@@ -16,7 +16,7 @@ import torch
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout
 from commhooks.combine import plain
 from commhooks.errors import HookConfigError
-from commhooks.reduction import Reduction, Stages, StepContext
+from commhooks.reduction import Plain, Reduction, Stages, StepContext
 from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Request, Requests, Wire, as_tuple
 from commhooks.transport import encode
 
@@ -59,8 +59,10 @@ class WireCast(Reduction):
                 f"{sorted(inner.collectives) or 'nothing'}, whose bytes are its own. Use {inner.name} unwrapped"
             )
         self.inner, self.wire, self.accumulate = inner, Wire(NAMES[dtype], rounding), accumulate
-        self.name = name or f"{dtype}_wrapper({inner.name})"
+        self.wire_name = f"{dtype}_wrapper"
+        self.name = name or f"{self.wire_name}({inner.name})"
         self.granularity = inner.granularity
+        self.reports_sent = inner.reports_sent
         self.fields = inner.fields  # type: ignore[misc]
         extra = {"all_to_all", "all_gather"} if accumulate == "fp32" else set()
         kept = inner.collectives - {"all_reduce"} if accumulate == "fp32" else inner.collectives
@@ -75,9 +77,15 @@ class WireCast(Reduction):
     def routes(self, layout: BucketLayout, step: int) -> dict[str, str]:
         return self.inner.routes(layout, step)
 
+    def label(self, param: ParamLayout, step: int) -> str:
+        return self.name if isinstance(self.inner, Plain) else f"{self.wire_name}({self.inner.label(param, step)})"
+
+    def check(self, layout: BucketLayout) -> None:
+        self.inner.check(layout)
+
     def start(self, bucket: Bucket, ctx: StepContext) -> Stages:
         if any(p.kind == "sparse" for p in bucket.params):
-            return plain(bucket)
+            return plain(bucket, ctx.sent)
         return self.run(bucket, ctx)
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:

@@ -16,7 +16,7 @@ from commhooks.bucket import BucketLayout
 from commhooks.errors import AttachError, HookNotSupportedError
 from commhooks.handle import CommHook
 from commhooks.state import HookState
-from commhooks.trampoline import claim, model_layout
+from commhooks.trampoline import claim, model_layout, owned
 
 
 class ManagedBinding:
@@ -38,9 +38,10 @@ class ManagedBinding:
         manager = model.full_manager()
         self.engine = ManagedEngine(handle.reduction, ManagerTransport(manager, model.fail_fast), handle.state)
         plan = self.engine.plan(self.layout)  # raises here, if it must, and not in the first backward pass
-        self.fingerprint = fingerprint(model, handle.expr, self.layout, repr(plan))
+        self.fingerprint = fingerprint(model, handle, self.layout, repr(plan))
         names = {id(p): name for name, p in model.module.named_parameters()}
         self._slot = claim(model, model.plain)
+        owned(handle.state, self._slot, handle.expr)
         self._driver = ManagedDriver(self.engine, names, self._agree if options.verify_ranks else lambda: None)
         self._slot.driver, self._slot.holder = self._driver, handle.expr
         enrol(manager, self)
@@ -105,11 +106,14 @@ def transferred(model: DistributedDataParallel) -> Transferred:
     return found
 
 
-def fingerprint(model: DistributedDataParallel, expr: str, layout: BucketLayout, plan: str) -> agreement.Fingerprint:
+def fingerprint(
+    model: DistributedDataParallel, handle: CommHook, layout: BucketLayout, plan: str
+) -> agreement.Fingerprint:
     """What all members must have in common, or their collectives would not match."""
     shapes = repr([(p.name, p.shape) for p in layout.params]) + str(layout.dtype)
     return {
-        "hook": expr,
+        "hook": handle.expr,
+        "options and providers": f"sha {_sha(repr(handle.full))}",
         "collectives": f"sha {_sha(plan)}",
         "parameters": f"{len(layout.params)} tensors, {layout.size} numbers, sha {_sha(shapes)}",
         "bucket_cap_mb": f"{model.bucket_bytes_cap / 2**20:g}",

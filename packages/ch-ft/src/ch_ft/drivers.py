@@ -8,7 +8,8 @@ import torch
 from ch_ft.averaging import Averaging
 from ch_ft.failfast import release
 from ch_ft.transaction import ManagedEngine
-from commhooks.ddp import OUTSIDE, DDPDriver, TensorFuture, raise_after_backward
+from commhooks.after import OUTSIDE, graph_task, raise_after_backward
+from commhooks.ddp import DDPDriver, TensorFuture
 from commhooks.errors import CommHooksError, RemoteHookError, TransportError
 from commhooks.streams import future_for
 from commhooks.typing import GradBucket
@@ -32,7 +33,7 @@ class PlainDriver:
     def __call__(self, bucket: GradBucket, /) -> TensorFuture:
         """Start one bucket; the futures of all are completed by the last."""
         self.calls += 1
-        task = torch._C._current_graph_task_id()
+        task = graph_task()
         if task != self._task:  # what is left is of a backward that raised half way
             self.averaging.forget()
             self._futures.clear()
@@ -83,7 +84,7 @@ class ManagedDriver(DDPDriver):
         """A lost step is tried again; nothing is kept back."""
 
     def _step_boundary(self) -> None:
-        task = torch._C._current_graph_task_id()
+        task = graph_task()
         if task == self._task and task != OUTSIDE:
             return
         if self.engine.in_step:

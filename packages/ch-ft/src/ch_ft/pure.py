@@ -12,6 +12,7 @@ from torch import nn
 from ch_ft.averaging import Averaging
 from ch_ft.failfast import FailFast
 from ch_ft.protocols import Abortable, Reducer
+from commhooks.after import graph_task
 
 
 class PureDistributedDataParallel(nn.Module):
@@ -57,7 +58,7 @@ class PureDistributedDataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
     def _gradient_ready(self, parameter: torch.Tensor) -> None:
-        task = torch._C._current_graph_task_id()
+        task = graph_task()
         if task != self._task:
             self._task = task
             self.averaging.forget()

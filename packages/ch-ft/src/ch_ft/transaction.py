@@ -53,7 +53,7 @@ class ManagedEngine(Engine):
 
     def late_error(self) -> BaseException | None:
         """The last step's error where :meth:`finish` could not know it without waiting for the device (CUDA)."""
-        if self._verdict is None or self._verdict.judged:
+        if self._status is None or self._status.judged:
             return None
         return self._judge()
 

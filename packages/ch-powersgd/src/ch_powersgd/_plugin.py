@@ -16,7 +16,8 @@ _COMMON = {
     ),
     "error_feedback": Param(True, "add what was not sent to the next step's gradient"),
     "warm_start": Param(True, "start from the last step's Q; False draws a new one each step"),
-    "epsilon": Param(1e-8, "added where a column is normalised, so that a zero gradient stays finite", above=0.0),
+    "min_compression_rate": Param(2.0, "compress a matrix only if that shrinks it by more than this factor", above=0.0),
+    "epsilon": Param(0.0, "added to the length of P's columns: directions much shorter are damped", at_least=0.0),
     "seed": Param(0, "of the first Q; the same on every rank", at_least=0),
 }
 
@@ -34,9 +35,6 @@ def commhooks_specs() -> Iterable[HookSpec]:
             state="ch_powersgd:PowerSGDState",
             params={
                 **_COMMON,
-                "min_compression_rate": Param(
-                    2.0, "compress a matrix only if that shrinks it by more than this factor", above=0.0
-                ),
                 "batch": Param(False, "multiply matrices of one shape together"),
             },
             capabilities=_CAPABILITIES,

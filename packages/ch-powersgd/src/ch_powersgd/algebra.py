@@ -14,6 +14,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 import torch
@@ -28,7 +29,7 @@ _DEPENDENT = 1.6e-11
 _NOTHING = 1e-60
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stack:
     """``count`` matrices ``(rows, cols)`` that are multiplied at once, and the parameters that fill them.
 
@@ -46,20 +47,22 @@ class Stack:
     cols: int
     rank: int
 
-    @property
+    @cached_property
     def count(self) -> int:
+        """Matrices in the stack."""
         return len(self.keys)
 
-    @property
+    @cached_property
     def numel(self) -> int:
+        """Elements, padding included."""
         return self.count * self.rows * self.cols
 
-    @property
+    @cached_property
     def filled(self) -> int:
         """Elements that parameters fill; the others are padding."""
         return sum(p.numel for p in self.params)
 
-    @property
+    @cached_property
     def direct(self) -> bool:
         """Whether one parameter is the whole stack, so that nothing has to be gathered."""
         return len(self.params) == 1 and self.filled == self.numel
@@ -94,26 +97,25 @@ class Factor:
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Per stack, in the order given: ``(count, rank, length)``."""
-        parts = flat.split(self._lengths)
+        parts = torch.split_with_sizes(flat, self._lengths)
         return [parts[self._place[i]].view(self._sizes[self._place[i]]) for i in range(len(parts))]
 
     def runs(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Neighbours of one size as one batch: ``(matrices, rank, length)``, in ascending rank."""
-        parts = flat.split([math.prod(run) for run in self._runs])
+        parts = torch.split_with_sizes(flat, [math.prod(run) for run in self._runs])
         return [part.view(run) for part, run in zip(parts, self._runs, strict=True)]
 
     def orthonormalise(
         self, flat: torch.Tensor, spare: torch.Tensor, noise: torch.Tensor | None = None, epsilon: float = 0.0
     ) -> None:
         """Make the columns of every factor in ``flat`` orthonormal, in place; see :func:`orthonormalise`."""
-        columns = [self.runs(t) if t is not None else None for t in (flat, spare, noise)]
+        x, y = self.runs(flat), self.runs(spare)
+        z = self.runs(noise) if noise is not None else None
         start = 0
         for _, same in groupby(self._runs, key=lambda run: run[1]):
-            stop = start + len(list(same))
-            x, y, z = (c[start:stop] if c is not None else None for c in columns)
-            assert x is not None and y is not None  # noqa: S101 - for the type checker
-            orthonormalise(x, y, z, epsilon)
-            start = stop
+            part = slice(start, start + len(list(same)))
+            orthonormalise(x[part], y[part], z[part] if z is not None else None, epsilon)
+            start = part.stop
 
 
 def orthonormalise(
@@ -139,7 +141,7 @@ def orthonormalise(
     whiten = whiten.masked_fill(dependent.unsqueeze(-1), 0.0).to(x[0].dtype)
     _apply(whiten, x, spare)
     if noise is not None:
-        gap = dependent.unsqueeze(-1).to(x[0].dtype).split([v.shape[0] for v in x])
+        gap = torch.split_with_sizes(dependent.unsqueeze(-1).to(x[0].dtype), [v.shape[0] for v in x])
         for columns, where, fresh in zip(spare, gap, noise, strict=True):
             columns.addcmul_(where, fresh)
     whiten, _, _ = _whitening(_gram(spare))
@@ -172,7 +174,7 @@ def _whitening(gram: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 
 def _apply(whiten: torch.Tensor, x: list[torch.Tensor], out: list[torch.Tensor]) -> None:
-    for t, source, target in zip(whiten.split([v.shape[0] for v in x]), x, out, strict=True):
+    for t, source, target in zip(torch.split_with_sizes(whiten, [v.shape[0] for v in x]), x, out, strict=True):
         torch.bmm(t, source, out=target)
 
 

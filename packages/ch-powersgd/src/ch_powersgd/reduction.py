@@ -66,7 +66,7 @@ class PowerSGD(Reduction):
     """
 
     name = "powersgd"
-    granularity = "tensor"
+    granularity: Literal["tensor", "bucket"] = "tensor"
     collectives = frozenset({"all_reduce"})
     lossy = True
     fields: ClassVar[dict[str, Literal["local", "shared"]]] = {"residual": "local", "q": "shared"}
@@ -197,9 +197,7 @@ class BatchedPowerSGD(PowerSGD):
         epsilon: float = 0.0,
         seed: int = 0,
     ) -> None:
-        super().__init__(
-            rank, start_iter, min_compression_rate, residual, error_feedback, warm_start, epsilon, seed
-        )
+        super().__init__(rank, start_iter, min_compression_rate, residual, error_feedback, warm_start, epsilon, seed)
 
     def config(self) -> dict[str, Any]:
         return {key: value for key, value in super().config().items() if key != "batch"}
@@ -337,5 +335,5 @@ class Work:
 def _split(stack: Stack, flat: torch.Tensor) -> Iterator[tuple[ParamLayout, torch.Tensor]]:
     """A stack's elements by parameter, each ``(outer, inner)``."""
     sizes = [p.numel for p in stack.params]
-    parts = flat[: stack.filled].split(sizes)
+    parts = torch.split_with_sizes(flat[: stack.filled], sizes)
     return ((p, part.view(p.matrix_shape)) for p, part in zip(stack.params, parts, strict=True))

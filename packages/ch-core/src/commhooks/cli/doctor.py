@@ -21,6 +21,7 @@ from commhooks.cli import smoke
 from commhooks.cli.listing import console_of, table_of
 from commhooks.errors import CommHooksError
 from commhooks.expression import Node, parse
+from commhooks.expression import nodes as nodes_of
 from commhooks.specs import HookSpec
 
 
@@ -71,6 +72,8 @@ def _hooks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             row.update(why="FSDP1 hooks are loaded, not run")
         elif isinstance(node, str):
             row.update(status="failed", why=node)
+        elif absent := [inner["hook"] for inner in nodes_of(node)[1:] if not REGISTRY.list_hooks(inner["hook"])]:
+            row.update(why=f"its example needs {', '.join(absent)}, which is not installed")
         elif not arguments.no_smoke:
             tried.append(row)
             nodes.append(node)

@@ -19,6 +19,8 @@ from typing import IO, Any
 from commhooks.expression import Node, unparse
 
 STEPS = 3
+GRACE = 120.0  # seconds to import torch, on a busy machine
+MARK = "commhooks-smoke: "
 
 
 def verdicts(nodes: Sequence[Node], timeout: float) -> Iterator[str]:
@@ -26,17 +28,17 @@ def verdicts(nodes: Sequence[Node], timeout: float) -> Iterator[str]:
 
     Args:
         nodes: canonical nodes to attach.
-        timeout: seconds for one of them (the first has 60 more, to import torch).
+        timeout: seconds for one of them.
     """
-    rest, grace = list(nodes), 60.0
+    rest = list(nodes)
     while rest:
         with tempfile.TemporaryFile("w+") as errors:  # a pipe nobody empties would stop a talkative child
-            answers = list(_one_child(rest, timeout, grace, errors))
+            answers = list(_one_child(rest, timeout, errors))
         yield from answers
         rest = rest[len(answers) :]
 
 
-def _one_child(nodes: Sequence[Node], timeout: float, grace: float, errors: IO[str]) -> Iterator[str]:
+def _one_child(nodes: Sequence[Node], timeout: float, errors: IO[str]) -> Iterator[str]:
     """Verdicts until the child has answered for all, or has hung or died over one."""
     lines: queue.Queue[str | None] = queue.Queue()
     child = subprocess.Popen(
@@ -52,8 +54,11 @@ def _one_child(nodes: Sequence[Node], timeout: float, grace: float, errors: IO[s
         assert child.stdin is not None  # noqa: S101
         child.stdin.write(json.dumps(nodes))
         child.stdin.close()
-        for place in range(len(nodes)):
-            line = lines.get(timeout=timeout + (0.0 if place else grace))
+        if lines.get(timeout=GRACE) is None:
+            yield from [f"no gloo rank could be started: {_tail(errors)}"] * len(nodes)
+            return
+        for _ in nodes:
+            line = lines.get(timeout=timeout)
             if line is None:
                 yield f"ended the process with status {child.wait()}: {_tail(errors)}"
                 return
@@ -68,8 +73,8 @@ def _one_child(nodes: Sequence[Node], timeout: float, grace: float, errors: IO[s
 def _pump(child: "subprocess.Popen[str]", lines: "queue.Queue[str | None]") -> None:
     assert child.stdout is not None  # noqa: S101
     for line in child.stdout:
-        if line.startswith('{"error"'):  # a hook may print, too
-            lines.put(line)
+        if line.startswith(MARK):  # a hook may print, too
+            lines.put(line.removeprefix(MARK))
     lines.put(None)
 
 
@@ -111,6 +116,7 @@ def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        print(MARK + "ready", flush=True)
         for node in nodes:
             start = time.perf_counter()
             try:
@@ -118,7 +124,7 @@ def main() -> int:
             except Exception as caught:
                 error = f"{type(caught).__name__}: {caught}"
             seconds = round(time.perf_counter() - start, 3)
-            print(json.dumps({"error": error, "seconds": seconds}), flush=True)
+            print(MARK + json.dumps({"error": error, "seconds": seconds}), flush=True)
         dist.destroy_process_group()
     return 0
 

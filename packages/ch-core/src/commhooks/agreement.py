@@ -1,0 +1,215 @@
+"""Agreement of ranks: before anything of variable size is communicated, that all ranks mean the same.
+
+Ranks with different hooks, options or shapes send messages of different sizes, which on gloo aborts a process, or of
+equal sizes, which is silent garbage. So each rank writes a fingerprint: fields, each a list of lines. First a digest of
+every field is exchanged (:data:`DIGEST_BYTES` each). Where they differ, the first differing line is found by bisection
+over digests, and that line alone is exchanged (:data:`LINE_BYTES`). Every message has a fixed size.
+
+The messages go through the store of the process group: a rank that never comes disturbs no collective of the others,
+and is named.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.utils.weak import WeakIdKeyDictionary
+
+from commhooks.errors import CommHooksError, HookTimeoutError, RankMismatchError, TransportError
+
+DIGEST_BYTES, LINE_BYTES = 16, 256
+Fingerprint = Mapping[str, Sequence[str]]
+Exchange = Callable[[bytes], list[bytes]]
+"""Gives every rank's message, in rank order; all have the same size."""
+
+_ROUNDS = WeakIdKeyDictionary()  # process group -> number of agreements made over it
+
+
+def agree(what: str, fields: Fingerprint, exchange: Exchange) -> None:
+    """Compare the ranks' fingerprints.
+
+    Args:
+        what: for the error.
+        fields: field name -> lines; every rank has the same field names.
+        exchange: to every rank.
+
+    Raises:
+        RankMismatchError: on every rank, naming the differing fields, their values and the ranks.
+
+    Example:
+        >>> agree("alone", {"hook": ["powersgd(rank=4)"]}, lambda message: [message])
+    """
+    names = sorted(fields)
+    everyone = [_parts(row) for row in exchange(b"".join(_digest(fields[name]) for name in names))]
+    differing = [name for i, name in enumerate(names) if len({row[i] for row in everyone}) > 1]
+    if not differing:
+        return
+    lines = [f"  {name}: {_difference(fields[name], exchange)}" for name in differing]
+    raise RankMismatchError(
+        f"the ranks disagree on {what}, so nothing has been communicated:\n" + "\n".join(lines) + "\nGive every rank the "
+        "same hook, options, package versions and model; verify_ranks=False turns this check off"
+    )
+
+
+def _difference(lines: Sequence[str], exchange: Exchange) -> str:
+    """The first line in which ranks differ, with who has which: found by bisection over digests of prefixes."""
+    longest = max(int(row) for row in exchange(str(len(lines)).encode().rjust(DIGEST_BYTES)))
+    low, high = 0, longest  # the first differing line is in [low, high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if len(set(exchange(_digest(lines[low:middle])))) > 1:
+            high = middle
+        else:
+            low = middle
+    mine = lines[low] if low < len(lines) else "(nothing)"
+    ranks: dict[str, list[int]] = {}
+    for rank, line in enumerate(exchange(mine.encode()[:LINE_BYTES].ljust(LINE_BYTES, b"\0"))):
+        ranks.setdefault(line.rstrip(b"\0").decode(errors="replace"), []).append(rank)
+    return "; ".join(f"rank{'s' * (len(who) > 1)} {_ranges(who)} {line}" for line, who in ranks.items())
+
+
+def _digest(lines: Sequence[str]) -> bytes:
+    return hashlib.blake2b("\0".join([str(len(lines)), *lines]).encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def _parts(row: bytes) -> list[bytes]:
+    return [row[i : i + DIGEST_BYTES] for i in range(0, len(row), DIGEST_BYTES)]
+
+
+def _ranges(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks)) if len(ranks) < 9 else f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]} ({len(ranks)})"
+
+
+class StoreExchange:
+    """An :data:`Exchange` over the store of a process group. One object per agreement.
+
+    Every rank writes its message, rank 0 collects and publishes them: W messages in, W out.
+
+    Args:
+        group: the ranks.
+        timeout: seconds to wait for a rank that has not come.
+
+    Raises:
+        TransportError: the group has no store.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
+        try:
+            store = _get_process_group_store(group)
+        except KeyError as error:
+            raise TransportError("this process group has no store to agree over; pass verify_ranks=False") from error
+        number = _ROUNDS.get(group, 0)
+        _ROUNDS[group] = number + 1
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self._store = dist.PrefixStore(f"commhooks/agreement/{number}", store)
+        self._ends = time.monotonic() + timeout
+        self._timeout = timeout
+        self._sent = 0
+
+    def __call__(self, message: bytes) -> list[bytes]:
+        key, self._sent = str(self._sent), self._sent + 1
+        if self.rank == 0:
+            return self._collect(key, message)
+        self._store.set(f"{key}/{self.rank}", message.hex())
+        answer = self._get(f"{key}/all", 2.0)
+        if answer is None:
+            raise self._absent([0])
+        return self._open(answer)
+
+    def _collect(self, key: str, message: bytes) -> list[bytes]:
+        rows = [message.hex(), *(self._get(f"{key}/{rank}", 0.0) for rank in range(1, self.world))]
+        absent = [rank for rank, row in enumerate(rows) if row is None]
+        answer = "absent " + " ".join(map(str, absent)) if absent else "\n".join(row or "" for row in rows)
+        self._store.set(f"{key}/all", answer)
+        return self._open(answer)
+
+    def _get(self, key: str, grace: float) -> str | None:
+        """The value, or ``None`` if it is not there when the time is up."""
+        left = max(0.001, self._ends + grace - time.monotonic())
+        try:
+            self._store.wait([key], timedelta(seconds=left))
+        except dist.DistStoreError:
+            return None
+        except RuntimeError as error:
+            if time.monotonic() >= self._ends:
+                return None
+            raise TransportError(f"the process group's store failed: {error}") from error
+        return self._store.get(key).decode()
+
+    def _open(self, answer: str) -> list[bytes]:
+        if answer.startswith("absent"):
+            raise self._absent([int(rank) for rank in answer.split()[1:]])
+        return [bytes.fromhex(row) for row in answer.split("\n")]
+
+    def _absent(self, ranks: list[int]) -> CommHooksError:
+        return HookTimeoutError(
+            f"ranks {_ranges(ranks)} did not take part in the agreement within {self._timeout:g} s: every rank of the group "
+            "has to make the same attach() and load_state_dict() calls, in the same order"
+        )
+
+
+# -- what is compared
+
+
+def fingerprint(handle: Any, model: torch.nn.Module, *, watched: bool = False) -> dict[str, list[str]]:
+    """What all ranks of a handle's group have to agree on, as fields of lines.
+
+    Args:
+        handle: an attached :class:`~commhooks.CommHook`.
+        model: what it is attached to.
+        watched: whether an optimizer or scaler decides which steps count.
+    """
+    params = list(model.named_parameters())
+    engine = handle.binding.engine
+    fields = {
+        "hook": [type(handle.built).__qualname__, *_levels(handle.full)],
+        "parameter names": [name for name, _ in params],
+        "parameter shapes": [f"{name}: {tuple(p.shape)}" for name, p in params],
+        "parameter dtypes": [f"{name}: {p.dtype}{'' if p.requires_grad else ', frozen'}" for name, p in params],
+        "torch": [torch.__version__],
+        "optimizer or scaler given": [str(watched)],
+        "world size": [""],
+        "step": [""],
+        "state": [""],
+    }
+    if engine is not None:
+        fields["world size"] = [str(engine.transport.world_size)]
+        fields["step"] = [str(engine.state.step)]
+        held = engine.state.entries()
+        fields["state"] = [f"{name} {field} {tuple(tensor.shape)} {tensor.dtype}" for name, field, tensor in held]
+    return fields
+
+
+def _levels(node: Mapping[str, Any], path: str = "") -> list[str]:
+    """A configuration as sorted lines, one per level and option."""
+    lines = []
+    for key, value in sorted(node.items()):
+        here = f"{path}.{key}" if path else key
+        if isinstance(value, Mapping):
+            lines += _levels(value, here)
+        elif isinstance(value, list | tuple) and any(isinstance(each, Mapping | list | tuple) for each in value):
+            for number, each in enumerate(value):
+                lines += _levels(each if isinstance(each, Mapping) else {str(number): each}, f"{here}[{number}]")
+        else:
+            lines.append(f"{here} = {value!r}")
+    return lines
+
+
+def verify(handle: Any, model: torch.nn.Module, timeout: float, *, watched: bool = False) -> None:
+    """Agree on a handle that has just been attached, or whose state has just been loaded.
+
+    A binding without a process group of its own (a manager, a simulation) is not verified.
+
+    Raises:
+        RankMismatchError: on every rank.
+        HookTimeoutError: some rank did not come.
+    """
+    group = getattr(handle.binding, "group", None)
+    if group is None or dist.get_world_size(group) == 1:
+        return
+    agree(handle.expr, fingerprint(handle, model, watched=watched), StoreExchange(group, timeout))

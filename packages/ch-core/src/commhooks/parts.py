@@ -1,0 +1,46 @@
+"""What compositions share: the reductions they are made of, and what the whole declares about itself."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from commhooks.ddp import BareHook, as_hook
+from commhooks.errors import HookConfigError
+from commhooks.reduction import Reduction
+
+
+def compose(what: str, hooks: Sequence[object], make: Callable[[list[Reduction]], Reduction]) -> Any:
+    """``make`` applied to the reductions of ``hooks``: a reduction, or a hook if one of them is a hook.
+
+    Args:
+        what: the composition's name, for errors.
+        hooks: reductions, or hook functions that carry one.
+        make: the composition's constructor.
+
+    Raises:
+        HookConfigError: one is a foreign function, or its reduction depends on a state it has not got yet.
+    """
+    found = []
+    for hook in hooks:
+        inner = hook if isinstance(hook, Reduction) else getattr(hook, "reduction", None)
+        if not isinstance(inner, Reduction):
+            raise HookConfigError(
+                f"{what} is made of reductions, and {getattr(hook, '__name__', repr(hook)):.80} is not one: its "
+                "collectives are its own and cannot be put together with others. Give the hook by name, for example "
+                f"commhooks.create('{what}(...)')"
+            )
+        found.append(inner)
+    made = make(found)
+    return as_hook(made) if any(isinstance(h, BareHook) or not isinstance(h, Reduction) for h in hooks) else made
+
+
+class Composite(Reduction):
+    """A reduction made of others. What it declares is what its parts declare together."""
+
+    def __init__(self, parts: Sequence[Reduction], name: str) -> None:
+        self.parts, self.name = tuple(parts), name
+        granularities = {part.granularity for part in parts}
+        self.granularity: Literal["tensor", "bucket"] = "bucket" if "bucket" in granularities else "tensor"
+        self.collectives = frozenset[str]().union(*(part.collectives for part in parts))
+        self.lossy = any(part.lossy for part in parts)
+        self.reports_sent = all(part.reports_sent for part in parts)
+        self.fields = {field: kind for part in parts for field, kind in part.fields.items()}  # type: ignore[misc]

@@ -1,0 +1,128 @@
+"""The status message: what ranks tell one another at the end of every step, and what follows from it.
+
+One all-reduced vector of ``W + 1`` fp32 numbers per step::
+
+    element r   = code of rank r + 4 * clock of rank r      (0 from every other rank)
+    element W   = number of ranks that saw something reduced that was not finite
+
+The code says where rank r's reduction raised, 0 if nowhere. The clock counts the steps that rank r has behind it;
+ranks whose clocks differ would soon ask for different collectives. Clock 0 is "does not count": a rank that has
+run out of input. Both fit exactly: 4 * 2**18 is below 2**24. Texts follow only after a failure, in messages of a
+fixed size. All ranks see the same vector and therefore decide alike.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from commhooks.errors import CommHooksError, RankMismatchError, RemoteHookError
+from commhooks.requests import AllGather, AllReduce, Request
+
+ENCODE, BETWEEN, DECODE = 1, 2, 3
+WHERE = {ENCODE: "before its first collective", BETWEEN: "between collectives", DECODE: "after its last collective"}
+TEXT_BYTES = 512
+_CODES, _CLOCKS = 4, 2**18 - 1
+
+Exchange = Callable[[Request], None]
+"""Carries out one request over all ranks and returns when it is done."""
+
+
+class Status:
+    """This rank's part of the message, and after :meth:`exchange` everybody's.
+
+    Args:
+        rank, world: position in the group.
+        code: where this rank's reduction raised, 0 if nowhere.
+        clock: steps behind this rank; ``None`` if it does not count.
+        bad: number of non-finite things seen by this rank (0-d), or ``None``.
+        device: where the collectives of the step happened.
+    """
+
+    def __init__(
+        self, rank: int, world: int, code: int, clock: int | None, bad: torch.Tensor | None, device: torch.device
+    ) -> None:
+        self.rank, self.world = rank, world
+        mine = code + _CODES * (0 if clock is None else 1 + clock % _CLOCKS)
+        self.vector = torch.zeros(world + 1, device=device)
+        self.vector[rank] = mine
+        if bad is not None:
+            self.vector[world] = bad
+        self.judged = False
+        self._event: torch.cuda.Event | None = None
+        self._values: list[float] | None = None
+
+    def exchange(self, carry_out: Exchange | None) -> None:
+        """Make the message common; ``None`` where nobody else takes part. On CUDA it is read only when needed."""
+        if carry_out is not None:
+            carry_out(AllReduce(self.vector, "sum"))
+        if self.vector.is_cuda:
+            host = torch.empty(self.vector.shape, pin_memory=True)
+            host.copy_(self.vector, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+            self.vector = host
+
+    def _read(self) -> list[float]:
+        if self._values is None:
+            if self._event is not None:
+                self._event.synchronize()
+            self._values = self.vector.tolist()
+        return self._values
+
+    def failed(self) -> dict[int, int]:
+        """Rank -> code of those whose reduction raised."""
+        codes = (int(value) % _CODES for value in self._read()[: self.world])
+        return {rank: code for rank, code in enumerate(codes) if code}
+
+    def clocks(self) -> dict[int, int]:
+        """Rank -> steps behind it, of those that count."""
+        clocks = (int(value) // _CODES for value in self._read()[: self.world])
+        return {rank: clock - 1 for rank, clock in enumerate(clocks) if clock}
+
+    def good(self) -> bool:
+        """No rank failed, all are at the same step, and everything reduced was finite."""
+        bad = self._read()[self.world]
+        return not self.failed() and len(set(self.clocks().values())) <= 1 and bad == 0 and math.isfinite(bad)
+
+    def error(self, name: str, own: BaseException | None, carry_out: Exchange) -> BaseException | None:
+        """The error that this rank raises for the step, ``None`` if it was good or only not finite.
+
+        Args:
+            name: of the reduction.
+            own: what was raised on this rank.
+            carry_out: for the texts, which are exchanged only if some rank failed.
+        """
+        self.judged = True
+        failed = self.failed()
+        if failed:
+            texts = self._texts(own, carry_out) if self.world > 1 else {}
+            if own is not None:
+                return own
+            lines = "; ".join(f"rank {r} {WHERE[code]}: {texts.get(r, '?')}" for r, code in failed.items())
+            return RemoteHookError(
+                f"{name} raised on another rank, so this step's gradients are not valid on any rank. {lines}"
+            )
+        if own is not None:  # over a manager nobody hears what a healing member says; it knows its own error
+            return own
+        clocks = self.clocks()
+        return out_of_step(name, clocks) if len(set(clocks.values())) > 1 else None
+
+    def _texts(self, own: BaseException | None, carry_out: Exchange) -> dict[int, str]:
+        mine = b"" if own is None else f"{type(own).__name__}: {own}".encode()[:TEXT_BYTES]
+        device = self.vector.device if self._event is None else torch.device("cuda")
+        text = torch.tensor(list(mine.ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8, device=device)
+        everyone = torch.empty(self.world * TEXT_BYTES, dtype=torch.uint8, device=device)
+        carry_out(AllGather(text, everyone))
+        rows = everyone.view(self.world, TEXT_BYTES).cpu()
+        return {r: bytes(rows[r].tolist()).rstrip(b"\0").decode(errors="replace") for r in range(self.world)}
+
+
+def out_of_step(name: str, clocks: dict[int, int]) -> CommHooksError:
+    """The error of ranks that have different numbers of steps behind them."""
+    lines = ", ".join(f"rank {rank}: {clock}" for rank, clock in clocks.items())
+    return RankMismatchError(
+        f"{name}: the ranks are not at the same step ({lines}), so gradients of different steps were averaged. A rank "
+        "skipped an optimizer step, ran one under no_sync(), rolled back, or resumed alone. Load the same checkpoint "
+        "on all ranks, or attach anew"
+    )

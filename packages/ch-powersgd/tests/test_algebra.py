@@ -1,0 +1,86 @@
+"""Orthonormal columns, whatever is put in; factors side by side in one tensor."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ch_powersgd.algebra import Factor, gaussian, orthonormalise
+
+CPU = torch.device("cpu")
+
+
+def orthonormalised(x: torch.Tensor, noise: torch.Tensor | None = None, epsilon: float = 0.0) -> torch.Tensor:
+    x = x.clone()
+    orthonormalise([x], [torch.empty_like(x)], None if noise is None else [noise], epsilon)
+    return x
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rank=st.integers(1, 8),
+    length=st.integers(8, 200),
+    scale=st.sampled_from([1e-12, 1e-6, 1.0, 1e12]),
+    spread=st.sampled_from([1.0, 1e-1, 1e-3]),
+    seed=st.integers(0, 1000),
+)
+def test_columns_are_orthonormal_and_span_the_same(
+    rank: int, length: int, scale: float, spread: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(3, rank, length) * (spread ** torch.arange(rank)).view(1, rank, 1) * scale
+    x += x.roll(1, dims=1) * 0.3  # not orthogonal to begin with
+    y = orthonormalised(x)
+    torch.testing.assert_close(y @ y.mT, torch.eye(rank).expand(3, -1, -1), atol=3e-5, rtol=0)
+    wide = y.double()
+    left = x.double() - x.double() @ wide.mT @ wide
+    assert left.norm() <= 1e-5 * x.double().norm()
+
+
+def test_a_dependent_column_becomes_zero_or_noise() -> None:
+    torch.manual_seed(0)
+    first, second = torch.randn(2, 50)
+    x = torch.stack([first, -2 * first, torch.zeros(50), second]).unsqueeze(0)
+    y = orthonormalised(x)[0]
+    assert y[1].count_nonzero() == 0
+    assert y[2].count_nonzero() == 0
+    torch.testing.assert_close((y @ y.T).diagonal(), torch.tensor([1.0, 0.0, 0.0, 1.0]))
+    noise = gaussian(0, "w", 0, (4, 50), CPU).unsqueeze(0)
+    filled = orthonormalised(x, noise)[0]
+    torch.testing.assert_close(filled @ filled.T, torch.eye(4), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("rank", [1, 3])
+def test_what_is_not_finite_stays_so(bad: float, rank: int) -> None:
+    x = torch.randn(2, rank, 20)
+    x[0, :, 7] = bad
+    y = orthonormalised(x, gaussian(0, "w", 0, (rank, 20), CPU).expand(2, -1, -1))
+    assert not y[0].isfinite().any()
+    assert y[1].isfinite().all()
+
+
+def test_epsilon_damps_columns_that_are_shorter() -> None:
+    x = torch.tensor([[[1.0, 0.0], [0.0, 0.5]]])
+    lengths = orthonormalised(x, epsilon=0.5)[0].norm(dim=1)
+    torch.testing.assert_close(lengths, torch.tensor([1 / 1.5, 0.5]))
+
+
+def test_a_factor_does_not_depend_on_its_neighbours_to_the_bit() -> None:
+    torch.manual_seed(1)
+    sizes = [(1, 3, 37), (1, 2, 64), (2, 3, 5), (1, 3, 37)]
+    together = Factor(sizes)
+    flat = torch.randn(together.numel)
+    parts = [view.clone() for view in together.views(flat)]
+    together.orthonormalise(flat, torch.empty_like(flat))
+    for size, part, whole in zip(sizes, parts, together.views(flat), strict=True):
+        alone, other = Factor([size]), part.flatten()
+        alone.orthonormalise(other, torch.empty_like(other))
+        assert torch.equal(alone.views(other)[0], whole)
+
+
+def test_noise_depends_on_seed_key_and_step_only() -> None:
+    same = gaussian(1, "w", 2, (2, 9), CPU)
+    assert torch.equal(same, gaussian(1, "w", 2, (2, 9), CPU))
+    for other in ((2, "w", 2), (1, "v", 2), (1, "w", 3)):
+        assert not torch.equal(same, gaussian(*other, (2, 9), CPU))

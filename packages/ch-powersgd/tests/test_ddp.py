@@ -1,0 +1,152 @@
+"""PowerSGD on real gloo processes: several buckets, unused parameters, both ways in."""
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ch_ddp
+import ch_powersgd
+import commhooks
+from commhooks.errors import HookConfigError, StateError
+from commhooks.testing import spawn
+
+pytestmark = [pytest.mark.gloo, pytest.mark.timeout(180)]
+
+# bucket_cap_mb -> buckets of the net below: 1, 3 and more than 10
+CAPS = {1: 25.0, 3: 0.03, 10: 0.0001}
+
+
+class Net(nn.Module):
+    """Six layers, of which one is used at even steps only and one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(5))
+        self.sometimes, self.never = nn.Linear(40, 40), nn.Linear(40, 24)
+
+    def forward(self, x: torch.Tensor, some: bool) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.sometimes(x) if some else x
+
+
+def build(buckets: int, unused: bool) -> DistributedDataParallel:
+    net = Net()
+    if not unused:
+        del net.never
+    return DistributedDataParallel(net, bucket_cap_mb=CAPS[buckets], find_unused_parameters=unused)
+
+
+def train(model: DistributedDataParallel, rank: int, steps: int, unused: bool) -> torch.Tensor:
+    """All parameters after some steps of ranks that see different data."""
+    torch.manual_seed(1 + rank)
+    x = torch.randn(16, 40)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(x, not unused or step % 2 == 0).sub(x.roll(1, 0)).square().mean().backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def equal_everywhere(flat: torch.Tensor, world: int) -> bool:
+    all_of_them = [torch.empty_like(flat) for _ in range(world)]
+    dist.all_gather(all_of_them, flat)
+    return bool(flat.isfinite().all()) and all(torch.equal(flat, other) for other in all_of_them)
+
+
+CASES = [
+    ("powersgd(rank=1)", 1, True),
+    ("powersgd(rank=4)", 3, True),
+    ("powersgd(rank=4)", 10, False),
+    ("powersgd(rank=2, start_iter=5, residual='averaged')", 10, True),
+    ("powersgd(rank=2, batch=True)", 3, False),
+    ("batched_powersgd(rank=4)", 1, False),
+    ("batched_powersgd(rank=2)", 10, True),
+    ("bf16_wrapper(powersgd(rank=4))", 3, True),
+    ("fp16_wrapper(powersgd(rank=1))", 10, False),
+    ("bf16_wrapper(batched_powersgd(rank=2))", 3, False),
+]
+
+
+def attached(rank: int, world: int, steps: int) -> list[tuple[str, int, float, float, bool]]:
+    rows = []
+    for expression, buckets, unused in CASES:
+        model = build(buckets, unused)
+        handle = commhooks.attach(model, expression)
+        flat = train(model, rank, steps, unused)
+        seen = handle.stats()
+        rows.append((expression, buckets, seen["steps"], seen["compressed_steps"], equal_everywhere(flat, world)))
+    return rows
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_trains_with_any_number_of_buckets(world: int) -> None:
+    steps = 20
+    for rows in spawn(attached, world, steps, timeout=150.0):
+        for expression, buckets, taken, compressed, equal in rows:
+            assert equal, (expression, buckets)
+            assert taken == steps
+            assert compressed >= (steps - 5 if "start_iter" in expression else steps), (expression, buckets)
+
+
+def bare(rank: int, world: int) -> list[tuple[int, float, int, bool]]:
+    rows = []
+    for hook in (ch_powersgd.powerSGD_hook, ch_powersgd.batched_powerSGD_hook):
+        for wrapped in (hook, ch_ddp.bf16_compress_wrapper(hook)):
+            for buckets in (1, 3, 10):
+                model = build(buckets, unused=False)
+                state = ch_powersgd.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
+                model.register_comm_hook(state, wrapped)
+                flat = train(model, rank, 12, unused=False)
+                rows.append((state.iter, state.compression_stats()[0], buckets, equal_everywhere(flat, world)))
+    return rows
+
+
+def test_register_comm_hook_with_pytorchs_names() -> None:
+    for rows in spawn(bare, 2):
+        for taken, rate, buckets, equal in rows:
+            assert taken == 12
+            assert rate > 2, buckets
+            assert equal
+
+
+def resumed(rank: int, world: int) -> tuple[int, bool, str, str]:
+    def start(state: Any) -> DistributedDataParallel:
+        model = build(3, unused=False)
+        model.register_comm_hook(state, ch_powersgd.powerSGD_hook)
+        return model
+
+    state = ch_powersgd.PowerSGDState(dist.group.WORLD, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    train(start(state), rank, 6, unused=False)
+    copy = pickle.loads(pickle.dumps(state))
+    kept = all(torch.equal(t, u) for (*_, t), (*_, u) in zip(state.entries(), copy.entries(), strict=True)) and any(
+        field == "residual" and t.count_nonzero() for _, field, t in copy.entries()
+    )
+    train(start(copy), rank, 3, unused=False)
+    second, wrong = "", ""
+    try:
+        train(start(state), rank, 1, unused=False)
+    except StateError as error:
+        second = str(error)
+    model = build(1, unused=False)
+    model.register_comm_hook(None, ch_powersgd.powerSGD_hook)
+    try:
+        train(model, rank, 1, unused=False)
+    except HookConfigError as error:
+        wrong = str(error)
+    return copy.iter, kept, second, wrong
+
+
+def test_state_is_pickled_and_serves_one_model() -> None:
+    for iterations, kept, second, wrong in spawn(resumed, 2):
+        assert iterations == 9
+        assert kept
+        assert "one state per model" in second
+        assert "PowerSGDState(process_group" in wrong

@@ -1,0 +1,59 @@
+"""PowerSGDState: PyTorch's names and defaults, values checked, no process group needed."""
+
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
+
+from ch_powersgd import PowerSGDState
+from commhooks.errors import HookConfigError
+
+
+def test_names_and_defaults_are_pytorchs() -> None:
+    ours = inspect.signature(PowerSGDState).parameters
+    for name, parameter in inspect.signature(theirs.PowerSGDState).parameters.items():
+        assert name in ours
+        if name != "process_group":
+            assert ours[name].default == parameter.default
+
+
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize("flags", [(True, False), (False, True), (True, True)])
+def test_an_early_start_with_memory_is_refused_as_by_pytorch(start: int, flags: tuple[bool, bool]) -> None:
+    feedback, warm = flags
+    with pytest.raises(ValueError, match=f"start_powerSGD_iter={start}"):
+        PowerSGDState(None, start_powerSGD_iter=start, use_error_feedback=feedback, warm_start=warm)
+    PowerSGDState(None, start_powerSGD_iter=start, use_error_feedback=False, warm_start=False)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("matrix_approximation_rank", 0),
+        ("start_powerSGD_iter", -1),
+        ("min_compression_rate", -2),
+        ("orthogonalization_epsilon", float("nan")),
+        ("random_seed", 0.5),
+        ("compression_stats_logging_frequency", 0),
+        ("batch_tensors_with_same_shape", None),
+        ("residual", "none"),
+    ],
+)
+def test_values_out_of_range_are_named(field: str, value: Any) -> None:
+    with pytest.raises(HookConfigError, match=f"{field}="):
+        PowerSGDState(None, **{field: value})
+
+
+def test_pickles_without_a_process_group() -> None:
+    state = PowerSGDState(None, matrix_approximation_rank=3, random_seed=5)
+    state.stage("w", "q", (3, 4)).fill_(2.0)
+    state.commit()
+    state.stage("w", "q", (3, 4)).fill_(9.0)  # of a step that never finished
+    copy = pickle.loads(pickle.dumps(state))
+    assert copy.process_group is None
+    assert copy.reduction().config() == state.reduction().config()
+    assert torch.equal(copy.read("w", "q"), torch.full((3, 4), 2.0))
+    assert not copy.staging
