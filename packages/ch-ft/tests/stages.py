@@ -11,7 +11,7 @@ from commhooks.requests import AllReduce
 class TwoStage(Reduction):
     """Sends a bucket rounded down to whole numbers (the rest is the residual), then the sum of what was received.
 
-    ``residual`` is local; ``seen``, all that was ever received, is the same everywhere.
+    ``residual`` is local; ``seen``, what the last step's mean was, is the same everywhere.
     """
 
     name = "two_stage"
@@ -27,9 +27,7 @@ class TwoStage(Reduction):
             whole.sub_(rest)
         yield tuple(AllReduce(run) for run in bucket.runs())
         for p, received in bucket.views():
-            seen = ctx.read(p.name, "seen")
-            total = ctx.stage(p.name, "seen", p.shape, bucket.dtype, bucket.device)
-            torch.add(received, 0 if seen is None else seen, out=total)
+            ctx.stage(p.name, "seen", p.shape, bucket.dtype, bucket.device).copy_(received)
         check = ctx.scratch("check", (1,), bucket.dtype, bucket.device)
         check.copy_(bucket.buffer.sum().reshape(1))
         yield AllReduce(check)

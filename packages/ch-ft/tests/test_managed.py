@@ -175,11 +175,7 @@ def test_a_healed_member_has_the_shared_state_and_no_residual(async_quorum: bool
 
     with SimulatedCluster(async_quorum=async_quorum) as cluster:
         cluster._returning["c"] = 3  # c is waited for at step 3, and takes part in that step only
-
-        def late(manager: SimulatedManager) -> dict[str, torch.Tensor]:
-            return body(manager)
-
-        results = cluster.run({"a": body, "b": body, "c": late})
+        results = cluster.run(dict.fromkeys("abc", body))
         assert cluster.history[-1] == (3, ["a", "b"] if async_quorum else ["a", "b", "c"])
     shared = [key for key in results["a"] if key.endswith("seen")]
     assert shared
@@ -189,11 +185,8 @@ def test_a_healed_member_has_the_shared_state_and_no_residual(async_quorum: bool
 
 
 def test_a_spare_keeps_its_residual_and_follows_the_shared_state() -> None:
-    def body(manager: SimulatedManager) -> dict[str, torch.Tensor]:
-        return trainer(3, {})(manager)
-
     with SimulatedCluster(max_participants=2) as cluster:
-        results = cluster.run(dict.fromkeys("abc", body))
+        results = cluster.run(dict.fromkeys("abc", trainer(3, {})))
     for key, tensor in results["a"].items():
         if key.endswith("seen"):
             assert torch.equal(tensor, results["c"][key])

@@ -31,6 +31,10 @@ def save(engine: ManagedEngine, fingerprint: Fingerprint) -> dict[str, Any]:
 def load(engine: ManagedEngine, fingerprint: Fingerprint, saved: dict[str, Any]) -> None:
     """Take over a snapshot, under what this member may have staged in the step that it heals in.
 
+    With an async quorum the snapshot, from before the step, comes after the step's collectives. What the step staged of
+    shared fields is committed on top, which is right if it follows from what was reduced, as PowerSGD's Q does. A field
+    that is made of its own old value needs ``use_async_quorum=False``.
+
     Raises:
         RankMismatchError: it was made by another hook or for another model.
         StateError: it is no such snapshot.
