@@ -199,8 +199,7 @@ class SimulatedCluster:
         for manager in ready:
             self._returning.pop(manager.name, None)
             manager.take(quorum, copy.deepcopy(snapshot) if manager in behind else None)
-        self._waiting.clear()
-        self._waiting.update(early & set(self._members))
+        self._waiting &= early
         self.changed.notify_all()
 
 
