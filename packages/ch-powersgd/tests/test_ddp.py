@@ -86,9 +86,8 @@ def attached(rank: int, world: int, steps: int) -> list[tuple[str, int, float, f
     return rows
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_trains_with_any_number_of_buckets(world: int) -> None:
-    steps = 20
+@pytest.mark.parametrize(("world", "steps"), [(2, 20), (4, 10)])
+def test_trains_with_any_number_of_buckets(world: int, steps: int) -> None:
     for rows in spawn(attached, world, steps, timeout=150.0):
         for expression, buckets, taken, compressed, equal in rows:
             assert equal, (expression, buckets)

@@ -11,6 +11,7 @@ FIRST_PARTY = frozenset(
         "ch-fsdp",
         "ch-ft",
         "ch-powersgd",
+        "ch-quant",
     }
 )
 
@@ -28,6 +29,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "fp16_wrapper": ("ch-ddp",),
     "noop": ("ch-ddp",),
     "policy": ("ch-core",),
+    "post_local_sgd": ("ch-ddp",),
     "powersgd": ("ch-powersgd",),
+    "quant8": ("ch-quant",),
+    "quantize_per_channel": ("ch-quant",),
+    "quantize_per_tensor": ("ch-quant",),
     "warmup": ("ch-core",),
 }

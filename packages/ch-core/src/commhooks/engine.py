@@ -108,6 +108,7 @@ class Engine:
         self.scratch = Scratch()
         self.failure: BaseException | None = None  # the transport is lost: nothing can be started any more
         self.participating = True
+        self.sends_status = True  # off, the messages are exactly those of DDP without a hook
         self.outside: Outside | None = None  # says whether a finished step was used
         self.loss_scale: Callable[[], float] | None = None  # of the gradients of the step that begins
         self.keep_buckets = False  # whether the last step's buckets stay readable after it
@@ -393,8 +394,8 @@ class Engine:
         clock = (self.state.step if self.outside is None else self.outside.clock()) if self.participating else None
         status = Status(self.transport.rank, self.transport.world_size, code, clock, bad, self._device)
         # A step without collectives sends no status: nobody else takes part.
-        alone = self.transport.world_size == 1 or self.counters.traffic.rounds == self._rounds
-        status.exchange(None if alone else self._carry_out)
+        together = self.transport.world_size > 1 and self.counters.traffic.rounds > self._rounds
+        status.exchange(self._carry_out if together and self.sends_status else None)
         if self.outside is not None:
             self.outside.mark()
         self._status = status

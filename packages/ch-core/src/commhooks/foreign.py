@@ -22,6 +22,7 @@ from commhooks.streams import future_for
 from commhooks.typing import GradBucket
 
 TensorFuture = torch.futures.Future[torch.Tensor]
+_SHARE = 0.75  # of the deadline for the hook's futures; what is left is for telling the others
 _POLL = 0.05  # seconds between looks for another rank's alarm
 _ANEW = (
     "It left collectives unmatched, and nobody knows which: wrap the model anew (DistributedDataParallel over a new "
@@ -34,7 +35,7 @@ class _Pending:
     index: int
     buffer: torch.Tensor
     ours: TensorFuture
-    theirs: "torch.futures.Future[Any] | None"
+    theirs: Any = None
 
 
 class ForeignDriver:
@@ -44,7 +45,7 @@ class ForeignDriver:
         hook: the callable: a function, a partial, an object; its second parameter may have any name.
         state: given to it as first argument.
         name: for errors.
-        timeout: seconds after which a future that was never completed is an error.
+        timeout: seconds after which every rank has an error, if a future is never completed or a peer is frozen.
     """
 
     def __init__(self, hook: Callable[[Any, Any], Any], state: object, name: str, timeout: float) -> None:
@@ -62,7 +63,7 @@ class ForeignDriver:
             self._pending.clear()  # of a backward that did not reach its end
             self._refused = self.error is not None
         buffer = bucket.buffer()
-        one = _Pending(bucket.index(), buffer, future_for(buffer), None)
+        one = _Pending(bucket.index(), buffer, future_for(buffer))
         self._pending.append(one)
         if self.error is None:
             try:
@@ -86,8 +87,8 @@ class ForeignDriver:
 
     # -- inside
 
-    def _future(self, result: object, index: int) -> "torch.futures.Future[Any]":
-        if not isinstance(result, torch.futures.Future):
+    def _future(self, result: object, index: int) -> Any:
+        if not isinstance(result, torch._C.Future):  # a raw collective's get_future() is of this class
             raise HookResultError(
                 f"{self.name} returned {type(result).__name__} for bucket {index}; a DDP hook returns a "
                 "torch.futures.Future that holds the reduced buffer"
@@ -106,7 +107,7 @@ class ForeignDriver:
             if self.error is not None or one.theirs is None:
                 break
             try:
-                value = self._await(one.theirs, one.index, begun + self.timeout)
+                value = self._await(one.theirs, one.index, begun + _SHARE * self.timeout)
                 values.append(checked(value, one.buffer, self.name, one.index, self._warned))
             except BaseException as error:
                 self._fail(error, one.index)
@@ -124,7 +125,7 @@ class ForeignDriver:
             one.ours.set_result(value)
         self._pending.clear()
 
-    def _await(self, future: "torch.futures.Future[Any]", index: int, deadline: float) -> object:
+    def _await(self, future: Any, index: int, deadline: float) -> object:
         done = threading.Event()
         if not future.done():
             future.add_done_callback(lambda _: done.set())
@@ -134,7 +135,7 @@ class ForeignDriver:
                     raise RemoteHookError(f"{self.name} failed on another rank: {heard}. {_ANEW}")
                 if time.monotonic() >= deadline:
                     raise HookTimeoutError(
-                        f"{self.name}: the future of bucket {index} was not completed within {self.timeout:g} s. Either "
+                        f"{self.name}: the future of bucket {index} was not completed within {_SHARE * self.timeout:g} s. Either "
                         f"the hook never completes it, or a peer is frozen. {_ANEW}"
                     )
         return future.wait()
@@ -160,7 +161,7 @@ class ForeignDriver:
         return differing(self.name, digests) if due and not texts else None
 
     def _fail(self, error: BaseException, index: int) -> None:
-        self.error = named(error, self.name, index, _ANEW)
+        self.error = named(error, self.name, index, "" if _ANEW in str(error) else _ANEW)
         if self.control is not None:
             self.control.alarm(f"bucket {index}: {type(error).__name__}: {error}")
 

@@ -184,7 +184,7 @@ class DefaultState:
         >>> DefaultState.split_factor(64)
         (8.0, 8.0)
         >>> DefaultState.split_factor(6)
-        (2.0, 3.0)
+        (4.0, 1.5)
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:

@@ -105,11 +105,16 @@ class DDPBinding:
             self._driver.close()
 
     def plain(self) -> DDPDriver:
-        """Plain averaging over the model's group."""
-        return DDPDriver(Engine(Plain(), ProcessGroupTransport(self.group), timeout=self._timeout), self.names)
+        """Plain averaging over the model's group, message for message as DDP does it without a hook."""
+        engine = Engine(Plain(), ProcessGroupTransport(self.group), timeout=self._timeout)
+        engine.sends_status = False
+        return DDPDriver(engine, self.names)
 
     def _make(self, handle: CommHook) -> Driver:
         if handle.reduction is None:
+            use_group = getattr(handle.state, "use_group", None)
+            if callable(use_group):  # a state that takes the model's group where it was given none
+                use_group(self.group)
             return ForeignDriver(handle.built, handle.state, handle.expr, self._timeout)
         if not isinstance(handle.state, HookState):
             raise AttachError(f"the state of {handle.expr} is a HookState; got {type(handle.state).__name__}")
