@@ -5,7 +5,7 @@ loopback. Replica 1 is killed with SIGKILL between two collectives of a backward
 weights. The log says who left, what was lost, how long it took, and who healed; the picture shows the loss and the
 number of participants over time.
 
-Run it with ``nox -s ft-demo``, or by hand: ``python docs/examples/ft_demo.py --steps 60 --png ft_demo.png``.
+Run it with ``nox -s ft-demo``, or by hand: ``python docs/examples/ft_demo.py --steps 120 --png ft_demo.png``.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60, help="committed steps at which training ends")
+    parser.add_argument("--steps", type=int, default=120, help="committed steps at which training ends")
     parser.add_argument("--kill-at", type=int, default=15, help="step in whose backward replica 1 is killed")
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--hook", default="powersgd(rank=4)")
@@ -136,7 +136,7 @@ def train(replica: Replica) -> None:
     local = ch_ft.local(lighthouse=replica.lighthouse, replica=replica.name, group_timeout=30.0, timeout=40.0)
     manager = local.manager
     model = ch_ft.DistributedDataParallel(
-        manager, module, hook=replica.hook, process_group=local.process_group, bucket_cap_mb=0.8
+        manager, module, hook=replica.hook, process_group=local.process_group, bucket_cap_mb=0.5
     )
     inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: min(1.0, (step + 1) / 10))
@@ -219,7 +219,7 @@ def story(logs: dict[str, list[Record]]) -> None:
             next_one = next((r for r in after if r["committed"]), None)
             if next_one is not None:
                 print(
-                    f"{next_one['t'] - begin:7.2f} s  {name} lost {lost} attempt(s) and committed step {next_one['step']} "
+                    f"{next_one['t'] - begin:7.2f} s  {name} lost {lost} attempt(s), committed step {next_one['step']} "
                     f"with {next_one['participants']} participants, {next_one['t'] - kill['t']:.2f} s after the kill"
                 )
         reborn = [r for r in logs[victim] if r["t"] > kill["t"]]
@@ -234,8 +234,8 @@ def story(logs: dict[str, list[Record]]) -> None:
         steps = [r for r in lines if r["event"] == "step"]
         if end is not None and steps:
             print(
-                f"{name}: loss {steps[-1]['loss']:.3f} at step {steps[-1]['step']}; {end['compressed']:.0f} compressed steps, "
-                f"{end['sent'] / 1e3:.0f} kB a step instead of {end['plain'] / 1e3:.0f} kB"
+                f"{name}: loss {steps[-1]['loss']:.3f} at step {steps[-1]['step']}; {end['compressed']:.0f} compressed "
+                f"steps, {end['sent'] / 1e3:.0f} kB a step instead of {end['plain'] / 1e3:.0f} kB"
             )
     assert all(r["compressed"] > 0 for lines in logs.values() for r in lines if r["event"] == "finished")
 
@@ -251,10 +251,11 @@ def picture(logs: dict[str, list[Record]], path: Path, hook: str) -> None:
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(9, 6), height_ratios=[3, 1])
     for name, lines in logs.items():
         steps = [r for r in lines if r["event"] == "step" and r["committed"] and r["contributed"]]
+        steps += [{"t": r["t"], "loss": float("nan")} for r in lines if r["event"] == "killed"]  # a gap in the line
+        steps.sort(key=lambda r: r["t"])
         above.plot([r["t"] - begin for r in steps], [r["loss"] for r in steps], ".-", markersize=3, label=name)
-    everyone = sorted(
-        (r["t"] - begin, r["participants"]) for lines in logs.values() for r in lines if r["event"] == "step" and r["committed"]
-    )
+    committed = [r for lines in logs.values() for r in lines if r["event"] == "step" and r["committed"]]
+    everyone = sorted((r["t"] - begin, r["participants"]) for r in committed)
     below.step([t for t, _ in everyone], [n for _, n in everyone], where="post", color="black")
     for lines in logs.values():
         for r in lines:

@@ -75,7 +75,9 @@ def lighthouse(**options: Any) -> Iterator[str]:
         server.shutdown()
 
 
-def run(folder: Path, tasks: list[member.Task], *, restart: bool = True, extra: int = 8, limit: float = 60.0) -> Outcome:
+def run(
+    folder: Path, tasks: list[member.Task], *, restart: bool = True, extra: int = 8, limit: float = 60.0
+) -> Outcome:
     """Run replicas until all (the restarted one too) have committed ``extra`` more steps, or ``limit`` seconds.
 
     Every process is gone when this returns.
@@ -91,7 +93,8 @@ def run(folder: Path, tasks: list[member.Task], *, restart: bool = True, extra: 
             if victim is not None and restarted is None and not processes[victim.name].is_alive():
                 restarted = time.monotonic()
                 if restart:
-                    processes[victim.name] = start(spawn, replace(victim, die=None, seed=victim.seed + 100, first_step=0))
+                    reborn = replace(victim, die=None, seed=victim.seed + 100, first_step=0)
+                    processes[victim.name] = start(spawn, reborn)
             settle = victim is None or restarted is not None
             alive = [name for name, p in processes.items() if p.is_alive()]
             if not alive:

@@ -35,6 +35,7 @@ def check(tmp_path: Path, place: str, replicas: int, hook: str) -> None:
     assert healed[0]["step"] > outcome.killed["step"], "it begins where the others are, not at step 0"
     assert healed[-1]["participants"] == replicas
     assert_equal_at_shared_steps(outcome, names)
+    assert all(r["calls"] == 3 * (i + 1) for i, r in enumerate(outcome.steps[names[0]])), "three buckets"
     if hook.startswith("powersgd"):
         assert all(outcome.steps[name][-1]["compressed"] > 0 for name in names)
         assert healed[-1]["q"] != (0.0).hex()

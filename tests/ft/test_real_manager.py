@@ -5,14 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-
-torchft = pytest.importorskip("torchft")
-
-import quorum  # noqa: F401 - quiet torchft before anything of it starts
 import torch
 
 import ch_ft
 from commhooks.errors import RankMismatchError
+
+torchft = pytest.importorskip("torchft")
+quorum = pytest.importorskip("quorum")  # beside this file; it quiets torchft before anything of it starts
 
 
 @pytest.fixture
@@ -94,7 +93,7 @@ def test_fp16_with_values_of_40_000_does_not_overflow(address: str, kind: str, d
 
 @pytest.mark.timeout(60)
 def test_at_step_0_the_only_contributor_is_divided_by_one(address: str) -> None:
-    """torchft synchronises new members at step 0: one contributes, both are counted; a hook divides by the one."""
+    """Torchft synchronises new members at step 0: one contributes, both are counted; a hook divides by the one."""
 
     def body(member: ch_ft.Local, number: int) -> list[float]:
         model = build("allreduce", member, module())

@@ -13,7 +13,7 @@ from ch_ft import DistributedDataParallel, OptimizerWrapper, SimulatedCluster, S
 NET = torch.nn.Sequential(
     torch.nn.Linear(24, 24), torch.nn.Tanh(), torch.nn.Linear(24, 24), torch.nn.Tanh(), torch.nn.Linear(24, 24)
 )
-BUCKET_CAP_MB = 0.003  # three buckets
+BUCKET_CAP_MB = 0.002  # three buckets
 COLLECTIVES = 7  # before the status of a step: fingerprints, three P's, three Q's
 
 
@@ -28,17 +28,22 @@ class Kill:
 
 
 def script(steps: int, seed: int) -> tuple[list[Kill], set[int]]:
-    """Random kills that always leave somebody alive, and steps whose first attempt everybody votes down."""
+    """Random kills that always leave somebody alive, and steps whose first attempt everybody votes down.
+
+    Neither in a step in which somebody heals: a member that healed in an aborted attempt takes part in the next one,
+    which has no counterpart in a run without that attempt.
+    """
     rng = random.Random(seed)
     kills: list[Kill] = []
     busy = dict.fromkeys("abc", 0)  # up to and including this step, a member is dead or healing
     for step in range(1, steps - 10):
         alive = [name for name, until in busy.items() if until < step]
-        if len(alive) > 1 and rng.random() < 0.12:
+        if len(alive) > 1 and step not in busy.values() and rng.random() < 0.12:
             kill = Kill(rng.choice(alive), step, rng.randrange(COLLECTIVES), step + rng.randint(1, 8))
             kills.append(kill)
             busy[kill.name] = kill.back
-    return kills, {step for step in range(1, steps - 10) if rng.random() < 0.05} - {k.step for k in kills}
+    vetoes = {step for step in range(1, steps - 10) if rng.random() < 0.08}
+    return kills, vetoes - {k.step for k in kills} - {k.back for k in kills}
 
 
 class Run:
@@ -103,7 +108,11 @@ class Run:
             (model(data) - data.roll(1, 1)).pow(2).mean().backward()
             if optimizer.step():
                 self.states[manager.name, step] = self.text(model)
-        self.compressed += model.handle.stats()["compressed_steps"] if model.handle is not None else 0
+        assert model.handle is not None
+        assert model.handle.binding is not None
+        stats = model.handle.stats()
+        self.compressed += stats["compressed_steps"]
+        assert model.handle.binding.calls >= 3 * stats["steps"], "three buckets"
 
     def voted(self, committed: bool) -> None:
         self.drops += not committed
@@ -179,8 +188,9 @@ def test_the_local_residual_survives_a_departure() -> None:
     plain = departure("allreduce")
     local = departure(f"powersgd(rank={rank})")
     averaged = departure(f'powersgd(rank={rank}, residual="averaged")')
-    after = {name: max(losses[leaves:]) for name, losses in (("plain", plain), ("local", local), ("averaged", averaged))}
-    before = {name: losses[leaves - 1] for name, losses in (("plain", plain), ("local", local), ("averaged", averaged))}
+    runs = {"plain": plain, "local": local, "averaged": averaged}
+    after = {name: max(losses[leaves:]) for name, losses in runs.items()}
+    before = {name: losses[leaves - 1] for name, losses in runs.items()}
     print("\nworst loss after one of four members left:", {k: f"{before[k]:.5f} -> {v:.5f}" for k, v in after.items()})
     assert after["local"] < 2 * after["plain"]
     assert after["averaged"] > 2 * after["local"]

@@ -3,6 +3,7 @@
 from typing import ClassVar, Literal
 
 import torch
+
 from commhooks.bucket import Bucket
 from commhooks.reduction import Reduction, Stages, StepContext
 from commhooks.requests import AllReduce

@@ -17,5 +17,5 @@ def commhooks_adapter() -> Iterable[tuple[str, str]]:
 
 @hookimpl
 def commhooks_env() -> Mapping[str, str]:
-    """torchft is optional."""
+    """Torchft is optional."""
     return {"torchft": version("torchft") or "not installed"}

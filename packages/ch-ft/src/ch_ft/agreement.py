@@ -1,9 +1,10 @@
 """Do all members run the same thing? Asked before the first collective of every step that depends on the answer.
 
 Two members that disagree on a tensor's size do not get an error from gloo: it ends the process, the healthy ones
-included. So each step begins with one small all-reduce of fixed size: a one, and one number per field. The ones add up to the
-number of members that contribute, and a field is the same on all of them exactly if its sum is that many times one's
-own. A member that is healing hears the others but is not heard; it leaves by itself, before it can do harm.
+included. So each step begins with one small all-reduce of fixed size: a one, and one number per field. The ones add
+up to the number of members that contribute, and a field is the same on all of them exactly if its sum is that many
+times one's own. A member that is healing hears the others but is not heard; it leaves by itself, before it can do
+harm.
 
 The count is also the right divisor. It is the manager's number of participants but for one case: when torchft
 synchronises new members at step 0, one contributes, the others heal, and all are counted.
@@ -36,7 +37,8 @@ def agree(transport: ManagerTransport, fingerprint: Fingerprint) -> None:
     contributors = int(total[0])
     same = (total == mine * contributors).tolist()[1:]
     if not all(same):
-        raise mismatch({name: f"here {text}" for (name, text), ok in zip(fingerprint.items(), same, strict=True) if not ok})
+        differing = [name for name, ok in zip(fingerprint, same, strict=True) if not ok]
+        raise mismatch({name: f"here {fingerprint[name]}" for name in differing})
     transport.contributors(contributors)
 
 
@@ -52,6 +54,7 @@ def compare(mine: Fingerprint, theirs: Fingerprint) -> None:
 
 
 def mismatch(fields: Mapping[str, str]) -> RankMismatchError:
+    """The error that lists fields and their values."""
     listed = "; ".join(f"{name}: {values}" for name, values in fields.items())
     return RankMismatchError(
         f"this member and the others do not run the same thing. {listed}. Start every replica with the same code, "

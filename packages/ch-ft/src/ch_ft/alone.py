@@ -9,13 +9,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
 
 
 def alone() -> dist.ProcessGroup:
     """A group of size 1 over gloo, for CPU and (if present) CUDA tensors."""
-    store = dist.HashStore()
+    store = HashStore()
     group = dist.ProcessGroup(store, 0, 1)
-    gloo = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=60))
+    gloo = ProcessGroupGloo(store, 0, 1, timedelta(seconds=60))
     kind = dist.ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):

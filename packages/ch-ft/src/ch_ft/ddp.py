@@ -81,7 +81,7 @@ class DistributedDataParallel(TorchDDP):
         self.handle: CommHook | None = None
         claim(self, self.plain)
         if hook is not None:
-            self.handle = commhooks.attach(self, hook)
+            self.handle = commhooks.attach(self, cast(Any, hook))
 
     def plain(self) -> PlainDriver:
         """What the trampoline calls while no hook is attached."""

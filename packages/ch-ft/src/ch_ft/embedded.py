@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from commhooks.errors import HookNotSupportedError
 
@@ -42,7 +42,7 @@ class Local:
     address: str
     not_survived: str
     _lighthouse: Any
-    _store: dist.TCPStore
+    _store: TCPStore
 
     def close(self) -> None:
         """Leave the quorum; with the lighthouse, end the job."""
@@ -74,8 +74,9 @@ def local(
     """Start what one replica on one machine needs.
 
     Args:
-        state_dict, load_state_dict: what a healing replica is sent, and how it takes it over: model, optimizer,
-            scheduler. Can also be given later with ``manager.register_state_dict_fn``.
+        state_dict: what a healing replica is sent: model, optimizer, scheduler. Can also be given later, with
+            ``manager.register_state_dict_fn``.
+        load_state_dict: how it takes that over.
         lighthouse: address of a lighthouse to join; without it, one is started in this process.
         replica: name of this replica.
         min_replicas: fewest replicas that may train.
@@ -94,7 +95,7 @@ def local(
         server = start_lighthouse(min_replicas=min_replicas, heartbeat=heartbeat)
         lighthouse = loopback(server.address())
         log.info("lighthouse for others to join: %s; %s", lighthouse, NOT_SURVIVED)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     group = torchft.ProcessGroupGloo(timeout=timedelta(seconds=group_timeout))
     made = torchft.Manager(
         pg=group,

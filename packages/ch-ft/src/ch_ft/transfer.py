@@ -18,7 +18,8 @@ FORMAT = 1
 
 def save(engine: ManagedEngine, fingerprint: Fingerprint) -> dict[str, Any]:
     """A snapshot of the committed state. Runs on the quorum's thread while training goes on, hence the clones:
-    torchft's transport serves CPU tensors as they are, not copies."""
+    torchft's transport serves CPU tensors as they are, not copies.
+    """
     engine.settle()
     shared = engine.reduction.shared_fields
     params: dict[str, dict[str, torch.Tensor]] = {}
