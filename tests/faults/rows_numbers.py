@@ -2,7 +2,7 @@
 
 import commhooks
 import torch
-from kit import DEADLINE, Run, Silent, big, gradient, row, torch_state
+from kit import Run, Silent, big, deadline, gradient, row, torch_state
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
@@ -54,7 +54,7 @@ def scaler_overflow(run: Run) -> str:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     if run.ours:
         commhooks.attach(
-            model, "powersgd(rank=2, start_iter=2, min_compression_rate=1)", optimizer=optimizer, scaler=scaler, timeout=DEADLINE
+            model, "powersgd(rank=2, start_iter=2, min_compression_rate=1)", optimizer=optimizer, scaler=scaler, timeout=deadline()
         )
     else:
         run.builtin(model, "powersgd", **POWER)
@@ -78,7 +78,7 @@ def loss_scale(run: Run) -> str:
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=10**6)
         if run.ours:
             hook = "powersgd(rank=2, start_iter=2, min_compression_rate=1)"
-            commhooks.attach(model, hook, scaler=scaler, timeout=DEADLINE)
+            commhooks.attach(model, hook, scaler=scaler, timeout=deadline())
         else:
             run.builtin(model, "powersgd", **POWER)
         found = []
@@ -211,7 +211,7 @@ def static(run: Run) -> str:
 def batched(run: Run) -> str:
     model = run.model(many=False)
     if run.ours:
-        handle = commhooks.attach(model, "batched_powersgd(rank=2, start_iter=2)", timeout=DEADLINE)
+        handle = commhooks.attach(model, "batched_powersgd(rank=2, start_iter=2)", timeout=deadline())
     else:
         model.register_comm_hook(torch_state(rank=2), powerSGD_hook.batched_powerSGD_hook)
     for seed in range(5):

@@ -7,7 +7,7 @@ from typing import Any
 
 import commhooks
 import torch
-from kit import DEADLINE, Run, Silent, row
+from kit import Run, Silent, deadline, row
 
 
 def disagree(run: Run, first: tuple[str, dict[str, Any]], second: tuple[str, dict[str, Any]], tolerance: float) -> str:
@@ -54,7 +54,7 @@ def no_sync_one(run: Run) -> str:
     model = run.model(many=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     if run.ours:
-        commhooks.attach(model, "allreduce", optimizer=optimizer, timeout=DEADLINE)
+        commhooks.attach(model, "allreduce", optimizer=optimizer, timeout=deadline())
     else:
         run.builtin(model, "allreduce")
     for seed in range(4):
@@ -82,7 +82,7 @@ def resume_one(run: Run) -> str:
     elif run.ours:
         state.detach()
     if run.ours:
-        commhooks.attach(model, state, timeout=DEADLINE)
+        commhooks.attach(model, state, timeout=deadline())
     for seed in range(3):
         run.step(model, seed)
     raise Silent("trained at two different steps")
@@ -102,7 +102,7 @@ def skip_one(run: Run) -> str:
     model = run.model(many=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     if run.ours:
-        commhooks.attach(model, "fp16_compress", optimizer=optimizer, timeout=DEADLINE)
+        commhooks.attach(model, "fp16_compress", optimizer=optimizer, timeout=deadline())
     else:
         run.builtin(model, "fp16_compress")
     for seed in range(3):
@@ -136,7 +136,7 @@ def killed_plain(run: Run) -> str:
     return lose(run, signal.SIGKILL, "fp16_compress", True)
 
 
-@row("B6.2", "peer frozen (SIGSTOP), all-reduce", victims=(1,), group_timeout=6.0)
+@row("B6.2", "peer frozen (SIGSTOP), all-reduce", victims=(1,))
 def frozen_plain(run: Run) -> str:
     return lose(run, signal.SIGSTOP, "fp16_compress", True)
 
@@ -146,6 +146,6 @@ def killed_powersgd(run: Run) -> str:
     return lose(run, signal.SIGKILL, "powersgd", True, rank=1, start_iter=2)
 
 
-@row("B6.4", "peer frozen (SIGSTOP), PowerSGD with several buckets", victims=(1,), group_timeout=6.0)
+@row("B6.4", "peer frozen (SIGSTOP), PowerSGD with several buckets", victims=(1,))
 def frozen_powersgd(run: Run) -> str:
     return lose(run, signal.SIGSTOP, "powersgd", True, rank=1, start_iter=2)
