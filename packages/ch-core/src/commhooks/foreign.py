@@ -187,6 +187,8 @@ class ForeignDriver:
             self.control.alarm(f"bucket {index}: {type(error).__name__}: {error}")
 
     def _refusal(self) -> BaseException:
-        error = AttachError(f"{self.name} failed in an earlier step: {type(self.error).__name__}: {self.error}. {_ANEW}")
+        error = AttachError(
+            f"{self.name} failed in an earlier step: {type(self.error).__name__}: {self.error}. {_ANEW}"
+        )
         error.__cause__ = self.error
         return error

@@ -44,3 +44,8 @@ class Composite(Reduction):
         self.lossy = any(part.lossy for part in parts)
         self.reports_sent = all(part.reports_sent for part in parts)
         self.fields = {field: kind for part in parts for field, kind in part.fields.items()}  # type: ignore[misc]
+
+    def node(self) -> dict[str, Any]:
+        inner = [part.node() for part in self.parts]
+        name = self.name.partition("(")[0]
+        return {"hook": name, "config": self.config(), "inner": inner if len(inner) > 1 else inner[0]}

@@ -82,6 +82,7 @@ class HookState:
         self._spare: dict[tuple[str, str], torch.Tensor] = {}
         self._engine: weakref.ref[Engine] | None = None
         self._owners: tuple[weakref.ref[torch.Tensor], ...] = ()  # the parameters, in the order of the table
+        self.drivers: dict[object, Any] = {}  # of the hook functions that were given this state
         self.renames: dict[str, str] = {}  # of the last translation, for those who keep names themselves
 
     def read(self, name: str, field: str) -> torch.Tensor | None:

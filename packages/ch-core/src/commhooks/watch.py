@@ -52,6 +52,10 @@ class OptimizerWatch:
             return good
         return self.steps > self._marked and (self._found is None or not bool(self._found.item()))
 
+    def decided(self) -> bool:
+        """Whether :meth:`used` would answer the same later. With a scaler alone nothing says that it has been updated."""
+        return self._removable is None or self.steps > self._marked
+
     def clock(self) -> int:
         return self.steps
 
@@ -101,7 +105,9 @@ class SyncWatch:
         return (_nothing, ())  # a copy of the model is not the model that is watched
 
     def _forward(self, model: torch.nn.Module, inputs: object) -> None:
-        self._armed = torch.is_grad_enabled() and bool(model.require_backward_grad_sync)
+        # A forward without gradients (a teacher, an evaluation) takes nothing back from the one before it.
+        if torch.is_grad_enabled() and model.require_backward_grad_sync:
+            self._armed = True
 
     def _arrived(self, param: torch.Tensor) -> None:
         if torch.is_grad_enabled():  # in a backward: create_graph=True; the reducer would fail half way through

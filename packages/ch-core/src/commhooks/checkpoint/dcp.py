@@ -121,7 +121,9 @@ def _about(reader: Any, metadata: Metadata, key: str) -> dict[str, Any]:
     dcp.load({f"{key}.about": text}, storage_reader=reader, no_dist=True)
     try:
         about = json.loads(bytes(text.tolist()))
-        rows = [(str(name), str(field), [int(n) for n in shape], str(dtype)) for name, field, shape, dtype in about["rows"]]
+        rows = [
+            (str(name), str(field), [int(n) for n in shape], str(dtype)) for name, field, shape, dtype in about["rows"]
+        ]
         return {**about, "rows": rows, "world_size": int(about["world_size"]), "fields": dict(about["fields"])}
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise StateError(f"{key}.about in this checkpoint is damaged: {type(error).__name__}") from error
@@ -130,13 +132,17 @@ def _about(reader: Any, metadata: Metadata, key: str) -> dict[str, Any]:
 def _stored(metadata: Metadata, where: str) -> TensorStorageMetadata:
     found = metadata.state_dict_metadata.get(where)
     if not isinstance(found, TensorStorageMetadata):
-        raise StateError(f"this checkpoint has no tensor {where!r}: save with commhooks.checkpoint.dcp, and the same key")
+        raise StateError(
+            f"this checkpoint has no tensor {where!r}: save with commhooks.checkpoint.dcp, and the same key"
+        )
     if math.prod(found.size) * found.properties.dtype.itemsize > 1 << 40:
         raise StateError(f"{where!r} claims a size of {list(found.size)}")
     return found
 
 
-def _agreed(saved: Saved, group: dist.ProcessGroup | None) -> dict[tuple[str, str], tuple[tuple[int, ...], torch.dtype]]:
+def _agreed(
+    saved: Saved, group: dist.ProcessGroup | None
+) -> dict[tuple[str, str], tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of every entry that any rank has; a rank that took no part in a step may lack some."""
     mine: Mapping[Any, Any] = {k: (tuple(t.shape), t.dtype) for k, t in saved.entries.items()}
     every: list[Any] = [None] * dist.get_world_size(group)
