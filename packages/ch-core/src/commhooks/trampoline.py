@@ -18,7 +18,7 @@ from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_strid
 from commhooks.control import Control
 from commhooks.ddp import DDPDriver, TensorFuture
 from commhooks.engine import Engine
-from commhooks.errors import AttachError, StateError
+from commhooks.errors import AttachError
 from commhooks.foreign import ForeignDriver
 from commhooks.handle import CommHook
 from commhooks.reduction import Plain
