@@ -243,6 +243,7 @@ class Engine:
             scratch=self.scratch,
             owner=self._slots,
             participating=self.participating,
+            shared=self.reduction.shared_fields,
         )
         self._bytes = (self._bytes[0] + bucket.layout.size * bucket.dtype.itemsize, self._bytes[1])
         self._device = bucket.device

@@ -33,12 +33,12 @@ class StepContext:
         world_size: ranks in the group.
         step: number of committed steps before this one.
         participating: ``False`` on a rank that only keeps the others company (joined, healing, spare): what it
-            stages is dropped.
+            stages is dropped, but for fields that are the same on all ranks anyhow.
         sent: where to report what this rank contributed, or ``None`` when nobody asks (see
             :attr:`Reduction.reports_sent`).
     """
 
-    __slots__ = ("_owner", "_scratch", "_state", "participating", "rank", "sent", "step", "world_size")
+    __slots__ = ("_owner", "_scratch", "_shared", "_state", "participating", "rank", "sent", "step", "world_size")
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class StepContext:
         scratch: Scratch | None = None,
         owner: Hashable = 0,
         participating: bool = True,
+        shared: frozenset[str] = frozenset(),
         sent: Bucket | None = None,
     ) -> None:
         self.rank, self.world_size, self.step, self.participating = rank, world_size, step, participating
@@ -57,6 +58,7 @@ class StepContext:
         self._state = state if state is not None else HookState()
         self._scratch = scratch if scratch is not None else Scratch()
         self._owner = owner
+        self._shared = shared
 
     def read(self, name: str, field: str) -> torch.Tensor | None:
         """The committed state tensor of a parameter, or ``None``. Not to be written to."""
@@ -71,7 +73,7 @@ class StepContext:
         device: torch.device | str = "cpu",
     ) -> torch.Tensor:
         """An uninitialised tensor to fill: the parameter's new state once this step is committed."""
-        if not self.participating:
+        if not self.participating and field not in self._shared:
             return self._scratch.get((self._owner, name), "staged " + field, shape, dtype, torch.device(device))
         return self._state.stage(name, field, shape, dtype, device)
 
@@ -91,6 +93,7 @@ class StepContext:
             scratch=self._scratch,
             owner=(self._owner, part),
             participating=self.participating,
+            shared=self._shared,
             sent=sent,
         )
 
@@ -137,6 +140,11 @@ class Reduction(ABC):
     @abstractmethod
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
         """Yield requests; leave the averaged gradient in ``bucket``."""
+
+    @property
+    def shared_fields(self) -> frozenset[str]:
+        """State fields that are the same on all ranks: a newcomer is given them."""
+        return frozenset(name for name, kind in self.fields.items() if kind == "shared")
 
     def phase(self, step: int) -> Hashable:
         """Anything that changes with the step and changes the requests (a warm-up, an alternation)."""

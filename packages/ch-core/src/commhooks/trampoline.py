@@ -6,7 +6,7 @@ be detached and another attached.
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,10 +30,20 @@ from commhooks.watch import OptimizerWatch, SyncWatch
 Driver = DDPDriver | ForeignDriver
 
 
+class SlotDriver(Protocol):
+    """What a trampoline calls for every bucket."""
+
+    calls: int
+
+    def __call__(self, bucket: GradBucket, /) -> TensorFuture: ...
+
+    def check(self) -> None: ...
+
+
 class Slot:
     """What the trampoline of one model calls at present; empty in a copy of the model, whose reducer has no hook."""
 
-    def __init__(self, driver: Driver | None = None) -> None:
+    def __init__(self, driver: SlotDriver | None = None) -> None:
         self.driver = driver
         self.holder: str | None = None  # expression of the attached handle
         self.watch: SyncWatch | None = None
@@ -54,8 +64,7 @@ def trampoline(state: object, bucket: GradBucket) -> torch.futures.Future[torch.
         state.follow()
     if state.watch is not None and bucket.is_last():
         state.watch.synchronised()
-    result: TensorFuture = state.driver(bucket)
-    return result
+    return state.driver(bucket)
 
 
 class DDPBinding:
@@ -67,7 +76,7 @@ class DDPBinding:
         self.group: dist.ProcessGroup = options.process_group or model.process_group
         self.engine: Engine | None = None
         self._timeout = options.timeout
-        self._slot = claim(model, self)
+        self._slot = claim(model, self.plain)
         self._driver = self._make(handle)
         self._outcome = watch_outcome(self.engine, options)
         self._slot.driver, self._slot.holder = self._driver, handle.expr
@@ -163,8 +172,8 @@ def watch_outcome(engine: Engine | None, options: AttachOptions) -> OptimizerWat
     return watch
 
 
-def claim(model: DistributedDataParallel, binding: DDPBinding) -> Slot:
-    """The model's slot, with the trampoline registered.
+def claim(model: DistributedDataParallel, plain: Callable[[], SlotDriver]) -> Slot:
+    """The model's slot, with the trampoline registered; ``plain`` makes what it calls until a hook is attached.
 
     Raises:
         AttachError: another handle or a foreign hook is there.
@@ -185,7 +194,7 @@ def claim(model: DistributedDataParallel, binding: DDPBinding) -> Slot:
             f"this model's only hook slot is taken by {names}, and torch cannot remove it. Wrap the model anew and "
             "attach instead of calling register_comm_hook"
         )
-    slot = Slot(binding.plain())
+    slot = Slot(plain())
     try:
         model.register_comm_hook(slot, trampoline)
     except RuntimeError as error:

@@ -64,6 +64,21 @@ def read(saved: object) -> Saved:
     )
 
 
+def as_dict(saved: Saved, entries: Mapping[str, Mapping[str, torch.Tensor]], rank: int | None = None) -> dict[str, Any]:
+    """The dict that :func:`read` reads."""
+    return {
+        "format": FORMAT,
+        "expr": saved.expr,
+        "config": saved.config,
+        "world_size": saved.world_size,
+        "rank": rank,
+        "step": saved.step,
+        "params": [[name, list(shape)] for name, shape in saved.params],
+        "fields": saved.fields,
+        "entries": entries,
+    }
+
+
 def _params(table: object) -> ParamTable:
     if type(table) is not list:
         raise StateError(f"params is a list of [name, sizes], got {shown(table)}")

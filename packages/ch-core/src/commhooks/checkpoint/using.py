@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from commhooks.bucket import BucketLayout
 from commhooks.checkpoint.fitting import fits
-from commhooks.checkpoint.reading import FORMAT, Saved, read, shown
+from commhooks.checkpoint.reading import Saved, as_dict, read, shown
 from commhooks.checkpoint.worlds import for_rank
 from commhooks.errors import StateError
 from commhooks.naming import ParamTable, translate
@@ -61,17 +61,10 @@ def state_dict(hook: "CommHook | HookState") -> dict[str, Any]:
     for name, field, tensor in holder.state.entries():
         entries.setdefault(name, {})[field] = tensor.detach().clone()
         fields.setdefault(field, "local")  # nothing is known of it: keep every rank's own
-    return {
-        "format": FORMAT,
-        "expr": holder.expr,
-        "config": holder.config,
-        "world_size": place.world_size,
-        "rank": place.rank,
-        "step": holder.state.step,
-        "params": [[name, list(shape)] for name, shape in holder.params],
-        "fields": fields,
-        "entries": entries,
-    }
+    made = Saved(
+        holder.expr, holder.config, place.world_size, place.rank, holder.state.step, holder.params, fields, {}
+    )
+    return as_dict(made, entries, place.rank)
 
 
 def load_state_dict(hook: "CommHook | HookState", saved: Mapping[str, Any], *, world_change: str = "error") -> None:
