@@ -180,11 +180,11 @@ def main() -> None:
     limit = max(300.0, 0.02e3 * gloo["hook_ms_per_step"])
     found["limit_us"] = limit
     print(
-        f"status message on gloo, 2 ranks: {gloo['status_us']:.0f} us; hook's own time {gloo['hook_ms_per_step']:.2f} ms a step"
+        f"status message on gloo, 2 ranks: {gloo['status_us']:.0f} us; "
+        f"hook's own time {gloo['hook_ms_per_step']:.2f} ms a step"
     )
-    print(
-        f"limit: {limit:.0f} us; {'kept' if max(found[n]['high_us'] for n in ('foreign', 'own')) <= limit else 'EXCEEDED'}"
-    )
+    worst = max(found[name]["high_us"] for name in ("foreign", "own"))
+    print(f"limit: {limit:.0f} us; {'kept' if worst <= limit else 'EXCEEDED'}")
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -53,7 +53,8 @@ def agree(what: str, fields: Fingerprint, exchange: Exchange) -> None:
     raise RankMismatchError(
         f"the ranks disagree on {what}, so nothing has been communicated:\n"
         + "\n".join(lines)
-        + "\nGive every rank the same hook, options, package versions and model; verify_ranks=False turns this check off"
+        + "\nGive every rank the same hook, options, package versions and model; "
+        "verify_ranks=False turns this check off"
     )
 
 

@@ -156,7 +156,8 @@ class ForeignDriver:
                     raise RemoteHookError(f"{self.name} failed on another rank: {heard}. {_ANEW}")
                 if time.monotonic() >= deadline:
                     raise HookTimeoutError(
-                        f"{self.name}: the future of bucket {index} was not completed within {_SHARE * self.timeout:g} s. "
+                        f"{self.name}: the future of bucket {index} was not completed "
+                        f"within {_SHARE * self.timeout:g} s. "
                         f"Either the hook never completes it, or a peer is frozen. {_ANEW}"
                     )
         return future.wait()

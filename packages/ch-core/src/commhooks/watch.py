@@ -14,8 +14,8 @@ class OptimizerWatch:
     """Whether the optimizer used a step: the engine's ``outside`` verdict.
 
     A ``GradScaler`` that found Inf does not call ``optimizer.step()``, unless the optimizer is fused: that one is
-    called and told by its ``found_inf``. A synchronised backward that no ``step()`` follows counts as skipped, so accumulate
-    under ``no_sync()``.
+    called and told by its ``found_inf``. A synchronised backward that no ``step()`` follows counts as skipped, so
+    accumulate under ``no_sync()``.
 
     Args:
         optimizer: the one that uses the model's gradients.
@@ -70,8 +70,8 @@ class SyncWatch:
     """Notices gradients that DDP does not synchronise: torch says nothing, and the ranks drift apart.
 
     It happens when ``backward()`` runs a second time on a retained graph, for the first of two forwards, or after
-    calling ``model.module`` directly. One parameter, the last, is watched: its gradient must be preceded by a forward of
-    the DDP model.
+    calling ``model.module`` directly. One parameter, the last, is watched: its gradient must be preceded by a forward
+    of the DDP model.
 
     Args:
         model: the DDP model.
