@@ -54,8 +54,8 @@ def agree(what: str, fields: Fingerprint, exchange: Exchange) -> None:
     raise RankMismatchError(
         f"the ranks disagree on {what}, so nothing has been communicated:\n"
         + "\n".join(lines)
-        + "\nGive every rank the "
-        "same hook, options, package versions and model; verify_ranks=False turns this check off"
+        + "\nGive every rank the same hook, options, package versions and model; "
+        "verify_ranks=False turns this check off"
     )
 
 
@@ -151,8 +151,8 @@ class StoreExchange:
 
     def _absent(self, ranks: list[int]) -> CommHooksError:
         return HookTimeoutError(
-            f"ranks {_ranges(ranks)} did not take part in the agreement within {self._timeout:g} s: every rank of the group "
-            "has to make the same attach() and load_state_dict() calls, in the same order"
+            f"ranks {_ranges(ranks)} did not take part in the agreement within {self._timeout:g} s: every rank of the "
+            "group has to make the same attach() and load_state_dict() calls, in the same order"
         )
 
 

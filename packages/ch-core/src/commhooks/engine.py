@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -24,26 +23,10 @@ from commhooks.reduction import Reduction, Stages, StepContext
 from commhooks.requests import AllGather, Request, StagePlan, as_tuple
 from commhooks.scratch import Scratch
 from commhooks.state import HookState
-from commhooks.status import BETWEEN, DECODE, ENCODE, WHERE, Exchange, Status
+from commhooks.status import BETWEEN, DECODE, ENCODE, WHERE, Exchange, Outside, Status
 from commhooks.transport import Stage, Traffic, Transport
 
 log = logging.getLogger("commhooks")
-
-
-class Outside(Protocol):
-    """Who uses the gradients: the optimizer, the scaler, a manager. Asked whether a step was used."""
-
-    def mark(self) -> None:
-        """A step has ended; what follows is about it."""
-
-    def used(self) -> bool:
-        """Whether the step since :meth:`mark` was used."""
-
-    def decided(self) -> bool:
-        """Whether :meth:`used` is known already; it is before the next step begins."""
-
-    def clock(self) -> int:
-        """Steps used so far, equal on all ranks."""
 
 
 @dataclass(slots=True)

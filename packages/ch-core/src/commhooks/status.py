@@ -13,6 +13,7 @@ fixed size. All ranks see the same vector and therefore decide alike.
 
 import math
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -26,6 +27,22 @@ _CODES, _CLOCKS = 4, 2**18 - 1
 
 Exchange = Callable[[Request], None]
 """Carries out one request over all ranks and returns when it is done."""
+
+
+class Outside(Protocol):
+    """Who uses the gradients: the optimizer, the scaler, a manager. Asked whether a step was used."""
+
+    def mark(self) -> None:
+        """A step has ended; what follows is about it."""
+
+    def used(self) -> bool:
+        """Whether the step since :meth:`mark` was used."""
+
+    def decided(self) -> bool:
+        """Whether :meth:`used` is known already; it is before the next step begins."""
+
+    def clock(self) -> int:
+        """Steps used so far, equal on all ranks."""
 
 
 class Status:

@@ -13,9 +13,9 @@ from commhooks.errors import AttachError, HookConfigError, HookNotSupportedError
 class OptimizerWatch:
     """Whether the optimizer used a step: the engine's ``outside`` verdict.
 
-    A ``GradScaler`` that found Inf does not call ``optimizer.step()``, unless the optimizer is fused: that one is called
-    and told by its ``found_inf``. A synchronised backward that no ``step()`` follows counts as skipped, so accumulate
-    under ``no_sync()``.
+    A ``GradScaler`` that found Inf does not call ``optimizer.step()``, unless the optimizer is fused: that one is
+    called and told by its ``found_inf``. A synchronised backward that no ``step()`` follows counts as skipped, so
+    accumulate under ``no_sync()``.
 
     Args:
         optimizer: the one that uses the model's gradients.
@@ -73,9 +73,9 @@ class OptimizerWatch:
 class SyncWatch:
     """Notices gradients that DDP does not synchronise: torch says nothing, and the ranks drift apart.
 
-    It happens when ``backward()`` runs a second time on a retained graph, for the first of two forwards, or after calling
-    ``model.module`` directly. One parameter, the last, is watched: its gradient must be preceded by a forward of
-    the DDP model.
+    It happens when ``backward()`` runs a second time on a retained graph, for the first of two forwards, or after
+    calling ``model.module`` directly. One parameter, the last, is watched: its gradient must be preceded by a forward
+    of the DDP model.
 
     Args:
         model: the DDP model.
@@ -121,8 +121,8 @@ class SyncWatch:
         raise_after_backward(
             AttachError(
                 f"{self._name} was not called for this backward: DDP synchronises one backward per forward of the "
-                "wrapped model, and the gradients of this one differ from rank to rank. Add the losses up and call backward() "
-                "once, or run it inside model.no_sync() if local gradients are meant"
+                "wrapped model, and the gradients of this one differ from rank to rank. Add the losses up and call "
+                "backward() once, or run it inside model.no_sync() if local gradients are meant"
             )
         )
 
