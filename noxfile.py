@@ -22,6 +22,8 @@ nox.options.sessions = ["tests"]
 nox.options.reuse_existing_virtualenvs = True
 
 ROOT = Path(__file__).parent
+FT_TOOLS = ["torchft>=0.2.0", "parameterized"]  # ch-ft's optional extra, installed for real in tests
+NIGHTLY = "torchft-nightly==2026.10.26"  # pinned: its manager and tests move
 TEST_TOOLS = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6", "numpy>=1.26", "hatchling>=1.25"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # two ranks on two cores, not two times two threads
 
@@ -98,7 +100,7 @@ def pytest(session: nox.Session, *arguments: str, names: Iterable[str] = ()) -> 
 @nox.session
 def tests(session: nox.Session) -> None:
     """All packages in one environment, all tests short of soak: what CI and the README run."""
-    install(session, *PROJECTS, tools=[*TEST_TOOLS, "matplotlib>=3.8"])
+    install(session, *PROJECTS, tools=[*TEST_TOOLS, *FT_TOOLS, "matplotlib>=3.8"])
     pytest(session, *([] if chosen_paths(session) else ["tests"]), "-m", "not soak and not nccl", names=PROJECTS)
 
 
@@ -138,9 +140,9 @@ def soak(session: nox.Session) -> None:
 
 @nox.session
 def faults(session: nox.Session) -> None:
-    """Kills, hangs, cut links, mismatched ranks."""
+    """The fault table, PyTorch's hooks beside ours: `nox -s faults -- --row B7` reruns some rows of it."""
     install(session, *PROJECTS, tools=TEST_TOOLS)
-    session.run("python", "-m", "pytest", "-m", "faults", *session.posargs, env=ONE_THREAD, success_codes=[0, 5])
+    session.run("python", "tests/faults/run.py", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -176,8 +178,30 @@ def build(session: nox.Session) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Train a small GPT on real text over two gloo processes, once per hook. `-- --help` shows the flags."""
-    install(session, *PROJECTS, tools=["matplotlib>=3.8", "tqdm>=4.66"])
+    install(session, *PROJECTS, tools=["matplotlib>=3.8"])
     session.run("python", "docs/examples/demo.py", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(name="ft-demo")
+def ft_demo(session: nox.Session) -> None:
+    """Three replicas train the GPT over a real Manager; one is killed in the middle of backward and heals."""
+    install(session, *PROJECTS, tools=["torchft>=0.2.0", "matplotlib>=3.8"])
+    session.run("python", "docs/examples/ft_demo.py", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(name="ft-matrix")
+def ft_matrix(session: nox.Session) -> None:
+    """SIGKILL at four places, with 2, 3 and 4 replicas, for three hooks: 36 runs, about ten minutes."""
+    install(session, *PROJECTS, tools=[*TEST_TOOLS, *FT_TOOLS])
+    session.run("python", "-m", "pytest", "tests/ft", "-m", "soak", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(name="ft-upstream")
+@nox.parametrize("version", [nox.param("torchft==0.2.0", id="0.2.0"), nox.param(NIGHTLY, id="nightly")])
+def ft_upstream(session: nox.Session, version: str) -> None:
+    """Torchft's own tests, from its wheel, on our classes: a release, and a pinned nightly."""
+    install(session, *PROJECTS, tools=[*TEST_TOOLS, version, "parameterized"])
+    session.run("python", "-m", "pytest", "tests/ft/test_upstream.py", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

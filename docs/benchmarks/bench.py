@@ -13,6 +13,7 @@ they are as slow as asked (root and iproute2; skipped with the reason elsewhere)
 
 import argparse
 import json
+import os
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -118,11 +119,12 @@ def main(argv: list[str] | None = None) -> int:
 def measure(rate: str | None, args: argparse.Namespace) -> dict[str, Any]:
     """All candidates on one link (None: loopback): the records of `worker`, and what the link is."""
     path = args.out / f"raw-{rate or 'loopback'}.json"
+    load = os.getloadavg()[0]  # before our own ranks add to it
     with netns.Network(args.nproc, rate) if rate else nullcontext() as net:
         verified = net.verify() if net else None
         launch.launch(worker, args.nproc, vars(args), path, enter=net.enter if net else None)
     measured: dict[str, Any] = json.loads(path.read_text())
-    return {"link": rate, "verified_bits": verified} | measured
+    return {"link": rate, "verified_bits": verified, "load_before": load} | measured
 
 
 def worker(rank: int, world: int, device: torch.device, args: dict[str, Any], path: Path) -> None:

@@ -18,6 +18,7 @@ from rich.table import Table
 MEASURED = Path(__file__).parent.parent / "measured"
 RESAMPLES = 4000
 LEVEL = 0.95
+BUSY = 0.6  # load per core from which on the ranks share their cores with others
 CLAIMS = [  # ours, PyTorch's, limit of the ratio of their costs
     *((f"powersgd(rank={r}), {b}", f"torch PowerSGD rank {r}, 1 bucket", 0.5)
       for r in (1, 4) for b in ("1 bucket", "3 buckets")),
@@ -33,7 +34,9 @@ class Costs:
 
     def __init__(self, result: dict[str, Any]) -> None:
         self.runs: dict[str, dict[str, Any]] = {run["label"]: run for run in result["runs"]}
-        self.steps: dict[str, list[float]] = {label: [median(block) for block in run["blocks"]] for label, run in self.runs.items()}
+        self.steps: dict[str, list[float]] = {
+            label: [median(block) for block in run["blocks"]] for label, run in self.runs.items()
+        }
         noop = self.steps["noop"]
         self.blocks = {k: [s - n for s, n in zip(steps, noop, strict=True)] for k, steps in self.steps.items()}
 
@@ -82,6 +85,11 @@ def show(result: dict[str, Any], console: Console) -> None:
         f"GPT with {result['parameters'] / 1e6:.1f} M parameters, {result['world']} ranks on {result['device']}, "
         f"{len(blocks)} blocks of {len(blocks[0])} interleaved steps; intervals are {LEVEL:.0%} bootstrap over blocks"
     )
+    if result["load_before"] > BUSY * (os.cpu_count() or 1):
+        console.print(
+            f"[bold red]The machine was busy before this began[/] (load {result['load_before']:.1f} on "
+            f"{os.cpu_count()} cores): the intervals are wide and the times mean little. Repeat when it is quiet."
+        )
     console.print(_cost_table(costs), _claim_table(costs), sep="\n")
     if not result["link"]:
         console.print(_break_even_table(costs))

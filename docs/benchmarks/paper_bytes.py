@@ -8,12 +8,13 @@ out of ``Reduction.plan``: the requests of one step, known from the layout witho
 ``(out, in, k, k)`` is a matrix of ``out`` by ``in * k * k``; vectors are averaged as they are.
 """
 
-import commhooks
-from commhooks.bucket import BucketLayout
-from commhooks.reduction import StepContext
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+import commhooks
+from commhooks.bucket import BucketLayout
+from commhooks.reduction import StepContext
 
 WORKERS, BATCH, IMAGES = 16, 128, 50_000
 STEPS = IMAGES // (WORKERS * BATCH)  # per epoch

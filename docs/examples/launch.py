@@ -8,6 +8,7 @@ ended, and what is reported is the error that came *first*: the rest are usually
 import gc
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -89,6 +90,7 @@ def launch(worker: Callable[..., None], nproc: int, *args: Any, enter: Callable[
     Raises `WorkerFailed` with the traceback of the rank that failed first.
     """
     context = multiprocessing.get_context("spawn")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # unwind, and so end the ranks
     with tempfile.TemporaryDirectory(prefix="commhooks-") as folder:
         ranks = [
             context.Process(target=_rank, args=(worker, rank, nproc, folder, enter, args)) for rank in range(nproc)

@@ -9,10 +9,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import commhooks
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
 
 
 @dataclass

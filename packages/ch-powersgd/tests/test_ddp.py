@@ -86,9 +86,8 @@ def attached(rank: int, world: int, steps: int) -> list[tuple[str, int, float, f
     return rows
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_trains_with_any_number_of_buckets(world: int) -> None:
-    steps = 20
+@pytest.mark.parametrize(("world", "steps"), [(2, 20), (4, 10)])
+def test_trains_with_any_number_of_buckets(world: int, steps: int) -> None:
     for rows in spawn(attached, world, steps, timeout=150.0):
         for expression, buckets, taken, compressed, equal in rows:
             assert equal, (expression, buckets)
@@ -150,3 +149,20 @@ def test_state_is_pickled_and_serves_one_model() -> None:
         assert kept
         assert "one state per model" in second
         assert "PowerSGDState(process_group" in wrong
+
+
+def body_attach_function(rank: int, world: int) -> None:
+    from ch_powersgd import PowerSGDState, powerSGD_hook
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 30)), bucket_cap_mb=0.001)
+    with pytest.raises(commhooks.AttachError, match="takes its options from a state"):
+        commhooks.attach(model, powerSGD_hook)
+    handle = commhooks.attach(model, powerSGD_hook, state=PowerSGDState(None, 2, start_powerSGD_iter=2))
+    for _ in range(4):
+        model(torch.randn(3, 40)).square().sum().backward()
+    assert handle.stats()["compressed_steps"] == 2  # through the engine, not as a foreign function
+
+
+def test_attach_takes_the_function_with_its_state() -> None:
+    spawn(body_attach_function, 2)

@@ -11,9 +11,10 @@ from commhooks.lazy import lazy
 
 if TYPE_CHECKING:
     from commhooks.attaching import attach
-    from commhooks.bucket import Bucket
+    from commhooks.bucket import Bucket, BucketLayout, ParamLayout
     from commhooks.compose import why_not
     from commhooks.creating import create
+    from commhooks.ddp import as_hook
     from commhooks.errors import (
         AmbiguousHookError,
         AttachError,
@@ -31,10 +32,11 @@ if TYPE_CHECKING:
     from commhooks.handle import CommHook
     from commhooks.hookspecs import hookimpl
     from commhooks.lookup import describe, failures, get, list_hooks, refresh, register, spec, unregister
-    from commhooks.reduction import Reduction
+    from commhooks.reduction import Reduction, Stages, StepContext
     from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter
     from commhooks.specs import HookSpec, Needs, Param, PluginFailure
     from commhooks.state import DefaultState, HookState, LowPrecisionState
+    from commhooks.typing import GradBucket
 
 __all__ = [
     "AllGather",
@@ -43,9 +45,11 @@ __all__ = [
     "AmbiguousHookError",
     "AttachError",
     "Bucket",
+    "BucketLayout",
     "CommHook",
     "CommHooksError",
     "DefaultState",
+    "GradBucket",
     "HookConfigError",
     "HookNotSupportedError",
     "HookResultError",
@@ -55,14 +59,18 @@ __all__ = [
     "LowPrecisionState",
     "Needs",
     "Param",
+    "ParamLayout",
     "PluginFailure",
     "PluginLoadError",
     "RankMismatchError",
     "ReduceScatter",
     "Reduction",
     "RemoteHookError",
+    "Stages",
     "StateError",
+    "StepContext",
     "UnknownHookError",
+    "as_hook",
     "attach",
     "create",
     "describe",
@@ -81,18 +89,20 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         "attaching": "attach",
-        "bucket": "Bucket",
+        "bucket": "Bucket BucketLayout ParamLayout",
         "compose": "why_not",
         "creating": "create",
+        "ddp": "as_hook",
         "errors": "AmbiguousHookError AttachError CommHooksError HookConfigError HookNotSupportedError "
         "HookResultError HookTimeoutError PluginLoadError RankMismatchError RemoteHookError StateError "
         "UnknownHookError",
         "handle": "CommHook",
         "hookspecs": "hookimpl",
         "lookup": "describe failures get list_hooks refresh register spec unregister",
-        "reduction": "Reduction",
+        "reduction": "Reduction Stages StepContext",
         "requests": "AllGather AllReduce AllToAll ReduceScatter",
         "specs": "HookSpec Needs Param PluginFailure",
         "state": "DefaultState HookState LowPrecisionState",
+        "typing": "GradBucket",
     },
 )

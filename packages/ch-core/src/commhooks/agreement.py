@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 from torch.utils.weak import WeakIdKeyDictionary
 
 from commhooks.errors import CommHooksError, HookTimeoutError, RankMismatchError, TransportError
@@ -106,7 +106,7 @@ class StoreExchange:
         number = _ROUNDS.get(group, 0)
         _ROUNDS[group] = number + 1
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self._store = dist.PrefixStore(f"commhooks/agreement/{number}", store)
+        self._store = PrefixStore(f"commhooks/agreement/{number}", store)
         self._ends = time.monotonic() + timeout
         self._timeout = timeout
         self._sent = 0
@@ -166,7 +166,7 @@ def fingerprint(handle: Any, model: torch.nn.Module, *, watched: bool = False) -
     """
     params = list(model.named_parameters())
     engine = handle.binding.engine
-    fields = {
+    fields: dict[str, list[str]] = {
         "hook": [type(handle.built).__qualname__, *_levels(handle.full)],
         "parameter names": [name for name, _ in params],
         "parameter shapes": [f"{name}: {tuple(p.shape)}" for name, p in params],

@@ -6,12 +6,11 @@ the missing collective; and at the end of every step all ranks exchange one fixe
 their own.
 """
 
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
 from commhooks.errors import HookTimeoutError
 from commhooks.transport import ProcessGroupTransport
@@ -31,11 +30,11 @@ class Control:
         ranks = dist.get_process_group_ranks(group)
         self.timeout = timeout
         self.private = dist.new_group(
-            ranks, backend="gloo", timeout=timedelta(seconds=timeout), use_local_synchronization=True
+            ranks, backend="gloo", timeout=timedelta(seconds=2 * timeout), use_local_synchronization=True
         )
         assert isinstance(self.private, dist.ProcessGroup)  # noqa: S101 - this rank is one of them
         self.transport = ProcessGroupTransport(self.private)
-        self._store = dist.PrefixStore("commhooks", _get_process_group_store(self.private))
+        self._store = PrefixStore("commhooks", _get_process_group_store(self.private))
 
     def alarm(self, text: str) -> None:
         """Release the peers: this rank will not finish the step."""
@@ -81,5 +80,3 @@ class Control:
         if dist.is_initialized():
             dist.destroy_process_group(self.private)
 
-
-ControlFactory = Callable[[], Control]

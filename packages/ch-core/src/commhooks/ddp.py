@@ -76,12 +76,12 @@ class DDPDriver:
         self._renames = engine.state.renames
         self._futures: list[tuple[TensorFuture, torch.Tensor]] = []
         self._side = SideStream()
-        self._task = OUTSIDE
 
     def __call__(self, grad_bucket: GradBucket) -> TensorFuture:
         """Take one bucket; the future is completed when the step's last bucket has been drained."""
         self.calls += 1
-        self._step_boundary()
+        if grad_bucket.index() == 0:
+            self._first()
         buffer = grad_bucket.buffer()
         future = future_for(buffer)
         self._futures.append((future, buffer))
@@ -99,17 +99,15 @@ class DDPDriver:
         if self.engine.failure is not None:
             raise self.engine.failure
 
-    def _step_boundary(self) -> None:
-        task = graph_task()
-        if self.engine.in_step and task != self._task:
+    def _first(self) -> None:
+        """The first bucket of a step has come. Not told by the backward's number: reentrant checkpoints nest them."""
+        if self.engine.in_step:
             self.engine.abandon()  # an earlier backward raised before its last bucket
-            self._futures.clear()
-        if not self.engine.in_step:
-            if self._by_position and self._renames is not self.engine.state.renames:
-                self._renamed()
-            self._task = task
-            # A rank that has run out of input replays the hook outside of any backward (DDP.join).
-            self.engine.participating = task != OUTSIDE
+        self._futures.clear()
+        if self._by_position and self._renames is not self.engine.state.renames:
+            self._renamed()
+        # A rank that has run out of input replays the hook outside of any backward (DDP.join).
+        self.engine.participating = graph_task() != OUTSIDE
 
     def _bucket(self, grad_bucket: GradBucket, buffer: torch.Tensor) -> Bucket:
         params = grad_bucket.parameters()

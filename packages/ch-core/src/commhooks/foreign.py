@@ -8,20 +8,23 @@ collectives which others wait for. Nobody knows which, so after a failure the ha
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from commhooks.after import raise_after_backward
+from commhooks.after import OUTSIDE, graph_task, raise_after_backward
+from commhooks.bucket import Bucket, BucketLayout
 from commhooks.control import Control
+from commhooks.ddp import bucket_layout
 from commhooks.errors import AttachError, HookResultError, HookTimeoutError, RemoteHookError
 from commhooks.guard import checked, differing, digest, named
 from commhooks.streams import future_for
 from commhooks.typing import GradBucket
 
 TensorFuture = torch.futures.Future[torch.Tensor]
+_SHARE = 0.75  # of the deadline for the hook's futures; what is left is for telling the others
 _POLL = 0.05  # seconds between looks for another rank's alarm
 _ANEW = (
     "It left collectives unmatched, and nobody knows which: wrap the model anew (DistributedDataParallel over a new "
@@ -34,7 +37,8 @@ class _Pending:
     index: int
     buffer: torch.Tensor
     ours: TensorFuture
-    theirs: "torch.futures.Future[Any] | None"
+    theirs: Any = None
+    layout: BucketLayout | None = None
 
 
 class ForeignDriver:
@@ -44,11 +48,13 @@ class ForeignDriver:
         hook: the callable: a function, a partial, an object; its second parameter may have any name.
         state: given to it as first argument.
         name: for errors.
-        timeout: seconds after which a future that was never completed is an error.
+        timeout: seconds after which every rank has an error, if a future is never completed or a peer is frozen.
     """
 
     def __init__(self, hook: Callable[[Any, Any], Any], state: object, name: str, timeout: float) -> None:
         self.hook, self.state, self.name, self.timeout = hook, state, name, timeout
+        self.on_reduced: Callable[[Bucket], None] | None = None  # called with each bucket's result before DDP has it
+        self.names: Mapping[int, str] = {}
         self.control: Control | None = None  # none where there is no other rank
         self.calls = self.steps = self.check_every = 0
         self.error: BaseException | None = None  # for good: the handle is dead
@@ -62,7 +68,9 @@ class ForeignDriver:
             self._pending.clear()  # of a backward that did not reach its end
             self._refused = self.error is not None
         buffer = bucket.buffer()
-        one = _Pending(bucket.index(), buffer, future_for(buffer), None)
+        one = _Pending(bucket.index(), buffer, future_for(buffer))
+        if self.on_reduced is not None:
+            one.layout = bucket_layout(bucket, self.names)
         self._pending.append(one)
         if self.error is None:
             try:
@@ -86,8 +94,8 @@ class ForeignDriver:
 
     # -- inside
 
-    def _future(self, result: object, index: int) -> "torch.futures.Future[Any]":
-        if not isinstance(result, torch.futures.Future):
+    def _future(self, result: object, index: int) -> Any:
+        if not isinstance(result, torch._C.Future):  # a raw collective's get_future() is of this class
             raise HookResultError(
                 f"{self.name} returned {type(result).__name__} for bucket {index}; a DDP hook returns a "
                 "torch.futures.Future that holds the reduced buffer"
@@ -106,11 +114,13 @@ class ForeignDriver:
             if self.error is not None or one.theirs is None:
                 break
             try:
-                value = self._await(one.theirs, one.index, begun + self.timeout)
+                value = self._await(one.theirs, one.index, begun + _SHARE * self.timeout)
                 values.append(checked(value, one.buffer, self.name, one.index, self._warned))
             except BaseException as error:
                 self._fail(error, one.index)
         wrong = self._agree(values)
+        if self.error is None and wrong is None:
+            wrong = self._tell(values)
         good = self.error is None
         self._complete(values if good else [one.buffer for one in self._pending])
         self.steps += 1
@@ -119,12 +129,24 @@ class ForeignDriver:
         elif wrong is not None:
             raise_after_backward(wrong)
 
+    def _tell(self, values: list[torch.Tensor]) -> BaseException | None:
+        """Show the results to who asked; outside of a backward (``DDP.join``) nobody uses them."""
+        if self.on_reduced is None or graph_task() == OUTSIDE:
+            return None
+        for one, value in zip(self._pending, values, strict=True):
+            if one.layout is not None:
+                try:
+                    self.on_reduced(Bucket(one.layout, value.view(-1), one.index))
+                except BaseException as error:
+                    return error
+        return None
+
     def _complete(self, values: list[torch.Tensor]) -> None:
         for one, value in zip(self._pending, values, strict=True):
             one.ours.set_result(value)
         self._pending.clear()
 
-    def _await(self, future: "torch.futures.Future[Any]", index: int, deadline: float) -> object:
+    def _await(self, future: Any, index: int, deadline: float) -> object:
         done = threading.Event()
         if not future.done():
             future.add_done_callback(lambda _: done.set())
@@ -134,7 +156,7 @@ class ForeignDriver:
                     raise RemoteHookError(f"{self.name} failed on another rank: {heard}. {_ANEW}")
                 if time.monotonic() >= deadline:
                     raise HookTimeoutError(
-                        f"{self.name}: the future of bucket {index} was not completed within {self.timeout:g} s. Either "
+                        f"{self.name}: the future of bucket {index} was not completed within {_SHARE * self.timeout:g} s. Either "
                         f"the hook never completes it, or a peer is frozen. {_ANEW}"
                     )
         return future.wait()
@@ -160,7 +182,7 @@ class ForeignDriver:
         return differing(self.name, digests) if due and not texts else None
 
     def _fail(self, error: BaseException, index: int) -> None:
-        self.error = named(error, self.name, index, _ANEW)
+        self.error = named(error, self.name, index, "" if _ANEW in str(error) else _ANEW)
         if self.control is not None:
             self.control.alarm(f"bucket {index}: {type(error).__name__}: {error}")
 

@@ -34,6 +34,9 @@ class Binding(Protocol):
     layout: BucketLayout
     calls: int
 
+    def stats(self) -> dict[str, float]:
+        """Cumulative figures; see :meth:`CommHook.stats`."""
+
     def check(self) -> None:
         """Raise what the hook has kept back."""
 
@@ -135,7 +138,8 @@ class CommHook:
         """Cumulative figures since attaching.
 
         ``payload_bytes`` are the tensors given to collectives, per rank; ``wire_bytes`` what a bandwidth-optimal
-        algorithm sends for them, per rank; ``rounds`` the dependent collectives; seconds are host time.
+        algorithm sends for them, per rank; ``rounds`` the dependent collectives; seconds are host time. A binding
+        with several axes adds the figures of each.
 
         Args:
             detail: add, for each parameter with a residual, ``residual_norm/NAME`` (unscaled) and, while the gradients
@@ -143,9 +147,7 @@ class CommHook:
                 part of the last step's gradient that was held back on this rank. Computed when asked for.
         """
         engine = self._bound().engine
-        if engine is None:
-            return {"calls": float(self._bound().calls)}
-        return engine.counters.as_dict() | (residual_figures(engine) if detail else {})
+        return self._bound().stats() | (residual_figures(engine) if detail and engine is not None else {})
 
     def plan(self) -> list[PlanRow]:
         """How each parameter is treated at the present step, in model order."""

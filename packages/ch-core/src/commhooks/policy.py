@@ -22,9 +22,12 @@ log = logging.getLogger("commhooks")
 def matches(name: str, pattern: str) -> bool:
     """Whether a parameter's full name matches a shell pattern; a leading ``*.`` includes the top level.
 
-    >>> [matches(n, "*.bias") for n in ("layers.0.bias", "bias", "bias.weight")]
-    [True, True, False]
+    A shard of a parameter (``"w[0/2]"``) matches what the parameter matches.
+
+    >>> [matches(n, "*.bias") for n in ("layers.0.bias", "bias", "bias.weight", "layers.0.bias[1/2]")]
+    [True, True, False, True]
     """
+    name = name.partition("[")[0]
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase("." + name, pattern)
 
 

@@ -33,12 +33,12 @@ class StepContext:
         world_size: ranks in the group.
         step: number of committed steps before this one.
         participating: ``False`` on a rank that only keeps the others company (joined, healing, spare): what it
-            stages is dropped.
+            stages is dropped, but for fields that are the same on all ranks anyhow.
         sent: where to report what this rank contributed, or ``None`` when nobody asks (see
             :attr:`Reduction.reports_sent`).
     """
 
-    __slots__ = ("_owner", "_scratch", "_state", "participating", "rank", "sent", "step", "world_size")
+    __slots__ = ("_owner", "_scratch", "_shared", "_state", "participating", "rank", "sent", "step", "world_size")
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class StepContext:
         scratch: Scratch | None = None,
         owner: Hashable = 0,
         participating: bool = True,
+        shared: frozenset[str] = frozenset(),
         sent: Bucket | None = None,
     ) -> None:
         self.rank, self.world_size, self.step, self.participating = rank, world_size, step, participating
@@ -57,6 +58,7 @@ class StepContext:
         self._state = state if state is not None else HookState()
         self._scratch = scratch if scratch is not None else Scratch()
         self._owner = owner
+        self._shared = shared
 
     def read(self, name: str, field: str) -> torch.Tensor | None:
         """The committed state tensor of a parameter, or ``None``. Not to be written to."""
@@ -71,7 +73,7 @@ class StepContext:
         device: torch.device | str = "cpu",
     ) -> torch.Tensor:
         """An uninitialised tensor to fill: the parameter's new state once this step is committed."""
-        if not self.participating:
+        if not self.participating and field not in self._shared:
             return self._scratch.get((self._owner, name), "staged " + field, shape, dtype, torch.device(device))
         return self._state.stage(name, field, shape, dtype, device)
 
@@ -91,6 +93,7 @@ class StepContext:
             scratch=self._scratch,
             owner=(self._owner, part),
             participating=self.participating,
+            shared=self._shared,
             sent=sent,
         )
 
@@ -106,6 +109,8 @@ class Reduction(ABC):
             ``bucket_cap_mb``), ``"bucket"`` if the bucket is treated as one vector.
         collectives: kinds of requests it yields.
         lossy: whether the result differs from the average by more than rounding of the bucket's dtype.
+        trips: how often the gradient would cross the network uncompressed: 2 for an all-reduce, 1 for a
+            reduce-scatter. What a step sends is compared with it.
         fields: state fields and whether each is ``"local"`` to a rank or ``"shared"`` (the same on all ranks).
         reports_sent: whether :meth:`run`, when ``ctx.sent`` is a bucket (of the layout it was given), leaves in it
             what this rank contributed: in the gradient's units, before the division by W, after all rounding. The
@@ -128,12 +133,18 @@ class Reduction(ABC):
     granularity: Literal["tensor", "bucket"] = "tensor"
     collectives: frozenset[str] = frozenset({"all_reduce"})
     lossy: bool = False
+    trips: int = 2
     fields: ClassVar[dict[str, Literal["local", "shared"]]] = {}
     reports_sent: bool = False
 
     @abstractmethod
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
         """Yield requests; leave the averaged gradient in ``bucket``."""
+
+    @property
+    def shared_fields(self) -> frozenset[str]:
+        """State fields that are the same on all ranks: a newcomer is given them."""
+        return frozenset(name for name, kind in self.fields.items() if kind == "shared")
 
     def phase(self, step: int) -> Hashable:
         """Anything that changes with the step and changes the requests (a warm-up, an alternation)."""

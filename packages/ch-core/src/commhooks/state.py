@@ -160,10 +160,21 @@ class HookState:
         step: int,
         params: ParamTable | None = None,
         place: "Place | None" = None,
+        *,
+        keep: frozenset[str] = frozenset(),
     ) -> None:
-        """Put ``entries`` and ``step`` in place of everything held."""
+        """Put ``entries`` and ``step`` in place of everything held.
+
+        Args:
+            entries: the new committed tensors.
+            step: the new step.
+            params: names and shapes of the parameters, where they change too.
+            place: what made the state, until it is known to fit.
+            keep: fields whose staged tensors stay staged: a member that healed in the middle of a step received
+                the state from before that step, and the step itself is still to be committed on top.
+        """
         self._committed = dict(entries)
-        self._staged.clear()
+        self._staged = {key: tensor for key, tensor in self._staged.items() if key[1] in keep}
         self._spare.clear()
         self.step, self.scale = step, 1.0
         self._place = place

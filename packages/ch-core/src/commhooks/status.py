@@ -103,6 +103,8 @@ class Status:
             return RemoteHookError(
                 f"{name} raised on another rank, so this step's gradients are not valid on any rank. {lines}"
             )
+        if own is not None:  # over a manager nobody hears what a healing member says; it knows its own error
+            return own
         clocks = self.clocks()
         return out_of_step(name, clocks) if len(set(clocks.values())) > 1 else None
 

@@ -4,7 +4,9 @@ torch lets a model have one hook for ever. The trampoline is that hook; what it 
 be detached and another attached.
 """
 
-from typing import Any
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from commhooks.attaching import AttachOptions
-from commhooks.bucket import BucketLayout, ParamLayout, contiguous_stride, dense
+from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride, dense
 from commhooks.control import Control
 from commhooks.ddp import DDPDriver, TensorFuture
 from commhooks.engine import Engine
-from commhooks.errors import AttachError, StateError
+from commhooks.errors import AttachError
 from commhooks.foreign import ForeignDriver
 from commhooks.handle import CommHook
 from commhooks.reduction import Plain
@@ -28,13 +30,24 @@ from commhooks.watch import OptimizerWatch, SyncWatch
 Driver = DDPDriver | ForeignDriver
 
 
+class SlotDriver(Protocol):
+    """What a trampoline calls for every bucket."""
+
+    calls: int
+
+    def __call__(self, bucket: GradBucket, /) -> TensorFuture: ...
+
+    def check(self) -> None: ...
+
+
 class Slot:
     """What the trampoline of one model calls at present; empty in a copy of the model, whose reducer has no hook."""
 
-    def __init__(self, driver: Driver | None = None) -> None:
+    def __init__(self, driver: SlotDriver | None = None) -> None:
         self.driver = driver
         self.holder: str | None = None  # expression of the attached handle
         self.watch: SyncWatch | None = None
+        self.follow: Callable[[], None] | None = None  # takes notice of a changed process group
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Slot, ())
@@ -47,10 +60,11 @@ def trampoline(state: object, bucket: GradBucket) -> torch.futures.Future[torch.
     """The only hook ever registered on a model; ``state`` is its :class:`Slot`."""
     if not isinstance(state, Slot) or state.driver is None:
         raise AttachError("the commhooks trampoline was registered by hand; use commhooks.attach(model, ...)")
+    if state.follow is not None and bucket.index() == 0:
+        state.follow()
     if state.watch is not None and bucket.is_last():
         state.watch.synchronised()
-    result: TensorFuture = state.driver(bucket)
-    return result
+    return state.driver(bucket)
 
 
 class DDPBinding:
@@ -62,15 +76,21 @@ class DDPBinding:
         self.group: dist.ProcessGroup = options.process_group or model.process_group
         self.engine: Engine | None = None
         self._timeout = options.timeout
-        self._slot = claim(model, self)
+        self._slot = claim(model, self.plain)
         self._driver = self._make(handle)
-        self._outcome = self._watch(options)
+        self._outcome = watch_outcome(self.engine, options)
         self._slot.driver, self._slot.holder = self._driver, handle.expr
         self._slot.watch = SyncWatch(model, handle.expr)
+        if options.process_group is None:
+            self._model = weakref.ref(model)
+            self._slot.follow = self._follow
 
     @property
     def calls(self) -> int:
         return self._driver.calls
+
+    def stats(self) -> dict[str, float]:
+        return {"calls": float(self.calls)} if self.engine is None else self.engine.counters.as_dict()
 
     def check(self) -> None:
         self._driver.check()
@@ -83,6 +103,15 @@ class DDPBinding:
     def verify_gradients(self, every: int) -> None:
         self._driver.check_every = every
 
+    def on_reduced(self, callback: Callable[[Bucket], None] | None) -> None:
+        """Have ``callback`` called with every bucket of a backward as soon as it holds the average, on the thread that
+        runs the backward. What it raises is raised from ``backward()``, on every rank where the hook is a reduction.
+        """
+        if isinstance(self._driver, ForeignDriver):
+            self._driver.on_reduced, self._driver.names = callback, self.names
+        else:
+            self._driver.engine.on_reduced = callback
+
     def detach(self) -> None:
         self._slot.driver, self._slot.holder = self.plain(), None
         if self._slot.watch is not None:
@@ -93,12 +122,30 @@ class DDPBinding:
         if isinstance(self._driver, ForeignDriver):
             self._driver.close()
 
+    def _follow(self) -> None:
+        """Go over to the model's present group: ``_update_process_group`` gives it another."""
+        model = self._model()
+        if model is None or model.process_group is self.group:
+            return
+        self.group = model.process_group
+        driver = self._slot.driver
+        if isinstance(driver, DDPDriver):
+            driver.engine.move(ProcessGroupTransport(self.group))
+        elif isinstance(driver, ForeignDriver):
+            driver.close()
+            self.ready()
+
     def plain(self) -> DDPDriver:
-        """Plain averaging over the model's group."""
-        return DDPDriver(Engine(Plain(), ProcessGroupTransport(self.group), timeout=self._timeout), self.names)
+        """Plain averaging over the model's group, message for message as DDP does it without a hook."""
+        engine = Engine(Plain(), ProcessGroupTransport(self.group), timeout=self._timeout)
+        engine.sends_status = False
+        return DDPDriver(engine, self.names)
 
     def _make(self, handle: CommHook) -> Driver:
         if handle.reduction is None:
+            use_group = getattr(handle.state, "use_group", None)
+            if callable(use_group):  # a state that takes the model's group where it was given none
+                use_group(self.group)
             return ForeignDriver(handle.built, handle.state, handle.expr, self._timeout)
         if not isinstance(handle.state, HookState):
             raise AttachError(f"the state of {handle.expr} is a HookState; got {type(handle.state).__name__}")
@@ -107,15 +154,6 @@ class DDPBinding:
         self.engine.keep_buckets = True
         return DDPDriver(self.engine, self.names)
 
-    def _watch(self, options: AttachOptions) -> OptimizerWatch | None:
-        if options.optimizer is None and options.scaler is None:
-            return None
-        watch = OptimizerWatch(options.optimizer, options.scaler)
-        if self.engine is not None:
-            self.engine.outside = watch
-            self.engine.loss_scale = watch.scale if options.scaler is not None else None
-        return watch
-
 
 def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) -> DDPBinding:
     """The ``commhooks_adapter`` of DDP."""
@@ -123,8 +161,19 @@ def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) ->
     return DDPBinding(model, handle, options)
 
 
-def claim(model: DistributedDataParallel, binding: DDPBinding) -> Slot:
-    """The model's slot, with the trampoline registered.
+def watch_outcome(engine: Engine | None, options: AttachOptions) -> OptimizerWatch | None:
+    """Have the optimizer and scaler given to ``attach`` decide which of an engine's steps count."""
+    if options.optimizer is None and options.scaler is None:
+        return None
+    watch = OptimizerWatch(options.optimizer, options.scaler)
+    if engine is not None:
+        engine.outside = watch
+        engine.loss_scale = watch.scale if options.scaler is not None else None
+    return watch
+
+
+def claim(model: DistributedDataParallel, plain: Callable[[], SlotDriver]) -> Slot:
+    """The model's slot, with the trampoline registered; ``plain`` makes what it calls until a hook is attached.
 
     Raises:
         AttachError: another handle or a foreign hook is there.
@@ -145,7 +194,7 @@ def claim(model: DistributedDataParallel, binding: DDPBinding) -> Slot:
             f"this model's only hook slot is taken by {names}, and torch cannot remove it. Wrap the model anew and "
             "attach instead of calling register_comm_hook"
         )
-    slot = Slot(binding.plain())
+    slot = Slot(plain())
     try:
         model.register_comm_hook(slot, trampoline)
     except RuntimeError as error:
@@ -160,7 +209,6 @@ def claim(model: DistributedDataParallel, binding: DDPBinding) -> Slot:
 def _registered(model: DistributedDataParallel) -> list[tuple[object, object]]:
     """``(state, hook)`` of everything the Python side of DDP believes to be registered."""
     return [(state, hook) for hook, state in model._comm_hooks]
-
 
 
 def model_layout(module: torch.nn.Module) -> BucketLayout:

@@ -7,7 +7,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.after import raise_after_backward
-from commhooks.errors import AttachError, HookConfigError
+from commhooks.errors import AttachError, HookConfigError, HookNotSupportedError
 
 
 class OptimizerWatch:
@@ -104,13 +104,18 @@ class SyncWatch:
         self._armed = torch.is_grad_enabled() and bool(model.require_backward_grad_sync)
 
     def _arrived(self, param: torch.Tensor) -> None:
-        model = self._model()
-        if self._armed or model is None or not model.require_backward_grad_sync:
+        if torch.is_grad_enabled():  # in a backward: create_graph=True; the reducer would fail half way through
+            raise HookNotSupportedError(
+                "DDP cannot average gradients under backward(create_graph=True). Use torch.autograd.grad(..., "
+                "create_graph=True) for the inner derivative, and an ordinary backward() of the final loss"
+            )
+        model = self._model() if not self._armed else None
+        if model is None or not model.require_backward_grad_sync:
             return
         raise_after_backward(
             AttachError(
-                f"{self._name} was not called for this backward: DDP synchronises one backward per forward of the wrapped "
-                "model, and the gradients of this one differ from rank to rank. Add the losses up and call backward() "
+                f"{self._name} was not called for this backward: DDP synchronises one backward per forward of the "
+                "wrapped model, and the gradients of this one differ from rank to rank. Add the losses up and call backward() "
                 "once, or run it inside model.no_sync() if local gradients are meant"
             )
         )
@@ -119,5 +124,5 @@ class SyncWatch:
 def _nothing() -> SyncWatch:
     """What a copied model holds in the place of its original's watch."""
     watch = SyncWatch.__new__(SyncWatch)
-    watch._model, watch._name, watch._armed, watch._removable = weakref.ref(SyncWatch), "", True, []  # type: ignore[assignment]
+    watch._armed, watch._removable = True, []
     return watch

@@ -57,6 +57,21 @@ def commhooks_specs() -> Iterable[HookSpec]:
             capabilities=frozenset({"skips_sync"}),
         ),
         HookSpec(
+            "post_local_sgd",
+            "ddp",
+            "ch_ddp:post_localSGD_hook",
+            "averages over all ranks at first, later within subgroups or not at all; needs a model averager",
+            state="ch_ddp.local_sgd:make_state",
+            params={
+                "start_iter": Param(1000, "steps of averaging over all ranks", at_least=0),
+                "gradient_allreduce": Param(True, "average within the subgroup after that; False: not at all"),
+                "subgroup_size": Param(0, "ranks of a subgroup; 0: those of one machine", at_least=0),
+            },
+            capabilities=frozenset({"stateful", "checkpointable", "needs_warmup", "skips_sync"}),
+            example="post_local_sgd(start_iter=1000, subgroup_size=1)",
+            paper="https://arxiv.org/abs/1808.07217",
+        ),
+        HookSpec(
             "fp16_wrapper",
             "wrapper",
             "ch_ddp:fp16_compress_wrapper",

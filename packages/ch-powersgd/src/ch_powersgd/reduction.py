@@ -17,7 +17,7 @@ that input = sent + residual holds exactly; ``residual="averaged"`` subtracts wh
 PyTorch's hook does.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -280,18 +280,23 @@ class Work:
     # -- D, G and e
 
     def gradient_and_residual(self, number: int) -> torch.Tensor:
-        """``D = G + e`` of a stack, ``(count, rows, cols)``."""
-        stack = self.shapes.stacks[number]
-        for p, target in self._pieces(number):
-            found = self.ctx.read(p.name, "residual") if self.config.error_feedback else None
-            gradient = self.bucket.matrix(p)
+        """``D = G + e`` of a stack, ``(count, rows, cols)``: in the staged residual, in the bucket, or in scratch."""
+        stack, feedback = self.shapes.stacks[number], self.config.error_feedback
+        first = stack.params[0]
+        if stack.direct and feedback:
+            home = self._staged(first)
+        elif stack.direct and self.bucket.dtype == self.dtype:
+            return self.bucket.matrix(first).unsqueeze(0)
+        else:
+            home = self.flat(f"d {number}", stack.numel)
+            home[stack.filled :].zero_()
+        for param, target in _pieces(stack, home):
+            found = self.ctx.read(param.name, "residual") if feedback else None
             if found is not None and found.shape == target.shape:
-                torch.add(gradient, found, out=target)
-            elif target.data_ptr() != gradient.data_ptr() or target.is_meta:
-                target.copy_(gradient)
-        whole_stack = self._buffer(number)
-        whole_stack[stack.filled :].zero_()
-        return whole_stack.view(stack.count, stack.rows, stack.cols)
+                torch.add(self.bucket.matrix(param), found, out=target)
+            else:
+                target.copy_(self.bucket.matrix(param))
+        return home.view(stack.count, stack.rows, stack.cols)
 
     def decode(self, number: int, p: torch.Tensor, q: torch.Tensor) -> None:
         """``G = P Q^T`` into the bucket, in its dtype."""
@@ -301,7 +306,7 @@ class Work:
             return
         flat = self.flat("decoded", self.shapes.largest)[: stack.numel]
         torch.bmm(p.mT, q, out=flat.view(stack.count, stack.rows, stack.cols))
-        for param, piece in _split(stack, flat):
+        for param, piece in _pieces(stack, flat):
             self.bucket.matrix(param).copy_(piece)
 
     def keep_residual(self, number: int, d: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> None:
@@ -309,31 +314,22 @@ class Work:
         stack = self.shapes.stacks[number]
         if self.config.residual == "local":
             d.baddbmm_(p.mT, q, alpha=-1)
-        for param, piece in _split(stack, d.view(-1)):
+            if stack.direct:
+                return
+        for param, piece in _pieces(stack, d.view(-1)):
             kept = piece if stack.direct else self._staged(param)
             if self.config.residual == "averaged":
                 torch.sub(piece, self.bucket.matrix(param), out=kept)
-            elif kept is not piece:
+            else:
                 kept.copy_(piece)
-
-    def _pieces(self, number: int) -> Iterator[tuple[ParamLayout, torch.Tensor]]:
-        return _split(self.shapes.stacks[number], self._buffer(number))
-
-    def _buffer(self, number: int) -> torch.Tensor:
-        """Where D lies, flat: the staged residual itself, the bucket itself, or scratch."""
-        stack = self.shapes.stacks[number]
-        if stack.direct and self.config.error_feedback:
-            return self._staged(stack.params[0]).view(-1)
-        if stack.direct and self.bucket.dtype == self.dtype:
-            return self.bucket.matrix(stack.params[0]).view(-1)
-        return self.flat(f"d {number}", stack.numel)
 
     def _staged(self, param: ParamLayout) -> torch.Tensor:
         return self.ctx.stage(param.name, "residual", param.matrix_shape, self.dtype, self.bucket.device)
 
 
-def _split(stack: Stack, flat: torch.Tensor) -> Iterator[tuple[ParamLayout, torch.Tensor]]:
+def _pieces(stack: Stack, home: torch.Tensor) -> list[tuple[ParamLayout, torch.Tensor]]:
     """A stack's elements by parameter, each ``(outer, inner)``."""
-    sizes = [p.numel for p in stack.params]
-    parts = torch.split_with_sizes(flat[: stack.filled], sizes)
-    return ((p, part.view(p.matrix_shape)) for p, part in zip(stack.params, parts, strict=True))
+    if stack.direct:
+        return [(stack.params[0], home.view(stack.rows, stack.cols))]
+    parts = torch.split_with_sizes(home[: stack.filled], [p.numel for p in stack.params])
+    return [(p, part.view(p.matrix_shape)) for p, part in zip(stack.params, parts, strict=True)]

@@ -39,12 +39,14 @@ def run_list(arguments: argparse.Namespace) -> int:
         }
         print(json.dumps(found, indent=2))
         return 1 if failures else 0
-    table = Table("name", "kind", "from", "what it does", "properties", box=None, header_style="bold")
+    console = console_of()
+    wide = console.width >= 120
+    table = table_of("name", "kind", "from", "what it does", *(["properties"] if wide else []))
     for spec in specs:
-        name = escape(spec.name) + (f" [dim]({', '.join(spec.aliases)})[/]" if spec.aliases else "")
+        also = f" [dim](also {', '.join(spec.aliases)})[/]" if spec.aliases else ""
         marks = sorted(spec.capabilities) + ([spec.stability] if spec.stability != "stable" else [])
-        table.add_row(name, spec.kind, f"{spec.provider} {spec.version}", escape(spec.summary), ", ".join(marks))
-    console = Console()
+        row = (spec.name, spec.kind, f"{spec.provider} {spec.version}", escape(spec.summary) + also)
+        table.add_row(*row, *([", ".join(marks)] if wide else []))
     console.print(table if specs else f"no hook matches {arguments.pattern!r}")
     for failure in failures:
         console.print(f"[red]failed[/] {escape(str(failure))}", soft_wrap=True)

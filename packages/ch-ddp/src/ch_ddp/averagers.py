@@ -1,0 +1,166 @@
+"""When to average parameters over which ranks: every so many steps, or in rings of growing size.
+
+With local SGD each rank takes ``period`` optimizer steps on its own before the parameters are averaged (Stich 2019,
+arXiv:1805.09767); hierarchical SGD averages small groups often and all ranks seldom (Lin et al. 2020,
+arXiv:1808.07217; Wang et al. 2022, arXiv:2010.12998).
+
+Both averagers agree on the phase: the first average is made at step ``warmup_steps``, the next one ``period`` steps
+later. Both can be made before there is a process group.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from ch_ddp.averaging import Params, average_parameters
+from ch_ddp.subgroups import part_of, ready
+from commhooks.errors import HookConfigError, StateError
+
+
+class ModelAverager(ABC):
+    """Counts optimizer steps and averages parameters at some of them.
+
+    Args:
+        process_group: the group of all ranks; ``None`` is the default group.
+
+    Attributes:
+        step: calls of :meth:`average_parameters` so far.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        self.process_group = process_group
+        self.step = 0
+
+    @abstractmethod
+    def average_parameters(self, params: Params) -> None:
+        """Count a step, and average if it is one to average at. Call it on every rank after ``optimizer.step()``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step count."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`.
+
+        Raises:
+            StateError: there is no step count in it.
+        """
+        if not isinstance(state.get("step"), int):
+            raise StateError(f"this is not the state of an averager: 'step' is {state.get('step')!r}, not a number")
+        self.step = state["step"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "process_group": None}
+
+
+class PeriodicModelAverager(ModelAverager):
+    """Averages over all ranks at step ``warmup_steps`` and every ``period`` steps from there.
+
+    Args:
+        period: steps between two averages; 1 averages at every step.
+        warmup_steps: steps before the first one, during which gradients are averaged.
+        process_group: the ranks to average over; ``None`` is the default group.
+
+    Raises:
+        HookConfigError: ``period`` is not positive, or ``warmup_steps`` is negative.
+
+    Example:
+        >>> averager = PeriodicModelAverager(period=4, warmup_steps=13)
+        >>> [step for step in range(24) if averager.due(step)]
+        [13, 17, 21]
+    """
+
+    def __init__(self, period: int, warmup_steps: int = 0, process_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(process_group)
+        _check_steps({"period": period}, warmup_steps)
+        self.period, self.warmup_steps = period, warmup_steps
+
+    def due(self, step: int) -> bool:
+        """Whether parameters are averaged at a step."""
+        return step >= self.warmup_steps and (step - self.warmup_steps) % self.period == 0
+
+    def average_parameters(self, params: Params) -> None:
+        if self.due(self.step):
+            average_parameters(params, self.process_group)
+        self.step += 1
+
+
+class HierarchicalModelAverager(ModelAverager):
+    """Averages over groups of consecutive ranks, larger ones less often.
+
+    At a step that several periods fall on, only the largest group averages: it includes the smaller ones. A single
+    level over all ranks is :class:`PeriodicModelAverager`.
+
+    Args:
+        period_group_size_dict: period -> ranks per group, both growing; the last group is all ranks.
+        warmup_steps: steps before the first average.
+        process_group: the group of all ranks; ``None`` is the default group.
+
+    Raises:
+        HookConfigError: not in growing order, or the sizes do not divide each other and the group.
+
+    Groups are made as soon as there is a process group: here if possible, at the first step if not.
+
+    Example:
+        >>> averager = HierarchicalModelAverager({2: 4, 8: 16}, warmup_steps=1)
+        >>> {step: averager.group_size(step) for step in range(10) if averager.group_size(step)}
+        {1: 16, 3: 4, 5: 4, 7: 4, 9: 16}
+    """
+
+    def __init__(
+        self,
+        period_group_size_dict: Mapping[int, int] | None = None,
+        warmup_steps: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(process_group)
+        levels = dict(period_group_size_dict or {})
+        if not levels:
+            raise HookConfigError("HierarchicalModelAverager needs period -> group size, for example {2: 4, 8: 16}")
+        _check_steps({"period": min(levels), "group size": min(levels.values())}, warmup_steps)
+        for what, row in (("periods", list(levels)), ("group sizes", list(levels.values()))):
+            if row != sorted(set(row)):
+                raise HookConfigError(f"the {what} {row} must grow: small groups average often, large ones seldom")
+        self.levels, self.warmup_steps = levels, warmup_steps
+        self.period_process_group_dict: dict[int, dist.ProcessGroup] = {}
+        if ready():
+            self._make_groups()
+
+    def group_size(self, step: int) -> int | None:
+        """Ranks per group that average at a step; ``None`` if none do."""
+        period = self._period(step)
+        return None if period is None else self.levels[period]
+
+    def average_parameters(self, params: Params) -> None:
+        if not self.period_process_group_dict:
+            self._make_groups()
+        period = self._period(self.step)
+        if period is not None:
+            average_parameters(params, self.period_process_group_dict[period])
+        self.step += 1
+
+    def _period(self, step: int) -> int | None:
+        """The largest period that a step falls on, counted from the end of the warm-up."""
+        since = step - self.warmup_steps
+        return max((period for period in self.levels if since >= 0 and since % period == 0), default=None)
+
+    def _make_groups(self) -> None:
+        world = dist.get_world_size(self.process_group)
+        largest = max(self.levels.values())
+        if largest != world:
+            raise HookConfigError(f"the last group size is {largest}, but there are {world} ranks: it has to be all")
+        for period, size in self.levels.items():
+            self.period_process_group_dict[period] = part_of(self.process_group, size, type(self).__name__)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "period_process_group_dict": {}}
+
+
+def _check_steps(positive: Mapping[str, int], warmup_steps: int) -> None:
+    for name, value in positive.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise HookConfigError(f"{name}={value!r}: expected a whole number, 1 or more")
+    if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
+        raise HookConfigError(f"warmup_steps={warmup_steps!r}: expected a whole number, 0 or more")

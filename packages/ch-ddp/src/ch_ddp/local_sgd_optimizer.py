@@ -1,0 +1,63 @@
+"""The optimizer of local SGD: a step, then the averager's."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from ch_ddp.averagers import ModelAverager
+from ch_ddp.wrapped_optimizer import WrappedOptimizer
+
+log = logging.getLogger("commhooks")
+
+
+class PostLocalSGDOptimizer(WrappedOptimizer):
+    """Steps ``optim``, then lets ``averager`` average the parameters.
+
+    Args:
+        optim: the local optimizer.
+        averager: when to average over which ranks.
+
+    ``state_dict()`` is ``optim``'s with the averager's count under ``"step"``, as PyTorch writes it; it loads with
+    ``weights_only=True``. Step hooks that are registered here run before the step and after the averaging.
+
+    Example:
+        >>> import torch
+        >>> from ch_ddp import PeriodicModelAverager
+        >>> model = torch.nn.Linear(2, 2)
+        >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer = PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=4, warmup_steps=100))
+        >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> optimizer.step()
+        >>> schedule.step()
+        >>> round(inner.param_groups[0]["lr"], 3), optimizer.state_dict()["step"]
+        (0.01, 1)
+    """
+
+    def __init__(self, optim: Optimizer, averager: ModelAverager) -> None:
+        super().__init__(optim)
+        self.averager = averager
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of the local optimizer, and the averager's turn; returns what ``closure`` did."""
+        loss = self.inner_step(closure)
+        self.averager.average_parameters(self.param_groups)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The local optimizer's, with the averager's count under ``"step"``."""
+        return {**super().state_dict(), "step": self.averager.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`, or from a local optimizer's own: then the averager starts at 0."""
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "step"})
+        if "step" in state_dict:
+            self.averager.load_state_dict({"step": state_dict["step"]})
+        else:
+            log.warning("the loaded optimizer state has no averager's step: PostLocalSGDOptimizer starts it at 0")
+            self.averager.step = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "averager": self.averager}

@@ -1,0 +1,39 @@
+"""Equal parts of a process group, each a process group of its own."""
+
+import torch.distributed as dist
+
+from commhooks.errors import HookConfigError
+
+Group = dist.ProcessGroup
+
+
+def part_of(group: Group | None, size: int, what: str) -> Group:
+    """The group of ``size`` consecutive ranks of ``group`` that this rank is in, made anew unless it is ``group``.
+
+    Only the members of a part wait for each other, so that ranks outside ``group`` need not take part.
+
+    Args:
+        group: the group to divide; ``None`` is the default group.
+        size: ranks per part.
+        what: who asks, for errors.
+
+    Raises:
+        HookConfigError: ``size`` does not divide the group.
+    """
+    whole = group if group is not None else dist.group.WORLD
+    if whole is None:
+        raise HookConfigError(f"{what}: there is no process group to divide; call init_process_group(...) first")
+    ranks = dist.get_process_group_ranks(whole)
+    if size < 1 or len(ranks) % size:
+        raise HookConfigError(f"{what}: {len(ranks)} ranks cannot be divided into groups of {size}")
+    if size == len(ranks):
+        return whole
+    first = dist.get_rank(whole) // size * size
+    made = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
+    assert isinstance(made, Group)  # noqa: S101 - this rank is a member
+    return made
+
+
+def ready() -> bool:
+    """Whether there is a default process group."""
+    return dist.is_available() and dist.is_initialized()

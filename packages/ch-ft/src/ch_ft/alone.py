@@ -1,0 +1,24 @@
+"""A process group of one, for DDP to talk to: what it sends by itself must reach nobody.
+
+DDP verifies shapes and broadcasts parameters when it is made, and all-reduces a map of used parameters in every step.
+Over a quorum that changes from step to step none of this may happen; members agree by healing. ``init_process_group``
+is not needed.
+"""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
+
+
+def alone() -> dist.ProcessGroup:
+    """A group of size 1 over gloo, for CPU and (if present) CUDA tensors."""
+    store = HashStore()
+    group = dist.ProcessGroup(store, 0, 1)
+    gloo = ProcessGroupGloo(store, 0, 1, timedelta(seconds=60))
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        group._register_backend(torch.device(device), kind, gloo)
+    return group

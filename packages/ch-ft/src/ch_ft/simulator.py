@@ -1,0 +1,334 @@
+"""A simulator of a manager's quorum: N members as threads of one process, for tests of hooks and training loops.
+
+It really reduces, heals, and lets members die in the middle of a collective, and what happens depends on the script
+alone, not on timing. It is no fault-tolerance engine: nothing here survives anything.
+"""
+
+import copy
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from ch_ft.protocols import Work
+from commhooks.simulate import perform
+
+_OPS = {ReduceOp.AVG: "sum", ReduceOp.SUM: "sum", ReduceOp.MAX: "max"}
+
+
+class SimulatedDeath(BaseException):
+    """Ends a member's thread. Not an ``Exception``: nothing may catch it and go on."""
+
+
+@dataclass(slots=True, eq=False)
+class _Meeting:
+    """One collective of one quorum."""
+
+    posts: dict[str, tuple[tuple[object, ...], torch.Tensor]] = field(default_factory=dict)
+    done: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Quorum:
+    """The members of one attempt, in the order of their names."""
+
+    members: list[str]
+    participants: list[str]
+    step: int
+    meetings: dict[int, _Meeting] = field(default_factory=dict)
+    broken: str | None = None
+
+
+class SimulatedCluster:
+    """Members that form quorums, reduce, and die as they are told.
+
+    A quorum forms when every living member has asked for one: a dead one is not waited for, one that was told to
+    come back at a step is.
+
+    Args:
+        min_replicas: participants that a step needs to be committed.
+        async_quorum: as torchft's: a healing member contributes nothing to the step in which it heals, and loads
+            the state at its end. If ``False``, it loads first and takes part.
+        max_participants: more members than this are spares, which contribute nothing (torchft's
+            ``FIXED_WITH_SPARES``).
+        timeout: seconds after which a wait is an error of the script.
+
+    Attributes:
+        on_collective: called with the manager and the number of the collective within the attempt, before it is
+            posted; may call :meth:`SimulatedManager.die`.
+        history: for each quorum: the step, who contributed.
+
+    Example:
+        >>> import torch
+        >>> with SimulatedCluster() as cluster:
+        ...     def body(manager):
+        ...         tensor = torch.full((1,), float(ord(manager.name)))
+        ...         manager.start_quorum()
+        ...         manager.allreduce(tensor).wait()
+        ...         return tensor.item()
+        ...     cluster.run({"a": body, "c": body})
+        {'a': 98.0, 'c': 98.0}
+    """
+
+    def __init__(
+        self,
+        *,
+        min_replicas: int = 1,
+        async_quorum: bool = True,
+        max_participants: int | None = None,
+        timeout: float = 30.0,
+    ) -> None:
+        self.min_replicas = min_replicas
+        self.async_quorum = async_quorum
+        self.max_participants = max_participants
+        self.timeout = timeout
+        self.on_collective: Callable[[SimulatedManager, int], None] | None = None
+        self.history: list[tuple[int, list[str]]] = []
+        self.changed = threading.Condition()
+        self.closed = False
+        self._members: dict[str, SimulatedManager] = {}
+        self._waiting: set[str] = set()
+        self._returning: dict[str, int] = {}
+
+    def __enter__(self) -> "SimulatedCluster":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+    def join(self, name: str) -> "SimulatedManager":
+        """A new member, at step 0."""
+        with self.changed:
+            if name in self._members:
+                raise ValueError(f"{name!r} is a member already; it must die or leave first")
+            manager = self._members[name] = SimulatedManager(self, name)
+            return manager
+
+    def run(self, bodies: dict[str, Callable[["SimulatedManager"], Any]]) -> dict[str, Any]:
+        """Run each body on a thread with a manager of its own; results by name, ``None`` for one that died.
+
+        The first exception of a body ends the others and is raised.
+        """
+        managers = {name: self.join(name) for name in bodies}
+        results: dict[str, Any] = dict.fromkeys(bodies)
+        errors: list[BaseException] = []
+
+        def main(name: str) -> None:
+            try:
+                results[name] = bodies[name](managers[name])
+                managers[name].shutdown()
+            except SimulatedDeath:
+                return
+            except BaseException as error:
+                errors.append(error)
+                with self.changed:
+                    self.closed = True
+                    self.changed.notify_all()
+
+        threads = [threading.Thread(target=main, args=(name,), name=name, daemon=True) for name in bodies]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return results
+
+    # -- for the managers, under the lock
+
+    def arrive(self, manager: "SimulatedManager") -> None:
+        """Wait until the next quorum has formed with this member in it."""
+        with self.changed:
+            self._waiting.add(manager.name)
+            manager.quorum = None
+            self._form()
+            self.wait_for(lambda: manager.quorum is not None, f"{manager.name} waits for a quorum")
+
+    def leave(self, name: str, return_at: int | None) -> None:
+        """A member is gone; the collectives it owes will not happen."""
+        with self.changed:
+            manager = self._members.pop(name)
+            self._waiting.discard(name)
+            if return_at is not None:
+                self._returning[name] = return_at
+            if manager.quorum is not None:
+                manager.quorum.broken = name
+            self._form()
+            self.changed.notify_all()
+
+    def post(self, manager: "SimulatedManager", number: int, key: tuple[object, ...], tensor: torch.Tensor) -> _Meeting:
+        quorum = manager.quorum
+        assert quorum is not None  # noqa: S101 - start_quorum() came first
+        with self.changed:
+            meeting = quorum.meetings.setdefault(number, _Meeting())
+            meeting.posts[manager.name] = (key, tensor)
+            if len(meeting.posts) == len(quorum.members):
+                asked = {name: key for name, (key, _) in sorted(meeting.posts.items())}
+                if len(set(asked.values())) > 1:
+                    raise RuntimeError(f"the members asked for different collectives, and gloo would abort: {asked}")
+                perform("all_reduce", str(key[0]), [(meeting.posts[name][1],) for name in quorum.members])
+                meeting.done = True
+                self.changed.notify_all()
+        return meeting
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        if not self.changed.wait_for(lambda: self.closed or condition(), self.timeout):
+            raise TimeoutError(f"{what}, for more than {self.timeout:g} s")
+        if not condition():
+            raise TimeoutError(f"{what}, but the simulation was closed")
+
+    def _form(self) -> None:
+        arrived = [self._members[name] for name in sorted(self._waiting)]
+        step = max((m.current_step() for m in arrived), default=-1)
+        early = {name for name, at in self._returning.items() if at > step}
+        owed = {name for name, at in self._returning.items() if at <= step}
+        ready = [m for m in arrived if m.name not in early]
+        if not ready or {m.name for m in ready} != (set(self._members) - early) | owed:
+            return
+        current = [m.name for m in ready if m.current_step() == step]
+        chosen = current if self.async_quorum else [m.name for m in ready]
+        quorum = _Quorum([m.name for m in ready], chosen[: self.max_participants], step)
+        self.history.append((step, quorum.participants))
+        behind = [m for m in ready if m.name not in current]
+        snapshot = self._members[current[0]].snapshot() if behind else None
+        for manager in ready:
+            self._returning.pop(manager.name, None)
+            manager.take(quorum, copy.deepcopy(snapshot) if manager in behind else None)
+        self._waiting &= early
+        self.changed.notify_all()
+
+
+class SimulatedManager:
+    """One member: torchft's Manager, as far as :class:`ch_ft.Manager` goes."""
+
+    def __init__(self, cluster: SimulatedCluster, name: str) -> None:
+        self.cluster, self.name = cluster, name
+        self.quorum: _Quorum | None = None
+        self._step = 0
+        self._error: Exception | None = None
+        self._number = 0
+        self._pending: dict[str, Any] | None = None
+        self._healing = False
+        self._loads: dict[str, Callable[[Any], None]] = {}
+        self._saves: dict[str, Callable[[], Any]] = {}
+
+    # -- Reducer
+
+    def allreduce(
+        self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: ReduceOp.RedOpType = ReduceOp.AVG
+    ) -> Work:
+        if self._error is not None:
+            return _Nothing()
+        number, self._number = self._number, self._number + 1
+        if self.cluster.on_collective is not None:
+            self.cluster.on_collective(self, number)
+        if not self.is_participating():
+            tensor.zero_()
+        op = _OPS[reduce_op]
+        meeting = self.cluster.post(self, number, (op, tensor.numel(), str(tensor.dtype)), tensor)
+        return _SimulatedWork(self, meeting, tensor if reduce_op == ReduceOp.AVG else None)
+
+    def errored(self) -> Exception | None:
+        return self._error
+
+    def report_error(self, e: Exception) -> None:
+        self._error = e
+
+    # -- Membership
+
+    def num_participants(self) -> int:
+        return len(self.quorum.participants) if self.quorum is not None else 0
+
+    def is_participating(self) -> bool:
+        return self.quorum is not None and self.name in self.quorum.participants and not self._healing
+
+    def participating_rank(self) -> int | None:
+        if self.quorum is None or self.name not in self.quorum.participants:
+            return None
+        return self.quorum.participants.index(self.name)
+
+    def current_step(self) -> int:
+        return self._step
+
+    # -- Transaction
+
+    def start_quorum(self) -> None:
+        self.cluster.arrive(self)
+        if self._healing and not self.cluster.async_quorum:
+            self._heal()
+
+    def should_commit(self) -> bool:
+        if self._healing:
+            self._heal()
+        committed = self._error is None and self.num_participants() >= self.cluster.min_replicas
+        self._step += committed
+        return committed
+
+    def register_state_dict_fn(
+        self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
+    ) -> None:
+        self._loads[key], self._saves[key] = load_state_dict, state_dict
+
+    def shutdown(self) -> None:
+        """Leave between steps."""
+        self.cluster.leave(self.name, None)
+
+    # -- what the script does
+
+    def die(self, return_at: int | None = None) -> None:
+        """End this member where it is.
+
+        Args:
+            return_at: the step at which the others wait for a new member of this name.
+        """
+        self.cluster.leave(self.name, return_at)
+        raise SimulatedDeath(self.name)
+
+    # -- for the cluster
+
+    def snapshot(self) -> dict[str, Any]:
+        """What a healing member receives."""
+        return {key: save() for key, save in self._saves.items()}
+
+    def take(self, quorum: _Quorum, pending: dict[str, Any] | None) -> None:
+        """Enter a quorum."""
+        self.quorum, self._pending, self._healing = quorum, pending, pending is not None
+        self._error, self._number, self._step = None, 0, quorum.step
+
+    def _heal(self) -> None:
+        pending, self._pending, self._healing = self._pending, None, False
+        for key, load in self._loads.items():
+            load((pending or {})[key])
+
+
+class _SimulatedWork:
+    """Done when all members have posted; failed when one died before that."""
+
+    def __init__(self, manager: SimulatedManager, meeting: _Meeting, divide: torch.Tensor | None) -> None:
+        self._manager, self._meeting, self._divide = manager, meeting, divide
+        self._quorum = manager.quorum
+
+    def wait(self) -> bool:
+        cluster, quorum, meeting = self._manager.cluster, self._quorum, self._meeting
+        assert quorum is not None  # noqa: S101
+        with cluster.changed:
+            cluster.wait_for(lambda: meeting.done or quorum.broken is not None, f"{self._manager.name} waits for a sum")
+        if not meeting.done:
+            self._manager.report_error(RuntimeError(f"{quorum.broken} died in the middle of a collective"))
+            return False
+        if self._divide is not None:
+            self._divide.div_(len(quorum.participants))
+            self._divide = None
+        return True
+
+
+class _Nothing:
+    """What a manager returns after an error."""
+
+    def wait(self) -> bool:
+        return True

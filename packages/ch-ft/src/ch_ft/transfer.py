@@ -1,0 +1,52 @@
+"""What a healing member receives of a hook: the shared state, and the fingerprint of what made it.
+
+Format 1: ``{"format": 1, "fingerprint": {field: text}, "step": int, "params": {name: {field: tensor}}}``. Only fields
+that are the same on all members travel (PowerSGD's Q). A residual is private: copied, it would be counted twice, so
+the healed member begins with none.
+"""
+
+from typing import Any
+
+import torch
+
+from ch_ft.agreement import Fingerprint, compare
+from ch_ft.transaction import ManagedEngine
+from commhooks.errors import StateError
+
+FORMAT = 1
+
+
+def save(engine: ManagedEngine, fingerprint: Fingerprint) -> dict[str, Any]:
+    """A snapshot of the committed state. Runs on the quorum's thread while training goes on, hence the clones:
+    torchft's transport serves CPU tensors as they are, not copies.
+    """
+    engine.settle()
+    shared = engine.reduction.shared_fields
+    params: dict[str, dict[str, torch.Tensor]] = {}
+    for name, field, tensor in engine.state.entries():
+        if field in shared:
+            params.setdefault(name, {})[field] = tensor.detach().clone()
+    return {"format": FORMAT, "fingerprint": dict(fingerprint), "step": engine.state.step, "params": params}
+
+
+def load(engine: ManagedEngine, fingerprint: Fingerprint, saved: dict[str, Any]) -> None:
+    """Take over a snapshot, under what this member may have staged in the step that it heals in.
+
+    With an async quorum the snapshot, from before the step, comes after the step's collectives. What the step staged of
+    shared fields is committed on top, which is right if it follows from what was reduced, as PowerSGD's Q does. A field
+    that is made of its own old value needs ``use_async_quorum=False``.
+
+    Raises:
+        RankMismatchError: it was made by another hook or for another model.
+        StateError: it is no such snapshot.
+    """
+    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
+        found = saved.get("format") if isinstance(saved, dict) else type(saved).__name__
+        raise StateError(f"the state of the hook that was sent has format {found!r}; this version reads {FORMAT}")
+    compare(fingerprint, saved["fingerprint"])
+    entries = {
+        (name, field): tensor.detach().clone()
+        for name, fields in saved["params"].items()
+        for field, tensor in fields.items()
+    }
+    engine.state.replace(entries, int(saved["step"]), keep=engine.reduction.shared_fields)

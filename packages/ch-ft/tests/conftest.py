@@ -1,0 +1,6 @@
+"""The small reduction beside this file, for the tests."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

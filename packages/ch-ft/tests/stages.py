@@ -1,0 +1,34 @@
+"""A small reduction with both kinds of state, in two stages like PowerSGD, that a test can follow by hand."""
+
+from typing import ClassVar, Literal
+
+import torch
+
+from commhooks.bucket import Bucket
+from commhooks.reduction import Reduction, Stages, StepContext
+from commhooks.requests import AllReduce
+
+
+class TwoStage(Reduction):
+    """Sends a bucket rounded down to whole numbers (the rest is the residual), then the sum of what was received.
+
+    ``residual`` is local; ``seen``, what the last step's mean was, is the same everywhere.
+    """
+
+    name = "two_stage"
+    lossy = True
+    fields: ClassVar[dict[str, Literal["local", "shared"]]] = {"residual": "local", "seen": "shared"}
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
+        for p, gradient in bucket.views():
+            kept = ctx.read(p.name, "residual")
+            whole = gradient if kept is None else gradient.add_(kept)
+            rest = ctx.stage(p.name, "residual", p.shape, bucket.dtype, bucket.device)
+            torch.sub(whole, whole.floor(), out=rest)
+            whole.sub_(rest)
+        yield tuple(AllReduce(run) for run in bucket.runs())
+        for p, received in bucket.views():
+            ctx.stage(p.name, "seen", p.shape, bucket.dtype, bucket.device).copy_(received)
+        check = ctx.scratch("check", (1,), bucket.dtype, bucket.device)
+        check.copy_(bucket.buffer.sum().reshape(1))
+        yield AllReduce(check)

@@ -1,0 +1,42 @@
+"""ch-ft where torchft is not installed: the simulator works, the rest says what to install."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+
+@pytest.mark.timeout(60)
+def test_the_error_names_the_extra_and_the_simulator_works() -> None:
+    code = """
+        import sys
+        sys.modules["torchft"] = None  # import torchft raises ImportError
+        import torch
+        import ch_ft
+        from commhooks.errors import HookNotSupportedError
+        for call in (ch_ft.local, ch_ft.start_lighthouse):
+            try:
+                call()
+            except HookNotSupportedError as error:
+                assert "pip install 'ch-ft[torchft]'" in str(error), error
+                assert "SimulatedCluster" in str(error), error
+            else:
+                raise SystemExit("no error")
+        with ch_ft.SimulatedCluster() as cluster:
+            manager = cluster.join("a")
+            model = ch_ft.DistributedDataParallel(manager, torch.nn.Linear(2, 1))
+            optimizer = ch_ft.OptimizerWrapper(manager, torch.optim.SGD(model.parameters(), lr=0.1))
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            assert optimizer.step()
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=55)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.timeout(60)
+def test_listing_and_importing_load_no_torch() -> None:
+    code = "import sys, ch_ft, ch_ft._plugin; assert 'torch' not in sys.modules and 'torchft' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=55)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,277 @@
+"""The 8-bit hooks: over simulated ranks, and on gloo processes."""
+
+import ast
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ch_quant
+import pytest
+import torch
+from ch_quant import BlockQuantized, quantize_per_channel, quantize_per_tensor
+from ch_quant.affine import decode, encode
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from commhooks.simulate import SimulatedRank, simulate
+from commhooks.testing import spawn
+
+pytestmark = pytest.mark.timeout(120)
+
+SHAPES = {"up": (40, 33), "norm": (40,), "down": (33, 40), "small": (3, 5), "head": (256, 2)}
+QUANTIZED = ("up", "down", "head")
+LOSSY = [BlockQuantized(), BlockQuantized(error_feedback=True), quantize_per_tensor(), quantize_per_channel(64)]
+
+
+def gradients(rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    scales = {"up": 3.0, "norm": 50.0, "down": 1e-4, "small": 1.0, "head": 1.0}
+    return {name: (torch.randn(shape, generator=generator) * scales[name]).to(dtype) for name, shape in SHAPES.items()}
+
+
+def average(world: int, step: int = 0) -> dict[str, torch.Tensor]:
+    return {n: torch.stack([gradients(r, step)[n] for r in range(world)]).mean(0) for n in SHAPES}
+
+
+def one_step(engine: Any, tensors: dict[str, torch.Tensor], cuts: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
+    names, edges = list(tensors), [0, *cuts, len(tensors)]
+    made = [
+        commhooks.Bucket.from_tensors({n: tensors[n] for n in names[a:b]}, index=i, is_last=b == len(names))
+        for i, (a, b) in enumerate(itertools.pairwise(edges))
+    ]
+    for bucket in made:
+        engine.submit(bucket)
+    assert engine.finish() is None
+    return {p.name: view for bucket in made for p, view in bucket.views()}
+
+
+def reduced(reduction: commhooks.Reduction, world: int, **options: Any) -> list[dict[str, torch.Tensor]]:
+    def body(rank: SimulatedRank) -> dict[str, torch.Tensor]:
+        cuts = options.get("cuts", ())
+        return one_step(rank.engine(reduction), gradients(rank.rank, dtype=options.get("dtype", torch.float32)), cuts)
+
+    return simulate(world, body)
+
+
+@pytest.mark.parametrize("reduction", LOSSY, ids=repr)
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+def test_all_ranks_have_the_same_bits_close_to_the_average(reduction: commhooks.Reduction, world: int) -> None:
+    ranks = reduced(reduction, world, cuts=(2, 4))
+    wanted = average(world)
+    for got in ranks:
+        assert all(torch.equal(got[n], ranks[0][n]) for n in SHAPES)
+    for name in QUANTIZED if isinstance(reduction, BlockQuantized) else ("norm",):
+        error = (ranks[0][name] - wanted[name]).norm() / wanted[name].norm()
+        assert 0 < error < 0.03, (name, error)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_quant8_is_off_by_at_most_half_a_level_at_each_rounding(world: int) -> None:
+    block = 16
+    got, wanted = reduced(BlockQuantized(block), world)[0]["up"], average(world)["up"]
+
+    def level(x: torch.Tensor) -> torch.Tensor:
+        padded = torch.zeros(-(-x.numel() // block) * block)
+        padded[: x.numel()] = x.flatten()
+        return (padded.view(-1, block).abs().amax(1, keepdim=True) / 127).expand(-1, block).flatten()[: x.numel()]
+
+    first = torch.stack([level(gradients(r)["up"]) for r in range(world)]).mean(0) / 2
+    second = level(wanted) / 2
+    assert ((got - wanted).flatten().abs() <= 1.02 * (first + second)).all()
+
+
+def test_quant8_exempts_norms_and_small_ones_exactly() -> None:
+    got, exact = reduced(BlockQuantized(), 2)[0], average(2)
+    assert torch.equal(got["norm"], exact["norm"])
+    assert torch.equal(got["small"], exact["small"])
+    everything = reduced(BlockQuantized(exempt=False), 2)[0]
+    assert not torch.equal(everything["norm"], exact["norm"])
+
+
+@pytest.mark.parametrize("reduction", LOSSY[:2], ids=repr)
+def test_quant8_does_not_depend_on_the_buckets(reduction: commhooks.Reduction) -> None:
+    whole, cut = (reduced(reduction, 3, cuts=cuts)[0] for cuts in ((), (1, 2, 3, 4)))
+    assert all(torch.equal(whole[n], cut[n]) for n in QUANTIZED)
+
+
+def test_wire_volume_does_not_grow_with_the_world() -> None:
+    layout = commhooks.BucketLayout.of_shapes({"w": (512, 512)})
+
+    def volume(reduction: commhooks.Reduction, world: int) -> int:
+        stages = reduction.plan(layout, commhooks.StepContext(world_size=world))
+        return sum(request.payload_bytes for stage in stages for request in stage)
+
+    assert {volume(BlockQuantized(), world) for world in (2, 4, 8, 64)} == {2 * (512 * 512 + 4 * 1024)}
+    assert volume(quantize_per_tensor(), 64) == 32 * volume(quantize_per_tensor(), 2)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("fed", [True, False])
+def test_error_feedback_covers_both_roundings(fed: bool, world: int) -> None:
+    """The sum applied + the mean residual = the sum of the averages."""
+    steps = 20
+
+    def body(rank: SimulatedRank) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        engine = rank.engine(BlockQuantized(error_feedback=fed))
+        total = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        for step in range(steps):
+            for name, g in one_step(engine, gradients(rank.rank, step), (2, 4)).items():
+                total[name] += g
+        engine.settle()
+        kept = {name: tensor for name, field, tensor in engine.state.entries() if field == "residual"}
+        assert sorted(kept) == (sorted(QUANTIZED) if fed else [])
+        return total, kept
+
+    ranks = simulate(world, body)
+    for name in QUANTIZED:
+        truth = sum((average(world, step)[name] for step in range(steps)), torch.zeros(SHAPES[name]))
+        residual = torch.stack([kept[name] for _, kept in ranks]).mean(0).view(SHAPES[name]) if fed else 0
+        lost = (ranks[0][0][name] + residual - truth).norm() / truth.norm()
+        assert lost < 1e-6 if fed else lost > 1e-3
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("reduction", LOSSY, ids=repr)
+def test_what_is_not_finite_arrives_as_not_finite_and_leaves_no_trace(
+    reduction: commhooks.Reduction, bad: float
+) -> None:
+    def body(rank: SimulatedRank) -> dict[str, torch.Tensor]:
+        engine = rank.engine(reduction)
+        one_step(engine, gradients(rank.rank), (1, 3))
+        engine.settle()
+        before = {name: t.clone() for name, _, t in engine.state.entries()}
+        poisoned = gradients(rank.rank, 1)
+        if rank.rank == 1:
+            poisoned["up"][7, 7] = bad
+        got = one_step(engine, poisoned, (1, 3))
+        engine.settle()
+        assert all(torch.equal(before[name], t) for name, _, t in engine.state.entries())
+        return {name: t.isfinite() for name, t in got.items()}
+
+    for finite in simulate(2, body):
+        assert not finite["up"][7, 7]
+        assert all(finite[name].all() for name in ("norm", "down", "small", "head"))
+
+
+@pytest.mark.parametrize("reduction", LOSSY, ids=repr)
+@pytest.mark.parametrize("value", [0.0, 1e-44, 1e-37, 3e38])
+def test_zeros_and_extremes(reduction: commhooks.Reduction, value: float) -> None:
+    def body(rank: SimulatedRank) -> torch.Tensor:
+        tensors = {"w": torch.full((20, 30), value if rank.rank else 0.0)}
+        return one_step(rank.engine(reduction), tensors)["w"]
+
+    for got in simulate(2, body):
+        assert torch.allclose(got, torch.full((20, 30), value / 2), rtol=0.01, atol=1e-35)
+
+
+@pytest.mark.parametrize("reduction", LOSSY, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_result_has_the_gradients_dtype(reduction: commhooks.Reduction, dtype: torch.dtype) -> None:
+    got = reduced(reduction, 2, dtype=dtype)[0]
+    for name in ("up", "head"):
+        assert got[name].dtype == dtype
+        bound = 0.03 if isinstance(reduction, BlockQuantized) else 1.0  # a scale shared with the norm, 50 times larger
+        assert (got[name].float() - average(2)[name]).norm() < bound * average(2)[name].norm()
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:UserWarning")
+def test_affine_codes_are_torchs() -> None:
+    x = torch.randn(5, 96) * torch.tensor([[1.0], [1e-3], [100.0], [1.0], [1.0]])
+    x[3] = x[3].abs()  # the range is widened to hold zero
+    x[4] = 0
+    payload = torch.zeros(5 * (5 + 96) + 3, dtype=torch.uint8)
+    encode(x.clone(), payload)
+    scales = payload[:20].view(torch.float32)
+    zeros = payload[20:25].to(torch.int64)
+    theirs = torch.quantize_per_channel(x, scales.double(), zeros, 0, torch.quint8)
+    assert torch.equal(payload[25:505].view(5, 96), theirs.int_repr())
+    assert torch.equal(decode(payload, 5, 96), theirs.dequantize())
+    assert torch.equal(scales[3:4], x[3].max().view(1) / 255)
+
+
+def test_a_multiple_of_the_bucket_size_has_no_extra_channel() -> None:
+    def payload(numel: int) -> int:
+        layout = commhooks.BucketLayout.of_shapes({"w": (numel,)})
+        return quantize_per_channel().plan(layout, commhooks.StepContext(world_size=1))[0][0].payload_bytes
+
+    assert payload(1024) == 1036  # two channels: 2 * (5 + 512), rounded up to a multiple of 4
+    assert payload(1025) == 1552  # three
+
+
+@pytest.mark.parametrize(
+    "expr", ["quant8(block=10)", "quant8(block=18)", "quantize_per_channel(bucket_size=0)", "bf16_wrapper(quant8)"]
+)
+def test_what_cannot_be_configured(expr: str) -> None:
+    if expr.startswith("bf16"):
+        pytest.importorskip("ch_ddp", reason="the wrapper is ch-ddp's")
+    with pytest.raises(commhooks.HookConfigError):
+        commhooks.create(expr)
+
+
+def test_listing_loads_no_torch() -> None:
+    code = (
+        "import sys, commhooks; names = {s.name for s in commhooks.list_hooks(provider='ch-quant')}; "
+        "assert names == {'quant8', 'quantize_per_tensor', 'quantize_per_channel'}, names; "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_only_public_names_of_commhooks_are_used() -> None:
+    for path in Path(ch_quant.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("commhooks"):
+                assert node.module == "commhooks", f"{path.name}: {node.module}"
+                assert {alias.name for alias in node.names} <= set(commhooks.__all__)
+
+
+# -- gloo
+
+
+def wrapped() -> DistributedDataParallel:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 40), nn.Tanh(), nn.Linear(40, 8))
+    return DistributedDataParallel(model, bucket_cap_mb=0.001)
+
+
+def train(model: nn.Module, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.randn(8, 40, generator=generator)).pow(2).mean().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+NAMES = ("quant8", "quant8(error_feedback=True, exempt=False, block=64)", "quantize_per_tensor", "quantize_per_channel")
+
+
+def body_gloo(rank: int, world: int) -> dict[str, tuple[torch.Tensor, Any]]:
+    found: dict[str, tuple[torch.Tensor, Any]] = {"exact": (train(wrapped(), rank), None)}
+    for expr in NAMES:
+        model = wrapped()
+        handle = commhooks.attach(model, expr)
+        gradient = train(model, rank)
+        handle.assert_active()
+        found[expr] = gradient, handle.stats()
+    for hook in (ch_quant.quantization_pertensor_hook, ch_quant.quantization_perchannel_hook, ch_quant.quant8_hook):
+        model = wrapped()
+        model.register_comm_hook(None, hook)
+        found[hook.__name__] = train(model, rank), None
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("world", [2, 4])
+def test_by_name_and_as_pytorchs_functions_on_gloo(world: int) -> None:
+    ranks = spawn(body_gloo, world)
+    exact = ranks[0]["exact"][0]
+    for key, (gradient, stats) in ranks[0].items():
+        assert all(torch.equal(gradient, other[key][0]) for other in ranks), key
+        assert (gradient - exact).norm() / exact.norm() < 0.03, key
+        if stats is not None:
+            assert stats["compressed_steps"] == 3, (key, stats)
+    for hook, expr in (("pertensor", "quantize_per_tensor"), ("perchannel", "quantize_per_channel")):
+        assert torch.equal(ranks[0][f"quantization_{hook}_hook"][0], ranks[0][expr][0])

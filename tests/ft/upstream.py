@@ -1,0 +1,33 @@
+"""A pytest plugin: torchft's own tests, from its installed wheel, on our classes.
+
+Run with ``-p upstream --pyargs torchft.ddp_test torchft.manager_integ_test``. Nothing of theirs is copied; their names
+are pointed at ours before their test modules are imported. Their replicas listen on fixed ports; here they take any.
+"""
+
+import functools
+from typing import Any
+
+import torchft.ddp
+import torchft.manager
+
+import ch_ft
+
+torchft.ddp.DistributedDataParallel = ch_ft.DistributedDataParallel
+torchft.ddp.PureDistributedDataParallel = ch_ft.PureDistributedDataParallel
+
+
+class AnyPort:
+    """The Manager of their training loops, on a free port."""
+
+    def __init__(self, manager: Any) -> None:
+        self.manager = manager
+
+    def __call__(self, **kwargs: Any) -> Any:
+        return self.manager(**{**kwargs, "port": 0})
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    for module in {item.module for item in items}:
+        if module.__name__.endswith("manager_integ_test") and not isinstance(module.Manager, AnyPort):
+            functools.update_wrapper(made := AnyPort(module.Manager), module.Manager)
+            module.Manager = made
