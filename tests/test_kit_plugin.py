@@ -3,8 +3,9 @@
 import subprocess
 import sys
 
-import commhooks
 import pytest
+
+import commhooks
 
 pytest_plugins = ["pytester"]
 

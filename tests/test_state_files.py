@@ -5,14 +5,15 @@ import io
 import pickle
 from typing import Any
 
-import commhooks
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import commhooks
 from commhooks import HookState, StateError
 from commhooks.checkpoint import merge
 from commhooks.testing import SimulatedRanks
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 EXPR = "powersgd(rank=2, min_compression_rate=1)"
 LIKE = {"w": torch.zeros(24, 16), "b": torch.zeros(24), "v": torch.zeros(16, 32)}

@@ -1,18 +1,19 @@
-"""State over real gloo processes: wrapped anew, saved and loaded, through distributed checkpointing, as PyTorch documents."""
+"""State over real gloo processes: wrapped anew, through files and distributed checkpointing, as PyTorch documents."""
 
 import os
 import pickle
 from typing import Any
 
-import commhooks
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
 from commhooks import StateError
 from commhooks.checkpoint import dcp, merge
 from commhooks.testing import spawn
-from torch import nn, optim
-from torch.nn.parallel import DistributedDataParallel
 
 EXPR = "powersgd(rank=2, min_compression_rate=1)"
 
@@ -102,8 +103,8 @@ def test_every_rank_keeps_its_residual(tmp_path):
     spawn(resume_on_three, 3, str(tmp_path), timeout=140)
 
 
-# PyTorch's documented example ("Checkpointing of Communication Hooks"), with the imports of the hook changed, on the CPU,
-# and with training steps before and after.
+# PyTorch's documented example ("Checkpointing of Communication Hooks"), with the imports of the hook changed, on the
+# CPU, and with training steps before and after.
 
 
 class SimpleModel(nn.Module):
@@ -118,7 +119,7 @@ class SimpleModel(nn.Module):
 
 
 def demo_serialization(rank: int, world: int, folder: str, steps: int) -> None:
-    import ch_powersgd as powerSGD  # noqa: N812
+    import ch_powersgd as powerSGD
 
     checkpoint_path = folder + "/checkpoint.pt"
     ddp_model = DistributedDataParallel(SimpleModel(), bucket_cap_mb=0.001)
