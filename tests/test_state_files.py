@@ -163,7 +163,8 @@ def test_state_is_copied_and_pickled_without_a_process_group(pair):
     state = pair.handles[0].state
     assert isinstance(state, HookState)
     for again in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
-        assert [(n, f, t.tolist()) for n, f, t in again.entries()] == [(n, f, t.tolist()) for n, f, t in state.entries()]
+        found, wanted = ([(n, f, t.tolist()) for n, f, t in s.entries()] for s in (again, state))
+        assert found == wanted
         assert (again.step, again.params, again.engine) == (state.step, state.params, None)
 
 
