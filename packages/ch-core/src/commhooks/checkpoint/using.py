@@ -105,9 +105,9 @@ def _holder(hook: "CommHook | HookState") -> Holder:
     if not isinstance(state, HookState):
         raise StateError(f"{hook.expr} keeps its state itself ({type(state).__name__}); save it by its own means")
     engine = hook.binding.engine if hook.binding is not None else None
-    place = (
-        Place(engine.transport.rank, engine.transport.world_size) if engine is not None else _place(hook.process_group)
-    )
+    place = _place(hook.process_group)
+    if engine is not None:
+        place = Place(engine.transport.rank, engine.transport.world_size)
     layout = hook.binding.layout if hook.binding is not None else None
     return Holder(state, hook.expr, hook.full, hook.reduction, layout, place)
 
@@ -140,9 +140,8 @@ def _same_hook(found: Saved, holder: Holder) -> None:
         )
     for field, locality in holder.fields.items():
         if found.fields.get(field, locality) != locality:
-            raise StateError(
-                f"field {shown(field)} was saved as {found.fields[field]}; {holder.expr} keeps it {locality}"
-            )
+            saved = found.fields[field]
+            raise StateError(f"field {shown(field)} was saved as {saved}; {holder.expr} keeps it {locality}")
 
 
 def alike(saved: object, own: object, ignored: tuple[str, ...] = ("version",)) -> bool:
