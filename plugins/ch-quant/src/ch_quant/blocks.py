@@ -1,7 +1,7 @@
 """Block-scaled int8 all-reduce in two stages (after ZeRO++'s quantized gradients, arXiv:2306.10209).
 
 A block of ``block`` elements travels as ``s = max|x| / 127`` in fp32 and int8 codes ``round(x / s)``. Each parameter
-starts a block of its own, so results do not depend on the buckets. With W ranks the blocks of a bucket are W equal
+starts a block of its own, so without error feedback results do not depend on the buckets. With W ranks the blocks of a bucket are W equal
 shards::
 
     all-to-all    rank r receives every rank's shard r
@@ -69,6 +69,8 @@ class BlockQuantized(Reduction):
         if isinstance(block, bool) or not isinstance(block, int) or block < 16 or block % 4:
             raise HookConfigError(f"block={block!r}: expected a multiple of 4, 16 or more")
         self.block, self.error_feedback, self.exempt = block, bool(error_feedback), bool(exempt)
+        if error_feedback:  # which rank keeps what the second rounding lost depends on the shards, so on the bucket
+            self.granularity = "bucket"
         self.fields = {FIELD: "local"} if error_feedback else {}  # type: ignore[misc]
 
     def config(self) -> dict[str, Any]:
