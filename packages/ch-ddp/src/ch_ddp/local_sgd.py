@@ -29,8 +29,8 @@ class PostLocalSGDState:
         start_localSGD_iter: synchronised backward passes before the switch.
         post_local_gradient_allreduce: ``False`` leaves each rank its own gradient after the switch; no subgroup is
             made then.
-        subgroup_size: by default the ranks of one machine: ``LOCAL_WORLD_SIZE``, as torchrun sets it, or else those with
-            one host name.
+        subgroup_size: by default the ranks of one machine: ``LOCAL_WORLD_SIZE``, as torchrun sets it, or those with one
+            host name.
 
     Attributes:
         iter: synchronised backward passes so far.

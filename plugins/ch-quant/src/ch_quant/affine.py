@@ -8,7 +8,8 @@ per element: use ``quant8`` beyond two ranks.
 A row is a parameter, or ``bucket_size`` elements of one (the last row of a parameter is shorter, not padded), so that
 results do not depend on the buckets, and a bias does not share the scale of a weight.
 
-On the wire, one message per bucket: fp32 scales of all rows, their zero points, the codes. A row that is not finite has a scale of NaN, and arrives as NaN.
+On the wire, one message per bucket: fp32 scales of all rows, their zero points, the codes. A row that is not finite
+has a scale of NaN, and arrives as NaN.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """Block-scaled int8 all-reduce in two stages (after ZeRO++'s quantized gradients, arXiv:2306.10209).
 
 A block of ``block`` elements travels as ``s = max|x| / 127`` in fp32 and int8 codes ``round(x / s)``. Each parameter
-starts a block of its own, so without error feedback results do not depend on the buckets. With W ranks the blocks of a bucket are W equal
-shards::
+starts a block of its own, so without error feedback results do not depend on the buckets. With W ranks the blocks of
+a bucket are W equal shards::
 
     all-to-all    rank r receives every rank's shard r
     locally       m = mean over ranks, in fp32, in rank order
@@ -19,7 +19,7 @@ of entry that another world size would not fit.
 A block that is not finite has a scale that is not, and arrives as NaN or inf.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -61,7 +61,7 @@ class BlockQuantized(Reduction):
     """
 
     name = "quant8"
-    granularity = "tensor"
+    granularity: Literal["tensor", "bucket"] = "tensor"
     collectives = frozenset({"all_to_all", "all_gather"})
     lossy = True
 
