@@ -21,7 +21,7 @@ def commhooks_specs() -> Iterable[HookSpec]:
             "averages exactly, or runs a first hook, for a number of steps before the hook takes over",
             params={"steps": Param(1000, "steps before the last hook takes over", at_least=0)},
             capabilities=frozenset({"needs_warmup"}),
-            example="warmup(powersgd(rank=4), steps=1)",
+            example="warmup(powersgd(rank=4), steps=100)",
         ),
         HookSpec(
             "policy",
