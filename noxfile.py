@@ -178,7 +178,7 @@ def build(session: nox.Session) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Train a small GPT on real text over two gloo processes, once per hook. `-- --help` shows the flags."""
-    install(session, *PROJECTS, tools=["matplotlib>=3.8", "tqdm>=4.66"])
+    install(session, *PROJECTS, tools=["matplotlib>=3.8"])
     session.run("python", "docs/examples/demo.py", *session.posargs, env=ONE_THREAD)
 
 

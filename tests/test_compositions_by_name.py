@@ -2,12 +2,13 @@
 
 from typing import Any
 
-import commhooks
 import pytest
 import torch
-from commhooks.testing import spawn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from commhooks.testing import spawn
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.gloo]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from commhooks.bucket import Bucket, BucketLayout
 from commhooks.engine import Engine
 from commhooks.errors import HookConfigError

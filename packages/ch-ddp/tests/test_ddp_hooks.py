@@ -5,14 +5,15 @@ import pickle
 from functools import partial
 from typing import Any
 
-import ch_ddp
-import commhooks
 import pytest
 import torch
 import torch.distributed as dist
-from commhooks.testing import spawn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+import ch_ddp
+import commhooks
+from commhooks.testing import spawn
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -6,15 +6,16 @@ import io
 import pickle
 from typing import Any
 
-import ch_ddp
-import commhooks
 import pytest
 import torch
 import torch.distributed as dist
-from ch_ddp import HierarchicalModelAverager, PeriodicModelAverager, PostLocalSGDOptimizer, PostLocalSGDState
-from commhooks.testing import spawn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+import ch_ddp
+import commhooks
+from ch_ddp import HierarchicalModelAverager, PeriodicModelAverager, PostLocalSGDOptimizer, PostLocalSGDState
+from commhooks.testing import spawn
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -149,3 +149,20 @@ def test_state_is_pickled_and_serves_one_model() -> None:
         assert kept
         assert "one state per model" in second
         assert "PowerSGDState(process_group" in wrong
+
+
+def body_attach_function(rank: int, world: int) -> None:
+    from ch_powersgd import PowerSGDState, powerSGD_hook
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 30)), bucket_cap_mb=0.001)
+    with pytest.raises(commhooks.AttachError, match="takes its options from a state"):
+        commhooks.attach(model, powerSGD_hook)
+    handle = commhooks.attach(model, powerSGD_hook, state=PowerSGDState(None, 2, start_powerSGD_iter=2))
+    for _ in range(4):
+        model(torch.randn(3, 40)).square().sum().backward()
+    assert handle.stats()["compressed_steps"] == 2  # through the engine, not as a foreign function
+
+
+def test_attach_takes_the_function_with_its_state() -> None:
+    spawn(body_attach_function, 2)

@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import ch_quant
-import commhooks
 import pytest
 import torch
 from ch_quant import BlockQuantized, quantize_per_channel, quantize_per_tensor
 from ch_quant.affine import decode, encode
-from commhooks.simulate import SimulatedRank, simulate
-from commhooks.testing import spawn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from commhooks.simulate import SimulatedRank, simulate
+from commhooks.testing import spawn
 
 pytestmark = pytest.mark.timeout(120)
 

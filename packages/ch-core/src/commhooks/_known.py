@@ -16,15 +16,15 @@ FIRST_PARTY = frozenset(
 )
 
 KNOWN: dict[str, tuple[str, ...]] = {
-    "allreduce": ("ch-ddp",),
+    "allreduce": ("ch-ddp", "ch-fsdp",),
     "batched_powersgd": ("ch-powersgd",),
-    "bf16": ("ch-ddp",),
-    "bf16_compress": ("ch-ddp",),
+    "bf16": ("ch-ddp", "ch-fsdp",),
+    "bf16_compress": ("ch-ddp", "ch-fsdp",),
     "bf16_compress_wrapper": ("ch-ddp",),
     "bf16_wrapper": ("ch-ddp",),
     "error_feedback": ("ch-core",),
-    "fp16": ("ch-ddp",),
-    "fp16_compress": ("ch-ddp",),
+    "fp16": ("ch-ddp", "ch-fsdp",),
+    "fp16_compress": ("ch-ddp", "ch-fsdp",),
     "fp16_compress_wrapper": ("ch-ddp",),
     "fp16_wrapper": ("ch-ddp",),
     "noop": ("ch-ddp",),
@@ -34,5 +34,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "quant8": ("ch-quant",),
     "quantize_per_channel": ("ch-quant",),
     "quantize_per_tensor": ("ch-quant",),
+    "reduce_scatter": ("ch-fsdp",),
     "warmup": ("ch-core",),
 }

@@ -15,6 +15,7 @@ from commhooks.creating import create
 from commhooks.errors import AttachError
 from commhooks.handle import Binding, CommHook
 from commhooks.reduction import Reduction
+from commhooks.state import HookState
 
 log = logging.getLogger("commhooks")
 
@@ -39,7 +40,7 @@ A binding that has a ``group`` is then verified over it; its ``ready()``, if it 
 
 def attach(
     model: torch.nn.Module,
-    what: str | Mapping[str, Any] | Callable[..., Any] | CommHook,
+    what: str | Mapping[str, Any] | Callable[..., Any] | Reduction | CommHook,
     *,
     state: object | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -82,13 +83,15 @@ def attach(
         16640
         >>> dist.destroy_process_group()
     """
-    handle = as_handle(what, process_group=process_group)
+    handle = as_handle(what, process_group=process_group, state=state)
     if handle.attached:
         raise AttachError(f"{handle.expr} is attached to a model already; create another handle, or detach() this one")
     if state is not None:
         handle.state = state
+    if isinstance(handle.state, HookState):
+        handle.state.refuse_other(model.parameters())
     options = AttachOptions(process_group or handle.process_group, axis, optimizer, scaler, verify_ranks, timeout)
-    handle.bind(adapter_for(model)(model, handle, options))
+    handle.bind(adapter_for(model)(model, handle, options), model)
     try:
         if verify_ranks:
             verify(handle, model, timeout, watched=optimizer is not None or scaler is not None)
@@ -103,23 +106,39 @@ def attach(
 
 
 def as_handle(
-    what: str | Mapping[str, Any] | Callable[..., Any] | CommHook, *, process_group: dist.ProcessGroup | None = None
+    what: str | Mapping[str, Any] | Callable[..., Any] | Reduction | CommHook,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    state: object | None = None,
 ) -> CommHook:
     """An unattached handle from anything :func:`attach` takes."""
     if isinstance(what, CommHook):
         return what
     if isinstance(what, str | Mapping):
         return create(what, process_group=process_group)
-    carried = getattr(what, "reduction", None)  # our own hook functions carry the reduction they run
-    built = what if isinstance(what, Reduction) else carried if isinstance(carried, Reduction) else what
-    if not callable(built) and not isinstance(built, Reduction):
+    built = what if isinstance(what, Reduction) else _carried(what, state) or what
+    if isinstance(built, Reduction):
+        node = {"hook": built.name, "config": built.config()}
+        return CommHook(node=node, built=built, process_group=process_group)
+    if not callable(built):
         raise AttachError(
             f"cannot attach {type(what).__name__}: give an expression such as 'powersgd(rank=4)', a dict, a "
             "(state, bucket) function, a reduction, or a handle from commhooks.create()"
         )
-    name = built.name if isinstance(built, Reduction) else getattr(built, "__name__", type(built).__name__)
-    config = built.config() if isinstance(built, Reduction) else {}
-    return CommHook(node={"hook": name, "config": config}, built=built, process_group=process_group)
+    name = getattr(built, "__name__", type(built).__name__)
+    return CommHook(node={"hook": name, "config": {}}, built=built, process_group=process_group)
+
+
+def _carried(what: object, state: object) -> Reduction | None:
+    """The reduction that one of our own hook functions carries, made from its state where it needs one."""
+    carried = getattr(what, "reduction", None)
+    if isinstance(carried, Reduction) or not callable(carried):
+        return carried if isinstance(carried, Reduction) else None
+    if state is None:
+        name = getattr(what, "__name__", "this hook")
+        raise AttachError(f"{name} takes its options from a state: commhooks.attach(model, {name}, state=...)")
+    made: Reduction = carried(state)
+    return made
 
 
 def adapter_for(model: object) -> Adapter:

@@ -29,6 +29,18 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def dense(param: torch.Tensor) -> bool:
+    """Whether the strides are a permutation of row-major ones (non-overlapping and without holes)."""
+    expected = 1
+    for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class ParamLayout:
     """Where one parameter's gradient lies in a bucket.

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
 from commhooks.after import OUTSIDE, graph_task, raise_after_backward
-from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride
+from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride, dense
 from commhooks.engine import Engine
 from commhooks.errors import AttachError, CommHooksError, StateError
 from commhooks.guard import differing, digest
+from commhooks.naming import position_name
 from commhooks.reduction import Reduction
 from commhooks.state import HookState
 from commhooks.streams import SideStream, future_for
@@ -45,7 +46,7 @@ def bucket_layout(grad_bucket: GradBucket, names: Mapping[int, str]) -> BucketLa
     params, offset = [], 0
     for param in grad_bucket.parameters():
         shape, stride, kind = tuple(param.shape), tuple(param.stride()), "dense"
-        if not _dense(param):
+        if not dense(param):
             stride = contiguous_stride(shape)
         if param.is_complex() and not buffer.is_complex():
             shape, stride, kind = (*shape, 2), (*(2 * s for s in stride), 1), "complex"
@@ -55,18 +56,6 @@ def bucket_layout(grad_bucket: GradBucket, names: Mapping[int, str]) -> BucketLa
         params.append(entry)
         offset += entry.numel
     return BucketLayout(params, buffer.numel(), buffer.dtype, buffer.device)
-
-
-def _dense(param: torch.Tensor) -> bool:
-    """Whether the strides are a permutation of row-major ones (non-overlapping and without holes)."""
-    expected = 1
-    for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 class DDPDriver:
@@ -84,14 +73,15 @@ class DDPDriver:
         self._by_position = names is None
         self._seen: list[list[torch.Tensor]] = []
         self._layouts: dict[tuple[int, ...], BucketLayout] = {}
+        self._renames = engine.state.renames
         self._futures: list[tuple[TensorFuture, torch.Tensor]] = []
         self._side = SideStream()
-        self._task = OUTSIDE
 
     def __call__(self, grad_bucket: GradBucket) -> TensorFuture:
         """Take one bucket; the future is completed when the step's last bucket has been drained."""
         self.calls += 1
-        self._step_boundary()
+        if grad_bucket.index() == 0:
+            self._first()
         buffer = grad_bucket.buffer()
         future = future_for(buffer)
         self._futures.append((future, buffer))
@@ -109,15 +99,15 @@ class DDPDriver:
         if self.engine.failure is not None:
             raise self.engine.failure
 
-    def _step_boundary(self) -> None:
-        task = graph_task()
-        if self.engine.in_step and task != self._task:
+    def _first(self) -> None:
+        """The first bucket of a step has come. Not told by the backward's number: reentrant checkpoints nest them."""
+        if self.engine.in_step:
             self.engine.abandon()  # an earlier backward raised before its last bucket
-            self._futures.clear()
-        if not self.engine.in_step:
-            self._task = task
-            # A rank that has run out of input replays the hook outside of any backward (DDP.join).
-            self.engine.participating = task != OUTSIDE
+        self._futures.clear()
+        if self._by_position and self._renames is not self.engine.state.renames:
+            self._renamed()
+        # A rank that has run out of input replays the hook outside of any backward (DDP.join).
+        self.engine.participating = graph_task() != OUTSIDE
 
     def _bucket(self, grad_bucket: GradBucket, buffer: torch.Tensor) -> Bucket:
         params = grad_bucket.parameters()
@@ -154,19 +144,48 @@ class DDPDriver:
                 "this hook state belongs to one model already, and was called with parameters of another: make one "
                 "state per model"
             )
-        for position, param in enumerate(new):
-            self._names[id(param)] = f"?{grad_bucket.index()}.{position}"
+        names = self._from_state(new) or [f"?{grad_bucket.index()}.{i}" for i in range(len(new))]
+        self._names.update(zip(map(id, new), names, strict=True))
         if new:
             self._seen.append(new)
+
+    def _from_state(self, new: list[torch.Tensor]) -> list[str]:
+        """The names of a state that was loaded or bound before the first step, so that it is read from that step on."""
+        state = self.engine.state
+        bound = state.names()
+        if bound and all(id(p) in bound for p in new):
+            return [bound[id(p)] for p in new]
+        taken = len(state.params) - sum(map(len, self._seen))
+        rows = state.params[max(taken - len(new), 0) : taken]
+        if not bound and [shape for _, shape in rows] == [tuple(p.shape) for p in new]:
+            return [name for name, _ in rows]
+        if not bound and not any(state.entries()):
+            return []
+        raise StateError(
+            "this hook state was kept for a model with other parameters, or in an order that cannot be told from DDP's "
+            "buckets: call state.bind(ddp_model) before the first step, or make a new state for this model"
+        )
 
     def _name_by_position(self) -> None:
         """Before the first rebuild, DDP's buckets taken in reverse hold the parameters in model order."""
         ordered = [param for bucket in reversed(self._seen) for param in bucket]
-        final = {self._names[id(p)]: f"{i}:{'x'.join(map(str, p.shape))}" for i, p in enumerate(ordered)}
-        self._names = {id(p): final[self._names[id(p)]] for p in ordered}
-        self.engine.state.rename(final)
-        self._layouts.clear()
         self._seen.clear()
+        self._layouts.clear()
+        state = self.engine.state
+        if any(self._names[id(p)].startswith("?") for p in ordered):
+            final = {self._names[id(p)]: position_name(i, p.shape) for i, p in enumerate(ordered)}
+            self._names = {id(p): final[self._names[id(p)]] for p in ordered}
+            state.rename(final)
+            state.params = ()
+        if not state.names():
+            state.bind_params([(self._names[id(p)], p.shape) for p in ordered], ordered)
+        self._renames = state.renames
+
+    def _renamed(self) -> None:
+        """Follow a ``state.bind(model)`` after the first step."""
+        self._renames = self.engine.state.renames
+        self._names = {key: self._renames.get(name, name) for key, name in self._names.items()}
+        self._layouts.clear()
 
 
 # -- PyTorch's own signature

@@ -19,8 +19,9 @@ import torch
 from commhooks.bucket import Bucket, BucketLayout
 from commhooks.combine import plain
 from commhooks.errors import CommHooksError, HookResultError
+from commhooks.ghost import ghost
 from commhooks.reduction import Reduction, Stages, StepContext
-from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Request, StagePlan, as_tuple
+from commhooks.requests import AllGather, Request, StagePlan, as_tuple
 from commhooks.scratch import Scratch
 from commhooks.state import HookState
 from commhooks.status import BETWEEN, DECODE, ENCODE, WHERE, Status
@@ -103,12 +104,12 @@ class Engine:
             raise ValueError(f"lag must be at least 1, got {lag}")
         self.reduction, self.transport, self.lag, self.timeout = reduction, transport, lag, timeout
         self.state = state if state is not None else HookState()
-        self.state.settled_by(self.settle)
         self.counters = Counters()
         self.scratch = Scratch()
         self.failure: BaseException | None = None  # the transport is lost: nothing can be started any more
         self.participating = True
         self.sends_status = True  # off, the messages are exactly those of DDP without a hook
+        self.on_reduced: Callable[[Bucket], None] | None = None  # called with each bucket that holds its average
         self.outside: Outside | None = None  # says whether a finished step was used
         self.loss_scale: Callable[[], float] | None = None  # of the gradients of the step that begins
         self.keep_buckets = False  # whether the last step's buckets stay readable after it
@@ -125,6 +126,7 @@ class Engine:
         self._veto = False
         self._bytes = (0.0, 0.0)
         self._rounds = 0
+        self.state.driven_by(self)
 
     # -- one step
 
@@ -169,7 +171,7 @@ class Engine:
         self._slots = 0
         self.counters.steps += 1
         gradient, sent = self._bytes[0], self.counters.traffic.trip_bytes - self._bytes[1]
-        self.counters.compressed_steps += 0 < sent < 2 * gradient  # less than a plain all-reduce sends
+        self.counters.compressed_steps += 0 < sent < self.reduction.trips * gradient  # less than sending it as it is
         self.counters.hook_seconds += time.perf_counter() - begun
         return error
 
@@ -181,6 +183,7 @@ class Engine:
             for live in self._live:
                 self._advance(live)
             self._live = [one for one in self._live if not one.done]
+        self._slots = 0  # nothing else is live: the next bucket may use the same scratch
         self.counters.hook_seconds += time.perf_counter() - begun
 
     # -- the step's verdict
@@ -210,6 +213,12 @@ class Engine:
         everyone = mine.new_empty(self.transport.world_size * mine.numel())
         self._carry_out(AllGather(mine, everyone))
         return everyone.view(self.transport.world_size, -1).cpu()
+
+    def move(self, transport: Transport) -> None:
+        """Go on over another group of ranks, between steps. The state stays."""
+        self.settle()
+        self.transport, self.failure = transport, None
+        self._plans.clear()
 
     def abandon(self) -> None:
         """Forget a step that will never finish (a backward that raised half way), and what it staged.
@@ -280,13 +289,14 @@ class Engine:
             except BaseException as error:  # Ctrl-C too: raised in the hook it would leave DDP and the peers stuck
                 self._fail(live, error)
         if live.ghost:
-            requests = self._ghost(live)
+            owed = () if live.stage >= len(live.plan) else live.plan[live.stage]
+            requests = ghost(owed, self.transport.world_size, live.bucket.device)
         if not requests:
             live.done = True
             self._end(live)
             return
-        for planned in live.plan[live.stage]:
-            self.counters.traffic.add(planned, self.transport.world_size)
+        for one in live.plan[live.stage]:
+            self.counters.traffic.add(one, self.transport.world_size)
         self.counters.traffic.rounds += 1
         live.stage += 1
         live.pending = Stage(self.transport, self.scratch, live.slot)
@@ -296,9 +306,15 @@ class Engine:
     def _end(self, live: Live) -> None:
         if self.keep_buckets:
             self.last.append(live.bucket)
-        # A finite P and Q may still overflow when they are multiplied out in fp16.
-        if self.reduction.fields and live.bucket.dtype == torch.float16:
+        # A finite P and Q may overflow when multiplied out in fp16; opaque payloads show nothing before decoding.
+        opaque = any(r.kind in ("all_gather", "all_to_all") for stage in live.plan for r in stage)
+        if self.reduction.fields and (opaque or live.bucket.dtype == torch.float16):
             self._sums.append(_sum(live.bucket.storage))
+        if self.on_reduced is not None and self.participating and not live.ghost:
+            try:
+                self.on_reduced(live.bucket)
+            except BaseException as error:
+                self._fail(live, error)
 
     def _resume(self, live: Live) -> tuple[Request, ...]:
         """The generator's next requests, checked against the plan; ``()`` when it ended."""
@@ -308,7 +324,6 @@ class Engine:
                 requests = as_tuple(next(live.stages))
             except StopIteration:
                 if expected is None:
-                    self._inspect(live)
                     return ()
                 raise HookResultError(
                     f"{self.reduction.name} ended after {live.stage} stages; its plan has {len(live.plan)}"
@@ -320,12 +335,6 @@ class Engine:
                 f"plan says {expected}. Requests may depend on the layout and the step only"
             )
         return requests
-
-    def _inspect(self, live: Live) -> None:
-        """Opaque payloads hide what is not finite until they are decoded: look at the result instead."""
-        opaque = any(r.kind in ("all_gather", "all_to_all") for stage in live.plan for r in stage)
-        if opaque and self.reduction.fields:
-            self._sums.extend(_sum(run) for run in live.bucket.runs() if run.is_floating_point())
 
     def _complete(self, live: Live) -> None:
         pending, live.pending = live.pending, None
@@ -364,25 +373,6 @@ class Engine:
         live.ghost = True
         if self._error is None:
             self._error = (error, where)
-
-    def _ghost(self, live: Live) -> tuple[Request, ...]:
-        """Zeros in the place of the requests that the failed generator owes the other ranks."""
-        if live.stage >= len(live.plan):
-            return ()
-        made: list[Request] = []
-        device = live.bucket.device
-        world = self.transport.world_size
-        for p in live.plan[live.stage]:
-            zeros = torch.zeros(p.numel, dtype=p.dtype, device=device)
-            if p.kind == "all_reduce":
-                made.append(AllReduce(zeros, p.op, p.wire))
-            elif p.kind == "reduce_scatter":
-                made.append(ReduceScatter(zeros, zeros[: p.numel // world].clone(), p.op, p.wire))
-            elif p.kind == "all_gather":
-                made.append(AllGather(zeros[: p.numel // world].clone(), zeros))
-            else:
-                made.append(AllToAll(zeros, torch.empty_like(zeros)))
-        return tuple(made)
 
     # -- status
 

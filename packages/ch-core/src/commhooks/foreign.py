@@ -8,14 +8,16 @@ collectives which others wait for. Nobody knows which, so after a failure the ha
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from commhooks.after import raise_after_backward
+from commhooks.after import OUTSIDE, graph_task, raise_after_backward
+from commhooks.bucket import Bucket, BucketLayout
 from commhooks.control import Control
+from commhooks.ddp import bucket_layout
 from commhooks.errors import AttachError, HookResultError, HookTimeoutError, RemoteHookError
 from commhooks.guard import checked, differing, digest, named
 from commhooks.streams import future_for
@@ -36,6 +38,7 @@ class _Pending:
     buffer: torch.Tensor
     ours: TensorFuture
     theirs: Any = None
+    layout: BucketLayout | None = None
 
 
 class ForeignDriver:
@@ -50,6 +53,8 @@ class ForeignDriver:
 
     def __init__(self, hook: Callable[[Any, Any], Any], state: object, name: str, timeout: float) -> None:
         self.hook, self.state, self.name, self.timeout = hook, state, name, timeout
+        self.on_reduced: Callable[[Bucket], None] | None = None  # called with each bucket's result before DDP has it
+        self.names: Mapping[int, str] = {}
         self.control: Control | None = None  # none where there is no other rank
         self.calls = self.steps = self.check_every = 0
         self.error: BaseException | None = None  # for good: the handle is dead
@@ -64,6 +69,8 @@ class ForeignDriver:
             self._refused = self.error is not None
         buffer = bucket.buffer()
         one = _Pending(bucket.index(), buffer, future_for(buffer))
+        if self.on_reduced is not None:
+            one.layout = bucket_layout(bucket, self.names)
         self._pending.append(one)
         if self.error is None:
             try:
@@ -112,6 +119,8 @@ class ForeignDriver:
             except BaseException as error:
                 self._fail(error, one.index)
         wrong = self._agree(values)
+        if self.error is None and wrong is None:
+            wrong = self._tell(values)
         good = self.error is None
         self._complete(values if good else [one.buffer for one in self._pending])
         self.steps += 1
@@ -119,6 +128,18 @@ class ForeignDriver:
             raise_after_backward(self.error)
         elif wrong is not None:
             raise_after_backward(wrong)
+
+    def _tell(self, values: list[torch.Tensor]) -> BaseException | None:
+        """Show the results to who asked; outside of a backward (``DDP.join``) nobody uses them."""
+        if self.on_reduced is None or graph_task() == OUTSIDE:
+            return None
+        for one, value in zip(self._pending, values, strict=True):
+            if one.layout is not None:
+                try:
+                    self.on_reduced(Bucket(one.layout, value.view(-1), one.index))
+                except BaseException as error:
+                    return error
+        return None
 
     def _complete(self, values: list[torch.Tensor]) -> None:
         for one, value in zip(self._pending, values, strict=True):

@@ -34,6 +34,9 @@ class Binding(Protocol):
     layout: BucketLayout
     calls: int
 
+    def stats(self) -> dict[str, float]:
+        """Cumulative figures; see :meth:`CommHook.stats`."""
+
     def check(self) -> None:
         """Raise what the hook has kept back."""
 
@@ -108,16 +111,24 @@ class CommHook:
     def __repr__(self) -> str:
         return f"<CommHook {self.expr}, {'attached' if self.attached else 'not attached'}>"
 
-    def bind(self, binding: Binding) -> None:
-        """Take the place that an adapter has made on a model."""
+    def bind(self, binding: Binding, model: torch.nn.Module | None = None) -> None:
+        """Take the place that an adapter has made on a model.
+
+        Raises:
+            AttachError: this handle has a place already.
+            StateError: the state belongs to another model; plain averaging is left in the binding's place.
+        """
         if self._binding is not None:
             raise AttachError(f"{self.expr} is attached to a model already; create another handle, or detach() this one")
-        if self.reduction is not None:
-            try:
+        try:
+            if self.reduction is not None:
                 self.reduction.check(binding.layout)
-            except Exception:
-                binding.detach()  # the model must stay usable, and attachable
-                raise
+            if isinstance(self.state, HookState):
+                owners = [p for p in model.parameters() if p.requires_grad] if model is not None else []
+                self.state.bind_params([(p.name, p.shape) for p in binding.layout.params], owners)
+        except Exception:
+            binding.detach()  # the model must stay usable, and attachable
+            raise
         self._binding = binding
         self._calls_seen = binding.calls
 
@@ -127,7 +138,8 @@ class CommHook:
         """Cumulative figures since attaching.
 
         ``payload_bytes`` are the tensors given to collectives, per rank; ``wire_bytes`` what a bandwidth-optimal
-        algorithm sends for them, per rank; ``rounds`` the dependent collectives; seconds are host time.
+        algorithm sends for them, per rank; ``rounds`` the dependent collectives; seconds are host time. A binding
+        with several axes adds the figures of each.
 
         Args:
             detail: add, for each parameter with a residual, ``residual_norm/NAME`` (unscaled) and, while the gradients
@@ -135,9 +147,7 @@ class CommHook:
                 part of the last step's gradient that was held back on this rank. Computed when asked for.
         """
         engine = self._bound().engine
-        if engine is None:
-            return {"calls": float(self._bound().calls)}
-        return engine.counters.as_dict() | (residual_figures(engine) if detail else {})
+        return self._bound().stats() | (residual_figures(engine) if detail and engine is not None else {})
 
     def plan(self) -> list[PlanRow]:
         """How each parameter is treated at the present step, in model order."""
@@ -225,6 +235,9 @@ class CommHook:
     def detach(self) -> None:
         """Put plain averaging in the hook's place; the model stays as it is and can be attached to again."""
         self._bound().detach()
+        if isinstance(self.state, HookState):
+            self.state.settle()
+            self.state.unbind()
         self._binding = None
 
     # -- checkpoints
@@ -239,15 +252,20 @@ class CommHook:
 
         return state_dict(self)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, world_change: str = "error") -> None:
         """Go on from :meth:`state_dict`; all or nothing.
+
+        Args:
+            state: this rank's own, or :func:`commhooks.checkpoint.merge` of all ranks'.
+            world_change: what happens to residuals that are not this rank's own: ``"error"``; ``"mean"`` (``state`` is
+                merged, every rank goes on from the mean residual); ``"reset"`` (dropped).
 
         Raises:
             StateError: it was made by another hook, for another model, rank or world size, or is malformed.
         """
         from commhooks.checkpoint import load_state_dict
 
-        load_state_dict(self, state)
+        load_state_dict(self, state, world_change=world_change)
 
     @property
     def binding(self) -> Binding | None:

@@ -109,6 +109,8 @@ class Reduction(ABC):
             ``bucket_cap_mb``), ``"bucket"`` if the bucket is treated as one vector.
         collectives: kinds of requests it yields.
         lossy: whether the result differs from the average by more than rounding of the bucket's dtype.
+        trips: how often the gradient would cross the network uncompressed: 2 for an all-reduce, 1 for a
+            reduce-scatter. What a step sends is compared with it.
         fields: state fields and whether each is ``"local"`` to a rank or ``"shared"`` (the same on all ranks).
         reports_sent: whether :meth:`run`, when ``ctx.sent`` is a bucket (of the layout it was given), leaves in it
             what this rank contributed: in the gradient's units, before the division by W, after all rounding. The
@@ -131,6 +133,7 @@ class Reduction(ABC):
     granularity: Literal["tensor", "bucket"] = "tensor"
     collectives: frozenset[str] = frozenset({"all_reduce"})
     lossy: bool = False
+    trips: int = 2
     fields: ClassVar[dict[str, Literal["local", "shared"]]] = {}
     reports_sent: bool = False
 

@@ -178,21 +178,27 @@ def simulate(world_size: int, body: Callable[[SimulatedRank], T]) -> list[T]:
         [[1.5, 1.5], [1.5, 1.5], [1.5, 1.5], [1.5, 1.5]]
     """
     group = SimulatedGroup(world_size)
+    return together(group, lambda rank: body(SimulatedRank(rank, world_size, SimulatedTransport(group, rank))))
+
+
+def together(group: SimulatedGroup, body: Callable[[int], T]) -> list[T]:
+    """Run ``body(rank)`` for every rank of a group, each on a thread; see :func:`simulate`."""
     results: dict[int, T] = {}
     errors: list[tuple[int, BaseException]] = []
 
     def rank_main(rank: int) -> None:
         try:
-            results[rank] = body(SimulatedRank(rank, world_size, SimulatedTransport(group, rank)))
+            results[rank] = body(rank)
         except BaseException as error:  # the other ranks must not wait for this one
             errors.append((rank, error))
             group.abort(f"rank {rank} raised {type(error).__name__}: {error}")
 
-    threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank {r}", daemon=True) for r in range(world_size)]
+    ranks = range(group.world_size)
+    threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank {r}", daemon=True) for r in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if errors:
         raise errors[0][1]
-    return [results[r] for r in range(world_size)]
+    return [results[r] for r in ranks]

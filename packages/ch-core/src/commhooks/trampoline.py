@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from commhooks.attaching import AttachOptions
-from commhooks.bucket import BucketLayout, ParamLayout, contiguous_stride
+from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride, dense
 from commhooks.control import Control
 from commhooks.ddp import DDPDriver, TensorFuture
 from commhooks.engine import Engine
@@ -47,6 +47,7 @@ class Slot:
         self.driver = driver
         self.holder: str | None = None  # expression of the attached handle
         self.watch: SyncWatch | None = None
+        self.follow: Callable[[], None] | None = None  # takes notice of a changed process group
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Slot, ())
@@ -59,6 +60,8 @@ def trampoline(state: object, bucket: GradBucket) -> torch.futures.Future[torch.
     """The only hook ever registered on a model; ``state`` is its :class:`Slot`."""
     if not isinstance(state, Slot) or state.driver is None:
         raise AttachError("the commhooks trampoline was registered by hand; use commhooks.attach(model, ...)")
+    if state.follow is not None and bucket.index() == 0:
+        state.follow()
     if state.watch is not None and bucket.is_last():
         state.watch.synchronised()
     return state.driver(bucket)
@@ -75,13 +78,19 @@ class DDPBinding:
         self._timeout = options.timeout
         self._slot = claim(model, self.plain)
         self._driver = self._make(handle)
-        self._outcome = self._watch(options)
+        self._outcome = watch_outcome(self.engine, options)
         self._slot.driver, self._slot.holder = self._driver, handle.expr
         self._slot.watch = SyncWatch(model, handle.expr)
+        if options.process_group is None:
+            self._model = weakref.ref(model)
+            self._slot.follow = self._follow
 
     @property
     def calls(self) -> int:
         return self._driver.calls
+
+    def stats(self) -> dict[str, float]:
+        return {"calls": float(self.calls)} if self.engine is None else self.engine.counters.as_dict()
 
     def check(self) -> None:
         self._driver.check()
@@ -94,6 +103,15 @@ class DDPBinding:
     def verify_gradients(self, every: int) -> None:
         self._driver.check_every = every
 
+    def on_reduced(self, callback: Callable[[Bucket], None] | None) -> None:
+        """Have ``callback`` called with every bucket of a backward as soon as it holds the average, on the thread that
+        runs the backward. What it raises is raised from ``backward()``, on every rank where the hook is a reduction.
+        """
+        if isinstance(self._driver, ForeignDriver):
+            self._driver.on_reduced, self._driver.names = callback, self.names
+        else:
+            self._driver.engine.on_reduced = callback
+
     def detach(self) -> None:
         self._slot.driver, self._slot.holder = self.plain(), None
         if self._slot.watch is not None:
@@ -103,6 +121,19 @@ class DDPBinding:
             self._outcome.close()
         if isinstance(self._driver, ForeignDriver):
             self._driver.close()
+
+    def _follow(self) -> None:
+        """Go over to the model's present group: ``_update_process_group`` gives it another."""
+        model = self._model()
+        if model is None or model.process_group is self.group:
+            return
+        self.group = model.process_group
+        driver = self._slot.driver
+        if isinstance(driver, DDPDriver):
+            driver.engine.move(ProcessGroupTransport(self.group))
+        elif isinstance(driver, ForeignDriver):
+            driver.close()
+            self.ready()
 
     def plain(self) -> DDPDriver:
         """Plain averaging over the model's group, message for message as DDP does it without a hook."""
@@ -119,25 +150,26 @@ class DDPBinding:
         if not isinstance(handle.state, HookState):
             raise AttachError(f"the state of {handle.expr} is a HookState; got {type(handle.state).__name__}")
         transport = ProcessGroupTransport(self.group)
-        owned(handle.state, self._slot, handle.expr)
         self.engine = Engine(handle.reduction, transport, handle.state, timeout=self._timeout)
         self.engine.keep_buckets = True
         return DDPDriver(self.engine, self.names)
-
-    def _watch(self, options: AttachOptions) -> OptimizerWatch | None:
-        if options.optimizer is None and options.scaler is None:
-            return None
-        watch = OptimizerWatch(options.optimizer, options.scaler)
-        if self.engine is not None:
-            self.engine.outside = watch
-            self.engine.loss_scale = watch.scale if options.scaler is not None else None
-        return watch
 
 
 def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) -> DDPBinding:
     """The ``commhooks_adapter`` of DDP."""
     assert isinstance(model, DistributedDataParallel)  # noqa: S101 - the registry matched the class
     return DDPBinding(model, handle, options)
+
+
+def watch_outcome(engine: Engine | None, options: AttachOptions) -> OptimizerWatch | None:
+    """Have the optimizer and scaler given to ``attach`` decide which of an engine's steps count."""
+    if options.optimizer is None and options.scaler is None:
+        return None
+    watch = OptimizerWatch(options.optimizer, options.scaler)
+    if engine is not None:
+        engine.outside = watch
+        engine.loss_scale = watch.scale if options.scaler is not None else None
+    return watch
 
 
 def claim(model: DistributedDataParallel, plain: Callable[[], SlotDriver]) -> Slot:
@@ -179,25 +211,6 @@ def _registered(model: DistributedDataParallel) -> list[tuple[object, object]]:
     return [(state, hook) for hook, state in model._comm_hooks]
 
 
-_OWNERS = WeakIdKeyDictionary()  # HookState -> weak reference to the slot of the model that it serves
-
-
-def owned(state: HookState, slot: Slot, name: str) -> None:
-    """Bind a state to a model.
-
-    Raises:
-        StateError: it serves another model that is still alive.
-    """
-    owner = _OWNERS.get(state)
-    other = owner() if owner is not None else None
-    if other is not None and other is not slot and other.holder is not None:
-        raise StateError(
-            f"the state given to {name} serves another model already (attached there as {other.holder}): each would get "
-            "the other's residuals. Make one state per model, or detach() the other handle first"
-        )
-    _OWNERS[state] = weakref.ref(slot)
-
-
 def model_layout(module: torch.nn.Module) -> BucketLayout:
     """All trainable parameters as one virtual bucket, in model order."""
     params, offset, dtype, device = [], 0, torch.float32, torch.device("cpu")
@@ -206,7 +219,8 @@ def model_layout(module: torch.nn.Module) -> BucketLayout:
         if p.requires_grad:
             shape = tuple(p.shape)
             kind = "sparse" if id(p) in sparse else "complex" if p.is_complex() else "dense"
-            entry = ParamLayout(name, shape, contiguous_stride(shape), offset, kind)
+            stride = tuple(p.stride()) if dense(p) else contiguous_stride(shape)  # as DDP lays it in a bucket
+            entry = ParamLayout(name, shape, stride, offset, kind)
             params.append(entry)
             offset += entry.numel
             dtype, device = p.dtype, p.device

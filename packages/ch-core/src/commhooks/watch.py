@@ -7,7 +7,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.after import raise_after_backward
-from commhooks.errors import AttachError, HookConfigError
+from commhooks.errors import AttachError, HookConfigError, HookNotSupportedError
 
 
 class OptimizerWatch:
@@ -104,6 +104,11 @@ class SyncWatch:
         self._armed = torch.is_grad_enabled() and bool(model.require_backward_grad_sync)
 
     def _arrived(self, param: torch.Tensor) -> None:
+        if torch.is_grad_enabled():  # in a backward: create_graph=True; the reducer would fail half way through
+            raise HookNotSupportedError(
+                "DDP cannot average gradients under backward(create_graph=True). Use torch.autograd.grad(..., "
+                "create_graph=True) for the inner derivative, and an ordinary backward() of the final loss"
+            )
         model = self._model() if not self._armed else None
         if model is None or not model.require_backward_grad_sync:
             return

@@ -4,8 +4,8 @@ It is a map over requests. Floating-point all-reduces and reduce-scatters travel
 and the residual of the wrapped reduction stay as they were. All-gathers and all-to-alls carry opaque bytes.
 
 With ``accumulate="fp32"`` no 16-bit sum is ever made: an all-reduce becomes an all-to-all of 16-bit shards, a local
-fp32 sum and an all-gather of the 16-bit results. The volume is that of a 16-bit all-reduce, and the number of
-roundings is two, whatever the world size (a ring makes W-1).
+fp32 sum and an all-gather of the 16-bit results; a reduce-scatter the first two. The volume is that of the 16-bit
+collective, and the number of roundings is two (one for a reduce-scatter), whatever the world size (a ring makes W-1).
 """
 
 from collections.abc import Generator, Hashable
@@ -64,9 +64,8 @@ class WireCast(Reduction):
         self.granularity = inner.granularity
         self.reports_sent = inner.reports_sent
         self.fields = inner.fields  # type: ignore[misc]
-        extra = {"all_to_all", "all_gather"} if accumulate == "fp32" else set()
-        kept = inner.collectives - {"all_reduce"} if accumulate == "fp32" else inner.collectives
-        self.collectives = frozenset(kept | extra)
+        self.trips = inner.trips
+        self.collectives = inner.collectives if accumulate == "wire" else _accumulating(inner.collectives)
 
     def phase(self, step: int) -> Hashable:
         return self.inner.phase(step)
@@ -103,11 +102,13 @@ class WireCast(Reduction):
         return {"accumulate": self.accumulate, "rounding": self.wire.rounding}
 
     def _cast(self, request: Request) -> Request:
-        if isinstance(request, AllReduce | ReduceScatter) and request.wire is None and request.op != "max":
-            tensor = request.tensor if isinstance(request, AllReduce) else request.input
-            if self.wire.narrows(tensor.dtype):
-                request.wire = self.wire
+        if isinstance(request, AllReduce | ReduceScatter) and self._narrows(request):
+            request.wire = self.wire
         return request
+
+    def _narrows(self, request: AllReduce | ReduceScatter) -> bool:
+        tensor = request.tensor if isinstance(request, AllReduce) else request.input
+        return request.wire is None and request.op != "max" and self.wire.narrows(tensor.dtype)
 
     def _accumulated(
         self, requests: tuple[Request, ...], ctx: StepContext, number: int
@@ -116,45 +117,57 @@ class WireCast(Reduction):
         shards: list[_Sharded] = []
         first: list[Request] = []
         for i, r in enumerate(requests):
-            if isinstance(r, AllReduce) and r.op != "max" and r.wire is None and self.wire.narrows(r.tensor.dtype):
+            if isinstance(r, AllReduce | ReduceScatter) and self._narrows(r):
                 shards.append(_Sharded(r, self.wire, ctx, f"{number}.{i}"))
                 first.append(shards[-1].exchange())
             else:
                 first.append(self._cast(r))
         if first:
             yield tuple(first)
-        second = tuple(s.gather() for s in shards)
+        second = tuple(gather for s in shards if (gather := s.gather()) is not None)
         if second:
             yield second
             for s in shards:
                 s.finish()
 
 
-class _Sharded:
-    """One all-reduce as all-to-all, local fp32 sum and all-gather. Shard r belongs to rank r."""
+def _accumulating(collectives: frozenset[str]) -> frozenset[str]:
+    """The kinds of requests left when 16-bit sums are made locally."""
+    extra = {"all_to_all", "all_gather"} if "all_reduce" in collectives else {"all_to_all"}
+    return (collectives - {"all_reduce", "reduce_scatter"}) | extra
 
-    def __init__(self, request: AllReduce, wire: Wire, ctx: StepContext, name: str) -> None:
+
+class _Sharded:
+    """One sum over ranks as all-to-all, local fp32 sum and, for an all-reduce, all-gather. Shard r is rank r's."""
+
+    def __init__(self, request: AllReduce | ReduceScatter, wire: Wire, ctx: StepContext, name: str) -> None:
         self.request, self.wire, self.world = request, wire, ctx.world_size
-        tensor = request.tensor
-        self.numel = tensor.numel()
+        self.source = (request.tensor if isinstance(request, AllReduce) else request.input).reshape(-1)
+        self.numel = self.source.numel()
         self.shard = -(-self.numel // self.world)
-        whole = (self.shard * self.world,)
-        self.sent = ctx.scratch(f"fp32 {name} sent", whole, wire.dtype, tensor.device)
-        self.received = ctx.scratch(f"fp32 {name} received", whole, wire.dtype, tensor.device)
-        self.mine = ctx.scratch(f"fp32 {name} mine", (self.shard,), wire.dtype, tensor.device)
+        whole, device = (self.shard * self.world,), self.source.device
+        self.sent = ctx.scratch(f"fp32 {name} sent", whole, wire.dtype, device)
+        self.received = ctx.scratch(f"fp32 {name} received", whole, wire.dtype, device)
+        if isinstance(request, AllReduce):
+            self.mine = ctx.scratch(f"fp32 {name} mine", (self.shard,), wire.dtype, device)
 
     def exchange(self) -> AllToAll:
         scale = 1.0 / self.world if self.request.op == "mean" else 1.0
-        encode(self.request.tensor.reshape(-1), self.sent[: self.numel], scale, self.wire)
+        encode(self.source, self.sent[: self.numel], scale, self.wire)
         self.sent[self.numel :].zero_()
-        if self.request.sent is not None:
+        if isinstance(self.request, AllReduce) and self.request.sent is not None:
             self.request.sent.view(-1).copy_(self.sent[: self.numel]).mul_(1.0 / scale)
         return AllToAll(self.sent, self.received)
 
-    def gather(self) -> AllGather:
+    def gather(self) -> AllGather | None:
+        """Sum this rank's shard; what is left to send, if anything."""
         total = self.received.view(self.world, self.shard).sum(0, dtype=torch.float32)  # (shard,) fp32
+        if isinstance(self.request, ReduceScatter):
+            self.request.output.copy_(total)
+            return None
         encode(total, self.mine, 1.0, self.wire)
         return AllGather(self.mine, self.received)
 
     def finish(self) -> None:
-        self.request.tensor.view(-1).copy_(self.received[: self.numel])
+        if isinstance(self.request, AllReduce):
+            self.request.tensor.view(-1).copy_(self.received[: self.numel])

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from commhooks.errors import HookConfigError, StateError
 
 from ch_ddp.averaging import Params, average_parameters
 from ch_ddp.subgroups import part_of, ready
+from commhooks.errors import HookConfigError, StateError
 
 
 class ModelAverager(ABC):

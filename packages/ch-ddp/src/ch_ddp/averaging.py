@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from commhooks.transport import ProcessGroupTransport
 
 Params = Iterable[torch.Tensor] | Iterable[Mapping[str, Any]]

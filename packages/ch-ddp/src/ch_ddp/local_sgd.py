@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from ch_ddp.subgroups import part_of, ready
 from commhooks.ddp import as_hook
 from commhooks.errors import HookConfigError, StateError
 from commhooks.reduction import Plain
 from commhooks.streams import future_for
 from commhooks.typing import GradBucket
-
-from ch_ddp.subgroups import part_of, ready
 
 
 class PostLocalSGDState:

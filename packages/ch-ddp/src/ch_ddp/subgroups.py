@@ -1,6 +1,7 @@
 """Equal parts of a process group, each a process group of its own."""
 
 import torch.distributed as dist
+
 from commhooks.errors import HookConfigError
 
 Group = dist.ProcessGroup

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from commhooks.errors import HookConfigError
 from torch.optim import Optimizer
+
+from commhooks.errors import HookConfigError
 
 _SHARED = ("param_groups", "state", "defaults")
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
+
+from ch_ddp.reductions import Accumulate, Rounding
 from commhooks.ddp import BareHook, as_hook
 from commhooks.errors import HookConfigError
 from commhooks.reduction import Reduction
 from commhooks.typing import GradBucket
 from commhooks.wire import NAMES, WireCast
-
-from ch_ddp.reductions import Accumulate, Rounding
 
 Dtype = Literal["bf16", "fp16"]
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]

@@ -24,7 +24,7 @@ def commhooks_specs() -> Iterable[HookSpec]:
             },
             capabilities=frozenset({"lossy", "stateful", "error_feedback", "checkpointable", "changes_dtype"}),
             needs=_FLOATS,
-            example="quant8(block=256)",
+            example="quant8(error_feedback=True)",
             paper="https://arxiv.org/abs/2306.10209",
         ),
         HookSpec(

@@ -12,6 +12,7 @@ four bytes. A row that is not finite has a scale of NaN, and arrives as NaN.
 from typing import Any
 
 import torch
+
 from commhooks import AllGather, Bucket, HookConfigError, Reduction, Stages, StepContext
 
 LEVELS = 255

@@ -22,6 +22,7 @@ A block that is not finite has a scale that is not, and arrives as NaN or inf.
 from typing import Any
 
 import torch
+
 from commhooks import (
     AllGather,
     AllToAll,

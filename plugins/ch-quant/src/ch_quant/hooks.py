@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from commhooks import GradBucket, as_hook
 
 from ch_quant.affine import quantize_per_channel, quantize_per_tensor
 from ch_quant.blocks import BlockQuantized
+from commhooks import GradBucket, as_hook
 
 _PER_TENSOR = as_hook(quantize_per_tensor(), "quantization_pertensor_hook")
 _QUANT8 = as_hook(BlockQuantized(), "quant8_hook")

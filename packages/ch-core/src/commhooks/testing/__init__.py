@@ -1,5 +1,25 @@
-"""Test kit: real gloo processes, simulated ranks, and the contract that every hook must pass."""
+"""Test kit: real gloo processes, simulated ranks, and the contract that every hook must pass.
 
+Needs pytest (``pip install ch-core[testing]``). Names are imported when first used.
+"""
+
+from typing import TYPE_CHECKING
+
+from commhooks.lazy import lazy
 from commhooks.testing.spawn import WorkerError, spawn
 
-__all__ = ["WorkerError", "spawn"]
+if TYPE_CHECKING:
+    from commhooks.testing.contract import HookContract
+    from commhooks.testing.faulty import Faulty, Injected
+    from commhooks.testing.ranks import SimulatedRanks
+
+__all__ = ["Faulty", "HookContract", "Injected", "SimulatedRanks", "WorkerError", "spawn"]
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "contract": "HookContract",
+        "faulty": "Faulty Injected",
+        "ranks": "SimulatedRanks",
+    },
+)

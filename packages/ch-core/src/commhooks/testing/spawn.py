@@ -18,7 +18,14 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-_PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "commhooks.attaching", "commhooks.ddp"]
+_PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.distributed.fsdp",
+    "commhooks.attaching",
+    "commhooks.ddp",
+]
 
 
 class WorkerError(AssertionError):

@@ -1,0 +1,132 @@
+"""FSDP2 inside the node, compression between the nodes: 2 shards x 2 replicas on this machine.
+
+    python docs/examples/fsdp2_hsdp.py [HOOK ...] [--steps 150] [--seeds 3] [--record]
+
+A small GPT is sharded over pairs of ranks (the 1-D shard mesh, "inside the node"); commhooks reduces between the two
+replicas of each shard. Every hook starts from the same weights and sees the same text. Printed are the bytes that
+rank 0 sends per step, as a bandwidth-optimal collective would, on each axis, and the held-out loss over the seeds.
+Everything runs on CPU over gloo; for two nodes of eight GPUs the mesh would be (2, 8) and nothing else would change.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import bench_report
+import gpt
+import launch
+import text
+import torch
+import torch.distributed as dist
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+import commhooks
+
+HOOKS = ["allreduce", "bf16_compress(accumulate='fp32')", "powersgd(rank=4)", "bf16_wrapper(powersgd(rank=4))"]
+CONTEXT, BATCH, WINDOWS = 64, 8, 64
+
+
+def build(vocab: int, width: int, seed: int, device: torch.device) -> FSDPModule:
+    """A GPT of two blocks, each block and the rest sharded over this rank's pair."""
+    torch.manual_seed(seed)
+    model = gpt.GPT(vocab, CONTEXT, width, layers=2, heads=4).to(device)
+    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["shard"])
+    return fully_shard(model, mesh=mesh["shard"])
+
+
+def train(expr: str, seed: int, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
+    """Train one model with one hook; its held-out loss, and the handle's figures."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    data = text.load()
+    model = build(data.vocab, args.width, seed, device)
+    handle = commhooks.attach(model, expr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    batches = text.Batches(data.train, BATCH, CONTEXT, rank, seed)
+    for step in range(args.steps):
+        x, y = (t.to(device) for t in batches[step])
+        optimizer.zero_grad()
+        model(x, y).backward()
+        optimizer.step()
+    stats = handle.stats()
+    if expr != "allreduce" and stats["compressed_steps"] != args.steps:
+        raise RuntimeError(f"{expr} compressed {stats['compressed_steps']:.0f} of {args.steps} steps")
+    x, y = (t[rank::world].to(device) for t in text.validation(data.val, CONTEXT, WINDOWS))
+    with torch.no_grad():
+        loss = model(x, y)
+    dist.all_reduce(loss)
+    return {"hook": expr, "seed": seed, "loss": loss.item() / world, "steps": args.steps, "stats": stats}
+
+
+def worker(rank: int, world: int, device: torch.device, args: argparse.Namespace, out: Path) -> None:
+    """All hooks and seeds, one after another; rank 0 keeps the results."""
+    runs = [train(expr, seed, device, args) for expr in args.hooks for seed in range(args.seeds)]
+    if rank == 0:
+        out.write_text(json.dumps(runs))
+
+
+def table(runs: list[dict[str, Any]]) -> Table:
+    """One row per hook."""
+    found = Table(title="2 shards x 2 replicas: bytes sent by rank 0 per step", box=box.SIMPLE)
+    found.add_column("hook", no_wrap=True)
+    for heading in ("shard axis", "replicate axis", "against fp32", "held-out loss", "seeds"):
+        found.add_column(heading, justify="right")
+    plain = None
+    for expr in dict.fromkeys(run["hook"] for run in runs):
+        mine = [run for run in runs if run["hook"] == expr]
+        stats, steps = mine[0]["stats"], mine[0]["steps"]
+        shard, between = (stats.get(f"{axis}_wire_bytes") for axis in ("shard", "replicate"))
+        plain = plain or between
+        losses = [run["loss"] for run in mine]
+        found.add_row(
+            expr,
+            f"{shard / steps:,.0f}" if shard is not None else "torch's own",
+            f"{between / steps:,.0f}",
+            f"{plain / between:.1f} x less" if between < plain else "",
+            f"{statistics.mean(losses):.4f}",
+            f"{min(losses):.4f} - {max(losses):.4f}",
+        )
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "hooks", nargs="*", metavar="HOOK", help="expressions; the first is what the others are held to"
+    )
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--json", type=Path, help="keep all figures there")
+    parser.add_argument("--record", action="store_true", help="keep the output as docs/measured/NAME-DATE.md")
+    words = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(words)
+    args.hooks = args.hooks or HOOKS
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "runs.json"
+        launch.launch(worker, 4, args, out)
+        runs = json.loads(out.read_text())
+    if args.json is not None:
+        args.json.write_text(json.dumps(runs))
+    console = Console(record=True, width=120)
+    console.print(table(runs))
+    if args.record:
+        command = " ".join(["python docs/examples/fsdp2_hsdp.py", *words])
+        console.print(f"recorded in {bench_report.record('fsdp2-hsdp', command, console)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

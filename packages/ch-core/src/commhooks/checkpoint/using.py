@@ -1,0 +1,162 @@
+"""Saving and loading: the state of an attached handle, an unattached one, or a bare :class:`HookState`."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from commhooks.bucket import BucketLayout
+from commhooks.checkpoint.fitting import fits
+from commhooks.checkpoint.reading import FORMAT, Saved, read, shown
+from commhooks.checkpoint.worlds import for_rank
+from commhooks.errors import StateError
+from commhooks.naming import ParamTable, translate
+from commhooks.reduction import Reduction
+from commhooks.state import HookState, Place
+
+if TYPE_CHECKING:
+    from commhooks.handle import CommHook
+
+log = logging.getLogger("commhooks")
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who saves or loads: everything that is known about the place, which is little before attaching."""
+
+    state: HookState
+    expr: str
+    config: dict[str, Any] | None
+    reduction: Reduction | None
+    layout: BucketLayout | None
+    place: Place | None  # None: there is no process group yet
+
+    @property
+    def params(self) -> ParamTable:
+        if self.layout is not None:
+            return tuple((p.name, p.shape) for p in self.layout.params)
+        return self.state.params
+
+    @property
+    def fields(self) -> dict[str, str]:
+        return dict(self.reduction.fields) if self.reduction is not None else {}
+
+
+def state_dict(hook: "CommHook | HookState") -> dict[str, Any]:
+    """The committed state on this rank, copied; a finished step is committed or rolled back first.
+
+    Args:
+        hook: a handle, or the state of a hook given to ``register_comm_hook``.
+
+    Raises:
+        StateError: a foreign hook that keeps its state itself.
+    """
+    holder = _holder(hook)
+    holder.state.settle()
+    entries: dict[str, dict[str, torch.Tensor]] = {}
+    fields, place = holder.fields, holder.place or Place(0, 1)
+    for name, field, tensor in holder.state.entries():
+        entries.setdefault(name, {})[field] = tensor.detach().clone()
+        fields.setdefault(field, "local")  # nothing is known of it: keep every rank's own
+    return {
+        "format": FORMAT,
+        "expr": holder.expr,
+        "config": holder.config,
+        "world_size": place.world_size,
+        "rank": place.rank,
+        "step": holder.state.step,
+        "params": [[name, list(shape)] for name, shape in holder.params],
+        "fields": fields,
+        "entries": entries,
+    }
+
+
+def load_state_dict(hook: "CommHook | HookState", saved: Mapping[str, Any], *, world_change: str = "error") -> None:
+    """Go on from a saved state; all or nothing.
+
+    Args:
+        hook: a handle, attached or not, or the state of a hook given to ``register_comm_hook``.
+        saved: from :func:`state_dict` or :func:`merge`, usually through ``torch.load(..., weights_only=True)``.
+        world_change: what happens to residuals that are not this rank's own. ``"error"``; ``"mean"``: ``saved`` is
+            merged, every rank goes on from the mean; ``"reset"``: they are dropped, what all ranks share is kept.
+
+    Raises:
+        StateError: malformed, not finite, or of another hook, configuration, model, rank or world size. Nothing has
+            been changed.
+    """
+    holder = _holder(hook)
+    found = read(saved)
+    _same_hook(found, holder)
+    translation = translate(found.params, holder.params)
+    entries = {
+        (translation.get(name, name), field): tensor
+        for (name, field), tensor in for_rank(found, holder.place, world_change).items()
+    }
+    table = holder.params or found.params
+    world = holder.place.world_size if holder.place is not None else found.world_size
+    fits(entries, table, found.step, holder.reduction, holder.layout, world)
+    device = holder.layout.device if holder.layout is not None else None
+    copied = {key: torch.empty_like(t, device=device).copy_(t) for key, t in entries.items()}
+    holder.state.settle()  # a step that is still open belongs to what is replaced
+    place = holder.place
+    if place is None and found.rank is not None and world_change != "reset":
+        place = Place(found.rank, found.world_size, loaded=True)  # verified when the hook is attached
+    holder.state.replace(copied, found.step, table, place)
+
+
+def _holder(hook: "CommHook | HookState") -> Holder:
+    if isinstance(hook, HookState):
+        return _bare(hook)
+    state = hook.state
+    if not isinstance(state, HookState):
+        raise StateError(f"{hook.expr} keeps its state itself ({type(state).__name__}); save it by its own means")
+    engine = hook.binding.engine if hook.binding is not None else None
+    place = Place(engine.transport.rank, engine.transport.world_size) if engine is not None else _place(hook.process_group)
+    layout = hook.binding.layout if hook.binding is not None else None
+    return Holder(state, hook.expr, hook.full, hook.reduction, layout, place)
+
+
+def _bare(state: HookState) -> Holder:
+    engine = state.engine
+    if engine is None:
+        return Holder(state, "", None, None, None, _place(getattr(state, "process_group", None)))
+    place = Place(engine.transport.rank, engine.transport.world_size)
+    return Holder(state, repr(engine.reduction), None, engine.reduction, None, place)
+
+
+def _place(group: dist.ProcessGroup | None) -> Place | None:
+    if dist.is_available() and dist.is_initialized():
+        return Place(dist.get_rank(group), dist.get_world_size(group))
+    return None
+
+
+def _same_hook(found: Saved, holder: Holder) -> None:
+    if found.config is not None and holder.config is not None:
+        if not alike(found.config, holder.config):
+            options = " with other options, or of another provider" if found.expr == holder.expr else ""
+            raise StateError(f"the state was saved by {shown(found.expr)}{options}; this hook is {shown(holder.expr)}")
+        if not alike(found.config, holder.config, ignored=()):
+            log.warning("the state of %s was saved by another version of its package", holder.expr)
+    if holder.reduction is not None and set(found.fields) - set(holder.fields):
+        raise StateError(
+            f"the state of {shown(found.expr)} has the fields {shown(sorted(found.fields))}; {holder.expr} keeps "
+            f"{shown(sorted(holder.fields))}"
+        )
+    for field, locality in holder.fields.items():
+        if found.fields.get(field, locality) != locality:
+            raise StateError(f"field {shown(field)} was saved as {found.fields[field]}; {holder.expr} keeps it {locality}")
+
+
+def alike(saved: object, own: object, ignored: tuple[str, ...] = ("version",)) -> bool:
+    """Whether two configurations are the same but for versions. Goes no deeper than ``own``, whatever was saved."""
+    if type(saved) is not type(own):
+        return False
+    if isinstance(own, dict) and isinstance(saved, dict):
+        keys = own.keys() - set(ignored)
+        return saved.keys() - set(ignored) == keys and all(alike(saved[k], own[k], ignored) for k in keys)
+    if isinstance(own, list) and isinstance(saved, list):
+        return len(saved) == len(own) and all(alike(a, b, ignored) for a, b in zip(saved, own, strict=True))
+    return isinstance(own, bool | int | float | str | type(None)) and saved == own

@@ -1,0 +1,60 @@
+"""Names of parameters: the table a state is keyed by, and the translation between names and positions.
+
+Where a hook sees no names (``register_comm_hook``), parameters are called by position in model order and shape:
+``"0:50x50"``. Tables of both kinds describe the same model when the shapes agree, place by place.
+"""
+
+from collections.abc import Sequence
+
+from commhooks.errors import StateError
+
+ParamTable = tuple[tuple[str, tuple[int, ...]], ...]
+"""Names and shapes of a model's trainable parameters, in model order."""
+
+
+def translate(old: ParamTable, new: ParamTable) -> dict[str, str]:
+    """Names of ``old`` -> names of ``new``: by name, or by place where either side knows no names.
+
+    Raises:
+        StateError: the tables are of different models; the message names the first differences.
+    """
+    if not old or not new or old == new:
+        return {}
+    if positional(old) != positional(new):
+        if [shape for _, shape in old] == [shape for _, shape in new]:
+            return {a: b for (a, _), (b, _) in zip(old, new, strict=True)}
+        raise StateError(
+            f"this state does not fit the model: it was kept by position, for {len(old)} parameters of shapes "
+            f"{few([s for _, s in old])}; the other side has {len(new)} of shapes {few([s for _, s in new])}"
+        )
+    before, after = dict(old), dict(new)
+    problems = [f"{n!r} is not in the model" for n in before if n not in after]
+    problems += [f"{n!r} is not in the state" for n in after if n not in before]
+    problems += [
+        f"{n!r} has shape {before[n]} in the state, {after[n]} in the model"
+        for n in before
+        if n in after and before[n] != after[n]
+    ]
+    if problems:
+        raise StateError(f"this state does not fit the model: {few(problems)}")
+    return {}
+
+
+def positional(table: ParamTable) -> bool:
+    """Whether the parameters are called by position and shape."""
+    return all(name == position_name(i, shape) for i, (name, shape) in enumerate(table))
+
+
+def position_name(position: int, shape: Sequence[int]) -> str:
+    """What a parameter is called where no name is seen.
+
+    >>> position_name(0, (50, 50))
+    '0:50x50'
+    """
+    return f"{position}:{'x'.join(map(str, shape))}"
+
+
+def few(items: Sequence[object]) -> str:
+    """The first few of them, and how many more."""
+    text = ", ".join(str(item) for item in items[:4])
+    return text + (f" and {len(items) - 4} more" if len(items) > 4 else "")

@@ -1,0 +1,68 @@
+"""Faults to inject into any reduction: an exception at a chosen stage, once."""
+
+from collections.abc import Hashable
+from typing import Literal
+
+from commhooks.bucket import Bucket, BucketLayout
+from commhooks.reduction import Reduction, Stages, StepContext
+from commhooks.requests import StagePlan, as_tuple
+
+Where = Literal["encode", "between", "decode"]
+WHERE: tuple[Where, ...] = ("encode", "between", "decode")
+
+
+class Injected(RuntimeError):
+    """The exception that :class:`Faulty` raises."""
+
+
+class Faulty(Reduction):
+    """A reduction that raises :class:`Injected` when it is told to, and else does what ``inner`` does.
+
+    Args:
+        inner: the reduction under test.
+
+    Example:
+        >>> from commhooks.reduction import Plain
+        >>> faulty = Faulty(Plain())
+        >>> faulty.arm("decode")     # the next bucket fails after its last collective
+        >>> faulty.armed
+        'decode'
+    """
+
+    def __init__(self, inner: Reduction) -> None:
+        self.inner = inner
+        self.name, self.granularity = inner.name, inner.granularity
+        self.collectives, self.lossy = inner.collectives, inner.lossy
+        self.fields = inner.fields  # type: ignore[misc]
+        self.armed: Where | None = None
+
+    def arm(self, where: Where) -> None:
+        """Fail at the next bucket: before its first collective, between two, or after the last."""
+        self.armed = where
+
+    def phase(self, step: int) -> Hashable:
+        return self.inner.phase(step)
+
+    def routes(self, layout: BucketLayout, step: int) -> dict[str, str]:
+        return self.inner.routes(layout, step)
+
+    def plan(self, layout: BucketLayout, ctx: StepContext) -> tuple[StagePlan, ...]:
+        return self.inner.plan(layout, ctx)
+
+    def start(self, bucket: Bucket, ctx: StepContext) -> Stages:
+        return self.run(bucket, ctx)
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
+        where, self.armed = self.armed, None
+        inner = self.inner.start(bucket, ctx)
+        try:
+            if where == "encode":
+                raise Injected("injected at encode")
+            for number, requests in enumerate(inner):
+                if where == "between" and number == 1:
+                    raise Injected("injected between collectives")
+                yield as_tuple(requests)
+            if where is not None:  # a bucket of one stage has no between
+                raise Injected("injected at decode")
+        finally:
+            inner.close()

@@ -1,0 +1,164 @@
+"""The part of the contract about the averaged gradient, over simulated ranks."""
+
+import pytest
+import torch
+
+from commhooks.testing.case import Case, finite
+from commhooks.testing.data import all_ranks, average, distance, parameters, same_bits
+from commhooks.testing.ranks import SimulatedRanks, Step
+
+
+def run(ranks: SimulatedRanks, like: dict[str, torch.Tensor], steps: int, first: int = 0) -> list[Step]:
+    """Steps on gradients that differ by rank and step; every error is raised."""
+    done = []
+    for step in range(first, first + steps):
+        done.append(ranks.step(all_ranks(like, ranks.world_size, step)))
+        for error in done[-1].errors:
+            if error is not None:
+                raise error
+    return done
+
+
+class Numbers(Case):
+    """Checks of results."""
+
+    def test_all_ranks_get_the_same_bits(self) -> None:
+        self.needs_average()
+        like = parameters()
+        for world in self.world_sizes:
+            for step in run(self.ranks(world, like), like, 4):
+                for rank in range(1, world):
+                    assert same_bits(step.gradients[0], step.gradients[rank]) == [], f"ranks 0 and {rank} of {world}"
+
+    def test_equals_the_average_within_tolerance(self) -> None:
+        self.needs_average()
+        like = parameters()
+        for world in self.world_sizes:
+            error = self._error(world, like)
+            assert error <= self.allowed(), f"relative error {error:.3g} on {world} ranks, allowed {self.allowed():.3g}"
+
+    def _error(self, world: int, like: dict[str, torch.Tensor]) -> float:
+        """Of one step; with residuals, of the sum of many steps with constant gradients."""
+        ranks, every = self.ranks(world, like), all_ranks(like, world, 0)
+        wanted, steps = average(every), self.steps if self.local_fields else 1
+        total = {name: torch.zeros(t.shape, dtype=torch.float64) for name, t in like.items()}
+        for _ in range(steps):
+            for name, found in ranks.step(every).gradients[0].items():
+                total[name] += found.double() / steps
+        return distance(total, wanted)
+
+    def test_compresses(self) -> None:
+        wanted = self.compresses if self.compresses is not None else self.lossy and self.averages
+        if not wanted:
+            pytest.skip("does not promise to send less")
+        like = parameters()
+        ranks = self.ranks(2, like)
+        run(ranks, like, 3)
+        assert ranks.engines[0].counters.compressed_steps > 0, "no step sent less than plain averaging would have"
+
+    def test_input_is_sent_plus_residual(self) -> None:
+        if "residual" not in self.local_fields:
+            pytest.skip("keeps no residual")
+        like = parameters()
+        for world in self.world_sizes:
+            ranks = self.ranks(world, like)
+            before: list[dict[str, torch.Tensor]] = [{} for _ in range(world)]
+            for step in range(4):
+                every = all_ranks(like, world, step)
+                result = ranks.step(every)
+                after = [_residuals(one) for one in ranks.save()]
+                self._conserved(every, before, result.gradients[0], after)
+                before = after
+
+    def _conserved(
+        self,
+        every: list[dict[str, torch.Tensor]],
+        before: list[dict[str, torch.Tensor]],
+        out: dict[str, torch.Tensor],
+        after: list[dict[str, torch.Tensor]],
+    ) -> None:
+        """``mean(gradient + old residual) = averaged gradient + mean(new residual)``, over all that has a residual."""
+        assert after[0], "no parameter has a residual: choose options that compress something"
+        error, size = 0.0, 0.0
+        for name in after[0]:
+            given = _mean([_as_stored(one[name]) for one in every])
+            if all(name in one for one in before):
+                given = given + _mean([one[name].double().flatten() for one in before])
+            kept = _as_stored(out[name]) + _mean([one[name].double().flatten() for one in after])
+            error, size = error + float((given - kept).square().sum()), size + float(given.square().sum())
+        relative = (error / size) ** 0.5
+        assert relative <= self.conserved(), f"input and sent + residual differ by {relative:.3g}"
+
+    def test_bucket_size_changes_nothing(self) -> None:
+        if self.reduction.granularity != "tensor":
+            pytest.skip("treats a bucket as one vector, and says so")
+        like = parameters()
+        runs = [run(self.ranks(2, like, buckets), like, 3) for buckets in (1, 2, 5)]
+        for other in runs[1:]:
+            for a, b in zip(runs[0], other, strict=True):
+                assert same_bits(a.gradients[0], b.gradients[0]) == []
+
+    def test_deterministic(self) -> None:
+        like = parameters()
+        first, second = (run(self.ranks(2, like), like, 3) for _ in range(2))
+        for a, b in zip(first, second, strict=True):
+            assert same_bits(a.gradients[1], b.gradients[1]) == []
+
+    def test_dtypes(self) -> None:
+        self.needs_average()
+        for dtype in self.dtypes:
+            if dtype == torch.float32:
+                continue  # every other check
+            like = parameters(dtype)
+            allowed = max(self.allowed(dtype), self.allowed(), 8 * torch.finfo(dtype).eps)
+            error = self._error(2, like)
+            assert error <= allowed, f"{dtype}: relative error {error:.3g}, allowed {allowed:.3g}"
+            result = run(self.ranks(2, like), like, 2)[-1].gradients[0]
+            assert all(result[name].dtype == dtype for name in result)
+
+    def test_unused_parameter_comes_late(self) -> None:
+        """A gradient that is zero on one rank, then on all, then there: finite, and right again."""
+        self.needs_average()
+        like, world = parameters(), 2
+        ranks = self.ranks(world, like)
+        for step in range(6):
+            every = all_ranks(like, world, step)
+            for rank in range(world if step < 3 else 1 if step < 4 else 0):
+                every[rank]["head.weight"].zero_()
+                every[rank]["embed.weight"].zero_()
+            result = ranks.step(every)
+            assert finite(result.gradients[0]), f"step {step}"
+            if step < 3 and self.reduction.granularity == "tensor":
+                assert float(result.gradients[0]["head.weight"].abs().sum()) == 0.0, "zeros average to zeros"
+        assert float(result.gradients[0]["head.weight"].norm()) > 0
+
+    def test_single_rank(self) -> None:
+        like = parameters()
+        assert finite(run(self.ranks(1, like), like, 2)[-1].gradients[0])
+
+    def test_bytes_as_declared(self) -> None:
+        like = parameters()
+        ranks = self.ranks(2, like)
+        for number in range(3):
+            run(ranks, like, 1, number)
+            engine, transport = ranks.engines[0], ranks.transports[0]
+            status = (ranks.world_size + 1) * 4 * (number + 1) if engine.counters.traffic.rounds else 0
+            declared = engine.counters.traffic.payload_bytes
+            assert transport.payload - status == declared, "what was sent is not what the plan says"
+        if self.reduction.granularity == "tensor" and self.reduction.phase(0) == self.reduction.phase(2):
+            assert 3 * ranks.handles[0].payload_per_step() == declared
+
+
+def _residuals(saved: dict[str, object]) -> dict[str, torch.Tensor]:
+    entries = saved["entries"]
+    assert isinstance(entries, dict)
+    return {name: row["residual"].double() for name, row in entries.items() if "residual" in row}
+
+
+def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers in memory order, in which residuals are kept."""
+    return tensor.as_strided((tensor.numel(),), (1,)).double()
+
+
+def _mean(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(tensors).mean(0)

@@ -1,0 +1,43 @@
+"""The part of the contract on two gloo processes: one world per class, each check a test of its own."""
+
+from typing import Any
+
+import pytest
+
+from commhooks.testing.case import Case
+from commhooks.testing.spawn import spawn
+from commhooks.testing.worker import CHECKS, Order, main
+
+_DONE: dict[str, Any] = {}  # class -> outcomes, or the exception that ended the world
+
+
+@pytest.mark.timeout(120)
+class Processes(Case):
+    """Checks over ``DistributedDataParallel``, several buckets, real collectives."""
+
+    def order(self) -> Order:
+        reduction = self.handle.reduction
+        return Order(
+            self.expr,
+            max(self.allowed(), 1e-6),
+            self.steps if self.local_fields else 1,
+            self.averages,
+            self.lossy and self.averages if self.compresses is None else self.compresses,
+            reduction is None or reduction.granularity == "tensor",
+        )
+
+    @pytest.mark.parametrize("check", list(CHECKS))
+    def test_gloo(self, check: str) -> None:
+        if any(spec.provider == "local" for spec in self.specs):
+            pytest.skip("registered in this process; the gloo processes see installed hooks only")
+        key = f"{type(self).__module__}.{type(self).__qualname__}"
+        if key not in _DONE:
+            try:
+                _DONE[key] = spawn(main, 2, self.order(), timeout=self.timeout, group_timeout=20.0)
+            except Exception as error:  # every check of this world is told
+                _DONE[key] = error
+        if isinstance(_DONE[key], Exception):
+            raise _DONE[key]
+        for rank, outcomes in enumerate(_DONE[key]):
+            text, _ = outcomes[check]
+            assert not text, f"rank {rank}:\n{text}"

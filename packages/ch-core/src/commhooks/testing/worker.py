@@ -1,0 +1,286 @@
+"""The part of the contract that needs real processes: what each gloo rank runs. Imported by the ranks."""
+
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from commhooks.compose import Builder
+from commhooks.errors import AttachError, RankMismatchError, RemoteHookError
+from commhooks.expression import Node, canonical
+from commhooks.reduction import Reduction
+from commhooks.testing.data import distance, same_bits
+from commhooks.testing.faulty import WHERE, Faulty, Injected
+
+Grads = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the ranks are told of the hook under test."""
+
+    expr: str | Mapping[str, Any]
+    tolerance: float
+    steps: int  # over which the sum must come near that of the averages
+    averages: bool
+    compresses: bool
+    any_bucket: bool  # whether another bucket size changes nothing
+
+
+class Model(torch.nn.Module):
+    """Some of everything: matrices, a transposed one, a prime, a scalar, an empty one, one that may stay unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(48, 64)
+        self.turned = torch.nn.Parameter(torch.randn(32, 64).t() / 8)  # (64, 32), stored as (32, 64)
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+        self.empty = torch.nn.Parameter(torch.empty(0, 3))
+        self.last = torch.nn.Linear(32, 101)
+        self.late = torch.nn.Linear(32, 64)
+
+    def forward(self, x: torch.Tensor, late: bool = True) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x)) @ self.turned * self.scale
+        out = self.last(hidden).square().mean() + self.empty.sum()
+        return out + self.late(hidden).square().mean() if late else out
+
+
+def wrapped(cap: float = 0.01, **options: Any) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(Model(), bucket_cap_mb=cap, **options)
+
+
+def backward(model: DistributedDataParallel, step: int, late: bool = True, micro: int = 1) -> Grads:
+    """Gradients after one backward (of ``micro`` micro-batches, all but the last without synchronisation)."""
+    model.zero_grad()
+    for number in range(micro):
+        generator = torch.Generator().manual_seed(1000 * step + 10 * number + dist.get_rank())
+        x = torch.randn(8, 48, generator=generator)
+        with model.no_sync() if number < micro - 1 else nullcontext():
+            model(x, late).backward()
+    return grads(model)
+
+
+def grads(model: DistributedDataParallel) -> Grads:
+    return {n: p.grad.detach().clone() for n, p in model.module.named_parameters() if p.grad is not None}
+
+
+def everywhere_the_same(found: Grads) -> None:
+    flat = torch.cat([t.reshape(-1) for t in found.values()])
+    every = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, flat)
+    for rank, other in enumerate(every):
+        assert torch.equal(every[0].nan_to_num(7.0), other.nan_to_num(7.0)), f"ranks 0 and {rank} have other gradients"
+
+
+def near(total: Grads, wanted: Grads, allowed: float) -> None:
+    assert total.keys() == wanted.keys()
+    error = distance(total, wanted)
+    assert error <= allowed, f"relative error {error:.3g} against the exact average, allowed {allowed:.3g}"
+
+
+def summed(model: DistributedDataParallel, order: Order, check: bool = True, **how: Any) -> Grads:
+    """The mean over ``order.steps`` backwards of the same batch."""
+    total: Grads = {}
+    for _ in range(order.steps):
+        found = backward(model, 0, **how)
+        if check and order.averages:
+            everywhere_the_same(found)
+        for name, grad in found.items():
+            total[name] = total.get(name, torch.zeros_like(grad)) + grad / order.steps
+    return total
+
+
+# -- the checks
+
+
+def attached(order: Order) -> None:
+    """``attach``, then steps over several buckets: same bits, near the average, counted, in use."""
+    model = wrapped()
+    handle = commhooks.attach(model, order.expr)
+    total = summed(model, order)
+    backward(model, 1)
+    handle.assert_active()
+    if order.averages:
+        near(total, summed(wrapped(), order), order.tolerance)
+    if order.compresses and handle.reduction is not None:
+        assert handle.stats()["compressed_steps"] > 0
+        assert handle.stats()["steps"] == order.steps + 1
+
+
+def registered(order: Order) -> None:
+    """The plain function with PyTorch's signature, through ``register_comm_hook``."""
+    hook, state = plain_hook(canonical(order.expr))
+    model = wrapped()
+    model.register_comm_hook(state, hook)
+    for step in range(3):
+        found = backward(model, step)
+        if order.averages:
+            everywhere_the_same(found)
+
+
+def plain_hook(node: Node) -> tuple[Callable[..., Any], object]:
+    """``commhooks.get`` for every level, and the state that its innermost hook takes."""
+    inner = node.get("inner")
+    if inner is not None:
+        hook, state = plain_hook(inner)
+        return commhooks.get(node["hook"], "wrapper")(hook), state
+    builder = Builder()
+    spec = builder.spec(node)
+    state = builder.registry.load(spec.state, spec)(None) if spec.state is not None else None
+    return commhooks.get(spec.id), state
+
+
+def accumulated(order: Order) -> None:
+    """``no_sync`` micro-batches: one call of the hook per synchronised backward, on the accumulated gradient."""
+    model = wrapped()
+    handle = commhooks.attach(model, order.expr)
+    total = summed(model, order, micro=2)
+    if order.averages:
+        near(total, summed(wrapped(), order, micro=2), order.tolerance)
+    if handle.reduction is not None:
+        assert handle.stats()["steps"] == order.steps
+
+
+def unused(order: Order) -> None:
+    """A layer that gets no gradient at first, with ``find_unused_parameters``."""
+    model = wrapped(find_unused_parameters=True)
+    commhooks.attach(model, order.expr)
+    for step in range(4):
+        found = backward(model, step, late=step >= 2)
+        if order.averages:
+            everywhere_the_same(found)
+        assert all(bool(g.isfinite().all()) for g in found.values())
+        assert bool(found.get("late.weight", torch.zeros(1)).any()) == (step >= 2)
+
+
+def views(order: Order) -> None:
+    """``gradient_as_bucket_view`` and ``static_graph`` change nothing."""
+    runs = []
+    for options in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
+        model = wrapped(1.0, **options)  # one bucket: the hook may depend on the bucket's size, not on these
+        commhooks.attach(model, order.expr)
+        runs.append([backward(model, step) for step in range(4)])
+    for other in runs[1:] if order.any_bucket else ():  # static_graph lays its buckets anew a step later
+        assert [same_bits(a, b) for a, b in zip(runs[0], other, strict=True)] == [[]] * 4
+
+
+def resumed(order: Order) -> None:
+    """Saved, wrapped anew with other buckets, loaded: bit for bit the uninterrupted run."""
+    whole, first = wrapped(), wrapped()
+    commhooks.attach(whole, order.expr)
+    saver = commhooks.attach(first, order.expr)
+    for step in range(3):
+        backward(whole, step)
+        backward(first, step)
+    if saver.reduction is None:
+        return
+    second = wrapped(0.02 if order.any_bucket else 0.01)
+    loader = commhooks.attach(second, order.expr)
+    loader.load_state_dict(saver.state_dict())
+    for step in range(3, 6):
+        a, b = backward(whole, step), backward(second, step)
+        if order.any_bucket:
+            assert same_bits(a, b) == [], f"step {step}"
+
+
+def not_finite(order: Order) -> None:
+    """Inf on one rank reaches all ranks; the next step is finite."""
+    model = wrapped()
+    commhooks.attach(model, order.expr)
+    backward(model, 0)
+    poison = model.module.last.bias.register_hook(lambda g: g * float("inf") if dist.get_rank() == 0 else g)
+    found = backward(model, 1)
+    poison.remove()
+    if order.averages:
+        assert not bool(found["last.bias"].isfinite().all()), "a non-finite gradient was hidden from the scaler"
+    assert all(bool(g.isfinite().all()) for g in backward(model, 2).values())
+
+
+def raising(order: Order) -> None:
+    """A reduction that raises on one rank: an error on every rank within a second, and the model goes on."""
+    handle = commhooks.create(order.expr)
+    if handle.reduction is None or not handle.reduction.collectives:
+        return
+    faulty = handle.built = Faulty(handle.reduction)
+    model = wrapped()
+    commhooks.attach(model, handle)
+    backward(model, 0)
+    for number, where in enumerate(WHERE):
+        if dist.get_rank() == 1:
+            faulty.arm(where)
+        dist.barrier()
+        begun = time.monotonic()
+        try:
+            backward(model, 1)
+        except (Injected, RemoteHookError) as error:
+            assert isinstance(error, Injected) == (dist.get_rank() == 1), repr(error)
+        else:
+            raise AssertionError(f"nothing was raised on rank {dist.get_rank()} ({where})")
+        assert time.monotonic() - begun < 1.0
+        found = backward(model, 2 + number)
+        if order.averages:
+            everywhere_the_same(found)
+
+
+def disagreeing(order: Order) -> None:
+    """Other options on one rank: every rank is told at ``attach``, before any gradient is sent."""
+    what: Any = order.expr if dist.get_rank() == 0 else _Other()
+    try:
+        commhooks.attach(wrapped(), what, timeout=10.0)
+    except RankMismatchError:
+        return
+    raise AssertionError("attach did not notice that the ranks use different hooks")
+
+
+class _Other(Reduction):
+    name = "another_hook"
+
+    def run(self, bucket: Any, ctx: Any) -> Any:
+        yield commhooks.AllReduce(bucket.buffer)
+
+
+def detached(order: Order) -> None:
+    """After ``detach`` the exact average; attaching again works; a second hook is a typed error."""
+    model = wrapped()
+    handle = commhooks.attach(model, order.expr)
+    backward(model, 0)
+    try:
+        commhooks.attach(model, order.expr)
+    except AttachError:
+        pass
+    else:
+        raise AssertionError("a second hook was attached")
+    handle.detach()
+    plain = wrapped()
+    for step in (0, 1):
+        wanted = backward(plain, step)
+        assert same_bits(backward(model, step), wanted) == []
+    commhooks.attach(model, order.expr).check()
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (attached, registered, accumulated, unused, views, resumed, not_finite, detached, raising, disagreeing)
+}
+
+
+def main(rank: int, world_size: int, order: Order) -> dict[str, tuple[str, float]]:
+    """Run every check; returns its traceback (empty if it passed) and seconds."""
+    outcomes = {}
+    for name, check in CHECKS.items():
+        begun = time.monotonic()
+        try:
+            check(order)
+            text = ""
+        except Exception:
+            text = traceback.format_exc()
+        outcomes[name] = (text, time.monotonic() - begun)
+    return outcomes

@@ -1,0 +1,43 @@
+"""An all-gather that gradients flow through."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from commhooks.transport import ProcessGroupTransport
+
+
+class AllGatherGrad(torch.autograd.Function):
+    """Gathers a tensor of every rank of a group and stacks them: ``(*shape)`` -> ``(W, *shape)``, in rank order.
+
+    Backward: what reaches rank r is the sum over all ranks of the gradient of slice r, that is, the gradient of the
+    sum of all ranks' losses with respect to its tensor.
+
+    ``AllGatherGrad.apply(tensor, group)``: ``tensor`` has one shape and dtype on all ranks; without a group it is the
+    default group.
+
+    Example:
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> everyone = AllGatherGrad.apply(x, None)
+        >>> everyone.pow(2).sum().backward()
+        >>> everyone.shape, x.grad
+        (torch.Size([1, 3]), tensor([2., 2., 2.]))
+        >>> dist.destroy_process_group()
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+        ctx.transport = transport = ProcessGroupTransport(group)
+        gathered = tensor.new_empty((transport.world_size, tensor.numel()))
+        transport.all_gather(gathered.view(-1), tensor.detach().reshape(-1)).wait(None)
+        return gathered.view(transport.world_size, *tensor.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = grads[0].contiguous().clone()
+        ctx.transport.all_reduce(total, "sum").wait(None)
+        return total[ctx.transport.rank], None

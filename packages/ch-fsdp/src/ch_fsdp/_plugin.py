@@ -1,0 +1,56 @@
+"""What ch-fsdp provides, as data; importing this loads no torch."""
+
+from collections.abc import Iterable
+
+from commhooks import HookSpec, hookimpl
+
+_LOSSY = frozenset({"lossy", "changes_dtype"})
+
+
+@hookimpl
+def commhooks_specs() -> Iterable[HookSpec]:
+    """FSDP1's hooks. FSDP2 has no hook function: there a reduction's name is given to ``commhooks.attach``."""
+    return (
+        HookSpec(
+            "allreduce",
+            "fsdp",
+            "ch_fsdp:allreduce_hook",
+            "averages the flat gradient of a NO_SHARD unit",
+            params={},
+        ),
+        HookSpec(
+            "reduce_scatter",
+            "fsdp",
+            "ch_fsdp:reduce_scatter_hook",
+            "averages the flat gradient of a sharded unit; each rank keeps its shard",
+            params={},
+        ),
+        HookSpec(
+            "fp16_compress",
+            "fsdp",
+            "ch_fsdp:fp16_compress_hook",
+            "as allreduce or reduce_scatter, with fp16 on the wire",
+            params={},
+            capabilities=_LOSSY,
+            aliases=("fp16",),
+        ),
+        HookSpec(
+            "bf16_compress",
+            "fsdp",
+            "ch_fsdp:bf16_compress_hook",
+            "as allreduce or reduce_scatter, with bf16 on the wire",
+            params={},
+            capabilities=_LOSSY,
+            aliases=("bf16",),
+        ),
+    )
+
+
+@hookimpl
+def commhooks_adapter() -> Iterable[tuple[str, str]]:
+    """FSDP1's wrapper class, and the class that ``fully_shard`` mixes into every module (FSDP2)."""
+    return (
+        ("torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel", "ch_fsdp.fsdp1:adapter"),
+        ("torch.distributed.fsdp.FSDPModule", "ch_fsdp.fsdp2:adapter"),
+        ("torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule", "ch_fsdp.fsdp2:adapter"),
+    )

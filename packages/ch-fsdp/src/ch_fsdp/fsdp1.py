@@ -1,0 +1,221 @@
+"""The adapter for FSDP1 (``FullyShardedDataParallel``): one trampoline on every unit, signature by sharding strategy.
+
+FSDP1 hands a hook a flat vector, so plain averaging and its 16-bit casts fit, whatever the strategy. Hybrid sharding,
+for which ``register_comm_hook`` refuses every hook, works: the trampoline reduce-scatters inside the shard group and
+then all-reduces between the replicas, each with the cast.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from ch_fsdp.agreement import Fields, agree_along
+from ch_fsdp.flat import FlatSum, fits_flat, flat_bucket, flat_layout, flat_version
+from ch_fsdp.hooks import divide_twice
+from ch_fsdp.private import Unit, is_inner, units
+from ch_fsdp.steps import Steps
+from commhooks.attaching import AttachOptions
+from commhooks.engine import Engine
+from commhooks.errors import AttachError, CommHooksError, HookNotSupportedError
+from commhooks.handle import CommHook
+from commhooks.reduction import Plain, Reduction
+from commhooks.state import DefaultState
+from commhooks.transport import ProcessGroupTransport
+
+Call = Callable[[str, torch.Tensor, torch.Tensor | None], None]
+
+
+class Slot:
+    """What one unit's trampoline calls at present."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.holder: str | None = None
+        self.call: Call | None = None
+        unit.register(self, trampoline)
+
+
+def trampoline(state: Slot, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
+    """The only hook ever put on a unit."""
+    assert state.call is not None  # noqa: S101 - set as soon as the slot is made
+    state.call(state.unit.name, grad, output)
+
+
+class FlatDriver:
+    """Reduces the flat gradients of all units.
+
+    Args:
+        reduction: plain averaging or a cast of it.
+        unit: any unit; all share groups and strategy.
+        timeout: seconds that one collective may take.
+    """
+
+    def __init__(self, reduction: Reduction, unit: Unit, timeout: float) -> None:
+        engines: dict[str, Engine] = {}
+        self._sums: dict[str, FlatSum] = {}
+        wanted = {"shard" if unit.sharded else "replicate": unit.group}
+        if unit.replicas is not None:
+            wanted["replicate"] = unit.replicas
+        for axis, group in wanted.items():
+            flat, whole = flat_version(reduction, scatter=axis == "shard")
+            divide_twice(flat, DefaultState(group))
+            self._sums[axis] = flat
+            engines[axis] = Engine(whole, ProcessGroupTransport(group), timeout=timeout)
+        self.steps = Steps(engines)
+
+    def __call__(self, name: str, grad: torch.Tensor, output: torch.Tensor | None) -> None:
+        if output is None:
+            self.steps.run("replicate", flat_bucket(name, grad))
+            return
+        self._sums["shard"].output = output
+        self.steps.run("shard", flat_bucket(name, grad))
+        self._sums["shard"].output = None
+        if "replicate" in self._sums:
+            self.steps.run("replicate", flat_bucket(name, output))
+
+
+class FSDP1Binding:
+    """A handle in place on an FSDP1 model."""
+
+    def __init__(self, model: FullyShardedDataParallel, handle: CommHook, options: AttachOptions) -> None:
+        refuse_inner(model)
+        self.units = list(units(model))
+        self._agree(handle, options)
+        self._timeout = options.timeout
+        self._slots = [u.registered if isinstance(u.registered, Slot) else Slot(u) for u in self.units]
+        self.engine: Engine | None = None
+        self._foreign = 0
+        self.driver: FlatDriver | None = None
+        reduction = carried(handle)
+        if reduction is not None:
+            self.driver = FlatDriver(reduction, self.units[0], options.timeout)
+            engines = self.driver.steps.engines
+            self.engine = engines.get("shard") or engines["replicate"]
+        call: Call = self.driver if self.driver is not None else self._foreign_call(handle)
+        for slot in self._slots:
+            slot.call, slot.holder = call, handle.expr
+        numels = {u.name: u.numel() for u in self.units}
+        self.layout = flat_layout(numels, self.units[0].dtype(), next(model.parameters()).device)
+
+    @property
+    def calls(self) -> int:
+        return self.driver.steps.calls if self.driver is not None else self._foreign
+
+    def stats(self) -> dict[str, float]:
+        return self.driver.steps.stats() if self.driver is not None else {"calls": float(self._foreign)}
+
+    def check(self) -> None:
+        if self.driver is not None:
+            self.driver.steps.check()
+
+    def detach(self) -> None:
+        plain = FlatDriver(Plain(), self.units[0], self._timeout)
+        for slot in self._slots:
+            slot.call, slot.holder = plain, None
+
+    def _agree(self, handle: CommHook, options: AttachOptions) -> None:
+        """Refuse what does not fit; on every rank of the group if on one."""
+        first = self.units[0]
+        refusal: CommHooksError | None = None
+        try:
+            fit(self.units, handle, options)
+        except CommHooksError as error:
+            refusal = error
+        if options.verify_ranks:
+            groups: list[tuple[dist.ProcessGroup, Fields]] = [(first.group, {})]
+            if first.replicas is not None:
+                groups.append((first.replicas, {}))
+            fields = {
+                "hook": [handle.expr, str(handle.full)],
+                "units": [f"{u.name}: {u.numel()}{' sharded' if u.sharded else ''}" for u in self.units],
+                "does not fit": [str(refusal)] if refusal is not None else [],
+            }
+            agree_along(handle.expr, fields, groups, options.timeout)
+        if refusal is not None:
+            raise refusal
+
+    def _foreign_call(self, handle: CommHook) -> Call:
+        def call(name: str, grad: torch.Tensor, output: torch.Tensor | None) -> None:
+            self._foreign += 1
+            handle.built(handle.state, *((grad,) if output is None else (grad, output)))  # type: ignore[operator]
+
+        return call
+
+
+def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) -> FSDP1Binding:
+    """The ``commhooks_adapter`` of FSDP1."""
+    assert isinstance(model, FullyShardedDataParallel)  # noqa: S101 - the registry matched the class
+    return FSDP1Binding(model, handle, options)
+
+
+def refuse_inner(model: FullyShardedDataParallel) -> None:
+    """Raise :class:`AttachError` if ``model`` is an inner unit, or has no parameters to reduce."""
+    if is_inner(model):
+        raise AttachError("this is an inner FSDP unit: FSDP1's hooks are set for the whole model; attach to the root")
+    if not any(True for _ in units(model)):
+        raise AttachError("this FSDP model has no parameters of its own to reduce")
+
+
+def carried(handle: CommHook) -> Reduction | None:
+    """The reduction that a handle runs; ``None`` for a foreign FSDP1 function."""
+    reduction = handle.reduction or getattr(handle.built, "reduction", None)
+    return reduction if isinstance(reduction, Reduction) else None
+
+
+def fit(all_units: list[Unit], handle: CommHook, options: AttachOptions) -> None:
+    """Raise unless the handle can run on these units.
+
+    Raises:
+        HookNotSupportedError: the reduction needs named gradients, or the function has another signature.
+        AttachError: a slot is taken, or the units do not share their groups.
+    """
+    first = all_units[0]
+    if options.axis is not None:
+        raise HookNotSupportedError(f"axis={options.axis!r}: FSDP1's strategy decides; axes can be chosen with FSDP2")
+    for unit in all_units:
+        if (unit.group, unit.replicas, unit.sharded) != (first.group, first.replicas, first.sharded):
+            raise HookNotSupportedError(
+                f"units {first.name} and {unit.name} have different groups or strategies: one handle serves one. "
+                "Wrap all with the same process_group and sharding_strategy, or use FSDP2"
+            )
+        held = unit.registered
+        if isinstance(held, Slot) and held.holder is not None:
+            raise AttachError(f"this model has {held.holder} attached already: handle.detach() first")
+        if unit.hook is not None and not isinstance(held, Slot):
+            named = getattr(unit.hook, "__qualname__", repr(unit.hook))
+            raise AttachError(f"this model's hook slot is taken by {named}: attach instead of register_comm_hook")
+    reduction = carried(handle)
+    if reduction is None:
+        hook: Callable[..., Any] = handle.built  # type: ignore[assignment]
+        _fit_function(hook, handle.expr, first)
+    elif not fits_flat(reduction):
+        raise HookNotSupportedError(
+            f"{reduction!r} needs each parameter's own shape, and FSDP1 gives a hook one flat vector. Use FSDP2 with a "
+            "replicate axis, or DistributedDataParallel (which is what NO_SHARD is); here 'allreduce', "
+            "'reduce_scatter', 'fp16_compress' and 'bf16_compress' fit"
+        )
+
+
+def _fit_function(hook: Callable[..., Any], expr: str, unit: Unit) -> None:
+    parameters = list(inspect.signature(hook).parameters.values())
+    names = [p.name for p in parameters]
+    given = (None, None, None) if unit.sharded else (None, None)
+    wanted = "(state, grad, output)" if unit.sharded else "(state, grad)"
+    try:
+        inspect.signature(hook).bind(*given)
+    except TypeError:
+        names.append("bucket")
+    if "bucket" in names:
+        raise HookNotSupportedError(
+            f"{expr} is not a hook for this FSDP1 strategy: it must be callable as {wanted} -> None, and no DDP hook "
+            "(state, bucket) -> Future"
+        )
+    if unit.replicas is not None:
+        raise HookNotSupportedError(
+            f"{expr} is a function of one group, and hybrid sharding has two: give a name such as 'bf16_compress', "
+            "which runs on both"
+        )

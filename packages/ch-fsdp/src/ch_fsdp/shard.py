@@ -1,0 +1,117 @@
+"""FSDP2's shard axis: our reduce-scatter in torch's slot, one object per parameter group.
+
+torch passes the ``op`` that its factors come down to: ``AVG``, ``SUM`` (it scales by itself before and after) or
+``PREMUL_SUM(1 / factor)``, which gloo refuses and we carry out. Everything else is :class:`ch_fsdp.flat.FlatSum`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ch_fsdp.flat import FlatSum, flat_bucket, flat_version, is_cast
+from ch_fsdp.private import ParamGroup, premultiplier
+from ch_fsdp.steps import Steps
+from commhooks.engine import Engine
+from commhooks.errors import AttachError, HookNotSupportedError
+from commhooks.reduction import Reduction
+from commhooks.transport import ProcessGroupTransport
+
+Op = dist.ReduceOp
+
+
+class ShardAxis:
+    """What all reduce-scatters of one model share.
+
+    Args:
+        reduction: plain averaging or a cast of it.
+        group: the ranks over which the model is sharded.
+        timeout: seconds that one collective may take.
+    """
+
+    def __init__(self, reduction: Reduction, group: dist.ProcessGroup, timeout: float) -> None:
+        self.group = group
+        self.cast = is_cast(reduction)
+        self.flat, self.reduction = flat_version(reduction, scatter=True)
+        self.engine = Engine(self.reduction, ProcessGroupTransport(group), timeout=timeout)
+        self.called: set[str] = set()
+
+    def factors(self, op: Any) -> None:
+        """Make the sum mean what torch's ``op`` means.
+
+        ``AVG`` on a 16-bit wire divides before the cast, so that no sum overflows; without a cast it divides the
+        sum, which is to the bit what gloo does.
+        """
+        flat, world = self.flat, self.group.size()
+        flat.op, flat.premultiply, flat.divide = "sum", 1.0, 1.0
+        if op == Op.AVG:
+            if self.cast:
+                flat.op = "mean"
+            else:
+                flat.divide = float(world)
+        elif op == Op.PREMUL_SUM:
+            flat.premultiply = premultiplier(op)
+        elif op != Op.SUM:
+            raise HookNotSupportedError(f"FSDP2 asked for {op}; the hooks here know AVG, SUM and PREMUL_SUM")
+
+
+class ShardScatter:
+    """The object given to ``set_custom_reduce_scatter``: allocation as torch's own, communication ours."""
+
+    def __init__(self, group: ParamGroup, axis: ShardAxis, steps: Steps, holder: str) -> None:
+        self.group, self.axis, self.steps, self.holder = group, axis, steps, holder
+        self.replaced = group.comm
+        group.comm = self
+
+    @property
+    def in_place(self) -> bool:
+        return self.group.comm is self
+
+    def remove(self) -> None:
+        """Give torch its own object back."""
+        if self.in_place:
+            self.group.comm = self.replaced
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce ``input_tensor`` (``W * n``) and leave this rank's part in ``output_tensor`` (``n``).
+
+        Runs on the stream that FSDP has made current. Returns when the work is done (CPU) or in the stream (CUDA).
+        """
+        if group.group_name != self.axis.group.group_name:
+            raise AttachError(
+                f"{self.group.name}: reduce-scatter moved to another process group after {self.holder} was attached "
+                "(set_separate_reduce_scatter_group?); detach the handle and attach again"
+            )
+        self.axis.called.add(self.group.name)
+        self.axis.factors(op)
+        flat: FlatSum = self.axis.flat
+        flat.output = output_tensor
+        try:
+            self.steps.run("shard", flat_bucket(self.group.name, input_tensor))
+        finally:
+            flat.output = None
+
+
+def check_free(group: ParamGroup) -> None:
+    """Raise :class:`AttachError` unless torch's own reduce-scatter is in the slot."""
+    comm = group.comm
+    if isinstance(comm, ShardScatter):
+        raise AttachError(f"{group.name} has {comm.holder} attached on its shard axis: detach() that handle first")
+    kind = type(comm).__name__
+    if kind != "DefaultReduceScatter":
+        raise AttachError(
+            f"{group.name} has a reduce-scatter of its own ({kind}; torch's setters act on one module only, not on "
+            "those below it). Hooks exclude set_custom_reduce_scatter, set_symm_mem_for_comm and "
+            "set_allocate_memory_from_process_group_for_comm: leave those out and attach to the whole model"
+        )

@@ -1,0 +1,97 @@
+"""What ``private`` reads, against what torch says in public: the file to run first on a new torch."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import ShardingStrategy
+
+import commhooks
+from ch_fsdp.private import param_groups, premultiplier, units
+from commhooks.testing import spawn
+
+from .fsdp_kit import batch, gpt, line, shard1, shard2, square
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.gloo]
+
+
+def body_groups(rank: int, world: int) -> None:
+    model = shard2(gpt(), line(2))
+    groups = {group.name: group for group in param_groups(model)}
+    assert list(groups) == ["root", "blocks.0", "blocks.1"]
+    public = dict(model.named_parameters())
+    seen: dict[str, tuple[int, ...]] = {}
+    for group in groups.values():
+        assert group.shard_group.size() == 2
+        assert not group.native_replicas
+        layout = group.shards(torch.float32)
+        for p in layout.params:
+            assert p.shape == tuple(public[p.name].to_local().shape)
+            seen[p.name] = p.shape
+        seen_shapes = group.global_shapes()
+        assert all(tuple(public[name].shape) == shape for name, shape in seen_shapes.items())
+    assert set(seen) == set(public)
+
+    # What the public setters set is what the private fields hold, and the flat shard is as long as the layout says.
+    lengths: dict[str, int] = {}
+
+    def hook_of(name: str) -> Callable[[torch.Tensor], None]:
+        def hook(shard: torch.Tensor) -> None:
+            lengths[name] = shard.numel()
+            for p in groups[name].shards(shard.dtype).params:
+                lengths[p.name] = shard.as_strided(p.shape, p.stride, p.offset).numel()
+
+        return hook
+
+    for name, module in (("root", model), ("blocks.0", model.blocks[0]), ("blocks.1", model.blocks[1])):
+        hook = hook_of(name)
+        module.set_all_reduce_hook(hook)
+        assert groups[name].hook is hook
+        marker = object()
+        module.set_custom_reduce_scatter(marker)
+        assert groups[name].comm is marker
+        groups[name].comm = type(param_groups(shard2(gpt(), line(2)))[0].comm)()
+    model(*batch(0, rank)).backward()
+    for name, group in groups.items():
+        assert lengths[name] == group.shards(torch.float32).numel
+        assert group.unsharded_numel() == 2 * lengths[name]
+        assert group.reduces
+        assert group.all_reduces
+    model.set_requires_gradient_sync(False)
+    assert not groups["root"].reduces
+
+
+def body_square(rank: int, world: int) -> None:
+    assert all(group.native_replicas for group in param_groups(shard2(gpt(), square())))
+    hybrid = list(units(shard1(gpt(), ShardingStrategy.HYBRID_SHARD, device_mesh=square())))
+    assert [(u.group.size(), u.replicas.size(), u.sharded) for u in hybrid] == [(2, 2, True)] * 3
+    assert dist.get_process_group_ranks(hybrid[0].group) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert dist.get_process_group_ranks(hybrid[0].replicas) == [rank % 2, rank % 2 + 2]
+    model = shard1(gpt(), ShardingStrategy.FULL_SHARD)
+
+    def hook(state: object, grad: torch.Tensor, output: torch.Tensor) -> None:
+        sizes.append(grad.numel())
+
+    sizes: list[int] = []
+    model.register_comm_hook("state", hook)
+    found = list(units(model))
+    assert [u.name for u in found] == ["root", "_fsdp_wrapped_module.blocks.0", "_fsdp_wrapped_module.blocks.1"]
+    assert all(u.hook is hook and u.registered == "state" and u.replicas is None for u in found)
+    model(*batch(0, rank)).backward()
+    assert sorted(sizes) == sorted(u.numel() for u in found)
+
+
+def test_fsdp2_groups() -> None:
+    spawn(body_groups, 2)
+
+
+def test_meshes_and_fsdp1_units() -> None:
+    spawn(body_square, 4)
+
+
+def test_premultiplier_and_names() -> None:
+    assert premultiplier(dist.ReduceOp.PREMUL_SUM(0.125)) == 0.125
+    names = {spec.name for spec in commhooks.list_hooks(kind="fsdp") if spec.provider == "ch-fsdp"}
+    assert names == {"allreduce", "reduce_scatter", "fp16_compress", "bf16_compress"}
+    assert commhooks.get("bf16", kind="fsdp").__name__ == "bf16_compress_hook"

@@ -1,0 +1,232 @@
+"""What does not fit is refused with one typed error on every rank, and the ranks are still in step afterwards."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard
+
+import commhooks
+from commhooks import AttachError, HookConfigError, HookNotSupportedError, RankMismatchError
+from commhooks.reduction import Plain
+from commhooks.testing import spawn
+
+from .fsdp_kit import batch, gpt, line, shard1, shard2, square
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.gloo]
+
+Make = Callable[[], Any]
+
+
+class Sums(ReduceScatter):
+    """A user's own reduce-scatter."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
+        return dist.reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+
+
+def ddp_hook(state: Any, bucket: Any) -> Any:
+    raise RuntimeError("never called")
+
+
+def on_root(setter: str, value: Any) -> Make:
+    def make() -> Any:
+        model = shard2(gpt(), line(2))
+        getattr(model, setter)(value)
+        return model
+
+    return make
+
+
+def on_meta() -> Any:
+    with torch.device("meta"):
+        model = gpt()
+    return shard2(model, line(2))
+
+
+def two_meshes() -> Any:
+    """Parameter groups over different process groups in one module, as expert parallelism makes them."""
+    mesh, own = line(2), FSDPMeshInfo(DeviceMesh.from_group(dist.new_group([0, 1]), "cpu"), shard_mesh_dim=0)
+    base = FSDPMeshInfo(mesh, shard_mesh_dim=0)
+
+    def place(p: nn.Parameter) -> ShardPlacementResult:
+        return ShardPlacementResult(Shard(0), own if p.ndim == 1 else base)
+
+    return fully_shard(nn.Linear(8, 8), mesh=mesh, shard_placement_fn=place)
+
+
+def fsdp1(strategy: str = "FULL_SHARD") -> Any:
+    return shard1(gpt(), ShardingStrategy[strategy])
+
+
+def hooked() -> Any:
+    model = fsdp1()
+    model.register_comm_hook(None, lambda state, grad, output: None)
+    return model
+
+
+def inner_unit() -> Any:
+    model = fsdp1()
+    model(*batch(0, dist.get_rank()))  # makes the outermost unit the root
+    return model.blocks[0]
+
+
+def attached(make: Make) -> Make:
+    def again() -> Any:
+        model = make()
+        commhooks.attach(model, "bf16_compress")
+        return model
+
+    return again
+
+
+def fsdp2() -> Any:
+    return shard2(gpt(), line(2))
+
+
+POWERSGD = "powersgd(rank=2)"
+CASES: list[tuple[Make, Any, dict[str, Any], type[Exception], str]] = [
+    (gpt, "bf16_compress", {}, AttachError, "not wrapped"),
+    # a hook of a kind that does not fit
+    (fsdp2, ddp_hook, {}, HookNotSupportedError, "is a hook function"),
+    (fsdp2, POWERSGD, {"axis": "shard"}, HookNotSupportedError, "cannot run on the shard axis"),
+    (fsdp2, POWERSGD, {}, HookNotSupportedError, "there is none"),
+    (fsdp2, "bf16_compress", {"axis": "rows"}, HookConfigError, "expected 'shard', 'replicate'"),
+    (fsdp1, POWERSGD, {}, HookNotSupportedError, "one flat vector"),
+    (fsdp1, ddp_hook, {}, HookNotSupportedError, r"\(state, grad, output\)"),
+    (fsdp1, "bf16_compress", {"axis": "shard"}, HookNotSupportedError, "FSDP1's strategy decides"),
+    # setters that act on the root only, and slots that are taken
+    (on_root("set_custom_reduce_scatter", Sums()), "bf16_compress", {}, AttachError, "one module only"),
+    (on_root("set_allocate_memory_from_process_group_for_comm", True), "bf16_compress", {}, AttachError, "exclude"),
+    (inner_unit, "bf16_compress", {}, AttachError, "attach to the root"),
+    (hooked, "bf16_compress", {}, AttachError, "slot is taken"),
+    (attached(fsdp2), "bf16_compress", {}, AttachError, "detach"),
+    (attached(fsdp1), "bf16_compress", {}, AttachError, "detach"),
+    # models that have nothing to give
+    (two_meshes, "bf16_compress", {}, HookNotSupportedError, "root#0 .*root#1"),
+    (on_meta, "bf16_compress", {}, AttachError, "meta device"),
+    (lambda: replicate(nn.Linear(8, 8), mesh=line(2)), "bf16_compress", {}, HookNotSupportedError, "DistributedData"),
+]
+
+
+def body_refusals(rank: int, world: int) -> None:
+    for number, (make, what, options, error, text) in enumerate(CASES):
+        model = make()
+        with pytest.raises(error, match=text):
+            commhooks.attach(model, what, **options)
+        check = torch.tensor([float(number)])
+        dist.all_reduce(check)  # the ranks are in step
+        assert check.item() == world * number
+
+
+def test_every_rank_gets_the_same_error() -> None:
+    spawn(body_refusals, 2, timeout=120)
+
+
+def body_disagreement(rank: int, world: int) -> None:
+    """One rank alone is wrong: all are told what differs."""
+    fields = {
+        "hook": lambda: commhooks.attach(fsdp2(), ["bf16_compress", "fp16_compress"][rank]),
+        "axes": lambda: commhooks.attach(fsdp2(), "allreduce" if rank else "bf16_compress", axis="shard"),
+        "units": lambda: commhooks.attach(shard1(gpt(layers=1 + rank), ShardingStrategy.NO_SHARD), "allreduce"),
+    }
+    for field, attach in fields.items():
+        with pytest.raises(RankMismatchError, match="disagree on (.|\n)*" + ("hook" if field == "axes" else field)):
+            attach()
+    with pytest.raises(RankMismatchError, match=r"does not fit: (.|\n)*there is none"):
+        commhooks.attach(fsdp2(), POWERSGD if rank else "bf16_compress")
+    model = fsdp2()
+    with pytest.raises(RankMismatchError):
+        commhooks.attach(model, Plain(), verify_ranks=True) if rank else commhooks.attach(model, "bf16_compress")
+    commhooks.attach(model, "bf16_compress")
+    model(*batch(0, rank)).backward()
+
+
+def body_uneven(rank: int, world: int) -> None:
+    """Shard meshes of two ranks and of one."""
+    pair, alone = dist.new_group([0, 1]), dist.new_group([2])
+    mesh = DeviceMesh.from_group(pair if rank < 2 else alone, "cpu")
+    with pytest.raises(RankMismatchError, match="uneven meshes"):
+        commhooks.attach(shard2(gpt(), mesh), POWERSGD)
+
+
+def body_replicas(rank: int, world: int) -> None:
+    """Replicas that are none: other meshes, other shards, a mesh that torch reduces itself."""
+    for options in ({}, {"axis": "replicate"}):
+        with pytest.raises(HookNotSupportedError, match=r"2-D mesh.*1-D shard mesh"):
+            commhooks.attach(shard2(gpt(), square()), "bf16_compress", **options)
+    crossed = [dist.new_group([0, 3]), dist.new_group([1, 2])]  # holders of different shards
+    with pytest.raises(RankMismatchError, match=r"shard: rank. 0.* 0/2; rank. 1.* 1/2|heard along|shard: "):
+        commhooks.attach(shard2(gpt(), square()["shard"]), POWERSGD, process_group=crossed[rank in (1, 2)])
+    with pytest.raises(RankMismatchError, match=r"parameters: |heard along"):
+        commhooks.attach(shard2(gpt(layers=1 + rank // 2), square()["shard"]), POWERSGD)
+    model = shard2(gpt(), square()["shard"])
+    model.set_requires_all_reduce(False)
+    commhooks.attach(model, "allreduce")
+    with pytest.raises(HookNotSupportedError, match="set_requires_gradient_sync"):
+        model(*batch(0, rank)).backward()
+    model.set_requires_all_reduce(True)
+    model(*batch(0, rank)).backward()
+    taken = shard2(gpt(), square()["shard"])
+    taken.set_all_reduce_hook(lambda shard: None)
+    with pytest.raises(AttachError, match="one module only"):
+        commhooks.attach(taken, "allreduce")
+
+
+def test_one_wrong_rank() -> None:
+    spawn(body_disagreement, 2)
+
+
+def test_uneven_meshes() -> None:
+    spawn(body_uneven, 3)
+
+
+def test_replicas_that_are_none() -> None:
+    spawn(body_replicas, 4)
+
+
+def body_never_called(rank: int, world: int) -> None:
+    """Found at the end of the first backward, on every rank, and the model goes on."""
+    model = fsdp2()
+    handle = commhooks.attach(model, "bf16_compress")
+    model.set_custom_reduce_scatter(Sums())  # acts on the root only
+    with pytest.raises(AttachError, match="no longer in place on root"):
+        model(*batch(0, rank)).backward()
+    handle.detach()
+    handle = commhooks.attach(shard2(gpt(), line(2)), "bf16_compress")
+    with pytest.raises(AttachError, match="has not been called"):
+        handle.assert_active()
+
+    silent = fsdp2()
+    handle = commhooks.attach(silent, "bf16_compress")
+    comms = [module._get_fsdp_state()._fsdp_param_groups[0] for module in (silent, *silent.blocks)]
+    ours = [group._reduce_scatter_comm for group in comms]
+    loss = silent(*batch(0, rank))
+
+    def unhook(grad: torch.Tensor) -> None:
+        for group in comms:
+            group._reduce_scatter_comm = Sums()
+        torch.autograd.Variable._execution_engine.queue_callback(rehook)
+
+    def rehook() -> None:
+        for group, comm in zip(comms, ours, strict=True):
+            group._reduce_scatter_comm = comm
+
+    loss.register_hook(unhook)
+    with pytest.raises(AttachError, match=r"never called by root, blocks\.0, blocks\.1"):
+        loss.backward()
+
+
+def test_a_group_that_never_called_in() -> None:
+    spawn(body_never_called, 2)

@@ -1,0 +1,297 @@
+"""FSDP2's replicate axis on gloo: 2 shards x 2 replicas, and 2 replicas of an unsharded model."""
+
+import io
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import ch_powersgd
+import commhooks
+from commhooks import AllReduce, Bucket, RemoteHookError, StateError
+from commhooks.reduction import StepContext
+from commhooks.requests import Requests
+from commhooks.testing import spawn
+
+from .fsdp_kit import batch, flat_params, gpt, grads, shard2, single, square, train
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.gloo]
+
+STEPS = 4
+POWERSGD = "powersgd(rank=2, min_compression_rate=1)"
+
+
+def one_backward(model: nn.Module, rank: int, step: int = 77) -> torch.Tensor:
+    model.zero_grad()
+    model(*batch(step, rank)).backward()
+    return torch.cat([g.reshape(-1) for g in grads(model).values()])
+
+
+def inside(**options: Any) -> Any:
+    """A GPT on this rank's row of the 2 x 2 mesh."""
+    return shard2(gpt(), square()["shard"], **options)
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).double().norm() / b.double().norm())
+
+
+def body_against_native(rank: int, world: int) -> None:
+    """Against torch's own 2-D mesh, which averages over replicas itself; bytes from the shapes."""
+    native = one_backward(shard2(gpt(), square()), rank)
+    shapes = [tuple(p.shape) for p in gpt().parameters()]
+    padded = [-(-s[0] // 2) * (s[1] if len(s) > 1 else 1) for s in shapes]
+    for name, limit in (
+        ("allreduce", 0.0),
+        ("bf16_compress", 2e-2),
+        ("bf16_compress(accumulate='fp32')", 2e-2),
+        (f"bf16_wrapper({POWERSGD})", 0.9),
+    ):
+        model = inside()
+        handle = commhooks.attach(model, name)
+        error = distance(one_backward(model, rank), native)
+        assert error <= limit, (name, error)
+        assert (error > 0) == (name != "allreduce"), name
+        stats = handle.stats()
+        assert stats["compressed_steps"] == (name != "allreduce")
+        if name == "bf16_compress":
+            assert stats["shard_payload_bytes"] == 2 * 2 * sum(padded)
+            mine = sum(p._local_tensor.numel() for p in model.parameters())
+            assert stats["replicate_payload_bytes"] == 2 * mine
+            assert stats["wire_bytes"] == 2 * sum(padded) + 2 * mine
+        else:
+            assert ("shard_payload_bytes" in stats) == name.startswith("bf16_compress")
+        handle.detach()  # plain averaging between the replicas
+        assert distance(one_backward(model, rank), native) == 0
+
+
+def test_names_against_torchs_own_mesh() -> None:
+    spawn(body_against_native, 4, timeout=120)
+
+
+def body_trains(rank: int, world: int, group: str) -> list[tuple[list[float], torch.Tensor]]:
+    out = []
+    for name in ("allreduce", "bf16_compress(accumulate='fp32')"):
+        torch.manual_seed(rank)
+        mesh = square()
+        model = shard2(gpt(seed=mesh.get_local_rank("replicate")), mesh["shard"])  # replicas start apart
+        given = mesh["replicate"].get_group() if group == "given" else None
+        commhooks.attach(model, name, process_group=given)
+        out.append((train(model, STEPS, rank), flat_params(model)))
+    return out
+
+
+@pytest.mark.parametrize("group", ["derived", pytest.param("given", marks=pytest.mark.soak)])
+def test_trains_as_one_process_does(group: str) -> None:
+    model, losses = single(STEPS, 4)
+    for (plain_losses, plain), (half_losses, half) in spawn(body_trains, 4, group):
+        assert plain_losses == pytest.approx(losses, abs=1e-6)
+        torch.testing.assert_close(plain, flat_params(model), atol=1e-6, rtol=0)
+        assert half_losses == pytest.approx(losses, rel=1e-3)
+        assert 0 < (half - flat_params(model)).norm() / plain.norm() < 1e-3
+
+
+def body_same_generator(rank: int, world: int) -> tuple[float, float]:
+    """PowerSGD on two replicas of an unsharded FSDP2 model, and on DDP: one class, the same gradients."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    fsdp = shard2(gpt(), mesh["shard"])
+    ddp = DistributedDataParallel(gpt(), bucket_cap_mb=0.001)
+    there, here = commhooks.attach(ddp, POWERSGD), commhooks.attach(fsdp, POWERSGD)
+    assert type(there.reduction) is type(here.reduction) is ch_powersgd.PowerSGD
+    worst = 0.0
+    for step in range(3):
+        ours = one_backward(fsdp, rank, step)
+        worst = max(worst, distance(ours, one_backward(ddp, rank, step)))
+    assert here.stats()["compressed_steps"] == there.stats()["compressed_steps"] == 3
+    assert here.stats()["payload_bytes"] == there.stats()["payload_bytes"]
+    return worst, float(ours.sum())
+
+
+def test_powersgd_is_the_same_on_ddp() -> None:
+    (worst, a), (_, b) = spawn(body_same_generator, 2)
+    assert worst < 1e-6
+    assert a == b
+
+
+def body_resume(rank: int, world: int) -> None:
+    """Six steps at once, and three, a checkpoint, a new model, three more."""
+    saved: dict[str, Any] = {}
+
+    def run(model: nn.Module, steps: range) -> None:
+        for step in steps:
+            for p, g in zip(model.parameters(), grads_of(model, rank, step), strict=True):
+                p.data._local_tensor.sub_(0.1 * g)
+
+    straight = inside()
+    commhooks.attach(straight, POWERSGD)
+    run(straight, range(6))
+
+    first = inside()
+    handle = commhooks.attach(first, POWERSGD)
+    run(first, range(3))
+    file = io.BytesIO()
+    torch.save({"hook": handle.state_dict(), "model": [p._local_tensor for p in first.parameters()]}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    names = list(saved["hook"]["params"])
+    assert names
+    assert all(name.endswith(f"[{rank % 2}/2]") for name in names)
+
+    second = inside()
+    for p, value in zip(second.parameters(), saved["model"], strict=True):
+        p.data._local_tensor.copy_(value)
+    resumed = commhooks.attach(second, POWERSGD)
+    resumed.load_state_dict(saved["hook"])
+    run(second, range(3, 6))
+    assert torch.equal(flat_params(second), flat_params(straight))
+    assert resumed.state.step >= 5
+
+    # Re-wrapped with the live state, in place of the checkpoint.
+    third = inside()
+    for p, q in zip(third.parameters(), second.parameters(), strict=True):
+        p.data._local_tensor.copy_(q._local_tensor)
+    resumed.commit()
+    with pytest.raises(StateError, match="serves another model"):
+        commhooks.attach(third, POWERSGD, state=resumed.state)
+    resumed.detach()
+    commhooks.attach(third, POWERSGD, state=resumed.state)
+    straight_grads, third_grads = (one_backward(m, rank) for m in (straight, third))
+    assert torch.equal(straight_grads, third_grads)
+
+    # The same state under another sharding is refused by name.
+    other = shard2(gpt(), init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))["shard"])
+    commhooks.attach(other, POWERSGD).load_state_dict(saved["hook"])
+    with pytest.raises(StateError, match="saved under another sharding"):
+        one_backward(other, rank)
+
+
+def grads_of(model: nn.Module, rank: int, step: int) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(*batch(step, rank)).backward()
+    return [p.grad._local_tensor for p in model.parameters()]
+
+
+def test_state_is_checkpointed_and_survives_rewrapping() -> None:
+    spawn(body_resume, 4, timeout=120)
+
+
+class Fails(commhooks.Reduction):
+    """Averages; raises on one rank at one step, in one of three places."""
+
+    name, lossy = "fails", True
+
+    def __init__(self, where: str, rank: int) -> None:
+        self.where, self.rank, self.armed = where, rank, True
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Generator[Requests, None, None]:
+        def maybe(where: str) -> None:
+            if self.armed and not bucket.storage.is_meta and where == self.where and dist.get_rank() == self.rank:
+                raise ValueError(f"no {where}")
+
+        maybe("encode")
+        yield tuple(AllReduce(run) for run in bucket.runs())
+        maybe("between")
+        yield tuple(AllReduce(run) for run in bucket.runs())
+        maybe("decode")
+
+
+def body_failure(rank: int, world: int) -> None:
+    """A reduction that raises on one rank raises on every rank of the mesh, and the model goes on."""
+    model = inside()
+    for where in ("encode", "between", "decode"):
+        reduction = Fails(where, rank=3)
+        handle = commhooks.attach(model, reduction)
+        with pytest.raises(
+            ValueError if rank == 3 else RemoteHookError, match=f"no {where}" if rank % 2 else "no|shard"
+        ):
+            one_backward(model, rank)
+        reduction.armed = False
+        assert bool(one_backward(model, rank).isfinite().all())
+        assert handle.state.step == 0
+        handle.commit()
+        assert handle.state.step == 1
+        handle.detach()
+
+
+def test_a_failure_reaches_every_rank() -> None:
+    spawn(body_failure, 4)
+
+
+class Twins(nn.Module):
+    """Two parameters of one shape; which of them is used depends on the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, which: bool) -> torch.Tensor:
+        return self.c((self.a if which else self.b)(x)).sum()
+
+
+def body_unused(rank: int, world: int) -> None:
+    """A twin without a gradient on one replica: its zero is averaged in, under its own name."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(Twins(), mesh=mesh["shard"])
+    commhooks.attach(model, "allreduce")
+    x = torch.arange(16.0).view(2, 8) + rank
+    model(x, rank == 0).backward()
+    alone = [Twins() for _ in range(2)]
+    for other, twin in enumerate(alone):
+        twin(torch.arange(16.0).view(2, 8) + other, other == 0).backward()
+    for name, p in model.named_parameters():
+        each = [dict(t.named_parameters())[name].grad for t in alone]
+        mean = sum(g for g in each if g is not None) / 2
+        torch.testing.assert_close(p.grad.full_tensor(), mean)
+
+
+def body_accumulation_and_precision(rank: int, world: int) -> None:
+    mine, native = inside(), shard2(gpt(), square())
+    handle = commhooks.attach(mine, "allreduce")
+    for model in (mine, native):
+        model.set_requires_gradient_sync(False)
+        model(*batch(1, rank)).backward()
+        model.set_requires_gradient_sync(True)
+        model(*batch(2, rank)).backward()
+    assert handle.stats()["steps"] == 1
+    for p, q in zip(grads(mine).values(), grads(native).values(), strict=True):
+        assert torch.equal(p, q)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    low = inside(mp_policy=policy)
+    handle = commhooks.attach(low, POWERSGD)
+    for step in range(3):
+        assert bool(one_backward(low, rank, step).isfinite().all())
+    assert handle.stats()["compressed_steps"] == 3
+    frozen = inside()
+    for p in frozen.blocks[0].parameters():
+        p.requires_grad_(False)
+    handle = commhooks.attach(frozen, "allreduce")
+    assert one_backward(frozen, rank).numel() < one_backward(mine, rank).numel()
+    for p in frozen.blocks[0].parameters():  # thawed while attached: reduced from now on
+        p.requires_grad_(True)
+    assert distance(one_backward(frozen, rank), one_backward(mine, rank)) == 0
+
+
+def test_unused_frozen_accumulated_and_low_precision() -> None:
+    spawn(body_unused, 2)
+    spawn(body_accumulation_and_precision, 4)
+
+
+def body_line_of_replicas(rank: int, world: int) -> float:
+    """Shard axis and replicate axis as two handles."""
+    model, native = inside(), shard2(gpt(), square())
+    shard = commhooks.attach(model, "bf16_compress(accumulate='fp32')", axis="shard")
+    between = commhooks.attach(model, "allreduce", axis="replicate")
+    error = distance(one_backward(model, rank), one_backward(native, rank))
+    assert shard.stats()["steps"] == between.stats()["steps"] == 1
+    return error
+
+
+def test_one_handle_per_axis() -> None:
+    assert all(0 < error < 1e-2 for error in spawn(body_line_of_replicas, 4))

@@ -1,0 +1,108 @@
+"""One row on one side: forks the ranks, waits for them with a hard limit, and prints what happened as JSON.
+
+    python tests/faults/case.py B3.1 ours
+"""
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import commhooks
+import rows_hooks
+import rows_models
+import rows_numbers
+import rows_ranks
+import torch
+import torch.distributed as dist
+from kit import ROWS, Row, Run, Silent
+
+TOPICS = (rows_hooks, rows_ranks, rows_numbers, rows_models)
+# Errors of builtin types that a row's hook raises itself: the original type is what the user should see.
+ORIGINAL = (ValueError, KeyboardInterrupt)
+WORST = ("segfault", "abort", "hang", "killed", "silent", "error", "typed error", "right")
+
+
+def rank_main(row: Row, side: str, rank: int, folder: str) -> None:
+    """Never returns: writes its outcome, waits for the others, and leaves without tidying."""
+    torch.set_num_threads(1)
+    run = Run(rank, row.world, side, folder)
+    begun, outcome, text = time.monotonic(), "right", ""
+    try:
+        store = dist.FileStore(f"{folder}/store", row.world)
+        timeout = timedelta(seconds=row.group_timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=row.world, timeout=timeout)
+        begun = time.monotonic()
+        text = row.body(run)
+    except Silent as error:
+        outcome, text = "silent", str(error)
+    except BaseException as error:
+        typed = isinstance(error, (commhooks.CommHooksError, *ORIGINAL))
+        outcome, text = "typed error" if typed else "error", f"{type(error).__name__}: {error}"
+        traceback.print_exc()
+    result = {"outcome": outcome, "text": text, "seconds": time.monotonic() - begun, "seen": run.seen}
+    Path(folder, f"part{rank}").write_text(json.dumps(result))
+    Path(folder, f"part{rank}").rename(Path(folder, f"rank{rank}"))
+    sys.stderr.flush()
+    ends = time.monotonic() + row.limit  # a rank that goes away would rescue the others by closing its connections
+    while time.monotonic() < ends and not Path(folder, "over").exists():
+        time.sleep(0.02)
+    os._exit(0)
+
+
+def watch(row: Row, folder: str, pids: list[int]) -> dict[int, dict[str, Any]]:
+    """Each rank's outcome; ranks that are not done at the limit hang, and are killed."""
+    found: dict[int, dict[str, Any]] = {}
+    begun = time.monotonic()
+    while len(found) < row.world - len(row.victims) and time.monotonic() - begun < row.limit:
+        for rank in set(range(row.world)) - set(found) - set(row.victims):
+            path = Path(folder, f"rank{rank}")
+            if path.exists():
+                found[rank] = json.loads(path.read_text())
+                continue
+            pid, status = os.waitpid(pids[rank], os.WNOHANG)
+            if pid and os.WIFSIGNALED(status):
+                number = os.WTERMSIG(status)
+                kind = {signal.SIGSEGV: "segfault", signal.SIGABRT: "abort"}.get(number, "killed")
+                seconds = time.monotonic() - begun
+                found[rank] = {"outcome": kind, "text": signal.Signals(number).name, "seconds": seconds, "seen": []}
+        time.sleep(0.01)
+    for rank in set(range(row.world)) - set(found) - set(row.victims):
+        found[rank] = {"outcome": "hang", "text": f"not done after {row.limit:g} s", "seconds": row.limit, "seen": []}
+    Path(folder, "over").touch()
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    return dict(sorted(found.items()))
+
+
+def main(name: str, side: str) -> int:
+    row = ROWS[name]
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        pids = []
+        for rank in range(row.world):
+            pid = os.fork()
+            if pid == 0:
+                rank_main(row, side, rank, folder)
+            pids.append(pid)
+        ranks = watch(row, folder, pids)
+        for pid in pids:
+            try:
+                os.waitpid(pid, 0)
+            except ChildProcessError:
+                continue
+    outcome = min((result["outcome"] for result in ranks.values()), key=WORST.index)
+    print(json.dumps({"row": name, "side": side, "title": row.title, "outcome": outcome, "ranks": ranks}))
+    return 0 if outcome in ("right", "typed error") else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2]))

@@ -1,0 +1,183 @@
+"""What the rows of the fault table are made of: the register, a model, the two sides, and what a rank reports.
+
+A row is a function ``row(run)`` that runs on every rank, once with PyTorch's own hooks and once with this project's.
+It returns what was right, or raises: :class:`Silent` for a wrong result that nobody complained about, anything else as it
+comes.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import commhooks
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+SIDES = ("torch", "ours")
+DEADLINE = 3.0  # seconds: attach(timeout=)
+
+
+class Silent(Exception):
+    """A wrong result, and no error."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One fault.
+
+    Attributes:
+        name: ``B3.1``: topic, then number.
+        title: what is wrong.
+        body: runs on every rank.
+        world: ranks.
+        limit: seconds after which a rank that is not done hangs.
+        victims: ranks that are meant to be killed or frozen.
+        group_timeout: of the process group, seconds.
+    """
+
+    name: str
+    title: str
+    body: Callable[["Run"], str]
+    world: int = 2
+    limit: float = 14.0
+    victims: tuple[int, ...] = ()
+    group_timeout: float = 4.0
+
+
+ROWS: dict[str, Row] = {}
+
+
+def row(name: str, title: str, **options: Any) -> Callable[[Callable[["Run"], str]], Callable[["Run"], str]]:
+    """Enter a function into the table."""
+
+    def enter(body: Callable[["Run"], str]) -> Callable[["Run"], str]:
+        assert name not in ROWS, name
+        ROWS[name] = Row(name, title, body, **options)
+        return body
+
+    return enter
+
+
+def big(width: int = 80) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 16))
+
+
+@dataclass
+class Run:
+    """One rank of one row on one side."""
+
+    rank: int
+    world: int
+    side: str
+    folder: str
+    seen: list[str] = field(default_factory=list)
+
+    @property
+    def ours(self) -> bool:
+        return self.side == "ours"
+
+    def model(self, module: nn.Module | None = None, *, many: bool = True, **options: Any) -> DistributedDataParallel:
+        """A wrapped model, with many buckets from the second step on, or with one."""
+        options |= {"bucket_cap_mb": 0.01} if many else {}
+        return DistributedDataParallel(module if module is not None else big(), **options)
+
+    def hook(self, model: DistributedDataParallel, what: Any, **options: Any) -> Any:
+        """Install a user's hook: with ``register_comm_hook``, or with ``attach``."""
+        if self.ours:
+            return commhooks.attach(model, what, timeout=DEADLINE, **options)
+        return model.register_comm_hook(None, what)
+
+    def builtin(self, model: DistributedDataParallel, name: str, **options: Any) -> Any:
+        """Install a built-in hook; returns the handle, or PyTorch's state."""
+        if self.ours:
+            config = ", ".join(f"{key}={value!r}" for key, value in options.items())
+            return commhooks.attach(model, f"{name}({config})" if config else name, timeout=DEADLINE)
+        if name != "powersgd":
+            model.register_comm_hook(None, TORCH_HOOKS[name])
+            return None
+        state = torch_state(**options)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return state
+
+    def step(self, model: nn.Module, seed: int, x: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
+        """Forward and backward on this rank's data; the gradient."""
+        model.zero_grad()
+        (model(self.data(seed) if x is None else x).pow(2).mean() * scale).backward()
+        return gradient(model)
+
+    def data(self, seed: int, rank: int | None = None) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * seed + (self.rank if rank is None else rank))
+        return torch.randn(8, 80, generator=generator)
+
+    def mean(self, model: DistributedDataParallel, seed: int) -> torch.Tensor:
+        """The exact mean gradient of all ranks, computed on one."""
+        grads = []
+        for rank in range(self.world):
+            loss = model.module(self.data(seed, rank)).pow(2).mean()
+            parts = torch.autograd.grad(loss, list(model.module.parameters()))
+            grads.append(torch.cat([g.reshape(-1) for g in parts]))
+        return torch.stack(grads).mean(0)
+
+    def expect(self, got: torch.Tensor, mean: torch.Tensor, tolerance: float, what: str = "gradient") -> str:
+        """That a gradient is the mean, and the same on all ranks where that can still be asked."""
+        error = float((got - mean).norm() / mean.norm())
+        if not error <= tolerance:
+            raise Silent(f"{what}: relative error {error:.2g}")
+        return f"{what} right"
+
+
+def torch_state(**options: Any) -> Any:
+    """PowerSGDState from the short names of our expressions."""
+    long = {
+        "rank": "matrix_approximation_rank",
+        "start_iter": "start_powerSGD_iter",
+        "error_feedback": "use_error_feedback",
+        "seed": "random_seed",
+        "epsilon": "orthogonalization_epsilon",
+    }
+    given = {"start_iter": 2, "min_compression_rate": 1} | options
+    return powerSGD_hook.PowerSGDState(None, **{long.get(key, key): value for key, value in given.items()})
+
+
+TORCH_HOOKS = {
+    "allreduce": default_hooks.allreduce_hook,
+    "fp16_compress": default_hooks.fp16_compress_hook,
+}
+
+
+def bf16_under_another_name(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return default_hooks.bf16_compress_hook(state, bucket)
+
+
+TORCH_HOOKS["bf16_compress"] = bf16_under_another_name
+
+
+def gradient(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+
+
+def averaged(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The mean, as a correct user's hook computes it."""
+    buffer = bucket.buffer().div_(dist.get_world_size())
+    return dist.all_reduce(buffer, async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+def then(run: Run, action: Callable[[], object], afterwards: Callable[[], object]) -> str:
+    """Run ``action``; if it raises, note what ``afterwards`` does, and raise."""
+    try:
+        action()
+    except BaseException:
+        begun = time.monotonic()
+        try:
+            afterwards()
+            run.seen.append("afterwards: works")
+        except BaseException as error:
+            run.seen.append(f"afterwards: {type(error).__name__} after {time.monotonic() - begun:.1f} s")
+        raise
+    afterwards()
+    return "right"

@@ -1,0 +1,158 @@
+"""Runs the fault table: every row with PyTorch's hooks and with this project's, each in processes of its own.
+
+    python tests/faults/run.py                    # all rows; writes docs/measured/faults.json and docs/faults.md
+    python tests/faults/run.py --row B7           # the rows of B7, printed, nothing written
+    python tests/faults/run.py --row B3.1 --side ours
+
+The outcomes, best first: right result; typed error (a CommHooksError, or the hook's own exception); error (whatever came
+out of torch); silent (a wrong result without an error); hang (until the harness killed it); abort and segfault.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+HARD_LIMIT = 150.0
+RECORD, TABLE = ROOT / "docs" / "measured" / "faults.json", ROOT / "docs" / "faults.md"
+
+
+def names() -> list[str]:
+    """The rows, in order, without importing torch into this process."""
+    code = "import case; print('\\n'.join(case.ROWS))"
+    found = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, check=True, timeout=120)
+    return sorted(found.stdout.split(), key=_order)
+
+
+def _order(name: str) -> list[int]:
+    return [int(part) for part in name[1:].split(".")]
+
+
+def run_case(name: str, side: str) -> dict[str, Any]:
+    """One row on one side: its outcome, exit code, seconds and the end of stderr."""
+    begun = time.monotonic()
+    with tempfile.TemporaryFile("w+") as stderr:
+        command = [sys.executable, str(HERE / "case.py"), name, side]
+        try:
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=HARD_LIMIT)
+            code, lines = done.returncode, done.stdout.strip().splitlines()
+        except subprocess.TimeoutExpired:
+            code, lines = 124, []
+        stderr.seek(0)
+        end = scrub(stderr.read())[-500:]
+    result: dict[str, Any] = json.loads(lines[-1]) if lines else {"row": name, "side": side, "outcome": "hang", "ranks": {}}
+    for rank in result["ranks"].values():
+        rank["text"], rank["seconds"] = scrub(rank["text"])[:400], round(rank["seconds"], 2)
+    result["command"] = f"python tests/faults/run.py --row {name} --side {side}"
+    result["exit_code"], result["seconds"], result["stderr_end"] = code, round(time.monotonic() - begun, 1), end
+    return result
+
+
+def scrub(text: str) -> str:
+    """Without paths, addresses and numbers of this machine."""
+    text = re.sub(r"(/[\w.+-]+)+/([\w.+-]+)", r"\2", text)
+    text = re.sub(r"\[?\b\d{1,3}(\.\d{1,3}){3}\b\]?(:\d+)?", "ADDRESS", text)
+    return re.sub(r"0x[0-9a-f]{6,}", "0x…", text)
+
+
+def run_all(rows: list[str], sides: list[str], jobs: int) -> list[dict[str, Any]]:
+    results = []
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(run_case, name, side) for name in rows for side in sides]
+        for future in futures:
+            result = future.result()
+            results.append(result)
+            print(f"{result['row']:6} {result['side']:6} {result['outcome']:12} {describe(result)}", flush=True)
+    return results
+
+
+def describe(result: dict[str, Any]) -> str:
+    """What happened, in a few words."""
+    ranks = result["ranks"]
+    parts: dict[str, list[str]] = {}
+    for rank, one in ranks.items():
+        text = {"right": one["text"]}.get(one["outcome"], one["text"])
+        if one["outcome"] in ("error", "typed error"):
+            kind, _, said = text.partition(": ")
+            text = kind if one["outcome"] == "typed error" else f"{kind}: {said}"
+        notes = [*one["seen"]]
+        parts.setdefault("; ".join([text, *notes]), []).append(str(rank))
+    if len(parts) == 1:
+        return next(iter(parts))
+    return " / ".join(f"rank {', '.join(who)}: {text}" for text, who in parts.items())
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The page."""
+    rows: dict[str, dict[str, dict[str, Any]]] = {}
+    for result in results:
+        rows.setdefault(result["row"], {})[result["side"]] = result
+    lines = [
+        "# What happens when something goes wrong",
+        "",
+        "Made by `nox -s faults` from [measured/faults.json](measured/faults.json); do not edit. Every row is run twice, in",
+        "processes of its own, on gloo: with PyTorch's hooks and with this project's. `nox -s faults -- --row B7` runs one again.",
+        "*Typed error*: a `CommHooksError`, or the exception that the hook itself raised. *Error*: whatever came out of torch.",
+        "*Silent*: a wrong result and no error. *Hang*: until the harness killed it.",
+        "",
+        "| row | fault | PyTorch | commhooks |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name in sorted(rows, key=_order):
+        both = rows[name]
+        cells = [_cell(both[side]) if side in both else "" for side in ("torch", "ours")]
+        title = next(iter(both.values())).get("title", "")
+        lines.append(f"| {name} | {title} | {cells[0]} | {cells[1]} |")
+    counts = {side: _count([r for r in results if r["side"] == side]) for side in ("torch", "ours")}
+    lines += ["", f"PyTorch: {counts['torch']}. commhooks: {counts['ours']}.", ""]
+    return "\n".join(lines)
+
+
+def _cell(result: dict[str, Any]) -> str:
+    text = re.sub(r"\s+", " ", describe(result)).replace("|", "\\|").replace("<", "&lt;")
+    text = text if len(text) <= 160 else text[:157] + "..."
+    plain = text.startswith("right") or not text
+    return f"**{result['outcome']}**" + ("" if plain and len(text) < 7 else f", {text}")
+
+
+def _count(results: list[dict[str, Any]]) -> str:
+    found: dict[str, int] = {}
+    for result in results:
+        found[result["outcome"]] = found.get(result["outcome"], 0) + 1
+    return ", ".join(f"{count} {outcome}" for outcome, count in sorted(found.items(), key=lambda item: -item[1]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--row", action="append", default=[], help="a row or a topic: B3.1, B3; may be repeated")
+    parser.add_argument("--side", choices=("torch", "ours"), help="one side only")
+    parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
+    parser.add_argument("--json", type=Path, help="also write the results there")
+    options = parser.parse_args()
+    chosen = [n for n in names() if not options.row or any(n == r or n.startswith(r + ".") for r in options.row)]
+    if not chosen:
+        parser.error(f"no row {options.row}; rows are {', '.join(names())}")
+    sides = [options.side] if options.side else ["torch", "ours"]
+    results = run_all(chosen, sides, options.jobs)
+    whole = not options.row and not options.side
+    for path in filter(None, [options.json, RECORD if whole else None]):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(results, indent=1) + "\n")
+    if whole:
+        TABLE.write_text(table(results))
+    failed = [r["row"] for r in results if r["side"] == "ours" and r["outcome"] not in ("right", "typed error")]
+    if failed:
+        print(f"not as promised: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""Every hook of the project keeps the whole contract: found by discovery, so that a new one is tested unasked."""
+
+import commhooks
+from commhooks.testing import HookContract
+
+
+def expressions() -> list[str]:
+    """Every reduction's and wrapper's example, and every one-hook wrapper around every stateful reduction."""
+    reductions = commhooks.list_hooks(kind="reduction") + commhooks.list_hooks(kind="ddp")
+    wrappers = commhooks.list_hooks(kind="wrapper")
+    found = [spec.example for spec in [*reductions, *wrappers]]
+    for wrapper in wrappers:
+        for inner in reductions:
+            if "stateful" in inner.capabilities:
+                try:
+                    found.append(commhooks.create({"hook": wrapper.name, "inner": inner.example}).expr)
+                except commhooks.HookConfigError:  # it refuses this one, or takes no single hook
+                    continue
+    return list(dict.fromkeys(found))
+
+
+def contract(expr: str) -> type:
+    name = "TestHook_" + "".join(c if c.isalnum() else "_" for c in expr)
+    return type(name, (HookContract,), {"expr": expr, "__module__": __name__, "__doc__": expr})
+
+
+for _expr in expressions():
+    _class = contract(_expr)
+    globals()[_class.__name__] = _class
+
+
+def test_no_hook_is_left_out():
+    tested = {node["hook"] for e in expressions() for node in commhooks.expression.nodes(commhooks.create(e).config)}
+    missing = {spec.name for kind in ("reduction", "ddp", "wrapper") for spec in commhooks.list_hooks(kind=kind)} - tested
+    assert not missing
+
+
+def test_no_plugin_is_broken():
+    assert commhooks.failures() == []
+
+
