@@ -1,6 +1,6 @@
 """One row on one side: forks the ranks, waits for them with a hard limit, and prints what happened as JSON.
 
-    python tests/faults/case.py B3.1 ours
+python tests/faults/case.py B3.1 ours
 """
 
 import json
@@ -14,22 +14,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-_BEGUN = time.monotonic()  # before torch is imported: how long that takes tells how busy the machine is
-
-import commhooks
 import kit
-import torch
-import torch.distributed as dist
-
-# A quiet two-core machine needs less than this. On a busy one every limit and deadline is stretched alike, so that
-# slowness is not taken for a hang.
-kit.SLOWNESS = min(8.0, max(1.0, (time.monotonic() - _BEGUN) / 4.0))
-
 import rows_hooks
 import rows_models
 import rows_numbers
 import rows_ranks
+import torch
+import torch.distributed as dist
 from kit import ROWS, Row, Run, Silent
+
+import commhooks
+
+# How long the imports took tells how busy the machine is. A quiet one needs less than 5 s; on a busy one every limit
+# and deadline is stretched alike, so that slowness is not taken for a hang.
+kit.SLOWNESS = min(10.0, max(1.0, (time.time() - float(os.environ.get("FAULTS_BEGUN", "inf"))) / 5.0))
 
 TOPICS = (rows_hooks, rows_ranks, rows_numbers, rows_models)
 # Errors of builtin types that a row's hook raises itself: the original type is what the user should see.
@@ -60,7 +58,9 @@ def rank_main(row: Row, side: str, rank: int, folder: str) -> None:
     Path(folder, f"part{rank}").write_text(json.dumps(result))
     Path(folder, f"part{rank}").rename(Path(folder, f"rank{rank}"))
     sys.stderr.flush()
-    ends = time.monotonic() + row.limit * kit.SLOWNESS + 5.0  # a rank that goes away would rescue the others by closing its connections
+    ends = (
+        time.monotonic() + row.limit * kit.SLOWNESS + 5.0
+    )  # a rank that goes away would rescue the others by closing its connections
     while time.monotonic() < ends and not Path(folder, "over").exists():
         time.sleep(0.02)
     os._exit(0)
@@ -116,7 +116,18 @@ def main(name: str, side: str) -> int:
             except ChildProcessError:
                 continue
     outcome = min((result["outcome"] for result in ranks.values()), key=WORST.index)
-    print(json.dumps({"row": name, "side": side, "title": row.title, "outcome": outcome, "ranks": ranks, "slowness": round(kit.SLOWNESS, 1)}))
+    print(
+        json.dumps(
+            {
+                "row": name,
+                "side": side,
+                "title": row.title,
+                "outcome": outcome,
+                "ranks": ranks,
+                "slowness": round(kit.SLOWNESS, 1),
+            }
+        )
+    )
     return 0 if outcome in ("right", "typed error") else 1
 
 

@@ -1,8 +1,8 @@
 """What the rows of the fault table are made of: the register, a model, the two sides, and what a rank reports.
 
 A row is a function ``row(run)`` that runs on every rank, once with PyTorch's own hooks and once with this project's.
-It returns what was right, or raises: :class:`Silent` for a wrong result that nobody complained about, anything else as it
-comes.
+It returns what was right, or raises: :class:`Silent` for a wrong result that nobody complained about, anything else as
+it comes.
 """
 
 import time
@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import commhooks
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
 
 SIDES = ("torch", "ours")
 DEADLINE = 4.0  # seconds: attach(timeout=)

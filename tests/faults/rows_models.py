@@ -3,13 +3,14 @@
 import copy
 from typing import Any
 
-import commhooks
 import torch
 import torch.distributed as dist
 from kit import Run, Silent, big, deadline, gradient, row, torch_state
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
 
 POWER = {"rank": 2, "start_iter": 2, "min_compression_rate": 1}
 EXPR = "powersgd(rank=2, start_iter=2, min_compression_rate=1)"

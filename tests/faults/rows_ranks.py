@@ -5,9 +5,10 @@ import signal
 import time
 from typing import Any
 
-import commhooks
 import torch
 from kit import Run, Silent, deadline, row
+
+import commhooks
 
 
 def disagree(run: Run, first: tuple[str, dict[str, Any]], second: tuple[str, dict[str, Any]], tolerance: float) -> str:
@@ -33,8 +34,18 @@ PAIRS: dict[str, tuple[str, tuple[str, dict[str, Any]], tuple[str, dict[str, Any
         ("powersgd", {"error_feedback": False}),
         9.0,
     ),
-    "B4.6": ("ranks disagree: warm start", ("powersgd", {"warm_start": True}), ("powersgd", {"warm_start": False}), 9.0),
-    "B4.7": ("ranks disagree: first compressed step", ("powersgd", {"start_iter": 2}), ("powersgd", {"start_iter": 3}), 9.0),
+    "B4.6": (
+        "ranks disagree: warm start",
+        ("powersgd", {"warm_start": True}),
+        ("powersgd", {"warm_start": False}),
+        9.0,
+    ),
+    "B4.7": (
+        "ranks disagree: first compressed step",
+        ("powersgd", {"start_iter": 2}),
+        ("powersgd", {"start_iter": 3}),
+        9.0,
+    ),
     "B4.8": ("ranks disagree: PowerSGD / plain", ("powersgd", {}), ("allreduce", {}), 9.0),
 }
 

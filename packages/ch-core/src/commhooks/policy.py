@@ -49,6 +49,9 @@ class Policy(Composite):
         super().__init__([part for _, part in rules], f"policy({{{inside}}})")
         self._groups: dict[BucketLayout, dict[int, frozenset[str]]] = {}
 
+    def node(self) -> dict[str, Any]:
+        return {"hook": "policy", "config": {}, "rules": [[pattern, part.node()] for pattern, part in self.rules]}
+
     def rule(self, name: str) -> int:
         """Number of the rule that a parameter falls under.
 

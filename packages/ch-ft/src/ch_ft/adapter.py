@@ -16,7 +16,7 @@ from commhooks.bucket import BucketLayout
 from commhooks.errors import AttachError, HookNotSupportedError
 from commhooks.handle import CommHook
 from commhooks.state import HookState
-from commhooks.trampoline import claim, model_layout, owned
+from commhooks.trampoline import claim, model_layout
 
 
 class ManagedBinding:
@@ -41,7 +41,6 @@ class ManagedBinding:
         self.fingerprint = fingerprint(model, handle, self.layout, repr(plan))
         names = {id(p): name for name, p in model.module.named_parameters()}
         self._slot = claim(model, model.plain)
-        owned(handle.state, self._slot, handle.expr)
         self._driver = ManagedDriver(self.engine, names, self._agree if options.verify_ranks else lambda: None)
         self._slot.driver, self._slot.holder = self._driver, handle.expr
         enrol(manager, self)
@@ -50,6 +49,9 @@ class ManagedBinding:
     @property
     def calls(self) -> int:
         return self._driver.calls
+
+    def stats(self) -> dict[str, float]:
+        return self.engine.counters.as_dict()
 
     def check(self) -> None:
         self._driver.check()

@@ -8,7 +8,7 @@ import torch
 from ch_ft.averaging import Averaging
 from ch_ft.failfast import release
 from ch_ft.transaction import ManagedEngine
-from commhooks.after import OUTSIDE, graph_task, raise_after_backward
+from commhooks.after import raise_after_backward
 from commhooks.ddp import DDPDriver, TensorFuture
 from commhooks.errors import CommHooksError, RemoteHookError, TransportError
 from commhooks.streams import future_for
@@ -28,16 +28,13 @@ class PlainDriver:
         self.averaging = averaging
         self.calls = 0
         self._futures: list[tuple[TensorFuture, torch.Tensor]] = []
-        self._task = OUTSIDE
 
     def __call__(self, bucket: GradBucket, /) -> TensorFuture:
         """Start one bucket; the futures of all are completed by the last."""
         self.calls += 1
-        task = graph_task()
-        if task != self._task:  # what is left is of a backward that raised half way
+        if bucket.index() == 0:  # what is left is of a backward that raised half way
             self.averaging.forget()
             self._futures.clear()
-            self._task = task
         buffer = bucket.buffer()
         future = future_for(buffer)
         self._futures.append((future, buffer))
@@ -83,14 +80,8 @@ class ManagedDriver(DDPDriver):
     def check(self) -> None:
         """A lost step is tried again; nothing is kept back."""
 
-    def _step_boundary(self) -> None:
-        task = graph_task()
-        if task == self._task and task != OUTSIDE:
-            return
-        if self.engine.in_step:
-            self.engine.abandon()  # an earlier backward raised before its last bucket
-            self._futures.clear()
-        self._task = task
+    def _first(self) -> None:
+        super()._first()
         self._cause = None
         try:
             self.engine.begin()

@@ -61,7 +61,6 @@ class PureDistributedDataParallel(nn.Module):
         task = graph_task()
         if task != self._task:
             self._task = task
-            self.averaging.forget()
             torch.autograd.Variable._execution_engine.queue_callback(self.averaging.finish)
         if parameter.grad is not None:
             self.averaging.start(parameter.grad)

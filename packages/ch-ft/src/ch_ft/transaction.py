@@ -29,9 +29,9 @@ class ManagedEngine(Engine):
     transport: ManagerTransport
 
     def __init__(self, reduction: Reduction, transport: ManagerTransport, state: HookState | None = None) -> None:
-        super().__init__(reduction, transport, state, timeout=None)
+        self._settling = threading.RLock()
         self.attempted = -1  # manager.current_step() when the last attempt began
-        self._settling = threading.Lock()
+        super().__init__(reduction, transport, state, timeout=None)
 
     def begin(self) -> None:
         """Wait for the quorum, settle the step before, take over step number and membership."""

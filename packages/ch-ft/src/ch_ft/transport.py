@@ -28,6 +28,7 @@ class ManagerTransport:
         participating: whether this member's numbers count.
     """
 
+    elastic = True  # rank and world size change from step to step
     divides = False  # the scaling by 1/n belongs before the cast, and the manager would do it after the sum
 
     def __init__(self, manager: protocols.Group, fail_fast: FailFast | None = None) -> None:

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -28,13 +30,14 @@ from commhooks.state import HookState
 if TYPE_CHECKING:
     from commhooks.handle import CommHook
 
+Kind = tuple[tuple[int, ...], torch.dtype]
 _LARGEST = 1 << 26  # bytes of the JSON text
 
 
 def sharded(
     hook: "CommHook | HookState", *, process_group: dist.ProcessGroup | None = None, key: str = "commhook"
 ) -> dict[str, torch.Tensor]:
-    """This rank's part of the state, to be saved beside the model: ``dcp.save({**model_state, **sharded(handle)}, ...)``.
+    """This rank's part of the state, saved beside the model: ``dcp.save({**model_state, **sharded(handle)}, ...)``.
 
     A collective call: every rank of the group makes it, after the same step.
 
@@ -60,7 +63,8 @@ def sharded(
 
 def save(hook: "CommHook | HookState", checkpoint_id: Any, *, key: str = "commhook", **options: Any) -> None:
     """Save the hook's state alone: ``dcp.save(sharded(hook), checkpoint_id=...)``; ``options`` are ``dcp.save``'s."""
-    dcp.save(sharded(hook, process_group=options.get("process_group"), key=key), checkpoint_id=checkpoint_id, **options)
+    tensors = sharded(hook, process_group=options.get("process_group"), key=key)
+    write_tensors(tensors, checkpoint_id=checkpoint_id, **options)
 
 
 def load(
@@ -86,7 +90,7 @@ def load(
     Raises:
         StateError: there is no such state in the checkpoint, or it does not fit.
     """
-    reader = storage_reader if storage_reader is not None else dcp.FileSystemReader(checkpoint_id)
+    reader = storage_reader if storage_reader is not None else FileSystemReader(checkpoint_id)
     metadata = reader.read_metadata()
     about = _about(reader, metadata, key)
     mine = state_dict(hook)
@@ -96,7 +100,7 @@ def load(
     for name, field, _, _ in about["rows"]:
         where = f"{key}.entries.{field}.{name}"
         wanted[where] = torch.empty(_stored(metadata, where).size, dtype=_stored(metadata, where).properties.dtype)
-    dcp.load(wanted, storage_reader=reader, no_dist=True)
+    read_tensors(wanted, storage_reader=reader, no_dist=True)
     entries: dict[str, dict[str, torch.Tensor]] = {}
     for name, field, shape, _ in about["rows"]:
         tensor = wanted[f"{key}.entries.{field}.{name}"]
@@ -118,10 +122,10 @@ def _about(reader: Any, metadata: Metadata, key: str) -> dict[str, Any]:
     if len(size) != 1 or size.numel() > _LARGEST:
         raise StateError(f"{key}.about in this checkpoint is not what commhooks saves: its size is {list(size)}")
     text = torch.empty(size, dtype=torch.uint8)
-    dcp.load({f"{key}.about": text}, storage_reader=reader, no_dist=True)
+    read_tensors({f"{key}.about": text}, storage_reader=reader, no_dist=True)
     try:
         about = json.loads(bytes(text.tolist()))
-        rows = [(str(name), str(field), [int(n) for n in shape], str(dtype)) for name, field, shape, dtype in about["rows"]]
+        rows = [(str(n), str(field), [int(size) for size in shape], str(t)) for n, field, shape, t in about["rows"]]
         return {**about, "rows": rows, "world_size": int(about["world_size"]), "fields": dict(about["fields"])}
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise StateError(f"{key}.about in this checkpoint is damaged: {type(error).__name__}") from error
@@ -130,13 +134,13 @@ def _about(reader: Any, metadata: Metadata, key: str) -> dict[str, Any]:
 def _stored(metadata: Metadata, where: str) -> TensorStorageMetadata:
     found = metadata.state_dict_metadata.get(where)
     if not isinstance(found, TensorStorageMetadata):
-        raise StateError(f"this checkpoint has no tensor {where!r}: save with commhooks.checkpoint.dcp, and the same key")
+        raise StateError(f"no tensor {where!r} in this checkpoint: save with commhooks.checkpoint.dcp and the same key")
     if math.prod(found.size) * found.properties.dtype.itemsize > 1 << 40:
         raise StateError(f"{where!r} claims a size of {list(found.size)}")
     return found
 
 
-def _agreed(saved: Saved, group: dist.ProcessGroup | None) -> dict[tuple[str, str], tuple[tuple[int, ...], torch.dtype]]:
+def _agreed(saved: Saved, group: dist.ProcessGroup | None) -> dict[tuple[str, str], Kind]:
     """Shape and dtype of every entry that any rank has; a rank that took no part in a step may lack some."""
     mine: Mapping[Any, Any] = {k: (tuple(t.shape), t.dtype) for k, t in saved.entries.items()}
     every: list[Any] = [None] * dist.get_world_size(group)
@@ -146,5 +150,5 @@ def _agreed(saved: Saved, group: dist.ProcessGroup | None) -> dict[tuple[str, st
 
 def _row(value: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """One rank's row of the table that all ranks make up."""
-    mesh = DeviceMesh.from_group(group if group is not None else dist.group.WORLD, value.device.type)
+    mesh = DeviceMesh.from_group(group or dist.distributed_c10d._get_default_group(), value.device.type)
     return DTensor.from_local(value.unsqueeze(0), mesh, [Shard(0)], run_check=False)

@@ -124,7 +124,8 @@ def _tensor(where: str, tensor: object) -> torch.Tensor:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta" or tensor.is_nested:
         raise StateError(f"{where} is a dense tensor with numbers, got {tensor.layout} on {tensor.device}")
     if tensor.numel() > max(1, tensor.untyped_storage().nbytes() // tensor.element_size()):
-        raise StateError(f"{where} claims {tensor.numel()} numbers, and {tensor.untyped_storage().nbytes()} bytes are there")
+        there = tensor.untyped_storage().nbytes()
+        raise StateError(f"{where} claims {tensor.numel()} numbers, and {there} bytes are there")
     return tensor.detach()
 
 

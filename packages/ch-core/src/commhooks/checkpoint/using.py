@@ -61,9 +61,7 @@ def state_dict(hook: "CommHook | HookState") -> dict[str, Any]:
     for name, field, tensor in holder.state.entries():
         entries.setdefault(name, {})[field] = tensor.detach().clone()
         fields.setdefault(field, "local")  # nothing is known of it: keep every rank's own
-    made = Saved(
-        holder.expr, holder.config, place.world_size, place.rank, holder.state.step, holder.params, fields, {}
-    )
+    made = Saved(holder.expr, holder.config, place.world_size, place.rank, holder.state.step, holder.params, fields, {})
     return as_dict(made, entries, place.rank)
 
 
@@ -107,7 +105,9 @@ def _holder(hook: "CommHook | HookState") -> Holder:
     if not isinstance(state, HookState):
         raise StateError(f"{hook.expr} keeps its state itself ({type(state).__name__}); save it by its own means")
     engine = hook.binding.engine if hook.binding is not None else None
-    place = Place(engine.transport.rank, engine.transport.world_size) if engine is not None else _place(hook.process_group)
+    place = _place(hook.process_group)
+    if engine is not None:
+        place = Place(engine.transport.rank, engine.transport.world_size)
     layout = hook.binding.layout if hook.binding is not None else None
     return Holder(state, hook.expr, hook.full, hook.reduction, layout, place)
 
@@ -140,7 +140,8 @@ def _same_hook(found: Saved, holder: Holder) -> None:
         )
     for field, locality in holder.fields.items():
         if found.fields.get(field, locality) != locality:
-            raise StateError(f"field {shown(field)} was saved as {found.fields[field]}; {holder.expr} keeps it {locality}")
+            saved = found.fields[field]
+            raise StateError(f"field {shown(field)} was saved as {saved}; {holder.expr} keeps it {locality}")
 
 
 def alike(saved: object, own: object, ignored: tuple[str, ...] = ("version",)) -> bool:

@@ -241,7 +241,8 @@ def raising(order: Order) -> None:
         try:
             backward(model, 1)
         except (Injected, RemoteHookError) as error:
-            assert isinstance(error, Injected) == (dist.get_rank() == 1), repr(error)
+            if isinstance(error, Injected) != (dist.get_rank() == 1):
+                raise AssertionError(f"the wrong rank has {error!r}") from error
         else:
             raise AssertionError(f"nothing was raised on rank {dist.get_rank()} ({where})")
         assert time.monotonic() - begun < 5.0  # nobody waits for a time-out
