@@ -26,11 +26,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import cases  # noqa: E402
-import torch  # noqa: E402
-from rows import MODULES, ROWS, Row  # noqa: E402
+import cases
+import torch
+from rows import MODULES, ROWS, Row
 
-import commhooks  # noqa: E402
+import commhooks
 
 DOCS = Path(__file__).resolve().parent.parent
 FORK = multiprocessing.get_context("fork")
