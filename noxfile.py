@@ -212,6 +212,13 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def compare(session: nox.Session) -> None:
+    """Every public name of PyTorch's, Lightning's and torchft's hook modules beside ours, tried. `-- --only WORD`."""
+    install(session, *PROJECTS, tools=["lightning>=2.2", "torchft>=0.2.0"])
+    session.run("python", "docs/compare/run.py", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """The documentation into docs/_build/html, warnings as errors; reads the sources without importing torch."""
     session.install("sphinx>=8", "myst-parser>=4", "furo", "sphinx-autoapi>=3.4")
