@@ -3,6 +3,7 @@
 python tests/faults/case.py B3.1 ours
 """
 
+import faulthandler
 import json
 import os
 import signal
@@ -39,6 +40,7 @@ WORST = ("segfault", "abort", "hang", "killed", "silent", "error", "typed error"
 def rank_main(row: Row, side: str, rank: int, folder: str) -> None:
     """Never returns: writes its outcome, waits for the others, and leaves without tidying."""
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)  # a rank that hangs is asked where
     run = Run(rank, row.world, side, folder)
     begun, outcome, text = time.monotonic(), "right", ""
     try:
@@ -91,6 +93,8 @@ def watch(row: Row, folder: str, pids: list[int]) -> dict[int, dict[str, Any]]:
         time.sleep(0.01)
     for rank in set(range(row.world)) - set(found) - set(row.victims):
         found[rank] = {"outcome": "hang", "text": f"not done after {limit:.0f} s", "seconds": limit, "seen": []}
+        os.kill(pids[rank], signal.SIGUSR1)
+        time.sleep(0.2)
     Path(folder, "over").touch()
     for pid in pids:
         try:

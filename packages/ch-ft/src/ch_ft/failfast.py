@@ -41,7 +41,7 @@ class FailFast:
             release(one)
         if self.process_group is not None and self.enabled:
             self.process_group.abort()
-            gc.collect()  # works and futures form cycles
+            gc.collect(1)  # cycles of this step's objects; a full collection would cost more than the rest of this
 
 
 def release(error: object) -> None:

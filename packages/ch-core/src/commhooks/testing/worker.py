@@ -61,7 +61,8 @@ class Model(torch.nn.Module):
     def forward(self, x: torch.Tensor, late: bool = True) -> torch.Tensor:
         hidden = torch.tanh(self.first(x)) @ self.turned * self.scale
         out = self.last(hidden).square().mean() + self.empty.sum()
-        return out + self.late(hidden).square().mean() if late else out
+        total: torch.Tensor = out + self.late(hidden).square().mean() if late else out
+        return total
 
 
 def wrapped(cap: float = 0.01, **options: Any) -> DistributedDataParallel:
