@@ -194,7 +194,7 @@ def page(data: dict[str, Any], file: str) -> str:
         "its messages may hang, abort or raise from run to run. Nothing here was run on a GPU; a name that fails on gloo may",
         "work on NCCL.",
         "",
-        f"Of {len(both)} rows with a counterpart, {theirs} work there and {ours} here; {gone} are gone there.",
+        f"Of {len(both)} rows with a counterpart, {theirs} work there and {ours} here; gone there: {gone}.",
         "",
         f"torch {v['torch']}, Lightning {v['lightning']}, torchft {v['torchft']}, Python {v['python']}.",
         f"Written by `python docs/compare/run.py` from `docs/measured/{file}`.",
