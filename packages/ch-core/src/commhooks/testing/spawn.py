@@ -22,6 +22,7 @@ _PRELOAD = [
     "torch",
     "torch.distributed",
     "torch.nn.parallel",
+    "torch._dynamo",  # DDP imports it when it is made: seconds, in every rank
     "torch.distributed.fsdp",
     "commhooks.attaching",
     "commhooks.ddp",
