@@ -16,9 +16,10 @@ import torch
 
 from commhooks.bucket import Bucket, BucketLayout
 from commhooks.combine import plain
+from commhooks.counters import Counters
 from commhooks.errors import CommHooksError, HookResultError, TransportError
 from commhooks.ghost import ghost
-from commhooks.live import Counters, Live
+from commhooks.live import Live
 from commhooks.reduction import Reduction, StepContext
 from commhooks.requests import AllGather, Request, StagePlan, as_tuple
 from commhooks.scratch import Scratch
