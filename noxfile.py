@@ -140,9 +140,9 @@ def soak(session: nox.Session) -> None:
 
 @nox.session
 def faults(session: nox.Session) -> None:
-    """Kills, hangs, cut links, mismatched ranks."""
+    """The fault table, PyTorch's hooks beside ours: `nox -s faults -- --row B7` reruns some rows of it."""
     install(session, *PROJECTS, tools=TEST_TOOLS)
-    session.run("python", "-m", "pytest", "-m", "faults", *session.posargs, env=ONE_THREAD, success_codes=[0, 5])
+    session.run("python", "tests/faults/run.py", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -209,6 +209,13 @@ def bench(session: nox.Session) -> None:
     """Hook cost beside PyTorch's, interleaved step by step. `-- --link 1gbit` shapes a link (needs root)."""
     install(session, *PROJECTS, tools=["matplotlib>=3.8"])
     session.run("python", "docs/benchmarks/bench.py", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def compare(session: nox.Session) -> None:
+    """Every public name of PyTorch's, Lightning's and torchft's hook modules beside ours, tried. `-- --only WORD`."""
+    install(session, *PROJECTS, tools=["lightning>=2.2", "torchft>=0.2.0"])
+    session.run("python", "docs/compare/run.py", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

@@ -5,7 +5,7 @@ author = "the commhooks authors"
 html_title = "commhooks"
 html_theme = "furo"
 extensions = ["myst_parser", "autoapi.extension", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build", "examples", "benchmarks", "measured", "README.md"]
+exclude_patterns = ["_build", "examples", "README.md"]
 myst_heading_anchors = 3
 
 autoapi_dirs = [

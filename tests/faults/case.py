@@ -1,8 +1,9 @@
 """One row on one side: forks the ranks, waits for them with a hard limit, and prints what happened as JSON.
 
-    python tests/faults/case.py B3.1 ours
+python tests/faults/case.py B3.1 ours
 """
 
+import faulthandler
 import json
 import os
 import signal
@@ -14,30 +15,40 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import commhooks
+import kit
 import rows_hooks
 import rows_models
 import rows_numbers
 import rows_ranks
 import torch
+import torch._dynamo  # DDP imports it when it is made, which takes seconds: here it is done once, before the fork
 import torch.distributed as dist
 from kit import ROWS, Row, Run, Silent
+
+import commhooks
+
+# How long the imports took tells how busy the machine is. A quiet one needs less than 5 s; on a busy one every limit
+# and deadline is stretched alike, so that slowness is not taken for a hang.
+kit.SLOWNESS = min(10.0, max(1.0, (time.time() - float(os.environ.get("FAULTS_BEGUN", "inf"))) / 5.0))
 
 TOPICS = (rows_hooks, rows_ranks, rows_numbers, rows_models)
 # Errors of builtin types that a row's hook raises itself: the original type is what the user should see.
 ORIGINAL = (ValueError, KeyboardInterrupt)
+START_LIMIT = 60.0
 WORST = ("segfault", "abort", "hang", "killed", "silent", "error", "typed error", "right")
 
 
 def rank_main(row: Row, side: str, rank: int, folder: str) -> None:
     """Never returns: writes its outcome, waits for the others, and leaves without tidying."""
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)  # a rank that hangs is asked where
     run = Run(rank, row.world, side, folder)
     begun, outcome, text = time.monotonic(), "right", ""
     try:
         store = dist.FileStore(f"{folder}/store", row.world)
-        timeout = timedelta(seconds=row.group_timeout)
+        timeout = timedelta(seconds=row.group_timeout * kit.SLOWNESS)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=row.world, timeout=timeout)
+        Path(folder, f"start{rank}").touch()
         begun = time.monotonic()
         text = row.body(run)
     except Silent as error:
@@ -50,7 +61,9 @@ def rank_main(row: Row, side: str, rank: int, folder: str) -> None:
     Path(folder, f"part{rank}").write_text(json.dumps(result))
     Path(folder, f"part{rank}").rename(Path(folder, f"rank{rank}"))
     sys.stderr.flush()
-    ends = time.monotonic() + row.limit  # a rank that goes away would rescue the others by closing its connections
+    ends = (
+        time.monotonic() + row.limit * kit.SLOWNESS + 5.0
+    )  # a rank that goes away would rescue the others by closing its connections
     while time.monotonic() < ends and not Path(folder, "over").exists():
         time.sleep(0.02)
     os._exit(0)
@@ -59,8 +72,14 @@ def rank_main(row: Row, side: str, rank: int, folder: str) -> None:
 def watch(row: Row, folder: str, pids: list[int]) -> dict[int, dict[str, Any]]:
     """Each rank's outcome; ranks that are not done at the limit hang, and are killed."""
     found: dict[int, dict[str, Any]] = {}
+    limit = row.limit * kit.SLOWNESS
     begun = time.monotonic()
-    while len(found) < row.world - len(row.victims) and time.monotonic() - begun < row.limit:
+    while not all(Path(folder, f"start{rank}").exists() for rank in range(row.world)):
+        if time.monotonic() - begun > START_LIMIT:
+            break
+        time.sleep(0.01)
+    begun = time.monotonic()  # on a busy machine it takes a while until the ranks have met
+    while len(found) < row.world - len(row.victims) and time.monotonic() - begun < limit:
         for rank in set(range(row.world)) - set(found) - set(row.victims):
             path = Path(folder, f"rank{rank}")
             if path.exists():
@@ -74,7 +93,9 @@ def watch(row: Row, folder: str, pids: list[int]) -> dict[int, dict[str, Any]]:
                 found[rank] = {"outcome": kind, "text": signal.Signals(number).name, "seconds": seconds, "seen": []}
         time.sleep(0.01)
     for rank in set(range(row.world)) - set(found) - set(row.victims):
-        found[rank] = {"outcome": "hang", "text": f"not done after {row.limit:g} s", "seconds": row.limit, "seen": []}
+        found[rank] = {"outcome": "hang", "text": f"not done after {limit:.0f} s", "seconds": limit, "seen": []}
+        os.kill(pids[rank], signal.SIGUSR1)
+        time.sleep(0.2)
     Path(folder, "over").touch()
     for pid in pids:
         try:
@@ -100,7 +121,18 @@ def main(name: str, side: str) -> int:
             except ChildProcessError:
                 continue
     outcome = min((result["outcome"] for result in ranks.values()), key=WORST.index)
-    print(json.dumps({"row": name, "side": side, "title": row.title, "outcome": outcome, "ranks": ranks}))
+    print(
+        json.dumps(
+            {
+                "row": name,
+                "side": side,
+                "title": row.title,
+                "outcome": outcome,
+                "ranks": ranks,
+                "slowness": round(kit.SLOWNESS, 1),
+            }
+        )
+    )
     return 0 if outcome in ("right", "typed error") else 1
 
 

@@ -1,10 +1,11 @@
 """B5, B7, B8: numbers that are not finite, accumulation, unused parameters, several buckets."""
 
-import commhooks
 import torch
-from kit import DEADLINE, Run, Silent, big, gradient, row, torch_state
+from kit import Run, Silent, big, deadline, gradient, row, torch_state
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+import commhooks
 
 POWER = {"rank": 2, "start_iter": 2, "min_compression_rate": 1}
 
@@ -54,7 +55,11 @@ def scaler_overflow(run: Run) -> str:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     if run.ours:
         commhooks.attach(
-            model, "powersgd(rank=2, start_iter=2, min_compression_rate=1)", optimizer=optimizer, scaler=scaler, timeout=DEADLINE
+            model,
+            "powersgd(rank=2, start_iter=2, min_compression_rate=1)",
+            optimizer=optimizer,
+            scaler=scaler,
+            timeout=deadline(),
         )
     else:
         run.builtin(model, "powersgd", **POWER)
@@ -78,7 +83,7 @@ def loss_scale(run: Run) -> str:
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=10**6)
         if run.ours:
             hook = "powersgd(rank=2, start_iter=2, min_compression_rate=1)"
-            commhooks.attach(model, hook, scaler=scaler, timeout=DEADLINE)
+            commhooks.attach(model, hook, scaler=scaler, timeout=deadline())
         else:
             run.builtin(model, "powersgd", **POWER)
         found = []
@@ -135,6 +140,7 @@ def late(run: Run) -> str:
 
     model = run.model(Late(), many=not run.ours and False, find_unused_parameters=run.ours)
     if not run.ours:  # find_unused_parameters with PowerSGD is row B8.2: here the parameter is used with weight zero
+
         class Zeroed(Late):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 y = self.body(x)
@@ -211,7 +217,7 @@ def static(run: Run) -> str:
 def batched(run: Run) -> str:
     model = run.model(many=False)
     if run.ours:
-        handle = commhooks.attach(model, "batched_powersgd(rank=2, start_iter=2)", timeout=DEADLINE)
+        handle = commhooks.attach(model, "batched_powersgd(rank=2, start_iter=2)", timeout=deadline())
     else:
         model.register_comm_hook(torch_state(rank=2), powerSGD_hook.batched_powerSGD_hook)
     for seed in range(5):

@@ -5,9 +5,10 @@ import signal
 import time
 from typing import Any
 
-import commhooks
 import torch
-from kit import DEADLINE, Run, Silent, row
+from kit import Run, Silent, deadline, row
+
+import commhooks
 
 
 def disagree(run: Run, first: tuple[str, dict[str, Any]], second: tuple[str, dict[str, Any]], tolerance: float) -> str:
@@ -33,8 +34,18 @@ PAIRS: dict[str, tuple[str, tuple[str, dict[str, Any]], tuple[str, dict[str, Any
         ("powersgd", {"error_feedback": False}),
         9.0,
     ),
-    "B4.6": ("ranks disagree: warm start", ("powersgd", {"warm_start": True}), ("powersgd", {"warm_start": False}), 9.0),
-    "B4.7": ("ranks disagree: first compressed step", ("powersgd", {"start_iter": 2}), ("powersgd", {"start_iter": 3}), 9.0),
+    "B4.6": (
+        "ranks disagree: warm start",
+        ("powersgd", {"warm_start": True}),
+        ("powersgd", {"warm_start": False}),
+        9.0,
+    ),
+    "B4.7": (
+        "ranks disagree: first compressed step",
+        ("powersgd", {"start_iter": 2}),
+        ("powersgd", {"start_iter": 3}),
+        9.0,
+    ),
     "B4.8": ("ranks disagree: PowerSGD / plain", ("powersgd", {}), ("allreduce", {}), 9.0),
 }
 
@@ -54,7 +65,7 @@ def no_sync_one(run: Run) -> str:
     model = run.model(many=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     if run.ours:
-        commhooks.attach(model, "allreduce", optimizer=optimizer, timeout=DEADLINE)
+        commhooks.attach(model, "allreduce", optimizer=optimizer, timeout=deadline())
     else:
         run.builtin(model, "allreduce")
     for seed in range(4):
@@ -82,7 +93,7 @@ def resume_one(run: Run) -> str:
     elif run.ours:
         state.detach()
     if run.ours:
-        commhooks.attach(model, state, timeout=DEADLINE)
+        commhooks.attach(model, state, timeout=deadline())
     for seed in range(3):
         run.step(model, seed)
     raise Silent("trained at two different steps")
@@ -102,7 +113,7 @@ def skip_one(run: Run) -> str:
     model = run.model(many=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     if run.ours:
-        commhooks.attach(model, "fp16_compress", optimizer=optimizer, timeout=DEADLINE)
+        commhooks.attach(model, "fp16_compress", optimizer=optimizer, timeout=deadline())
     else:
         run.builtin(model, "fp16_compress")
     for seed in range(3):
@@ -136,7 +147,7 @@ def killed_plain(run: Run) -> str:
     return lose(run, signal.SIGKILL, "fp16_compress", True)
 
 
-@row("B6.2", "peer frozen (SIGSTOP), all-reduce", victims=(1,), group_timeout=6.0)
+@row("B6.2", "peer frozen (SIGSTOP), all-reduce", victims=(1,))
 def frozen_plain(run: Run) -> str:
     return lose(run, signal.SIGSTOP, "fp16_compress", True)
 
@@ -146,6 +157,6 @@ def killed_powersgd(run: Run) -> str:
     return lose(run, signal.SIGKILL, "powersgd", True, rank=1, start_iter=2)
 
 
-@row("B6.4", "peer frozen (SIGSTOP), PowerSGD with several buckets", victims=(1,), group_timeout=6.0)
+@row("B6.4", "peer frozen (SIGSTOP), PowerSGD with several buckets", victims=(1,))
 def frozen_powersgd(run: Run) -> str:
     return lose(run, signal.SIGSTOP, "powersgd", True, rank=1, start_iter=2)

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride
 from hypothesis import given
 from hypothesis import strategies as st
+
+from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride
 
 SHAPES = st.dictionaries(
     st.text("abcdef.", min_size=1, max_size=6),

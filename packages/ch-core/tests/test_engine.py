@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from commhooks.bucket import Bucket
 from commhooks.engine import Engine
 from commhooks.errors import HookConfigError, HookResultError, HookTimeoutError, RemoteHookError, TransportError
@@ -13,8 +16,6 @@ from commhooks.reduction import Plain, Reduction, StepContext
 from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter
 from commhooks.simulate import SimulatedGroup, SimulatedRank, SimulatedTransport, simulate
 from commhooks.wire import WireCast
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 class TwoStage(Reduction):
@@ -355,3 +356,71 @@ def test_a_lost_transport_stays_lost() -> None:
     with pytest.raises(HookTimeoutError):
         engine.submit(bucket)
     assert not engine.in_step
+
+
+class EmptyStage(Reduction):
+    """A stage in which a bucket has nothing to send, between two in which it has."""
+
+    name = "empty_stage"
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
+        yield AllReduce(bucket.buffer, op="sum")
+        yield ()
+        yield AllReduce(bucket.buffer, op="sum")
+
+
+def test_an_empty_stage_is_not_the_end() -> None:
+    def body(rank: SimulatedRank) -> list[float]:
+        bucket = Bucket.from_tensors({"w": torch.ones(2)})
+        assert step(rank.engine(EmptyStage()), [bucket]) is None
+        return bucket.buffer.tolist()
+
+    assert simulate(2, body) == [[4.0, 4.0]] * 2
+
+
+@pytest.mark.parametrize("bad", ["ints", "strided"])
+def test_what_cannot_be_reduced_is_refused_on_all_ranks_alike(bad: str) -> None:
+    class Bad(Reduction):
+        name = "bad"
+
+        def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
+            if bucket.buffer.is_meta or ctx.rank == 0:
+                yield AllReduce(torch.zeros(4, device=bucket.device))
+            else:
+                yield AllReduce(torch.zeros(4, dtype=torch.int64) if bad == "ints" else torch.zeros(8)[::2])
+
+    def body(rank: SimulatedRank) -> BaseException | None:
+        return step(rank.engine(Bad()), buckets(rank.rank))
+
+    first, second = simulate(2, body)
+    assert isinstance(first, RemoteHookError)
+    assert isinstance(second, TypeError if bad == "ints" else ValueError)
+
+
+def test_an_exception_inside_the_transport_is_typed_and_final() -> None:
+    def body(rank: SimulatedRank) -> tuple[str, str]:
+        engine = rank.engine(Plain())
+        rank.transport.all_reduce = lambda tensor, op: 1 / 0  # type: ignore[method-assign,assignment]
+        found = []
+        for _ in range(2):
+            with pytest.raises(TransportError) as caught:
+                step(engine, buckets(rank.rank))
+            found.append(str(caught.value))
+        return found[0], found[1]
+
+    first, again = simulate(1, body)[0]
+    assert "ZeroDivisionError" in first
+    assert first == again
+
+
+def test_scratch_is_made_once() -> None:
+    def body(rank: SimulatedRank) -> int:
+        engine = rank.engine(WireCast(TwoStage(), "bf16"))
+        step(engine, buckets(rank.rank))
+        before = {key: t.data_ptr() for key, t in engine.scratch._tensors.items()}
+        step(engine, buckets(rank.rank))
+        after = {key: t.data_ptr() for key, t in engine.scratch._tensors.items()}
+        assert before == after
+        return len(after)
+
+    assert simulate(2, body)[0] > 3

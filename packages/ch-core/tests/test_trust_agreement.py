@@ -4,17 +4,18 @@ import threading
 import time
 from typing import Any
 
-import commhooks
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
 from commhooks.agreement import StoreExchange, agree
 from commhooks.bucket import Bucket
 from commhooks.errors import RankMismatchError
 from commhooks.reduction import Plain, Reduction, StepContext
 from commhooks.testing import spawn
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -60,7 +61,7 @@ def test_the_one_differing_line_among_many_is_named_with_its_ranks(where: int) -
     def fields(rank: int) -> dict[str, list[str]]:
         shapes = [f"layer{i}: (3, 4)" for i in range(8)]
         if rank == 2:
-            shapes = shapes[:where] + ["odd: (9,)"] + shapes[where + 1 :]
+            shapes[where : where + 1] = ["odd: (9,)"]
         return {"shapes": shapes, "torch": ["2.13"]}
 
     said = together(4, fields)

@@ -5,16 +5,17 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import commhooks
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
 from commhooks.bucket import Bucket
 from commhooks.reduction import Reduction, StepContext
 from commhooks.requests import AllReduce
 from commhooks.testing import spawn
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.gloo]
 
@@ -183,8 +184,11 @@ def results_checked(rank: int, world: int) -> dict[str, Any]:
     odd |= {"hook None": none_hook, "hook tensor": tensor_hook, "hook work": work_hook, "hook raises": raises}
     for name, hook in odd.items():
         model = wrapped()
-        handle = commhooks.attach(model, lambda state, bucket, hook=hook: hook(bucket) if isinstance(hook, partial)
-                                  else hook(None, bucket), timeout=20.0)
+        handle = commhooks.attach(
+            model,
+            lambda state, bucket, hook=hook: hook(bucket) if isinstance(hook, partial) else hook(None, bucket),
+            timeout=20.0,
+        )
         found[name] = (outcome(lambda: backward(model, rank, 1)), outcome(handle.check)[0])  # noqa: B023
     return found
 

@@ -5,18 +5,19 @@ import io
 import pickle
 from typing import Any
 
-import commhooks
 import pytest
 import torch
 import torch.distributed as dist
-from commhooks.bucket import Bucket
-from commhooks.reduction import Reduction, StepContext
-from commhooks.requests import AllReduce
-from commhooks.testing import spawn
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+
+import commhooks
+from commhooks.bucket import Bucket
+from commhooks.reduction import Reduction, StepContext
+from commhooks.requests import AllReduce
+from commhooks.testing import spawn
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.gloo]
 

@@ -248,3 +248,55 @@ def test_no_process_group_is_a_typed_error() -> None:
     assert handle.expr == "bf16_compress"
     with pytest.raises(commhooks.AttachError, match=r"is not attached to a model: handle = commhooks\.attach"):
         handle.stats()
+
+
+def body_review(rank: int, world: int) -> None:
+    # a forward without gradients between forward and backward
+    model = wrapped()
+    handle = commhooks.attach(model, "bf16_compress")
+    loss = model(torch.randn(2, 20)).sum()
+    with torch.no_grad():
+        model(torch.randn(2, 20))
+    loss.backward()
+    handle.assert_active()
+    handle.detach()
+    handle.detach()
+    assert handle.stats()["steps"] == 1
+
+    # the same model, wrapped over another group, with the same function
+    module = net()
+    alone = [dist.new_group([r]) for r in range(world)][rank]
+    for group, factor in ((alone, float(rank)), (None, 0.5)):
+        again = DistributedDataParallel(module, process_group=group)
+        again.register_comm_hook(group, ch_ddp.allreduce_hook)
+        again.zero_grad()
+        again(torch.full((1, 20), float(rank))).sum().backward()
+        lone = net()
+        lone(torch.full((1, 20), factor)).sum().backward()
+        first = next(module.parameters()).grad
+        if group is not None:
+            assert torch.equal(first, next(lone.parameters()).grad)
+        gathered = [torch.empty_like(first) for _ in range(world)]
+        dist.all_gather(gathered, first)
+        assert torch.equal(gathered[0], gathered[1]) == (group is None)
+
+    # ranks with other options in an object
+    from ch_powersgd import PowerSGD
+
+    with pytest.raises(commhooks.RankMismatchError, match="rank"):
+        commhooks.attach(wrapped(), ch_ddp.bf16_compress_wrapper(PowerSGD(rank=4 if rank == 0 else 2)))
+    shown = commhooks.attach(wrapped(), ch_ddp.bf16_compress_wrapper(PowerSGD(rank=2)))
+    assert shown.expr.startswith("bf16_wrapper(powersgd(rank=2")
+
+    def generated(bucket: Any, ctx: Any) -> Any:
+        yield commhooks.AllReduce(bucket.buffer)
+
+    model = wrapped()
+    commhooks.attach(model, generated)
+    assert worst_error(model, wrapped(), rank) == 0.0
+
+
+def test_what_a_review_found_stays_mended() -> None:
+    pytest.importorskip("ch_powersgd", reason="ch-powersgd is not installed")
+    spawn(body_review, 2)
+    assert pickle.loads(pickle.dumps(ch_ddp.bf16_compress_hook)) is ch_ddp.bf16_compress_hook

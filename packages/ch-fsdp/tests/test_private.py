@@ -27,8 +27,10 @@ def body_groups(rank: int, world: int) -> None:
         assert not group.native_replicas
         layout = group.shards(torch.float32)
         for p in layout.params:
-            assert p.shape == tuple(public[p.name].to_local().shape)
-            seen[p.name] = p.shape
+            name, _, where = p.name.partition("[")
+            assert where == f"{rank}/2]"
+            assert p.shape == tuple(public[name].to_local().shape)
+            seen[name] = p.shape
         seen_shapes = group.global_shapes()
         assert all(tuple(public[name].shape) == shape for name, shape in seen_shapes.items())
     assert set(seen) == set(public)

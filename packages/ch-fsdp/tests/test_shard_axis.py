@@ -86,7 +86,7 @@ def body_trains(rank: int, world: int) -> list[tuple[list[float], torch.Tensor]]
     return out
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [4, pytest.param(2, marks=pytest.mark.soak)])
 def test_trains_as_one_process_does(world: int) -> None:
     model, losses = single(STEPS, world)
     for (plain_losses, plain), (half_losses, half) in spawn(body_trains, world):
@@ -170,6 +170,7 @@ def body_accumulation(rank: int, world: int) -> None:
         model(*batch(3, rank)).backward()  # adds to the sharded gradient
     assert distance(grads(mine), grads(torchs)) == 0
     assert handle.stats()["steps"] == 2
+    body_shard_dim_1(rank, world)
 
 
 def body_hsdp_mesh(rank: int, world: int) -> None:
@@ -200,7 +201,6 @@ def body_shard_dim_1(rank: int, world: int) -> None:
 
 def test_accumulation_and_other_placements() -> None:
     spawn(body_accumulation, 2)
-    spawn(body_shard_dim_1, 2)
 
 
 def test_shard_axis_of_a_2d_mesh() -> None:

@@ -63,7 +63,7 @@ def test_all_ranks_have_the_same_bits_close_to_the_average(reduction: commhooks.
     wanted = average(world)
     for got in ranks:
         assert all(torch.equal(got[n], ranks[0][n]) for n in SHAPES)
-    for name in QUANTIZED if isinstance(reduction, BlockQuantized) else ("norm",):
+    for name in QUANTIZED:
         error = (ranks[0][name] - wanted[name]).norm() / wanted[name].norm()
         assert 0 < error < 0.03, (name, error)
 
@@ -91,8 +91,8 @@ def test_quant8_exempts_norms_and_small_ones_exactly() -> None:
     assert not torch.equal(everything["norm"], exact["norm"])
 
 
-@pytest.mark.parametrize("reduction", LOSSY[:2], ids=repr)
-def test_quant8_does_not_depend_on_the_buckets(reduction: commhooks.Reduction) -> None:
+@pytest.mark.parametrize("reduction", [r for r in LOSSY if r.granularity == "tensor"], ids=repr)
+def test_results_do_not_depend_on_the_buckets(reduction: commhooks.Reduction) -> None:
     whole, cut = (reduced(reduction, 3, cuts=cuts)[0] for cuts in ((), (1, 2, 3, 4)))
     assert all(torch.equal(whole[n], cut[n]) for n in QUANTIZED)
 
@@ -173,8 +173,7 @@ def test_the_result_has_the_gradients_dtype(reduction: commhooks.Reduction, dtyp
     got = reduced(reduction, 2, dtype=dtype)[0]
     for name in ("up", "head"):
         assert got[name].dtype == dtype
-        bound = 0.03 if isinstance(reduction, BlockQuantized) else 1.0  # a scale shared with the norm, 50 times larger
-        assert (got[name].float() - average(2)[name]).norm() < bound * average(2)[name].norm()
+        assert (got[name].float() - average(2)[name]).norm() < 0.03 * average(2)[name].norm()
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:UserWarning")
@@ -182,14 +181,13 @@ def test_affine_codes_are_torchs() -> None:
     x = torch.randn(5, 96) * torch.tensor([[1.0], [1e-3], [100.0], [1.0], [1.0]])
     x[3] = x[3].abs()  # the range is widened to hold zero
     x[4] = 0
-    payload = torch.zeros(5 * (5 + 96) + 3, dtype=torch.uint8)
-    encode(x.clone(), payload)
-    scales = payload[:20].view(torch.float32)
-    zeros = payload[20:25].to(torch.int64)
-    theirs = torch.quantize_per_channel(x, scales.double(), zeros, 0, torch.quint8)
-    assert torch.equal(payload[25:505].view(5, 96), theirs.int_repr())
-    assert torch.equal(decode(payload, 5, 96), theirs.dequantize())
-    assert torch.equal(scales[3:4], x[3].max().view(1) / 255)
+    scales, zeros = torch.empty(5, 1), torch.empty(5, 1, dtype=torch.uint8)
+    codes = torch.empty(5, 96, dtype=torch.uint8)
+    encode(x.clone(), scales, zeros, codes)
+    theirs = torch.quantize_per_channel(x, scales.view(-1).double(), zeros.view(-1).long(), 0, torch.quint8)
+    assert torch.equal(codes, theirs.int_repr())
+    assert torch.equal(decode(scales, zeros, codes), theirs.dequantize())
+    assert torch.equal(scales[3], x[3].max().view(1) / 255)
 
 
 def test_a_multiple_of_the_bucket_size_has_no_extra_channel() -> None:
@@ -197,8 +195,8 @@ def test_a_multiple_of_the_bucket_size_has_no_extra_channel() -> None:
         layout = commhooks.BucketLayout.of_shapes({"w": (numel,)})
         return quantize_per_channel().plan(layout, commhooks.StepContext(world_size=1))[0][0].payload_bytes
 
-    assert payload(1024) == 1036  # two channels: 2 * (5 + 512), rounded up to a multiple of 4
-    assert payload(1025) == 1552  # three
+    assert payload(1024) == 2 * 5 + 1024  # two channels
+    assert payload(1025) == 3 * 5 + 1025
 
 
 @pytest.mark.parametrize(
@@ -266,7 +264,7 @@ def body_gloo(rank: int, world: int) -> dict[str, tuple[torch.Tensor, Any]]:
 @pytest.mark.gloo
 @pytest.mark.parametrize("world", [2, 4])
 def test_by_name_and_as_pytorchs_functions_on_gloo(world: int) -> None:
-    ranks = spawn(body_gloo, world)
+    ranks = spawn(body_gloo, world, timeout=110)
     exact = ranks[0]["exact"][0]
     for key, (gradient, stats) in ranks[0].items():
         assert all(torch.equal(gradient, other[key][0]) for other in ranks), key

@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_s
 from torch.utils.weak import WeakIdKeyDictionary
 
 from commhooks.errors import CommHooksError, HookTimeoutError, RankMismatchError, TransportError
+from commhooks.reduction import StepContext
 
 DIGEST_BYTES, LINE_BYTES = 16, 256
 Fingerprint = Mapping[str, Sequence[str]]
@@ -51,8 +52,10 @@ def agree(what: str, fields: Fingerprint, exchange: Exchange) -> None:
         return
     lines = [f"  {name}: {_difference(fields[name], exchange)}" for name in differing]
     raise RankMismatchError(
-        f"the ranks disagree on {what}, so nothing has been communicated:\n" + "\n".join(lines) + "\nGive every rank the "
-        "same hook, options, package versions and model; verify_ranks=False turns this check off"
+        f"the ranks disagree on {what}, so nothing has been communicated:\n"
+        + "\n".join(lines)
+        + "\nGive every rank the same hook, options, package versions and model; "
+        "verify_ranks=False turns this check off"
     )
 
 
@@ -148,8 +151,8 @@ class StoreExchange:
 
     def _absent(self, ranks: list[int]) -> CommHooksError:
         return HookTimeoutError(
-            f"ranks {_ranges(ranks)} did not take part in the agreement within {self._timeout:g} s: every rank of the group "
-            "has to make the same attach() and load_state_dict() calls, in the same order"
+            f"ranks {_ranges(ranks)} did not take part in the agreement within {self._timeout:g} s: every rank of the "
+            "group has to make the same attach() and load_state_dict() calls, in the same order"
         )
 
 
@@ -176,10 +179,15 @@ def fingerprint(handle: Any, model: torch.nn.Module, *, watched: bool = False) -
         "world size": [""],
         "step": [""],
         "state": [""],
+        "collectives": [""],
     }
     if engine is not None:
         fields["world size"] = [str(engine.transport.world_size)]
         fields["step"] = [str(engine.state.step)]
+        steps = (engine.state.step, engine.state.step + 10**6)  # now, and when every warm-up is over
+        contexts = [StepContext(engine.transport.rank, engine.transport.world_size, step) for step in steps]
+        plans = [engine.reduction.plan(handle.binding.layout, ctx) for ctx in contexts]
+        fields["collectives"] = [str(request) for plan in plans for stage in plan for request in stage]
         held = engine.state.entries()
         fields["state"] = [f"{name} {field} {tuple(tensor.shape)} {tensor.dtype}" for name, field, tensor in held]
     return fields

@@ -1,5 +1,6 @@
 """``commhooks.attach``: one call for every kind of model."""
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from commhooks.agreement import verify
 from commhooks.creating import create
 from commhooks.errors import AttachError
 from commhooks.handle import Binding, CommHook
-from commhooks.reduction import Reduction
+from commhooks.reduction import Reduction, as_reduction
 from commhooks.state import HookState
 
 log = logging.getLogger("commhooks")
@@ -87,6 +88,11 @@ def attach(
     if handle.attached:
         raise AttachError(f"{handle.expr} is attached to a model already; create another handle, or detach() this one")
     if state is not None:
+        if handle.reduction is not None and callable(getattr(state, "reduction", None)) and not callable(what):
+            raise AttachError(
+                f"{type(state).__name__} has options of its own, which {handle.expr} would not follow: give the hook "
+                "function that belongs to it, commhooks.attach(model, powerSGD_hook, state=state)"
+            )
         handle.state = state
     if isinstance(handle.state, HookState):
         handle.state.refuse_other(model.parameters())
@@ -116,10 +122,12 @@ def as_handle(
         return what
     if isinstance(what, str | Mapping):
         return create(what, process_group=process_group)
-    built = what if isinstance(what, Reduction) else _carried(what, state) or what
+    made = what if isinstance(what, Reduction) else _carried(what, state)
+    if made is None and inspect.isgeneratorfunction(getattr(what, "func", what)):
+        made = as_reduction(what)
+    built = made if made is not None else what
     if isinstance(built, Reduction):
-        node = {"hook": built.name, "config": built.config()}
-        return CommHook(node=node, built=built, process_group=process_group)
+        return CommHook(node=built.node(), built=built, process_group=process_group)
     if not callable(built):
         raise AttachError(
             f"cannot attach {type(what).__name__}: give an expression such as 'powersgd(rank=4)', a dict, a "

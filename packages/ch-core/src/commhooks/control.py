@@ -79,4 +79,3 @@ class Control:
         """Give the private group back."""
         if dist.is_initialized():
             dist.destroy_process_group(self.private)
-

@@ -44,9 +44,7 @@ def create(
         return as_handle(what, process_group=process_group)
     built = Builder().build(_merged(canonical(what), config))
     state = built.make_state(process_group) if built.make_state is not None else None
-    return CommHook(
-        node=built.node, built=built.value, process_group=process_group, state=state, full=built.full
-    )
+    return CommHook(node=built.node, built=built.value, process_group=process_group, state=state, full=built.full)
 
 
 def _merged(node: Node, config: Mapping[str, Any]) -> Node:

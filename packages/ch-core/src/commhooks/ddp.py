@@ -7,7 +7,6 @@ parameters are keyed by their position in model order and their shape.
 
 from collections.abc import Callable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from commhooks.naming import position_name
 from commhooks.reduction import Reduction
 from commhooks.state import HookState
 from commhooks.streams import SideStream, future_for
-from commhooks.transport import ProcessGroupTransport
+from commhooks.transport import ProcessGroupTransport, Transport
 from commhooks.typing import GradBucket
 
 TensorFuture = torch.futures.Future[torch.Tensor]
@@ -95,9 +94,10 @@ class DDPDriver:
         return future
 
     def check(self) -> None:
-        """Errors are raised from ``backward()`` itself; nothing is kept back but the loss of the transport."""
-        if self.engine.failure is not None:
-            raise self.engine.failure
+        """On CPU errors are raised from ``backward()`` itself; on CUDA at the next step, or here."""
+        error = self.engine.failure or self.engine.judge()
+        if error is not None:
+            raise error
 
     def _first(self) -> None:
         """The first bucket of a step has come. Not told by the backward's number: reentrant checkpoints nest them."""
@@ -128,7 +128,8 @@ class DDPDriver:
 
     def _finish(self, error: BaseException | None) -> None:
         for future, buffer in self._futures:
-            future.set_result(buffer)
+            with self._side.on(buffer):
+                future.set_result(buffer)
         self._futures.clear()
         if self._seen:
             self._name_by_position()
@@ -226,23 +227,24 @@ class BareHook:
         self._forget()
 
     def _forget(self) -> None:
-        self._of_state: WeakKeyDictionary[HookState, DDPDriver] = WeakKeyDictionary()
         self._of_param = WeakIdKeyDictionary()  # parameter -> DDPDriver
         self._current: DDPDriver | None = None
 
     def _driver(self, state: object, bucket: GradBucket) -> DDPDriver:
         """The driver of this state, or, where the state is a group, of the model that the parameters belong to."""
         if isinstance(state, HookState):
-            driver = self._of_state.get(state)
+            driver: DDPDriver | None = state.drivers.get(self)  # kept there, so that it lives as long as the state
             if driver is None:
-                driver = self._of_state[state] = DDPDriver(self._engine(state))
+                driver = state.drivers[self] = DDPDriver(self._engine(state))
             return driver
         params = bucket.parameters()
         found: DDPDriver | None = self._of_param.get(params[0])
+        if found is not None and not over(found.engine.transport, state):
+            found = None  # the model was wrapped anew, over another group
         if found is None:
             found = self._current if bucket.index() > 0 else None
             found = found if found is not None else DDPDriver(self._engine(state))
-        self._current = found
+        self._current = None if bucket.is_last() else found
         for param in params:
             self._of_param[param] = found
         return found
@@ -257,7 +259,13 @@ class BareHook:
                 f"the state of {self.__name__} is a process group, None, or a HookState; got {type(state).__name__}"
             )
         made = self.reduction if isinstance(self.reduction, Reduction) else self.reduction(state)
-        return Engine(made, ProcessGroupTransport(group), kept)
+        return Engine(made, ProcessGroupTransport(group), kept, timeout=None)  # the group has a timeout of its own
+
+
+def over(transport: Transport, group: object) -> bool:
+    """Whether a transport goes over this process group; ``None`` is the default group of the moment."""
+    wanted = group if group is not None else dist.group.WORLD
+    return isinstance(transport, ProcessGroupTransport) and transport.group is wanted
 
 
 def as_hook(reduction: Reduction | Callable[[Any], Reduction], name: str | None = None) -> BareHook:

@@ -8,8 +8,8 @@ from commhooks.engine import Engine
 def residual_figures(engine: Engine) -> dict[str, float]:
     """``residual_norm/NAME`` and ``relative_error/NAME`` of every parameter that has a residual.
 
-    The relative error is ‖residual‖ / ‖gradient + residual‖, both of the last finished step and of this rank. It is left
-    out where the gradient is gone.
+    The relative error is ‖residual‖ / ‖gradient + residual‖, both of the last finished step and of this rank. It is
+    left out where the gradient is gone.
     """
     state, figures = engine.state, {}
     shown = {p.name: (bucket, p) for bucket in engine.last for p in bucket.params}

@@ -12,35 +12,21 @@ import logging
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from commhooks.bucket import Bucket, BucketLayout
 from commhooks.combine import plain
-from commhooks.errors import CommHooksError, HookResultError
+from commhooks.errors import CommHooksError, HookResultError, TransportError
 from commhooks.ghost import ghost
 from commhooks.reduction import Reduction, Stages, StepContext
 from commhooks.requests import AllGather, Request, StagePlan, as_tuple
 from commhooks.scratch import Scratch
 from commhooks.state import HookState
-from commhooks.status import BETWEEN, DECODE, ENCODE, WHERE, Status
+from commhooks.status import BETWEEN, DECODE, ENCODE, WHERE, Exchange, Outside, Status
 from commhooks.transport import Stage, Traffic, Transport
 
 log = logging.getLogger("commhooks")
-
-
-class Outside(Protocol):
-    """Who uses the gradients: the optimizer, the scaler, a manager. Asked whether a step was used."""
-
-    def mark(self) -> None:
-        """A step has ended; what follows is about it."""
-
-    def used(self) -> bool:
-        """Whether the step since :meth:`mark` was used."""
-
-    def clock(self) -> int:
-        """Steps used so far, equal on all ranks."""
 
 
 @dataclass(slots=True)
@@ -120,7 +106,8 @@ class Engine:
         self._open = False
         self._error: tuple[BaseException, int] | None = None
         self._sums: list[torch.Tensor] = []
-        self._status: Status | None = None
+        self._status: Status | None = None  # of the last finished step, until it is settled
+        self._unjudged: Status | None = None  # on CUDA, until somebody has to know
         self._late: BaseException | None = None
         self._device = torch.device("cpu")
         self._veto = False
@@ -188,12 +175,19 @@ class Engine:
 
     # -- the step's verdict
 
-    def settle(self) -> bool | None:
-        """Commit or roll back the last finished step, if that is still open; returns whether it was committed."""
+    def settle(self, *, finally_: bool = False) -> bool | None:
+        """Commit or roll back the last finished step, if that is still open; returns whether it was committed.
+
+        Args:
+            finally_: the next step begins, so what the optimizer has not used by now it has skipped. Otherwise the
+                step stays open until the optimizer has decided.
+        """
         if self._status is None:
             return None
         good = self._status.good() and not self._veto
         if good and self.outside is not None and self.participating:
+            if not finally_ and not self.outside.decided():
+                return None
             good = self.outside.used()
         self._status, self._veto = None, False
         if good:
@@ -226,6 +220,8 @@ class Engine:
         Collectives that this rank started and others did not are beyond help; the transport's own deadline ends
         them.
         """
+        if any(live.pending is not None for live in self._live):
+            self.scratch = Scratch()  # the transport may still write to the old
         for live in self._live:
             live.stages.close()
         self._live.clear()
@@ -238,8 +234,8 @@ class Engine:
     def _begin(self) -> None:
         if self.failure is not None:
             raise self.failure
-        self._late = self._judge() if self._status is not None and not self._status.judged else None
-        self.settle()
+        self._late = self.judge()
+        self.settle(finally_=True)
         if self.loss_scale is not None and self.reduction.fields:
             self.state.rescale(self.loss_scale())
         self._open, self._slots, self._error = True, 0, None
@@ -282,24 +278,24 @@ class Engine:
         """One stage further: wait for the pending one, resume the generator, start the next."""
         if live.pending is not None:
             self._complete(live)
-        requests: tuple[Request, ...] = ()
+        requests: tuple[Request, ...] | None = None
         if not live.ghost:
             try:
                 requests = self._resume(live)
             except BaseException as error:  # Ctrl-C too: raised in the hook it would leave DDP and the peers stuck
                 self._fail(live, error)
         if live.ghost:
-            owed = () if live.stage >= len(live.plan) else live.plan[live.stage]
-            requests = ghost(owed, self.transport.world_size, live.bucket.device)
-        if not requests:
+            ended = live.stage >= len(live.plan)
+            requests = None if ended else ghost(live.plan[live.stage], self.transport.world_size, live.bucket.device)
+        if requests is None:
             live.done = True
             self._end(live)
             return
         for one in live.plan[live.stage]:
             self.counters.traffic.add(one, self.transport.world_size)
-        self.counters.traffic.rounds += 1
+        self.counters.traffic.rounds += bool(requests)
         live.stage += 1
-        live.pending = Stage(self.transport, self.scratch, live.slot)
+        live.pending = Stage(self.transport, self.scratch, (live.slot, live.stage))
         with torch.profiler.record_function(f"commhooks::{self.reduction.name}::start{live.stage}"):
             self._guarded(lambda stage: stage.start(requests), live.pending)
 
@@ -316,15 +312,15 @@ class Engine:
             except BaseException as error:
                 self._fail(live, error)
 
-    def _resume(self, live: Live) -> tuple[Request, ...]:
-        """The generator's next requests, checked against the plan; ``()`` when it ended."""
+    def _resume(self, live: Live) -> tuple[Request, ...] | None:
+        """The generator's next requests, checked against the plan; ``None`` when it ended."""
         expected = live.plan[live.stage] if live.stage < len(live.plan) else None
         with torch.profiler.record_function(f"commhooks::{self.reduction.name}::stage{live.stage}"):
             try:
                 requests = as_tuple(next(live.stages))
             except StopIteration:
                 if expected is None:
-                    return ()
+                    return None
                 raise HookResultError(
                     f"{self.reduction.name} ended after {live.stage} stages; its plan has {len(live.plan)}"
                 ) from None
@@ -352,11 +348,12 @@ class Engine:
         """
         try:
             action(stage)
-        except CommHooksError as error:
-            self.failure = error
+        except Exception as error:
+            lost = error if isinstance(error, CommHooksError) else TransportError(f"{type(error).__name__}: {error}")
+            self.failure = lost
             self.abandon()
             self.transport.abort()
-            raise
+            raise lost from (None if lost is error else error)
 
     # -- failure of a reduction: the ghost
 
@@ -378,7 +375,9 @@ class Engine:
 
     def _exchange(self) -> BaseException | None:
         """Exchange the step's status and return the error that this rank raises."""
-        bad = torch.stack(self._sums).sum().isfinite().logical_not() if self._sums else None
+        bad = (
+            torch.stack([s.to(self._device) for s in self._sums]).sum().isfinite().logical_not() if self._sums else None
+        )
         self._sums.clear()
         code = self._error[1] if self._error is not None else 0
         clock = (self.state.step if self.outside is None else self.outside.clock()) if self.participating else None
@@ -389,13 +388,19 @@ class Engine:
         if self.outside is not None:
             self.outside.mark()
         self._status = status
+        self._unjudged = status
         late, self._late = self._late, None
-        return late if self._device.type == "cuda" else self._judge()
+        return late if self._device.type == "cuda" else self.judge(self._carry_out)
 
-    def _judge(self) -> BaseException | None:
-        assert self._status is not None  # noqa: S101
+    def judge(self, carry_out: Exchange | None = None) -> BaseException | None:
+        """The error of the last step that nobody has been told of yet.
+
+        Args:
+            carry_out: for the failing ranks' texts; without it, which needs no other rank, there are none.
+        """
+        status, self._unjudged = self._unjudged, None
         own, self._error = self._error, None
-        return self._status.error(self.reduction.name, own[0] if own is not None else None, self._carry_out)
+        return None if status is None else status.error(self.reduction.name, own[0] if own else None, carry_out)
 
     def _carry_out(self, request: Request) -> None:
         stage = Stage(self.transport, self.scratch, "status")

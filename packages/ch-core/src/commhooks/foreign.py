@@ -156,8 +156,9 @@ class ForeignDriver:
                     raise RemoteHookError(f"{self.name} failed on another rank: {heard}. {_ANEW}")
                 if time.monotonic() >= deadline:
                     raise HookTimeoutError(
-                        f"{self.name}: the future of bucket {index} was not completed within {_SHARE * self.timeout:g} s. Either "
-                        f"the hook never completes it, or a peer is frozen. {_ANEW}"
+                        f"{self.name}: the future of bucket {index} was not completed "
+                        f"within {_SHARE * self.timeout:g} s. "
+                        f"Either the hook never completes it, or a peer is frozen. {_ANEW}"
                     )
         return future.wait()
 
@@ -177,7 +178,8 @@ class ForeignDriver:
         if self.error is None and texts:
             said = "; ".join(f"rank {rank}: {line}" for rank, line in texts.items())
             self.error = RemoteHookError(
-                f"{self.name} failed on another rank, so this step's gradients are not valid on any rank. {said}. {_ANEW}"
+                f"{self.name} failed on another rank, so this step's gradients are not valid on any rank. {said}. "
+                f"{_ANEW}"
             )
         return differing(self.name, digests) if due and not texts else None
 
@@ -187,6 +189,7 @@ class ForeignDriver:
             self.control.alarm(f"bucket {index}: {type(error).__name__}: {error}")
 
     def _refusal(self) -> BaseException:
-        error = AttachError(f"{self.name} failed in an earlier step: {type(self.error).__name__}: {self.error}. {_ANEW}")
+        earlier = f"{type(self.error).__name__}: {self.error}"
+        error = AttachError(f"{self.name} failed in an earlier step: {earlier}. {_ANEW}")
         error.__cause__ = self.error
         return error

@@ -16,7 +16,7 @@ from commhooks.errors import HookResultError, RankMismatchError
 
 log = logging.getLogger("commhooks")
 
-_CALLBACK = re.compile(r"Got the following error when running the callback: ([A-Za-z_.]+): (.*?)\s*\n?\s*At:", re.DOTALL)
+_CALLBACK = re.compile(r"error when running the callback: ([A-Za-z_.]+): (.*?)\s*\n?\s*At:", re.DOTALL)
 
 
 def checked(value: object, buffer: torch.Tensor, name: str, index: int, warned: set[str] | None = None) -> torch.Tensor:

@@ -22,9 +22,12 @@ log = logging.getLogger("commhooks")
 def matches(name: str, pattern: str) -> bool:
     """Whether a parameter's full name matches a shell pattern; a leading ``*.`` includes the top level.
 
-    >>> [matches(n, "*.bias") for n in ("layers.0.bias", "bias", "bias.weight")]
-    [True, True, False]
+    A shard of a parameter (``"w[0/2]"``) matches what the parameter matches.
+
+    >>> [matches(n, "*.bias") for n in ("layers.0.bias", "bias", "bias.weight", "layers.0.bias[1/2]")]
+    [True, True, False, True]
     """
+    name = name.partition("[")[0]
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase("." + name, pattern)
 
 
@@ -45,6 +48,9 @@ class Policy(Composite):
         inside = ", ".join(f"{pattern!r}: {part.name}" for pattern, part in rules)
         super().__init__([part for _, part in rules], f"policy({{{inside}}})")
         self._groups: dict[BucketLayout, dict[int, frozenset[str]]] = {}
+
+    def node(self) -> dict[str, Any]:
+        return {"hook": "policy", "config": {}, "rules": [[pattern, part.node()] for pattern, part in self.rules]}
 
     def rule(self, name: str) -> int:
         """Number of the rule that a parameter falls under.

@@ -8,9 +8,10 @@ Control flow may depend on the layout and on ``ctx.step`` alone, never on number
 :meth:`Reduction.plan` know every collective before it happens, by running the generator on meta tensors.
 """
 
+import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -165,7 +166,10 @@ class Reduction(ABC):
 
     def start(self, bucket: Bucket, ctx: StepContext) -> Stages:
         """The generator to drive: :meth:`run` over the parameters that fit, plain averaging over the others."""
-        plainly = self.routes(bucket.layout, ctx.step) if self.lossy or self.fields else {}
+        return self.beside(bucket, ctx, self.routes(bucket.layout, ctx.step) if self.lossy or self.fields else ())
+
+    def beside(self, bucket: Bucket, ctx: StepContext, plainly: Collection[str]) -> Stages:
+        """:meth:`run`, and at the same time plain averaging of the parameters named in ``plainly``."""
         if not plainly:
             return self.run(bucket, ctx)
         if len(plainly) == len(bucket.params):
@@ -214,6 +218,10 @@ class Reduction(ABC):
         """Parameters that rebuild this reduction, as plain values."""
         return {}
 
+    def node(self) -> dict[str, Any]:
+        """The canonical expression node of this reduction, those inside it included."""
+        return {"hook": self.name, "config": self.config()}
+
     def __repr__(self) -> str:
         inside = ", ".join(f"{k}={v!r}" for k, v in self.config().items())
         return f"{self.name}({inside})" if inside else self.name
@@ -244,7 +252,7 @@ class FunctionReduction(Reduction):
 
     lossy = True
 
-    def __init__(self, function: Callable[..., Stages], **config: Any) -> None:
+    def __init__(self, function: Callable[..., Stages], /, **config: Any) -> None:
         self.function = function
         self.name = function.__name__
         self._config = config
@@ -259,7 +267,7 @@ class FunctionReduction(Reduction):
         return dict(self._config)
 
 
-def as_reduction(target: object, **config: Any) -> Reduction:
+def as_reduction(target: object, /, **config: Any) -> Reduction:
     """A :class:`Reduction` from a reduction, a class or factory of one, or a generator function.
 
     Raises:
@@ -269,6 +277,8 @@ def as_reduction(target: object, **config: Any) -> Reduction:
         if config:
             raise HookConfigError(f"{target!r} is configured already; it takes no further {sorted(config)}")
         return target
+    if isinstance(target, functools.partial) and not target.args:
+        return as_reduction(target.func, **{**target.keywords, **config})
     if inspect.isgeneratorfunction(target):
         return FunctionReduction(target, **config)
     made = target(**config) if callable(target) else target

@@ -78,6 +78,7 @@ class AllReduce:
     kind = "all_reduce"
 
     def plan(self) -> RequestPlan:
+        _reducible(self.tensor, self.op)
         return RequestPlan(self.kind, self.tensor.numel(), self.tensor.dtype, self.op, self.wire)
 
 
@@ -98,6 +99,7 @@ class ReduceScatter:
     kind = "reduce_scatter"
 
     def plan(self) -> RequestPlan:
+        _reducible(self.input, self.op)
         return RequestPlan(self.kind, self.input.numel(), self.input.dtype, self.op, self.wire)
 
 
@@ -128,6 +130,14 @@ class AllToAll:
 
     def plan(self) -> RequestPlan:
         return RequestPlan(self.kind, self.input.numel(), self.input.dtype)
+
+
+def _reducible(tensor: torch.Tensor, op: Op) -> None:
+    """Refuse what a transport would fail on, while the rank's own generator is still to blame and can be replaced."""
+    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise TypeError(f"a mean of {tensor.dtype} is not defined; send it as op='sum', or as floating point")
+    if not tensor.is_sparse and not tensor.is_contiguous():
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous")
 
 
 Request = AllReduce | ReduceScatter | AllGather | AllToAll

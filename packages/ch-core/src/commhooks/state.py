@@ -47,7 +47,7 @@ class HookState:
     Attributes:
         step: number of committed steps.
         params: names and shapes of the parameters of the model it belongs to, in model order; empty until known.
-            Where no names are seen (``register_comm_hook``), a parameter is called by position and shape, ``"0:50x50"``.
+            Where no names are seen (``register_comm_hook``), they are called by position and shape, ``"0:50x50"``.
         scale: loss scale in whose units the fields of :attr:`scaled` are held; :meth:`entries` gives them unscaled.
         scaled: fields that have the gradient's units, and therefore follow the loss scale.
 
@@ -82,6 +82,7 @@ class HookState:
         self._spare: dict[tuple[str, str], torch.Tensor] = {}
         self._engine: weakref.ref[Engine] | None = None
         self._owners: tuple[weakref.ref[torch.Tensor], ...] = ()  # the parameters, in the order of the table
+        self.drivers: dict[object, Any] = {}  # of the hook functions that were given this state
         self.renames: dict[str, str] = {}  # of the last translation, for those who keep names themselves
 
     def read(self, name: str, field: str) -> torch.Tensor | None:
@@ -168,7 +169,8 @@ class HookState:
         Args:
             entries: the new committed tensors.
             step: the new step.
-            params, place: as found in a checkpoint.
+            params: names and shapes of the parameters, where they change too.
+            place: what made the state, until it is known to fit.
             keep: fields whose staged tensors stay staged: a member that healed in the middle of a step received
                 the state from before that step, and the step itself is still to be committed on top.
         """
@@ -249,13 +251,14 @@ class HookState:
         held = self.names()
         if held and not any(id(p) in held for p in owners):
             raise StateError(
-                "this hook state serves another model already, and each would get the other's residuals: make one state "
-                "per model, or handle.detach() the first"
+                "this hook state serves another model already, and each would get the other's residuals: make one "
+                "state per model, or handle.detach() the first"
             )
 
     def names(self) -> dict[int, str]:
         """``id(parameter)`` -> name, of the model it is bound to."""
-        return {id(p): name for (name, _), ref in zip(self.params, self._owners) if (p := ref()) is not None}
+        pairs = zip(self.params, self._owners, strict=False)
+        return {id(p): name for (name, _), ref in pairs if (p := ref()) is not None}
 
     def unbind(self) -> None:
         """Belong to no model any more, so that another of the same shapes may be bound."""
@@ -277,7 +280,7 @@ class HookState:
             if there.loaded:
                 raise StateError(
                     f"the loaded state is of rank {there.rank} of {there.world_size}, this is rank {here.rank} of "
-                    f"{here.world_size}: load it after attach() with world_change='mean' or 'reset', or load this rank's"
+                    f"{here.world_size}: load it after attach() with world_change='mean' or 'reset', or load its own"
                 )
             log.warning("the pickled state is of %s, not of %s: residuals are reset. Save every rank's", there, here)
             for key in foreign:

@@ -13,6 +13,7 @@ fixed size. All ranks see the same vector and therefore decide alike.
 
 import math
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -26,6 +27,22 @@ _CODES, _CLOCKS = 4, 2**18 - 1
 
 Exchange = Callable[[Request], None]
 """Carries out one request over all ranks and returns when it is done."""
+
+
+class Outside(Protocol):
+    """Who uses the gradients: the optimizer, the scaler, a manager. Asked whether a step was used."""
+
+    def mark(self) -> None:
+        """A step has ended; what follows is about it."""
+
+    def used(self) -> bool:
+        """Whether the step since :meth:`mark` was used."""
+
+    def decided(self) -> bool:
+        """Whether :meth:`used` is known already; it is before the next step begins."""
+
+    def clock(self) -> int:
+        """Steps used so far, equal on all ranks."""
 
 
 class Status:
@@ -48,7 +65,6 @@ class Status:
         self.vector[rank] = mine
         if bad is not None:
             self.vector[world] = bad
-        self.judged = False
         self._event: torch.cuda.Event | None = None
         self._values: list[float] | None = None
 
@@ -85,21 +101,20 @@ class Status:
         bad = self._read()[self.world]
         return not self.failed() and len(set(self.clocks().values())) <= 1 and bad == 0 and math.isfinite(bad)
 
-    def error(self, name: str, own: BaseException | None, carry_out: Exchange) -> BaseException | None:
+    def error(self, name: str, own: BaseException | None, carry_out: Exchange | None) -> BaseException | None:
         """The error that this rank raises for the step, ``None`` if it was good or only not finite.
 
         Args:
             name: of the reduction.
             own: what was raised on this rank.
-            carry_out: for the texts, which are exchanged only if some rank failed.
+            carry_out: for the texts, which are exchanged only if some rank failed; ``None`` goes without.
         """
-        self.judged = True
         failed = self.failed()
         if failed:
-            texts = self._texts(own, carry_out) if self.world > 1 else {}
+            texts = self._texts(own, carry_out) if self.world > 1 and carry_out is not None else {}
             if own is not None:
                 return own
-            lines = "; ".join(f"rank {r} {WHERE[code]}: {texts.get(r, '?')}" for r, code in failed.items())
+            lines = "; ".join(f"rank {r} {WHERE[code]}: {texts.get(r, 'see its log')}" for r, code in failed.items())
             return RemoteHookError(
                 f"{name} raised on another rank, so this step's gradients are not valid on any rank. {lines}"
             )

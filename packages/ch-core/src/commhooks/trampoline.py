@@ -6,7 +6,7 @@ be detached and another attached.
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_strid
 from commhooks.control import Control
 from commhooks.ddp import DDPDriver, TensorFuture
 from commhooks.engine import Engine
-from commhooks.errors import AttachError, StateError
+from commhooks.errors import AttachError
 from commhooks.foreign import ForeignDriver
 from commhooks.handle import CommHook
 from commhooks.reduction import Plain
@@ -146,7 +146,7 @@ class DDPBinding:
             use_group = getattr(handle.state, "use_group", None)
             if callable(use_group):  # a state that takes the model's group where it was given none
                 use_group(self.group)
-            return ForeignDriver(handle.built, handle.state, handle.expr, self._timeout)
+            return ForeignDriver(cast(Any, handle.built), handle.state, handle.expr, self._timeout)
         if not isinstance(handle.state, HookState):
             raise AttachError(f"the state of {handle.expr} is a HookState; got {type(handle.state).__name__}")
         transport = ProcessGroupTransport(self.group)

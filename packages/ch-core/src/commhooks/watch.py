@@ -13,9 +13,9 @@ from commhooks.errors import AttachError, HookConfigError, HookNotSupportedError
 class OptimizerWatch:
     """Whether the optimizer used a step: the engine's ``outside`` verdict.
 
-    A ``GradScaler`` that found Inf does not call ``optimizer.step()``, unless the optimizer is fused: that one is called
-    and told by its ``found_inf``. A synchronised backward that no ``step()`` follows counts as skipped, so accumulate
-    under ``no_sync()``.
+    A ``GradScaler`` that found Inf does not call ``optimizer.step()``, unless the optimizer is fused: that one is
+    called and told by its ``found_inf``. A synchronised backward that no ``step()`` follows counts as skipped, so
+    accumulate under ``no_sync()``.
 
     Args:
         optimizer: the one that uses the model's gradients.
@@ -52,6 +52,10 @@ class OptimizerWatch:
             return good
         return self.steps > self._marked and (self._found is None or not bool(self._found.item()))
 
+    def decided(self) -> bool:
+        """Whether :meth:`used` would answer the same later. With a scaler alone nothing says that it has been updated."""
+        return self._removable is None or self.steps > self._marked
+
     def clock(self) -> int:
         return self.steps
 
@@ -69,9 +73,9 @@ class OptimizerWatch:
 class SyncWatch:
     """Notices gradients that DDP does not synchronise: torch says nothing, and the ranks drift apart.
 
-    It happens when ``backward()`` runs a second time on a retained graph, for the first of two forwards, or after calling
-    ``model.module`` directly. One parameter, the last, is watched: its gradient must be preceded by a forward of
-    the DDP model.
+    It happens when ``backward()`` runs a second time on a retained graph, for the first of two forwards, or after
+    calling ``model.module`` directly. One parameter, the last, is watched: its gradient must be preceded by a forward
+    of the DDP model.
 
     Args:
         model: the DDP model.
@@ -101,7 +105,9 @@ class SyncWatch:
         return (_nothing, ())  # a copy of the model is not the model that is watched
 
     def _forward(self, model: torch.nn.Module, inputs: object) -> None:
-        self._armed = torch.is_grad_enabled() and bool(model.require_backward_grad_sync)
+        # A forward without gradients (a teacher, an evaluation) takes nothing back from the one before it.
+        if torch.is_grad_enabled() and model.require_backward_grad_sync:
+            self._armed = True
 
     def _arrived(self, param: torch.Tensor) -> None:
         if torch.is_grad_enabled():  # in a backward: create_graph=True; the reducer would fail half way through
@@ -115,8 +121,8 @@ class SyncWatch:
         raise_after_backward(
             AttachError(
                 f"{self._name} was not called for this backward: DDP synchronises one backward per forward of the "
-                "wrapped model, and the gradients of this one differ from rank to rank. Add the losses up and call backward() "
-                "once, or run it inside model.no_sync() if local gradients are meant"
+                "wrapped model, and the gradients of this one differ from rank to rank. Add the losses up and call "
+                "backward() once, or run it inside model.no_sync() if local gradients are meant"
             )
         )
 

@@ -14,12 +14,12 @@ from typing import Any, Literal
 import torch
 
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout
-from commhooks.combine import plain
 from commhooks.errors import HookConfigError
 from commhooks.reduction import Plain, Reduction, Stages, StepContext
 from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Request, Requests, Wire, as_tuple
 from commhooks.transport import encode
 
+_DEFAULTS = {"accumulate": "wire", "rounding": "nearest"}
 NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -83,9 +83,7 @@ class WireCast(Reduction):
         self.inner.check(layout)
 
     def start(self, bucket: Bucket, ctx: StepContext) -> Stages:
-        if any(p.kind == "sparse" for p in bucket.params):
-            return plain(bucket, ctx.sent)
-        return self.run(bucket, ctx)
+        return self.beside(bucket, ctx, {p.name for p in bucket.params if p.kind != "dense"})  # sparse, complex
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
         inner = self.inner.start(bucket, ctx)
@@ -100,6 +98,11 @@ class WireCast(Reduction):
 
     def config(self) -> dict[str, Any]:
         return {"accumulate": self.accumulate, "rounding": self.wire.rounding}
+
+    def node(self) -> dict[str, Any]:
+        name, config = self.name.partition("(")[0], self.config()
+        config = {key: value for key, value in config.items() if value != _DEFAULTS[key]}
+        return {"hook": name, "config": config} | ({"inner": self.inner.node()} if "(" in self.name else {})
 
     def _cast(self, request: Request) -> Request:
         if isinstance(request, AllReduce | ReduceScatter) and self._narrows(request):

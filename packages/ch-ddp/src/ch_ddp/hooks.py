@@ -60,11 +60,14 @@ def bf16_compress_hook(
 
 # DDP refuses any hook called "bf16_compress_hook" without CUDA, by that name alone.
 bf16_compress_hook.__name__ = bf16_compress_hook.__qualname__ = "bf16_hook"
+bf16_hook = bf16_compress_hook  # pickle finds a function by its name
 
 
 def noop_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """No communication: a completed future of the local buffer. For measuring head-room only."""
-    return _NOOP(None, bucket)
+    if _per_parameter(bucket):
+        return _unchanged(bucket)
+    return _NOOP(state if isinstance(state, dist.ProcessGroup) else None, bucket)
 
 
 for _function, _hook in (
@@ -79,6 +82,12 @@ for _function, _hook in (
 def _per_parameter(bucket: object) -> bool:
     """Whether this is compiled DDP's ``(grad, param)`` and not a bucket."""
     return isinstance(bucket, tuple)
+
+
+def _unchanged(pair: Any) -> torch.futures.Future[torch.Tensor]:
+    """The gradient as it is, where the python reducer wants it."""
+    ignored: Any = pair[0]
+    return ignored  # type: ignore[no-any-return]
 
 
 def _compiled(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ch_ddp.subgroups import part_of, ready
+from ch_ddp.subgroups import part_of, ranks_per_machine, ready
 from commhooks.ddp import as_hook
 from commhooks.errors import HookConfigError, StateError
 from commhooks.reduction import Plain
@@ -29,14 +29,15 @@ class PostLocalSGDState:
         start_localSGD_iter: synchronised backward passes before the switch.
         post_local_gradient_allreduce: ``False`` leaves each rank its own gradient after the switch; no subgroup is
             made then.
-        subgroup_size: by default ``LOCAL_WORLD_SIZE``, as torchrun sets it, or else the GPUs of this machine.
+        subgroup_size: by default the ranks of one machine: ``LOCAL_WORLD_SIZE``, as torchrun sets it, or those with one
+            host name.
 
     Attributes:
         iter: synchronised backward passes so far.
 
     Raises:
-        HookConfigError: ``start_localSGD_iter`` is negative, or no subgroup size is known or it does not divide the
-            group; the latter as soon as there is a process group.
+        HookConfigError: ``start_localSGD_iter`` is negative, or the subgroup's size does not divide the group; the
+            latter as soon as there is a process group.
 
     The subgroup is made here, or where the hook is attached, or else at the first backward pass: never at the switch.
     """
@@ -120,13 +121,7 @@ class PostLocalSGDState:
         self._local = as_hook(Plain(), "post_local_sgd, subgroup")
 
     def _size(self) -> int:
-        known = self.subgroup_size or int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or torch.cuda.device_count()
-        if not known:
-            raise HookConfigError(
-                "PostLocalSGDState(subgroup=None) does not know how many ranks a subgroup has: give subgroup_size=..., "
-                "start with torchrun, or give a subgroup"
-            )
-        return known
+        return self.subgroup_size or int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or ranks_per_machine(self.process_group)
 
 
 def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

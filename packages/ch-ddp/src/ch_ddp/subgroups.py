@@ -1,5 +1,8 @@
 """Equal parts of a process group, each a process group of its own."""
 
+import itertools
+import socket
+
 import torch.distributed as dist
 
 from commhooks.errors import HookConfigError
@@ -32,6 +35,20 @@ def part_of(group: Group | None, size: int, what: str) -> Group:
     made = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
     assert isinstance(made, Group)  # noqa: S101 - this rank is a member
     return made
+
+
+def ranks_per_machine(group: Group | None) -> int:
+    """How many ranks of the group run on each machine, told by its host name; a collective.
+
+    Raises:
+        HookConfigError: not the same number on each, or ranks of one machine are not consecutive.
+    """
+    names: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(names, socket.gethostname(), group)
+    runs = [(name, len(list(same))) for name, same in itertools.groupby(names)]
+    if len({size for _, size in runs}) > 1 or len({name for name, _ in runs}) < len(runs):
+        raise HookConfigError(f"the ranks lie on machines as {runs}: give a subgroup, or a subgroup_size that fits")
+    return runs[0][1]
 
 
 def ready() -> bool:

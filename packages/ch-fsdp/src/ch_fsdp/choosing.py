@@ -1,8 +1,5 @@
 """Where a hook goes on an FSDP2 model: which axes, over which shard group, and what is refused, with the reason."""
 
-from typing import Any
-
-import torch
 import torch.distributed as dist
 
 from ch_fsdp import replicate, shard
@@ -96,19 +93,6 @@ def one_shard_group(groups: list[ParamGroup]) -> dist.ProcessGroup:
     return first
 
 
-def coordinate(shard_group: dist.ProcessGroup, groups: list[ParamGroup]) -> str:
-    """This rank's place among the shards, e.g. ``"0/2"``; with tensor parallelism the place in the whole mesh."""
-    mesh = mesh_of(groups[0].params[0])
-    if mesh is not None and mesh.ndim > 1:
-        return f"{'.'.join(map(str, mesh.get_coordinate()))}/{'x'.join(map(str, mesh.mesh.shape))}"
-    return f"{shard_group.rank()}/{shard_group.size()}"
-
-
-def mesh_of(param: torch.Tensor) -> Any:
-    """The device mesh that a parameter is distributed over, if it is."""
-    return getattr(param, "device_mesh", None)
-
-
 def check_groups(groups: list[ParamGroup], axes: tuple[str, ...], options: AttachOptions) -> None:
     """Whether every parameter group is ready for a hook on these axes.
 
@@ -132,7 +116,7 @@ def _check_replicas(group: ParamGroup, options: AttachOptions) -> None:
             f"{group.name} is sharded over a 2-D mesh: FSDP2 then all-reduces between replicas itself, before any "
             f"hook, and nothing is saved. Use {_INSIDE}"
         )
-    if options.process_group is None and any(m is not None and m.ndim > 1 for m in map(mesh_of, group.params)):
+    if options.process_group is None and group.tensor_parallel:
         raise HookNotSupportedError(
             f"{group.name} has tensor-parallel parameters, so which ranks are replicas cannot be told from the shard "
             "mesh: give attach(process_group=...) the group of ranks that hold the same shard"

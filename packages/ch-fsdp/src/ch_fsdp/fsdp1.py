@@ -114,6 +114,8 @@ class FSDP1Binding:
 
     def detach(self) -> None:
         plain = FlatDriver(Plain(), self.units[0], self._timeout)
+        for engine in plain.steps.engines.values():
+            engine.sends_status = False  # the messages are exactly those of FSDP without a hook
         for slot in self._slots:
             slot.call, slot.holder = plain, None
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from ch_fsdp.agreement import Fields, agree_along, replica_group
-from ch_fsdp.choosing import check_groups, choose_axes, coordinate, one_shard_group, reduction_of
+from ch_fsdp.choosing import check_groups, choose_axes, one_shard_group, reduction_of
 from ch_fsdp.flat import flat_layout
 from ch_fsdp.private import ParamGroup, param_groups
-from ch_fsdp.replicate import ReplicateHook, ShardState, broadcast, hooks_of
+from ch_fsdp.replicate import ReplicateHook, broadcast, hooks_of
 from ch_fsdp.shard import ShardAxis, ShardScatter
 from ch_fsdp.steps import Steps
 from commhooks.attaching import AttachOptions
@@ -58,7 +58,7 @@ class FSDP2Binding:
         self._outcome = watch_outcome(self.engine, options)
         self._ready = False
         self._place(handle)
-        self.layout = shards_layout(self.groups) if self._hooks else unsharded_layout(self.groups)
+        self.layout = shards_layout(model, self.groups) if self._hooks else unsharded_layout(self.groups)
 
     @property
     def calls(self) -> int:
@@ -87,7 +87,8 @@ class FSDP2Binding:
         if self._replicas is None:
             return
         plain = Engine(Plain(), ProcessGroupTransport(self._replicas), timeout=self._timeout)
-        steps = Steps({"replicate": plain}, relay=ProcessGroupTransport(self._shard_group))
+        plain.sends_status = False  # the messages are exactly those of torch without a hook
+        steps = Steps({"replicate": plain})
         for hook in self._hooks:
             hook.point(steps, None)
             if not self._ready:  # the ranks did not agree: as if nothing had been attached
@@ -122,7 +123,7 @@ class FSDP2Binding:
         replicas = options.process_group or replica_group(self._shard_group, self._timeout)
         assert replicas is not None  # noqa: S101 - choose_axes has seen to it
         if options.verify_ranks:
-            here = {"shard": [coordinate(self._shard_group, self.groups)]}
+            here = {"shard": [self.groups[0].coordinate]}
             agree_along(self._expr, self._identity(), [(self._shard_group, {}), (replicas, here)], self._timeout)
         return replicas
 
@@ -130,8 +131,9 @@ class FSDP2Binding:
         state = handle.state if handle.reduction is not None else HookState()
         if not isinstance(state, HookState):
             raise AttachError(f"the state of {handle.expr} is a HookState; got {type(state).__name__}")
-        here = ShardState(state, coordinate(self._shard_group, self.groups))
-        return Engine(self.reduction, ProcessGroupTransport(replicas), here, timeout=self._timeout)
+        engine = Engine(self.reduction, ProcessGroupTransport(replicas), state, timeout=self._timeout)
+        engine.keep_buckets = True
+        return engine
 
     def _place(self, handle: CommHook) -> None:
         """Put comms and hooks into torch's slots. Several groups in a module need no setter, only their own."""
@@ -197,14 +199,16 @@ def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) ->
     return FSDP2Binding(model, handle, options)
 
 
-def shards_layout(groups: list[ParamGroup]) -> BucketLayout:
-    """This rank's shards of all groups as one virtual bucket."""
+def shards_layout(model: torch.nn.Module, groups: list[ParamGroup]) -> BucketLayout:
+    """This rank's shards of all groups as one virtual bucket, in model order."""
+    order = {name: position for position, (name, _) in enumerate(model.named_parameters())}
     entries: list[ParamLayout] = []
     offset = 0
     for group in groups:
         layout = group.shards(group.reduce_dtype)
         entries += [ParamLayout(p.name, p.shape, p.stride, offset + p.offset) for p in layout.params]
         offset += layout.numel
+    entries.sort(key=lambda p: order[p.name.partition("[")[0]])
     return BucketLayout(entries, offset, groups[0].reduce_dtype, groups[0].device)
 
 

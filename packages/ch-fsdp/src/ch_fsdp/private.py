@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp import _traversal_utils as traversal
+from torch.distributed.tensor import DTensor
 
 from commhooks.bucket import BucketLayout, ParamLayout
 from commhooks.errors import HookNotSupportedError
@@ -106,6 +107,24 @@ class ParamGroup:
         return [p.sharded_param for p in self._group.fsdp_params]
 
     @property
+    def tensor_parallel(self) -> bool:
+        """Whether the parameters are distributed over a mesh of more dimensions than the shard mesh."""
+        return any(p.device_mesh.ndim > 1 for p in self.params if isinstance(p, DTensor)) and not self.native_replicas
+
+    @property
+    def coordinate(self) -> str:
+        """Which shard this rank holds, as a suffix of names: ``"[0/2]"``; empty if it holds the whole parameters.
+
+        With tensor parallelism it is the place in the whole mesh, ``"[0.1/2x2]"``.
+        """
+        first = self.params[0]
+        if self.tensor_parallel and isinstance(first, DTensor):
+            place = list(first.device_mesh.get_coordinate() or ())
+            return f"[{'.'.join(map(str, place))}/{'x'.join(map(str, first.device_mesh.mesh.shape))}]"
+        group = self.shard_group
+        return f"[{group.rank()}/{group.size()}]" if group is not None and group.size() > 1 else ""
+
+    @property
     def trainable(self) -> bool:
         return any(p.requires_grad for p in self.params)
 
@@ -114,17 +133,17 @@ class ParamGroup:
         return self.shards(self.reduce_dtype).numel * (self.shard_group.size() if self.shard_group is not None else 1)
 
     def shards(self, dtype: torch.dtype) -> BucketLayout:
-        """Names and shapes of this rank's shards, in the order of the flat tensor that the hook sees.
+        """Names (``"w[0/2]"``) and shapes of this rank's shards, in the order of the flat tensor that the hook sees.
 
         Valid when every trainable parameter is in it (``set_reduce_scatter_unused_params(True)``).
         """
         key = (dtype, tuple(p.requires_grad for p in self.params))
         if key not in self._layouts:
-            entries, offset = [], 0
+            entries, offset, where = [], 0, self.coordinate
             for p in self._group.fsdp_params:
                 if p.sharded_param.requires_grad:
                     stride = tuple(p.contiguous_sharded_stride)
-                    entries.append(ParamLayout(self._fqn(p), tuple(p.sharded_size), stride, offset))
+                    entries.append(ParamLayout(f"{self._fqn(p)}{where}", tuple(p.sharded_size), stride, offset))
                     offset += math.prod(p.padded_sharded_param_size)
             self._layouts[key] = BucketLayout(entries, offset, dtype, self.device)
         return self._layouts[key]

@@ -1,10 +1,9 @@
 """FSDP2's replicate axis: any reduction, on the shards, between ranks that hold the same shard.
 
 torch calls ``hook(shard)`` after its reduce-scatter, and what the hook leaves there becomes the gradient. The hook sees
-a flat tensor; its parameters' names and shapes come from ``private``. State is keyed by name and shard coordinate.
+a flat tensor; its parameters' names and shapes come from ``private``. A shard is called by its parameter's name and its
+coordinate, ``"blocks.0.up.weight[0/2]"``, and so is its state.
 """
-
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,64 +11,7 @@ import torch.distributed as dist
 from ch_fsdp.private import ParamGroup
 from ch_fsdp.steps import Steps
 from commhooks.bucket import Bucket
-from commhooks.errors import AttachError, HookNotSupportedError, HookResultError, StateError
-from commhooks.state import HookState
-
-
-class ShardState(HookState):
-    """A view of a state in which each name stands for this rank's shard of that parameter.
-
-    A reduction reads and stages ``"w"``; the state holds ``"w[0/2]"``: shard 0 of 2.
-
-    Args:
-        whole: the handle's state.
-        coordinate: ``"0/2"``.
-
-    Example:
-        >>> import torch
-        >>> whole = HookState()
-        >>> here = ShardState(whole, "0/2")
-        >>> _ = here.stage("w", "q", (1,)).fill_(3.0)
-        >>> here.commit()
-        >>> [(name, field) for name, field, _ in whole.entries()], here.read("w", "q")
-        ([('w[0/2]', 'q')], tensor([3.]))
-        >>> ShardState(whole, "0/4").read("w", "q")
-        Traceback (most recent call last):
-        ...
-        commhooks.errors.StateError: the state holds 'w' as shard 0/2, this rank has shard 0/4: ...
-    """
-
-    __slots__ = ("_suffix",)
-
-    def __init__(self, whole: HookState, coordinate: str) -> None:
-        self.__dict__ = whole.__dict__  # the same entries, step and scale: only the names differ
-        self._suffix = f"[{coordinate}]"
-
-    def read(self, name: str, field: str) -> torch.Tensor | None:
-        found = super().read(name + self._suffix, field)
-        if found is None:
-            self._refuse_other_shards(name)
-        return found
-
-    def stage(
-        self,
-        name: str,
-        field: str,
-        shape: Sequence[int],
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> torch.Tensor:
-        return super().stage(name + self._suffix, field, shape, dtype, device)
-
-    def _refuse_other_shards(self, name: str) -> None:
-        for held, _ in self.held():
-            base, _, rest = held.rpartition("[")
-            if base == name and f"[{rest}" != self._suffix:
-                raise StateError(
-                    f"the state holds {name!r} as shard {rest[:-1]}, this rank has shard {self._suffix[1:-1]}: it was "
-                    "saved under another sharding. Resume on the same shard mesh, or go on without it: "
-                    "handle.state.replace({}, handle.state.step)"
-                )
+from commhooks.errors import AttachError, HookNotSupportedError, HookResultError
 
 
 class ReplicateHook:

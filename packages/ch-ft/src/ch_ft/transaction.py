@@ -41,7 +41,7 @@ class ManagedEngine(Engine):
         self.attempted = self.state.step = step
         self.participating = self.transport.participating
 
-    def settle(self) -> bool | None:
+    def settle(self, *, finally_: bool = False) -> bool | None:
         """Commit the last finished step if the manager has, else roll it back; ``None`` if nothing is open.
 
         Called by the quorum's thread too, when it takes a snapshot for a healing member.
@@ -49,13 +49,11 @@ class ManagedEngine(Engine):
         with self._settling:
             if self.transport.manager.current_step() <= self.attempted:
                 self.rollback()
-            return super().settle()
+            return super().settle(finally_=finally_)
 
     def late_error(self) -> BaseException | None:
         """The last step's error where :meth:`finish` could not know it without waiting for the device (CUDA)."""
-        if self._status is None or self._status.judged:
-            return None
-        return self._judge()
+        return self.judge()
 
     def resolve(self, committed: bool) -> None:
         """The manager has voted."""

@@ -31,7 +31,7 @@ def commhooks_specs() -> Iterable[HookSpec]:
             "quantize_per_tensor",
             "reduction",
             "ch_quant:quantize_per_tensor",
-            "PyTorch's: all-gathers uint8 with one affine scale a bucket; volume grows with world size",
+            "PyTorch's: all-gathers uint8 with one affine scale a parameter; volume grows with world size",
             hook="ch_quant:quantization_pertensor_hook",
             params={},
             capabilities=frozenset({"lossy", "changes_dtype"}),

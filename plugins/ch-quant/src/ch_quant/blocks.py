@@ -1,8 +1,8 @@
 """Block-scaled int8 all-reduce in two stages (after ZeRO++'s quantized gradients, arXiv:2306.10209).
 
 A block of ``block`` elements travels as ``s = max|x| / 127`` in fp32 and int8 codes ``round(x / s)``. Each parameter
-starts a block of its own, so results do not depend on the buckets. With W ranks the blocks of a bucket are W equal
-shards::
+starts a block of its own, so without error feedback results do not depend on the buckets. With W ranks the blocks of
+a bucket are W equal shards::
 
     all-to-all    rank r receives every rank's shard r
     locally       m = mean over ranks, in fp32, in rank order
@@ -19,7 +19,7 @@ of entry that another world size would not fit.
 A block that is not finite has a scale that is not, and arrives as NaN or inf.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -61,7 +61,7 @@ class BlockQuantized(Reduction):
     """
 
     name = "quant8"
-    granularity = "tensor"
+    granularity: Literal["tensor", "bucket"] = "tensor"
     collectives = frozenset({"all_to_all", "all_gather"})
     lossy = True
 
@@ -69,6 +69,8 @@ class BlockQuantized(Reduction):
         if isinstance(block, bool) or not isinstance(block, int) or block < 16 or block % 4:
             raise HookConfigError(f"block={block!r}: expected a multiple of 4, 16 or more")
         self.block, self.error_feedback, self.exempt = block, bool(error_feedback), bool(exempt)
+        if error_feedback:  # which rank keeps what the second rounding lost depends on the shards, so on the bucket
+            self.granularity = "bucket"
         self.fields = {FIELD: "local"} if error_feedback else {}  # type: ignore[misc]
 
     def config(self) -> dict[str, Any]:

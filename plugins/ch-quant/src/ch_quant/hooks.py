@@ -22,7 +22,7 @@ def _per_channel(bucket_size: int) -> Any:
 def quantization_pertensor_hook(
     process_group: dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average by an all-gather of uint8, with one scale and zero point a bucket.
+    """Average by an all-gather of uint8, with one scale and zero point a parameter.
 
     Args:
         process_group: group to average over; ``None`` is the default group.

@@ -4,7 +4,7 @@ What a reduction keeps is found as its collectives are: its generator is run on 
 looked at. No hook has to declare it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -53,19 +53,33 @@ def fits(
 def _as_expected(
     entries: Mapping[Key, torch.Tensor], reduction: Reduction, layout: BucketLayout, step: int, world_size: int
 ) -> None:
+    pending = dict(entries)
     known: dict[Key, set[tuple[tuple[int, ...], torch.dtype]]] = {}
-    for at in {max(step - 1, 0), step}:  # a method that alternates keeps what either of its steps keeps
-        for dtype in {layout.dtype, *_DTYPES}:  # a model may have parameters of several dtypes
-            for key, like in expected(reduction, layout, at, dtype, world_size).items():
-                known.setdefault(key, set()).add((tuple(like.shape), like.dtype))
-    for (name, field), tensor in entries.items():
+    for at, dtype in _conditions(layout.dtype, step):
+        for key, like in expected(reduction, layout, at, dtype, world_size).items():
+            known.setdefault(key, set()).add((tuple(like.shape), like.dtype))
+            if key in pending and (tuple(pending[key].shape), pending[key].dtype) in known[key]:
+                del pending[key]
+        if not pending:
+            return
+    for (name, field), tensor in pending.items():
         legal = known.get((name, field))
-        if legal is not None and (tuple(tensor.shape), tensor.dtype) not in legal:
+        if legal is not None:
             wanted = " or ".join(sorted(f"{list(shape)} of {dtype}" for shape, dtype in legal))
             raise StateError(
                 f"the state of {shown(name)}, field {shown(field)}, is {list(tensor.shape)} of {tensor.dtype}; "
                 f"{reduction.name} keeps {wanted} here"
             )
+
+
+def _conditions(dtype: torch.dtype, step: int) -> Iterator[tuple[int, torch.dtype]]:
+    """Steps and gradient dtypes under which an entry may have been kept, the likeliest first.
+
+    A method that alternates keeps what either of its steps keeps, and a model may have parameters of several dtypes.
+    """
+    for kind in dict.fromkeys((dtype, *_DTYPES)):
+        for at in (max(step - 1, 0), step):
+            yield at, kind
 
 
 def expected(

@@ -64,6 +64,21 @@ def read(saved: object) -> Saved:
     )
 
 
+def as_dict(saved: Saved, entries: Mapping[str, Mapping[str, torch.Tensor]], rank: int | None = None) -> dict[str, Any]:
+    """The dict that :func:`read` reads."""
+    return {
+        "format": FORMAT,
+        "expr": saved.expr,
+        "config": saved.config,
+        "world_size": saved.world_size,
+        "rank": rank,
+        "step": saved.step,
+        "params": [[name, list(shape)] for name, shape in saved.params],
+        "fields": saved.fields,
+        "entries": entries,
+    }
+
+
 def _params(table: object) -> ParamTable:
     if type(table) is not list:
         raise StateError(f"params is a list of [name, sizes], got {shown(table)}")
@@ -109,7 +124,8 @@ def _tensor(where: str, tensor: object) -> torch.Tensor:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta" or tensor.is_nested:
         raise StateError(f"{where} is a dense tensor with numbers, got {tensor.layout} on {tensor.device}")
     if tensor.numel() > max(1, tensor.untyped_storage().nbytes() // tensor.element_size()):
-        raise StateError(f"{where} claims {tensor.numel()} numbers, and {tensor.untyped_storage().nbytes()} bytes are there")
+        there = tensor.untyped_storage().nbytes()
+        raise StateError(f"{where} claims {tensor.numel()} numbers, and {there} bytes are there")
     return tensor.detach()
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from commhooks.bucket import BucketLayout
 from commhooks.checkpoint.fitting import fits
-from commhooks.checkpoint.reading import FORMAT, Saved, read, shown
+from commhooks.checkpoint.reading import Saved, as_dict, read, shown
 from commhooks.checkpoint.worlds import for_rank
 from commhooks.errors import StateError
 from commhooks.naming import ParamTable, translate
@@ -61,17 +61,8 @@ def state_dict(hook: "CommHook | HookState") -> dict[str, Any]:
     for name, field, tensor in holder.state.entries():
         entries.setdefault(name, {})[field] = tensor.detach().clone()
         fields.setdefault(field, "local")  # nothing is known of it: keep every rank's own
-    return {
-        "format": FORMAT,
-        "expr": holder.expr,
-        "config": holder.config,
-        "world_size": place.world_size,
-        "rank": place.rank,
-        "step": holder.state.step,
-        "params": [[name, list(shape)] for name, shape in holder.params],
-        "fields": fields,
-        "entries": entries,
-    }
+    made = Saved(holder.expr, holder.config, place.world_size, place.rank, holder.state.step, holder.params, fields, {})
+    return as_dict(made, entries, place.rank)
 
 
 def load_state_dict(hook: "CommHook | HookState", saved: Mapping[str, Any], *, world_change: str = "error") -> None:
@@ -114,7 +105,9 @@ def _holder(hook: "CommHook | HookState") -> Holder:
     if not isinstance(state, HookState):
         raise StateError(f"{hook.expr} keeps its state itself ({type(state).__name__}); save it by its own means")
     engine = hook.binding.engine if hook.binding is not None else None
-    place = Place(engine.transport.rank, engine.transport.world_size) if engine is not None else _place(hook.process_group)
+    place = _place(hook.process_group)
+    if engine is not None:
+        place = Place(engine.transport.rank, engine.transport.world_size)
     layout = hook.binding.layout if hook.binding is not None else None
     return Holder(state, hook.expr, hook.full, hook.reduction, layout, place)
 
@@ -147,7 +140,8 @@ def _same_hook(found: Saved, holder: Holder) -> None:
         )
     for field, locality in holder.fields.items():
         if found.fields.get(field, locality) != locality:
-            raise StateError(f"field {shown(field)} was saved as {found.fields[field]}; {holder.expr} keeps it {locality}")
+            saved = found.fields[field]
+            raise StateError(f"field {shown(field)} was saved as {saved}; {holder.expr} keeps it {locality}")
 
 
 def alike(saved: object, own: object, ignored: tuple[str, ...] = ("version",)) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from commhooks.checkpoint.reading import FORMAT, Saved, read, shown
+from commhooks.checkpoint.reading import Saved, as_dict, read, shown
 from commhooks.errors import StateError
 from commhooks.state import Place
 
@@ -61,7 +61,7 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         held = {r.rank: r.entries[name, field] for r in ranks if (name, field) in r.entries}
         local = first.fields[field] == "local"
         entries.setdefault(name, {})[field] = (_mean if local else _same)(name, field, held, len(ranks))
-    return _as_dict(first, entries)
+    return as_dict(first, entries)
 
 
 def for_rank(saved: Saved, place: Place | None, policy: str) -> dict[tuple[str, str], torch.Tensor]:
@@ -115,20 +115,6 @@ def _same(name: str, field: str, held: dict[int | None, torch.Tensor], world_siz
                 f"{rank} saved different values"
             )
     return first.clone()
-
-
-def _as_dict(first: Saved, entries: dict[str, dict[str, torch.Tensor]]) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "expr": first.expr,
-        "config": first.config,
-        "world_size": first.world_size,
-        "rank": None,
-        "step": first.step,
-        "params": [[name, list(shape)] for name, shape in first.params],
-        "fields": first.fields,
-        "entries": entries,
-    }
 
 
 def _value(value: object) -> str:

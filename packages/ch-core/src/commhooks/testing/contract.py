@@ -15,7 +15,7 @@ class HookContract(Describing, Numbers, Surviving, Processes):
             expr = "mine(k=3)"
             tolerance = 0.1
 
-    Reductions are tested over simulated ranks and on gloo processes, foreign ``(state, bucket)`` hooks on gloo processes
-    only. What is promised follows from what the hook declares: ``lossy``, ``fields``, ``granularity``,
+    Reductions are tested over simulated ranks and on gloo processes, foreign ``(state, bucket)`` hooks on gloo
+    processes only. What is promised follows from what the hook declares: ``lossy``, ``fields``, ``granularity``,
     capabilities. See :class:`~commhooks.testing.case.Case` for the tolerances.
     """

@@ -1,5 +1,6 @@
 """Gradients to test hooks with: the shapes that break things, numbers that differ on every rank and step."""
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -66,7 +67,7 @@ def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
     """Relative distance of two sets of gradients, taken as one vector: ``|found - wanted| / |wanted|``."""
     error = sum(float((found[n].double() - wanted[n].double()).square().sum()) for n in wanted)
     size = sum(float(wanted[n].double().square().sum()) for n in wanted)
-    return (error / size) ** 0.5 if size else error**0.5
+    return math.sqrt(error / size if size else error)
 
 
 def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:

@@ -24,6 +24,7 @@ class Processes(Case):
             self.averages,
             self.lossy and self.averages if self.compresses is None else self.compresses,
             reduction is None or reduction.granularity == "tensor",
+            self.first_step,
         )
 
     @pytest.mark.parametrize("check", list(CHECKS))

@@ -39,6 +39,9 @@ class Place:
     layout: BucketLayout
     calls: int = 0
 
+    def stats(self) -> dict[str, float]:
+        return self.engine.counters.as_dict() if self.engine is not None else {}
+
     def check(self) -> None:
         """Nothing is kept back: :meth:`SimulatedRanks.step` returns every error."""
 
@@ -90,7 +93,7 @@ class SimulatedRanks:
         self.engines: list[Engine] = []
         layout = layout_of(like)
         for handle, transport in zip(self.handles, self.transports, strict=True):
-            assert handle.reduction is not None, f"{handle.expr} is no reduction, and cannot be simulated"  # noqa: S101
+            assert handle.reduction is not None, f"{handle.expr} is no reduction, and cannot be simulated"
             engine = Engine(handle.reduction, transport, handle.state, timeout=timeout)  # type: ignore[arg-type]
             handle.bind(Place(engine, layout))
             self.engines.append(engine)

@@ -22,6 +22,7 @@ _PRELOAD = [
     "torch",
     "torch.distributed",
     "torch.nn.parallel",
+    "torch._dynamo",  # DDP imports it when it is made: seconds, in every rank
     "torch.distributed.fsdp",
     "commhooks.attaching",
     "commhooks.ddp",
@@ -43,14 +44,17 @@ def spawn(
     timeout: float = 60.0,
     group_timeout: float = 30.0,
     expect_exit: dict[int, int] | None = None,
+    backend: str = "gloo",
 ) -> list[Any]:
     """Run ``target(rank, world_size, *args)`` on gloo processes, and return what each rank returned.
 
     Args:
+        *args: given to ``target`` after rank and world size.
         target: a module-level function; the default process group is ready when it is called.
         world_size: number of processes.
         timeout: seconds after which every process is killed and ``TimeoutError`` is raised.
         group_timeout: the process group's own timeout, in seconds.
+        backend: ``"nccl"`` gives rank r the GPU r.
         expect_exit: rank -> exit code (negative: signal) of ranks that are meant to die; their result is ``None``.
 
     Raises:
@@ -61,7 +65,7 @@ def spawn(
     context.set_forkserver_preload(_PRELOAD)
     expected = expect_exit or {}
     with tempfile.TemporaryDirectory(prefix="commhooks-") as folder:
-        processes = _start(context, target, world_size, args, folder, group_timeout)
+        processes = _start(context, target, world_size, args, folder, group_timeout, backend)
         try:
             _watch(processes, time.monotonic() + timeout, folder, expected)
         finally:
@@ -73,12 +77,18 @@ def spawn(
 
 
 def _start(
-    context: ForkServerContext, target: Callable[..., Any], world: int, args: Any, folder: str, group_timeout: float
+    context: ForkServerContext,
+    target: Callable[..., Any],
+    world: int,
+    args: Any,
+    folder: str,
+    group_timeout: float,
+    backend: str,
 ) -> list[Any]:
     processes = []
     for rank in range(world):
         process = context.Process(
-            target=_main, args=(target, rank, world, args, folder, group_timeout), name=f"rank {rank}"
+            target=_main, args=(target, rank, world, args, folder, group_timeout, backend), name=f"rank {rank}"
         )
         process.start()
         processes.append(process)
@@ -92,7 +102,7 @@ def _watch(processes: list[Any], deadline: float, folder: str, expected: dict[in
         if not ready:
             raise TimeoutError(f"ranks {sorted(alive.values())} were not done in time and have been killed")
         for sentinel in ready:
-            rank = alive.pop(sentinel)  # type: ignore[call-overload]
+            rank = alive.pop(sentinel)
             code = processes[rank].exitcode
             if code != expected.get(rank, 0):
                 raise WorkerError(rank, _report(folder, rank, code))
@@ -107,16 +117,20 @@ def _result(folder: str, rank: int) -> Any:
     return pickle.loads(Path(folder, f"result{rank}").read_bytes())
 
 
-def _main(target: Callable[..., Any], rank: int, world: int, args: Any, folder: str, group_timeout: float) -> None:
+def _main(
+    target: Callable[..., Any], rank: int, world: int, args: Any, folder: str, group_timeout: float, backend: str
+) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     code = 1
     try:
-        store = dist.FileStore(os.path.join(folder, "store"), world)
+        store = torch.distributed.FileStore(os.path.join(folder, "store"), world)
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=group_timeout)
+            backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=group_timeout)
         )
         result = target(rank, world, *args)
         Path(folder, f"result{rank}").write_bytes(pickle.dumps(result))

@@ -13,9 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.compose import Builder
-from commhooks.errors import AttachError, RankMismatchError, RemoteHookError
+from commhooks.errors import AttachError, HookConfigError, RankMismatchError, RemoteHookError
 from commhooks.expression import Node, canonical
+from commhooks.handle import CommHook
 from commhooks.reduction import Reduction
+from commhooks.state import HookState
 from commhooks.testing.data import distance, same_bits
 from commhooks.testing.faulty import WHERE, Faulty, Injected
 
@@ -32,6 +34,16 @@ class Order:
     averages: bool
     compresses: bool
     any_bucket: bool  # whether another bucket size changes nothing
+    first_step: int
+
+    def attach(self, model: DistributedDataParallel, **options: Any) -> CommHook:
+        return commhooks.attach(model, self.make(), **options)
+
+    def make(self) -> CommHook:
+        handle = commhooks.create(self.expr)
+        if isinstance(handle.state, HookState):
+            handle.state.step = self.first_step
+        return handle
 
 
 class Model(torch.nn.Module):
@@ -49,7 +61,8 @@ class Model(torch.nn.Module):
     def forward(self, x: torch.Tensor, late: bool = True) -> torch.Tensor:
         hidden = torch.tanh(self.first(x)) @ self.turned * self.scale
         out = self.last(hidden).square().mean() + self.empty.sum()
-        return out + self.late(hidden).square().mean() if late else out
+        total: torch.Tensor = out + self.late(hidden).square().mean() if late else out
+        return total
 
 
 def wrapped(cap: float = 0.01, **options: Any) -> DistributedDataParallel:
@@ -104,7 +117,7 @@ def summed(model: DistributedDataParallel, order: Order, check: bool = True, **h
 def attached(order: Order) -> None:
     """``attach``, then steps over several buckets: same bits, near the average, counted, in use."""
     model = wrapped()
-    handle = commhooks.attach(model, order.expr)
+    handle = order.attach(model)
     total = summed(model, order)
     backward(model, 1)
     handle.assert_active()
@@ -117,7 +130,10 @@ def attached(order: Order) -> None:
 
 def registered(order: Order) -> None:
     """The plain function with PyTorch's signature, through ``register_comm_hook``."""
-    hook, state = plain_hook(canonical(order.expr))
+    try:
+        hook, state = plain_hook(canonical(order.expr))
+    except HookConfigError:  # a composition of hooks that exist by name only
+        return
     model = wrapped()
     model.register_comm_hook(state, hook)
     for step in range(3):
@@ -129,6 +145,8 @@ def registered(order: Order) -> None:
 def plain_hook(node: Node) -> tuple[Callable[..., Any], object]:
     """``commhooks.get`` for every level, and the state that its innermost hook takes."""
     inner = node.get("inner")
+    if "rules" in node or isinstance(inner, list):
+        raise HookConfigError(f"{node['hook']} takes several hooks: there is no plain function of it")
     if inner is not None:
         hook, state = plain_hook(inner)
         return commhooks.get(node["hook"], "wrapper")(hook), state
@@ -140,19 +158,22 @@ def plain_hook(node: Node) -> tuple[Callable[..., Any], object]:
 
 def accumulated(order: Order) -> None:
     """``no_sync`` micro-batches: one call of the hook per synchronised backward, on the accumulated gradient."""
-    model = wrapped()
-    handle = commhooks.attach(model, order.expr)
-    total = summed(model, order, micro=2)
-    if order.averages:
-        near(total, summed(wrapped(), order, micro=2), order.tolerance)
+    model, plain = wrapped(), wrapped()
+    handle = order.attach(model)
+    for step in range(2):
+        found, wanted = backward(model, step, micro=2), backward(plain, step, micro=2)
+        if order.averages:
+            everywhere_the_same(found)
+        if order.averages and order.steps == 1:  # no residual: each step is near the average
+            near(found, wanted, order.tolerance)
     if handle.reduction is not None:
-        assert handle.stats()["steps"] == order.steps
+        assert handle.stats()["steps"] == 2
 
 
 def unused(order: Order) -> None:
     """A layer that gets no gradient at first, with ``find_unused_parameters``."""
     model = wrapped(find_unused_parameters=True)
-    commhooks.attach(model, order.expr)
+    order.attach(model)
     for step in range(4):
         found = backward(model, step, late=step >= 2)
         if order.averages:
@@ -166,7 +187,7 @@ def views(order: Order) -> None:
     runs = []
     for options in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
         model = wrapped(1.0, **options)  # one bucket: the hook may depend on the bucket's size, not on these
-        commhooks.attach(model, order.expr)
+        order.attach(model)
         runs.append([backward(model, step) for step in range(4)])
     for other in runs[1:] if order.any_bucket else ():  # static_graph lays its buckets anew a step later
         assert [same_bits(a, b) for a, b in zip(runs[0], other, strict=True)] == [[]] * 4
@@ -175,15 +196,15 @@ def views(order: Order) -> None:
 def resumed(order: Order) -> None:
     """Saved, wrapped anew with other buckets, loaded: bit for bit the uninterrupted run."""
     whole, first = wrapped(), wrapped()
-    commhooks.attach(whole, order.expr)
-    saver = commhooks.attach(first, order.expr)
+    order.attach(whole)
+    saver = order.attach(first)
     for step in range(3):
         backward(whole, step)
         backward(first, step)
     if saver.reduction is None:
         return
     second = wrapped(0.02 if order.any_bucket else 0.01)
-    loader = commhooks.attach(second, order.expr)
+    loader = order.attach(second)
     loader.load_state_dict(saver.state_dict())
     for step in range(3, 6):
         a, b = backward(whole, step), backward(second, step)
@@ -194,7 +215,7 @@ def resumed(order: Order) -> None:
 def not_finite(order: Order) -> None:
     """Inf on one rank reaches all ranks; the next step is finite."""
     model = wrapped()
-    commhooks.attach(model, order.expr)
+    order.attach(model)
     backward(model, 0)
     poison = model.module.last.bias.register_hook(lambda g: g * float("inf") if dist.get_rank() == 0 else g)
     found = backward(model, 1)
@@ -205,8 +226,8 @@ def not_finite(order: Order) -> None:
 
 
 def raising(order: Order) -> None:
-    """A reduction that raises on one rank: an error on every rank within a second, and the model goes on."""
-    handle = commhooks.create(order.expr)
+    """A reduction that raises on one rank: an error on every rank at once, and the model goes on."""
+    handle = order.make()
     if handle.reduction is None or not handle.reduction.collectives:
         return
     faulty = handle.built = Faulty(handle.reduction)
@@ -221,10 +242,11 @@ def raising(order: Order) -> None:
         try:
             backward(model, 1)
         except (Injected, RemoteHookError) as error:
-            assert isinstance(error, Injected) == (dist.get_rank() == 1), repr(error)
+            if isinstance(error, Injected) != (dist.get_rank() == 1):
+                raise AssertionError(f"the wrong rank has {error!r}") from error
         else:
             raise AssertionError(f"nothing was raised on rank {dist.get_rank()} ({where})")
-        assert time.monotonic() - begun < 1.0
+        assert time.monotonic() - begun < 5.0  # nobody waits for a time-out
         found = backward(model, 2 + number)
         if order.averages:
             everywhere_the_same(found)
@@ -250,10 +272,10 @@ class _Other(Reduction):
 def detached(order: Order) -> None:
     """After ``detach`` the exact average; attaching again works; a second hook is a typed error."""
     model = wrapped()
-    handle = commhooks.attach(model, order.expr)
+    handle = order.attach(model)
     backward(model, 0)
     try:
-        commhooks.attach(model, order.expr)
+        order.attach(model)
     except AttachError:
         pass
     else:
@@ -263,7 +285,7 @@ def detached(order: Order) -> None:
     for step in (0, 1):
         wanted = backward(plain, step)
         assert same_bits(backward(model, step), wanted) == []
-    commhooks.attach(model, order.expr).check()
+    order.attach(model).check()
 
 
 CHECKS = {

@@ -1,0 +1,202 @@
+"""State over real gloo processes: wrapped anew, through files and distributed checkpointing, as PyTorch documents."""
+
+import os
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from commhooks import StateError
+from commhooks.checkpoint import dcp, merge
+from commhooks.testing import spawn
+
+EXPR = "powersgd(rank=2, min_compression_rate=1)"
+
+
+def wrapped(cap: float = 0.002) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 24), nn.ReLU(), nn.Linear(24, 8))
+    return DistributedDataParallel(net, bucket_cap_mb=cap)
+
+
+def step(model: DistributedDataParallel, number: int) -> list[torch.Tensor]:
+    model.zero_grad()
+    generator = torch.Generator().manual_seed(number * 16 + dist.get_rank())
+    model(torch.randn(4, 24, generator=generator)).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def entries(saved: dict[str, Any]) -> dict[tuple[str, str], torch.Tensor]:
+    return {(n, f): t for n, row in saved["entries"].items() for f, t in row.items()}
+
+
+def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    x, y = entries(a), entries(b)
+    return x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x) and a["step"] == b["step"]
+
+
+def train_and_save(rank: int, world: int, folder: str) -> None:
+    model = wrapped()
+    handle = commhooks.attach(model, EXPR)
+    for number in range(4):
+        step(model, number)
+    assert handle.stats()["compressed_steps"] > 0
+    saved = handle.state_dict()
+    torch.save(saved, f"{folder}/rank{rank}.pt")
+    weights = {f"model.{n}": t for n, t in model.module.state_dict().items()}
+    import torch.distributed.checkpoint as torch_dcp
+
+    torch_dcp.save({**weights, **dcp.sharded(handle)}, checkpoint_id=f"{folder}/all")
+    dcp.save(handle, f"{folder}/alone", key="mine")
+    own = saved["entries"]["0.weight"]["residual"]
+    every = [torch.empty_like(own) for _ in range(world)]
+    dist.all_gather(every, own)
+    assert not torch.equal(every[0], every[1]), "residuals are local: this test would prove nothing"
+    # wrapped anew with other buckets, on this rank's file: to the bit
+    again = wrapped(0.01)
+    other = commhooks.attach(again, EXPR)
+    other.load_state_dict(torch.load(f"{folder}/rank{rank}.pt"))
+    assert equal(other.state_dict(), saved)
+    for number in range(4, 7):
+        assert all(map(torch.equal, step(model, number), step(again, number)))
+    # through distributed checkpointing, on the same number of ranks: each rank its own
+    third = commhooks.attach(wrapped(), EXPR)
+    for where, key in ((f"{folder}/all", "commhook"), (f"{folder}/alone", "mine")):
+        dcp.load(third, where, key=key)
+        assert equal(third.state_dict(), saved)
+    with pytest.raises(StateError, match="no tensor"):
+        dcp.load(third, f"{folder}/all", key="nothing")
+    # another rank's file
+    with pytest.raises(StateError, match="this is rank"):
+        third.load_state_dict(torch.load(f"{folder}/rank{rank}.pt") | {"rank": 1 - rank})
+    assert equal(third.state_dict(), saved)
+
+
+def resume_on_three(rank: int, world: int, folder: str) -> None:
+    merged = merge([torch.load(f"{folder}/rank{r}.pt") for r in range(2)])
+    handle = commhooks.attach(wrapped(), EXPR)
+    with pytest.raises(StateError, match="mean"):
+        dcp.load(handle, f"{folder}/all")
+    assert handle.state_dict()["step"] == 0
+    dcp.load(handle, f"{folder}/all", world_change="mean")
+    found, wanted = entries(handle.state_dict()), entries(merged)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[k], wanted[k]) for k in found), "the mean of all old ranks"
+    model = wrapped()
+    other = commhooks.attach(model, EXPR)
+    other.load_state_dict(merged, world_change="mean")
+    grads = torch.cat([g.flatten() for g in step(model, 9)])
+    every = [torch.empty_like(grads) for _ in range(world)]
+    dist.all_gather(every, grads)
+    assert all(torch.equal(every[0], g) for g in every)
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(300)
+def test_every_rank_keeps_its_residual(tmp_path):
+    spawn(train_and_save, 2, str(tmp_path), timeout=140)
+    spawn(resume_on_three, 3, str(tmp_path), timeout=140)
+
+
+# PyTorch's documented example ("Checkpointing of Communication Hooks"), with the imports of the hook changed, on the
+# CPU, and with training steps before and after.
+
+
+class SimpleModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(24, 24)
+        self.relu = nn.ReLU()
+        self.fc2 = nn.Linear(24, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.relu(self.fc1(x)))
+
+
+def demo_serialization(rank: int, world: int, folder: str, steps: int) -> None:
+    import ch_powersgd as powerSGD
+
+    checkpoint_path = folder + "/checkpoint.pt"
+    ddp_model = DistributedDataParallel(SimpleModel(), bucket_cap_mb=0.001)
+    powersgd_hook = powerSGD.powerSGD_hook
+    powersgd_state = powerSGD.PowerSGDState(process_group=None, start_powerSGD_iter=2, min_compression_rate=1)
+    optimizer = optim.SGD(ddp_model.parameters(), lr=0.001)
+    ddp_model.register_comm_hook(powersgd_state, powersgd_hook)
+    for number in range(steps):
+        step(ddp_model, number)
+        optimizer.step()
+    state = {
+        "state_dict": ddp_model.state_dict(),
+        "comm_hook": powersgd_hook,
+        "comm_hook_state": powersgd_state,
+    }
+    if rank == 0:
+        torch.save(state, checkpoint_path)
+    dist.barrier()
+    checkpoint = torch.load(checkpoint_path, weights_only=False)  # it pickles a function and an object, as documented
+    new_ddp_model = DistributedDataParallel(SimpleModel(), bucket_cap_mb=0.001)
+    new_ddp_model.load_state_dict(checkpoint["state_dict"])
+    powersgd_hook = checkpoint["comm_hook"]
+    powersgd_state = checkpoint["comm_hook_state"]
+    new_ddp_model.register_comm_hook(powersgd_state, powersgd_hook)
+    dist.barrier()
+    if rank == 0:
+        os.remove(checkpoint_path)
+    assert powersgd_state.iter == steps
+    for number in range(steps, steps + 4):
+        grads = torch.cat([g.flatten() for g in step(new_ddp_model, number)])
+        every = [torch.empty_like(grads) for _ in range(world)]
+        dist.all_gather(every, grads)
+        assert torch.equal(every[0], every[1])
+    assert powersgd_state.iter == steps + 4
+    assert powersgd_state.compression_stats()[0] > 1, "it compressed"
+    names = {name for name, _, _ in powersgd_state.entries()}
+    assert names == {"0:24x24", "2:12x24"}
+
+
+def own_pickle(rank: int, world: int) -> None:
+    """Each rank's own pickle resumes to the bit, wrapped anew, from the very first step."""
+    import ch_powersgd
+
+    def bare(state: Any) -> DistributedDataParallel:
+        torch.manual_seed(0)
+        model = DistributedDataParallel(SimpleModel(), bucket_cap_mb=0.001)
+        model.register_comm_hook(state, ch_powersgd.powerSGD_hook)
+        return model
+
+    state = ch_powersgd.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
+    model = bare(state)
+    for number in range(5):
+        step(model, number)
+    again = pickle.loads(pickle.dumps(state))
+    other = bare(again)
+    for number in range(5, 9):
+        assert all(map(torch.equal, step(model, number), step(other, number)))
+    # what was kept by position is loaded by name, and the other way round
+    handle = commhooks.attach(DistributedDataParallel(SimpleModel()), "powersgd(start_iter=2, min_compression_rate=1)")
+    handle.load_state_dict(state.state_dict())
+    assert {n for n, _ in entries(handle.state_dict())} == {"fc1.weight", "fc2.weight"}
+    again.load_state_dict(handle.state_dict())
+    assert equal(again.state_dict(), state.state_dict())
+    state.bind(model)
+    assert {n for n, _ in entries(state.state_dict())} == {"fc1.weight", "fc2.weight"}
+    again.step = state.step
+    assert all(map(torch.equal, step(model, 9), step(other, 9)))
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("steps", [0, 4])
+def test_the_documented_example(tmp_path, steps):
+    spawn(demo_serialization, 2, str(tmp_path), steps, timeout=140)
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(200)
+def test_pickled_state_goes_on_to_the_bit():
+    spawn(own_pickle, 2, timeout=140)
