@@ -25,7 +25,12 @@ ELSEWHERE = {
 }
 PAGES = sorted(
     str(path.relative_to(ROOT))
-    for path in [*DOCS.glob("*.md"), *DOCS.glob("packages/*.md"), *ROOT.glob("p*/*/README.md"), *ROOT.glob("plugins/*.md")]
+    for path in [
+        *DOCS.glob("*.md"),
+        *DOCS.glob("packages/*.md"),
+        *ROOT.glob("p*/*/README.md"),
+        *ROOT.glob("plugins/*.md"),
+    ]
     if FENCE.search(path.read_text())
 )
 pytestmark = pytest.mark.timeout(120)

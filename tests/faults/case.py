@@ -21,6 +21,7 @@ import rows_models
 import rows_numbers
 import rows_ranks
 import torch
+import torch._dynamo  # DDP imports it when it is made, which takes seconds: here it is done once, before the fork
 import torch.distributed as dist
 from kit import ROWS, Row, Run, Silent
 
