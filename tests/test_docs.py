@@ -73,15 +73,15 @@ def plugin(tmp_path_factory) -> tuple[Path, Path]:
         (folder / name).write_text(content)
     site = folder / "site"
     options = ["-q", "--no-deps", "--no-index", "--no-build-isolation", "--target", site]
-    python("-m", "pip", "install", *options, folder / "acme-slices", cwd=folder)
+    python("-m", "pip", "install", *options, folder / "acme-rounded", cwd=folder)
     return folder, site
 
 
 @pytest.mark.packaging
 def test_the_plugin_of_the_page_is_found(plugin):
     folder, site = plugin
-    assert "slices" in python("-m", "commhooks", "list", cwd=folder, path=site)
-    assert "parts" in python("-m", "commhooks", "describe", "slices", cwd=folder, path=site)
+    assert "rounded" in python("-m", "commhooks", "list", cwd=folder, path=site)
+    assert "bf16 copies" in python("-m", "commhooks", "describe", "rounded", cwd=folder, path=site)
 
 
 @pytest.mark.packaging
@@ -90,7 +90,7 @@ def test_the_plugin_of_the_page_passes_its_tests(plugin):
     folder, site = plugin
     config = folder / "pytest.ini"
     config.write_text("[pytest]\n")
-    tests = folder / "acme-slices" / "tests"
+    tests = folder / "acme-rounded" / "tests"
     out = python("-m", "pytest", "-q", "-c", config, tests, cwd=folder, path=site, timeout=220)
     assert " passed" in out
 
