@@ -18,20 +18,46 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-HARD_LIMIT = 400.0
 RECORD, TABLE = ROOT / "docs" / "measured" / "faults.json", ROOT / "docs" / "faults.md"
+
+
+class Server:
+    """A process that has imported everything and runs cases one after another."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "case.py"), "--serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+
+    def run(self, name: str, side: str) -> tuple[int, str, str]:
+        """Exit code, output and errors of one case."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+            files = {key: str(Path(folder, key)) for key in ("stdout", "stderr")}
+            self.process.stdin.write(json.dumps({"row": name, "side": side} | files) + "\n")
+            self.process.stdin.flush()
+            code = int(self.process.stdout.readline() or 70)
+            return code, *(Path(path).read_text(errors="replace") for path in files.values())
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
 def names() -> list[str]:
     """The rows, in order, without importing torch into this process."""
     code = "import case; print('\\n'.join(case.ROWS))"
-    found = subprocess.run(
-        [sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, check=True, timeout=300
-    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, check=True)
     return sorted(found.stdout.split(), key=_order)
 
 
@@ -39,28 +65,23 @@ def _order(name: str) -> list[int]:
     return [int(part) for part in name[1:].split(".")]
 
 
-def run_case(name: str, side: str) -> dict[str, Any]:
+def run_case(name: str, side: str, server: Server | None = None) -> dict[str, Any]:
     """One row on one side: its outcome, exit code, seconds and the end of stderr."""
+    own = server if server is not None else Server()
     begun = time.monotonic()
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "FAULTS_BEGUN": str(time.time())}
-    with tempfile.TemporaryFile("w+") as stderr:
-        command = [sys.executable, str(HERE / "case.py"), name, side]
-        try:
-            done = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=HARD_LIMIT, env=environment
-            )
-            code, lines = done.returncode, done.stdout.strip().splitlines()
-        except subprocess.TimeoutExpired:
-            code, lines = 124, []
-        stderr.seek(0)
-        end = scrub(stderr.read())[-500:]
-    result: dict[str, Any] = (
-        json.loads(lines[-1]) if lines else {"row": name, "side": side, "outcome": "hang", "ranks": {}}
-    )
+    try:
+        code, out, errors = own.run(name, side)
+    finally:
+        if server is None:
+            own.close()
+    lines = out.strip().splitlines()
+    nothing = {"row": name, "side": side, "outcome": "abort", "ranks": {}, "slowness": 1.0}
+    result: dict[str, Any] = json.loads(lines[-1]) if lines else nothing
     for rank in result["ranks"].values():
         rank["text"], rank["seconds"] = scrub(rank["text"])[:400], round(rank["seconds"], 2)
     result["command"] = f"python tests/faults/run.py --row {name} --side {side}"
-    result["exit_code"], result["seconds"], result["stderr_end"] = code, round(time.monotonic() - begun, 1), end
+    result["exit_code"], result["seconds"] = code, round(time.monotonic() - begun, 1)
+    result["stderr_end"] = scrub(errors)[-500:]
     return result
 
 
@@ -73,12 +94,27 @@ def scrub(text: str) -> str:
 
 def run_all(rows: list[str], sides: list[str], jobs: int) -> list[dict[str, Any]]:
     results = []
-    with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(run_case, name, side) for name in rows for side in sides]
-        for future in futures:
-            result = future.result()
-            results.append(result)
-            print(f"{result['row']:6} {result['side']:6} {result['outcome']:12} {describe(result)}", flush=True)
+    servers = [Server() for _ in range(jobs)]
+    idle: SimpleQueue[Server] = SimpleQueue()
+    for server in servers:
+        idle.put(server)
+
+    def one(name: str, side: str) -> dict[str, Any]:
+        server = idle.get()
+        try:
+            return run_case(name, side, server)
+        finally:
+            idle.put(server)
+
+    try:
+        with ThreadPoolExecutor(jobs) as pool:
+            for future in [pool.submit(one, name, side) for name in rows for side in sides]:
+                result = future.result()
+                results.append(result)
+                print(f"{result['row']:6} {result['side']:6} {result['outcome']:12} {describe(result)}", flush=True)
+    finally:
+        for server in servers:
+            server.close()
     return results
 
 
