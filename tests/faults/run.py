@@ -1,7 +1,7 @@
 """Runs the fault table: every row with PyTorch's hooks and with this project's, each in processes of its own.
 
     python tests/faults/run.py                    # all rows; writes docs/measured/faults.json and docs/faults.md
-    python tests/faults/run.py --row B7           # the rows of B7, printed, nothing written
+    python tests/faults/run.py --row B7           # the rows of B7, printed, nothing written (--update: written)
     python tests/faults/run.py --row B3.1 --side ours
 
 The outcomes, best first: right result; typed error (a CommHooksError, or the hook's own exception); error (whatever
@@ -181,6 +181,7 @@ def main() -> int:
     parser.add_argument("--row", action="append", default=[], help="a row or a topic: B3.1, B3; may be repeated")
     parser.add_argument("--side", choices=("torch", "ours"), help="one side only")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
+    parser.add_argument("--update", action="store_true", help="put the chosen rows into the record, and make the table")
     parser.add_argument("--json", type=Path, help="also write the results there")
     options = parser.parse_args()
     chosen = [n for n in names() if not options.row or any(n == r or n.startswith(r + ".") for r in options.row)]
@@ -188,7 +189,11 @@ def main() -> int:
         parser.error(f"no row {options.row}; rows are {', '.join(names())}")
     sides = [options.side] if options.side else ["torch", "ours"]
     results = run_all(chosen, sides, options.jobs)
-    whole = not options.row and not options.side
+    whole = options.update or (not options.row and not options.side)
+    if options.update and RECORD.exists():
+        new = {(r["row"], r["side"]): r for r in results}
+        old = json.loads(RECORD.read_text())
+        results = [new.pop((r["row"], r["side"]), r) for r in old] + list(new.values())
     for path in filter(None, [options.json, RECORD if whole else None]):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(results, indent=1) + "\n")
