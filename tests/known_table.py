@@ -33,7 +33,8 @@ def names(folder: Path) -> list[str]:
     points = tomllib.loads((folder / "pyproject.toml").read_text())["project"].get("entry-points", {})
     found = {name for group, lines in points.items() if group.startswith("commhooks.") for name in lines}
     for module in points.get("commhooks", {}).values():
-        for spec in importlib.import_module(module).commhooks_specs():
+        specs = getattr(importlib.import_module(module), "commhooks_specs", tuple)
+        for spec in specs():
             found |= {spec.name, *spec.aliases}
     return sorted(found)
 

@@ -40,5 +40,3 @@ def test_no_hook_is_left_out():
 
 def test_no_plugin_is_broken():
     assert commhooks.failures() == []
-
-

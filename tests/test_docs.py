@@ -25,17 +25,22 @@ ELSEWHERE = {
 }
 PAGES = sorted(
     str(path.relative_to(ROOT))
-    for path in [*DOCS.glob("*.md"), *DOCS.glob("packages/*.md"), *ROOT.glob("p*/*/README.md"), *ROOT.glob("plugins/*.md")]
+    for path in [
+        *DOCS.glob("*.md"),
+        *DOCS.glob("packages/*.md"),
+        *ROOT.glob("p*/*/README.md"),
+        *ROOT.glob("plugins/*.md"),
+    ]
     if FENCE.search(path.read_text())
 )
 pytestmark = pytest.mark.timeout(120)
 
 
-def python(*arguments: object, cwd: Path, path: Path | None = None) -> str:
+def python(*arguments: object, cwd: Path, path: Path | None = None, timeout: float = 110) -> str:
     """Run the interpreter in a folder; its output, or the failure with all it printed."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"} | ({"PYTHONPATH": str(path)} if path else {})
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=cwd, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=cwd, env=env)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -80,11 +85,13 @@ def test_the_plugin_of_the_page_is_found(plugin):
 
 
 @pytest.mark.packaging
+@pytest.mark.timeout(240)
 def test_the_plugin_of_the_page_passes_its_tests(plugin):
     folder, site = plugin
     config = folder / "pytest.ini"
     config.write_text("[pytest]\n")
-    out = python("-m", "pytest", "-q", "-c", config, folder / "acme-slices" / "tests", cwd=folder, path=site)
+    tests = folder / "acme-slices" / "tests"
+    out = python("-m", "pytest", "-q", "-c", config, tests, cwd=folder, path=site, timeout=220)
     assert " passed" in out
 
 

@@ -180,9 +180,15 @@ def test_one_state_serves_one_model():
 
 
 JUNK = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.lists(st.integers(), max_size=3),
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=5),
+    st.lists(st.integers(), max_size=3),
     st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
-    st.builds(lambda n: torch.zeros(n), st.integers(0, 5)), st.builds(lambda: torch.full((24, 16), float("nan"))),
+    st.builds(lambda n: torch.zeros(n), st.integers(0, 5)),
+    st.builds(lambda: torch.full((24, 16), float("nan"))),
 )
 
 

@@ -80,7 +80,8 @@ def machine() -> str:
     """The machine in one line."""
     import torchft  # noqa: F401 - it must be there
 
-    cpu = next((line.split(":", 1)[1].strip() for line in read("/proc/cpuinfo") if line.startswith("model name")), "CPU")
+    models = [line.split(":", 1)[1].strip() for line in read("/proc/cpuinfo") if line.startswith("model name")]
+    cpu = models[0] if models else "CPU"
     load = os.getloadavg()[0]
     return (
         f"{time.strftime('%Y-%m-%d %H:%M')}, {os.cpu_count()} cores ({cpu}), load {load:.1f}, Python "

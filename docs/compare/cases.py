@@ -60,7 +60,9 @@ def buckets(model: DistributedDataParallel) -> int:
     return len(sizes.split(","))
 
 
-def train(model: DistributedDataParallel, tolerance: float | None, *, compresses: bool = False, steps: int = STEPS) -> dict:
+def train(
+    model: DistributedDataParallel, tolerance: float | None, *, compresses: bool = False, steps: int = STEPS
+) -> dict:
     """Steps with a hook in place; the averaged gradient is compared with the exact one at every step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     rank, error = dist.get_rank(), 0.0
@@ -382,6 +384,8 @@ def run(case: Callable[..., dict], target: Callable[[], tuple[Any, Any]], option
     """One case on one rank, in a process of its own."""
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = "2"  # as torchrun sets it
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
     found, module = target()
     return case(found, module, **options)

@@ -193,7 +193,9 @@ ROWS: list[Row] = [
     ),
     plain("lightning.pytorch.strategies", "DDPStrategy", CALLBACK, "lightning_strategy", "ddp_comm_hook="),
     plain(LIGHTNING, "AllGatherGrad", "ch_ddp:AllGatherGrad", "gather_grad", "Lightning 1.x"),
-    Row(OVERRIDES, "prepare_for_backward", reason="tells DDP's reducer which parameters are used: torch does it itself"),
+    Row(
+        OVERRIDES, "prepare_for_backward", reason="tells DDP's reducer which parameters are used: torch does it itself"
+    ),
     Row(OVERRIDES, "UnrepeatedDistributedSampler", reason=SAMPLERS),
     Row(OVERRIDES, "UnrepeatedDistributedSamplerWrapper", reason=SAMPLERS),
     Row(LIGHTNING, "DistributedSamplerWrapper", reason=SAMPLERS),

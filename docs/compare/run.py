@@ -179,6 +179,7 @@ def page(data: dict[str, Any], file: str) -> str:
     both = [r for r in rows if r["ours"] and r["our_outcome"]["outcome"] != "not run"]
     ours = sum(r["our_outcome"]["outcome"] == "works" for r in both)
     theirs = sum(r["theirs_outcome"]["outcome"] == "works" for r in both)
+    gone = sum(r["theirs_outcome"]["outcome"] == "gone" for r in both)
     lines = [
         "# Beside PyTorch, Lightning and torchft",
         "",
@@ -188,12 +189,15 @@ def page(data: dict[str, Any], file: str) -> str:
         "limit.",
         "",
         "*works* means: all steps ran, both ranks ended with the same bits, the gradients are the exact average within the",
-        "method's rounding, and a hook that compresses did compress. *gone* means: this version of their package has no",
-        "such name any more. A hook that mixes up its messages may hang, abort or raise from run to run. Nothing here was run on a GPU; a name that fails on gloo may work on NCCL.",
+        "method's rounding, and a hook that compresses did compress. *wrong* means: it ran, and what is said beside it is",
+        "not as it should be. *gone* means: this version of their package has no such name any more. A hook that mixes up",
+        "its messages may hang, abort or raise from run to run. Nothing here was run on a GPU; a name that fails on gloo may",
+        "work on NCCL.",
         "",
-        f"Of {len(both)} rows with a counterpart, {theirs} work there and {ours} here. torch {v['torch']}, Lightning",
-        f"{v['lightning']}, torchft {v['torchft']}, Python {v['python']}. Written by `python docs/compare/run.py` from",
-        f"`docs/measured/{file}`.",
+        f"Of {len(both)} rows with a counterpart, {theirs} work there and {ours} here; gone there: {gone}.",
+        "",
+        f"torch {v['torch']}, Lightning {v['lightning']}, torchft {v['torchft']}, Python {v['python']}.",
+        f"Written by `python docs/compare/run.py` from `docs/measured/{file}`.",
     ]
     last = ""
     for r in rows:
@@ -210,7 +214,13 @@ def page(data: dict[str, Any], file: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="part of a module's, name's or package's name: print, write nothing")
-    only = parser.parse_args().only
+    parser.add_argument("--page", action="store_true", help="write the page again from the newest measurement")
+    arguments = parser.parse_args()
+    only = arguments.only
+    if arguments.page:
+        newest = sorted((DOCS / "measured").glob("compare-*.json"))[-1]
+        (DOCS / "compare.md").write_text(page(json.loads(newest.read_text()), newest.name))
+        return 0
     if missing := missing_rows():
         sys.exit(f"no row for {', '.join(missing)}: add them to docs/compare/rows.py")
     torch.set_num_threads(1)

@@ -128,7 +128,7 @@ def test_describe_and_record(registry):
 
 
 def test_adapters_are_collected(publish, registry):
-    assert adapters(registry)["torch.nn.parallel.distributed.DistributedDataParallel"] .startswith("commhooks.")
+    assert adapters(registry)["torch.nn.parallel.distributed.DistributedDataParallel"].startswith("commhooks.")
     text = (
         "from commhooks import hookimpl\n@hookimpl\n"
         "def commhooks_adapter(): return [('torch.nn.parallel.distributed.DistributedDataParallel', 'acme:x')]"

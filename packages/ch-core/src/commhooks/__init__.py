@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from commhooks.handle import CommHook
     from commhooks.hookspecs import hookimpl
     from commhooks.lookup import describe, failures, get, list_hooks, refresh, register, spec, unregister
+    from commhooks.parts import composed
     from commhooks.reduction import Reduction, Stages, StepContext
     from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter
     from commhooks.specs import HookSpec, Needs, Param, PluginFailure
@@ -72,6 +73,7 @@ __all__ = [
     "UnknownHookError",
     "as_hook",
     "attach",
+    "composed",
     "create",
     "describe",
     "failures",
@@ -99,6 +101,7 @@ __getattr__, __dir__ = lazy(
         "handle": "CommHook",
         "hookspecs": "hookimpl",
         "lookup": "describe failures get list_hooks refresh register spec unregister",
+        "parts": "composed",
         "reduction": "Reduction Stages StepContext",
         "requests": "AllGather AllReduce AllToAll ReduceScatter",
         "specs": "HookSpec Needs Param PluginFailure",

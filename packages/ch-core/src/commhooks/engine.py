@@ -11,58 +11,23 @@ reduced was not finite; from it all ranks decide alike whether the step is commi
 import logging
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
 
 import torch
 
 from commhooks.bucket import Bucket, BucketLayout
 from commhooks.combine import plain
+from commhooks.counters import Counters
 from commhooks.errors import CommHooksError, HookResultError, TransportError
 from commhooks.ghost import ghost
-from commhooks.reduction import Reduction, Stages, StepContext
+from commhooks.live import Live
+from commhooks.reduction import Reduction, StepContext
 from commhooks.requests import AllGather, Request, StagePlan, as_tuple
 from commhooks.scratch import Scratch
 from commhooks.state import HookState
 from commhooks.status import BETWEEN, DECODE, ENCODE, WHERE, Exchange, Outside, Status
-from commhooks.transport import Stage, Traffic, Transport
+from commhooks.transport import Stage, Transport
 
 log = logging.getLogger("commhooks")
-
-
-@dataclass(slots=True)
-class Live:
-    """A bucket whose generator has not ended."""
-
-    slot: int
-    bucket: Bucket
-    stages: Stages
-    plan: tuple[StagePlan, ...]
-    stage: int = 0
-    pending: Stage | None = None
-    ghost: bool = False
-    done: bool = False
-
-
-@dataclass(slots=True)
-class Counters:
-    """Cumulative figures of one engine."""
-
-    steps: int = 0
-    compressed_steps: int = 0
-    hook_seconds: float = 0.0
-    wait_seconds: float = 0.0
-    traffic: Traffic = field(default_factory=Traffic)
-
-    def as_dict(self) -> dict[str, float]:
-        return {
-            "steps": float(self.steps),
-            "compressed_steps": float(self.compressed_steps),
-            "payload_bytes": self.traffic.payload_bytes,
-            "wire_bytes": self.traffic.wire_bytes,
-            "rounds": float(self.traffic.rounds),
-            "hook_seconds": self.hook_seconds,
-            "wait_seconds": self.wait_seconds,
-        }
 
 
 class Engine:

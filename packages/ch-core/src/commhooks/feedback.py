@@ -10,7 +10,7 @@ from typing import Any
 
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout
 from commhooks.errors import HookConfigError
-from commhooks.parts import Composite, compose
+from commhooks.parts import Composite, composed
 from commhooks.reduction import Reduction, Stages, StepContext
 
 FIELD = "residual"
@@ -99,4 +99,4 @@ def error_feedback(hook: Any) -> Any:
         >>> [round(x, 5) for x in simulate(2, two_steps)]  # applied + residual = the sum of the gradients
         [2.002, 2.002]
     """
-    return compose("error_feedback", [hook], lambda parts: ErrorFeedback(parts[0]))
+    return composed("error_feedback", [hook], lambda parts: ErrorFeedback(parts[0]))

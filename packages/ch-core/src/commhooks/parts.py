@@ -10,7 +10,7 @@ from commhooks.reduction import Reduction
 Make = Callable[[list[Reduction]], Reduction]
 
 
-def compose(what: str, hooks: Sequence[object], make: Make) -> Any:
+def composed(what: str, hooks: Sequence[object], make: Make) -> Any:
     """``make`` applied to the reductions of ``hooks``: a reduction, or a hook if one of them is a hook.
 
     Args:

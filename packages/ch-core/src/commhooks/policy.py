@@ -13,7 +13,7 @@ from typing import Any
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout
 from commhooks.combine import parallel
 from commhooks.errors import HookConfigError
-from commhooks.parts import Composite, compose
+from commhooks.parts import Composite, composed
 from commhooks.reduction import Reduction, Stages, StepContext
 
 log = logging.getLogger("commhooks")
@@ -144,4 +144,4 @@ def policy(rules: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> Any:
     """
     pairs = list(rules.items()) if isinstance(rules, Mapping) else [(pattern, hook) for pattern, hook in rules]
     patterns = [pattern for pattern, _ in pairs]
-    return compose("policy", [hook for _, hook in pairs], lambda parts: Policy(list(zip(patterns, parts, strict=True))))
+    return composed("policy", [hook for _, hook in pairs], lambda parts: Policy(list(zip(patterns, parts, strict=True))))

@@ -10,7 +10,7 @@ from typing import Any
 
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout
 from commhooks.errors import HookConfigError
-from commhooks.parts import Composite, compose
+from commhooks.parts import Composite, composed
 from commhooks.reduction import Plain, Reduction, Stages, StepContext
 
 
@@ -80,4 +80,4 @@ def warmup(*hooks: Any, steps: int = 1000) -> Any:
     if len(hooks) not in (1, 2):
         raise HookConfigError(f"warmup takes one hook, or a first and a second one; got {len(hooks)}")
     pair = hooks if len(hooks) == 2 else (Plain(), hooks[0])
-    return compose("warmup", pair, lambda parts: Warmup(parts[0], parts[1], steps))
+    return composed("warmup", pair, lambda parts: Warmup(parts[0], parts[1], steps))

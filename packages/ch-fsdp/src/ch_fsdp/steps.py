@@ -10,7 +10,8 @@ import torch
 
 from commhooks.after import OUTSIDE, after_backward, graph_task, raise_after_backward
 from commhooks.bucket import Bucket
-from commhooks.engine import Counters, Engine
+from commhooks.counters import Counters
+from commhooks.engine import Engine
 from commhooks.requests import Request
 from commhooks.scratch import Scratch
 from commhooks.status import ENCODE, Status

@@ -20,7 +20,7 @@ def commhooks_specs() -> Iterable[HookSpec]:
         HookSpec(
             "clip",
             "wrapper",
-            "ch_template.clip:Clip",
+            "ch_template.clip:clip",
             "clips each rank's gradient, element by element, before the inner hook gets it",
             params={"limit": Param(1000.0, "largest magnitude that is left as it is", above=0.0)},
             capabilities=frozenset({"lossy"}),

@@ -3,7 +3,7 @@
 from collections.abc import Hashable
 from typing import Any
 
-from commhooks import Bucket, BucketLayout, Reduction, Stages, StepContext
+from commhooks import Bucket, BucketLayout, Reduction, Stages, StepContext, composed
 
 
 class Clip(Reduction):
@@ -43,3 +43,8 @@ class Clip(Reduction):
                 # A GradScaler has to see inf: clip what is finite only.
                 gradient.copy_(gradient.clamp(-self.limit, self.limit).where(gradient.isfinite(), gradient))
         return self.inner.start(bucket, ctx)
+
+
+def clip(hook: Any, limit: float = 1000.0) -> Any:
+    """``hook`` with clipped gradients: a reduction for a reduction, a DDP hook for one of those."""
+    return composed("clip", [hook], lambda parts: Clip(parts[0], limit))

@@ -121,12 +121,13 @@ def _main(
     target: Callable[..., Any], rank: int, world: int, args: Any, folder: str, group_timeout: float, backend: str
 ) -> None:
     import torch
+    import torch._C._distributed_c10d as c10d
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     code = 1
     try:
-        store = torch.distributed.FileStore(os.path.join(folder, "store"), world)
+        store = c10d.FileStore(os.path.join(folder, "store"), world)
         if backend == "nccl":
             torch.cuda.set_device(rank)
         dist.init_process_group(

@@ -64,7 +64,11 @@ class Surviving(Case):
         run(ranks, like, 3)
         before = ranks.save()
         wrong: list[dict[str, Any]] = [
-            {"format": 99}, {"expr": 3}, {"step": -1}, {"params": [["no.such", [3]]]}, {"entries": {"x": {"y": 1}}}
+            {"format": 99},
+            {"expr": 3},
+            {"step": -1},
+            {"params": [["no.such", [3]]]},
+            {"entries": {"x": {"y": 1}}},
         ]
         for change in wrong:
             with pytest.raises(StateError):
