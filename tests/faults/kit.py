@@ -44,6 +44,7 @@ class Row:
         limit: seconds after which a rank that is not done hangs.
         victims: ranks that are meant to be killed or frozen.
         group_timeout: of the process group, seconds.
+        without: ranks that run no hook at all: what they are told is torch's, on both sides.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Row:
     limit: float = 16.0
     victims: tuple[int, ...] = ()
     group_timeout: float = 8.0
+    without: tuple[int, ...] = ()
 
 
 ROWS: dict[str, Row] = {}

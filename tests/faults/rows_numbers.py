@@ -80,10 +80,11 @@ def scaler_overflow(run: Run) -> str:
 def loss_scale(run: Run) -> str:
     def norms(moving: bool) -> list[float]:
         model = run.model(many=False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=10**6)
         if run.ours:
             hook = "powersgd(rank=2, start_iter=2, min_compression_rate=1)"
-            commhooks.attach(model, hook, scaler=scaler, timeout=deadline())
+            commhooks.attach(model, hook, optimizer=optimizer, scaler=scaler, timeout=deadline())
         else:
             run.builtin(model, "powersgd", **POWER)
         found = []
@@ -91,6 +92,7 @@ def loss_scale(run: Run) -> str:
             model.zero_grad()
             scaler.scale(model(run.data(seed)).pow(2).mean()).backward()
             found.append(gradient(model).norm().item() / scaler.get_scale())
+            optimizer.step()
             if seed == 3 and moving:
                 scaler.update(16.0)
         return found

@@ -1,7 +1,7 @@
 """Runs the fault table: every row with PyTorch's hooks and with this project's, each in processes of its own.
 
     python tests/faults/run.py                    # all rows; writes docs/measured/faults.json and docs/faults.md
-    python tests/faults/run.py --row B7           # the rows of B7, printed, nothing written
+    python tests/faults/run.py --row B7           # the rows of B7, printed, nothing written (--update: written)
     python tests/faults/run.py --row B3.1 --side ours
 
 The outcomes, best first: right result; typed error (a CommHooksError, or the hook's own exception); error (whatever
@@ -18,20 +18,46 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-HARD_LIMIT = 400.0
 RECORD, TABLE = ROOT / "docs" / "measured" / "faults.json", ROOT / "docs" / "faults.md"
+
+
+class Server:
+    """A process that has imported everything and runs cases one after another."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "case.py"), "--serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+
+    def run(self, name: str, side: str) -> tuple[int, str, str]:
+        """Exit code, output and errors of one case."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+            files = {key: str(Path(folder, key)) for key in ("stdout", "stderr")}
+            self.process.stdin.write(json.dumps({"row": name, "side": side} | files) + "\n")
+            self.process.stdin.flush()
+            code = int(self.process.stdout.readline() or 70)
+            return code, *(Path(path).read_text(errors="replace") for path in files.values())
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
 def names() -> list[str]:
     """The rows, in order, without importing torch into this process."""
     code = "import case; print('\\n'.join(case.ROWS))"
-    found = subprocess.run(
-        [sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, check=True, timeout=300
-    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, check=True)
     return sorted(found.stdout.split(), key=_order)
 
 
@@ -39,28 +65,23 @@ def _order(name: str) -> list[int]:
     return [int(part) for part in name[1:].split(".")]
 
 
-def run_case(name: str, side: str) -> dict[str, Any]:
+def run_case(name: str, side: str, server: Server | None = None) -> dict[str, Any]:
     """One row on one side: its outcome, exit code, seconds and the end of stderr."""
+    own = server if server is not None else Server()
     begun = time.monotonic()
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "FAULTS_BEGUN": str(time.time())}
-    with tempfile.TemporaryFile("w+") as stderr:
-        command = [sys.executable, str(HERE / "case.py"), name, side]
-        try:
-            done = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=HARD_LIMIT, env=environment
-            )
-            code, lines = done.returncode, done.stdout.strip().splitlines()
-        except subprocess.TimeoutExpired:
-            code, lines = 124, []
-        stderr.seek(0)
-        end = scrub(stderr.read())[-500:]
-    result: dict[str, Any] = (
-        json.loads(lines[-1]) if lines else {"row": name, "side": side, "outcome": "hang", "ranks": {}}
-    )
+    try:
+        code, out, errors = own.run(name, side)
+    finally:
+        if server is None:
+            own.close()
+    lines = out.strip().splitlines()
+    nothing = {"row": name, "side": side, "outcome": "abort", "ranks": {}, "slowness": 1.0}
+    result: dict[str, Any] = json.loads(lines[-1]) if lines else nothing
     for rank in result["ranks"].values():
         rank["text"], rank["seconds"] = scrub(rank["text"])[:400], round(rank["seconds"], 2)
     result["command"] = f"python tests/faults/run.py --row {name} --side {side}"
-    result["exit_code"], result["seconds"], result["stderr_end"] = code, round(time.monotonic() - begun, 1), end
+    result["exit_code"], result["seconds"] = code, round(time.monotonic() - begun, 1)
+    result["stderr_end"] = scrub(errors)[-500:]
     return result
 
 
@@ -73,12 +94,27 @@ def scrub(text: str) -> str:
 
 def run_all(rows: list[str], sides: list[str], jobs: int) -> list[dict[str, Any]]:
     results = []
-    with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(run_case, name, side) for name in rows for side in sides]
-        for future in futures:
-            result = future.result()
-            results.append(result)
-            print(f"{result['row']:6} {result['side']:6} {result['outcome']:12} {describe(result)}", flush=True)
+    servers = [Server() for _ in range(jobs)]
+    idle: SimpleQueue[Server] = SimpleQueue()
+    for server in servers:
+        idle.put(server)
+
+    def one(name: str, side: str) -> dict[str, Any]:
+        server = idle.get()
+        try:
+            return run_case(name, side, server)
+        finally:
+            idle.put(server)
+
+    try:
+        with ThreadPoolExecutor(jobs) as pool:
+            for future in [pool.submit(one, name, side) for name in rows for side in sides]:
+                result = future.result()
+                results.append(result)
+                print(f"{result['row']:6} {result['side']:6} {result['outcome']:12} {describe(result)}", flush=True)
+    finally:
+        for server in servers:
+            server.close()
     return results
 
 
@@ -145,6 +181,7 @@ def main() -> int:
     parser.add_argument("--row", action="append", default=[], help="a row or a topic: B3.1, B3; may be repeated")
     parser.add_argument("--side", choices=("torch", "ours"), help="one side only")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
+    parser.add_argument("--update", action="store_true", help="put the chosen rows into the record, and make the table")
     parser.add_argument("--json", type=Path, help="also write the results there")
     options = parser.parse_args()
     chosen = [n for n in names() if not options.row or any(n == r or n.startswith(r + ".") for r in options.row)]
@@ -152,7 +189,11 @@ def main() -> int:
         parser.error(f"no row {options.row}; rows are {', '.join(names())}")
     sides = [options.side] if options.side else ["torch", "ours"]
     results = run_all(chosen, sides, options.jobs)
-    whole = not options.row and not options.side
+    whole = options.update or (not options.row and not options.side)
+    if options.update and RECORD.exists():
+        new = {(r["row"], r["side"]): r for r in results}
+        old = json.loads(RECORD.read_text())
+        results = [new.pop((r["row"], r["side"]), r) for r in old] + list(new.values())
     for path in filter(None, [options.json, RECORD if whole else None]):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(results, indent=1) + "\n")

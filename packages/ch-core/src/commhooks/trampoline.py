@@ -18,7 +18,7 @@ from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_strid
 from commhooks.control import Control
 from commhooks.ddp import DDPDriver, TensorFuture
 from commhooks.engine import Engine
-from commhooks.errors import AttachError
+from commhooks.errors import AttachError, HookNotSupportedError
 from commhooks.foreign import ForeignDriver
 from commhooks.handle import CommHook
 from commhooks.reduction import Plain
@@ -60,6 +60,12 @@ def trampoline(state: object, bucket: GradBucket) -> torch.futures.Future[torch.
     """The only hook ever registered on a model; ``state`` is its :class:`Slot`."""
     if not isinstance(state, Slot) or state.driver is None:
         raise AttachError("the commhooks trampoline was registered by hand; use commhooks.attach(model, ...)")
+    if not isinstance(bucket, GradBucket):
+        raise HookNotSupportedError(
+            f"DDP called the hook {state.holder or 'of a detached handle'} with {type(bucket).__name__} instead of a "
+            "GradBucket: hooks do not work under torch._dynamo.config.optimize_ddp='python_reducer'. Use torch.compile's "
+            "default DDP mode"
+        )
     if state.follow is not None and bucket.index() == 0:
         state.follow()
     if state.watch is not None and bucket.is_last():
