@@ -317,7 +317,7 @@ class HookState:
         """What is committed, without process group, model or buffers."""
         self.settle()
         kept = dict(self.__dict__)
-        for name in ("_staged", "_spare", "_engine", "_owners", "renames"):
+        for name in ("_staged", "_spare", "_engine", "_owners", "drivers", "renames"):
             kept.pop(name, None)
         kept["_place"] = (self._place.rank, self._place.world_size) if self._place is not None else None
         if "process_group" in kept:
