@@ -88,7 +88,7 @@ def test_describe_unknown():
 @pytest.mark.timeout(150)
 def test_doctor_survives_hooks_that_hang_and_die(tmp_path, publish):
     publish("acme", {"commhooks": {"p": "acme_cli_plugin"}}, acme_cli_plugin=PLUGIN, acme_cli_hooks=HOOKS)
-    environ = {"PYTHONPATH": str(tmp_path), "COMMHOOKS_PLUGINS": "acme", "COMMHOOKS_DISABLE": "ch-ddp,ch-powersgd"}
+    environ = {"PYTHONPATH": str(tmp_path), "COMMHOOKS_PLUGINS": "acme", "COMMHOOKS_DISABLE": "ch-ddp,ch-powersgd,ch-fsdp,ch-quant,ch-template"}
     run = commhooks("doctor", "--json", "--timeout", "20", **environ)
     assert run.returncode == 1, run.stderr
     found = json.loads(run.stdout)
@@ -97,7 +97,7 @@ def test_doctor_survives_hooks_that_hang_and_die(tmp_path, publish):
     assert status["acme/hangs"] == ("failed", "did not finish within 20 s")
     assert "status 7" in status["acme/dies"][1]
     assert status["acme/returns_none"][0] == "failed"
-    assert [plugin["dist"] for plugin in found["plugins"]] == ["acme", "ch-core"]
+    assert {"acme", "ch-core"} <= {plugin["dist"] for plugin in found["plugins"]}
 
 
 @pytest.mark.gloo
