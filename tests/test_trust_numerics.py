@@ -118,8 +118,8 @@ def scaled(
         scaler.step(optimizer)
         scaler.update()
     found.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
-    held = handle.state_dict()["params"]
-    found.append(torch.cat([held[name]["residual"].reshape(-1) for name in sorted(held) if "residual" in held[name]]))
+    handle.commit()
+    found.append(torch.cat([t.reshape(-1) for _, field, t in handle.state.entries() if field == "residual"]))
     return found
 
 

@@ -87,12 +87,12 @@ def own_failures(rank: int, world: int) -> list[tuple[Any, ...]]:
             hook.error = KeyboardInterrupt() if step == 3 else ArithmeticError("boom")
             kind, text, seconds = outcome(lambda: backward(model, rank, 50 + step))  # noqa: B023
             hook.armed = None
-            backward(plain, rank, 50 + step)
+            usual = outcome(lambda: backward(plain, rank, 50 + step))[2]  # noqa: B023
             equal = all(
                 torch.equal(backward(model, rank, 100 * step + i), backward(plain, rank, 100 * step + i))
                 for i in range(2)
             )
-            found.append((where, kind, text, seconds, equal))
+            found.append((where, kind, text, seconds - 10 * usual, equal))  # on a busy machine all takes longer
         handle.assert_active()
     return found
 
