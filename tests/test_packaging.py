@@ -89,7 +89,8 @@ def test_powersgd_is_there_and_bf16_wrapper_says_what_to_install(python, tmp_pat
         tmp_path,
     )
     specs, missing, name = found
-    assert specs == ["ch-powersgd/batched_powersgd", "ch-powersgd/powersgd"]
+    own = [spec for spec in specs if spec.startswith("ch-powersgd/")]
+    assert own == ["ch-powersgd/batched_powersgd", "ch-powersgd/powersgd"]
     assert missing[0] == "UnknownHookError"
     assert "pip install ch-ddp" in missing[1]
     assert name == "powerSGD_hook"
