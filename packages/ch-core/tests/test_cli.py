@@ -88,7 +88,8 @@ def test_describe_unknown():
 @pytest.mark.timeout(150)
 def test_doctor_survives_hooks_that_hang_and_die(tmp_path, publish):
     publish("acme", {"commhooks": {"p": "acme_cli_plugin"}}, acme_cli_plugin=PLUGIN, acme_cli_hooks=HOOKS)
-    environ = {"PYTHONPATH": str(tmp_path), "COMMHOOKS_PLUGINS": "acme", "COMMHOOKS_DISABLE": "ch-ddp,ch-powersgd,ch-fsdp,ch-quant,ch-template"}
+    ours = "ch-ddp,ch-powersgd,ch-fsdp,ch-quant,ch-template"
+    environ = {"PYTHONPATH": str(tmp_path), "COMMHOOKS_PLUGINS": "acme", "COMMHOOKS_DISABLE": ours}
     run = commhooks("doctor", "--json", "--timeout", "20", **environ)
     assert run.returncode == 1, run.stderr
     found = json.loads(run.stdout)
