@@ -114,10 +114,7 @@ class Engine:
         begun = time.perf_counter()
         if outside is not None and self._error is None:
             self._error = (outside, ENCODE)
-        while self._live:
-            for live in self._live:
-                self._advance(live)
-            self._live = [one for one in self._live if not one.done]
+        self._drain()
         error = self._exchange()
         self._open = False
         self._slots = 0
@@ -131,12 +128,16 @@ class Engine:
         """The immediate driver: run one bucket from its first stage to its end (FSDP2, whose calls stand alone)."""
         self.submit(bucket)
         begun = time.perf_counter()
+        self._drain()
+        self._slots = 0  # nothing else is live: the next bucket may use the same scratch
+        self.counters.hook_seconds += time.perf_counter() - begun
+
+    def _drain(self) -> None:
+        """Advance every live bucket, one stage a round, until none is left."""
         while self._live:
             for live in self._live:
                 self._advance(live)
             self._live = [one for one in self._live if not one.done]
-        self._slots = 0  # nothing else is live: the next bucket may use the same scratch
-        self.counters.hook_seconds += time.perf_counter() - begun
 
     # -- the step's verdict
 

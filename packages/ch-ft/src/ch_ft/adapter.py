@@ -64,7 +64,7 @@ class ManagedBinding:
 
     def before_vote(self) -> None:
         """On CUDA, where a failure elsewhere becomes known late, make sure that it is known before the vote."""
-        error = self.engine.late_error()
+        error = self.engine.judge()
         if error is not None:
             self.engine.rollback()
             self.model.manager.report_error(error if isinstance(error, Exception) else RuntimeError(str(error)))

@@ -51,10 +51,6 @@ class ManagedEngine(Engine):
                 self.rollback()
             return super().settle(finally_=finally_)
 
-    def late_error(self) -> BaseException | None:
-        """The last step's error where :meth:`finish` could not know it without waiting for the device (CUDA)."""
-        return self.judge()
-
     def resolve(self, committed: bool) -> None:
         """The manager has voted."""
         if not committed:
