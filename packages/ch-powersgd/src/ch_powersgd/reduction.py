@@ -139,11 +139,7 @@ class PowerSGD(Reduction):
 
         work.recall_q(qs)
         shapes.q.orthonormalise(q, sent, noise=work.noise())
-        matrices = []
-        for number, (P, Q) in enumerate(zip(ps, qs, strict=True)):
-            D = work.gradient_and_residual(number)  # (count, rows, cols)
-            torch.bmm(Q, D.mT, out=P)  # P = D Q
-            matrices.append(D)
+        matrices = [work.project(number, P, Q) for number, (P, Q) in enumerate(zip(ps, qs, strict=True))]
         yield AllReduce(p)
 
         shapes.p.orthonormalise(p, work.flat("p spare", shapes.p.numel), epsilon=self.epsilon)
@@ -154,9 +150,7 @@ class PowerSGD(Reduction):
         if self.warm_start:
             work.remember_q(qs)
         for number, (D, P, Q, Q_i) in enumerate(zip(matrices, ps, qs, own, strict=True)):
-            work.decode(number, P, Q)  # G = P Q^T
-            if self.error_feedback:
-                work.keep_residual(number, D, P, Q_i)  # e = D - P Q_i^T
+            work.decode(number, D, P, Q, Q_i)
 
     def _shapes_of(self, layout: BucketLayout) -> "Shapes":
         if layout not in self._shapes:
@@ -215,6 +209,9 @@ class BatchedPowerSGD(PowerSGD):
         return plain(bucket) if self.not_worth(stack.rows, stack.cols) else super().run(bucket, ctx)
 
 
+_BLOCK = 1 << 17  # elements of a matrix that are added, multiplied and decoded at once
+
+
 def _ceil_sqrt(n: int) -> int:
     root = int(n**0.5)
     while root * root < n:
@@ -230,6 +227,7 @@ class Shapes:
         self.p = Factor([(s.count, s.rank, s.rows) for s in stacks])
         self.q = Factor([(s.count, s.rank, s.cols) for s in stacks])
         self.largest = max(s.numel for s in stacks)
+        self.widest = max(s.cols for s in stacks)
         self.noise: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
 
@@ -279,14 +277,66 @@ class Work:
 
     # -- D, G and e
 
-    def gradient_and_residual(self, number: int) -> torch.Tensor:
-        """``D = G + e`` of a stack, ``(count, rows, cols)``: in the staged residual, in the bucket, or in scratch."""
+    def project(self, number: int, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        """``D = G + e`` of a stack, ``(count, rows, cols)``, and ``P = D Q``. ``D`` takes the place of ``G`` in the
+        bucket where it can: a block of rows is added to and multiplied while it is in the cache.
+        """
+        stack = self.shapes.stacks[number]
+        if not self._in_place(stack):
+            d = self._gathered(number)
+            torch.bmm(q, d.mT, out=p)
+            return d
+        d = self.bucket.matrix(stack.params[0])
+        found = self.ctx.read(stack.params[0].name, "residual") if self.config.error_feedback else None
+        if found is None or found.shape != d.shape:
+            torch.mm(q[0], d.t(), out=p[0])
+        else:
+            n = self._block(stack)
+            for rows, kept, out in zip(d.split(n), found.split(n), p[0].split(n, 1), strict=True):
+                rows.add_(kept)
+                torch.mm(q[0], rows.t(), out=out)
+        return d.unsqueeze(0)
+
+    def decode(self, number: int, d: torch.Tensor, p: torch.Tensor, q: torch.Tensor, q_i: torch.Tensor) -> None:
+        """``G = P Q^T`` into the bucket, and ``e = D - P Q_i^T``, or D minus what was decoded."""
+        stack = self.shapes.stacks[number]
+        if not self._in_place(stack):
+            self._multiply_out(number, p, q)
+            if self.config.error_feedback:
+                self._keep_residual(number, d, p, q_i)
+            return
+        gradient, left = d[0], p[0].t()
+        if not self.config.error_feedback:
+            torch.mm(left, q[0], out=gradient)
+            return
+        n, got = self._block(stack), q_i[0] if self.config.residual == "local" else q[0]
+        sent = self._spare_block(stack)
+        blocks = zip(gradient.split(n), left.split(n), self._staged(stack.params[0]).split(n), strict=True)
+        for rows, factor, kept in blocks:
+            torch.sub(rows, torch.mm(factor, got, out=sent[: len(rows)]), out=kept)
+            torch.mm(factor, q[0], out=rows)
+
+    def _in_place(self, stack: Stack) -> bool:
+        return stack.direct and self.bucket.dtype == self.dtype
+
+    def _block(self, stack: Stack) -> int:
+        """Rows to be worked on at once: on a CPU as many as stay in a core's cache."""
+        if self.bucket.device.type != "cpu":
+            return stack.rows
+        return max(1, min(stack.rows, _BLOCK // stack.cols))
+
+    def _spare_block(self, stack: Stack) -> torch.Tensor:
+        on_cpu, shapes = self.bucket.device.type == "cpu", self.shapes
+        whole = self.flat("block", min(shapes.largest, max(_BLOCK, shapes.widest)) if on_cpu else shapes.largest)
+        n = self._block(stack)
+        return whole[: n * stack.cols].view(n, stack.cols)
+
+    def _gathered(self, number: int) -> torch.Tensor:
+        """``D = G + e`` of a stack, ``(count, rows, cols)``: in the staged residual or in scratch."""
         stack, feedback = self.shapes.stacks[number], self.config.error_feedback
         first = stack.params[0]
         if stack.direct and feedback:
             home = self._staged(first)
-        elif stack.direct and self.bucket.dtype == self.dtype:
-            return self.bucket.matrix(first).unsqueeze(0)
         else:
             home = self.flat(f"d {number}", stack.numel)
             home[stack.filled :].zero_()
@@ -298,19 +348,14 @@ class Work:
                 target.copy_(self.bucket.matrix(param))
         return home.view(stack.count, stack.rows, stack.cols)
 
-    def decode(self, number: int, p: torch.Tensor, q: torch.Tensor) -> None:
-        """``G = P Q^T`` into the bucket, in its dtype."""
+    def _multiply_out(self, number: int, p: torch.Tensor, q: torch.Tensor) -> None:
         stack = self.shapes.stacks[number]
-        if stack.direct and self.bucket.dtype == self.dtype:
-            torch.bmm(p.mT, q, out=self.bucket.matrix(stack.params[0]).unsqueeze(0))
-            return
         flat = self.flat("decoded", self.shapes.largest)[: stack.numel]
         torch.bmm(p.mT, q, out=flat.view(stack.count, stack.rows, stack.cols))
         for param, piece in _pieces(stack, flat):
             self.bucket.matrix(param).copy_(piece)
 
-    def keep_residual(self, number: int, d: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> None:
-        """``e = D - P Q_i^T``, or D minus what was decoded."""
+    def _keep_residual(self, number: int, d: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> None:
         stack = self.shapes.stacks[number]
         if self.config.residual == "local":
             d.baddbmm_(p.mT, q, alpha=-1)
