@@ -24,6 +24,7 @@ nox.options.reuse_existing_virtualenvs = True
 ROOT = Path(__file__).parent
 FT_TOOLS = ["torchft>=0.2.0", "parameterized"]  # ch-ft's optional extra, installed for real in tests
 NIGHTLY = "torchft-nightly==2026.10.26"  # pinned: its manager and tests move
+FRAMEWORKS = ["lightning>=2.4", "accelerate>=1"]  # which carry hooks of ours: tried for real
 TEST_TOOLS = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6", "numpy>=1.26", "hatchling>=1.25"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # two ranks on two cores, not two times two threads
 
@@ -100,7 +101,7 @@ def pytest(session: nox.Session, *arguments: str, names: Iterable[str] = ()) -> 
 @nox.session
 def tests(session: nox.Session) -> None:
     """All packages in one environment, all tests short of soak: what CI and the README run."""
-    install(session, *PROJECTS, tools=[*TEST_TOOLS, *FT_TOOLS, "matplotlib>=3.8"])
+    install(session, *PROJECTS, tools=[*TEST_TOOLS, *FT_TOOLS, *FRAMEWORKS, "matplotlib>=3.8"])
     pytest(session, *([] if chosen_paths(session) else ["tests"]), "-m", "not soak and not nccl", names=PROJECTS)
 
 
