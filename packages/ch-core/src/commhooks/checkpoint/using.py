@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from commhooks.bucket import BucketLayout
-from commhooks.checkpoint.fitting import fits
+from commhooks.agreement import verify_state
+from commhooks.checkpoint.fitting import Key, fits
 from commhooks.checkpoint.reading import Saved, as_dict, read, shown
 from commhooks.checkpoint.worlds import for_rank
-from commhooks.errors import StateError
+from commhooks.errors import CommHooksError, StateError
 from commhooks.naming import ParamTable, translate
 from commhooks.reduction import Reduction
 from commhooks.state import HookState, Place
@@ -77,8 +78,33 @@ def load_state_dict(hook: "CommHook | HookState", saved: Mapping[str, Any], *, w
     Raises:
         StateError: malformed, not finite, or of another hook, configuration, model, rank or world size. Nothing has
             been changed.
+        RankMismatchError: attached handles of several ranks were given states that do not belong together.
     """
     holder = _holder(hook)
+    made: Loaded | None = None
+    refusal: StateError | None = None
+    try:
+        made = _prepared(holder, saved, world_change)
+    except StateError as error:
+        refusal = error
+    _agreed(hook, made, refusal)
+    if made is not None:
+        holder.state.settle()  # a step that is still open belongs to what is replaced
+        holder.state.replace(made.entries, made.step, made.table, made.place)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A saved state that fits, copied to where it belongs."""
+
+    entries: dict[Key, torch.Tensor]
+    step: int
+    table: ParamTable
+    place: Place | None
+
+
+def _prepared(holder: Holder, saved: Mapping[str, Any], world_change: str) -> Loaded:
+    """Read and check everything; nothing is changed."""
     found = read(saved)
     _same_hook(found, holder)
     translation = translate(found.params, holder.params)
@@ -91,11 +117,25 @@ def load_state_dict(hook: "CommHook | HookState", saved: Mapping[str, Any], *, w
     fits(entries, table, found.step, holder.reduction, holder.layout, world)
     device = holder.layout.device if holder.layout is not None else None
     copied = {key: torch.empty_like(t, device=device).copy_(t) for key, t in entries.items()}
-    holder.state.settle()  # a step that is still open belongs to what is replaced
     place = holder.place
     if place is None and found.rank is not None and world_change != "reset":
         place = Place(found.rank, found.world_size, loaded=True)  # verified when the hook is attached
-    holder.state.replace(copied, found.step, table, place)
+    return Loaded(copied, found.step, table, place)
+
+
+def _agreed(hook: "CommHook | HookState", made: Loaded | None, refusal: StateError | None) -> None:
+    """Load on all ranks or on none: of an attached handle only, whose ranks all make this call."""
+    timeout = getattr(hook, "agreement_timeout", None)
+    try:
+        if timeout is not None and not isinstance(hook, HookState) and hook.attached:
+            step, entries = (made.step, made.entries) if made is not None else (0, {})
+            verify_state(hook, timeout, step, entries, str(refusal or ""))
+    except CommHooksError as error:
+        if refusal is not None:
+            raise refusal from error
+        raise
+    if refusal is not None:
+        raise refusal
 
 
 def _holder(hook: "CommHook | HookState") -> Holder:
