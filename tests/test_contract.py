@@ -2,7 +2,7 @@
 
 import commhooks
 from commhooks.expression import canonical, nodes
-from commhooks.testing import HookContract
+from commhooks.testing import FlatHookContract, HookContract
 
 
 def expressions() -> list[str]:
@@ -31,11 +31,22 @@ for _expr in expressions():
     _class = contract(_expr)
     globals()[_class.__name__] = _class
 
+for _spec in commhooks.list_hooks(kind="fsdp"):
+    _name = f"TestFlat_{_spec.provider}_{_spec.name}".replace("-", "_")
+    globals()[_name] = type(_name, (FlatHookContract,), {"hook": _spec.id, "__module__": __name__})
+
 
 def test_no_hook_is_left_out():
-    tested = {node["hook"] for e in expressions() for node in nodes(canonical(e))}
-    listed = {spec.name for kind in ("reduction", "ddp", "wrapper") for spec in commhooks.list_hooks(kind=kind)}
+    tested = {(kind, node["hook"]) for e in expressions() for node in nodes(canonical(e)) for kind in _kinds(node)}
+    flat = {spec.id for spec in commhooks.list_hooks(kind="fsdp")}
+    under_test = {c.hook for c in globals().values() if isinstance(c, type) and getattr(c, "hook", None)}
+    listed = {(spec.kind, spec.name) for spec in commhooks.list_hooks() if spec.kind != "fsdp"}
     assert not listed - tested
+    assert flat == under_test
+
+
+def _kinds(node: dict) -> tuple[str, ...]:
+    return ("wrapper",) if "inner" in node or "rules" in node else ("reduction", "ddp")
 
 
 def test_no_plugin_is_broken():

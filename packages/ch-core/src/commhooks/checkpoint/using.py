@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from commhooks.bucket import BucketLayout
 from commhooks.agreement import verify_state
+from commhooks.bucket import BucketLayout
 from commhooks.checkpoint.fitting import Key, fits
 from commhooks.checkpoint.reading import Saved, as_dict, read, shown
 from commhooks.checkpoint.worlds import for_rank
