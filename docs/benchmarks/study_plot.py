@@ -6,6 +6,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 from study_cells import BASELINE, POWERSGD
 from study_report import NAMES, SHARDS, Report, Row
 from study_tasks import TASKS
@@ -60,6 +61,10 @@ def _against_bytes(axes: Axes, report: Report, panel: tuple[str, str]) -> None:
             axes.plot(sent[1:], run["train"][1:], color=colour, linestyle=dash, lw=1.3, alpha=0.8, label=label)
     axes.set(xscale="log", yscale="log", xlabel="MB sent by one rank", title=f"{NAMES[panel[0]]}, {SHARDS[panel[1]]}")
     axes.set_ylabel("training loss")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    low, high = axes.get_ylim()
+    axes.yaxis.set_minor_formatter("{x:g}" if high < 10 * low else NullFormatter())
     axes.grid(color="#e4e4e4", linewidth=0.8)
 
 

@@ -180,7 +180,7 @@ class Report:
         for (task, kind), rows in self.panels.items():
             table = Table(title=self.titles(task, kind), box=box.SIMPLE_HEAD)
             for i, heading in enumerate(self.headings(task)):
-                table.add_column(heading, justify="right" if i else "left", overflow="fold")
+                table.add_column(heading, justify="right" if i else "left", overflow="fold", min_width=0 if i else 30)
             for row in rows:
                 table.add_row(*(f"[{colour[v]}]{text}[/]" if colour[v] else text for text, v in self.line(row)))
             console.print(table)
