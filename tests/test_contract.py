@@ -6,13 +6,16 @@ from commhooks.testing import FlatHookContract, HookContract
 
 
 def expressions() -> list[str]:
-    """Every reduction's and wrapper's example, and every one-hook wrapper around every stateful reduction."""
+    """Every reduction's and wrapper's example, the bare name where a parameter decides what the hook is, and every
+    one-hook wrapper around every stateful reduction.
+    """
     reductions = commhooks.list_hooks(kind="reduction") + commhooks.list_hooks(kind="ddp")
     wrappers = commhooks.list_hooks(kind="wrapper")
     found = [spec.example for spec in [*reductions, *wrappers]]
+    found += [spec.name for spec in reductions if any(param.brings for param in (spec.params or {}).values())]
     for wrapper in wrappers:
         for inner in reductions:
-            if "stateful" in inner.capabilities:
+            if "stateful" in inner.capabilities_with(canonical(inner.example).get("config", {})):
                 try:
                     found.append(commhooks.create({"hook": wrapper.name, "inner": inner.example}).expr)
                 except commhooks.HookConfigError:  # it refuses this one, or takes no single hook

@@ -173,12 +173,16 @@ class CommHook:
         ]
 
     def payload_per_step(self) -> int:
-        """Bytes given to collectives per rank in one step, from the shapes alone."""
+        """Bytes given to collectives per rank in one step, from the shapes alone.
+
+        Exactly those of the last step's buckets, where there was one (a bucket that all ranks share equally is padded);
+        before, of all parameters as one bucket.
+        """
         engine = self._bound().engine
         if engine is None:
             raise AttachError(f"{self.expr} is a foreign hook: its collectives are its own and cannot be planned")
-        stages = engine.plan(self._bound().layout)
-        return sum(request.payload_bytes for stage in stages for request in stage)
+        plans = [engine.plan(layout) for layout in engine.layouts or [self._bound().layout]]
+        return sum(request.payload_bytes for plan in plans for stage in plan for request in stage)
 
     def assert_active(self) -> None:
         """Fail if the model has not called the hook since attaching, or since this was last asked.
