@@ -140,6 +140,8 @@ def batch(name: str, step: int) -> torch.Tensor:
 def run(task: Task) -> None:
     """Train until the file ``stop`` names a step that has been reached; ends the process without cleaning up."""
     torch.set_num_threads(1)
+    with (Path(task.folder) / f"{task.name}.err").open("a") as errors:
+        os.dup2(errors.fileno(), 2)  # gloo says there why it ends a process
     log = Log(Path(task.folder) / f"{task.name}.jsonl")
     log("started", seed=task.seed)
     code = 1
