@@ -30,7 +30,7 @@ NAMES = {"first": "before the first collective", "p_and_q": "between P and Q", "
 def main() -> int:
     options = arguments()
     console = Console(record=True, width=130)
-    console.print(conditions(), "heartbeat 1 s, group time-out 30 s")
+    console.print(conditions(), "heartbeat 1 s, join time-out 0.5 s, group time-out 30 s")
     table = Table(*COLUMNS, box=box.SIMPLE)
     wrong = cases = 0
     for place, replicas, hook in itertools.product(scenario.PLACES, scenario.SIZES, scenario.HOOKS):
@@ -52,7 +52,9 @@ def main() -> int:
 
 
 LEGEND = """\
-lost: attempts that each survivor did not commit. recovered: seconds from the kill to the last survivor's next commit.
+lost: attempts that each survivor did not commit. recovered: seconds from the kill to the last survivor's next commit,
+while the victim starts again; more than half of all known replicas go on after the join time-out, fewer wait for the
+dead one's heartbeat to be missed.
 steps equal: steps that more than one replica committed, with equal float64 checksums of the parameters and of Q on all.
 healed at: the first step that the restarted replica committed, the kill having been in that in brackets; after: seconds
 from the start of its new process to that commit, the other processes and the lighthouse's heartbeat included."""
