@@ -192,9 +192,16 @@ def ft_demo(session: nox.Session) -> None:
 
 @nox.session(name="ft-matrix")
 def ft_matrix(session: nox.Session) -> None:
-    """SIGKILL at four places, with 2, 3 and 4 replicas, for three hooks: 36 runs, about ten minutes."""
+    """SIGKILL at four places, with 2, 3 and 4 replicas, for three hooks: 36 runs; `-- --record` keeps the table."""
     install(session, *PROJECTS, tools=[*TEST_TOOLS, *FT_TOOLS])
-    session.run("python", "-m", "pytest", "tests/ft", "-m", "soak", *session.posargs, env=ONE_THREAD)
+    session.run("python", "docs/benchmarks/ft_matrix.py", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(name="ft-recovery")
+def ft_recovery(session: nox.Session) -> None:
+    """From a kill to the survivors' next commit, beside torchft's own class. `-- --repeat N --record`."""
+    install(session, *PROJECTS, tools=FT_TOOLS)
+    session.run("python", "docs/benchmarks/ft_recovery.py", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(name="ft-upstream")

@@ -19,6 +19,7 @@ from commhooks.reduction import Reduction
 from commhooks.state import HookState, Place
 
 if TYPE_CHECKING:
+    from commhooks.engine import Engine
     from commhooks.handle import CommHook
 
 log = logging.getLogger("commhooks")
@@ -34,6 +35,7 @@ class Holder:
     reduction: Reduction | None
     layout: BucketLayout | None
     place: Place | None  # None: there is no process group yet
+    elastic: bool = False  # ranks change from step to step: a residual belongs to the replica whose file it is in
 
     @property
     def params(self) -> ParamTable:
@@ -110,10 +112,10 @@ def _prepared(holder: Holder, saved: Mapping[str, Any], world_change: str) -> Lo
     translation = translate(found.params, holder.params)
     entries = {
         (translation.get(name, name), field): tensor
-        for (name, field), tensor in for_rank(found, holder.place, world_change).items()
+        for (name, field), tensor in for_rank(found, None if holder.elastic else holder.place, world_change).items()
     }
     table = holder.params or found.params
-    world = holder.place.world_size if holder.place is not None else found.world_size
+    world = holder.place.world_size if holder.place is not None and not holder.elastic else found.world_size
     fits(entries, table, found.step, holder.reduction, holder.layout, world)
     device = holder.layout.device if holder.layout is not None else None
     copied = {key: torch.empty_like(t, device=device).copy_(t) for key, t in entries.items()}
@@ -145,19 +147,22 @@ def _holder(hook: "CommHook | HookState") -> Holder:
     if not isinstance(state, HookState):
         raise StateError(f"{hook.expr} keeps its state itself ({type(state).__name__}); save it by its own means")
     engine = hook.binding.engine if hook.binding is not None else None
-    place = _place(hook.process_group)
-    if engine is not None:
-        place = Place(engine.transport.rank, engine.transport.world_size)
+    place, elastic = _where(engine) if engine is not None else (_place(hook.process_group), False)
     layout = hook.binding.layout if hook.binding is not None else None
-    return Holder(state, hook.expr, hook.full, hook.reduction, layout, place)
+    return Holder(state, hook.expr, hook.full, hook.reduction, layout, place, elastic)
 
 
 def _bare(state: HookState) -> Holder:
     engine = state.engine
     if engine is None:
         return Holder(state, "", None, None, None, _place(getattr(state, "process_group", None)))
-    place = Place(engine.transport.rank, engine.transport.world_size)
-    return Holder(state, repr(engine.reduction), None, engine.reduction, None, place)
+    return Holder(state, repr(engine.reduction), None, engine.reduction, None, *_where(engine))
+
+
+def _where(engine: "Engine") -> tuple[Place, bool]:
+    """An engine's place, and whether it changes from step to step."""
+    transport = engine.transport
+    return Place(transport.rank, transport.world_size), bool(getattr(transport, "elastic", False))
 
 
 def _place(group: dist.ProcessGroup | None) -> Place | None:
