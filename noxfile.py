@@ -207,9 +207,14 @@ def ft_recovery(session: nox.Session) -> None:
 @nox.session(name="ft-upstream")
 @nox.parametrize("version", [nox.param("torchft==0.2.0", id="0.2.0"), nox.param(NIGHTLY, id="nightly")])
 def ft_upstream(session: nox.Session, version: str) -> None:
-    """Torchft's own tests, from its wheel, on our classes: a release, and a pinned nightly."""
+    """Torchft's own tests on our classes; with the release, the nightly's DDP tests on its class too. `-- --record`."""
     install(session, *PROJECTS, tools=[*TEST_TOOLS, version, "parameterized"])
-    session.run("python", "-m", "pytest", "tests/ft/test_upstream.py", *session.posargs, env=ONE_THREAD)
+    newer = []
+    if version != NIGHTLY:
+        folder = session.create_tmp()
+        session.run("python", "-m", "pip", "download", "-q", "--no-deps", "-d", folder, NIGHTLY)
+        newer = ["--newer", *map(str, Path(folder).glob("torchft_nightly-*.whl"))]
+    session.run("python", "docs/benchmarks/ft_upstream.py", *newer, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

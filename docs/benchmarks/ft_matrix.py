@@ -3,11 +3,12 @@
 Every run has a real lighthouse, real Managers, and one process per replica on gloo. What must hold is in
 `tests/ft/scenario.py`; a case that breaks it is reported with the reason, and the command then ends with 1.
 
-    python docs/benchmarks/ft_matrix.py [--only WORD ...] [--record]
+    python docs/benchmarks/ft_matrix.py [--only WORD ...] [--rows FILE] [--record]
 """
 
 import argparse
 import itertools
+import json
 import sys
 import tempfile
 import time
@@ -32,16 +33,22 @@ def main() -> int:
     console = Console(record=True, width=130)
     console.print(conditions(), "heartbeat 1 s, join time-out 0.5 s, group time-out 30 s")
     table = Table(*COLUMNS, box=box.SIMPLE)
+    done = json.loads(options.rows.read_text()) if options.rows is not None and options.rows.exists() else {}
     wrong = cases = 0
     for place, replicas, hook in itertools.product(scenario.PLACES, scenario.SIZES, scenario.HOOKS):
-        name = NAMES.get(place, "between steps")
-        if all(word in f"{place}-{replicas}-{hook}" for word in options.only):
-            cells, reason = row(place, replicas, hook)
-            table.add_row(name, str(replicas), hook, *cells, "ok" if not reason else "WRONG")
-            print(f"{name}, {replicas} replicas, {hook}: {reason or 'ok'}", file=sys.stderr, flush=True)
-            if reason:
-                console.print(f"{name}, {replicas} replicas, {hook}: {reason}", markup=False)
-            cases, wrong = cases + 1, wrong + bool(reason)
+        key, name = f"{place}-{replicas}-{hook}", NAMES.get(place, "between steps")
+        if not all(word in key for word in options.only):
+            continue
+        if key not in done:
+            done[key] = row(place, replicas, hook)
+            print(f"{name}, {replicas} replicas, {hook}: {done[key][1] or 'ok'}", file=sys.stderr, flush=True)
+            if options.rows is not None:
+                options.rows.write_text(json.dumps(done))
+        cells, reason = done[key]
+        table.add_row(name, str(replicas), hook, *cells, "ok" if not reason else "WRONG")
+        if reason:
+            console.print(f"{name}, {replicas} replicas, {hook}: {reason}", markup=False)
+        cases, wrong = cases + 1, wrong + bool(reason)
     console.print(table)
     console.print(LEGEND)
     console.print(f"{cases - wrong} of {cases} cases as they must be")
@@ -81,6 +88,7 @@ def row(place: str, replicas: int, hook: str) -> tuple[list[str], str]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", default=[], metavar="WORD", help="cases that have it: first-2-allreduce")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="keep results there; what is in it is not run again")
     parser.add_argument("--record", action="store_true", help="keep the output as docs/measured/ft-matrix-DATE.md")
     return parser.parse_args()
 
