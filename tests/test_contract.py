@@ -2,17 +2,20 @@
 
 import commhooks
 from commhooks.expression import canonical, nodes
-from commhooks.testing import HookContract
+from commhooks.testing import FlatHookContract, HookContract
 
 
 def expressions() -> list[str]:
-    """Every reduction's and wrapper's example, and every one-hook wrapper around every stateful reduction."""
+    """Every reduction's and wrapper's example, the bare name where a parameter decides what the hook is, and every
+    one-hook wrapper around every stateful reduction.
+    """
     reductions = commhooks.list_hooks(kind="reduction") + commhooks.list_hooks(kind="ddp")
     wrappers = commhooks.list_hooks(kind="wrapper")
     found = [spec.example for spec in [*reductions, *wrappers]]
+    found += [spec.name for spec in reductions if any(param.brings for param in (spec.params or {}).values())]
     for wrapper in wrappers:
         for inner in reductions:
-            if "stateful" in inner.capabilities:
+            if "stateful" in inner.capabilities_with(canonical(inner.example).get("config", {})):
                 try:
                     found.append(commhooks.create({"hook": wrapper.name, "inner": inner.example}).expr)
                 except commhooks.HookConfigError:  # it refuses this one, or takes no single hook
@@ -31,11 +34,22 @@ for _expr in expressions():
     _class = contract(_expr)
     globals()[_class.__name__] = _class
 
+for _spec in commhooks.list_hooks(kind="fsdp"):
+    _name = f"TestFlat_{_spec.provider}_{_spec.name}".replace("-", "_")
+    globals()[_name] = type(_name, (FlatHookContract,), {"hook": _spec.id, "__module__": __name__})
+
 
 def test_no_hook_is_left_out():
-    tested = {node["hook"] for e in expressions() for node in nodes(canonical(e))}
-    listed = {spec.name for kind in ("reduction", "ddp", "wrapper") for spec in commhooks.list_hooks(kind=kind)}
+    tested = {(kind, node["hook"]) for e in expressions() for node in nodes(canonical(e)) for kind in _kinds(node)}
+    flat = {spec.id for spec in commhooks.list_hooks(kind="fsdp")}
+    under_test = {c.hook for c in globals().values() if isinstance(c, type) and getattr(c, "hook", None)}
+    listed = {(spec.kind, spec.name) for spec in commhooks.list_hooks() if spec.kind != "fsdp"}
     assert not listed - tested
+    assert flat == under_test
+
+
+def _kinds(node: dict) -> tuple[str, ...]:
+    return ("wrapper",) if "inner" in node or "rules" in node else ("reduction", "ddp")
 
 
 def test_no_plugin_is_broken():

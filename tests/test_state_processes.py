@@ -11,7 +11,7 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks import StateError
+from commhooks import RankMismatchError, StateError
 from commhooks.checkpoint import dcp, merge
 from commhooks.testing import spawn
 
@@ -94,6 +94,38 @@ def resume_on_three(rank: int, world: int, folder: str) -> None:
     every = [torch.empty_like(grads) for _ in range(world)]
     dist.all_gather(every, grads)
     assert all(torch.equal(every[0], g) for g in every)
+
+
+def load_on_all_or_none(rank: int, world: int) -> None:
+    model = wrapped()
+    handle = commhooks.attach(model, EXPR)
+    step(model, 0)
+    early = handle.state_dict()
+    step(model, 1)
+    kept = handle.state_dict()
+
+    def attempt(saved: dict[str, Any], on_rank_0: str, on_rank_1: str, error: type[Exception]) -> None:
+        with pytest.raises(error if rank == 1 else RankMismatchError, match=on_rank_1 if rank == 1 else on_rank_0):
+            handle.load_state_dict(saved if rank == 1 else kept)
+        assert equal(handle.state_dict(), kept), "nothing was changed on any rank"
+
+    attempt(kept | {"format": 9}, "rank 1 .*state format 9", "state format 9", StateError)
+    attempt(early, "step: rank 0 2; rank 1 1", "step: rank 0 2; rank 1 1", RankMismatchError)
+    name, row = next((n, row) for n, row in kept["entries"].items() if "q" in row)
+    other = kept | {"entries": kept["entries"] | {name: row | {"q": row["q"] + 1}}}
+    shares = f"numbers that all ranks share: rank 0 {name} q "
+    attempt(other, shares, shares, RankMismatchError)
+    handle.load_state_dict(kept)
+    grads = torch.cat([g.flatten() for g in step(model, 2)])
+    every = [torch.empty_like(grads) for _ in range(world)]
+    dist.all_gather(every, grads)
+    assert all(torch.equal(every[0], g) for g in every), "the model stays usable"
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(120)
+def test_a_state_is_loaded_on_all_ranks_or_on_none():
+    spawn(load_on_all_or_none, 2, timeout=60)
 
 
 @pytest.mark.gloo

@@ -4,22 +4,23 @@ Four replicas as processes on loopback, gloo, real lighthouse and Managers; one 
 started again. Time from the kill to the commit of the last survivor; ``never`` if a survivor exits or does not commit
 within the limit. Every case is run ``--repeat`` times, the cases in turn.
 
-    python docs/benchmarks/ft_recovery.py --repeat 3
+    python docs/benchmarks/ft_recovery.py --repeat 5 [--record]
 """
 
 import argparse
 import os
-import platform
 import sys
 import tempfile
-import time
+from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "ft"))
 
+import bench_report
 import quorum
-import torch
 from member import Task
+from rich.console import Console
 
 POWERSGD = "powersgd(rank=2)"
 CASES: list[tuple[str, dict[str, object]]] = [
@@ -34,21 +35,31 @@ CASES: list[tuple[str, dict[str, object]]] = [
 
 def main() -> None:
     options = arguments()
-    print(machine())
-    print(f"{options.replicas} replicas, heartbeat {options.heartbeat:g} s, group time-out {options.group_timeout:g} s")
-    found: dict[str, list[str]] = {name: [] for name, _ in CASES}
+    console = Console(record=True, width=130)
+    console.print(conditions())
+    console.print(
+        f"{options.replicas} replicas, heartbeat {options.heartbeat:g} s, group time-out {options.group_timeout:g} s, "
+        "join time-out 10 s"
+    )
+    found: dict[str, list[tuple[float, str]]] = {name: [] for name, _ in CASES}
     for _ in range(options.repeat):
         for name, case in CASES:
             found[name].append(measure(case, options))
-            print(f"  {name}: {found[name][-1]}", flush=True)
-    print()
+            print(f"  {name}: {found[name][-1][1]}", file=sys.stderr, flush=True)
     width = max(map(len, found))
     for name, results in found.items():
-        print(f"{name:{width}}  {'   '.join(results)}")
+        middle = median(seconds for seconds, _ in results)
+        console.print()
+        console.print(f"{name:{width}}  median {middle:.2f} s" if middle < float("inf") else name, markup=False)
+        for _, text in results:
+            console.print(f"    {text}", markup=False)
+    if options.record:
+        command = f"python docs/benchmarks/ft_recovery.py --repeat {options.repeat}"
+        console.print(f"recorded: {bench_report.record('ft-recovery', command, console)}")
 
 
-def measure(case: dict[str, object], options: argparse.Namespace) -> str:
-    """One run: seconds, and how many survivors exited."""
+def measure(case: dict[str, object], options: argparse.Namespace) -> tuple[float, str]:
+    """One run: seconds, and what happened in words."""
     with (
         tempfile.TemporaryDirectory() as folder,
         quorum.lighthouse(heartbeat=options.heartbeat, join_timeout=10.0) as address,
@@ -66,45 +77,30 @@ def measure(case: dict[str, object], options: argparse.Namespace) -> str:
             for i, name in enumerate(quorum.NAMES[: options.replicas])
         ]
         outcome = quorum.run(Path(folder), tasks, restart=False, limit=options.group_timeout + 45)
-    exited = sum(any(r["event"] == "raised" for r in outcome.logs[name]) for name in outcome.survivors())
+    never = float("inf")
     if outcome.killed is None:
-        return "no kill happened"
+        return never, "no kill happened"
     seconds = outcome.recovery()
-    dropped = max(outcome.dropped(name) for name in outcome.survivors())
-    if seconds == float("inf"):
-        return f"never ({exited} of {len(outcome.survivors())} survivors exited)"
-    return f"{seconds:.2f} s (attempts lost: {dropped})"
+    if seconds == never:
+        ended = [name for name in outcome.survivors() if name in outcome.raised()]
+        why = sorted({outcome.raised()[name].split(":")[0] for name in ended})
+        return never, f"never: {len(ended)} of {len(outcome.survivors())} survivors exited ({', '.join(why)})"
+    lost = max(outcome.dropped(name) for name in outcome.survivors())
+    return seconds, f"{seconds:.2f} s, attempts lost: {lost}"
 
 
-def machine() -> str:
-    """The machine in one line."""
-    import torchft  # noqa: F401 - it must be there
-
-    models = [line.split(":", 1)[1].strip() for line in read("/proc/cpuinfo") if line.startswith("model name")]
-    cpu = models[0] if models else "CPU"
-    load = os.getloadavg()[0]
-    return (
-        f"{time.strftime('%Y-%m-%d %H:%M')}, {os.cpu_count()} cores ({cpu}), load {load:.1f}, Python "
-        f"{platform.python_version()}, torch {torch.__version__}, torchft {version('torchft')}, gloo on loopback"
-    )
-
-
-def version(name: str) -> str:
-    from importlib.metadata import version as of
-
-    return of(name)
-
-
-def read(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).exists() else []
+def conditions() -> str:
+    """What the machine's description does not say."""
+    return f"load {os.getloadavg()[0]:.1f} before this began, torchft {version('torchft')}, gloo on loopback;"
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--heartbeat", type=float, default=1.0, help="seconds")
     parser.add_argument("--group-timeout", type=float, default=30.0, help="seconds")
+    parser.add_argument("--record", action="store_true", help="keep the output as docs/measured/ft-recovery-DATE.md")
     return parser.parse_args()
 
 

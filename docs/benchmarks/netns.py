@@ -93,15 +93,19 @@ class Network:
     def verify(self, seconds: float = 1.0) -> float:
         """Send for about ``seconds`` from rank 0 to rank 1; the bits per second that arrived.
 
-        Headers take a twentieth. Raises RuntimeError when a shaped link is not within 15 % of its rate.
+        Headers take a twentieth. A busy machine can only make a link slower, so the best of three counts. Raises
+        RuntimeError when a shaped link is not within 15 % of its rate.
         """
         size = int((self.bits or 2e9) / 8 * seconds)
-        got = self._transfer(size)
-        if self.bits is not None and not 0.85 * self.bits <= got <= 1.05 * self.bits:
-            raise RuntimeError(f"the link is not what was asked for: {self.rate}, but {got / 1e6:.0f} Mbit/s arrived")
-        return got
+        got = 0.0
+        for _ in range(3):
+            got = max(got, self.transfer(size))
+            if self.bits is None or 0.85 * self.bits <= got <= 1.05 * self.bits:
+                return got
+        raise RuntimeError(f"the link is not what was asked for: {self.rate}, but {got / 1e6:.0f} Mbit/s arrived")
 
-    def _transfer(self, size: int) -> float:
+    def transfer(self, size: int) -> float:
+        """Send ``size`` bytes from rank 0 to rank 1 over TCP; the bits per second that arrived."""
         server = within(self.names[1], lambda: socket.create_server((self.address(1), 0)))
         client = within(self.names[0], lambda: socket.create_connection(server.getsockname(), timeout=10))
         connection, _ = server.accept()

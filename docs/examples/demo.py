@@ -39,15 +39,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--hooks", nargs="+", default=DEFAULT_HOOKS, metavar="EXPR", help="hook expressions")
-    parser.add_argument("--steps", type=int, default=150, help="training steps for every hook")
+    parser.add_argument("--steps", type=int, default=350, help="training steps for every hook")
     parser.add_argument("--nproc", type=int, default=2, help="ranks to start (torchrun's own number holds there)")
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for results.json and loss.png")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate of AdamW")
     parser.add_argument("--batch", type=int, default=8, help="windows per rank and step")
     parser.add_argument("--context", type=int, default=64, help="characters per window")
-    parser.add_argument("--width", type=int, default=256, help="width of the model")
+    parser.add_argument("--width", type=int, default=128, help="width of the model")
     parser.add_argument("--layers", type=int, default=4, help="layers of the model")
-    parser.add_argument("--bucket-cap-mb", type=float, default=4.0, help="DDP's bucket size: several buckets")
+    parser.add_argument("--bucket-cap-mb", type=float, default=1.0, help="DDP's bucket size: several buckets")
     parser.add_argument("--seed", type=int, default=0, help="weights and data")
     args = parser.parse_args(argv)
     if args.steps < 4 or args.nproc < 1 or args.batch < 1 or args.width % 32:

@@ -1,6 +1,6 @@
 """FSDP2 inside the node, compression between the nodes: 2 shards x 2 replicas on this machine.
 
-    python docs/examples/fsdp2_hsdp.py [HOOK ...] [--steps 150] [--seeds 3] [--record]
+    python docs/examples/fsdp2_hsdp.py [HOOK ...] [--steps 300] [--seeds 3] [--record]
 
 A small GPT is sharded over pairs of ranks (the 1-D shard mesh, "inside the node"); commhooks reduces between the two
 replicas of each shard. Every hook starts from the same weights and sees the same text. Printed are the bytes that
@@ -10,6 +10,7 @@ Everything runs on CPU over gloo; for two nodes of eight GPUs the mesh would be 
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -52,13 +53,15 @@ def train(expr: str, seed: int, device: torch.device, args: argparse.Namespace) 
     data = text.load()
     model = build(data.vocab, args.width, seed, device)
     handle = commhooks.attach(model, expr)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.99))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, args.steps))
     batches = text.Batches(data.train, BATCH, CONTEXT, rank, seed)
     for step in range(args.steps):
         x, y = (t.to(device) for t in batches[step])
         optimizer.zero_grad()
         model(x, y).backward()
         optimizer.step()
+        schedule.step()
     stats = handle.stats()
     if expr != "allreduce" and stats["compressed_steps"] != args.steps:
         raise RuntimeError(f"{expr} compressed {stats['compressed_steps']:.0f} of {args.steps} steps")
@@ -67,6 +70,11 @@ def train(expr: str, seed: int, device: torch.device, args: argparse.Namespace) 
         loss = model(x, y)
     dist.all_reduce(loss)
     return {"hook": expr, "seed": seed, "loss": loss.item() / world, "steps": args.steps, "stats": stats}
+
+
+def warmup_cosine(step: int, steps: int) -> float:
+    """The part of the peak learning rate: up over a tenth of the run, then down to nothing along a cosine."""
+    return min(1.0, (step + 1) / max(1, steps // 10)) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 def worker(rank: int, world: int, device: torch.device, args: argparse.Namespace, out: Path) -> None:
@@ -105,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "hooks", nargs="*", metavar="HOOK", help="expressions; the first is what the others are held to"
     )
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--lr", type=float, default=3e-3)

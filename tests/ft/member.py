@@ -25,8 +25,8 @@ class Task:
     """What a replica does.
 
     ``die`` is ``None`` or a place of :data:`PLACES`: it dies there once ``die_step`` steps are committed and all
-    ``replicas`` contribute. ``owner`` says whose classes it runs, ``"ours"``, ``"pure"`` or
-    ``"torchft"``.
+    ``replicas`` contribute. ``owner`` says whose classes it runs, ``"ours"``, ``"pure"`` or ``"torchft"``. It saves
+    itself after the step ``save_at``, and begins with what it has saved if it is to ``resume``.
     """
 
     name: str
@@ -45,6 +45,8 @@ class Task:
     async_quorum: bool = True
     min_replicas: int = 1
     quorum_timeout: float = 30.0
+    save_at: int = -1
+    resume: bool = False
 
 
 PLACES = {"first": 0, "buckets": 2, "p_and_q": 3, "steps": None}
@@ -140,6 +142,8 @@ def batch(name: str, step: int) -> torch.Tensor:
 def run(task: Task) -> None:
     """Train until the file ``stop`` names a step that has been reached; ends the process without cleaning up."""
     torch.set_num_threads(1)
+    with (Path(task.folder) / f"{task.name}.err").open("a") as errors:
+        os.dup2(errors.fileno(), 2)  # gloo says there why it ends a process
     log = Log(Path(task.folder) / f"{task.name}.jsonl")
     log("started", seed=task.seed)
     code = 1
@@ -170,10 +174,19 @@ def train(task: Task, log: Log) -> None:
     inner = optimizer.optim
     manager.register_state_dict_fn("model", module.load_state_dict, module.state_dict)
     manager.register_state_dict_fn("optim", inner.load_state_dict, inner.state_dict)
+    parts: dict[str, Any] = {"manager": manager, "model": module, "optim": inner}
+    parts |= {"hook": model.handle} if getattr(model, "handle", None) is not None else {}
+    disk = Path(task.folder) / f"{task.name}.pt"
+    if task.resume:
+        saved = torch.load(disk, weights_only=True)
+        for key, part in parts.items():
+            part.load_state_dict(saved[key])
     stop = Path(task.folder) / "stop"
     while True:
         time.sleep(task.pause)
         attempt(task, log, model, optimizer, manager)
+        if manager.current_step() == task.save_at:
+            torch.save({key: part.state_dict() for key, part in parts.items()}, disk)
         if task.die == "steps" and complete(task, manager):
             die(log, manager.current_step())
         if stop.exists() and manager.current_step() >= int(stop.read_text() or 0) > 0:
@@ -191,7 +204,8 @@ def attempt(task: Task, log: Log, model: torch.nn.Module, optimizer: Any, manage
     optimizer.step()
     after = manager.current_step()
     committed = after > before and manager.errored() is None
-    state = getattr(getattr(model, "handle", None), "state", None)
+    handle = getattr(model, "handle", None)
+    entries = list(handle.state.entries()) if handle is not None else []
     log(
         "step",
         step=after,
@@ -199,7 +213,8 @@ def attempt(task: Task, log: Log, model: torch.nn.Module, optimizer: Any, manage
         contributed=contributed,
         participants=participants,
         params=checksum(model.parameters()),
-        q=checksum(t for _, field, t in state.entries() if field == "q") if state is not None else "",
+        q=checksum(t for _, field, t in entries if field == "q"),
+        residual=checksum(t for _, field, t in entries if field == "residual"),
         **counts(model),
     )
 

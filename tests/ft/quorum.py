@@ -23,15 +23,19 @@ NAMES = ["alpha_0", "beta_1", "gamma_2", "delta_3"]
 
 @dataclass
 class Outcome:
-    """What happened in one run: each replica's lines, in order, and the exit codes of those that were not killed."""
+    """What happened in one run: each replica's lines, in order, and the exit code of its last process."""
 
     logs: dict[str, list[Record]]
     codes: dict[str, int | None]
+    folder: Path
+    stop: int | None = None  # the step at which all were told to stop
     killed: Record | None = None
     steps: dict[str, list[Record]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.steps = {name: [r for r in lines if r["event"] == "step"] for name, lines in self.logs.items()}
+        stop = self.folder / "stop"
+        self.stop = int(stop.read_text()) if stop.exists() else None
         self.killed = next((r for lines in self.logs.values() for r in lines if r["event"] == "killed"), None)
 
     def survivors(self) -> list[str]:
@@ -46,6 +50,26 @@ class Outcome:
         """Attempts that were not committed, from the kill on."""
         since = self.killed["t"] - 0.5 if self.killed is not None else 0.0
         return sum(not r["committed"] for r in self.steps[name] if r["t"] > since)
+
+    def raised(self) -> dict[str, str]:
+        """What ended replicas that were not killed."""
+        return {name: r["error"] for name, lines in self.logs.items() for r in lines if r["event"] == "raised"}
+
+    def reborn(self) -> list[Record]:
+        """The committed steps of the killed replica after its restart."""
+        assert self.killed is not None
+        return [
+            r
+            for name, steps in self.steps.items()
+            if name not in self.survivors()
+            for r in steps
+            if r["t"] > self.killed["t"] and r["committed"]
+        ]
+
+    def last_words(self) -> dict[str, str]:
+        """What replicas that did not end well wrote to stderr, from behind."""
+        files = {name: self.folder / f"{name}.err" for name, code in self.codes.items() if code != 0}
+        return {name: file.read_text()[-600:] for name, file in files.items() if file.exists()}
 
     def committed(self, name: str) -> dict[int, Record]:
         return {r["step"]: r for r in self.steps[name] if r["committed"]}
@@ -106,7 +130,7 @@ def run(
         for process in processes.values():
             process.kill()
             process.join()
-    return Outcome({t.name: read(folder / f"{t.name}.jsonl") for t in tasks}, codes)
+    return Outcome({t.name: read(folder / f"{t.name}.jsonl") for t in tasks}, codes, folder)
 
 
 def start(spawn: Any, task: member.Task) -> Any:

@@ -17,6 +17,7 @@ from ch_ft import (
     SimulatedCluster,
     SimulatedManager,
 )
+from ch_ft.alone import alone
 from ch_ft.transport import refuse_unfit
 from commhooks.bucket import Bucket
 from commhooks.errors import AttachError, HookConfigError, HookNotSupportedError, RankMismatchError
@@ -388,3 +389,8 @@ def test_what_attach_refuses() -> None:
 def test_transport_without_a_quorum_says_what_to_call() -> None:
     with SimulatedCluster() as cluster, pytest.raises(AttachError, match="start_quorum"):
         ManagerTransport(cluster.join("a")).begin()
+
+
+def test_no_model_owns_the_group_that_reaches_nobody() -> None:
+    """A model collected while gloo's thread waits for the interpreter lock would wait for that thread for ever."""
+    assert alone() is alone()

@@ -10,7 +10,12 @@ def record(spec: HookSpec) -> dict[str, Any]:
     params = None
     if spec.params is not None:
         params = {
-            name: {"default": param.default, "accepts": param.accepts(), "doc": param.doc}
+            name: {
+                "default": param.default,
+                "accepts": param.accepts(),
+                "doc": param.doc,
+                "brings": sorted(param.brings),
+            }
             for name, param in spec.params.items()
         }
     needs = {field: getattr(spec.needs, field) for field in ("backends", "devices", "dtypes", "torch", "packages")}
@@ -62,5 +67,6 @@ def text(spec: HookSpec) -> str:
     width = max(len(f"{name}={param.default!r}") for name, param in spec.params.items())
     lines += ["  options"]
     for name, param in spec.params.items():
-        lines.append(f"    {f'{name}={param.default!r}':<{width}}  {param.accepts()}: {param.doc}")
+        brings = f" (then: {', '.join(sorted(param.brings))})" if param.brings else ""
+        lines.append(f"    {f'{name}={param.default!r}':<{width}}  {param.accepts()}: {param.doc}{brings}")
     return "\n".join(lines)

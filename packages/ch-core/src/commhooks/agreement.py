@@ -209,7 +209,7 @@ def _levels(node: Mapping[str, Any], path: str = "") -> list[str]:
 
 
 def verify(handle: Any, model: torch.nn.Module, timeout: float, *, watched: bool = False) -> None:
-    """Agree on a handle that has just been attached, or whose state has just been loaded.
+    """Agree on a handle that has just been attached.
 
     A binding without a process group of its own (a manager, a simulation) is not verified.
 
@@ -221,3 +221,44 @@ def verify(handle: Any, model: torch.nn.Module, timeout: float, *, watched: bool
     if group is None or dist.get_world_size(group) == 1:
         return
     agree(handle.expr, fingerprint(handle, model, watched=watched), StoreExchange(group, timeout))
+
+
+def verify_state(
+    handle: Any, timeout: float, step: int, entries: Mapping[tuple[str, str], torch.Tensor], refused: str = ""
+) -> None:
+    """Agree on a state that is about to be loaded into an attached handle; nothing has been changed yet.
+
+    Compared are the step, what there is of which shape, the numbers of what all ranks share, and whether a rank
+    refuses what it was given.
+
+    Args:
+        handle: the attached handle.
+        timeout: seconds to wait for a rank that has not come.
+        step: committed steps of the state.
+        entries: ``(parameter, field)`` -> tensor.
+        refused: why this rank refuses its state; empty if it does not.
+
+    Raises:
+        RankMismatchError: on every rank.
+        HookTimeoutError: some rank did not come.
+    """
+    group = getattr(handle.binding, "group", None)
+    if group is None or dist.get_world_size(group) == 1:
+        return
+    kinds = handle.reduction.fields if handle.reduction is not None else {}
+    rows = sorted(entries.items())
+    fields = {
+        "refused": refused.splitlines(),
+        "step": [str(step)],
+        "state": [f"{name} {field} {tuple(tensor.shape)} {tensor.dtype}" for (name, field), tensor in rows],
+        "numbers that all ranks share": [
+            f"{name} {field} {_numbers(tensor)}" for (name, field), tensor in rows if kinds.get(field) == "shared"
+        ],
+    }
+    agree(f"the state to load into {handle.expr}", fields, StoreExchange(group, timeout))
+
+
+def _numbers(tensor: torch.Tensor) -> str:
+    """A digest of the bits of a tensor."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().tobytes() if flat.numel() else b"", digest_size=8).hexdigest()

@@ -99,6 +99,7 @@ def attach(
     options = AttachOptions(process_group or handle.process_group, axis, optimizer, scaler, verify_ranks, timeout)
     handle.bind(adapter_for(model)(model, handle, options), model)
     try:
+        handle.agreement_timeout = timeout if verify_ranks else None
         if verify_ranks:
             verify(handle, model, timeout, watched=optimizer is not None or scaler is not None)
         ready = getattr(handle.binding, "ready", None)

@@ -65,6 +65,7 @@ class Engine:
         self.loss_scale: Callable[[], float] | None = None  # of the gradients of the step that begins
         self.keep_buckets = False  # whether the last step's buckets stay readable after it
         self.last: list[Bucket] = []
+        self.layouts: list[BucketLayout] = []  # of the last step's buckets, in the order in which they came
         self._plans: dict[tuple[BucketLayout, Hashable], tuple[StagePlan, ...]] = {}
         self._live: list[Live] = []
         self._slots = 0
@@ -206,6 +207,7 @@ class Engine:
             self.state.rescale(self.loss_scale())
         self._open, self._slots, self._error = True, 0, None
         self.last.clear()
+        self.layouts.clear()
         self._sums.clear()
         self._bytes = (0.0, self.counters.traffic.trip_bytes)
         self._rounds = self.counters.traffic.rounds
@@ -223,6 +225,7 @@ class Engine:
         )
         self._bytes = (self._bytes[0] + bucket.layout.size * bucket.dtype.itemsize, self._bytes[1])
         self._device = bucket.device
+        self.layouts.append(bucket.layout)
         try:
             live = Live(self._slots, bucket, self.reduction.start(bucket, ctx), self.plan(bucket.layout, ctx))
         except Exception as error:  # the same on every rank: it follows from layout and step

@@ -92,6 +92,7 @@ class CommHook:
         self.state: object | None = state
         if isinstance(built, Reduction) and state is None:
             self.state = HookState()
+        self.agreement_timeout: float | None = None  # seconds; None: the ranks are not compared
         self._binding: Binding | None = None
         self._calls_seen = 0
         self._last: dict[str, float] | None = None  # the figures of a place that has been left
@@ -172,12 +173,16 @@ class CommHook:
         ]
 
     def payload_per_step(self) -> int:
-        """Bytes given to collectives per rank in one step, from the shapes alone."""
+        """Bytes given to collectives per rank in one step, from the shapes alone.
+
+        Exactly those of the last step's buckets, where there was one (a bucket that all ranks share equally is padded);
+        before, of all parameters as one bucket.
+        """
         engine = self._bound().engine
         if engine is None:
             raise AttachError(f"{self.expr} is a foreign hook: its collectives are its own and cannot be planned")
-        stages = engine.plan(self._bound().layout)
-        return sum(request.payload_bytes for stage in stages for request in stage)
+        plans = [engine.plan(layout) for layout in engine.layouts or [self._bound().layout]]
+        return sum(request.payload_bytes for plan in plans for stage in plan for request in stage)
 
     def assert_active(self) -> None:
         """Fail if the model has not called the hook since attaching, or since this was last asked.
@@ -266,6 +271,9 @@ class CommHook:
     def load_state_dict(self, state: Mapping[str, Any], *, world_change: str = "error") -> None:
         """Go on from :meth:`state_dict`; all or nothing.
 
+        On an attached handle every rank has to make this call: the ranks compare step, shapes and what they share, and
+        if one refuses its state, none is changed (not with ``verify_ranks=False``).
+
         Args:
             state: this rank's own, or :func:`commhooks.checkpoint.merge` of all ranks'.
             world_change: what happens to residuals that are not this rank's own: ``"error"``; ``"mean"`` (``state`` is
@@ -273,6 +281,7 @@ class CommHook:
 
         Raises:
             StateError: it was made by another hook, for another model, rank or world size, or is malformed.
+            RankMismatchError: the ranks were given states that do not belong together, or another rank refused its own.
         """
         from commhooks.checkpoint import load_state_dict
 

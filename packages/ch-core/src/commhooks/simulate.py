@@ -2,10 +2,14 @@
 
 A collective is done when all ranks have asked for it; sums are made in rank order in the tensor's own dtype, as a
 real one makes them. Ranks that ask for different things get a typed error, a rank that never asks a time-out.
+
+Ranks take turns: one runs until it waits for a collective that is not done. Threads that all ran at once would hand
+Python's lock around at every tensor operation, and four ranks would take several times as long.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -43,6 +47,32 @@ class SimulatedGroup:
         self.changed = threading.Condition()
         self.meetings: dict[int, _Meeting] = {}
         self.aborted: str | None = None
+        self._turn = threading.Lock()
+        self._running: int | None = None  # the thread whose turn it is
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Let no other rank of :func:`together` run until this one waits."""
+        with self._turn:
+            self._running = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._running = None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Let another rank run meanwhile; without effect on a thread that takes no turns."""
+        mine = self._running == threading.get_ident()
+        if mine:
+            self._running = None
+            self._turn.release()
+        try:
+            yield
+        finally:
+            if mine:
+                self._turn.acquire()
+                self._running = threading.get_ident()
 
     def post(self, rank: int, number: int, key: tuple[object, ...], tensors: tuple[torch.Tensor, ...]) -> _Meeting:
         with self.changed:
@@ -104,8 +134,10 @@ class _SimulatedWork:
 
     def wait(self, timeout: float | None) -> None:
         group, meeting = self._group, self._meeting
+        if not meeting.done:
+            with group.waiting(), group.changed:
+                group.changed.wait_for(lambda: meeting.done or group.aborted is not None, timeout)
         with group.changed:
-            group.changed.wait_for(lambda: meeting.done or group.aborted is not None, timeout)
             if meeting.error is not None:
                 raise TransportError(meeting.error)
             if not meeting.done:
@@ -188,7 +220,8 @@ def together(group: SimulatedGroup, body: Callable[[int], T]) -> list[T]:
 
     def rank_main(rank: int) -> None:
         try:
-            results[rank] = body(rank)
+            with group.turn():
+                results[rank] = body(rank)
         except BaseException as error:  # the other ranks must not wait for this one
             errors.append((rank, error))
             group.abort(f"rank {rank} raised {type(error).__name__}: {error}")

@@ -60,6 +60,8 @@ class Param:
         doc: one line, with the unit.
         at_least, above, at_most: the accepted range of a number.
         choices: the accepted values, when they can be listed.
+        brings: words of `CAPABILITIES` that are true of the hook only where this parameter is (a value other than
+            `False`, 0 or `None`).
         optional: `None` is accepted too (implied by a default of `None`, which accepts any scalar otherwise).
 
     Example:
@@ -74,6 +76,7 @@ class Param:
     at_most: float | None = None
     choices: tuple[Scalar, ...] = ()
     optional: bool = False
+    brings: frozenset[str] = frozenset()
 
     def accepts(self) -> str:
         """The accepted values, in words."""
@@ -146,7 +149,7 @@ class HookSpec:
         hook: `"module:attr"` of the plain DDP callable that `commhooks.get` returns, if it is not the target.
         state: `"module:attr"` of the state class with PyTorch's signature, if the hook takes one.
         params: the parameters by name; `None` reads them from the target's signature when it is created.
-        capabilities: words of `CAPABILITIES`.
+        capabilities: words of `CAPABILITIES` that hold whatever the parameters are.
         needs: what must be present for it to run.
         aliases: other names it answers to.
         stability: `"stable"`, `"experimental"` or `"deprecated"`; `replaced_by` names the successor of the
@@ -199,7 +202,8 @@ class HookSpec:
         for target in (self.target, self.hook, self.state):
             if target is not None and not _TARGET.match(target):
                 raise HookConfigError(f"hook {self.name!r}: bad target {target!r}; write 'package.module:attribute'")
-        for word in sorted(self.capabilities):
+        brought = (param.brings for param in (self.params or {}).values())
+        for word in sorted(self.capabilities.union(*brought)):
             _one_of(self.name, "capability", word, tuple(sorted(CAPABILITIES)))
         if "provider" in (self.params or {}):
             raise HookConfigError(f"hook {self.name!r}: 'provider' is reserved in expressions; rename the parameter")
@@ -210,6 +214,18 @@ class HookSpec:
     def id(self) -> str:
         """`provider/name`, which no other distribution can claim."""
         return f"{self.provider}/{self.name}"
+
+    def capabilities_with(self, config: Mapping[str, Value]) -> frozenset[str]:
+        """What holds of the hook with these parameters, the others at their defaults.
+
+        Example:
+            >>> brings = Param(False, "keep what was not sent", brings=frozenset({"stateful"}))
+            >>> spec = HookSpec("mine", "reduction", "acme.mine:Mine", "an example", params={"feedback": brings})
+            >>> [sorted(spec.capabilities_with(config)) for config in ({}, {"feedback": True})]
+            [[], ['stateful']]
+        """
+        params = (self.params or {}).items()
+        return self.capabilities.union(*(p.brings for name, p in params if config.get(name, p.default)))
 
     def sort_key(self) -> tuple[str, str, str]:
         """Order of lists, the same on every rank: kind, name, provider."""

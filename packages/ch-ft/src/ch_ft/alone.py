@@ -3,17 +3,23 @@
 DDP verifies shapes and broadcasts parameters when it is made, and all-reduces a map of used parameters in every step.
 Over a quorum that changes from step to step none of this may happen; members agree by healing. ``init_process_group``
 is not needed.
+
+There is one such group per process, never given up: a model that is its group's last owner destroys it when it is
+collected, which joins gloo's thread while holding the interpreter lock, and that thread may be waiting for the lock to
+drop what its last message carried. Both then wait for ever (seen on torch 2.13, with replicas as threads).
 """
 
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
 
 
+@cache
 def alone() -> dist.ProcessGroup:
-    """A group of size 1 over gloo, for CPU and (if present) CUDA tensors."""
+    """The group of size 1 over gloo, for CPU and (if present) CUDA tensors."""
     store = HashStore()
     group = dist.ProcessGroup(store, 0, 1)
     gloo = ProcessGroupGloo(store, 0, 1, timedelta(seconds=60))

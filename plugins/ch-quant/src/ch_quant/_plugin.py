@@ -19,10 +19,14 @@ def commhooks_specs() -> Iterable[HookSpec]:
             hook="ch_quant:quant8_hook",
             params={
                 "block": Param(256, "elements that share a scale, a multiple of 4", at_least=16, at_most=65536),
-                "error_feedback": Param(False, "keep what both roundings lost for the next step, in fp32"),
+                "error_feedback": Param(
+                    False,
+                    "keep what both roundings lost for the next step, in fp32",
+                    brings=frozenset({"stateful", "error_feedback", "checkpointable"}),
+                ),
                 "exempt": Param(True, "average norms, biases and what is smaller than a block exactly"),
             },
-            capabilities=frozenset({"lossy", "stateful", "error_feedback", "checkpointable", "changes_dtype"}),
+            capabilities=frozenset({"lossy", "changes_dtype"}),
             needs=_FLOATS,
             example="quant8(error_feedback=True)",
             paper="https://arxiv.org/abs/2306.10209",

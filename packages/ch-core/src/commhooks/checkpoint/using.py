@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from commhooks.agreement import verify_state
 from commhooks.bucket import BucketLayout
-from commhooks.checkpoint.fitting import fits
+from commhooks.checkpoint.fitting import Key, fits
 from commhooks.checkpoint.reading import Saved, as_dict, read, shown
 from commhooks.checkpoint.worlds import for_rank
-from commhooks.errors import StateError
+from commhooks.errors import CommHooksError, StateError
 from commhooks.naming import ParamTable, translate
 from commhooks.reduction import Reduction
 from commhooks.state import HookState, Place
 
 if TYPE_CHECKING:
+    from commhooks.engine import Engine
     from commhooks.handle import CommHook
 
 log = logging.getLogger("commhooks")
@@ -33,6 +35,7 @@ class Holder:
     reduction: Reduction | None
     layout: BucketLayout | None
     place: Place | None  # None: there is no process group yet
+    elastic: bool = False  # ranks change from step to step: a residual belongs to the replica whose file it is in
 
     @property
     def params(self) -> ParamTable:
@@ -77,25 +80,64 @@ def load_state_dict(hook: "CommHook | HookState", saved: Mapping[str, Any], *, w
     Raises:
         StateError: malformed, not finite, or of another hook, configuration, model, rank or world size. Nothing has
             been changed.
+        RankMismatchError: attached handles of several ranks were given states that do not belong together.
     """
     holder = _holder(hook)
+    made: Loaded | None = None
+    refusal: StateError | None = None
+    try:
+        made = _prepared(holder, saved, world_change)
+    except StateError as error:
+        refusal = error
+    _agreed(hook, made, refusal)
+    if made is not None:
+        holder.state.settle()  # a step that is still open belongs to what is replaced
+        holder.state.replace(made.entries, made.step, made.table, made.place)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A saved state that fits, copied to where it belongs."""
+
+    entries: dict[Key, torch.Tensor]
+    step: int
+    table: ParamTable
+    place: Place | None
+
+
+def _prepared(holder: Holder, saved: Mapping[str, Any], world_change: str) -> Loaded:
+    """Read and check everything; nothing is changed."""
     found = read(saved)
     _same_hook(found, holder)
     translation = translate(found.params, holder.params)
     entries = {
         (translation.get(name, name), field): tensor
-        for (name, field), tensor in for_rank(found, holder.place, world_change).items()
+        for (name, field), tensor in for_rank(found, None if holder.elastic else holder.place, world_change).items()
     }
     table = holder.params or found.params
-    world = holder.place.world_size if holder.place is not None else found.world_size
+    world = holder.place.world_size if holder.place is not None and not holder.elastic else found.world_size
     fits(entries, table, found.step, holder.reduction, holder.layout, world)
     device = holder.layout.device if holder.layout is not None else None
     copied = {key: torch.empty_like(t, device=device).copy_(t) for key, t in entries.items()}
-    holder.state.settle()  # a step that is still open belongs to what is replaced
     place = holder.place
     if place is None and found.rank is not None and world_change != "reset":
         place = Place(found.rank, found.world_size, loaded=True)  # verified when the hook is attached
-    holder.state.replace(copied, found.step, table, place)
+    return Loaded(copied, found.step, table, place)
+
+
+def _agreed(hook: "CommHook | HookState", made: Loaded | None, refusal: StateError | None) -> None:
+    """Load on all ranks or on none: of an attached handle only, whose ranks all make this call."""
+    timeout = getattr(hook, "agreement_timeout", None)
+    try:
+        if timeout is not None and not isinstance(hook, HookState) and hook.attached:
+            step, entries = (made.step, made.entries) if made is not None else (0, {})
+            verify_state(hook, timeout, step, entries, str(refusal or ""))
+    except CommHooksError as error:
+        if refusal is not None:
+            raise refusal from error
+        raise
+    if refusal is not None:
+        raise refusal
 
 
 def _holder(hook: "CommHook | HookState") -> Holder:
@@ -105,19 +147,22 @@ def _holder(hook: "CommHook | HookState") -> Holder:
     if not isinstance(state, HookState):
         raise StateError(f"{hook.expr} keeps its state itself ({type(state).__name__}); save it by its own means")
     engine = hook.binding.engine if hook.binding is not None else None
-    place = _place(hook.process_group)
-    if engine is not None:
-        place = Place(engine.transport.rank, engine.transport.world_size)
+    place, elastic = _where(engine) if engine is not None else (_place(hook.process_group), False)
     layout = hook.binding.layout if hook.binding is not None else None
-    return Holder(state, hook.expr, hook.full, hook.reduction, layout, place)
+    return Holder(state, hook.expr, hook.full, hook.reduction, layout, place, elastic)
 
 
 def _bare(state: HookState) -> Holder:
     engine = state.engine
     if engine is None:
         return Holder(state, "", None, None, None, _place(getattr(state, "process_group", None)))
-    place = Place(engine.transport.rank, engine.transport.world_size)
-    return Holder(state, repr(engine.reduction), None, engine.reduction, None, place)
+    return Holder(state, repr(engine.reduction), None, engine.reduction, None, *_where(engine))
+
+
+def _where(engine: "Engine") -> tuple[Place, bool]:
+    """An engine's place, and whether it changes from step to step."""
+    transport = engine.transport
+    return Place(transport.rank, transport.world_size), bool(getattr(transport, "elastic", False))
 
 
 def _place(group: dist.ProcessGroup | None) -> Place | None:

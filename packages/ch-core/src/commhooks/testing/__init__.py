@@ -11,15 +11,17 @@ from commhooks.testing.spawn import WorkerError, spawn
 if TYPE_CHECKING:
     from commhooks.testing.contract import HookContract
     from commhooks.testing.faulty import Faulty, Injected
+    from commhooks.testing.flat import FlatHookContract
     from commhooks.testing.ranks import SimulatedRanks
 
-__all__ = ["Faulty", "HookContract", "Injected", "SimulatedRanks", "WorkerError", "spawn"]
+__all__ = ["Faulty", "FlatHookContract", "HookContract", "Injected", "SimulatedRanks", "WorkerError", "spawn"]
 
 __getattr__, __dir__ = lazy(
     __name__,
     {
         "contract": "HookContract",
         "faulty": "Faulty Injected",
+        "flat": "FlatHookContract",
         "ranks": "SimulatedRanks",
     },
 )

@@ -68,6 +68,12 @@ class Case:
         levels = nodes(canonical(self.expr))
         return [builder.spec(n, "wrapper" if "inner" in n or "rules" in n else None) for n in levels]
 
+    @cached_property
+    def capabilities(self) -> frozenset[str]:
+        """What the specs of all levels declare, with the parameters that the expression gives."""
+        levels = zip(self.specs, nodes(canonical(self.expr)), strict=True)
+        return frozenset().union(*(spec.capabilities_with(node.get("config", {})) for spec, node in levels))
+
     @property
     def reduction(self) -> Reduction:
         """The reduction; a test that asks for it is skipped for a foreign hook, whose collectives are its own."""
@@ -80,13 +86,12 @@ class Case:
     @property
     def lossy(self) -> bool:
         reduction = self.handle.reduction
-        declared = any("lossy" in spec.capabilities for spec in self.specs)
-        return declared or (reduction is not None and reduction.lossy)
+        return "lossy" in self.capabilities or (reduction is not None and reduction.lossy)
 
     @property
     def averages(self) -> bool:
         """Whether every step leaves the average on all ranks; what ``skips_sync`` says it does not."""
-        return not any("skips_sync" in spec.capabilities for spec in self.specs)
+        return "skips_sync" not in self.capabilities
 
     @property
     def local_fields(self) -> list[str]:

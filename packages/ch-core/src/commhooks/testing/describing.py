@@ -57,5 +57,7 @@ class Describing(Case):
     def test_declared_state(self) -> None:
         reduction = self.reduction
         assert set(reduction.fields.values()) <= {"local", "shared"}
-        stateful = any("stateful" in spec.capabilities for spec in self.specs)
-        assert bool(reduction.fields) == stateful, "a hook with state fields declares the capability 'stateful'"
+        assert bool(reduction.fields) == ("stateful" in self.capabilities), (
+            "a hook with state fields declares the capability 'stateful', and no other does; where a parameter decides, "
+            "it is the parameter that brings it: Param(..., brings=frozenset({'stateful'}))"
+        )

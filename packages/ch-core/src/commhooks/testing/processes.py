@@ -1,5 +1,6 @@
 """The part of the contract on two gloo processes: one world per class, each check a test of its own."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,14 +32,27 @@ class Processes(Case):
     def test_gloo(self, check: str) -> None:
         if any(spec.provider == "local" for spec in self.specs):
             pytest.skip("registered in this process; the gloo processes see installed hooks only")
-        key = f"{type(self).__module__}.{type(self).__qualname__}"
-        if key not in _DONE:
-            try:
-                _DONE[key] = spawn(main, 2, self.order(), timeout=self.timeout, group_timeout=20.0)
-            except Exception as error:  # every check of this world is told
-                _DONE[key] = error
-        if isinstance(_DONE[key], Exception):
-            raise _DONE[key]
-        for rank, outcomes in enumerate(_DONE[key]):
-            text, _ = outcomes[check]
-            assert not text, f"rank {rank}:\n{text}"
+        outcome_of(self, main, self.order(), check, self.timeout)
+
+
+def outcome_of(test: object, body: Callable[..., Any], order: object, check: str, timeout: float) -> None:
+    """Fail if ``check`` failed on any rank of the test class's world, which runs ``body(rank, world, order)`` once.
+
+    Args:
+        test: of the class.
+        body: returns, for each check, a traceback (empty if it passed) and seconds.
+        order: what the ranks are told.
+        check: name of the check.
+        timeout: seconds for the whole world.
+    """
+    key = f"{type(test).__module__}.{type(test).__qualname__}"
+    if key not in _DONE:
+        try:
+            _DONE[key] = spawn(body, 2, order, timeout=timeout, group_timeout=20.0)
+        except Exception as error:  # every check of this world is told
+            _DONE[key] = error
+    if isinstance(_DONE[key], Exception):
+        raise _DONE[key]
+    for rank, outcomes in enumerate(_DONE[key]):
+        text, _ = outcomes[check]
+        assert not text, f"rank {rank}:\n{text}"
