@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     name = f"convergence-{date.today().isoformat()}" if args.record else "convergence"
     folder = bench_report.MEASURED if args.record else args.out
     pictures = study_plot.draw(report, folder, name)
-    words = bench_report.shareable([word for word in (sys.argv[1:] if argv is None else argv) if word != "--minutes"])
+    words = bench_report.shareable(sys.argv[1:] if argv is None else argv)
     command = " ".join(["python docs/benchmarks/convergence.py", *words])
     (folder / f"{name}.md").write_text(report.markdown(command, name, pictures, bench_report.machine()))
     if args.record:
