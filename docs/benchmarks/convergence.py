@@ -22,7 +22,6 @@ has it, on a bf16 wire, and PyTorch's own hook under its bf16 wrapper on four gl
 import argparse
 import multiprocessing
 import os
-import shutil
 import sys
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -83,11 +82,11 @@ def main(argv: list[str] | None = None) -> int:
     name = f"convergence-{date.today().isoformat()}" if args.record else "convergence"
     folder = bench_report.MEASURED if args.record else args.out
     pictures = study_plot.draw(report, folder, name)
-    words = bench_report.shareable([word for word in (sys.argv[1:] if argv is None else argv) if word != "--minutes"])
+    words = bench_report.shareable(sys.argv[1:] if argv is None else argv)
     command = " ".join(["python docs/benchmarks/convergence.py", *words])
     (folder / f"{name}.md").write_text(report.markdown(command, name, pictures, bench_report.machine()))
     if args.record:
-        shutil.copyfile(cache.path, folder / f"{name}.json")
+        cache.extract(folder / f"{name}.json", wanted)
     console.print(f"written: {folder.name}/{name}.md, .json, {', '.join(p.name for p in pictures)}")
     return 0
 

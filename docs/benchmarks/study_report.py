@@ -103,7 +103,6 @@ class Report:
         for cell, record in sorted(results.items(), key=lambda item: item[0].seed):
             self.runs.setdefault((cell.setting.task, cell.kind, cell.expr), []).append(record)
         self.seconds = sum(record["seconds"] for record in results.values())
-        self.seeds = max(cell.seed for cell in results) + 1
         self.panels = {panel: self._rows(*panel) for panel in PANELS if (*panel, BASELINE) in self.runs}
         self.residual = {
             label: self.runs["mlp", "sorted", expr] for label, expr in RESIDUAL.items() if ("mlp", "sorted", expr) in self.runs
@@ -118,9 +117,10 @@ class Report:
 
     def titles(self, task: str, kind: str) -> str:
         setting = self.settings[task]
+        seeds = max(len(runs) for (t, k, _), runs in self.runs.items() if (t, k) == (task, kind))
         return (
             f"{NAMES[task]}, {SHARDS[kind]}: {setting.steps} steps, {setting.ranks} ranks of batch {setting.batch}, "
-            f"{self.seeds} seed{'s' * (self.seeds > 1)}"
+            f"{seeds} seed{'s' * (seeds > 1)}"
         )
 
     @staticmethod
@@ -192,14 +192,15 @@ class Report:
             for line in lines:
                 table.add_row(*line)
             console.print(table)
-        console.print(f"Sum of the runs' times: {self.seconds / 60:.1f} minutes of one core")
+        console.print(f"Sum of the runs' times: {self.seconds / 60:.1f} minutes, --jobs at a time")
 
     # -- as a page
 
     def markdown(self, command: str, name: str, pictures: list[Any], machine: dict[str, Any]) -> str:
         """The page for docs/measured."""
         lines = [f"# {name}", "", f"    {command}", "", *(f"- {k}: {v}" for k, v in machine.items())]
-        lines += [f"- sum of the runs' times: {self.seconds / 60:.1f} minutes", f"- raw records: {name}.json", ""]
+        lines.append(f"- sum of the runs' times: {self.seconds / 60:.1f} minutes, as many at a time as there are cores")
+        lines += [f"- raw records: {name}.json", ""]
         lines += ["<!-- tables -->", ""]
         for (task, kind), rows in self.panels.items():
             lines += [f"## {self.titles(task, kind)}", "", *_table(self.headings(task), [_marked(r) for r in rows]), ""]
