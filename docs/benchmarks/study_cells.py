@@ -32,7 +32,7 @@ VARIANTS = {  # of a hook, in place of its example
 RANK, START = 2, 10  # of the residual study, as in the run that it repeats
 _LOCAL = f"powersgd(rank={RANK}, start_iter={START})"
 _AVERAGED = f"powersgd(rank={RANK}, start_iter={START}, residual='averaged')"
-RESIDUAL_SEEDS = 1  # long runs, for an effect of twenty times: more seeds would not fit into 25 minutes on two cores
+RESIDUAL_SEEDS = 2  # long runs, for an effect of twenty times: more seeds would not fit into 25 minutes on two cores
 TORCH = "torch PowerSGD, bf16"
 RESIDUAL = {  # what the tables call it -> expression
     "all-reduce": "allreduce",
