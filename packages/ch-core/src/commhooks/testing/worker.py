@@ -65,7 +65,7 @@ class Model(torch.nn.Module):
         return total
 
 
-def wrapped(cap: float = 0.01, **options: Any) -> DistributedDataParallel:
+def wrapped(cap: float = 0.004, **options: Any) -> DistributedDataParallel:
     torch.manual_seed(0)
     return DistributedDataParallel(Model(), bucket_cap_mb=cap, **options)
 
@@ -203,7 +203,7 @@ def resumed(order: Order) -> None:
         backward(first, step)
     if saver.reduction is None:
         return
-    second = wrapped(0.02 if order.any_bucket else 0.01)
+    second = wrapped(0.02 if order.any_bucket else 0.004)
     loader = order.attach(second)
     loader.load_state_dict(saver.state_dict())
     for step in range(3, 6):
@@ -282,6 +282,7 @@ def detached(order: Order) -> None:
         raise AssertionError("a second hook was attached")
     handle.detach()
     plain = wrapped()
+    backward(plain, 0)  # after the first DDP lays its buckets anew, and four ranks sum in an order that depends on them
     for step in (0, 1):
         wanted = backward(plain, step)
         assert same_bits(backward(model, step), wanted) == []
