@@ -100,7 +100,7 @@ class Engine:
         self._live.append(live)
         self._advance(live)
         for older in self._live:
-            if live.slot - older.slot >= self.lag and not self._only_waits(older):
+            if live.slot - older.slot >= self.lag:
                 self._advance(older)
         self._live = [one for one in self._live if not one.done]
         self.counters.hook_seconds += time.perf_counter() - begun
@@ -267,13 +267,6 @@ class Engine:
         live.pending = Stage(self.transport, self.scratch, (live.slot, live.stage))
         with torch.profiler.record_function(f"commhooks::{self.reduction.name}::start{live.stage}"):
             self._guarded(lambda stage: stage.start(requests), live.pending)
-
-    def _only_waits(self, live: Live) -> bool:
-        """Whether advancing would but hold up the backward: no further collective is to be started, and the last one
-        is still under way. What it would start is the same on every rank, so this may depend on timing.
-        """
-        pending = live.pending
-        return pending is not None and live.stage >= len(live.plan) and not pending.done()
 
     def _end(self, live: Live) -> None:
         if self.keep_buckets:

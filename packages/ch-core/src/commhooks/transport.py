@@ -71,10 +71,6 @@ class _GroupWork:
     def __init__(self, work: dist.Work, what: str, *keep: torch.Tensor) -> None:
         self._work, self._what, self._keep = work, what, keep
 
-    def done(self) -> bool:
-        """Whether :meth:`wait` would not block this thread; on CUDA it never does."""
-        return self._keep[0].is_cuda or self._work.is_completed()
-
     def wait(self, timeout: float | None) -> None:
         on_cpu = not self._keep[0].is_cuda
         begun = time.monotonic()
@@ -183,10 +179,6 @@ class Stage:
         for number, group in enumerate(groups.values()):
             self._all_reduce(number, group)
         return self
-
-    def done(self) -> bool:
-        """Whether every collective is known to be over; a transport that cannot tell says yes."""
-        return all(getattr(work, "done", _yes)() for work, _ in self._works)
 
     def wait(self, timeout: float | None) -> None:
         """Finish every collective and put the results where the requests want them."""
@@ -316,10 +308,6 @@ def stochastic_round(source: torch.Tensor, target: torch.Tensor) -> None:
     chance = torch.where(gap > 0, (values - down.float()) / gap, torch.zeros_like(values))
     rounded_half = torch.where(torch.rand_like(values) < chance, up, down)
     target.copy_(torch.where(torch.isfinite(values), rounded_half, values.to(target.dtype)))
-
-
-def _yes() -> bool:
-    return True
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
