@@ -39,7 +39,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--hooks", nargs="+", default=DEFAULT_HOOKS, metavar="EXPR", help="hook expressions")
-    parser.add_argument("--steps", type=int, default=350, help="training steps for every hook")
+    parser.add_argument("--steps", type=int, default=300, help="training steps for every hook")
     parser.add_argument("--nproc", type=int, default=2, help="ranks to start (torchrun's own number holds there)")
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for results.json and loss.png")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate of AdamW")
