@@ -11,7 +11,7 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks import RankMismatchError, StateError
+from commhooks import HookTimeoutError, RankMismatchError, StateError
 from commhooks.checkpoint import dcp, merge
 from commhooks.testing import spawn
 
@@ -120,6 +120,32 @@ def load_on_all_or_none(rank: int, world: int) -> None:
     every = [torch.empty_like(grads) for _ in range(world)]
     dist.all_gather(every, grads)
     assert all(torch.equal(every[0], g) for g in every), "the model stays usable"
+
+
+def absent_once(rank: int, world: int) -> None:
+    handle = commhooks.attach(wrapped(), EXPR, timeout=1.5)
+    step(handle_model := wrapped(), 0)  # something else happens in between
+    kept = handle.state_dict()
+    for missing in (0, 1):
+        if rank != missing:
+            with pytest.raises(HookTimeoutError, match=f"ranks {missing} "):
+                handle.load_state_dict(kept)
+        dist.barrier()
+        handle.load_state_dict(kept)  # all are there again: they meet in the same agreement
+        dist.barrier()
+    if rank == 0:
+        with pytest.raises(RankMismatchError, match="different calls"):
+            commhooks.attach(handle_model, EXPR)
+    else:
+        with pytest.raises(RankMismatchError, match="different calls"):
+            handle.load_state_dict(kept)
+    handle.load_state_dict(kept)
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(120)
+def test_a_rank_that_was_absent_once_is_met_again():
+    spawn(absent_once, 2, timeout=60)
 
 
 @pytest.mark.gloo

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ch_powersgd
 import commhooks
-from commhooks import AllReduce, Bucket, RemoteHookError, StateError
+from commhooks import AllReduce, Bucket, RankMismatchError, RemoteHookError, StateError
 from commhooks.reduction import StepContext
 from commhooks.requests import Requests
 from commhooks.testing import spawn
@@ -179,6 +179,13 @@ def body_resume(rank: int, world: int) -> None:
     other = shard2(gpt(), init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))["shard"])
     with pytest.raises(StateError, match=rf"\[{rank % 2}/2\]' is not in the model"):
         commhooks.attach(other, POWERSGD).load_state_dict(saved["hook"])
+    # Refused on one rank, it is loaded on none, in no shard.
+    again = commhooks.attach(inside(), POWERSGD)
+    with pytest.raises(StateError if rank == 3 else RankMismatchError, match="format 9|heard along another axis"):
+        again.load_state_dict(saved["hook"] | ({"format": 9} if rank == 3 else {}))
+    assert again.state.step == 0
+    again.load_state_dict(saved["hook"])
+    assert again.state.step == saved["hook"]["step"]
     crossed = {**saved["hook"], "rank": 1 - rank // 2}
     with pytest.raises(StateError):
         resumed.load_state_dict(crossed)

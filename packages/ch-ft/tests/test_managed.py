@@ -1,6 +1,7 @@
 """Manager-backed models over the simulator: means, transactions, heals, refusals."""
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -393,4 +394,17 @@ def test_transport_without_a_quorum_says_what_to_call() -> None:
 
 def test_no_model_owns_the_group_that_reaches_nobody() -> None:
     """A model collected while gloo's thread waits for the interpreter lock would wait for that thread for ever."""
-    assert alone() is alone()
+    made: list[object] = []
+    barrier = threading.Barrier(8)
+
+    def body() -> None:
+        barrier.wait()
+        made.append(alone())
+
+    threads = [threading.Thread(target=body) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 8
+    assert all(group is alone() for group in made)

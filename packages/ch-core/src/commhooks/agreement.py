@@ -46,17 +46,52 @@ def agree(what: str, fields: Fingerprint, exchange: Exchange) -> None:
         >>> agree("alone", {"hook": ["powersgd(rank=4)"]}, lambda message: [message])
     """
     names = sorted(fields)
-    everyone = [_parts(row) for row in exchange(b"".join(_digest(fields[name]) for name in names))]
-    differing = [name for i, name in enumerate(names) if len({row[i] for row in everyone}) > 1]
+    everyone = [_parts(row) for row in exchange(b"".join([_digest(names), *(_digest(fields[name]) for name in names)]))]
+    if len({row[0] for row in everyone}) > 1:
+        raise RankMismatchError(
+            f"the ranks are in different calls, this one at {what}: every rank of the group has to make the same "
+            "attach() and load_state_dict() calls, in the same order"
+        )
+    differing = [name for i, name in enumerate(names) if len({row[i + 1] for row in everyone}) > 1]
     if not differing:
         return
     lines = [f"  {name}: {_difference(fields[name], exchange)}" for name in differing]
     raise RankMismatchError(
-        f"the ranks disagree on {what}, so nothing has been communicated:\n"
+        f"the ranks disagree on {what}, so nothing has been communicated or changed:\n"
         + "\n".join(lines)
-        + "\nGive every rank the same hook, options, package versions and model; "
+        + "\nGive every rank the same hook, options, package versions and model, or states that were saved together; "
         "verify_ranks=False turns this check off"
     )
+
+
+def agree_along(
+    what: str, fields: Fingerprint, groups: Sequence[tuple[dist.ProcessGroup, Fingerprint]], timeout: float
+) -> None:
+    """Compare the fingerprints over all groups of this rank, one per axis of a mesh.
+
+    A rank compares itself along each axis in turn and passes on what it has heard, so a mismatch anywhere in the mesh
+    raises on every rank.
+
+    Args:
+        what: for the error.
+        fields: what must be the same on every rank: name -> lines.
+        groups: the axes, each with further fields that must be the same along it only.
+        timeout: seconds to wait for a rank that has not come.
+
+    Raises:
+        RankMismatchError: on every rank that can be reached over the axes.
+    """
+    heard: RankMismatchError | None = None
+    for group, more in (*groups, *groups[:-1]):
+        if group.size() == 1:
+            continue
+        passed_on = {"heard along another axis": str(heard).splitlines() if heard is not None else []}
+        try:
+            agree(what, {**fields, **more, **passed_on}, StoreExchange(group, timeout))
+        except RankMismatchError as error:
+            heard = heard or error
+    if heard is not None:
+        raise heard
 
 
 def _difference(lines: Sequence[str], exchange: Exchange) -> str:
@@ -91,7 +126,9 @@ def _ranges(ranks: list[int]) -> str:
 class StoreExchange:
     """An :data:`Exchange` over the store of a process group. One object per agreement.
 
-    Every rank writes its message, rank 0 collects and publishes them: W messages in, W out.
+    Every rank writes its message, rank 0 collects and publishes them: W messages in, W out. What is published first
+    stands, be it rank 0's collection or a rank's verdict that rank 0 is absent; so all ranks that take part come to the
+    same end. A rank that was absent passes over the agreements that ended without it, and meets the others in the next.
 
     Args:
         group: the ranks.
@@ -107,6 +144,8 @@ class StoreExchange:
         except KeyError as error:
             raise TransportError("this process group has no store to agree over; pass verify_ranks=False") from error
         number = _ROUNDS.get(group, 0)
+        while store.check([f"commhooks/agreement/{number}/0/all"]):
+            number += 1
         _ROUNDS[group] = number + 1
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self._store = PrefixStore(f"commhooks/agreement/{number}", store)
@@ -117,19 +156,19 @@ class StoreExchange:
     def __call__(self, message: bytes) -> list[bytes]:
         key, self._sent = str(self._sent), self._sent + 1
         if self.rank == 0:
-            return self._collect(key, message)
-        self._store.set(f"{key}/{self.rank}", message.hex())
-        answer = self._get(f"{key}/all", 2.0)
-        if answer is None:
-            raise self._absent([0])
-        return self._open(answer)
+            answer = self._collect(key, message)
+        else:
+            self._store.set(f"{key}/{self.rank}", message.hex())
+            answer = self._get(f"{key}/all", 2.0) or "absent 0"
+        answer = self._store.compare_set(f"{key}/all", "", answer).decode()  # the first verdict stands
+        if answer.startswith("absent"):
+            raise self._absent([int(rank) for rank in answer.split()[1:]])
+        return [bytes.fromhex(row) for row in answer.split("\n")]
 
-    def _collect(self, key: str, message: bytes) -> list[bytes]:
+    def _collect(self, key: str, message: bytes) -> str:
         rows = [message.hex(), *(self._get(f"{key}/{rank}", 0.0) for rank in range(1, self.world))]
         absent = [rank for rank, row in enumerate(rows) if row is None]
-        answer = "absent " + " ".join(map(str, absent)) if absent else "\n".join(row or "" for row in rows)
-        self._store.set(f"{key}/all", answer)
-        return self._open(answer)
+        return "absent " + " ".join(map(str, absent)) if absent else "\n".join(row or "" for row in rows)
 
     def _get(self, key: str, grace: float) -> str | None:
         """The value, or ``None`` if it is not there when the time is up."""
@@ -143,11 +182,6 @@ class StoreExchange:
                 return None
             raise TransportError(f"the process group's store failed: {error}") from error
         return self._store.get(key).decode()
-
-    def _open(self, answer: str) -> list[bytes]:
-        if answer.startswith("absent"):
-            raise self._absent([int(rank) for rank in answer.split()[1:]])
-        return [bytes.fromhex(row) for row in answer.split("\n")]
 
     def _absent(self, ranks: list[int]) -> CommHooksError:
         return HookTimeoutError(
@@ -188,7 +222,7 @@ def fingerprint(handle: Any, model: torch.nn.Module, *, watched: bool = False) -
         contexts = [StepContext(engine.transport.rank, engine.transport.world_size, step) for step in steps]
         plans = [engine.reduction.plan(handle.binding.layout, ctx) for ctx in contexts]
         fields["collectives"] = [str(request) for plan in plans for stage in plan for request in stage]
-        held = engine.state.entries()
+        held = [e for e in engine.state.entries() if engine.reduction.fields.get(e[1]) != "local"]
         fields["state"] = [f"{name} {field} {tuple(tensor.shape)} {tensor.dtype}" for name, field, tensor in held]
     return fields
 
@@ -228,8 +262,8 @@ def verify_state(
 ) -> None:
     """Agree on a state that is about to be loaded into an attached handle; nothing has been changed yet.
 
-    Compared are the step, what there is of which shape, the numbers of what all ranks share, and whether a rank
-    refuses what it was given.
+    Compared are the step, what all ranks share, its numbers included, and whether a rank refuses what it was given.
+    What is a rank's own may be missing on some: one that has had no data yet owes nothing.
 
     Args:
         handle: the attached handle.
@@ -243,19 +277,17 @@ def verify_state(
         HookTimeoutError: some rank did not come.
     """
     group = getattr(handle.binding, "group", None)
-    if group is None or dist.get_world_size(group) == 1:
+    if group is None:
         return
     kinds = handle.reduction.fields if handle.reduction is not None else {}
-    rows = sorted(entries.items())
-    fields = {
-        "refused": refused.splitlines(),
-        "step": [str(step)],
-        "state": [f"{name} {field} {tuple(tensor.shape)} {tensor.dtype}" for (name, field), tensor in rows],
-        "numbers that all ranks share": [
-            f"{name} {field} {_numbers(tensor)}" for (name, field), tensor in rows if kinds.get(field) == "shared"
-        ],
+    shared = sorted((key, tensor) for key, tensor in entries.items() if kinds.get(key[1]) == "shared")
+    everywhere = {"refused": refused.splitlines(), "step": [str(step)]}
+    here = {
+        "state": [f"{name} {field} {tuple(tensor.shape)} {tensor.dtype}" for (name, field), tensor in shared],
+        "numbers that all ranks share": [f"{name} {field} {_numbers(tensor)}" for (name, field), tensor in shared],
     }
-    agree(f"the state to load into {handle.expr}", fields, StoreExchange(group, timeout))
+    others: list[tuple[dist.ProcessGroup, Fingerprint]] = [(axis, {}) for axis in getattr(handle.binding, "other_axes", ())]
+    agree_along(f"the state to load into {handle.expr}", everywhere, [*others, (group, here)], timeout)
 
 
 def _numbers(tensor: torch.Tensor) -> str:

@@ -378,5 +378,6 @@ class Engine:
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    """A finite number if all are finite; 16-bit sums would overflow, so they are made in fp32."""
-    return tensor.sum(dtype=torch.float32 if tensor.dtype.itemsize < 4 else None).float()
+    """Zero if all are finite, else NaN: the sum is made in a wider type, where it does not overflow."""
+    total = tensor.sum(dtype=torch.float32 if tensor.dtype.itemsize < 4 else torch.float64)
+    return total.mul_(0.0).float()

@@ -62,8 +62,7 @@ class ErrorFeedback(Composite):
         for p, gradient in bucket.views():
             wanted = ctx.stage(p.name, FIELD, p.shape, device=bucket.device).copy_(gradient)  # g, then p = g + e
             before = ctx.read(p.name, FIELD)
-            # A rank that only keeps the others company commits nothing: its residual waits, unsent.
-            if before is not None and ctx.participating:
+            if before is not None:
                 gradient.copy_(wanted.add_(before))
             kept.append((wanted, sent.view(p)))
         yield from self.inner.start(bucket, ctx.child("inner", sent=sent))

@@ -62,7 +62,13 @@ class StepContext:
         self._shared = shared
 
     def read(self, name: str, field: str) -> torch.Tensor | None:
-        """The committed state tensor of a parameter, or ``None``. Not to be written to."""
+        """The committed state tensor of a parameter, or ``None``. Not to be written to.
+
+        A rank that only keeps the others company sends nothing of its own and commits nothing: what is its alone is
+        not there for it, and waits.
+        """
+        if not self.participating and field not in self._shared:
+            return None
         return self._state.read(name, field)
 
     def stage(

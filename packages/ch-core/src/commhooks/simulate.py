@@ -48,22 +48,22 @@ class SimulatedGroup:
         self.meetings: dict[int, _Meeting] = {}
         self.aborted: str | None = None
         self._turn = threading.Lock()
-        self._running: int | None = None  # the thread whose turn it is
+        self._running: int | None = None  # the rank whose turn it is
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Let no other rank of :func:`together` run until this one waits."""
+    def turn(self, rank: int) -> Iterator[None]:
+        """Let no other rank of :func:`together` run until this one waits for a collective, on whatever thread."""
         with self._turn:
-            self._running = threading.get_ident()
+            self._running = rank
             try:
                 yield
             finally:
                 self._running = None
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Let another rank run meanwhile; without effect on a thread that takes no turns."""
-        mine = self._running == threading.get_ident()
+    def waiting(self, rank: int) -> Iterator[None]:
+        """Let another rank run while this one waits for something of it; without effect where no turns are taken."""
+        mine = self._running == rank
         if mine:
             self._running = None
             self._turn.release()
@@ -72,7 +72,7 @@ class SimulatedGroup:
         finally:
             if mine:
                 self._turn.acquire()
-                self._running = threading.get_ident()
+                self._running = rank
 
     def post(self, rank: int, number: int, key: tuple[object, ...], tensors: tuple[torch.Tensor, ...]) -> _Meeting:
         with self.changed:
@@ -129,13 +129,13 @@ def _reduce(op: str, tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 class _SimulatedWork:
-    def __init__(self, group: SimulatedGroup, meeting: _Meeting, what: str) -> None:
-        self._group, self._meeting, self._what = group, meeting, what
+    def __init__(self, group: SimulatedGroup, rank: int, meeting: _Meeting, what: str) -> None:
+        self._group, self._rank, self._meeting, self._what = group, rank, meeting, what
 
     def wait(self, timeout: float | None) -> None:
         group, meeting = self._group, self._meeting
         if not meeting.done:
-            with group.waiting(), group.changed:
+            with group.waiting(self._rank), group.changed:
                 group.changed.wait_for(lambda: meeting.done or group.aborted is not None, timeout)
         with group.changed:
             if meeting.error is not None:
@@ -175,7 +175,7 @@ class SimulatedTransport:
         key = (kind, op, *((t.numel(), t.dtype) for t in tensors))
         meeting = self.group.post(self.rank, self._number, key, tensors)
         self._number += 1
-        return _SimulatedWork(self.group, meeting, f"{kind} {self._number}")
+        return _SimulatedWork(self.group, self.rank, meeting, f"{kind} {self._number}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,8 @@ class SimulatedRank:
 def simulate(world_size: int, body: Callable[[SimulatedRank], T]) -> list[T]:
     """Run ``body`` once per rank, each on a thread, and return the results in rank order.
 
-    When one rank raises, the others are ended and its exception is raised.
+    When one rank raises, the others are ended and its exception is raised. Ranks take turns: a body that waits for
+    another rank by anything but a collective does so inside ``with rank.transport.group.waiting(rank.rank):``.
 
     Example:
         >>> import torch
@@ -220,7 +221,7 @@ def together(group: SimulatedGroup, body: Callable[[int], T]) -> list[T]:
 
     def rank_main(rank: int) -> None:
         try:
-            with group.turn():
+            with group.turn(rank):
                 results[rank] = body(rank)
         except BaseException as error:  # the other ranks must not wait for this one
             errors.append((rank, error))

@@ -1,43 +1,11 @@
-"""Agreement along the axes of a mesh, on :mod:`commhooks.agreement`.
+"""Which ranks are replicas of one another."""
 
-A rank compares itself along each axis in turn and passes on what it has heard, so a mismatch anywhere in the mesh
-raises on every rank. And: which ranks are replicas of one another.
-"""
-
-from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from commhooks.agreement import StoreExchange, agree
+from commhooks.agreement import StoreExchange
 from commhooks.errors import RankMismatchError
-
-Fields = Mapping[str, Sequence[str]]
-
-
-def agree_along(what: str, fields: Fields, groups: Sequence[tuple[dist.ProcessGroup, Fields]], timeout: float) -> None:
-    """Compare ``fields`` over all groups of this rank.
-
-    Args:
-        what: for the error.
-        fields: what must be the same on every rank: name -> lines.
-        groups: the axes, each with further fields that must be the same along it only.
-        timeout: seconds to wait for a rank that has not come.
-
-    Raises:
-        RankMismatchError: on every rank that can be reached over the axes.
-    """
-    heard: RankMismatchError | None = None
-    for group, more in (*groups, *groups[:-1]):
-        if group.size() == 1:
-            continue
-        passed_on = {"heard along another axis": str(heard).splitlines() if heard is not None else []}
-        try:
-            agree(what, {**fields, **more, **passed_on}, StoreExchange(group, timeout))
-        except RankMismatchError as error:
-            heard = heard or error
-    if heard is not None:
-        raise heard
 
 
 def replica_group(shard_group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup | None:

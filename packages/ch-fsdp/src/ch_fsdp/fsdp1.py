@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from ch_fsdp.agreement import Fields, agree_along
 from ch_fsdp.flat import FlatSum, fits_flat, flat_bucket, flat_layout, flat_version
 from ch_fsdp.hooks import divide_twice
 from ch_fsdp.private import Unit, is_inner, units
 from ch_fsdp.steps import Steps
+from commhooks.agreement import Fingerprint, agree_along
 from commhooks.attaching import AttachOptions
 from commhooks.engine import Engine
 from commhooks.errors import AttachError, CommHooksError, HookNotSupportedError
@@ -128,7 +128,7 @@ class FSDP1Binding:
         except CommHooksError as error:
             refusal = error
         if options.verify_ranks:
-            groups: list[tuple[dist.ProcessGroup, Fields]] = [(first.group, {})]
+            groups: list[tuple[dist.ProcessGroup, Fingerprint]] = [(first.group, {})]
             if first.replicas is not None:
                 groups.append((first.replicas, {}))
             fields = {

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from ch_fsdp.agreement import Fields, agree_along, replica_group
+from ch_fsdp.agreement import replica_group
 from ch_fsdp.choosing import check_groups, choose_axes, one_shard_group, reduction_of
 from ch_fsdp.flat import flat_layout
 from ch_fsdp.private import ParamGroup, param_groups
 from ch_fsdp.replicate import ReplicateHook, broadcast, hooks_of
 from ch_fsdp.shard import ShardAxis, ShardScatter
 from ch_fsdp.steps import Steps
+from commhooks.agreement import Fingerprint, agree_along
 from commhooks.attaching import AttachOptions
 from commhooks.bucket import BucketLayout, ParamLayout
 from commhooks.engine import Engine
@@ -35,6 +36,7 @@ class FSDP2Binding:
         engine: the replicate axis's engine if there is one, else the shard axis's.
         layout: what that engine reduces: this rank's shards, or the flat gradients.
         group: the ranks of that engine.
+        other_axes: further groups whose ranks load a state together.
         holder: the expression, ``None`` when detached.
     """
 
@@ -46,6 +48,7 @@ class FSDP2Binding:
         self._shard_group, axes = self._agreed(options)
         self._replicas = self._find_replicas(options) if "replicate" in axes else None
         self.group = self._replicas or self._shard_group
+        self.other_axes = (self._shard_group,) if self._replicas is not None else ()
         self._shard = ShardAxis(self.reduction, self._shard_group, self._timeout) if "shard" in axes else None
         engines: dict[str, Engine] = {}
         if self._shard is not None:
@@ -114,7 +117,7 @@ class FSDP2Binding:
             raise refusal
         return shard_group, axes
 
-    def _identity(self) -> Fields:
+    def _identity(self) -> Fingerprint:
         shapes = {name: shape for group in self.groups for name, shape in group.global_shapes().items()}
         return {"hook": [self._expr], "parameters": [f"{name}: {shape}" for name, shape in shapes.items()]}
 

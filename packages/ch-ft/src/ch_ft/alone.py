@@ -9,17 +9,31 @@ collected, which joins gloo's thread while holding the interpreter lock, and tha
 drop what its last message carried. Both then wait for ever (seen on torch 2.13, with replicas as threads).
 """
 
+import os
+import threading
 from datetime import timedelta
-from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
 
+_LOCK = threading.Lock()
+_MADE: dict[int, dist.ProcessGroup] = {}
+"""By process: gloo's thread does not follow into a forked one, which keeps the parent's group but does not use it."""
 
-@cache
+
 def alone() -> dist.ProcessGroup:
     """The group of size 1 over gloo, for CPU and (if present) CUDA tensors."""
+    with _LOCK:
+        if os.getpid() not in _MADE:
+            _MADE[os.getpid()] = _make()
+        return _MADE[os.getpid()]
+
+
+os.register_at_fork(after_in_child=lambda: _LOCK.__init__())  # the parent may have held it
+
+
+def _make() -> dist.ProcessGroup:
     store = HashStore()
     group = dist.ProcessGroup(store, 0, 1)
     gloo = ProcessGroupGloo(store, 0, 1, timedelta(seconds=60))

@@ -92,7 +92,7 @@ class BlockQuantized(Reduction):
         for p, place in parts:
             place[p.numel :].zero_()
             place[: p.numel].copy_(bucket.matrix(p).view(-1))
-            before = ctx.read(p.name, FIELD) if self.error_feedback and ctx.participating else None
+            before = ctx.read(p.name, FIELD) if self.error_feedback else None
             if before is not None:
                 place[: p.numel].add_(before.view(-1))
         grid[shards.used :].zero_()

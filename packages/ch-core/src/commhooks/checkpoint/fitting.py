@@ -17,6 +17,7 @@ from commhooks.state import HookState
 
 Key = tuple[str, str]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_KEPT = (*_DTYPES, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _ROOM = 4  # an entry of unknown shape may be this often its parameter
 
 
@@ -38,6 +39,8 @@ def fits(
     largest = _ROOM * max([256, *sizes.values()]) if by_name else _ROOM * (sum(sizes.values()) + 256)
     for (name, field), tensor in entries.items():
         where = f"the state of {shown(name)}, field {shown(field)},"
+        if tensor.dtype not in _KEPT:
+            raise StateError(f"{where} is of {tensor.dtype}; a hook keeps floating or integer numbers")
         if sizes and by_name and name not in sizes:
             raise StateError(f"{where} is of no parameter of this model")
         bound = _ROOM * max(256, sizes[name]) if by_name and name in sizes else largest

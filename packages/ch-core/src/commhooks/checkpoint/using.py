@@ -84,10 +84,10 @@ def load_state_dict(hook: "CommHook | HookState", saved: Mapping[str, Any], *, w
     """
     holder = _holder(hook)
     made: Loaded | None = None
-    refusal: StateError | None = None
+    refusal: Exception | None = None
     try:
         made = _prepared(holder, saved, world_change)
-    except StateError as error:
+    except Exception as error:  # out of memory too: the others must not load what this rank cannot
         refusal = error
     _agreed(hook, made, refusal)
     if made is not None:
@@ -125,7 +125,7 @@ def _prepared(holder: Holder, saved: Mapping[str, Any], world_change: str) -> Lo
     return Loaded(copied, found.step, table, place)
 
 
-def _agreed(hook: "CommHook | HookState", made: Loaded | None, refusal: StateError | None) -> None:
+def _agreed(hook: "CommHook | HookState", made: Loaded | None, refusal: Exception | None) -> None:
     """Load on all ranks or on none: of an attached handle only, whose ranks all make this call."""
     timeout = getattr(hook, "agreement_timeout", None)
     try:

@@ -58,13 +58,16 @@ def state() -> LowPrecisionState:
     return LowPrecisionState(group)
 
 
-def run(order: FlatOrder, sharded: bool, grad: torch.Tensor) -> torch.Tensor:
+def run(
+    function: Callable[..., None], sharded: bool, grad: torch.Tensor, held: LowPrecisionState | None = None
+) -> torch.Tensor:
     """What the plain function leaves on this rank: the average, or this rank's shard of it."""
+    held = held if held is not None else state()
     if not sharded:
-        order.function(state(), grad)
+        function(held, grad)
         return grad
     output = torch.empty(grad.numel() // dist.get_world_size(), dtype=grad.dtype)
-    order.function(state(), grad, output)
+    function(held, grad, output)
     return output
 
 
@@ -115,7 +118,7 @@ def averages(order: FlatOrder) -> None:
     for sharded in order.forms:
         for seed, n in enumerate(SIZES):
             every = rows(n, seed)
-            found = run(order, sharded, every[dist.get_rank()].clone())
+            found = run(order.function, sharded, every[dist.get_rank()].clone())
             assert found.dtype == torch.float32
             near(found, wanted(sharded, every), order.tolerance)
 
@@ -124,7 +127,7 @@ def same_everywhere(order: FlatOrder) -> None:
     """What is not sharded has the same bits on all ranks."""
     if False not in order.forms:
         return
-    found = run(order, False, rows(64, 3)[dist.get_rank()].clone())
+    found = run(order.function, False, rows(64, 3)[dist.get_rank()].clone())
     every = [torch.empty_like(found) for _ in range(dist.get_world_size())]
     dist.all_gather(every, found)
     assert all(torch.equal(every[0], other) for other in every)
@@ -133,11 +136,13 @@ def same_everywhere(order: FlatOrder) -> None:
 def not_finite(order: FlatOrder) -> None:
     """Inf on one rank is seen by whoever holds that element; the next gradient is as if it had not been."""
     for sharded in order.forms:
-        every = rows(64, 4)
+        held, every = state(), rows(64, 4)
         every[1, :] = float("inf")
-        assert not bool(run(order, sharded, every[dist.get_rank()].clone()).isfinite().any())
+        assert not bool(run(order.function, sharded, every[dist.get_rank()].clone(), held).isfinite().any())
         every = rows(64, 5)
-        near(run(order, sharded, every[dist.get_rank()].clone()), wanted(sharded, every), order.tolerance)
+        near(
+            run(order.function, sharded, every[dist.get_rank()].clone(), held), wanted(sharded, every), order.tolerance
+        )
 
 
 def attached(order: FlatOrder) -> None:
@@ -199,11 +204,9 @@ def _other(state: Any, grad: torch.Tensor, output: torch.Tensor | None = None) -
 def travels(order: FlatOrder) -> None:
     """Function and state can be pickled, without the group; used again, they average as before."""
     function, again = pickle.loads(pickle.dumps((order.function, state())))
-    if False in order.forms:
+    for sharded in order.forms:
         every = rows(64, 6)
-        grad = every[dist.get_rank()].clone()
-        function(again, grad)
-        near(grad, wanted(False, every), order.tolerance)
+        near(run(function, sharded, every[dist.get_rank()].clone(), again), wanted(sharded, every), order.tolerance)
 
 
 CHECKS = {
