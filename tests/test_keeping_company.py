@@ -1,0 +1,42 @@
+"""A rank that has run out of data keeps the others company: it sends nothing of its own, and its residual waits."""
+
+import pytest
+import torch
+
+import commhooks
+from commhooks.testing import SimulatedRanks
+from commhooks.testing.data import all_ranks, distance
+
+EXPRESSIONS = [
+    "powersgd(rank=1)",
+    "powersgd(rank=1, batch=True)",
+    "batched_powersgd(rank=1)",
+    "error_feedback(bf16_compress)",
+    "quant8(error_feedback=True)",
+]
+LIKE = {"a.weight": torch.zeros(40, 30), "b.weight": torch.zeros(40, 30), "c.weight": torch.zeros(64, 64)}
+
+
+def residuals(ranks: SimulatedRanks, rank: int) -> dict[str, torch.Tensor]:
+    rows = ranks.save()[rank]["entries"]
+    return {name: row["residual"].double().reshape(-1) for name, row in rows.items() if "residual" in row}
+
+
+@pytest.mark.parametrize("expr", EXPRESSIONS)
+def test_what_arrives_is_the_others_residual_alone(expr: str) -> None:
+    ranks = SimulatedRanks(lambda: commhooks.create(expr), 2, LIKE)
+    for step in range(3):
+        assert not any(ranks.step(all_ranks(LIKE, 2, step)).errors)
+    before = [residuals(ranks, rank) for rank in range(2)]
+    assert all(before)
+    ranks.engines[1].participating = False
+    arrived = {name: torch.zeros(value.numel(), dtype=torch.float64) for name, value in before[0].items()}
+    for _ in range(20):
+        result = ranks.step([LIKE, LIKE])  # nobody has a gradient any more
+        for name, total in arrived.items():
+            total += result.gradients[0][name].double().reshape(-1)
+    after = [residuals(ranks, rank) for rank in range(2)]
+    for name, value in before[1].items():
+        assert torch.equal(after[1][name], value), f"the residual of {name} on the rank that has left was touched"
+    sent = {name: (before[0][name] - after[0][name]) / 2 for name in arrived}
+    assert distance(arrived, sent) < (2e-2 if "bf16" in expr or "quant8" in expr else 1e-5)
