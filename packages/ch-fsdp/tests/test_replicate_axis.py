@@ -181,7 +181,7 @@ def body_resume(rank: int, world: int) -> None:
         commhooks.attach(other, POWERSGD).load_state_dict(saved["hook"])
     # Refused on one rank, it is loaded on none, in no shard.
     again = commhooks.attach(inside(), POWERSGD)
-    with pytest.raises(StateError if rank == 3 else RankMismatchError, match="format 9|heard along another axis"):
+    with pytest.raises(StateError if rank == 3 else RankMismatchError, match=r"format 9|heard along another axis"):
         again.load_state_dict(saved["hook"] | ({"format": 9} if rank == 3 else {}))
     assert again.state.step == 0
     again.load_state_dict(saved["hook"])

@@ -1,7 +1,6 @@
 """Manager-backed models over the simulator: means, transactions, heals, refusals."""
 
 import copy
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,6 @@ from ch_ft import (
     SimulatedCluster,
     SimulatedManager,
 )
-from ch_ft.alone import alone
 from ch_ft.transport import refuse_unfit
 from commhooks.bucket import Bucket
 from commhooks.errors import AttachError, HookConfigError, HookNotSupportedError, RankMismatchError
@@ -390,21 +388,3 @@ def test_what_attach_refuses() -> None:
 def test_transport_without_a_quorum_says_what_to_call() -> None:
     with SimulatedCluster() as cluster, pytest.raises(AttachError, match="start_quorum"):
         ManagerTransport(cluster.join("a")).begin()
-
-
-def test_no_model_owns_the_group_that_reaches_nobody() -> None:
-    """A model collected while gloo's thread waits for the interpreter lock would wait for that thread for ever."""
-    made: list[object] = []
-    barrier = threading.Barrier(8)
-
-    def body() -> None:
-        barrier.wait()
-        made.append(alone())
-
-    threads = [threading.Thread(target=body) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(made) == 8
-    assert all(group is alone() for group in made)
