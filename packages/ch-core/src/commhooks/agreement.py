@@ -223,7 +223,7 @@ def fingerprint(handle: Any, model: torch.nn.Module, *, watched: bool = False) -
         plans = [engine.reduction.plan(handle.binding.layout, ctx) for ctx in contexts]
         fields["collectives"] = [str(request) for plan in plans for stage in plan for request in stage]
         held = [e for e in engine.state.entries() if engine.reduction.fields.get(e[1]) != "local"]
-        fields["state"] = [f"{name} {field} {tuple(tensor.shape)} {tensor.dtype}" for name, field, tensor in held]
+        fields["state"] = [_entry(*one) for one in held]
     return fields
 
 
@@ -280,14 +280,19 @@ def verify_state(
     if group is None:
         return
     kinds = handle.reduction.fields if handle.reduction is not None else {}
-    shared = sorted((key, tensor) for key, tensor in entries.items() if kinds.get(key[1]) == "shared")
+    shared = [(*key, entries[key]) for key in sorted(entries) if kinds.get(key[1]) == "shared"]
     everywhere = {"refused": refused.splitlines(), "step": [str(step)]}
     here = {
-        "state": [f"{name} {field} {tuple(tensor.shape)} {tensor.dtype}" for (name, field), tensor in shared],
-        "numbers that all ranks share": [f"{name} {field} {_numbers(tensor)}" for (name, field), tensor in shared],
+        "state": [_entry(*one) for one in shared],
+        "numbers that all ranks share": [f"{name} {field} {_numbers(tensor)}" for name, field, tensor in shared],
     }
-    others: list[tuple[dist.ProcessGroup, Fingerprint]] = [(axis, {}) for axis in getattr(handle.binding, "other_axes", ())]
+    nothing: Fingerprint = {}
+    others = [(axis, nothing) for axis in getattr(handle.binding, "other_axes", ())]
     agree_along(f"the state to load into {handle.expr}", everywhere, [*others, (group, here)], timeout)
+
+
+def _entry(name: str, field: str, tensor: torch.Tensor) -> str:
+    return f"{name} {field} {tuple(tensor.shape)} {tensor.dtype}"
 
 
 def _numbers(tensor: torch.Tensor) -> str:

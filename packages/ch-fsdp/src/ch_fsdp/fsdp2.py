@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from ch_fsdp.agreement import replica_group
 from ch_fsdp.choosing import check_groups, choose_axes, one_shard_group, reduction_of
 from ch_fsdp.flat import flat_layout
 from ch_fsdp.private import ParamGroup, param_groups
+from ch_fsdp.replicas import replica_group
 from ch_fsdp.replicate import ReplicateHook, broadcast, hooks_of
 from ch_fsdp.shard import ShardAxis, ShardScatter
 from ch_fsdp.steps import Steps

@@ -10,27 +10,22 @@ drop what its last message carried. Both then wait for ever (seen on torch 2.13,
 """
 
 import os
-import threading
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
 
-_LOCK = threading.Lock()
 _MADE: dict[int, dist.ProcessGroup] = {}
 """By process: gloo's thread does not follow into a forked one, which keeps the parent's group but does not use it."""
 
 
 def alone() -> dist.ProcessGroup:
     """The group of size 1 over gloo, for CPU and (if present) CUDA tensors."""
-    with _LOCK:
-        if os.getpid() not in _MADE:
-            _MADE[os.getpid()] = _make()
-        return _MADE[os.getpid()]
-
-
-os.register_at_fork(after_in_child=lambda: _LOCK.__init__())  # the parent may have held it
+    process = os.getpid()
+    if process not in _MADE:  # the first of several threads stands; what the others made has sent nothing, and may go
+        _MADE.setdefault(process, _make())
+    return _MADE[process]
 
 
 def _make() -> dist.ProcessGroup:

@@ -110,12 +110,13 @@ def _prepared(holder: Holder, saved: Mapping[str, Any], world_change: str) -> Lo
     found = read(saved)
     _same_hook(found, holder)
     translation = translate(found.params, holder.params)
+    lasting = None if holder.elastic else holder.place
     entries = {
         (translation.get(name, name), field): tensor
-        for (name, field), tensor in for_rank(found, None if holder.elastic else holder.place, world_change).items()
+        for (name, field), tensor in for_rank(found, lasting, world_change).items()
     }
     table = holder.params or found.params
-    world = holder.place.world_size if holder.place is not None and not holder.elastic else found.world_size
+    world = lasting.world_size if lasting is not None else found.world_size
     fits(entries, table, found.step, holder.reduction, holder.layout, world)
     device = holder.layout.device if holder.layout is not None else None
     copied = {key: torch.empty_like(t, device=device).copy_(t) for key, t in entries.items()}
@@ -127,15 +128,14 @@ def _prepared(holder: Holder, saved: Mapping[str, Any], world_change: str) -> Lo
 
 def _agreed(hook: "CommHook | HookState", made: Loaded | None, refusal: Exception | None) -> None:
     """Load on all ranks or on none: of an attached handle only, whose ranks all make this call."""
-    timeout = getattr(hook, "agreement_timeout", None)
-    try:
-        if timeout is not None and not isinstance(hook, HookState) and hook.attached:
-            step, entries = (made.step, made.entries) if made is not None else (0, {})
-            verify_state(hook, timeout, step, entries, str(refusal or ""))
-    except CommHooksError as error:
-        if refusal is not None:
+    if not isinstance(hook, HookState) and hook.attached and hook.agreement_timeout is not None:
+        step, entries = (made.step, made.entries) if made is not None else (0, {})
+        try:
+            verify_state(hook, hook.agreement_timeout, step, entries, str(refusal or ""))
+        except CommHooksError as error:
+            if refusal is None:
+                raise
             raise refusal from error
-        raise
     if refusal is not None:
         raise refusal
 

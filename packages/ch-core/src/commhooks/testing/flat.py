@@ -6,7 +6,6 @@ asked here: on two gloo processes, by the plain function and attached to a model
 
 import inspect
 import pickle
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,6 +22,7 @@ from commhooks.specs import HookSpec
 from commhooks.state import LowPrecisionState
 from commhooks.testing.describing import listed
 from commhooks.testing.processes import outcome_of
+from commhooks.testing.worker import run_checks
 
 SIZES = (7, 64, 1 << 14)
 """Elements of a shard."""
@@ -215,17 +215,9 @@ CHECKS = {
 }
 
 
-def main(rank: int, world_size: int, order: FlatOrder) -> dict[str, tuple[str, float]]:
-    """Run every check on this rank; returns its traceback, empty if it passed."""
-    outcomes = {}
-    for name, check in CHECKS.items():
-        try:
-            check(order)
-            text = ""
-        except Exception:
-            text = traceback.format_exc()
-        outcomes[name] = (text, 0.0)
-    return outcomes
+def main(rank: int, world_size: int, order: FlatOrder) -> dict[str, str]:
+    """Run every check of a world; see :func:`~commhooks.testing.worker.run_checks`."""
+    return run_checks(CHECKS, order)
 
 
 @pytest.mark.timeout(120)

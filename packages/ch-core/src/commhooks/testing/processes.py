@@ -40,7 +40,7 @@ def outcome_of(test: object, body: Callable[..., Any], order: object, check: str
 
     Args:
         test: of the class.
-        body: returns, for each check, a traceback (empty if it passed) and seconds.
+        body: returns, for each check, a traceback, empty if it passed.
         order: what the ranks are told.
         check: name of the check.
         timeout: seconds for the whole world.
@@ -54,5 +54,4 @@ def outcome_of(test: object, body: Callable[..., Any], order: object, check: str
     if isinstance(_DONE[key], Exception):
         raise _DONE[key]
     for rank, outcomes in enumerate(_DONE[key]):
-        text, _ = outcomes[check]
-        assert not text, f"rank {rank}:\n{text}"
+        assert not outcomes[check], f"rank {rank}:\n{outcomes[check]}"
