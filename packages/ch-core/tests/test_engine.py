@@ -65,31 +65,58 @@ def test_64_simulated_ranks_average_exactly(world: int, count: int, seed: int) -
     torch.testing.assert_close(results[0].double(), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("lag", [1, 2, math.inf])
-def test_order_of_collectives_follows_the_rule_alone(lag: float) -> None:
-    log: dict[int, list[tuple[int, int]]] = {0: [], 1: []}
+class SmallLater(Reduction):
+    """What follows its first stage is a sixteenth of the gradient or less, as PowerSGD's Q."""
+
+    name = "small_later"
+    lossy = True
+    later = 3
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
+        yield AllReduce(bucket.buffer)
+        yield AllReduce(ctx.scratch("later", (self.later,), device=bucket.device).zero_())
+
+
+class LargeLater(SmallLater):
+    later = 4
+
+
+def messages(reduction: Reduction, lag: float, rows: int = 1) -> list[int]:
+    """Elements of every all-reduce of a step of three buckets, the same on two ranks; the last is the status."""
+    log: dict[int, list[int]] = {0: [], 1: []}
 
     def body(rank: SimulatedRank) -> None:
-        engine = rank.engine(TwoStage(), lag=lag)
+        engine = rank.engine(reduction, lag=lag)
         original = SimulatedTransport.all_reduce
-        numels = log[rank.rank]
 
         def record(self: SimulatedTransport, tensor: torch.Tensor, op: str) -> Any:
-            numels.append((tensor.numel(), len(numels)))
+            log[rank.rank].append(tensor.numel())
             return original(self, tensor, op)
 
         rank.transport.all_reduce = record.__get__(rank.transport)  # type: ignore[method-assign]
-        step(engine, buckets(rank.rank))
+        parts = [Bucket.from_tensors({f"w{i}": torch.ones(rows, 3 * (i + 1))}, index=i) for i in range(3)]
+        assert step(engine, parts) is None
 
     simulate(2, body)
     assert log[0] == log[1]
-    order = [numel for numel, _ in log[0]]
-    expected = {
-        1: [1, 1, 3, 1, 6, 9, 3],  # each arrival starts its own first stage, then advances the older
-        2: [1, 1, 1, 3, 6, 9, 3],
-        math.inf: [1, 1, 1, 3, 6, 9, 3],
-    }
-    assert order == expected[lag]
+    return log[0]
+
+
+@pytest.mark.parametrize(
+    ("lag", "order"),
+    [
+        (1, [1, 1, 3, 1, 6, 9, 3]),  # each arrival starts its own first stage, then advances the older
+        (2, [1, 1, 1, 3, 15, 3]),  # what the drain asks for in one round is one message
+        (math.inf, [1, 1, 1, 18, 3]),
+    ],
+)
+def test_order_of_collectives_follows_the_rule_alone(lag: float, order: list[int]) -> None:
+    assert messages(TwoStage(), lag) == order
+
+
+def test_small_later_stages_wait_for_the_drain_and_travel_together() -> None:
+    assert messages(SmallLater(), lag=1, rows=16) == [48, 96, 144, 9, 3]
+    assert messages(LargeLater(), lag=1, rows=16) == [48, 96, 4, 144, 8, 3]  # the first is too large, the others wait
 
 
 def test_counts_are_the_formula() -> None:

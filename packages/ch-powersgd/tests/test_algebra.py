@@ -5,14 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ch_powersgd.algebra import Factor, gaussian, orthonormalise
+from ch_powersgd.algebra import Columns, Factor, gaussian
 
 CPU = torch.device("cpu")
 
 
 def orthonormalised(x: torch.Tensor, noise: torch.Tensor | None = None, epsilon: float = 0.0) -> torch.Tensor:
     x = x.clone()
-    orthonormalise([x], [torch.empty_like(x)], None if noise is None else [noise], epsilon)
+    Columns([x]).orthonormalise(None if noise is None else [noise], epsilon)
     return x
 
 
@@ -73,10 +73,12 @@ def test_a_factor_does_not_depend_on_its_neighbours_to_the_bit() -> None:
     together = Factor(sizes)
     flat = torch.randn(together.numel)
     parts = [view.clone() for view in together.views(flat)]
-    together.orthonormalise(flat, torch.empty_like(flat))
+    for columns in together.columns(flat):
+        columns.orthonormalise()
     for size, part, whole in zip(sizes, parts, together.views(flat), strict=True):
         alone, other = Factor([size]), part.flatten()
-        alone.orthonormalise(other, torch.empty_like(other))
+        (columns,) = alone.columns(other)
+        columns.orthonormalise()
         assert torch.equal(alone.views(other)[0], whole)
 
 

@@ -52,6 +52,10 @@ class ParamLayout:
             transposed or channels-last parameter is seen with its numbers in the right places).
         offset: first element, counted from the start of the bucket's storage.
         kind: ``"dense"``, or what makes it unfit for anything but plain averaging: ``"complex"``, ``"sparse"``.
+        numel: elements of the parameter.
+        matrix_shape: ``(outer, inner)``: the axis that is outermost in memory against all others. For a row-major
+            weight this is ``(dim 0, rest)``; for a transposed one it is the transposed matrix, for a channels-last one
+            a permutation of its columns: each is the same problem to a low-rank method.
     """
 
     name: str
@@ -59,23 +63,20 @@ class ParamLayout:
     stride: tuple[int, ...]
     offset: int
     kind: str = "dense"
+    numel: int = field(init=False, repr=False, compare=False)
+    matrix_shape: tuple[int, int] = field(init=False, repr=False, compare=False)
 
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
+    def __post_init__(self) -> None:
+        numel = math.prod(self.shape)
+        object.__setattr__(self, "numel", numel)
+        object.__setattr__(self, "matrix_shape", _matrix_shape(self.shape, self.stride, numel))
 
-    @property
-    def matrix_shape(self) -> tuple[int, int]:
-        """``(outer, inner)``: the axis that is outermost in memory against all others.
 
-        For a row-major weight this is ``(dim 0, rest)``; for a transposed one it is the transposed matrix, for a
-        channels-last one a permutation of its columns: each is the same problem to a low-rank method.
-        """
-        if not self.shape or self.numel == 0:
-            return (1, self.numel)
-        outermost = max(range(len(self.shape)), key=lambda axis: (self.stride[axis], -axis))
-        outer = self.shape[outermost]
-        return (outer, self.numel // outer)
+def _matrix_shape(shape: tuple[int, ...], stride: tuple[int, ...], numel: int) -> tuple[int, int]:
+    if not shape or numel == 0:
+        return (1, numel)
+    outermost = max(range(len(shape)), key=lambda axis: (stride[axis], -axis))
+    return (shape[outermost], numel // shape[outermost])
 
 
 class BucketLayout:

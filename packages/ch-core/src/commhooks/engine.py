@@ -1,8 +1,13 @@
 """The engine: runs many reductions at once, starting every collective in one order on every rank.
 
 The lockstep rule, independent of timing: when bucket *b* arrives, start its first stage, then advance each bucket
-that is at least ``lag`` older by one stage, in bucket order; on the last bucket, drain. Everything happens on the
-thread that calls the hook, and every collective is started before the last bucket's call returns.
+that is at least ``lag`` older by one stage, in bucket order; on the last bucket, drain. What buckets ask for in one
+round of that travels as one stage. Everything happens on the thread that calls the hook, and every collective is
+started before the last bucket's call returns.
+
+On a CPU a bucket whose later stages are small waits for the drain, whatever its age: the threads that carry a
+collective take the cores from the backward, and hiding few bytes behind it costs more than it saves. The plan alone
+decides that, so all ranks decide alike.
 
 One status message per step (an all-reduced vector) says on which ranks a reduction raised and whether anything
 reduced was not finite; from it all ranks decide alike whether the step is committed.
@@ -98,11 +103,8 @@ class Engine:
             self._begin()
         live = self._new(bucket)
         self._live.append(live)
-        self._advance(live)
-        for older in self._live:
-            if live.slot - older.slot >= self.lag:
-                self._advance(older)
-        self._live = [one for one in self._live if not one.done]
+        self._advance([live])
+        self._advance([older for older in self._live if live.slot - older.slot >= self.lag and not older.waits])
         self.counters.hook_seconds += time.perf_counter() - begun
 
     def finish(self, *, outside: BaseException | None = None) -> BaseException | None:
@@ -136,9 +138,7 @@ class Engine:
     def _drain(self) -> None:
         """Advance every live bucket, one stage a round, until none is left."""
         while self._live:
-            for live in self._live:
-                self._advance(live)
-            self._live = [one for one in self._live if not one.done]
+            self._advance(self._live)
 
     # -- the step's verdict
 
@@ -243,30 +243,43 @@ class Engine:
             self._plans[key] = self.reduction.plan(layout, ctx)
         return self._plans[key]
 
-    def _advance(self, live: Live) -> None:
-        """One stage further: wait for the pending one, resume the generator, start the next."""
+    def _advance(self, lives: list[Live]) -> None:
+        """Each one stage further: wait for its pending one, resume the generator; start what they ask for as one."""
+        asked: list[Request] = []
+        started: list[Live] = []
+        for live in lives:
+            requests = self._next(live)
+            if requests is None:
+                live.done = True
+                self._end(live)
+                continue
+            for one in live.plan[live.stage]:
+                self.counters.traffic.add(one, self.transport.world_size)
+            live.stage += 1
+            asked.extend(requests)
+            started.append(live)
+        self._live = [one for one in self._live if not one.done]
+        if not started:
+            return
+        self.counters.traffic.rounds += bool(asked)
+        first = started[0]
+        stage = Stage(self.transport, self.scratch, (first.slot, first.stage))
+        for live in started:
+            live.pending = stage
+        with torch.profiler.record_function(f"commhooks::{self.reduction.name}::start{first.stage}"):
+            self._guarded(lambda stage: stage.start(tuple(asked)), stage)
+
+    def _next(self, live: Live) -> tuple[Request, ...] | None:
+        """What a bucket asks for after its pending stage; ``None`` when it has ended."""
         if live.pending is not None:
             self._complete(live)
-        requests: tuple[Request, ...] | None = None
         if not live.ghost:
             try:
-                requests = self._resume(live)
+                return self._resume(live)
             except BaseException as error:  # Ctrl-C too: raised in the hook it would leave DDP and the peers stuck
                 self._fail(live, error)
-        if live.ghost:
-            ended = live.stage >= len(live.plan)
-            requests = None if ended else ghost(live.plan[live.stage], self.transport.world_size, live.bucket.device)
-        if requests is None:
-            live.done = True
-            self._end(live)
-            return
-        for one in live.plan[live.stage]:
-            self.counters.traffic.add(one, self.transport.world_size)
-        self.counters.traffic.rounds += bool(requests)
-        live.stage += 1
-        live.pending = Stage(self.transport, self.scratch, (live.slot, live.stage))
-        with torch.profiler.record_function(f"commhooks::{self.reduction.name}::start{live.stage}"):
-            self._guarded(lambda stage: stage.start(requests), live.pending)
+        ended = live.stage >= len(live.plan)
+        return None if ended else ghost(live.plan[live.stage], self.transport.world_size, live.bucket.device)
 
     def _end(self, live: Live) -> None:
         if self.keep_buckets:
@@ -308,8 +321,9 @@ class Engine:
         with torch.profiler.record_function(f"commhooks::{self.reduction.name}::wait{live.stage}"):
             self._guarded(lambda stage: stage.wait(self.timeout), pending)
         self.counters.wait_seconds += time.perf_counter() - begun
+        reduced, pending.reduced = pending.reduced, []  # buckets of one round share a stage, and ask once
         if self.reduction.fields:
-            self._sums.extend(_sum(t) for t in pending.reduced if t.is_floating_point())
+            self._sums.extend(_sum(t) for t in reduced if t.is_floating_point())
 
     def _guarded(self, action: Callable[[Stage], object], stage: Stage) -> None:
         """Run something of the transport; when it fails the engine is dead, because nobody knows what the others

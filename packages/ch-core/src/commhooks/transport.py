@@ -4,6 +4,7 @@ A transport starts raw collectives on flat tensors and nothing else. What a mean
 which requests are merged is decided once, in :class:`Stage`, for every transport alike.
 """
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or getattr(d
 
 
 _BLOCK = 1 << 16  # elements of fp32 that stay in a core's cache between two passes
+_AWAKE = 0.002  # seconds
+_give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class Work(Protocol):
@@ -74,6 +77,8 @@ class _GroupWork:
     def wait(self, timeout: float | None) -> None:
         on_cpu = not self._keep[0].is_cuda
         begun = time.monotonic()
+        if on_cpu:
+            self._stay_awake(begun)
         try:
             # On CUDA a timeout would make the host wait for the kernel; the stream waits instead.
             if timeout is not None and on_cpu:
@@ -88,6 +93,13 @@ class _GroupWork:
                     "does not take part in the same collectives. Raise attach(timeout=...) if ranks are merely slow"
                 ) from error
             raise TransportError(f"{self._what} failed: {error}") from error
+
+    def _stay_awake(self, begun: float) -> None:
+        """Wait for a short message without going to sleep: waking up can take longer than the message, on a virtual
+        machine by milliseconds. Whoever else wants the core gets it.
+        """
+        while not self._work.is_completed() and time.monotonic() - begun < _AWAKE:
+            _give_way()
 
 
 class ProcessGroupTransport:

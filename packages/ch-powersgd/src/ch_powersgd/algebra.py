@@ -5,9 +5,9 @@ products are two to three times faster that way round, and a factor's columns ar
 in one flat tensor (all Q's in another), sorted so that factors of one size are neighbours and are treated as one
 batch.
 
-Orthonormalising is Cholesky-QR, twice: X <- L^-1 X with L L^T = X X^T, the first time with the columns scaled to
-length one and the Gram matrix in fp64, because squaring squares the condition number. Nothing branches on numbers:
-a column that depends on the ones before it, to the precision of fp32, is zeroed or replaced, and NaN stays NaN.
+Orthonormalising is Cholesky-QR, twice: X <- L^-1 X with L L^T = X X^T, the columns scaled to length one first. All of
+it is done in fp64, because squaring squares the condition number. Nothing branches on numbers: a column that depends on
+the ones before it, to the precision of fp32, is zeroed or replaced, and NaN stays NaN.
 """
 
 import hashlib
@@ -105,56 +105,65 @@ class Factor:
         parts = torch.split_with_sizes(flat, [math.prod(run) for run in self._runs])
         return [part.view(run) for part, run in zip(parts, self._runs, strict=True)]
 
-    def orthonormalise(
-        self, flat: torch.Tensor, spare: torch.Tensor, noise: torch.Tensor | None = None, epsilon: float = 0.0
-    ) -> None:
-        """Make the columns of every factor in ``flat`` orthonormal, in place; see :func:`orthonormalise`."""
-        x, y = self.runs(flat), self.runs(spare)
-        z = self.runs(noise) if noise is not None else None
-        start = 0
-        for _, same in groupby(self._runs, key=lambda run: run[1]):
-            part = slice(start, start + len(list(same)))
-            orthonormalise(x[part], y[part], z[part] if z is not None else None, epsilon)
-            start = part.stop
+    def columns(self, flat: torch.Tensor) -> list["Columns"]:
+        """The columns of all factors in ``flat``, those of one rank together, to be made orthonormal in place."""
+        return [Columns(list(same)) for _, same in groupby(self.runs(flat), key=lambda run: run.shape[1])]
 
 
-def orthonormalise(
-    x: list[torch.Tensor], spare: list[torch.Tensor], noise: list[torch.Tensor] | None = None, epsilon: float = 0.0
-) -> None:
-    """Make the columns of many factors of one rank orthonormal, in place, for the same span.
+class Columns:
+    """The columns of many factors of one rank, and what it takes to make them orthonormal for the same span.
 
     Args:
-        x: batches ``(matrices, rank, length)``, the columns being the rows of the last two dimensions; fp32 or fp64.
-        spare: as ``x``, to work in.
-        noise: as ``x``, columns of length one that take the place of dependent ones. Without it those become zero.
-        epsilon: added to each column's length before it divides: columns much shorter than this are damped.
+        parts: batches ``(matrices, rank, length)``, the columns being the rows of the last two dimensions; fp32 or
+            fp64. They are changed in place.
 
     Example:
         >>> x = torch.tensor([[[3.0, 0.0, 4.0], [0.0, 2.0, 0.0], [3.0, 2.0, 4.0]]])  # the third is the sum
-        >>> orthonormalise([x], [torch.empty_like(x)])
+        >>> Columns([x]).orthonormalise()
         >>> (x @ x.mT).round(decimals=4)[0]
         tensor([[1., 0., 0.],
                 [0., 1., 0.],
                 [0., 0., 0.]])
     """
-    whiten, length, dependent = _whitening(_gram(x))
-    whiten = whiten.masked_fill(dependent.unsqueeze(-1), 0.0).to(x[0].dtype)
-    _apply(whiten, x, spare)
-    if noise is not None:
-        gap = torch.split_with_sizes(dependent.unsqueeze(-1).to(x[0].dtype), [v.shape[0] for v in x])
-        for columns, where, fresh in zip(spare, gap, noise, strict=True):
-            columns.addcmul_(where, fresh)
-    whiten, _, _ = _whitening(_gram(spare))
-    if epsilon:
-        whiten = whiten * (length / (length + epsilon)).unsqueeze(-1)
-    _apply(whiten.to(x[0].dtype), spare, x)
 
+    def __init__(self, parts: list[torch.Tensor]) -> None:
+        self.parts = parts
+        self.rank = parts[0].shape[1]
+        self._counts = [part.shape[0] for part in parts]
+        self._wide, self._spare = ([torch.empty_like(part, dtype=torch.float64) for part in parts] for _ in range(2))
 
-def _gram(x: list[torch.Tensor]) -> torch.Tensor:
-    """Products of all columns with each other, ``(all matrices, rank, rank)`` fp64."""
-    wide = [v.double() for v in x]
-    grams = [torch.bmm(v, v.mT) for v in wide]
-    return torch.cat(grams) if len(grams) > 1 else grams[0]
+    def orthonormalise(self, noise: list[torch.Tensor] | None = None, epsilon: float = 0.0) -> None:
+        """Make the columns orthonormal, in place.
+
+        Args:
+            noise: as ``parts``, columns of length one that take the place of dependent ones. Without it those
+                become zero.
+            epsilon: added to each column's length before it divides: columns much shorter than this are damped.
+        """
+        torch._foreach_copy_(self._wide, self.parts)
+        whiten, length, dependent = _whitening(self._gram())
+        whiten.masked_fill_(dependent.unsqueeze(-1), 0.0)
+        self._apply(whiten)
+        if noise is not None:
+            gap = torch.split_with_sizes(dependent.unsqueeze(-1).double(), self._counts)
+            for columns, where, fresh in zip(self._wide, gap, noise, strict=True):
+                columns.addcmul_(where, fresh)
+        if self.rank > 1:
+            self._apply(_inverse_root(self._gram()))
+        if epsilon:
+            factor = torch.split_with_sizes((length / (length + epsilon)).unsqueeze(-1), self._counts)
+            torch._foreach_mul_(self._wide, list(factor))
+        torch._foreach_copy_(self.parts, self._wide)
+
+    def _gram(self) -> torch.Tensor:
+        """Products of all columns of a matrix with each other, ``(all matrices, rank, rank)``."""
+        grams = [torch.bmm(wide, wide.mT) for wide in self._wide]
+        return torch.cat(grams) if len(grams) > 1 else grams[0]
+
+    def _apply(self, whiten: torch.Tensor) -> None:
+        for t, wide, out in zip(torch.split_with_sizes(whiten, self._counts), self._wide, self._spare, strict=True):
+            torch.bmm(t, wide, out=out)
+        self._wide, self._spare = self._spare, self._wide
 
 
 def _whitening(gram: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -165,6 +174,8 @@ def _whitening(gram: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     """
     square = gram.diagonal(dim1=-2, dim2=-1)  # (matrices, rank)
     scale = square.clamp_min(_NOTHING).rsqrt()
+    if gram.shape[-1] == 1:
+        return (square * scale.pow(3)).unsqueeze(-1), square.sqrt(), square <= _NOTHING  # 1 / length; of Inf it is NaN
     unit = gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)
     unit.diagonal(dim1=-2, dim2=-1).add_(_SHIFT * gram.shape[-1])
     lower, _ = torch.linalg.cholesky_ex(unit)
@@ -173,9 +184,12 @@ def _whitening(gram: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return whiten, pivot / scale, pivot.square() <= _DEPENDENT * gram.shape[-1]
 
 
-def _apply(whiten: torch.Tensor, x: list[torch.Tensor], out: list[torch.Tensor]) -> None:
-    for t, source, target in zip(torch.split_with_sizes(whiten, [v.shape[0] for v in x]), x, out, strict=True):
-        torch.bmm(t, source, out=target)
+def _inverse_root(gram: torch.Tensor) -> torch.Tensor:
+    """The same for columns that are nearly orthonormal, or zero."""
+    gram.diagonal(dim1=-2, dim2=-1).add_(_SHIFT)
+    lower, _ = torch.linalg.cholesky_ex(gram)
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    return torch.linalg.solve_triangular(lower, eye.expand_as(gram), upper=False)
 
 
 def gaussian(seed: int, key: str, step: int, shape: tuple[int, int], device: torch.device) -> torch.Tensor:

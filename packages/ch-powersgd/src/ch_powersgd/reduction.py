@@ -22,8 +22,9 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from ch_powersgd.algebra import Factor, Stack, gaussian
+from ch_powersgd.algebra import Stack
 from ch_powersgd.validation import at_least, flag, one_of, positive, whole
+from ch_powersgd.work import Options, Shapes, Work
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout
 from commhooks.combine import plain
 from commhooks.reduction import Reduction, Stages, StepContext
@@ -92,7 +93,8 @@ class PowerSGD(Reduction):
         self.epsilon = at_least("epsilon", epsilon, 0)
         self.seed = whole("seed", seed, 0)
         self.batch = flag("batch", batch)
-        self._shapes: dict[BucketLayout, Shapes] = {}
+        self.options = Options(self.error_feedback, self.residual == "averaged", self.warm_start, self.seed)
+        self._shapes: dict[tuple[BucketLayout, torch.device], Shapes] = {}
 
     def config(self) -> dict[str, Any]:
         names = ("rank", "start_iter", "min_compression_rate", "residual", "error_feedback", "warm_start")
@@ -131,31 +133,30 @@ class PowerSGD(Reduction):
     # -- the algorithm
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
-        shapes = self._shapes_of(bucket.layout)
-        work = Work(self, shapes, bucket, ctx)
-        p, q = work.flat("p", shapes.p.numel), work.flat("q", shapes.q.numel)
-        sent = work.flat("q sent", shapes.q.numel)
-        ps, qs, own = shapes.p.views(p), shapes.q.views(q), shapes.q.views(sent)
+        work = Work(self.options, self._shapes_of(bucket), bucket, ctx)
 
-        work.recall_q(qs)
-        shapes.q.orthonormalise(q, sent, noise=work.noise())
-        matrices = [work.project(number, P, Q) for number, (P, Q) in enumerate(zip(ps, qs, strict=True))]
-        yield AllReduce(p)
+        work.recall_q()
+        work.orthonormalise_q()
+        work.project()  # P = D Q
+        yield AllReduce(work.p)
 
-        shapes.p.orthonormalise(p, work.flat("p spare", shapes.p.numel), epsilon=self.epsilon)
-        for D, P, Q in zip(matrices, ps, qs, strict=True):
-            torch.bmm(P, D, out=Q)  # Q_i = D^T P
-        yield AllReduce(q, sent=sent if self.error_feedback and self.residual == "local" else None)
+        work.orthonormalise_p(self.epsilon)
+        work.project_back()  # Q_i = D^T P
+        own = work.sent if self.error_feedback and self.residual == "local" else None
+        yield AllReduce(work.q, sent=own)
 
         if self.warm_start:
-            work.remember_q(qs)
-        for number, (D, P, Q, Q_i) in enumerate(zip(matrices, ps, qs, own, strict=True)):
-            work.decode(number, D, P, Q, Q_i)
+            work.remember_q()
+        work.decode()
 
-    def _shapes_of(self, layout: BucketLayout) -> "Shapes":
-        if layout not in self._shapes:
-            self._shapes[layout] = Shapes(self.stacks(layout))
-        return self._shapes[layout]
+    def _shapes_of(self, bucket: Bucket) -> Shapes:
+        key = (bucket.layout, bucket.device)  # layouts that differ in the device are equal
+        if key not in self._shapes:
+            self._shapes[key] = Shapes(self.stacks(bucket.layout), bucket.dtype, bucket.device)
+        return self._shapes[key]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_shapes": {}}
 
 
 class BatchedPowerSGD(PowerSGD):
@@ -205,11 +206,8 @@ class BatchedPowerSGD(PowerSGD):
         return [Stack((layout.params[0].name,), layout.params, rows, cols, min(rows, cols, self.rank))]
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
-        (stack,) = self._shapes_of(bucket.layout).stacks
+        (stack,) = self._shapes_of(bucket).stacks
         return plain(bucket) if self.not_worth(stack.rows, stack.cols) else super().run(bucket, ctx)
-
-
-_BLOCK = 1 << 17  # elements of a matrix that are added, multiplied and decoded at once
 
 
 def _ceil_sqrt(n: int) -> int:
@@ -217,164 +215,3 @@ def _ceil_sqrt(n: int) -> int:
     while root * root < n:
         root += 1
     return root
-
-
-class Shapes:
-    """A bucket layout as PowerSGD sees it: its stacks, and where their factors lie."""
-
-    def __init__(self, stacks: list[Stack]) -> None:
-        self.stacks = stacks
-        self.p = Factor([(s.count, s.rank, s.rows) for s in stacks])
-        self.q = Factor([(s.count, s.rank, s.cols) for s in stacks])
-        self.largest = max(s.numel for s in stacks)
-        self.widest = max(s.cols for s in stacks)
-        self.noise: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
-
-
-class Work:
-    """One bucket of one step: brings gradients and state to the algorithm, and its results back."""
-
-    def __init__(self, config: PowerSGD, shapes: Shapes, bucket: Bucket, ctx: StepContext) -> None:
-        self.config, self.shapes, self.bucket, self.ctx = config, shapes, bucket, ctx
-        self.dtype = torch.promote_types(bucket.dtype, torch.float32)  # of algebra and residual
-
-    def flat(self, name: str, numel: int) -> torch.Tensor:
-        return self.ctx.scratch(name, (numel,), self.dtype, self.bucket.device)
-
-    # -- Q
-
-    def recall_q(self, qs: list[torch.Tensor]) -> None:
-        """Fill Q from the last step; what there is none for (or of another rank) is drawn."""
-        config, step = self.config, 0 if self.config.warm_start else self.ctx.step
-        targets, sources = [], []
-        for stack, q in zip(self.shapes.stacks, qs, strict=True):
-            for key, target in zip(stack.keys, q.unbind(0), strict=True):
-                found = self.ctx.read(key, "q") if config.warm_start else None
-                if found is None or found.shape != target.shape:
-                    found = gaussian(config.seed, key, step, (stack.rank, stack.cols), target.device)
-                targets.append(target)
-                sources.append(found)
-        torch._foreach_copy_(targets, sources)
-
-    def remember_q(self, qs: list[torch.Tensor]) -> None:
-        targets, sources = [], []
-        for stack, q in zip(self.shapes.stacks, qs, strict=True):
-            for key, source in zip(stack.keys, q.unbind(0), strict=True):
-                targets.append(self.ctx.stage(key, "q", source.shape, self.dtype, self.bucket.device))
-                sources.append(source)
-        torch._foreach_copy_(targets, sources)
-
-    def noise(self) -> torch.Tensor:
-        """Columns for where Q has none, laid out like Q: the same at every step, so made once."""
-        place = (self.bucket.device, self.dtype)
-        if place not in self.shapes.noise:
-            noise = torch.empty(self.shapes.q.numel, dtype=self.dtype, device=self.bucket.device)
-            for stack, view in zip(self.shapes.stacks, self.shapes.q.views(noise), strict=True):
-                for key, target in zip(stack.keys, view.unbind(0), strict=True):
-                    target.copy_(gaussian(self.config.seed, key, -1, (stack.rank, stack.cols), target.device))
-            self.shapes.noise[place] = noise
-        return self.shapes.noise[place]
-
-    # -- D, G and e
-
-    def project(self, number: int, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-        """``D = G + e`` of a stack, ``(count, rows, cols)``, and ``P = D Q``. ``D`` takes the place of ``G`` in the
-        bucket where it can: a block of rows is added to and multiplied while it is in the cache.
-        """
-        stack = self.shapes.stacks[number]
-        if not self._in_place(stack):
-            d = self._gathered(number)
-            torch.bmm(q, d.mT, out=p)
-            return d
-        d = self.bucket.matrix(stack.params[0])
-        found = self.ctx.read(stack.params[0].name, "residual") if self.config.error_feedback else None
-        if found is None or found.shape != d.shape:
-            torch.mm(q[0], d.t(), out=p[0])
-        else:
-            n = self._block(stack)
-            for rows, kept, out in zip(d.split(n), found.split(n), p[0].split(n, 1), strict=True):
-                rows.add_(kept)
-                torch.mm(q[0], rows.t(), out=out)
-        return d.unsqueeze(0)
-
-    def decode(self, number: int, d: torch.Tensor, p: torch.Tensor, q: torch.Tensor, q_i: torch.Tensor) -> None:
-        """``G = P Q^T`` into the bucket, and ``e = D - P Q_i^T``, or D minus what was decoded."""
-        stack = self.shapes.stacks[number]
-        if not self._in_place(stack):
-            self._multiply_out(number, p, q)
-            if self.config.error_feedback:
-                self._keep_residual(number, d, p, q_i)
-            return
-        gradient, left = d[0], p[0].t()
-        if not self.config.error_feedback:
-            torch.mm(left, q[0], out=gradient)
-            return
-        n, got = self._block(stack), q_i[0] if self.config.residual == "local" else q[0]
-        sent = self._spare_block(stack)
-        blocks = zip(gradient.split(n), left.split(n), self._staged(stack.params[0]).split(n), strict=True)
-        for rows, factor, kept in blocks:
-            torch.sub(rows, torch.mm(factor, got, out=sent[: len(rows)]), out=kept)
-            torch.mm(factor, q[0], out=rows)
-
-    def _in_place(self, stack: Stack) -> bool:
-        return stack.direct and self.bucket.dtype == self.dtype
-
-    def _block(self, stack: Stack) -> int:
-        """Rows to be worked on at once: on a CPU as many as stay in a core's cache."""
-        if self.bucket.device.type != "cpu":
-            return stack.rows
-        return max(1, min(stack.rows, _BLOCK // stack.cols))
-
-    def _spare_block(self, stack: Stack) -> torch.Tensor:
-        on_cpu, shapes = self.bucket.device.type == "cpu", self.shapes
-        whole = self.flat("block", min(shapes.largest, max(_BLOCK, shapes.widest)) if on_cpu else shapes.largest)
-        n = self._block(stack)
-        return whole[: n * stack.cols].view(n, stack.cols)
-
-    def _gathered(self, number: int) -> torch.Tensor:
-        """``D = G + e`` of a stack, ``(count, rows, cols)``: in the staged residual or in scratch."""
-        stack, feedback = self.shapes.stacks[number], self.config.error_feedback
-        first = stack.params[0]
-        if stack.direct and feedback:
-            home = self._staged(first)
-        else:
-            home = self.flat(f"d {number}", stack.numel)
-            home[stack.filled :].zero_()
-        for param, target in _pieces(stack, home):
-            found = self.ctx.read(param.name, "residual") if feedback else None
-            if found is not None and found.shape == target.shape:
-                torch.add(self.bucket.matrix(param), found, out=target)
-            else:
-                target.copy_(self.bucket.matrix(param))
-        return home.view(stack.count, stack.rows, stack.cols)
-
-    def _multiply_out(self, number: int, p: torch.Tensor, q: torch.Tensor) -> None:
-        stack = self.shapes.stacks[number]
-        flat = self.flat("decoded", self.shapes.largest)[: stack.numel]
-        torch.bmm(p.mT, q, out=flat.view(stack.count, stack.rows, stack.cols))
-        for param, piece in _pieces(stack, flat):
-            self.bucket.matrix(param).copy_(piece)
-
-    def _keep_residual(self, number: int, d: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> None:
-        stack = self.shapes.stacks[number]
-        if self.config.residual == "local":
-            d.baddbmm_(p.mT, q, alpha=-1)
-            if stack.direct:
-                return
-        for param, piece in _pieces(stack, d.view(-1)):
-            kept = piece if stack.direct else self._staged(param)
-            if self.config.residual == "averaged":
-                torch.sub(piece, self.bucket.matrix(param), out=kept)
-            else:
-                kept.copy_(piece)
-
-    def _staged(self, param: ParamLayout) -> torch.Tensor:
-        return self.ctx.stage(param.name, "residual", param.matrix_shape, self.dtype, self.bucket.device)
-
-
-def _pieces(stack: Stack, home: torch.Tensor) -> list[tuple[ParamLayout, torch.Tensor]]:
-    """A stack's elements by parameter, each ``(outer, inner)``."""
-    if stack.direct:
-        return [(stack.params[0], home.view(stack.rows, stack.cols))]
-    parts = torch.split_with_sizes(home[: stack.filled], [p.numel for p in stack.params])
-    return [(p, part.view(p.matrix_shape)) for p, part in zip(stack.params, parts, strict=True)]

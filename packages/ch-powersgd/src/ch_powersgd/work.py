@@ -1,0 +1,266 @@
+"""PowerSGD's work on one bucket: gradients and state come in, P and Q go out, averages and residuals come back.
+
+The products are what PowerSGD costs, and they move far more memory than they calculate. So a matrix that is one
+parameter in the bucket is worked on where it lies and, on a CPU, in blocks of rows that stay in a core's cache from
+one pass to the next. Matrices gathered from several parameters, or narrower than fp32, are built in scratch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ch_powersgd.algebra import Factor, Stack, gaussian
+from commhooks.bucket import Bucket, ParamLayout
+from commhooks.reduction import StepContext
+
+_BLOCK = 1 << 16  # elements of a matrix that are added, multiplied and decoded at once
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the algorithm was told that decides how a bucket is worked on; see :class:`~ch_powersgd.PowerSGD`."""
+
+    error_feedback: bool
+    averaged: bool
+    warm_start: bool
+    seed: int
+
+
+class Shapes:
+    """A bucket as PowerSGD sees it: its stacks, where their factors lie, and the blocks they are worked on in.
+
+    Attributes:
+        dtype: of algebra and state.
+        blocks: per stack the rows of each block, or ``None`` for what is built in scratch.
+        largest: elements of the largest stack.
+    """
+
+    def __init__(self, stacks: list[Stack], dtype: torch.dtype, device: torch.device) -> None:
+        self.stacks = stacks
+        self.dtype = torch.promote_types(dtype, torch.float32)
+        self.p = Factor([(s.count, s.rank, s.rows) for s in stacks])
+        self.q = Factor([(s.count, s.rank, s.cols) for s in stacks])
+        in_place, on_cpu = dtype == self.dtype, device.type == "cpu"
+        self.blocks = [_blocks(s, on_cpu) if in_place and s.direct else None for s in stacks]
+        self.largest = max(s.numel for s in stacks)
+        self._device = device
+        self._noise: list[list[torch.Tensor]] | None = None
+        self._factors: Factors | None = None
+
+    def factors(self, p: torch.Tensor, q: torch.Tensor, sent: torch.Tensor) -> "Factors":
+        """The views of these flat tensors, which are the same at every step: made once."""
+        found = self._factors
+        if found is None or found.of[0] is not p or found.of[1] is not q or found.of[2] is not sent:
+            found = self._factors = Factors(self, p, q, sent)
+        return found
+
+    def noise(self, seed: int) -> list[list[torch.Tensor]]:
+        """Columns for where Q has none, as :attr:`Factors.q_columns` has them: the same at every step, so made once."""
+        if self._noise is None:
+            noise = torch.empty(self.q.numel, dtype=self.dtype, device=self._device)
+            for stack, view in zip(self.stacks, self.q.views(noise), strict=True):
+                for key, target in zip(stack.keys, view.unbind(0), strict=True):
+                    target.copy_(gaussian(seed, key, -1, (stack.rank, stack.cols), self._device))
+            self._noise = [columns.parts for columns in self.q.columns(noise)]
+        return self._noise
+
+
+def _blocks(stack: Stack, on_cpu: bool) -> list[int]:
+    """Rows of each block of a matrix, the largest first."""
+    block = 2 * _BLOCK if stack.rank == 1 else _BLOCK  # vectors are multiplied faster: fewer calls
+    n = max(1, min(stack.rows, block // stack.cols)) if on_cpu else stack.rows
+    return [min(n, stack.rows - start) for start in range(0, stack.rows, n)]
+
+
+class Factors:
+    """P, Q and the sent Q of a bucket, cut up.
+
+    Attributes:
+        p, q, sent: per stack ``(count, rank, length)``.
+        rows: per stack and block the part of P that its rows give: ``(rank, n)``, or ``(n,)`` at rank 1.
+        left: the same as ``(n, rank)``, to multiply Q with.
+        columns: of every matrix its Q, ``(rank, cols)``, with its key and stack.
+        p_columns, q_columns: to be made orthonormal, by rank.
+    """
+
+    def __init__(self, shapes: Shapes, p: torch.Tensor, q: torch.Tensor, sent: torch.Tensor) -> None:
+        self.of = (p, q, sent)
+        self.p, self.q, self.sent = shapes.p.views(p), shapes.q.views(q), shapes.q.views(sent)
+        self.rows: list[Sequence[torch.Tensor]] = []
+        self.left: list[Sequence[torch.Tensor]] = []
+        for stack, blocks, part in zip(shapes.stacks, shapes.blocks, self.p, strict=True):
+            self.rows.append((part[0] if stack.rank > 1 else part[0, 0]).split(blocks, -1) if blocks else ())
+            self.left.append(part[0].t().split(blocks) if blocks else ())
+        self.p_columns, self.q_columns = shapes.p.columns(p), shapes.q.columns(q)
+        self.columns = [
+            (key, stack, column)
+            for stack, part in zip(shapes.stacks, self.q, strict=True)
+            for key, column in zip(stack.keys, part.unbind(0), strict=True)
+        ]
+
+
+class Work:
+    """One bucket of one step.
+
+    Attributes:
+        p, q, sent: flat tensors of all P's, of all Q's, and of the Q's as this rank sent them.
+    """
+
+    def __init__(self, options: Options, shapes: Shapes, bucket: Bucket, ctx: StepContext) -> None:
+        self.options, self.shapes, self.bucket, self.ctx = options, shapes, bucket, ctx
+        self.p, self.q = self.flat("p", shapes.p.numel), self.flat("q", shapes.q.numel)
+        self.sent = self.flat("q sent", shapes.q.numel)
+        self.factors = shapes.factors(self.p, self.q, self.sent)
+        self._d: list[torch.Tensor] = []  # of every stack: (rows, cols) where it lies, else (count, rows, cols)
+        self._rows: list[Sequence[torch.Tensor]] = []  # of every stack: its blocks
+
+    def flat(self, name: str, numel: int) -> torch.Tensor:
+        """Scratch for ``numel`` elements."""
+        return self.ctx.scratch(name, (numel,), self.shapes.dtype, self.bucket.device)
+
+    # -- Q
+
+    def recall_q(self) -> None:
+        """Fill Q from the last step; what there is none for (or of another rank) is drawn."""
+        warm, seed = self.options.warm_start, self.options.seed
+        sources = []
+        for key, stack, column in self.factors.columns:
+            found = self.ctx.read(key, "q") if warm else None
+            if found is None or found.shape != column.shape:
+                step = 0 if warm else self.ctx.step
+                found = gaussian(seed, key, step, (stack.rank, stack.cols), column.device)
+            sources.append(found)
+        torch._foreach_copy_([column for _, _, column in self.factors.columns], sources)
+
+    def remember_q(self) -> None:
+        """Stage Q for the next step."""
+        columns, dtype, device = self.factors.columns, self.shapes.dtype, self.bucket.device
+        targets = [self.ctx.stage(key, "q", column.shape, dtype, device) for key, _, column in columns]
+        torch._foreach_copy_(targets, [column for _, _, column in columns])
+
+    def orthonormalise_q(self) -> None:
+        """Columns that Q has lost are replaced, so that the next gradient can fill them."""
+        for columns, fresh in zip(self.factors.q_columns, self.shapes.noise(self.options.seed), strict=True):
+            columns.orthonormalise(fresh)
+
+    def orthonormalise_p(self, epsilon: float) -> None:
+        """Columns that P lacks stay zero: nothing is sent for them."""
+        for columns in self.factors.p_columns:
+            columns.orthonormalise(epsilon=epsilon)
+
+    # -- P and Q_i
+
+    def project(self) -> None:
+        """``D = G + e`` and ``P = D Q`` of every stack. Where it can, D takes the place of G in the bucket."""
+        for number, blocks in enumerate(self.shapes.blocks):
+            if blocks is not None:
+                self._project_in_place(number, blocks)
+                continue
+            d = self._gathered(number)
+            torch.bmm(self.factors.q[number], d.mT, out=self.factors.p[number])
+            self._d.append(d)
+            self._rows.append(())
+
+    def project_back(self) -> None:
+        """``Q_i = D^T P`` of every stack."""
+        for d, p, q in zip(self._d, self.factors.p, self.factors.q, strict=True):
+            if d.dim() == 2:
+                torch.mm(p[0], d, out=q[0])
+            else:
+                torch.bmm(p, d, out=q)
+
+    def _project_in_place(self, number: int, blocks: list[int]) -> None:
+        stack, q = self.shapes.stacks[number], self.factors.q[number][0]
+        d = self.bucket.matrix(stack.params[0])
+        kept = self.ctx.read(stack.params[0].name, "residual") if self.options.error_feedback else None
+        if kept is not None and kept.shape != d.shape:
+            kept = None
+        parts = d.split_with_sizes(blocks)
+        self._d.append(d)
+        self._rows.append(parts)
+        owed = kept.split_with_sizes(blocks) if kept is not None else parts
+        for rows, residual, out in zip(parts, owed, self.factors.rows[number], strict=True):
+            if kept is not None:
+                rows.add_(residual)
+            if stack.rank == 1:
+                torch.mv(rows, q[0], out=out)
+            else:
+                torch.mm(q, rows.t(), out=out)
+
+    # -- G and e
+
+    def decode(self) -> None:
+        """``G = P Q^T`` into the bucket, and ``e = D - P Q_i^T``, or D minus what was decoded, staged."""
+        for number, blocks in enumerate(self.shapes.blocks):
+            if blocks is not None:
+                self._decode_in_place(number, blocks)
+                continue
+            self._multiply_out(number)
+            if self.options.error_feedback:
+                self._keep_residual(number)
+
+    def _decode_in_place(self, number: int, blocks: list[int]) -> None:
+        stack, q = self.shapes.stacks[number], self.factors.q[number][0]
+        if not self.options.error_feedback:
+            torch.mm(self.factors.p[number][0].t(), q, out=self._d[number])
+            return
+        got = q if self.options.averaged else self.factors.sent[number][0]
+        staged = self._staged(stack.params[0]).split_with_sizes(blocks)
+        for rows, left, kept in zip(self._rows[number], self.factors.left[number], staged, strict=True):
+            if stack.rank == 1:
+                torch.addcmul(rows, left, got, value=-1, out=kept)
+                torch.mul(left, q, out=rows)
+            else:
+                torch.addmm(rows, left, got, alpha=-1, out=kept)
+                torch.mm(left, q, out=rows)
+
+    # -- what does not lie in the bucket as a matrix
+
+    def _gathered(self, number: int) -> torch.Tensor:
+        """``D = G + e`` of a stack, ``(count, rows, cols)``: in the staged residual or in scratch."""
+        stack, feedback = self.shapes.stacks[number], self.options.error_feedback
+        if stack.direct and feedback:
+            home = self._staged(stack.params[0])
+        else:
+            home = self.flat(f"d {number}", stack.numel)
+            home[stack.filled :].zero_()
+        for param, target in _pieces(stack, home):
+            found = self.ctx.read(param.name, "residual") if feedback else None
+            if found is not None and found.shape == target.shape:
+                torch.add(self.bucket.matrix(param), found, out=target)
+            else:
+                target.copy_(self.bucket.matrix(param))
+        return home.view(stack.count, stack.rows, stack.cols)
+
+    def _multiply_out(self, number: int) -> None:
+        stack = self.shapes.stacks[number]
+        flat = self.flat("decoded", self.shapes.largest)[: stack.numel]
+        p, q = self.factors.p[number], self.factors.q[number]
+        torch.bmm(p.mT, q, out=flat.view(stack.count, stack.rows, stack.cols))
+        for param, piece in _pieces(stack, flat):
+            self.bucket.matrix(param).copy_(piece)
+
+    def _keep_residual(self, number: int) -> None:
+        stack, d = self.shapes.stacks[number], self._d[number]
+        if not self.options.averaged:
+            d.baddbmm_(self.factors.p[number].mT, self.factors.sent[number], alpha=-1)
+            if stack.direct:
+                return
+        for param, piece in _pieces(stack, d.view(-1)):
+            kept = piece if stack.direct else self._staged(param)
+            if self.options.averaged:
+                torch.sub(piece, self.bucket.matrix(param), out=kept)
+            else:
+                kept.copy_(piece)
+
+    def _staged(self, param: ParamLayout) -> torch.Tensor:
+        return self.ctx.stage(param.name, "residual", param.matrix_shape, self.shapes.dtype, self.bucket.device)
+
+
+def _pieces(stack: Stack, home: torch.Tensor) -> list[tuple[ParamLayout, torch.Tensor]]:
+    """A stack's elements by parameter, each ``(outer, inner)``."""
+    if stack.direct:
+        return [(stack.params[0], home.view(stack.rows, stack.cols))]
+    parts = torch.split_with_sizes(home[: stack.filled], [p.numel for p in stack.params])
+    return [(p, part.view(p.matrix_shape)) for p, part in zip(stack.params, parts, strict=True)]
