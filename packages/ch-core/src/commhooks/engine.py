@@ -5,9 +5,9 @@ that is at least ``lag`` older by one stage, in bucket order; on the last bucket
 round of that travels as one stage. Everything happens on the thread that calls the hook, and every collective is
 started before the last bucket's call returns.
 
-On a CPU a bucket whose later stages are small waits for the drain, whatever its age: the threads that carry a
-collective take the cores from the backward, and hiding few bytes behind it costs more than it saves. The plan alone
-decides that, so all ranks decide alike.
+On a CPU a bucket with no later stage, or only small ones, waits for the drain, whatever its age: waiting for its
+collective would hold up the backward, the threads that carry one take the cores from it, and hiding few bytes behind it
+costs more than it saves. The plan alone decides that, so all ranks decide alike.
 
 One status message per step (an all-reduced vector) says on which ranks a reduction raised and whether anything
 reduced was not finite; from it all ranks decide alike whether the step is committed.

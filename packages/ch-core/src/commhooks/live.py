@@ -25,7 +25,7 @@ class Live:
 
     @property
     def waits(self) -> bool:
-        """Whether what is left after the first stage waits for the drain (see :mod:`commhooks.engine`)."""
+        """Whether what is left after the first stage, if anything, waits for the drain (see :mod:`commhooks.engine`)."""
         later = sum(request.payload_bytes for stage in self.plan[1:] for request in stage)
         gradient = self.bucket.layout.size * self.bucket.dtype.itemsize
-        return self.bucket.device.type == "cpu" and 0 < later * _SMALL <= gradient
+        return self.bucket.device.type == "cpu" and later * _SMALL <= gradient

@@ -24,7 +24,7 @@ _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or getattr(d
 
 
 _BLOCK = 1 << 16  # elements of fp32 that stay in a core's cache between two passes
-_AWAKE = 0.002  # seconds
+_SHORT, _AWAKE = 1 << 20, 0.002  # bytes of a short message, and seconds to stay awake for it
 _give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
@@ -77,7 +77,7 @@ class _GroupWork:
     def wait(self, timeout: float | None) -> None:
         on_cpu = not self._keep[0].is_cuda
         begun = time.monotonic()
-        if on_cpu:
+        if on_cpu and self._keep[0].nbytes <= _SHORT:
             self._stay_awake(begun)
         try:
             # On CUDA a timeout would make the host wait for the kernel; the stream waits instead.

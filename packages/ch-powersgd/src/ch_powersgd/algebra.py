@@ -189,7 +189,8 @@ def _inverse_root(gram: torch.Tensor) -> torch.Tensor:
     gram.diagonal(dim1=-2, dim2=-1).add_(_SHIFT)
     lower, _ = torch.linalg.cholesky_ex(gram)
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    return torch.linalg.solve_triangular(lower, eye.expand_as(gram), upper=False)
+    whiten: torch.Tensor = torch.linalg.solve_triangular(lower, eye.expand_as(gram), upper=False)
+    return whiten
 
 
 def gaussian(seed: int, key: str, step: int, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
