@@ -1,9 +1,8 @@
 """The engine: runs many reductions at once, starting every collective in one order on every rank.
 
 The lockstep rule, independent of timing: when bucket *b* arrives, start its first stage, then advance each bucket
-that is at least ``lag`` older by one stage, in bucket order; on the last bucket, drain. What buckets ask for in one
-round of that travels as one stage. Everything happens on the thread that calls the hook, and every collective is
-started before the last bucket's call returns.
+that is at least ``lag`` older by one stage, in bucket order; on the last bucket, drain. What older buckets ask for at one
+time travels as one stage. Everything is started on the thread that calls the hook, before its last call returns.
 
 On a CPU a bucket with no later stage, or only small ones, waits for the drain, whatever its age: waiting for its
 collective would hold up the backward, the threads that carry one take the cores from it, and hiding few bytes behind it
@@ -136,9 +135,11 @@ class Engine:
         self.counters.hook_seconds += time.perf_counter() - begun
 
     def _drain(self) -> None:
-        """Advance every live bucket, one stage a round, until none is left."""
+        """Advance every live bucket to its end; the last, a stage behind, sends while the others work."""
         while self._live:
-            self._advance(self._live)
+            *others, last = self._live
+            self._advance(others)
+            self._advance([last])
 
     # -- the step's verdict
 
