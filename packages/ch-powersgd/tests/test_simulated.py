@@ -330,3 +330,15 @@ def resnet18() -> dict[str, tuple[int, ...]]:
                 shapes[f"{name}.down.w"] = shapes[f"{name}.down.b"] = (width,)
             inside = width
     return {**shapes, "fc": (10, 512), "fc.b": (10,)}
+
+
+def test_a_large_matrix_is_worked_on_in_blocks_on_a_cpu_though_it_was_planned_on_meta() -> None:
+    def blocks(rank: SimulatedRank) -> list[list[int] | None]:
+        reduction = PowerSGD(rank=4)
+        bucket = Bucket.from_tensors({"w": torch.randn(600, 256)})
+        engine = rank.engine(reduction)
+        engine.submit(bucket)
+        assert engine.finish() is None
+        return reduction._shapes_of(bucket).blocks
+
+    assert simulate(1, blocks) == [[[256, 256, 88]]]
