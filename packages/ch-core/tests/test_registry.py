@@ -1,5 +1,6 @@
 """Lookup: typed errors with advice, register and unregister, threads."""
 
+import math
 import threading
 
 import pytest
@@ -76,6 +77,8 @@ def test_register_and_unregister(publish, registry):
         registry.get("mine")
     with pytest.raises(UnknownHookError, match="registered: none"):
         registry.unregister("mine")
+    with pytest.raises(HookConfigError, match="takes a HookSpec, got 'mine'"):
+        registry.register("mine", math.floor)
 
 
 def test_lookups_do_not_change_the_registry(registry):

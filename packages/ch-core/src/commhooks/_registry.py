@@ -219,7 +219,13 @@ class Registry:
 
         Raises:
             AmbiguousHookError: the kind and name exist already.
+            HookConfigError: ``spec`` is not a HookSpec.
         """
+        if not isinstance(spec, HookSpec):
+            raise HookConfigError(
+                f"register takes a HookSpec, got {spec!r}: register(HookSpec('mine', 'reduction', 'module:Mine', 'what "
+                "it does'), Mine)"
+            )
         with self._lock:
             key = (spec.kind, spec.name)
             taken = [s for s in self.specs() if (s.kind, s.name) == key and not (overwrite and s.provider == LOCAL)]

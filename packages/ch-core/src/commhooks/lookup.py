@@ -77,6 +77,7 @@ def register(spec: HookSpec, target: Callable[..., Any] | None = None, *, overwr
 
     Raises:
         AmbiguousHookError: the kind and name exist already.
+        HookConfigError: ``spec`` is not a HookSpec.
 
     Example:
         >>> register(HookSpec("mine", "ddp", "math:fsum", "an example"))
