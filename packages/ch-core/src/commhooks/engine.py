@@ -6,7 +6,7 @@ time travels as one stage. Everything is started on the thread that calls the ho
 
 On a CPU a bucket with no later stage, or only small ones, waits for the drain, whatever its age: waiting for its
 collective would hold up the backward, the threads that carry one take the cores from it, and hiding few bytes behind it
-costs more than it saves. The plan alone decides that, so all ranks decide alike.
+costs more than it saves; unless somebody uses each average at once. The plan decides, so all ranks decide alike.
 
 One status message per step (an all-reduced vector) says on which ranks a reduction raised and whether anything
 reduced was not finite; from it all ranks decide alike whether the step is committed.
@@ -103,7 +103,8 @@ class Engine:
         live = self._new(bucket)
         self._live.append(live)
         self._advance([live])
-        self._advance([older for older in self._live if live.slot - older.slot >= self.lag and not older.waits])
+        due = [older for older in self._live if live.slot - older.slot >= self.lag]
+        self._advance([older for older in due if self.on_reduced is not None or not older.waits])
         self.counters.hook_seconds += time.perf_counter() - begun
 
     def finish(self, *, outside: BaseException | None = None) -> BaseException | None:

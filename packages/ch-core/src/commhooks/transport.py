@@ -77,7 +77,7 @@ class _GroupWork:
     def wait(self, timeout: float | None) -> None:
         on_cpu = not self._keep[0].is_cuda
         begun = time.monotonic()
-        if on_cpu and self._keep[0].nbytes <= _SHORT:
+        if on_cpu and self._keep[0].numel() * self._keep[0].itemsize <= _SHORT:
             self._stay_awake(begun)
         try:
             # On CUDA a timeout would make the host wait for the kernel; the stream waits instead.
