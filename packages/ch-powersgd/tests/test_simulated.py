@@ -118,6 +118,27 @@ def test_alone_the_sent_part_is_counted_after_rounding() -> None:
         torch.testing.assert_close(applied + held.reshape(SHAPES[name]), total, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("shape", [(16, 64), (64, 16), (32, 32), (2, 8, 64), (1024,)])
+def test_a_bucket_whose_only_parameter_fills_the_near_square_matrix(shape: tuple[int, ...]) -> None:
+    """Batched PowerSGD takes its 1024 elements as 32 x 32, whatever shape they have."""
+
+    def body(rank: SimulatedRank) -> torch.Tensor:
+        engine, difference = rank.engine(BatchedPowerSGD(rank=2)), torch.zeros(1024)
+        for step in range(4):
+            gradient = noise(rank.rank, step, "w", shape)
+            bucket = Bucket.from_tensors({"w": gradient})
+            engine.submit(bucket)
+            error = engine.finish()
+            if error is not None:
+                raise error
+            difference += (gradient - bucket.view("w")).view(-1)
+        engine.settle()
+        return difference - stored(engine, "residual")["w"].view(-1)
+
+    left = torch.stack(simulate(2, body)).mean(0)
+    torch.testing.assert_close(left, torch.zeros(1024), atol=2e-5, rtol=0)
+
+
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("batch", [False, True])
 def test_buckets_make_no_difference_to_the_bit(world: int, batch: bool) -> None:

@@ -89,7 +89,7 @@ class BucketLayout:
         device: where the buffer lives.
     """
 
-    __slots__ = ("__dict__", "_hash", "device", "dtype", "numel", "params")
+    __slots__ = ("__dict__", "_hash", "_key", "device", "dtype", "numel", "params")
 
     def __init__(
         self, params: Iterable[ParamLayout], numel: int, dtype: torch.dtype, device: torch.device | str = "cpu"
@@ -98,7 +98,8 @@ class BucketLayout:
         self.numel = numel
         self.dtype = dtype
         self.device = torch.device(device)
-        self._hash = hash((self.params, numel, dtype))
+        self._key = (self.params, numel, dtype, self.device)
+        self._hash = hash(self._key)
 
     def __hash__(self) -> int:
         return self._hash
@@ -108,7 +109,7 @@ class BucketLayout:
             return True
         if not isinstance(other, BucketLayout):
             return NotImplemented
-        return (self.params, self.numel, self.dtype) == (other.params, other.numel, other.dtype)
+        return self._key == other._key
 
     def __repr__(self) -> str:
         return f"BucketLayout({len(self.params)} parameters, {self.size} elements, {self.dtype})"

@@ -1,6 +1,6 @@
 """What the engine keeps of a bucket under way."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from commhooks.bucket import Bucket
 from commhooks.reduction import Stages
@@ -12,7 +12,12 @@ _SMALL = 16  # a gradient's bytes per byte of the later stages, from which on th
 
 @dataclass(slots=True)
 class Live:
-    """A bucket whose generator has not ended."""
+    """A bucket whose generator has not ended.
+
+    Attributes:
+        waits: whether what is left after the first stage, if anything, waits for the drain (see
+            :mod:`commhooks.engine`).
+    """
 
     slot: int
     bucket: Bucket
@@ -22,10 +27,9 @@ class Live:
     pending: Stage | None = None
     ghost: bool = False
     done: bool = False
+    waits: bool = field(init=False)
 
-    @property
-    def waits(self) -> bool:
-        """Whether what is left after the first stage, if anything, waits for the drain (see :mod:`commhooks.engine`)."""
+    def __post_init__(self) -> None:
         later = sum(request.payload_bytes for stage in self.plan[1:] for request in stage)
         gradient = self.bucket.layout.size * self.bucket.dtype.itemsize
-        return self.bucket.device.type == "cpu" and later * _SMALL <= gradient
+        self.waits = self.bucket.device.type == "cpu" and later * _SMALL <= gradient

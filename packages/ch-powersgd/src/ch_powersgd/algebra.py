@@ -64,8 +64,8 @@ class Stack:
 
     @cached_property
     def direct(self) -> bool:
-        """Whether one parameter is the whole stack, so that nothing has to be gathered."""
-        return len(self.params) == 1 and self.filled == self.numel
+        """Whether one parameter, as it lies in the bucket, is the whole stack, so that nothing has to be gathered."""
+        return len(self.params) == 1 and self.params[0].matrix_shape == (self.rows, self.cols)
 
 
 class Factor:
@@ -105,9 +105,13 @@ class Factor:
         parts = torch.split_with_sizes(flat, [math.prod(run) for run in self._runs])
         return [part.view(run) for part, run in zip(parts, self._runs, strict=True)]
 
+    def by_rank(self, flat: torch.Tensor) -> list[list[torch.Tensor]]:
+        """:meth:`runs`, those of one rank together."""
+        return [list(same) for _, same in groupby(self.runs(flat), key=lambda run: run.shape[1])]
+
     def columns(self, flat: torch.Tensor) -> list["Columns"]:
         """The columns of all factors in ``flat``, those of one rank together, to be made orthonormal in place."""
-        return [Columns(list(same)) for _, same in groupby(self.runs(flat), key=lambda run: run.shape[1])]
+        return [Columns(same) for same in self.by_rank(flat)]
 
 
 class Columns:

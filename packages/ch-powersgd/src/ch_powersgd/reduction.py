@@ -20,11 +20,9 @@ PyTorch's hook does.
 from collections.abc import Hashable
 from typing import Any, ClassVar, Literal
 
-import torch
-
 from ch_powersgd.algebra import Stack
 from ch_powersgd.validation import at_least, flag, one_of, positive, whole
-from ch_powersgd.work import Options, Shapes, Work
+from ch_powersgd.work import Shapes, Work
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout
 from commhooks.combine import plain
 from commhooks.reduction import Reduction, Stages, StepContext
@@ -93,8 +91,7 @@ class PowerSGD(Reduction):
         self.epsilon = at_least("epsilon", epsilon, 0)
         self.seed = whole("seed", seed, 0)
         self.batch = flag("batch", batch)
-        self.options = Options(self.error_feedback, self.residual == "averaged", self.warm_start, self.seed)
-        self._shapes: dict[tuple[BucketLayout, torch.device], Shapes] = {}
+        self._shapes: dict[BucketLayout, Shapes] = {}
 
     def config(self) -> dict[str, Any]:
         names = ("rank", "start_iter", "min_compression_rate", "residual", "error_feedback", "warm_start")
@@ -133,7 +130,7 @@ class PowerSGD(Reduction):
     # -- the algorithm
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
-        work = Work(self.options, self._shapes_of(bucket), bucket, ctx)
+        work = Work(self, self._shapes_of(bucket), bucket, ctx)
 
         work.recall_q()
         work.orthonormalise_q()
@@ -150,10 +147,10 @@ class PowerSGD(Reduction):
         work.decode()
 
     def _shapes_of(self, bucket: Bucket) -> Shapes:
-        key = (bucket.layout, bucket.device)  # layouts that differ in the device are equal
-        if key not in self._shapes:
-            self._shapes[key] = Shapes(self.stacks(bucket.layout), bucket.dtype, bucket.device)
-        return self._shapes[key]
+        layout = bucket.layout
+        if layout not in self._shapes:
+            self._shapes[layout] = Shapes(self.stacks(layout), layout.dtype, layout.device)
+        return self._shapes[layout]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_shapes": {}}

@@ -6,7 +6,7 @@ one pass to the next. Matrices gathered from several parameters, or narrower tha
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,17 +14,10 @@ from ch_powersgd.algebra import Factor, Stack, gaussian
 from commhooks.bucket import Bucket, ParamLayout
 from commhooks.reduction import StepContext
 
+if TYPE_CHECKING:
+    from ch_powersgd.reduction import PowerSGD
+
 _BLOCK = 1 << 16  # elements of a matrix that are added, multiplied and decoded at once
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the algorithm was told that decides how a bucket is worked on; see :class:`~ch_powersgd.PowerSGD`."""
-
-    error_feedback: bool
-    averaged: bool
-    warm_start: bool
-    seed: int
 
 
 class Shapes:
@@ -56,13 +49,13 @@ class Shapes:
         return found
 
     def noise(self, seed: int) -> list[list[torch.Tensor]]:
-        """Columns for where Q has none, as :attr:`Factors.q_columns` has them: the same at every step, so made once."""
+        """Columns for where Q has none, by rank as in :attr:`Factors.q_columns`: the same at every step, so made once."""
         if self._noise is None:
             noise = torch.empty(self.q.numel, dtype=self.dtype, device=self._device)
             for stack, view in zip(self.stacks, self.q.views(noise), strict=True):
                 for key, target in zip(stack.keys, view.unbind(0), strict=True):
                     target.copy_(gaussian(seed, key, -1, (stack.rank, stack.cols), self._device))
-            self._noise = [columns.parts for columns in self.q.columns(noise)]
+            self._noise = self.q.by_rank(noise)
         return self._noise
 
 
@@ -107,8 +100,8 @@ class Work:
         p, q, sent: flat tensors of all P's, of all Q's, and of the Q's as this rank sent them.
     """
 
-    def __init__(self, options: Options, shapes: Shapes, bucket: Bucket, ctx: StepContext) -> None:
-        self.options, self.shapes, self.bucket, self.ctx = options, shapes, bucket, ctx
+    def __init__(self, config: "PowerSGD", shapes: Shapes, bucket: Bucket, ctx: StepContext) -> None:
+        self.config, self.shapes, self.bucket, self.ctx = config, shapes, bucket, ctx
         self.p, self.q = self.flat("p", shapes.p.numel), self.flat("q", shapes.q.numel)
         self.sent = self.flat("q sent", shapes.q.numel)
         self.factors = shapes.factors(self.p, self.q, self.sent)
@@ -123,7 +116,7 @@ class Work:
 
     def recall_q(self) -> None:
         """Fill Q from the last step; what there is none for (or of another rank) is drawn."""
-        warm, seed = self.options.warm_start, self.options.seed
+        warm, seed = self.config.warm_start, self.config.seed
         sources = []
         for key, stack, column in self.factors.columns:
             found = self.ctx.read(key, "q") if warm else None
@@ -141,7 +134,7 @@ class Work:
 
     def orthonormalise_q(self) -> None:
         """Columns that Q has lost are replaced, so that the next gradient can fill them."""
-        for columns, fresh in zip(self.factors.q_columns, self.shapes.noise(self.options.seed), strict=True):
+        for columns, fresh in zip(self.factors.q_columns, self.shapes.noise(self.config.seed), strict=True):
             columns.orthonormalise(fresh)
 
     def orthonormalise_p(self, epsilon: float) -> None:
@@ -173,9 +166,7 @@ class Work:
     def _project_in_place(self, number: int, blocks: list[int]) -> None:
         stack, q = self.shapes.stacks[number], self.factors.q[number][0]
         d = self.bucket.matrix(stack.params[0])
-        kept = self.ctx.read(stack.params[0].name, "residual") if self.options.error_feedback else None
-        if kept is not None and kept.shape != d.shape:
-            kept = None
+        kept = self._owed(stack.params[0])
         parts = d.split_with_sizes(blocks)
         self._d.append(d)
         self._rows.append(parts)
@@ -197,15 +188,15 @@ class Work:
                 self._decode_in_place(number, blocks)
                 continue
             self._multiply_out(number)
-            if self.options.error_feedback:
+            if self.config.error_feedback:
                 self._keep_residual(number)
 
     def _decode_in_place(self, number: int, blocks: list[int]) -> None:
         stack, q = self.shapes.stacks[number], self.factors.q[number][0]
-        if not self.options.error_feedback:
+        if not self.config.error_feedback:
             torch.mm(self.factors.p[number][0].t(), q, out=self._d[number])
             return
-        got = q if self.options.averaged else self.factors.sent[number][0]
+        got = q if self._averaged else self.factors.sent[number][0]
         staged = self._staged(stack.params[0]).split_with_sizes(blocks)
         for rows, left, kept in zip(self._rows[number], self.factors.left[number], staged, strict=True):
             if stack.rank == 1:
@@ -219,15 +210,15 @@ class Work:
 
     def _gathered(self, number: int) -> torch.Tensor:
         """``D = G + e`` of a stack, ``(count, rows, cols)``: in the staged residual or in scratch."""
-        stack, feedback = self.shapes.stacks[number], self.options.error_feedback
-        if stack.direct and feedback:
+        stack = self.shapes.stacks[number]
+        if stack.direct and self.config.error_feedback:
             home = self._staged(stack.params[0])
         else:
             home = self.flat(f"d {number}", stack.numel)
             home[stack.filled :].zero_()
         for param, target in _pieces(stack, home):
-            found = self.ctx.read(param.name, "residual") if feedback else None
-            if found is not None and found.shape == target.shape:
+            found = self._owed(param)
+            if found is not None:
                 torch.add(self.bucket.matrix(param), found, out=target)
             else:
                 target.copy_(self.bucket.matrix(param))
@@ -243,16 +234,25 @@ class Work:
 
     def _keep_residual(self, number: int) -> None:
         stack, d = self.shapes.stacks[number], self._d[number]
-        if not self.options.averaged:
+        if not self._averaged:
             d.baddbmm_(self.factors.p[number].mT, self.factors.sent[number], alpha=-1)
             if stack.direct:
                 return
         for param, piece in _pieces(stack, d.view(-1)):
             kept = piece if stack.direct else self._staged(param)
-            if self.options.averaged:
+            if self._averaged:
                 torch.sub(piece, self.bucket.matrix(param), out=kept)
             else:
                 kept.copy_(piece)
+
+    @property
+    def _averaged(self) -> bool:
+        return self.config.residual == "averaged"
+
+    def _owed(self, param: ParamLayout) -> torch.Tensor | None:
+        """The residual of the last step, if there is one and it fits."""
+        found = self.ctx.read(param.name, "residual") if self.config.error_feedback else None
+        return found if found is not None and found.shape == param.matrix_shape else None
 
     def _staged(self, param: ParamLayout) -> torch.Tensor:
         return self.ctx.stage(param.name, "residual", param.matrix_shape, self.shapes.dtype, self.bucket.device)
