@@ -51,6 +51,7 @@ def test_layouts_are_equal_by_value_and_usable_as_keys() -> None:
     assert a == b
     assert hash(a) == hash(b)
     assert a != BucketLayout.of_shapes({"w": (3, 2), "b": (3,)})
+    assert a != BucketLayout.of_shapes({"w": (2, 3), "b": (3,)}, device="meta")
     assert a.select(frozenset({"b"})).runs() == ((6, 3),)
 
 

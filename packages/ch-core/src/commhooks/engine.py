@@ -6,10 +6,12 @@ time travels as one stage. Everything is started on the thread that calls the ho
 
 On a CPU a bucket with no later stage, or only small ones, waits for the drain, whatever its age: waiting for its
 collective would hold up the backward, the threads that carry one take the cores from it, and hiding few bytes behind it
-costs more than it saves; unless somebody uses each average at once. The plan decides, so all ranks decide alike.
+costs more than it saves. The plan decides, so all ranks decide alike. Only ending a bucket, which starts nothing, is
+done at once where somebody uses each average.
 
 One status message per step (an all-reduced vector) says on which ranks a reduction raised and whether anything
-reduced was not finite; from it all ranks decide alike whether the step is committed.
+reduced was not finite; from it all ranks decide alike whether the step is committed. It follows the drain, or travels
+beside the last messages where nothing is left to do but to wait for them.
 """
 
 import logging
@@ -28,7 +30,7 @@ from commhooks.reduction import Reduction, StepContext
 from commhooks.requests import AllGather, Request, StagePlan, as_tuple
 from commhooks.scratch import Scratch
 from commhooks.state import HookState
-from commhooks.status import BETWEEN, DECODE, ENCODE, WHERE, Exchange, Outside, Status
+from commhooks.status import BETWEEN, DECODE, ENCODE, WHERE, Exchange, Outside, Status, finiteness
 from commhooks.transport import Stage, Transport
 
 log = logging.getLogger("commhooks")
@@ -104,7 +106,8 @@ class Engine:
         self._live.append(live)
         self._advance([live])
         due = [older for older in self._live if live.slot - older.slot >= self.lag]
-        self._advance([older for older in due if self.on_reduced is not None or not older.waits])
+        used = self.on_reduced is not None
+        self._advance([older for older in due if not older.waits or (used and older.stage == len(older.plan))])
         self.counters.hook_seconds += time.perf_counter() - begun
 
     def finish(self, *, outside: BaseException | None = None) -> BaseException | None:
@@ -117,10 +120,10 @@ class Engine:
         begun = time.perf_counter()
         if outside is not None and self._error is None:
             self._error = (outside, ENCODE)
+        told = self._tell() if self._only_waits() else None
         self._drain()
-        error = self._exchange()
-        self._open = False
-        self._slots = 0
+        error = self._verdict(*(told or self._tell()))
+        self._open, self._slots = False, 0
         self.counters.steps += 1
         gradient, sent = self._bytes[0], self.counters.traffic.trip_bytes - self._bytes[1]
         self.counters.compressed_steps += 0 < sent < self.reduction.trips * gradient  # less than sending it as it is
@@ -289,7 +292,7 @@ class Engine:
         # A finite P and Q may overflow when multiplied out in fp16; opaque payloads show nothing before decoding.
         opaque = any(r.kind in ("all_gather", "all_to_all") for stage in live.plan for r in stage)
         if self.reduction.fields and (opaque or live.bucket.dtype == torch.float16):
-            self._sums.append(_sum(live.bucket.storage))
+            self._sums.append(finiteness(live.bucket.storage))
         if self.on_reduced is not None and self.participating and not live.ghost:
             try:
                 self.on_reduced(live.bucket)
@@ -325,12 +328,10 @@ class Engine:
         self.counters.wait_seconds += time.perf_counter() - begun
         reduced, pending.reduced = pending.reduced, []  # buckets of one round share a stage, and ask once
         if self.reduction.fields:
-            self._sums.extend(_sum(t) for t in reduced if t.is_floating_point())
+            self._sums.extend(finiteness(t) for t in reduced if t.is_floating_point())
 
     def _guarded(self, action: Callable[[Stage], object], stage: Stage) -> None:
-        """Run something of the transport; when it fails the engine is dead, because nobody knows what the others
-        received.
-        """
+        """Run something of the transport; when it fails the engine is dead: nobody knows what the others received."""
         try:
             action(stage)
         except Exception as error:
@@ -344,13 +345,8 @@ class Engine:
 
     def _fail(self, live: Live, error: BaseException) -> None:
         where = ENCODE if live.stage == 0 else BETWEEN if live.stage < len(live.plan) else DECODE
-        log.error(
-            "[rank %d] %s raised %s of bucket %d",
-            self.transport.rank,
-            self.reduction.name,
-            WHERE[where],
-            live.bucket.index,
-        )
+        what = (self.transport.rank, self.reduction.name, WHERE[where], live.bucket.index)
+        log.error("[rank %d] %s raised %s of bucket %d", *what)
         live.stages.close()
         live.ghost = True
         if self._error is None:
@@ -358,22 +354,30 @@ class Engine:
 
     # -- status
 
-    def _exchange(self) -> BaseException | None:
-        """Exchange the step's status and return the error that this rank raises."""
-        bad = (
-            torch.stack([s.to(self._device) for s in self._sums]).sum().isfinite().logical_not() if self._sums else None
-        )
+    def _only_waits(self) -> bool:
+        """Whether no bucket has anything to do after its last message that could fail, or has to be judged."""
+        work = self.reduction.decodes or self.reduction.fields or self.on_reduced is not None
+        return not work and all(live.stage == len(live.plan) for live in self._live)
+
+    def _tell(self) -> tuple[Status, Stage | None]:
+        """This rank's part of the step's status, and the message under way, if there is one."""
+        sums = [s.to(self._device) for s in self._sums]
         self._sums.clear()
         code = self._error[1] if self._error is not None else 0
         clock = (self.state.step if self.outside is None else self.outside.clock()) if self.participating else None
-        status = Status(self.transport.rank, self.transport.world_size, code, clock, bad, self._device)
+        status = Status(self.transport.rank, self.transport.world_size, code, clock, sums, self._device)
         # A step without collectives sends no status: nobody else takes part.
         together = self.transport.world_size > 1 and self.counters.traffic.rounds > self._rounds
-        status.exchange(self._carry_out if together and self.sends_status else None)
+        return status, self._send(status.message()) if together and self.sends_status else None
+
+    def _verdict(self, status: Status, stage: Stage | None) -> BaseException | None:
+        """Hear what the others said, and return the error that this rank raises."""
+        if stage is not None:
+            self._guarded(lambda s: s.wait(self.timeout), stage)
+        status.heard()
         if self.outside is not None:
             self.outside.mark()
-        self._status = status
-        self._unjudged = status
+        self._status = self._unjudged = status
         late, self._late = self._late, None
         return late if self._device.type == "cuda" else self.judge(self._carry_out)
 
@@ -387,13 +391,10 @@ class Engine:
         own, self._error = self._error, None
         return None if status is None else status.error(self.reduction.name, own[0] if own else None, carry_out)
 
-    def _carry_out(self, request: Request) -> None:
+    def _send(self, request: Request) -> Stage:
         stage = Stage(self.transport, self.scratch, "status")
         self._guarded(lambda s: s.start((request,)), stage)
-        self._guarded(lambda s: s.wait(self.timeout), stage)
+        return stage
 
-
-def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Zero if all are finite, else NaN: the sum is made in a wider type, where it does not overflow."""
-    total = tensor.sum(dtype=torch.float32 if tensor.dtype.itemsize < 4 else torch.float64)
-    return total.mul_(0.0).float()
+    def _carry_out(self, request: Request) -> None:
+        self._guarded(lambda s: s.wait(self.timeout), self._send(request))

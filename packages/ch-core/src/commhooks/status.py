@@ -46,32 +46,34 @@ class Outside(Protocol):
 
 
 class Status:
-    """This rank's part of the message, and after :meth:`exchange` everybody's.
+    """This rank's part of the message, and after :meth:`heard` everybody's.
 
     Args:
         rank, world: position in the group.
         code: where this rank's reduction raised, 0 if nowhere.
         clock: steps behind this rank; ``None`` if it does not count.
-        bad: number of non-finite things seen by this rank (0-d), or ``None``.
+        sums: of what was reduced, see :func:`finiteness`.
         device: where the collectives of the step happened.
     """
 
     def __init__(
-        self, rank: int, world: int, code: int, clock: int | None, bad: torch.Tensor | None, device: torch.device
+        self, rank: int, world: int, code: int, clock: int | None, sums: list[torch.Tensor], device: torch.device
     ) -> None:
         self.rank, self.world = rank, world
         mine = code + _CODES * (0 if clock is None else 1 + clock % _CLOCKS)
         self.vector = torch.zeros(world + 1, device=device)
         self.vector[rank] = mine
-        if bad is not None:
-            self.vector[world] = bad
+        if sums:
+            self.vector[world] = torch.stack(sums).sum().isfinite().logical_not()
         self._event: torch.cuda.Event | None = None
         self._values: list[float] | None = None
 
-    def exchange(self, carry_out: Exchange | None) -> None:
-        """Make the message common; ``None`` where nobody else takes part. On CUDA it is read only when needed."""
-        if carry_out is not None:
-            carry_out(AllReduce(self.vector, "sum"))
+    def message(self) -> AllReduce:
+        """What makes it common to all ranks."""
+        return AllReduce(self.vector, "sum")
+
+    def heard(self) -> None:
+        """The message, if there was one, has come. On CUDA it is read only when needed."""
         if self.vector.is_cuda:
             host = torch.empty(self.vector.shape, pin_memory=True)
             host.copy_(self.vector, non_blocking=True)
@@ -141,3 +143,15 @@ def out_of_step(name: str, clocks: dict[int, int]) -> CommHooksError:
         "skipped an optimizer step, ran one under no_sync(), rolled back, or resumed alone. Load the same checkpoint "
         "on all ranks, or attach anew"
     )
+
+
+def finiteness(tensor: torch.Tensor) -> torch.Tensor:
+    """Zero (0-d, fp32) if all numbers are finite, else NaN. On a CUDA device nobody waits for it."""
+    if tensor.device.type == "cpu":
+        total = tensor.sum()
+        if not total.isfinite() and tensor.numel():  # a sum can overflow where no number has; extremes cannot
+            low, high = tensor.aminmax()
+            total = (low - low) + (high - high)
+    else:  # in a wider type, where it does not overflow
+        total = tensor.sum(dtype=torch.float32 if tensor.dtype.itemsize < 4 else torch.float64)
+    return total.mul(0.0).float()

@@ -62,6 +62,7 @@ class WireCast(Reduction):
         self.wire_name = f"{dtype}_wrapper"
         self.name = name or f"{self.wire_name}({inner.name})"
         self.granularity = inner.granularity
+        self.decodes = inner.decodes or accumulate == "fp32"
         self.reports_sent = inner.reports_sent
         self.fields = inner.fields  # type: ignore[misc]
         self.trips = inner.trips

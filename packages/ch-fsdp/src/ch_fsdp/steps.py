@@ -101,8 +101,9 @@ class Steps:
         relay = self._relay
         if relay is None:
             return error
-        status = Status(relay.rank, relay.world_size, ENCODE if error is not None else 0, None, None, self._device)
-        status.exchange(self._carry_out)
+        status = Status(relay.rank, relay.world_size, ENCODE if error is not None else 0, None, [], self._device)
+        self._carry_out(status.message())
+        status.heard()
         late = self._device.type == "cuda"
         pending, self._told = (self._told if late else status), status
         raised, self._raised = self._raised, error is not None
