@@ -1,5 +1,6 @@
 """The step's status: what it is made of, and when it travels."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,11 +23,9 @@ INF, NAN = float("inf"), float("nan")
 def test_finiteness_is_told_where_the_sum_overflows_too(dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max
     for numbers in ([], [1.0, -2.0], [largest] * 9, [-largest] * 9, [largest, -largest] * 3):
-        assert finiteness(torch.tensor(numbers, dtype=dtype)).item() == 0, numbers
+        assert finiteness(torch.tensor(numbers, dtype=dtype)) == 0, numbers
     for numbers in ([1.0, INF], [-INF, INF], [-INF] * 3, [NAN, 1.0], [largest] * 9 + [NAN], [INF, *[-largest] * 3]):
-        told = finiteness(torch.tensor(numbers, dtype=dtype))
-        assert told.isnan(), numbers
-        assert (told.dtype, told.dim()) == (torch.float32, 0)
+        assert math.isnan(finiteness(torch.tensor(numbers, dtype=dtype))), numbers
 
 
 class TwoRounds(Reduction):

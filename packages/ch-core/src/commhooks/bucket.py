@@ -87,15 +87,19 @@ class BucketLayout:
         numel: elements of the underlying storage (at least those of ``params``).
         dtype: element type of the buffer.
         device: where the buffer lives.
+
+    Attributes:
+        size: elements of all parameters together (the storage may hold more).
     """
 
-    __slots__ = ("__dict__", "_hash", "_key", "device", "dtype", "numel", "params")
+    __slots__ = ("__dict__", "_hash", "_key", "device", "dtype", "numel", "params", "size")
 
     def __init__(
         self, params: Iterable[ParamLayout], numel: int, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
         self.params = tuple(params)
         self.numel = numel
+        self.size = sum(p.numel for p in self.params)
         self.dtype = dtype
         self.device = torch.device(device)
         self._key = (self.params, numel, dtype, self.device)
@@ -113,11 +117,6 @@ class BucketLayout:
 
     def __repr__(self) -> str:
         return f"BucketLayout({len(self.params)} parameters, {self.size} elements, {self.dtype})"
-
-    @property
-    def size(self) -> int:
-        """Elements of all parameters together (the storage may hold more)."""
-        return sum(p.numel for p in self.params)
 
     def runs(self) -> tuple[tuple[int, int], ...]:
         """``(offset, numel)`` of each contiguous piece of storage that the parameters cover."""

@@ -26,6 +26,7 @@ from commhooks.counters import Counters
 from commhooks.errors import CommHooksError, HookResultError, TransportError
 from commhooks.ghost import ghost
 from commhooks.live import Live
+from commhooks.profiling import profiled
 from commhooks.reduction import Reduction, StepContext
 from commhooks.requests import AllGather, Request, StagePlan, as_tuple
 from commhooks.scratch import Scratch
@@ -77,7 +78,7 @@ class Engine:
         self._slots = 0
         self._open = False
         self._error: tuple[BaseException, int] | None = None
-        self._sums: list[torch.Tensor] = []
+        self._sums: list[torch.Tensor | float] = []
         self._status: Status | None = None  # of the last finished step, until it is settled
         self._unjudged: Status | None = None  # on CUDA, until somebody has to know
         self._late: BaseException | None = None
@@ -271,7 +272,7 @@ class Engine:
         stage = Stage(self.transport, self.scratch, (first.slot, first.stage))
         for live in started:
             live.pending = stage
-        with torch.profiler.record_function(f"commhooks::{self.reduction.name}::start{first.stage}"):
+        with profiled(self.reduction.name, "start", first.stage):
             self._guarded(lambda stage: stage.start(tuple(asked)), stage)
 
     def _next(self, live: Live) -> tuple[Request, ...] | None:
@@ -302,7 +303,7 @@ class Engine:
     def _resume(self, live: Live) -> tuple[Request, ...] | None:
         """The generator's next requests, checked against the plan; ``None`` when it ended."""
         expected = live.plan[live.stage] if live.stage < len(live.plan) else None
-        with torch.profiler.record_function(f"commhooks::{self.reduction.name}::stage{live.stage}"):
+        with profiled(self.reduction.name, "stage", live.stage):
             try:
                 requests = as_tuple(next(live.stages))
             except StopIteration:
@@ -323,7 +324,7 @@ class Engine:
         pending, live.pending = live.pending, None
         assert pending is not None  # noqa: S101 - for the type checker
         begun = time.perf_counter()
-        with torch.profiler.record_function(f"commhooks::{self.reduction.name}::wait{live.stage}"):
+        with profiled(self.reduction.name, "wait", live.stage):
             self._guarded(lambda stage: stage.wait(self.timeout), pending)
         self.counters.wait_seconds += time.perf_counter() - begun
         reduced, pending.reduced = pending.reduced, []  # buckets of one round share a stage, and ask once
@@ -361,8 +362,7 @@ class Engine:
 
     def _tell(self) -> tuple[Status, Stage | None]:
         """This rank's part of the step's status, and the message under way, if there is one."""
-        sums = [s.to(self._device) for s in self._sums]
-        self._sums.clear()
+        sums, self._sums = self._sums, []
         code = self._error[1] if self._error is not None else 0
         clock = (self.state.step if self.outside is None else self.outside.clock()) if self.participating else None
         status = Status(self.transport.rank, self.transport.world_size, code, clock, sums, self._device)

@@ -12,7 +12,7 @@ fixed size. All ranks see the same vector and therefore decide alike.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -57,14 +57,23 @@ class Status:
     """
 
     def __init__(
-        self, rank: int, world: int, code: int, clock: int | None, sums: list[torch.Tensor], device: torch.device
+        self,
+        rank: int,
+        world: int,
+        code: int,
+        clock: int | None,
+        sums: Sequence[torch.Tensor | float],
+        device: torch.device,
     ) -> None:
         self.rank, self.world = rank, world
         mine = code + _CODES * (0 if clock is None else 1 + clock % _CLOCKS)
         self.vector = torch.zeros(world + 1, device=device)
         self.vector[rank] = mine
-        if sums:
-            self.vector[world] = torch.stack(sums).sum().isfinite().logical_not()
+        unread = [s.to(device) for s in sums if isinstance(s, torch.Tensor)]
+        if unread:
+            self.vector[world] = torch.stack(unread).sum().isfinite().logical_not()
+        if not math.isfinite(sum(s for s in sums if isinstance(s, float))):
+            self.vector[world] = 1
         self._event: torch.cuda.Event | None = None
         self._values: list[float] | None = None
 
@@ -145,13 +154,12 @@ def out_of_step(name: str, clocks: dict[int, int]) -> CommHooksError:
     )
 
 
-def finiteness(tensor: torch.Tensor) -> torch.Tensor:
-    """Zero (0-d, fp32) if all numbers are finite, else NaN. On a CUDA device nobody waits for it."""
-    if tensor.device.type == "cpu":
-        total = tensor.sum()
-        if not total.isfinite() and tensor.numel():  # a sum can overflow where no number has; extremes cannot
-            low, high = tensor.aminmax()
-            total = (low - low) + (high - high)
-    else:  # in a wider type, where it does not overflow
-        total = tensor.sum(dtype=torch.float32 if tensor.dtype.itemsize < 4 else torch.float64)
-    return total.mul(0.0).float()
+def finiteness(tensor: torch.Tensor) -> torch.Tensor | float:
+    """A number that is finite if all of the tensor's are; 0-d on a CUDA device, where nobody waits for it."""
+    if tensor.device.type != "cpu":  # in a wider type, where a sum does not overflow
+        return tensor.sum(dtype=torch.float32 if tensor.dtype.itemsize < 4 else torch.float64).mul(0.0).float()
+    total = tensor.sum().item()
+    if math.isfinite(total) or not tensor.numel():
+        return 0.0
+    low, high = tensor.aminmax()  # the sum may have overflowed where no number has
+    return (low - low + high - high).item()

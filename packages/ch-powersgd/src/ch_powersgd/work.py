@@ -71,8 +71,7 @@ class Factors:
 
     Attributes:
         p, q, sent: per stack ``(count, rank, length)``.
-        rows: per stack and block the part of P that its rows give: ``(rank, n)``, or ``(n,)`` at rank 1.
-        left: the same as ``(n, rank)``, to multiply Q with.
+        left: per stack and block the part of P that its rows give, ``(n, rank)``.
         columns: of every matrix its Q, ``(rank, cols)``, with its key and stack.
         p_columns, q_columns: to be made orthonormal, by rank.
     """
@@ -80,11 +79,8 @@ class Factors:
     def __init__(self, shapes: Shapes, p: torch.Tensor, q: torch.Tensor, sent: torch.Tensor) -> None:
         self.of = (p, q, sent)
         self.p, self.q, self.sent = shapes.p.views(p), shapes.q.views(q), shapes.q.views(sent)
-        self.rows: list[Sequence[torch.Tensor]] = []
-        self.left: list[Sequence[torch.Tensor]] = []
-        for stack, blocks, part in zip(shapes.stacks, shapes.blocks, self.p, strict=True):
-            self.rows.append((part[0] if stack.rank > 1 else part[0, 0]).split(blocks, -1) if blocks else ())
-            self.left.append(part[0].t().split(blocks) if blocks else ())
+        pairs = zip(shapes.blocks, self.p, strict=True)
+        self.left = [part[0].t().split(blocks) if blocks else () for blocks, part in pairs]
         self.p_columns, self.q_columns = shapes.p.columns(p), shapes.q.columns(q)
         self.columns = [
             (key, stack, column)
@@ -164,20 +160,16 @@ class Work:
                 torch.bmm(p, d, out=q)
 
     def _project_in_place(self, number: int, blocks: list[int]) -> None:
-        stack, q = self.shapes.stacks[number], self.factors.q[number][0]
-        d = self.bucket.matrix(stack.params[0])
-        kept = self._owed(stack.params[0])
+        param, right = self.shapes.stacks[number].params[0], self.factors.q[number][0].t()
+        d, kept = self.bucket.matrix(param), self._owed(param)
         parts = d.split_with_sizes(blocks)
         self._d.append(d)
         self._rows.append(parts)
         owed = kept.split_with_sizes(blocks) if kept is not None else parts
-        for rows, residual, out in zip(parts, owed, self.factors.rows[number], strict=True):
+        for rows, residual, left in zip(parts, owed, self.factors.left[number], strict=True):
             if kept is not None:
                 rows.add_(residual)
-            if stack.rank == 1:
-                torch.mv(rows, q[0], out=out)
-            else:
-                torch.mm(q, rows.t(), out=out)
+            torch.mm(rows, right, out=left)
 
     # -- G and e
 
