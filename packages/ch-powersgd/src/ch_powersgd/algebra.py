@@ -166,7 +166,10 @@ class Columns:
 
     def _apply(self, whiten: torch.Tensor) -> None:
         for t, wide, out in zip(torch.split_with_sizes(whiten, self._counts), self._wide, self._spare, strict=True):
-            torch.bmm(t, wide, out=out)
+            if self.rank == 1:
+                torch.mul(t, wide, out=out)
+            else:
+                torch.bmm(t, wide, out=out)
         self._wide, self._spare = self._spare, self._wide
 
 

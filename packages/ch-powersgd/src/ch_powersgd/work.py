@@ -60,9 +60,10 @@ class Shapes:
 
 
 def _blocks(stack: Stack, on_cpu: bool) -> list[int]:
-    """Rows of each block of a matrix, the largest first."""
+    """Rows of each block of a matrix, as even as can be."""
     block = 2 * _BLOCK if stack.rank == 1 else _BLOCK  # vectors are multiplied faster: fewer calls
-    n = max(1, min(stack.rows, block // stack.cols)) if on_cpu else stack.rows
+    wanted = round(stack.rows * stack.cols / block) if on_cpu else 1
+    n = -(-stack.rows // min(max(wanted, 1), stack.rows))
     return [min(n, stack.rows - start) for start in range(0, stack.rows, n)]
 
 
