@@ -109,6 +109,20 @@ def test_large_messages_give_the_same_average(world: int) -> None:
             assert error <= TOLERANCE[expr], expr
 
 
+def body_one_detached(rank: int, world: int) -> float:
+    """Rank 0 has had a hook, the others never: their messages still fit, large ones too."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 1100), nn.Linear(1100, 1053, bias=False))
+    model, reference = (DistributedDataParallel(copy.deepcopy(net)) for _ in range(2))
+    if rank == 0:
+        commhooks.attach(model, "bf16_compress", verify_ranks=False).detach()
+    return worst_error(model, reference, rank, steps=2)
+
+
+def test_a_detached_rank_goes_on_beside_ranks_that_never_had_a_hook() -> None:
+    assert spawn(body_one_detached, 2, timeout=60) == [0.0, 0.0]
+
+
 def body_plain_functions(rank: int, world: int) -> dict[str, float]:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 

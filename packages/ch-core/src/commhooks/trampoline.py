@@ -136,14 +136,14 @@ class DDPBinding:
         self.group = model.process_group
         driver = self._slot.driver
         if isinstance(driver, DDPDriver):
-            driver.engine.move(ProcessGroupTransport(self.group))
+            driver.engine.move(ProcessGroupTransport(self.group, halves=driver.engine.sends_status))
         elif isinstance(driver, ForeignDriver):
             driver.close()
             self.ready()
 
     def plain(self) -> DDPDriver:
         """Plain averaging over the model's group, message for message as DDP does it without a hook."""
-        engine = Engine(Plain(), ProcessGroupTransport(self.group), timeout=self._timeout)
+        engine = Engine(Plain(), ProcessGroupTransport(self.group, halves=False), timeout=self._timeout)
         engine.sends_status = False
         return DDPDriver(engine, self.names)
 

@@ -119,6 +119,8 @@ class ProcessGroupTransport:
 
     Args:
         group: the group; ``None`` is the default group.
+        halves: on a CPU, send a large all-reduce as two side by side: gloo has two threads a group, each busy with one
+            message. Off, messages are as they were asked for, which a peer that uses no hook has to match.
 
     Raises:
         TransportError: there is no process group.
@@ -127,7 +129,7 @@ class ProcessGroupTransport:
     divides = False
     _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, halves: bool = True) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise TransportError(
                 "no process group: call torch.distributed.init_process_group(...) first, "
@@ -136,6 +138,7 @@ class ProcessGroupTransport:
         self.group = group if group is not None else dist.group.WORLD
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
+        self.halves = halves
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
         if not self._in_halves(tensor):
@@ -144,13 +147,12 @@ class ProcessGroupTransport:
         return _Works([self._start("all-reduce", dist.all_reduce, half, op=self._OPS[op]) for half in halves])
 
     def _in_halves(self, tensor: torch.Tensor) -> bool:
-        """Whether a message goes as two side by side. gloo has two threads a group, each busy with one message; where
-        the order in which ranks are added up depends on the place in the message, fp32 stays whole: its average is
-        that of DDP to the bit.
+        """Where the order in which ranks are added up depends on the place in the message, which is where there are more
+        than two, fp32 stays whole: its average is that of DDP to the bit.
         """
-        if tensor.device.type != "cpu" or tensor.is_sparse or tensor.numel() * tensor.itemsize < _LONG:
+        if not self.halves or tensor.device.type != "cpu" or tensor.is_sparse:
             return False
-        return self.world_size == 2 or tensor.itemsize < 4
+        return tensor.numel() * tensor.itemsize >= _LONG and (self.world_size == 2 or tensor.itemsize < 4)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         return self._start("all-gather", _ALL_GATHER, output, input)
