@@ -138,9 +138,10 @@ def message(rank: int, world: int, calls: int) -> dict[str, float]:
     engine = Engine(Plain(), ProcessGroupTransport())
     times = []
     for _ in range(calls):
-        status = Status(rank, world, 0, 1, None, torch.device("cpu"))
+        status = Status(rank, world, 0, 1, [], torch.device("cpu"))
         begun = time.perf_counter()
-        status.exchange(engine._carry_out)
+        engine._carry_out(status.message())
+        status.heard()
         status.good()
         times.append(time.perf_counter() - begun)
     torch.manual_seed(0)

@@ -1,7 +1,8 @@
 """The step's status: what it is made of, and when it travels."""
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -38,8 +39,26 @@ class TwoRounds(Reduction):
         yield AllReduce(ctx.scratch("later", (2,), device=bucket.device).zero_())
 
 
-def events(reduction: Reduction, callback: bool, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What rank 0 started, by elements, and where it waited, in a step of two buckets; the status has three."""
+class AsManyRounds(TwoRounds):
+    """As many rounds as the name of the bucket's first parameter says."""
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
+        yield from itertools.islice(super().run(bucket, ctx), int(bucket.params[0].name[0]))
+
+
+class Further(Plain):
+    """Fails on rank 1 after its last collective."""
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
+        yield from super().run(bucket, ctx)
+        if ctx.rank == 1 and not bucket.buffer.is_meta:
+            raise ArithmeticError("late")
+
+
+def events(
+    reduction: Reduction, callback: bool, monkeypatch: pytest.MonkeyPatch, names: Sequence[str] = ("2", "2 again")
+) -> list[str]:
+    """What rank 0 started, by elements, and where it waited, in a step of some buckets; the status has three."""
     log: dict[int, list[str]] = {0: [], 1: []}
     starting, waiting = Stage.start, Stage.wait
 
@@ -59,12 +78,12 @@ def events(reduction: Reduction, callback: bool, monkeypatch: pytest.MonkeyPatch
         engine = rank.engine(reduction)
         if callback and rank.rank == 0:
             engine.on_reduced = lambda bucket: None
-        for i in range(2):
-            bucket = Bucket.from_tensors({f"w{i}": torch.ones(64, i + 1)}, index=i, is_last=i == 1)
-            engine.submit(bucket)
+        for i, name in enumerate(names):
+            engine.submit(Bucket.from_tensors({name: torch.ones(64, i + 1)}, index=i, is_last=i == len(names) - 1))
         assert engine.finish() is None
 
     simulate(2, body)
+    monkeypatch.undo()
     started = [[event for event in log[rank] if event != "wait"] for rank in (0, 1)]
     assert started[0] == started[1], "a callback on one rank must not change what is started, nor the order"
     return log[0]
@@ -83,23 +102,30 @@ def test_it_follows_the_drain_where_something_is_left_to_do(monkeypatch: pytest.
     assert events(Plain(), True, monkeypatch) == ["start 64", "start 128", "wait", "wait", "start 3", "wait"]
 
 
-class Raising(Reduction):
-    """Fails on rank 1 before its only collective."""
+@pytest.mark.parametrize("rounds", ["220", "221", "2210", "2120", "1202", "0220", "1110", "2211"])
+def test_a_callback_on_one_rank_changes_nothing_that_is_started(rounds: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"{count} in bucket {i}" for i, count in enumerate(rounds)]
+    assert events(AsManyRounds(), True, monkeypatch, names)
 
-    name, decodes = "raising", False
 
-    def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
-        if ctx.rank == 1 and not bucket.buffer.is_meta:
-            raise ArithmeticError("on purpose")
+@pytest.mark.parametrize("wrap", [lambda inner: inner, lambda inner: WireCast(inner, "bf16")])
+def test_a_failure_is_heard_by_all_wherever_the_status_travels(wrap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(rank: SimulatedRank) -> tuple[BaseException | None, bool | None]:
+        engine = rank.engine(wrap(reduction))
+        for i in range(2):
+            engine.submit(Bucket.from_tensors({f"w{i}": torch.ones(4)}, index=i, is_last=i == 1))
+        return engine.finish(), engine.settle(finally_=True)
+
+    def early(self: Plain, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
+        if ctx.rank == 1 and bucket.index == 1 and not bucket.buffer.is_meta:
+            raise ArithmeticError("early")
         yield AllReduce(bucket.buffer)
 
-
-def test_a_failure_before_the_last_messages_is_heard_by_all() -> None:
-    def body(rank: SimulatedRank) -> BaseException | None:
-        engine = rank.engine(Raising())
-        engine.submit(Bucket.from_tensors({"w": torch.ones(4)}))
-        return engine.finish()
-
-    others, own = simulate(2, body)
-    assert isinstance(others, RemoteHookError)
-    assert isinstance(own, ArithmeticError)
+    for reduction in (Further(), Plain()):  # a subclass may do more than average: its status follows the drain
+        if type(reduction) is Plain:
+            monkeypatch.setattr(Plain, "run", early)
+        (others, kept), (own, own_kept) = simulate(2, body)
+        assert isinstance(others, RemoteHookError)
+        assert isinstance(own, ArithmeticError)
+        assert not kept
+        assert not own_kept

@@ -33,12 +33,14 @@ def grads(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
 
 
-def worst_error(model: nn.Module, reference: nn.Module, rank: int, steps: int = 4) -> float:
+def worst_error(
+    model: nn.Module, reference: nn.Module, rank: int, steps: int = 4, dtype: torch.dtype = torch.float32
+) -> float:
     """Largest relative gradient error over some steps on equal data."""
     torch.manual_seed(100 + rank)
     worst = 0.0
     for _ in range(steps):
-        x = torch.randn(6, 20)
+        x = torch.randn(6, 20).to(dtype)
         for m in (model, reference):
             m.zero_grad()
             m(x).pow(2).sum().backward()
@@ -90,12 +92,12 @@ def test_every_hook_by_name_equals_ddp_within_its_rounding(world: int) -> None:
 def body_large(rank: int, world: int) -> dict[str, float]:
     """Buckets of 9.7 and 9.3 MB, which travel as two messages each where the order of addition allows it."""
     found = {}
-    for expr in ("allreduce", "bf16_compress", "fp16_compress"):
+    for expr, dtype in (("allreduce", torch.float32), ("allreduce", torch.bfloat16), ("bf16_compress", torch.float32)):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(20, 1100), nn.Linear(1100, 2200, bias=False), nn.Linear(2200, 1053, bias=False))
-        model, reference = (DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=MANY) for _ in range(2))
+        model, reference = (DistributedDataParallel(copy.deepcopy(net).to(dtype), bucket_cap_mb=MANY) for _ in range(2))
         commhooks.attach(model, expr)
-        found[expr] = worst_error(model, reference, rank, steps=2)
+        found[expr] = max(worst_error(model, reference, rank, 2, dtype), found.get(expr, 0.0))
         everyone = [torch.empty_like(grads(model)) for _ in range(world)]
         dist.all_gather(everyone, grads(model))
         assert all(torch.equal(one, everyone[0]) for one in everyone)

@@ -33,6 +33,7 @@ from commhooks.scratch import Scratch
 from commhooks.state import HookState
 from commhooks.status import BETWEEN, DECODE, ENCODE, WHERE, Exchange, Outside, Status, finiteness
 from commhooks.transport import Stage, Transport
+from commhooks.wire import delivers
 
 log = logging.getLogger("commhooks")
 
@@ -76,14 +77,15 @@ class Engine:
         self._plans: dict[tuple[BucketLayout, Hashable], tuple[StagePlan, ...]] = {}
         self._live: list[Live] = []
         self._slots = 0
-        self._open = False
+        self._open, self._veto = False, False
         self._error: tuple[BaseException, int] | None = None
         self._sums: list[torch.Tensor | float] = []
+        # Where members come and go, one more message under way keeps a group alive from which a peer has gone.
+        self._delivers = delivers(reduction) and not getattr(transport, "elastic", False)
         self._status: Status | None = None  # of the last finished step, until it is settled
         self._unjudged: Status | None = None  # on CUDA, until somebody has to know
         self._late: BaseException | None = None
         self._device = torch.device("cpu")
-        self._veto = False
         self._bytes = (0.0, 0.0)
         self._rounds = 0
         self.state.driven_by(self)
@@ -141,10 +143,10 @@ class Engine:
 
     def _drain(self) -> None:
         """Advance every live bucket to its end; the last, a stage behind, sends while the others work."""
+        newest = self._slots - 1  # by number: which of the others have ended already may differ between ranks
         while self._live:
-            *others, last = self._live
-            self._advance(others)
-            self._advance([last])
+            self._advance([live for live in self._live if live.slot < newest])
+            self._advance([live for live in self._live if live.slot == newest])
 
     # -- the step's verdict
 
@@ -268,11 +270,10 @@ class Engine:
         if not started:
             return
         self.counters.traffic.rounds += bool(asked)
-        first = started[0]
-        stage = Stage(self.transport, self.scratch, (first.slot, first.stage))
+        stage = Stage(self.transport, self.scratch, (started[0].slot, started[0].stage))
         for live in started:
             live.pending = stage
-        with profiled(self.reduction.name, "start", first.stage):
+        with profiled(self.reduction.name, "start", started[0].stage):
             self._guarded(lambda stage: stage.start(tuple(asked)), stage)
 
     def _next(self, live: Live) -> tuple[Request, ...] | None:
@@ -356,9 +357,8 @@ class Engine:
     # -- status
 
     def _only_waits(self) -> bool:
-        """Whether no bucket has anything to do after its last message that could fail, or has to be judged."""
-        work = self.reduction.decodes or self.reduction.fields or self.on_reduced is not None
-        return not work and all(live.stage == len(live.plan) for live in self._live)
+        """Whether no bucket has anything to do after its last message that could fail."""
+        return self._delivers and self.on_reduced is None and all(live.stage == len(live.plan) for live in self._live)
 
     def _tell(self) -> tuple[Status, Stage | None]:
         """This rank's part of the step's status, and the message under way, if there is one."""

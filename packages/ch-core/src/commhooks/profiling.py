@@ -6,11 +6,12 @@ from typing import Any
 import torch
 
 _OFF: AbstractContextManager[Any] = nullcontext()
-_running = getattr(torch.autograd, "_profiler_enabled", lambda: True)
+_on_this_thread = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 
 
 def profiled(reduction: str, what: str, stage: int) -> AbstractContextManager[Any]:
     """The range ``commhooks::REDUCTION::WHATn``. A ``record_function`` that nobody records costs more than starting a
     collective.
     """
-    return torch.profiler.record_function(f"commhooks::{reduction}::{what}{stage}") if _running() else _OFF
+    on = _on_this_thread() or getattr(torch.autograd.profiler, "_is_profiler_enabled", False)  # the latter: on any thread
+    return torch.profiler.record_function(f"commhooks::{reduction}::{what}{stage}") if on else _OFF

@@ -119,8 +119,6 @@ class Reduction(ABC):
         trips: how often the gradient would cross the network uncompressed: 2 for an all-reduce, 1 for a
             reduce-scatter. What a step sends is compared with it.
         fields: state fields and whether each is ``"local"`` to a rank or ``"shared"`` (the same on all ranks).
-        decodes: whether anything is done after the last collective. Where nothing is, because that has delivered the
-            average, nothing can fail there, and the step's status travels beside it.
         reports_sent: whether :meth:`run`, when ``ctx.sent`` is a bucket (of the layout it was given), leaves in it
             what this rank contributed: in the gradient's units, before the division by W, after all rounding. The
             ``sent`` of an :class:`~commhooks.requests.AllReduce` of the gradient itself is just that. It is what
@@ -144,7 +142,6 @@ class Reduction(ABC):
     lossy: bool = False
     trips: int = 2
     fields: ClassVar[dict[str, Literal["local", "shared"]]] = {}
-    decodes: bool = True
     reports_sent: bool = False
 
     @abstractmethod
@@ -241,7 +238,6 @@ class Plain(Reduction):
 
     name = "allreduce"
     granularity = "tensor"
-    decodes = False
     reports_sent = True
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
@@ -266,7 +262,7 @@ class FunctionReduction(Reduction):
         self.function = function
         self.name = function.__name__
         self._config = config
-        for attribute in ("granularity", "collectives", "lossy", "fields", "decodes", "reports_sent", "route", "phase"):
+        for attribute in ("granularity", "collectives", "lossy", "fields", "reports_sent", "route", "phase"):
             if hasattr(function, attribute):
                 setattr(self, attribute, getattr(function, attribute))
 

@@ -151,6 +151,7 @@ class SimulatedTransport:
     """One rank's end of a :class:`SimulatedGroup`."""
 
     divides = False
+    halves = False
 
     def __init__(self, group: SimulatedGroup, rank: int) -> None:
         self.group, self.rank, self.world_size = group, rank, group.world_size

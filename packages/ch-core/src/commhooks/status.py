@@ -158,6 +158,10 @@ def finiteness(tensor: torch.Tensor) -> torch.Tensor | float:
     """A number that is finite if all of the tensor's are; 0-d on a CUDA device, where nobody waits for it."""
     if tensor.device.type != "cpu":  # in a wider type, where a sum does not overflow
         return tensor.sum(dtype=torch.float32 if tensor.dtype.itemsize < 4 else torch.float64).mul(0.0).float()
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
     total = tensor.sum().item()
     if math.isfinite(total) or not tensor.numel():
         return 0.0

@@ -136,14 +136,14 @@ class DDPBinding:
         self.group = model.process_group
         driver = self._slot.driver
         if isinstance(driver, DDPDriver):
-            driver.engine.move(ProcessGroupTransport(self.group, halves=driver.engine.sends_status))
+            driver.engine.move(ProcessGroupTransport(self.group, halves=driver.engine.transport.halves))
         elif isinstance(driver, ForeignDriver):
             driver.close()
             self.ready()
 
     def plain(self) -> DDPDriver:
         """Plain averaging over the model's group, message for message as DDP does it without a hook."""
-        engine = Engine(Plain(), ProcessGroupTransport(self.group, halves=False), timeout=self._timeout)
+        engine = Engine(Plain(), ProcessGroupTransport(self.group), timeout=self._timeout)
         engine.sends_status = False
         return DDPDriver(engine, self.names)
 
@@ -155,7 +155,7 @@ class DDPBinding:
             return ForeignDriver(cast(Any, handle.built), handle.state, handle.expr, self._timeout)
         if not isinstance(handle.state, HookState):
             raise AttachError(f"the state of {handle.expr} is a HookState; got {type(handle.state).__name__}")
-        transport = ProcessGroupTransport(self.group)
+        transport = ProcessGroupTransport(self.group, halves=True)
         self.engine = Engine(handle.reduction, transport, handle.state, timeout=self._timeout)
         self.engine.keep_buckets = True
         return DDPDriver(self.engine, self.names)

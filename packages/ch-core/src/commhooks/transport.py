@@ -6,7 +6,7 @@ which requests are merged is decided once, in :class:`Stage`, for every transpor
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -49,11 +49,14 @@ class Transport(Protocol):
         world_size: ranks in the group.
         divides: whether :meth:`all_reduce` with op ``"mean"`` divides by itself, because only it knows how many
             take part (a fault-tolerance manager). If not, ``"mean"`` never reaches it.
+        halves: whether a large message on a CPU should go as two side by side (gloo has two threads a group, each busy
+            with one). Not where a peer without a hook has to match the messages.
     """
 
     rank: int
     world_size: int
     divides: bool
+    halves: bool
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work: ...
 
@@ -103,24 +106,12 @@ class _GroupWork:
             _give_way()
 
 
-@dataclass(frozen=True, slots=True)
-class _Works:
-    """Several as one."""
-
-    parts: list[Work]
-
-    def wait(self, timeout: float | None) -> None:
-        for part in self.parts:
-            part.wait(timeout)
-
-
 class ProcessGroupTransport:
     """Collectives over a ``torch.distributed`` process group.
 
     Args:
         group: the group; ``None`` is the default group.
-        halves: on a CPU, send a large all-reduce as two side by side: gloo has two threads a group, each busy with one
-            message. Off, messages are as they were asked for, which a peer that uses no hook has to match.
+        halves: send large all-reduces as two; see :class:`Transport`.
 
     Raises:
         TransportError: there is no process group.
@@ -129,7 +120,7 @@ class ProcessGroupTransport:
     divides = False
     _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, halves: bool = True) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, halves: bool = False) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise TransportError(
                 "no process group: call torch.distributed.init_process_group(...) first, "
@@ -141,18 +132,7 @@ class ProcessGroupTransport:
         self.halves = halves
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
-        if not self._in_halves(tensor):
-            return self._start("all-reduce", dist.all_reduce, tensor, op=self._OPS[op])
-        halves = tensor.view(-1).chunk(2)
-        return _Works([self._start("all-reduce", dist.all_reduce, half, op=self._OPS[op]) for half in halves])
-
-    def _in_halves(self, tensor: torch.Tensor) -> bool:
-        """Where the order in which ranks are added up depends on the place in the message, which is where there are more
-        than two, fp32 stays whole: its average is that of DDP to the bit.
-        """
-        if not self.halves or tensor.device.type != "cpu" or tensor.is_sparse:
-            return False
-        return tensor.numel() * tensor.itemsize >= _LONG and (self.world_size == 2 or tensor.itemsize < 4)
+        return self._start("all-reduce", dist.all_reduce, tensor, op=self._OPS[op])
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         return self._start("all-gather", _ALL_GATHER, output, input)
@@ -238,7 +218,8 @@ class Stage:
                 first.sent.copy_(tensor)
             if scale != 1.0:
                 tensor.mul_(scale)
-            self._add(self.transport.all_reduce(tensor, self._op(first.op)), None)
+            for piece in self._pieces(tensor.view(-1), wire):
+                self._add(self.transport.all_reduce(piece, self._op(first.op)), None)
             return
         total = sum(r.tensor.numel() for r in group)
         dtype = wire.dtype if wire is not None else tensor.dtype
@@ -256,8 +237,19 @@ class Stage:
             if request.sent is not None:
                 request.sent.copy_(part.view(request.sent.shape)).mul_(1.0 / scale)
         self.reduced.append(merged)  # one sum tells of all whether something is not finite
-        work = self.transport.all_reduce(merged, self._op(first.op))
-        self._add(work, lambda: torch._foreach_copy_(tensors, parts))
+        *ahead, last = [self.transport.all_reduce(p, self._op(first.op)) for p in self._pieces(merged, wire)]
+        for work in ahead:
+            self._add(work, None)
+        self._add(last, lambda: torch._foreach_copy_(tensors, parts))
+
+    def _pieces(self, flat: torch.Tensor, wire: Wire | None) -> Sequence[torch.Tensor]:
+        """The messages that a tensor travels in: two if it is large, and the transport wants that. With more than two
+        ranks, the order in which they are added up depends on the place in the message; what no cast has rounded
+        therefore stays whole, and its average is that of DDP to the bit.
+        """
+        large = flat.device.type == "cpu" and flat.numel() * flat.itemsize >= _LONG
+        free = self.transport.world_size == 2 or wire is not None
+        return flat.chunk(2) if large and free and self.transport.halves else (flat,)
 
     def _sparse(self, request: AllReduce) -> None:
         scale = self._scale(request.op)

@@ -62,7 +62,6 @@ class WireCast(Reduction):
         self.wire_name = f"{dtype}_wrapper"
         self.name = name or f"{self.wire_name}({inner.name})"
         self.granularity = inner.granularity
-        self.decodes = inner.decodes or accumulate == "fp32"
         self.reports_sent = inner.reports_sent
         self.fields = inner.fields  # type: ignore[misc]
         self.trips = inner.trips
@@ -133,6 +132,15 @@ class WireCast(Reduction):
             yield second
             for s in shards:
                 s.finish()
+
+
+def delivers(reduction: Reduction) -> bool:
+    """Whether its last collective delivers the average, so that no code of its own runs after it: plain averaging, also
+    in 16 bits. A subclass may do more, and does not count.
+    """
+    if type(reduction) is WireCast:
+        return reduction.accumulate == "wire" and delivers(reduction.inner)
+    return type(reduction) is Plain
 
 
 def _accumulating(collectives: frozenset[str]) -> frozenset[str]:

@@ -89,7 +89,7 @@ class FSDP2Binding:
             comm.remove()
         if self._replicas is None:
             return
-        plain = Engine(Plain(), ProcessGroupTransport(self._replicas, halves=False), timeout=self._timeout)
+        plain = Engine(Plain(), ProcessGroupTransport(self._replicas), timeout=self._timeout)
         plain.sends_status = False  # the messages are exactly those of torch without a hook
         steps = Steps({"replicate": plain})
         for hook in self._hooks:
