@@ -224,6 +224,8 @@ def body_reattach(rank: int, world: int) -> None:
         commhooks.attach(taken, "allreduce")
     with pytest.raises(commhooks.AttachError, match=r"Linear: it is not wrapped.*DistributedDataParallel\(model\)"):
         commhooks.attach(nn.Linear(2, 2), "allreduce")
+    with pytest.raises(commhooks.AttachError, match=r"takes a model.*got SGD"):
+        commhooks.attach(torch.optim.SGD(nn.Linear(2, 2).parameters()), "powersgd")
     copied = copy.deepcopy(wrapped())
     lost = commhooks.attach(wrapped(), "allreduce")
     copied(torch.randn(1, 20)).sum().backward()
