@@ -33,11 +33,10 @@ def grads(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
 
 
-def worst_error(
-    model: nn.Module, reference: nn.Module, rank: int, steps: int = 4, dtype: torch.dtype = torch.float32
-) -> float:
+def worst_error(model: nn.Module, reference: nn.Module, rank: int, steps: int = 4) -> float:
     """Largest relative gradient error over some steps on equal data."""
     torch.manual_seed(100 + rank)
+    dtype = next(model.parameters()).dtype
     worst = 0.0
     for _ in range(steps):
         x = torch.randn(6, 20).to(dtype)
@@ -97,7 +96,7 @@ def body_large(rank: int, world: int) -> dict[str, float]:
         net = nn.Sequential(nn.Linear(20, 1100), nn.Linear(1100, 2200, bias=False), nn.Linear(2200, 1053, bias=False))
         model, reference = (DistributedDataParallel(copy.deepcopy(net).to(dtype), bucket_cap_mb=MANY) for _ in range(2))
         commhooks.attach(model, expr)
-        found[expr] = max(worst_error(model, reference, rank, 2, dtype), found.get(expr, 0.0))
+        found[expr] = max(worst_error(model, reference, rank, steps=2), found.get(expr, 0.0))
         everyone = [torch.empty_like(grads(model)) for _ in range(world)]
         dist.all_gather(everyone, grads(model))
         assert all(torch.equal(one, everyone[0]) for one in everyone)

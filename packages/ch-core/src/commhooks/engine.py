@@ -81,7 +81,7 @@ class Engine:
         self._error: tuple[BaseException, int] | None = None
         self._sums: list[torch.Tensor | float] = []
         # Where members come and go, one more message under way keeps a group alive from which a peer has gone.
-        self._delivers = delivers(reduction) and not getattr(transport, "elastic", False)
+        self._delivers = delivers(reduction) and not transport.elastic
         self._status: Status | None = None  # of the last finished step, until it is settled
         self._unjudged: Status | None = None  # on CUDA, until somebody has to know
         self._late: BaseException | None = None

@@ -152,6 +152,7 @@ class SimulatedTransport:
 
     divides = False
     halves = False
+    elastic = False
 
     def __init__(self, group: SimulatedGroup, rank: int) -> None:
         self.group, self.rank, self.world_size = group, rank, group.world_size

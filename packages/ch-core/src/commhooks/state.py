@@ -275,8 +275,7 @@ class HookState:
         here = Place(transport.rank, transport.world_size)
         there, fields = self._place, engine.reduction.fields
         foreign = [key for key in self._committed if fields.get(key[1]) == "local"]
-        elastic = getattr(transport, "elastic", False)  # a manager's ranks come and go
-        if there is not None and foreign and there != here and not elastic:
+        if there is not None and foreign and there != here and not transport.elastic:
             if there.loaded:
                 raise StateError(
                     f"the loaded state is of rank {there.rank} of {there.world_size}, this is rank {here.rank} of "

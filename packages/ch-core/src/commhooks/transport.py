@@ -6,7 +6,7 @@ which requests are merged is decided once, in :class:`Stage`, for every transpor
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -51,12 +51,14 @@ class Transport(Protocol):
             take part (a fault-tolerance manager). If not, ``"mean"`` never reaches it.
         halves: whether a large message on a CPU should go as two side by side (gloo has two threads a group, each busy
             with one). Not where a peer without a hook has to match the messages.
+        elastic: whether rank and world size change from step to step (a manager's members come and go).
     """
 
     rank: int
     world_size: int
     divides: bool
     halves: bool
+    elastic: bool
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work: ...
 
@@ -118,6 +120,7 @@ class ProcessGroupTransport:
     """
 
     divides = False
+    elastic = False
     _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, halves: bool = False) -> None:
@@ -218,8 +221,7 @@ class Stage:
                 first.sent.copy_(tensor)
             if scale != 1.0:
                 tensor.mul_(scale)
-            for piece in self._pieces(tensor.view(-1), wire):
-                self._add(self.transport.all_reduce(piece, self._op(first.op)), None)
+            self._reduce(tensor.view(-1), first, None)
             return
         total = sum(r.tensor.numel() for r in group)
         dtype = wire.dtype if wire is not None else tensor.dtype
@@ -237,19 +239,20 @@ class Stage:
             if request.sent is not None:
                 request.sent.copy_(part.view(request.sent.shape)).mul_(1.0 / scale)
         self.reduced.append(merged)  # one sum tells of all whether something is not finite
-        *ahead, last = [self.transport.all_reduce(p, self._op(first.op)) for p in self._pieces(merged, wire)]
-        for work in ahead:
-            self._add(work, None)
-        self._add(last, lambda: torch._foreach_copy_(tensors, parts))
+        self._reduce(merged, first, lambda: torch._foreach_copy_(tensors, parts))
 
-    def _pieces(self, flat: torch.Tensor, wire: Wire | None) -> Sequence[torch.Tensor]:
-        """The messages that a tensor travels in: two if it is large, and the transport wants that. With more than two
-        ranks, the order in which they are added up depends on the place in the message; what no cast has rounded
-        therefore stays whole, and its average is that of DDP to the bit.
+    def _reduce(self, flat: torch.Tensor, like: AllReduce, decode: Callable[[], None] | None) -> None:
+        """Start the message: two if it is large, and the transport wants that. With more than two ranks, the order in
+        which they are added up depends on the place in the message; what no cast has rounded therefore stays whole,
+        and its average is that of DDP to the bit.
         """
         large = flat.device.type == "cpu" and flat.numel() * flat.itemsize >= _LONG
-        free = self.transport.world_size == 2 or wire is not None
-        return flat.chunk(2) if large and free and self.transport.halves else (flat,)
+        free = self.transport.world_size == 2 or like.wire is not None
+        pieces = flat.chunk(2) if large and free and self.transport.halves else (flat,)
+        *ahead, last = [self.transport.all_reduce(piece, self._op(like.op)) for piece in pieces]
+        for work in ahead:
+            self._add(work, None)
+        self._add(last, decode)
 
     def _sparse(self, request: AllReduce) -> None:
         scale = self._scale(request.op)

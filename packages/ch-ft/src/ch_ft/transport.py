@@ -28,7 +28,7 @@ class ManagerTransport:
         participating: whether this member's numbers count.
     """
 
-    elastic = True  # rank and world size change from step to step
+    elastic = True
     halves = False
     divides = False  # the scaling by 1/n belongs before the cast, and the manager would do it after the sum
 

@@ -162,7 +162,7 @@ def _bare(state: HookState) -> Holder:
 def _where(engine: "Engine") -> tuple[Place, bool]:
     """An engine's place, and whether it changes from step to step."""
     transport = engine.transport
-    return Place(transport.rank, transport.world_size), bool(getattr(transport, "elastic", False))
+    return Place(transport.rank, transport.world_size), transport.elastic
 
 
 def _place(group: dist.ProcessGroup | None) -> Place | None:
