@@ -71,6 +71,13 @@ def train_and_save(rank: int, world: int, folder: str) -> None:
         assert equal(third.state_dict(), saved)
     with pytest.raises(StateError, match="no tensor"):
         dcp.load(third, f"{folder}/all", key="nothing")
+    # one rank does not see the checkpoint: nobody loads it, nobody waits
+    step(model, 7)
+    ahead = handle.state_dict()
+    unseen = FileNotFoundError if rank else RankMismatchError
+    with pytest.raises(unseen, match=r"No such file" if rank else r"rank 1 .*No such file"):
+        dcp.load(handle, f"{folder}/{'nowhere' if rank else 'all'}")
+    assert equal(handle.state_dict(), ahead)
     # another rank's file
     with pytest.raises(StateError, match="this is rank"):
         third.load_state_dict(torch.load(f"{folder}/rank{rank}.pt") | {"rank": 1 - rank})

@@ -72,6 +72,12 @@ def test_register_and_unregister(publish, registry):
     assert registry.get("local/mine")(None, None) == "object"
     with pytest.raises(AmbiguousHookError, match="acme"):
         registry.register(HookSpec("taken", "ddp", "math:floor", "s"), overwrite=True)
+    for name, aliases in (("other", ("x", "mine")), ("mine", ("taken",))):  # an alias is a name like any other
+        with pytest.raises(AmbiguousHookError, match=f"'{aliases[-1]}' exists already"):
+            registry.register(HookSpec(name, "ddp", "math:floor", "s", aliases=aliases), overwrite=True)
+    registry.register(HookSpec("mine", "wrapper", "math:floor", "s"))
+    registry.unregister("mine", "wrapper")
+    assert registry.get("mine")(None, None) == "object"
     registry.unregister("mine")
     with pytest.raises(UnknownHookError):
         registry.get("mine")

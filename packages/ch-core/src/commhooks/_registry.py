@@ -218,7 +218,7 @@ class Registry:
             overwrite: take the place of an earlier `register` of the same kind and name.
 
         Raises:
-            AmbiguousHookError: the kind and name exist already.
+            AmbiguousHookError: a hook of this kind has the name, or one of the aliases, already.
             HookConfigError: ``spec`` is not a HookSpec.
         """
         if not isinstance(spec, HookSpec):
@@ -228,12 +228,14 @@ class Registry:
             )
         with self._lock:
             key = (spec.kind, spec.name)
-            taken = [s for s in self.specs() if (s.kind, s.name) == key and not (overwrite and s.provider == LOCAL)]
-            if taken:
-                raise AmbiguousHookError(
-                    f"the {spec.kind} {spec.name!r} exists already ({taken[0].provider}); choose another name"
-                    + ("" if taken[0].provider != LOCAL else ", or pass overwrite=True")
-                )
+            for other in self.specs():
+                replaced = (other.kind, other.name) == key and other.provider == LOCAL
+                shared = {spec.name, *spec.aliases} & {other.name, *other.aliases}
+                if shared and other.kind == spec.kind and not (overwrite and replaced):
+                    raise AmbiguousHookError(
+                        f"the {spec.kind} {min(shared)!r} exists already ({other.id}); choose another name"
+                        + (", or pass overwrite=True" if replaced else "")
+                    )
             self._local[key] = replace(spec, provider=LOCAL, version="0", origin="commhooks.register")
             self._objects.pop(key, None)
             if target is not None:

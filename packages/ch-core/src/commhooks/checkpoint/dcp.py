@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from commhooks.checkpoint.reading import Saved, as_dict, read
-from commhooks.checkpoint.using import load_state_dict, state_dict
+from commhooks.checkpoint.using import load_obtained, state_dict
 from commhooks.errors import StateError
 from commhooks.state import HookState
 
@@ -88,9 +88,15 @@ def load(
         storage_reader: for another storage than a folder.
 
     Raises:
-        StateError: there is no such state in the checkpoint, or it does not fit.
+        StateError: there is no such state in the checkpoint, or it does not fit. If that is so on one rank of an
+            attached hook, no rank loads anything.
     """
     reader = storage_reader if storage_reader is not None else FileSystemReader(checkpoint_id)
+    load_obtained(hook, lambda: _saved(hook, reader, key), world_change=world_change)
+
+
+def _saved(hook: "CommHook | HookState", reader: Any, key: str) -> dict[str, Any]:
+    """What :func:`.load_state_dict` takes: this rank's row of each table, or the mean of all."""
     metadata = reader.read_metadata()
     about = _about(reader, metadata, key)
     mine = state_dict(hook)
@@ -109,15 +115,11 @@ def load(
                 raise StateError(f"the checkpoint's table of {name!r}, field {field!r}, is {list(tensor.shape)}")
             tensor = tensor[rank] if rank is not None else tensor.double().mean(0).to(tensor.dtype)
         entries.setdefault(name, {})[field] = tensor.clone()
-    load_state_dict(
-        hook,
-        {**{k: v for k, v in about.items() if k != "rows"}, "rank": rank, "entries": entries},
-        world_change=world_change,
-    )
+    return {**{k: v for k, v in about.items() if k != "rows"}, "rank": rank, "entries": entries}
 
 
 def _about(reader: Any, metadata: Metadata, key: str) -> dict[str, Any]:
-    """What was saved beside the tensors, checked as far as it is used here; :func:`load_state_dict` checks the rest."""
+    """What was saved beside the tensors, checked as far as it is used here; :func:`.load_state_dict` checks the rest."""
     size = _stored(metadata, f"{key}.about").size
     if len(size) != 1 or size.numel() > _LARGEST:
         raise StateError(f"{key}.about in this checkpoint is not what commhooks saves: its size is {list(size)}")

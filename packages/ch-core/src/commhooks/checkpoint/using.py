@@ -1,7 +1,7 @@
 """Saving and loading: the state of an attached handle, an unattached one, or a bare :class:`HookState`."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -82,11 +82,18 @@ def load_state_dict(hook: "CommHook | HookState", saved: Mapping[str, Any], *, w
             been changed.
         RankMismatchError: attached handles of several ranks were given states that do not belong together.
     """
+    load_obtained(hook, lambda: saved, world_change=world_change)
+
+
+def load_obtained(
+    hook: "CommHook | HookState", obtain: Callable[[], Mapping[str, Any]], *, world_change: str = "error"
+) -> None:
+    """:func:`load_state_dict` of what ``obtain`` returns. If that raises, no rank loads anything."""
     holder = _holder(hook)
     made: Loaded | None = None
     refusal: Exception | None = None
     try:
-        made = _prepared(holder, saved, world_change)
+        made = _prepared(holder, obtain(), world_change)
     except Exception as error:  # out of memory too: the others must not load what this rank cannot
         refusal = error
     _agreed(hook, made, refusal)
