@@ -148,9 +148,10 @@ def faults(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Ruff over everything."""
+    """Ruff over everything: rules, and layout."""
     session.install("ruff>=0.12")
     session.run("ruff", "check", *(session.posargs or ["."]))
+    session.run("ruff", "format", "--check", *(session.posargs or ["."]))
 
 
 @nox.session

@@ -49,7 +49,7 @@ def table() -> str:
         if folder.name != "template":  # a starting point to copy, never installed under its own name
             for name in names(folder):
                 known.setdefault(name, []).append(dist)
-    lines = [f'    "{name}": ({", ".join(f"{d!r}" for d in dists)},),' for name, dists in sorted(known.items())]
+    lines = [f'    "{name}": {tuple(dists)!r},' for name, dists in sorted(known.items())]
     dists = "".join(f'        "{dist}",\n' for dist in projects() if projects()[dist].name != "template")
     text = f"FIRST_PARTY = frozenset(\n    {{\n{dists}    }}\n)\n\nKNOWN: dict[str, tuple[str, ...]] = {{\n"
     return HEAD + text + "\n".join(lines).replace("'", '"') + "\n}\n"

@@ -54,7 +54,9 @@ def main() -> int:
     console.print(f"{cases - wrong} of {cases} cases as they must be")
     if options.record:
         words = "".join(f" --only {word}" for word in options.only)
-        console.print(f"recorded: {bench_report.record('ft-matrix', f'python docs/benchmarks/ft_matrix.py{words}', console)}")
+        console.print(
+            f"recorded: {bench_report.record('ft-matrix', f'python docs/benchmarks/ft_matrix.py{words}', console)}"
+        )
     return 1 if wrong else 0
 
 
@@ -87,7 +89,9 @@ def row(place: str, replicas: int, hook: str) -> tuple[list[str], str]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", action="append", default=[], metavar="WORD", help="cases that have it: first-2-allreduce")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="WORD", help="cases that have it: first-2-allreduce"
+    )
     parser.add_argument("--rows", type=Path, metavar="FILE", help="keep results there; what is in it is not run again")
     parser.add_argument("--record", action="store_true", help="keep the output as docs/measured/ft-matrix-DATE.md")
     return parser.parse_args()

@@ -122,7 +122,9 @@ class Cache:
     def get(self, cell: Cell) -> dict[str, Any] | None:
         """The record of a cell, unless it was made with another setting."""
         found = self.data.get(cell.key)
-        record: dict[str, Any] | None = found["record"] if found and found["setting"] == cell.setting.as_dict() else None
+        record: dict[str, Any] | None = (
+            found["record"] if found and found["setting"] == cell.setting.as_dict() else None
+        )
         return record
 
     def put(self, cell: Cell, record: dict[str, Any]) -> None:
@@ -138,5 +140,7 @@ class Cache:
     def _write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         beside = self.path.with_suffix(".new")
-        beside.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in self.data.items()) + "\n}\n")
+        beside.write_text(
+            "{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in self.data.items()) + "\n}\n"
+        )
         beside.replace(self.path)

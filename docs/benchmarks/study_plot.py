@@ -81,7 +81,9 @@ def _differences(axes: Axes, panel: tuple[str, str], rows: list[Row], labels: bo
     axes.set_yticks(range(len(shown)), [row.expr for row in shown] if labels else [], fontsize=8)
     axes.set_ylim(len(shown) - 0.5, -0.5)
     what = TASKS[panel[0]].held_out
-    axes.set_xlabel(f"{what}, minus {BASELINE}'s, equal steps\n({'right' if higher else 'left'} is better; • a seed, | mean)")
+    axes.set_xlabel(
+        f"{what}, minus {BASELINE}'s, equal steps\n({'right' if higher else 'left'} is better; • a seed, | mean)"
+    )
     axes.grid(color="#eeeeee", linewidth=0.8)
 
 

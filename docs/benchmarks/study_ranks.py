@@ -78,5 +78,3 @@ def _residual(ranks: SimulatedRanks) -> float:
         squares = (t.double().square().sum().item() for _, field, t in engine.state.entries() if field == "residual")
         norms.append(sum(squares) ** 0.5)
     return sum(norms) / len(norms)
-
-

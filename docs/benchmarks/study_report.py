@@ -105,7 +105,9 @@ class Report:
         self.seconds = sum(record["seconds"] for record in results.values())
         self.panels = {panel: self._rows(*panel) for panel in PANELS if (*panel, BASELINE) in self.runs}
         self.residual = {
-            label: self.runs["mlp", "sorted", expr] for label, expr in RESIDUAL.items() if ("mlp", "sorted", expr) in self.runs
+            label: self.runs["mlp", "sorted", expr]
+            for label, expr in RESIDUAL.items()
+            if ("mlp", "sorted", expr) in self.runs
         }
 
     def _rows(self, task: str, kind: str) -> list[Row]:
@@ -156,7 +158,9 @@ class Report:
                         if row.expr != BASELINE and c.verdict == WORSE
                     ]
                     if lost:
-                        found.append(f"{NAMES[task]}, {SHARDS[kind]}, `{row.expr}`, at equal {where}: {'; '.join(lost)}")
+                        found.append(
+                            f"{NAMES[task]}, {SHARDS[kind]}, `{row.expr}`, at equal {where}: {'; '.join(lost)}"
+                        )
         return found
 
     def residual_lines(self) -> tuple[list[str], list[list[str]]]:

@@ -262,7 +262,9 @@ def picture(logs: dict[str, list[Record]], path: Path, hook: str) -> None:
             if r["event"] == "killed":
                 for axis in (above, below):
                     axis.axvline(r["t"] - begin, color="red", linestyle="--", linewidth=1)
-                above.text(r["t"] - begin, 0.97, " SIGKILL", color="red", va="top", transform=above.get_xaxis_transform())
+                above.text(
+                    r["t"] - begin, 0.97, " SIGKILL", color="red", va="top", transform=above.get_xaxis_transform()
+                )
     above.set(ylabel="loss (nats per symbol)", title=f"one of {len(logs)} replicas killed and restarted; {hook}")
     above.legend()
     below.set(xlabel="seconds since the first step", ylabel="participants", ylim=(0, len(logs) + 0.5))

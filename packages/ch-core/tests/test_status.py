@@ -89,7 +89,7 @@ def events(
     return log[0]
 
 
-def test_the_status_travels_beside_the_last_messages_where_nothing_follows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_status_travels_beside_the_last_messages_if_nothing_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     for reduction in (Plain(), WireCast(Plain(), "bf16")):
         assert events(reduction, False, monkeypatch) == ["start 64", "start 128", "start 3", "wait", "wait", "wait"]
 

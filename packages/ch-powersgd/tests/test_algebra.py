@@ -36,7 +36,9 @@ def test_columns_are_orthonormal_and_span_the_same(
     # Directions that are dependent but for a few parts in a million lose digits (3e-4 is the worst that was found); what
     # is less than fp32 can tell from rounding may come out shorter, never longer.
     told_apart = torch.linalg.svdvals(unit).amin(-1) > 1e-6
-    torch.testing.assert_close(gram[told_apart], torch.eye(rank).double().expand_as(gram)[told_apart], atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        gram[told_apart], torch.eye(rank).double().expand_as(gram)[told_apart], atol=1e-3, rtol=0
+    )
     assert torch.linalg.eigvalsh(gram).max() < 1 + 1e-3
     left = x.double() - x.double() @ wide.mT @ wide
     assert left.norm() <= 1e-5 * x.double().norm()

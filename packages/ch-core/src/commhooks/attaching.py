@@ -85,7 +85,9 @@ def attach(
         >>> dist.destroy_process_group()
     """
     if not isinstance(model, torch.nn.Module):
-        raise AttachError(f"attach() takes a model, wrapped for data parallelism, and then a hook; got {type(model).__name__}")
+        raise AttachError(
+            f"attach() takes a model, wrapped for data parallelism, and then a hook; got {type(model).__name__}"
+        )
     handle = as_handle(what, process_group=process_group, state=state)
     if handle.attached:
         raise AttachError(f"{handle.expr} is attached to a model already; create another handle, or detach() this one")

@@ -259,7 +259,8 @@ class BareHook:
                 f"the state of {self.__name__} is a process group, None, or a HookState; got {type(state).__name__}"
             )
         made = self.reduction if isinstance(self.reduction, Reduction) else self.reduction(state)
-        return Engine(made, ProcessGroupTransport(group, halves=True), kept, timeout=None)  # the group has a timeout of its own
+        transport = ProcessGroupTransport(group, halves=True)
+        return Engine(made, transport, kept, timeout=None)  # the group has a timeout of its own
 
 
 def over(transport: Transport, group: object) -> bool:

@@ -144,4 +144,6 @@ def policy(rules: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> Any:
     """
     pairs = list(rules.items()) if isinstance(rules, Mapping) else [(pattern, hook) for pattern, hook in rules]
     patterns = [pattern for pattern, _ in pairs]
-    return composed("policy", [hook for _, hook in pairs], lambda parts: Policy(list(zip(patterns, parts, strict=True))))
+    return composed(
+        "policy", [hook for _, hook in pairs], lambda parts: Policy(list(zip(patterns, parts, strict=True)))
+    )

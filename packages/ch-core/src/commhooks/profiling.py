@@ -13,5 +13,6 @@ def profiled(reduction: str, what: str, stage: int) -> AbstractContextManager[An
     """The range ``commhooks::REDUCTION::WHATn``. A ``record_function`` that nobody records costs more than starting a
     collective.
     """
-    on = _on_this_thread() or getattr(torch.autograd.profiler, "_is_profiler_enabled", False)  # the latter: on any thread
+    on_any_thread = getattr(torch.autograd.profiler, "_is_profiler_enabled", False)
+    on = on_any_thread or _on_this_thread()
     return torch.profiler.record_function(f"commhooks::{reduction}::{what}{stage}") if on else _OFF
