@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commhooks import live
 from commhooks.bucket import Bucket
 from commhooks.engine import Engine
 from commhooks.errors import HookConfigError, HookResultError, HookTimeoutError, RemoteHookError, TransportError
@@ -81,8 +82,20 @@ class LargeLater(SmallLater):
     later = 4
 
 
-def messages(reduction: Reduction, lag: float, rows: int = 1) -> list[int]:
-    """Elements of every all-reduce of a step of three buckets, the same on two ranks; the last is the status."""
+class OneLarge(SmallLater):
+    """As for a bucket without matrices: that of 96 elements ends with its first stage."""
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
+        yield AllReduce(bucket.buffer)
+        if bucket.layout.size != 96:
+            yield AllReduce(ctx.scratch("later", (3,), device=bucket.device).zero_())
+
+
+def messages(reduction: Reduction, lag: float, rows: int = 1, told: bool = False) -> list[int]:
+    """Elements of every all-reduce of a step of three buckets, the same on two ranks; the last is the status.
+
+    With ``told`` the buckets know which of them is the last, so that one may wait for the next.
+    """
     log: dict[int, list[int]] = {0: [], 1: []}
 
     def body(rank: SimulatedRank) -> None:
@@ -94,7 +107,10 @@ def messages(reduction: Reduction, lag: float, rows: int = 1) -> list[int]:
             return original(self, tensor, op)
 
         rank.transport.all_reduce = record.__get__(rank.transport)  # type: ignore[method-assign]
-        parts = [Bucket.from_tensors({f"w{i}": torch.ones(rows, 3 * (i + 1))}, index=i) for i in range(3)]
+        parts = [
+            Bucket.from_tensors({f"w{i}": torch.ones(rows, 3 * (i + 1))}, index=i, is_last=not told or i == 2)
+            for i in range(3)
+        ]
         assert step(engine, parts) is None
 
     simulate(2, body)
@@ -118,6 +134,15 @@ def test_small_later_stages_wait_for_the_drain() -> None:
     assert messages(SmallLater(), lag=1, rows=16) == [48, 96, 144, 6, 3, 3]
     first_is_too_large = [48, 96, 4, 144, 4, 4, 3]
     assert messages(LargeLater(), lag=1, rows=16) == first_is_too_large
+
+
+def test_small_first_stages_gather_until_they_are_worth_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert messages(SmallLater(), lag=1, rows=16, told=True) == [48 + 96 + 144, 6, 3, 3]
+    assert messages(Plain(), lag=1, rows=16, told=True) == [48, 96, 144, 3], "an average is DDP's to the bit"
+    assert messages(OneLarge(), lag=1, rows=16, told=True) == [48, 96, 144, 3, 3, 3], "nor does it go with others"
+    assert messages(LargeLater(), lag=1, rows=16, told=True) == [48, 4, 96 + 144, 4, 4, 3]
+    monkeypatch.setattr(live, "_ENOUGH", 4 * (48 + 96))
+    assert messages(SmallLater(), lag=1, rows=16, told=True) == [48 + 96, 144, 6, 3, 3]
 
 
 def test_counts_are_the_formula() -> None:

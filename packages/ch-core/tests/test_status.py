@@ -95,7 +95,7 @@ def test_the_status_travels_beside_the_last_messages_if_nothing_follows(monkeypa
 
 
 def test_it_follows_the_drain_where_something_is_left_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    late = ["start 64", "start 128", "wait", "start 2", "wait", "start 2", "wait", "wait", "start 3", "wait"]
+    late = ["start 192", "wait", "start 2", "start 2", "wait", "wait", "start 3", "wait"]
     assert events(TwoRounds(), False, monkeypatch) == late
     assert events(TwoRounds(), True, monkeypatch) == late
     # What a callback does may fail, so the others hear of it; the first bucket is ended at once, for its sake.

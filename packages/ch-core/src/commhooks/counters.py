@@ -1,19 +1,46 @@
 """The cumulative figures behind ``handle.stats()``."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from commhooks.requests import RequestPlan
 from commhooks.transport import Traffic
 
 
 @dataclass(slots=True)
 class Counters:
-    """Cumulative figures of one engine."""
+    """Cumulative figures of one engine.
+
+    Attributes:
+        gradient_bytes: of the buckets of the present step.
+    """
 
     steps: int = 0
     compressed_steps: int = 0
     hook_seconds: float = 0.0
     wait_seconds: float = 0.0
     traffic: Traffic = field(default_factory=Traffic)
+    gradient_bytes: float = 0.0
+    _before: tuple[float, int] = (0.0, 0)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.gradient_bytes, self._before = 0.0, (self.traffic.trip_bytes, self.traffic.rounds)
+
+    def ask(self, requests: Iterable[RequestPlan], world_size: int) -> None:
+        """A bucket asks for the collectives of a stage."""
+        for request in requests:
+            self.traffic.add(request, world_size)
+
+    @property
+    def communicated(self) -> bool:
+        """Whether the present step has asked for a collective."""
+        return self.traffic.rounds > self._before[1]
+
+    def end(self, trips: int) -> None:
+        """The step has ended; it was compressed if it sent something, but less than ``trips`` times the gradient."""
+        self.steps += 1
+        self.compressed_steps += 0 < self.traffic.trip_bytes - self._before[0] < trips * self.gradient_bytes
 
     def as_dict(self) -> dict[str, float]:
         return {

@@ -6,7 +6,8 @@ time travels as one stage. Everything is started on the thread that calls the ho
 
 On a CPU a bucket with no later stage, or only small ones, waits for the drain, whatever its age: waiting for its
 collective would hold up the backward, the threads that carry one take the cores from it, and hiding few bytes behind it
-costs more than it saves. The plan decides, so all ranks decide alike. Only ending a bucket, which starts nothing, is
+costs more than it saves. For the same reason what such a bucket asks for first is gathered with that of the next ones
+until it is worth a message. The plan decides, so all ranks decide alike. Only ending a bucket, which starts nothing, is
 done at once where somebody uses each average.
 
 One status message per step (an all-reduced vector) says on which ranks a reduction raised and whether anything
@@ -25,7 +26,7 @@ from commhooks.combine import plain
 from commhooks.counters import Counters
 from commhooks.errors import CommHooksError, HookResultError, TransportError
 from commhooks.ghost import ghost
-from commhooks.live import Live
+from commhooks.live import Asked, Live
 from commhooks.profiling import profiled
 from commhooks.reduction import Reduction, StepContext
 from commhooks.requests import AllGather, Request, StagePlan, as_tuple
@@ -76,6 +77,7 @@ class Engine:
         self.layouts: list[BucketLayout] = []  # of the last step's buckets, in the order in which they came
         self._plans: dict[tuple[BucketLayout, Hashable], tuple[StagePlan, ...]] = {}
         self._live: list[Live] = []
+        self._held = Asked()  # first stages that are not worth a message yet
         self._slots = 0
         self._open, self._veto = False, False
         self._error: tuple[BaseException, int] | None = None
@@ -86,8 +88,6 @@ class Engine:
         self._unjudged: Status | None = None  # on CUDA, until somebody has to know
         self._late: BaseException | None = None
         self._device = torch.device("cpu")
-        self._bytes = (0.0, 0.0)
-        self._rounds = 0
         self.state.driven_by(self)
 
     # -- one step
@@ -107,15 +107,18 @@ class Engine:
             self._begin()
         live = self._new(bucket)
         self._live.append(live)
-        self._advance([live])
+        if not live.gathers:
+            self._start(self._held)
+        self._ask([live], self._held)
+        if not live.gathers or bucket.is_last or self._held.enough:
+            self._start(self._held)
         due = [older for older in self._live if live.slot - older.slot >= self.lag]
         used = self.on_reduced is not None
         self._advance([older for older in due if not older.waits or (used and older.stage == len(older.plan))])
         self.counters.hook_seconds += time.perf_counter() - begun
 
     def finish(self, *, outside: BaseException | None = None) -> BaseException | None:
-        """End the step: drain every bucket, exchange the status, and return the error to raise, the same decision
-        on every rank.
+        """End the step: drain, exchange the status, return the error to raise: the same decision on every rank.
 
         Args:
             outside: an error of this rank that happened outside the reduction, to be made known to the others.
@@ -127,9 +130,7 @@ class Engine:
         self._drain()
         error = self._verdict(*(told or self._tell()))
         self._open, self._slots = False, 0
-        self.counters.steps += 1
-        gradient, sent = self._bytes[0], self.counters.traffic.trip_bytes - self._bytes[1]
-        self.counters.compressed_steps += 0 < sent < self.reduction.trips * gradient  # less than sending it as it is
+        self.counters.end(self.reduction.trips)
         self.counters.hook_seconds += time.perf_counter() - begun
         return error
 
@@ -143,6 +144,7 @@ class Engine:
 
     def _drain(self) -> None:
         """Advance every live bucket to its end; the last, a stage behind, sends while the others work."""
+        self._start(self._held)
         newest = self._slots - 1  # by number: which of the others have ended already may differ between ranks
         while self._live:
             self._advance([live for live in self._live if live.slot < newest])
@@ -199,7 +201,7 @@ class Engine:
             self.scratch = Scratch()  # the transport may still write to the old
         for live in self._live:
             live.stages.close()
-        self._live.clear()
+        self._live, self._held = [], Asked()
         self._open, self._slots, self._error = False, 0, None
         self._sums.clear()
         self.state.rollback()
@@ -217,8 +219,7 @@ class Engine:
         self.last.clear()
         self.layouts.clear()
         self._sums.clear()
-        self._bytes = (0.0, self.counters.traffic.trip_bytes)
-        self._rounds = self.counters.traffic.rounds
+        self.counters.begin()
 
     def _new(self, bucket: Bucket) -> Live:
         ctx = StepContext(
@@ -231,7 +232,7 @@ class Engine:
             participating=self.participating,
             shared=self.reduction.shared_fields,
         )
-        self._bytes = (self._bytes[0] + bucket.layout.size * bucket.dtype.itemsize, self._bytes[1])
+        self.counters.gradient_bytes += bucket.layout.size * bucket.dtype.itemsize
         self._device = bucket.device
         self.layouts.append(bucket.layout)
         try:
@@ -253,33 +254,34 @@ class Engine:
 
     def _advance(self, lives: list[Live]) -> None:
         """Each one stage further: wait for its pending one, resume the generator; start what they ask for as one."""
-        asked: list[Request] = []
-        started: list[Live] = []
+        asked = Asked()
+        self._ask(lives, asked)
+        self._start(asked)
+
+    def _ask(self, lives: list[Live], asked: Asked) -> None:
         for live in lives:
             requests = self._next(live)
             if requests is None:
                 live.done = True
                 self._end(live)
                 continue
-            for one in live.plan[live.stage]:
-                self.counters.traffic.add(one, self.transport.world_size)
-            live.stage += 1
-            asked.extend(requests)
-            started.append(live)
+            self.counters.ask(live.plan[live.stage], self.transport.world_size)
+            asked.add(live, requests)
         self._live = [one for one in self._live if not one.done]
-        if not started:
+
+    def _start(self, asked: Asked) -> None:
+        """Start what has been asked for as one stage."""
+        if not asked.lives:
             return
-        self.counters.traffic.rounds += bool(asked)
-        stage = Stage(self.transport, self.scratch, (started[0].slot, started[0].stage))
-        for live in started:
-            live.pending = stage
-        with profiled(self.reduction.name, "start", started[0].stage):
-            self._guarded(lambda stage: stage.start(tuple(asked)), stage)
+        self.counters.traffic.rounds += bool(asked.requests)
+        first = asked.lives[0]
+        with profiled(self.reduction.name, "start", first.stage):
+            self._guarded(asked.go, Stage(self.transport, self.scratch, (first.slot, first.stage)))
 
     def _next(self, live: Live) -> tuple[Request, ...] | None:
         """What a bucket asks for after its pending stage; ``None`` when it has ended."""
         if live.pending is not None:
-            self._complete(live)
+            self._complete(live, live.pending)
         if not live.ghost:
             try:
                 return self._resume(live)
@@ -292,8 +294,7 @@ class Engine:
         if self.keep_buckets:
             self.last.append(live.bucket)
         # A finite P and Q may overflow when multiplied out in fp16; opaque payloads show nothing before decoding.
-        opaque = any(r.kind in ("all_gather", "all_to_all") for stage in live.plan for r in stage)
-        if self.reduction.fields and (opaque or live.bucket.dtype == torch.float16):
+        if self.reduction.fields and (live.opaque or live.bucket.dtype == torch.float16):
             self._sums.append(finiteness(live.bucket.storage))
         if self.on_reduced is not None and self.participating and not live.ghost:
             try:
@@ -321,9 +322,8 @@ class Engine:
             )
         return requests
 
-    def _complete(self, live: Live) -> None:
-        pending, live.pending = live.pending, None
-        assert pending is not None  # noqa: S101 - for the type checker
+    def _complete(self, live: Live, pending: Stage) -> None:
+        live.pending = None
         begun = time.perf_counter()
         with profiled(self.reduction.name, "wait", live.stage):
             self._guarded(lambda stage: stage.wait(self.timeout), pending)
@@ -367,7 +367,7 @@ class Engine:
         clock = (self.state.step if self.outside is None else self.outside.clock()) if self.participating else None
         status = Status(self.transport.rank, self.transport.world_size, code, clock, sums, self._device)
         # A step without collectives sends no status: nobody else takes part.
-        together = self.transport.world_size > 1 and self.counters.traffic.rounds > self._rounds
+        together = self.transport.world_size > 1 and self.counters.communicated
         return status, self._send(status.message()) if together and self.sends_status else None
 
     def _verdict(self, status: Status, stage: Stage | None) -> BaseException | None:
