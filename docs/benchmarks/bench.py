@@ -3,9 +3,10 @@
     python docs/benchmarks/bench.py [--link 1gbit,200mbit] [--out DIR] [--record]
 
 A GPT of 10.7 M parameters (width 384, 6 layers, batch 1 x 64 characters), one thread per rank, every candidate with a
-model of its own, all alive in the same processes. They take turns step by step, in rotating order, on equal inputs. A
-hook's cost is its step less the step of ``noop``, of medians over a block of steps; a ratio of costs is formed per
-block, and its interval is a bootstrap over blocks. **A claim holds when the whole interval is below its limit.**
+model of its own, all alive in the same processes. They take turns step by step, in an order drawn anew for each step,
+on equal inputs. A hook's cost is its step less the step of ``noop``, of medians over a block of steps; a ratio of costs
+is formed per block, and its interval is a bootstrap over blocks. **A claim holds when the whole interval is below its
+limit.**
 
 With ``--link`` the same runs between network namespaces whose uplinks are shaped, after a real transfer has shown that
 they are as slow as asked (root and iproute2; skipped with the reason elsewhere).
@@ -14,6 +15,7 @@ they are as slow as asked (root and iproute2; skipped with the reason elsewhere)
 import argparse
 import json
 import os
+import random
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -170,10 +172,11 @@ def _start(
 
 
 def _round(runs: tuple[training.Run, ...], batches: text.Batches, step: int, device: torch.device) -> None:
-    """One step of everybody; who begins rotates."""
+    """One step of everybody, in an order drawn anew for each step, the same on all ranks: what runs before a candidate
+    decides what it finds in the caches.
+    """
     x, y = (t.to(device) for t in batches[step])
-    first = step % len(runs)
-    for run in runs[first:] + runs[:first]:
+    for run in random.Random(step).sample(runs, len(runs)):
         training.timed_step(run, x, y)
     if step == 2:
         for run, candidate in zip(runs, CANDIDATES, strict=True):
