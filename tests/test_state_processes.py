@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +79,13 @@ def train_and_save(rank: int, world: int, folder: str) -> None:
     unseen = FileNotFoundError if rank else RankMismatchError
     with pytest.raises(unseen, match=r"No such file" if rank else r"rank 1 .*No such file"):
         dcp.load(handle, f"{folder}/{'nowhere' if rank else 'all'}")
+    assert equal(handle.state_dict(), ahead)
+    if rank:  # nor the numbers, where it sees the rest
+        shutil.copytree(f"{folder}/all", f"{folder}/torn")
+        for path in Path(f"{folder}/torn").glob("*.distcp"):
+            path.unlink()
+    with pytest.raises(StateError if rank else RankMismatchError, match="the checkpoint cannot be read"):
+        dcp.load(handle, f"{folder}/{'torn' if rank else 'all'}")
     assert equal(handle.state_dict(), ahead)
     # another rank's file
     with pytest.raises(StateError, match="this is rank"):

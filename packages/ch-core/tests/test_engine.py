@@ -141,7 +141,7 @@ def test_small_first_stages_gather_until_they_are_worth_a_message(monkeypatch: p
     assert messages(Plain(), lag=1, rows=16, told=True) == [48, 96, 144, 3], "an average is DDP's to the bit"
     assert messages(OneLarge(), lag=1, rows=16, told=True) == [48, 96, 144, 3, 3, 3], "nor does it go with others"
     assert messages(LargeLater(), lag=1, rows=16, told=True) == [48, 4, 96 + 144, 4, 4, 3]
-    monkeypatch.setattr(live, "_ENOUGH", 4 * (48 + 96))
+    monkeypatch.setattr(live, "_ENOUGH", 4 * 144)  # of which the third has as many: what is long is not copied
     assert messages(SmallLater(), lag=1, rows=16, told=True) == [48 + 96, 144, 6, 3, 3]
 
 

@@ -129,3 +129,25 @@ def test_a_failure_is_heard_by_all_wherever_the_status_travels(wrap: Any, monkey
         assert isinstance(own, ArithmeticError)
         assert not kept
         assert not own_kept
+
+
+class Quiet(Reduction):
+    """Asks for nothing, and fails on rank 1."""
+
+    name, lossy = "quiet", True
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
+        if ctx.rank == 1 and not bucket.buffer.is_meta:
+            raise ArithmeticError("alone")
+        yield from ()
+
+
+def test_a_rank_that_fails_where_nothing_is_sent_asks_nobody() -> None:
+    def body(rank: SimulatedRank) -> BaseException | None:
+        engine = rank.engine(Quiet())
+        engine.submit(Bucket.from_tensors({"w": torch.ones(4)}))
+        return engine.finish()
+
+    others, own = simulate(2, body)
+    assert others is None
+    assert isinstance(own, ArithmeticError)

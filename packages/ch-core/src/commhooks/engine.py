@@ -6,9 +6,9 @@ time travels as one stage. Everything is started on the thread that calls the ho
 
 On a CPU a bucket with no later stage, or only small ones, waits for the drain, whatever its age: waiting for its
 collective would hold up the backward, the threads that carry one take the cores from it, and hiding few bytes behind it
-costs more than it saves. For the same reason what such a bucket asks for first is gathered with that of the next ones
-until it is worth a message. The plan decides, so all ranks decide alike. Only ending a bucket, which starts nothing, is
-done at once where somebody uses each average.
+costs more than it saves. For the same reason a short first stage before such a one is started later: with those of the
+next buckets, once they are worth a message. The plan decides, so all ranks decide alike. Only ending a bucket, which
+starts nothing, is done at once where somebody uses each average.
 
 One status message per step (an all-reduced vector) says on which ranks a reduction raised and whether anything
 reduced was not finite; from it all ranks decide alike whether the step is committed. It follows the drain, or travels
@@ -379,7 +379,7 @@ class Engine:
             self.outside.mark()
         self._status = self._unjudged = status
         late, self._late = self._late, None
-        return late if self._device.type == "cuda" else self.judge(self._carry_out)
+        return late if self._device.type == "cuda" else self.judge(self._carry_out if stage is not None else None)
 
     def judge(self, carry_out: Exchange | None = None) -> BaseException | None:
         """The error of the last step that nobody has been told of yet.

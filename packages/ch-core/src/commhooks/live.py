@@ -8,7 +8,9 @@ from commhooks.requests import Request, StagePlan
 from commhooks.transport import Stage
 
 _SMALL = 16  # a gradient's bytes per byte of the later stages, from which on these are not worth hiding
-_ENOUGH = 1 << 15  # bytes that are worth a message of their own: at 50 Mbit/s they take 5 ms, at 1 Gbit/s a quarter of one
+_ENOUGH = (
+    1 << 15
+)  # bytes that are worth a message of their own: at 50 Mbit/s they take 5 ms, at 1 Gbit/s a quarter of one
 
 
 @dataclass(slots=True)
@@ -19,7 +21,8 @@ class Live:
         waits: whether what is left after the first stage, if anything, waits for the drain (see
             :mod:`commhooks.engine`).
         gathers: whether what it asks for first may travel with what the next buckets ask for. Not where it ends with
-            that, because such an average is DDP's to the bit, nor where nothing but all-reduces would become one.
+            that, because such an average is DDP's to the bit, nor where it asks for much (which would be copied), nor
+            for anything but all-reduces (which would not become one message).
     """
 
     slot: int
@@ -42,9 +45,9 @@ class Live:
         later = sum(request.payload_bytes for stage in self.plan[1:] for request in stage)
         gradient = self.bucket.layout.size * self.bucket.dtype.itemsize
         self.waits = self.bucket.device.type == "cpu" and later * _SMALL <= gradient
-        self.gathers = (
-            self.waits and len(self.plan) > 1 and all(request.kind == "all_reduce" for request in self.plan[0])
-        )
+        first = self.plan[0] if len(self.plan) > 1 else ()
+        little = 0 < sum(request.payload_bytes for request in first) < _ENOUGH
+        self.gathers = self.waits and little and all(request.kind == "all_reduce" for request in first)
 
 
 @dataclass(slots=True)

@@ -5,10 +5,9 @@ products are two to three times faster that way round, and a factor's columns ar
 in one flat tensor (all Q's in another), sorted so that factors of one size are neighbours and are treated as one
 batch.
 
-Orthonormalising is Cholesky-QR: X <- L^-1 X with L L^T = X X^T, the columns scaled to length one first. All of it is done
-in fp64, because squaring squares the condition number. Nothing branches on numbers: what is added to the diagonal so
-that the factorisation never fails is corrected for afterwards, a column that depends on the ones before it, to the
-precision of fp32, is zeroed or replaced, and NaN stays NaN.
+Orthonormalising is Cholesky-QR, twice: X <- L^-1 X with L L^T = X X^T, the columns scaled to length one first. All of
+it is done in fp64, because squaring squares the condition number. Nothing branches on numbers: a column that depends on
+the ones before it, to the precision of fp32, is zeroed or replaced, and NaN stays NaN.
 """
 
 import hashlib
@@ -22,9 +21,9 @@ import torch
 
 from commhooks.bucket import ParamLayout
 
-# Of a column of length one, in units of squared length: some fifty times what fp64 rounding leaves of a dependent column,
-# and the part below which an fp32 column holds nothing but rounding (four parts in a million of its length).
-_SHIFT = 1e-14
+# Of a column of length one, in units of squared length: what fp64 rounding may leave of a dependent column, and the
+# part below which an fp32 column holds nothing but rounding (four parts in a million of its length).
+_SHIFT = 1e-13
 _DEPENDENT = 1.6e-11
 # Lengths below 1e-30 count as zero, so that what they are multiplied with stays within fp32.
 _NOTHING = 1e-60
@@ -135,46 +134,47 @@ class Columns:
         self.parts = parts
         self.rank = parts[0].shape[1]
         self._counts = [part.shape[0] for part in parts]
-        self._wide, self._made = ([torch.empty_like(part, dtype=torch.float64) for part in parts] for _ in range(2))
-        self._turned = [wide.mT for wide in self._wide]
-        self._identity = torch.eye(self.rank, dtype=torch.float64, device=parts[0].device)
+        self._wide, self._spare = ([torch.empty_like(part, dtype=torch.float64) for part in parts] for _ in range(2))
 
     def orthonormalise(self, noise: list[torch.Tensor] | None = None, epsilon: float = 0.0) -> None:
         """Make the columns orthonormal, in place.
 
-        A direction in which columns of length one differ by less than fp32's rounding comes out shorter than one.
-
         Args:
-            noise: as ``parts``, columns of length one that take the place of dependent ones as they are, not made
-                orthogonal to the others. Without it those become zero.
+            noise: as ``parts``, columns of length one that take the place of dependent ones. Without it those
+                become zero.
             epsilon: added to each column's length before it divides: columns much shorter than this are damped.
         """
         torch._foreach_copy_(self._wide, self.parts)
-        whiten, length, dependent = _whitening(self._gram(), self._identity)
-        if epsilon:
-            whiten.mul_((length / (length + epsilon)).unsqueeze(-1))
-        for columns, wide, part in zip(self._made, self._wide, self._by_part(whiten), strict=True):
-            if self.rank == 1:
-                torch.mul(part, wide, out=columns)
-            else:
-                torch.bmm(part, wide, out=columns)
+        whiten, length, dependent = _whitening(self._gram())
+        whiten.masked_fill_(dependent.unsqueeze(-1), 0.0)
+        self._apply(whiten)
         if noise is not None:
-            gaps = self._by_part(dependent.unsqueeze(-1).double())
-            for columns, gap, fresh in zip(self._made, gaps, noise, strict=True):
-                columns.addcmul_(gap, fresh)
-        torch._foreach_copy_(self.parts, self._made)
+            gap = torch.split_with_sizes(dependent.unsqueeze(-1).double(), self._counts)
+            for columns, where, fresh in zip(self._wide, gap, noise, strict=True):
+                columns.addcmul_(where, fresh)
+        if self.rank > 1:
+            self._apply(_inverse_root(self._gram()))
+        if epsilon:
+            factor = torch.split_with_sizes((length / (length + epsilon)).unsqueeze(-1), self._counts)
+            torch._foreach_mul_(self._wide, list(factor))
+        torch._foreach_copy_(self.parts, self._wide)
 
     def _gram(self) -> torch.Tensor:
         """Products of all columns of a matrix with each other, ``(all matrices, rank, rank)``."""
-        grams = [torch.bmm(wide, turned) for wide, turned in zip(self._wide, self._turned, strict=True)]
+        grams = [torch.bmm(wide, wide.mT) for wide in self._wide]
         return torch.cat(grams) if len(grams) > 1 else grams[0]
 
-    def _by_part(self, of_all: torch.Tensor) -> Sequence[torch.Tensor]:
-        return torch.split_with_sizes(of_all, self._counts)
+    def _apply(self, whiten: torch.Tensor) -> None:
+        for t, wide, out in zip(torch.split_with_sizes(whiten, self._counts), self._wide, self._spare, strict=True):
+            if self.rank == 1:
+                torch.mul(t, wide, out=out)
+            else:
+                torch.bmm(t, wide, out=out)
+        self._wide, self._spare = self._spare, self._wide
 
 
-def _whitening(gram: torch.Tensor, identity: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``(T, length, dependent)``: ``T X`` has orthonormal columns if X's Gram matrix is ``gram``, or zero ones.
+def _whitening(gram: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(T, length, dependent)``: ``T X`` has orthonormal columns if X's Gram matrix is ``gram``.
 
     ``length`` ``(matrices, rank)`` is what is left of a column after subtracting its projection on those before it,
     ``dependent`` whether that is nothing but rounding.
@@ -182,20 +182,22 @@ def _whitening(gram: torch.Tensor, identity: torch.Tensor) -> tuple[torch.Tensor
     square = gram.diagonal(dim1=-2, dim2=-1)  # (matrices, rank)
     scale = square.clamp_min(_NOTHING).rsqrt()
     if gram.shape[-1] == 1:
-        dependent = square <= _NOTHING
-        whiten = (square * scale.pow(3)).masked_fill_(dependent, 0.0)  # 1 / length; of Inf it is NaN
-        return whiten.unsqueeze(-1), square.sqrt(), dependent
+        return (square * scale.pow(3)).unsqueeze(-1), square.sqrt(), square <= _NOTHING  # 1 / length; of Inf it is NaN
     unit = gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)
-    shift = _SHIFT * gram.shape[-1]
-    unit.diagonal(dim1=-2, dim2=-1).add_(shift)
+    unit.diagonal(dim1=-2, dim2=-1).add_(_SHIFT * gram.shape[-1])
     lower, _ = torch.linalg.cholesky_ex(unit)
     pivot = lower.diagonal(dim1=-2, dim2=-1)
-    dependent = pivot.square() <= _DEPENDENT * gram.shape[-1]
-    root = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
-    root.masked_fill_(dependent.unsqueeze(-1), 0.0)
-    # R (G + s I) R^T = I, so R G R^T = I - s R R^T, whose inverse square root is I + s/2 R R^T in first order.
-    whiten = torch.baddbmm(root, torch.bmm(root, root.mT), root, alpha=shift / 2)
-    return whiten.mul_(scale.unsqueeze(-2)), pivot / scale, dependent
+    whiten = torch.linalg.solve_triangular(lower, torch.diag_embed(scale), upper=False)
+    return whiten, pivot / scale, pivot.square() <= _DEPENDENT * gram.shape[-1]
+
+
+def _inverse_root(gram: torch.Tensor) -> torch.Tensor:
+    """The same for columns that are nearly orthonormal, or zero."""
+    gram.diagonal(dim1=-2, dim2=-1).add_(_SHIFT)
+    lower, _ = torch.linalg.cholesky_ex(gram)
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    whiten: torch.Tensor = torch.linalg.solve_triangular(lower, eye.expand_as(gram), upper=False)
+    return whiten
 
 
 def gaussian(seed: int, key: str, step: int, shape: tuple[int, int], device: torch.device) -> torch.Tensor:

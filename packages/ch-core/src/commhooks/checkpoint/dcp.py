@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
@@ -106,7 +107,7 @@ def _saved(hook: "CommHook | HookState", reader: Any, key: str) -> dict[str, Any
     for name, field, _, _ in about["rows"]:
         where = f"{key}.entries.{field}.{name}"
         wanted[where] = torch.empty(_stored(metadata, where).size, dtype=_stored(metadata, where).properties.dtype)
-    read_tensors(wanted, storage_reader=reader, no_dist=True)
+    _fill(wanted, reader)
     entries: dict[str, dict[str, torch.Tensor]] = {}
     for name, field, shape, _ in about["rows"]:
         tensor = wanted[f"{key}.entries.{field}.{name}"]
@@ -124,13 +125,20 @@ def _about(reader: Any, metadata: Metadata, key: str) -> dict[str, Any]:
     if len(size) != 1 or size.numel() > _LARGEST:
         raise StateError(f"{key}.about in this checkpoint is not what commhooks saves: its size is {list(size)}")
     text = torch.empty(size, dtype=torch.uint8)
-    read_tensors({f"{key}.about": text}, storage_reader=reader, no_dist=True)
+    _fill({f"{key}.about": text}, reader)
     try:
         about = json.loads(bytes(text.tolist()))
         rows = [(str(n), str(field), [int(size) for size in shape], str(t)) for n, field, shape, t in about["rows"]]
         return {**about, "rows": rows, "world_size": int(about["world_size"]), "fields": dict(about["fields"])}
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise StateError(f"{key}.about in this checkpoint is damaged: {type(error).__name__}") from error
+
+
+def _fill(tensors: dict[str, torch.Tensor], reader: Any) -> None:
+    try:
+        read_tensors(tensors, storage_reader=reader, no_dist=True)
+    except CheckpointException as error:  # no Exception: what expects any error to be one would let it pass
+        raise StateError(f"the checkpoint cannot be read: {error}") from error
 
 
 def _stored(metadata: Metadata, where: str) -> TensorStorageMetadata:

@@ -138,7 +138,8 @@ def _agreed(hook: "CommHook | HookState", made: Loaded | None, refusal: Exceptio
     if not isinstance(hook, HookState) and hook.attached and hook.agreement_timeout is not None:
         step, entries = (made.step, made.entries) if made is not None else (0, {})
         try:
-            verify_state(hook, hook.agreement_timeout, step, entries, str(refusal or ""))
+            why = "" if refusal is None else str(refusal) or repr(refusal)
+            verify_state(hook, hook.agreement_timeout, step, entries, why)
         except CommHooksError as error:
             if refusal is None:
                 raise
