@@ -48,7 +48,7 @@ class PowerSGD(Reduction):
         HookConfigError: a value out of range.
 
     State per parameter: ``residual`` ``(rows, cols)`` fp32 (fp64 for fp64 gradients), ``q`` ``(rank, cols)``. Results
-    do not depend on which bucket a parameter is in.
+    do not depend on which bucket a parameter is in (on more than two ranks but for the order of addition).
 
     Example:
         >>> import torch
