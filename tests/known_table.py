@@ -35,7 +35,7 @@ def names(folder: Path) -> list[str]:
     for module in points.get("commhooks", {}).values():
         specs = getattr(importlib.import_module(module), "commhooks_specs", tuple)
         for spec in specs():
-            found |= {spec.name, *spec.aliases}
+            found |= {*spec.names}
     return sorted(found)
 
 

@@ -145,9 +145,7 @@ def test_every_entry_point_resolves():
 
     assert not [failure for failure in commhooks.failures() if failure.dist in PROJECTS]
     ours = [spec for spec in commhooks.list_hooks() if spec.provider in PROJECTS]
-    assert {name for name, dists in known_table_names().items() if dists} <= {
-        n for s in ours for n in (s.name, *s.aliases)
-    }
+    assert {name for name, dists in known_table_names().items() if dists} <= {n for s in ours for n in s.names}
     for spec in ours:
         REGISTRY.target(spec)
         for target in filter(None, (spec.hook, spec.state)):

@@ -94,7 +94,7 @@ class Registry:
         return [
             spec
             for spec in self.specs()
-            if any(fnmatch.fnmatchcase(name, pattern) for name in (spec.name, *spec.aliases))
+            if any(fnmatch.fnmatchcase(name, pattern) for name in spec.names)
             and (kind is None or spec.kind == kind)
             and (provider is None or spec.provider == normalize(provider))
         ]
@@ -114,7 +114,7 @@ class Registry:
         asked = name
         if "/" in name:
             provider, _, name = name.partition("/")
-        found = [spec for spec in self.specs() if name in (spec.name, *spec.aliases)]
+        found = [spec for spec in self.specs() if name in spec.names]
         if provider is not None:
             found = [spec for spec in found if spec.provider == normalize(provider)]
         of_kind = [spec for spec in found if kind is None or spec.kind == kind]
@@ -132,7 +132,7 @@ class Registry:
         if elsewhere:
             ids = ", ".join(f"{spec.id} ({spec.kind})" for spec in elsewhere)
             lines.append(f"the name exists as {ids}")
-        names = {each for spec in self.specs() for each in (spec.name, *spec.aliases)}
+        names = {each for spec in self.specs() for each in spec.names}
         if not elsewhere:
             close = difflib.get_close_matches(name, sorted(names | set(KNOWN)), 1)
             suggested = close[0] if close and name not in KNOWN and close[0] != name else None
@@ -142,7 +142,7 @@ class Registry:
                 packages = " or ".join(KNOWN[wanted])
                 lines.append(f"{wanted!r} comes with {packages}, not installed here: pip install {KNOWN[wanted][0]}")
             elif wanted is None or name in names:
-                others = ", ".join(spec.id for spec in self.specs() if name in (spec.name, *spec.aliases))
+                others = ", ".join(spec.id for spec in self.specs() if name in spec.names)
                 lines.append(f"the name exists as {others}" if others else f"installed: {', '.join(sorted(names))}")
         broken = self.failures()
         if broken:
@@ -230,7 +230,7 @@ class Registry:
             key = (spec.kind, spec.name)
             for other in self.specs():
                 replaced = (other.kind, other.name) == key and other.provider == LOCAL
-                shared = {spec.name, *spec.aliases} & {other.name, *other.aliases}
+                shared = {*spec.names} & {*other.names}
                 if shared and other.kind == spec.kind and not (overwrite and replaced):
                     raise AmbiguousHookError(
                         f"the {spec.kind} {min(shared)!r} exists already ({other.id}); choose another name"

@@ -16,6 +16,7 @@ from commhooks.engine import Engine
 from commhooks.errors import AttachError, HookNotSupportedError
 from commhooks.expression import Node, unparse
 from commhooks.reduction import Reduction
+from commhooks.requests import payload_bytes
 from commhooks.state import HookState
 
 ForeignHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
@@ -182,7 +183,7 @@ class CommHook:
         if engine is None:
             raise AttachError(f"{self.expr} is a foreign hook: its collectives are its own and cannot be planned")
         plans = [engine.plan(layout) for layout in engine.layouts or [self._bound().layout]]
-        return sum(request.payload_bytes for plan in plans for stage in plan for request in stage)
+        return sum(map(payload_bytes, plans))
 
     def assert_active(self) -> None:
         """Fail if the model has not called the hook since attaching, or since this was last asked.

@@ -4,13 +4,12 @@ from dataclasses import dataclass, field
 
 from commhooks.bucket import Bucket
 from commhooks.reduction import Stages
-from commhooks.requests import Request, StagePlan
+from commhooks.requests import Request, StagePlan, payload_bytes
 from commhooks.transport import Stage
 
 _SMALL = 16  # a gradient's bytes per byte of the later stages, from which on these are not worth hiding
-_ENOUGH = (
-    1 << 15
-)  # bytes that are worth a message of their own: at 50 Mbit/s they take 5 ms, at 1 Gbit/s a quarter of one
+# Bytes that are worth a message of their own: at 50 Mbit/s they take 5 ms, at 1 Gbit/s a quarter of one.
+_ENOUGH = 1 << 15
 
 
 @dataclass(slots=True)
@@ -42,12 +41,11 @@ class Live:
         return any(r.kind in ("all_gather", "all_to_all") for stage in self.plan for r in stage)
 
     def __post_init__(self) -> None:
-        later = sum(request.payload_bytes for stage in self.plan[1:] for request in stage)
+        later = payload_bytes(self.plan[1:])
         gradient = self.bucket.layout.size * self.bucket.dtype.itemsize
         self.waits = self.bucket.device.type == "cpu" and later * _SMALL <= gradient
-        first = self.plan[0] if len(self.plan) > 1 else ()
-        little = 0 < sum(request.payload_bytes for request in first) < _ENOUGH
-        self.gathers = self.waits and little and all(request.kind == "all_reduce" for request in first)
+        little = len(self.plan) > 1 and 0 < payload_bytes(self.plan[:1]) < _ENOUGH
+        self.gathers = self.waits and little and all(request.kind == "all_reduce" for request in self.plan[0])
 
 
 @dataclass(slots=True)
@@ -61,24 +59,22 @@ class Asked:
 
     requests: list[Request] = field(default_factory=list)
     lives: list[Live] = field(default_factory=list)
-    _bytes: int = 0
 
     def add(self, live: Live, requests: tuple[Request, ...]) -> None:
         """What ``live`` asks for in its next stage."""
         self.requests.extend(requests)
         self.lives.append(live)
-        self._bytes += sum(request.payload_bytes for request in live.plan[live.stage])
         live.stage += 1
 
     @property
     def enough(self) -> bool:
-        """Whether it is worth a message."""
-        return self._bytes >= _ENOUGH
+        """Whether these first stages are worth a message."""
+        return sum(payload_bytes(live.plan[:1]) for live in self.lives) >= _ENOUGH
 
     def go(self, stage: Stage) -> None:
         """It travels as ``stage``, and is forgotten here."""
         for live in self.lives:
             live.pending = stage
         requests = tuple(self.requests)
-        self.requests, self.lives, self._bytes = [], [], 0
+        self.requests, self.lives = [], []
         stage.start(requests)

@@ -15,6 +15,7 @@ from commhooks.combine import parallel
 from commhooks.errors import HookConfigError
 from commhooks.parts import Composite, composed
 from commhooks.reduction import Reduction, Stages, StepContext
+from commhooks.requests import payload_bytes
 
 log = logging.getLogger("commhooks")
 
@@ -79,11 +80,7 @@ class Policy(Composite):
     def payload(self, layout: BucketLayout, ctx: StepContext) -> dict[str, int]:
         """Bytes that each pattern's parameters give to collectives per step and rank: what its own hook declares."""
         return {
-            self.rules[number][0]: sum(
-                request.payload_bytes
-                for stage in self.rules[number][1].plan(layout.select(names), ctx)
-                for request in stage
-            )
+            self.rules[number][0]: payload_bytes(self.rules[number][1].plan(layout.select(names), ctx))
             for number, names in self.groups(layout).items()
         }
 

@@ -4,6 +4,7 @@ A request names the tensors to send and to fill. A reduction yields one request,
 travel together; when it is resumed the tensors hold the result. Nothing here communicates.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -143,6 +144,11 @@ def _reducible(tensor: torch.Tensor, op: Op) -> None:
 Request = AllReduce | ReduceScatter | AllGather | AllToAll
 Requests = Request | tuple[Request, ...]
 StagePlan = tuple[RequestPlan, ...]
+
+
+def payload_bytes(stages: Iterable[StagePlan]) -> int:
+    """Bytes that a rank gives to the collectives of some stages."""
+    return sum(request.payload_bytes for stage in stages for request in stage)
 
 
 def as_tuple(requests: object) -> tuple[Request, ...]:

@@ -191,7 +191,7 @@ class HookSpec:
     origin: str = ""
 
     def __post_init__(self) -> None:
-        for name in (self.name, *self.aliases, *(self.params or {})):
+        for name in (*self.names, *(self.params or {})):
             if not legal_name(name):
                 raise HookConfigError(
                     f"bad hook name {name!r}: use lower-case letters, digits and '_', a letter first, "
@@ -209,6 +209,11 @@ class HookSpec:
             raise HookConfigError(f"hook {self.name!r}: 'provider' is reserved in expressions; rename the parameter")
         if not self.example:
             object.__setattr__(self, "example", f"{self.name}(allreduce)" if self.kind == "wrapper" else self.name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What it can be asked for by: the name, then the aliases."""
+        return (self.name, *self.aliases)
 
     @property
     def id(self) -> str:

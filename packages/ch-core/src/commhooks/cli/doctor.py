@@ -90,7 +90,7 @@ def _node(spec: HookSpec) -> Node | str:
         node = parse(spec.example)
     except CommHooksError as error:
         return f"its example {spec.example!r} is no expression: {error}"
-    if node["hook"] in (spec.name, *spec.aliases):
+    if node["hook"] in spec.names:
         node["provider"] = spec.provider
     return node
 
