@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -109,6 +110,7 @@ def _rank(
     worker: Callable[..., None], rank: int, world: int, folder: str, enter: Callable[[int], None] | None, args: Any
 ) -> None:
     """The body of one spawned rank: run, or leave the traceback and its time where the parent finds them."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         if enter is not None:
             enter(rank)
@@ -120,6 +122,14 @@ def _rank(
     except BaseException:
         Path(folder, f"error-{time.monotonic_ns():020d}-{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         os._exit(1)  # not sys.exit: interpreter shutdown could wait for a collective that will never finish
+
+
+def _end_with_parent() -> None:
+    """A launcher that was killed cannot end its ranks: each watches it."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _loopback() -> None:

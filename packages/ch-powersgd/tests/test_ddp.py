@@ -1,6 +1,8 @@
 """PowerSGD on real gloo processes: several buckets, unused parameters, both ways in."""
 
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -166,3 +168,58 @@ def body_attach_function(rank: int, world: int) -> None:
 
 def test_attach_takes_the_function_with_its_state() -> None:
     spawn(body_attach_function, 2)
+
+
+def body_buckets_stay(rank: int, world: int) -> tuple[bool, bool, int]:
+    """Whether the buckets of a step are those of the step before, whether the ones that DDP gave up are gone, how many."""
+    model = build(3, unused=False)
+    handle = commhooks.attach(model, "powersgd(rank=2)")
+    seen: list[commhooks.Bucket] = []
+    handle.binding.on_reduced(seen.append)
+    train(model, rank, 1, unused=False)
+    first = [weakref.ref(bucket.storage) for bucket in seen]
+    train(model, rank, 2, unused=False)
+    seen.clear()
+    train(model, rank, 1, unused=False)
+    last = list(seen)
+    seen.clear()
+    train(model, rank, 1, unused=False)
+    gc.collect()
+    same = all(a is b for a, b in zip(last, seen, strict=True))
+    return same, all(ref() is None for ref in first), len(seen)
+
+
+def test_buckets_are_kept_as_long_as_ddp_keeps_them() -> None:
+    for same, gone, count in spawn(body_buckets_stay, 2):
+        assert same
+        assert gone, "the buffers from before DDP's rebuild are still held"
+        assert count > 1
+
+
+def body_rebuilt(rank: int, world: int) -> bool:
+    """A rank that gives its model another bucket size half way goes on as one that had it from the start."""
+    ends = []
+    for caps in ((0.03, 0.03), (25.0, 0.03)):
+        net = Net()
+        handle = None
+        torch.manual_seed(1 + rank)
+        x = torch.randn(16, 40)
+        for cap in caps:
+            model = DistributedDataParallel(net, bucket_cap_mb=cap, find_unused_parameters=True)
+            previous = handle.state_dict() if handle is not None else None
+            handle = commhooks.attach(model, "powersgd(rank=2)")
+            if previous is not None:
+                handle.load_state_dict(previous)
+            for _ in range(3):
+                model.zero_grad()
+                model(x, True).sub(x.roll(1, 0)).square().mean().backward()
+                with torch.no_grad():
+                    for p in net.parameters():
+                        if p.grad is not None:
+                            p.sub_(p.grad, alpha=0.1)
+        ends.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
+    return torch.equal(*ends)
+
+
+def test_a_new_wrapper_with_other_buckets_changes_nothing() -> None:
+    assert all(spawn(body_rebuilt, 2))

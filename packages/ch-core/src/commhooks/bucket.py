@@ -9,10 +9,13 @@ collectives of a reduction.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -183,6 +186,7 @@ class Bucket:
     index: int = 0
     is_last: bool = True
     _by_name: dict[str, ParamLayout] = field(default_factory=dict, repr=False)
+    _kept: dict[Hashable, tuple[object, Any]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor], *, index: int = 0, is_last: bool = True) -> "Bucket":
@@ -225,9 +229,7 @@ class Bucket:
 
     def runs(self) -> list[torch.Tensor]:
         """The contiguous 1-D pieces that hold the parameters: live views, one for an undivided bucket."""
-        if self.storage.is_sparse:
-            return [self.storage]
-        return [self.storage.narrow(0, offset, numel) for offset, numel in self.layout.runs()]
+        return self.once("runs", self._cut)
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -253,7 +255,28 @@ class Bucket:
 
     def select(self, names: Iterable[str]) -> "Bucket":
         """Sub-bucket of some parameters, over the same storage."""
-        return Bucket(self.layout.select(frozenset(names)), self.storage, self.index, self.is_last)
+        chosen = frozenset(names)
+        return self.once(chosen, lambda: Bucket(self.layout.select(chosen), self.storage, self.index, self.is_last))
+
+    def once(self, key: Hashable, make: Callable[[], T], of: object = None) -> T:
+        """What ``make()`` gives, made once as long as this bucket lives; DDP's live from step to step. For views: making
+        one costs little, but between two passes over a large gradient the code for it has left the core's cache.
+
+        Args:
+            key: by which it is kept.
+            make: makes it from the bucket and ``of``.
+            of: what it is made of besides the bucket; when that is another object, it is made anew.
+
+        >>> import torch
+        >>> b = Bucket.from_tensors({"w": torch.ones(4)})
+        >>> b.once("halves", lambda: b.buffer.chunk(2)) is b.once("halves", lambda: b.buffer.chunk(2))
+        True
+        """
+        found = self._kept.get(key)
+        if found is None or found[0] is not of:
+            found = self._kept[key] = (of, make())
+        value: T = found[1]
+        return value
 
     def split(self, group: Callable[[ParamLayout], str]) -> dict[str, "Bucket"]:
         """Sub-buckets by the group each parameter is given; writing to them writes to this bucket.
@@ -276,6 +299,11 @@ class Bucket:
         if param not in self._by_name:
             raise KeyError(f"no parameter {param!r} in this bucket; it holds {sorted(self._by_name)}")
         return self._by_name[param]
+
+    def _cut(self) -> list[torch.Tensor]:
+        if self.storage.is_sparse:
+            return [self.storage]
+        return [self.storage.narrow(0, offset, numel) for offset, numel in self.layout.runs()]
 
     def _flat(self, p: ParamLayout) -> torch.Tensor:
         return self.storage.narrow(0, p.offset, p.numel)

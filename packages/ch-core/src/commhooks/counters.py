@@ -1,9 +1,7 @@
 """The cumulative figures behind ``handle.stats()``."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from commhooks.requests import RequestPlan
 from commhooks.transport import Traffic
 
 
@@ -26,11 +24,6 @@ class Counters:
     def begin(self) -> None:
         """A step begins."""
         self.gradient_bytes, self._before = 0.0, (self.traffic.trip_bytes, self.traffic.rounds)
-
-    def ask(self, requests: Iterable[RequestPlan], world_size: int) -> None:
-        """A bucket asks for the collectives of a stage."""
-        for request in requests:
-            self.traffic.add(request, world_size)
 
     @property
     def communicated(self) -> bool:

@@ -72,6 +72,7 @@ class DDPDriver:
         self._by_position = names is None
         self._seen: list[list[torch.Tensor]] = []
         self._layouts: dict[tuple[int, ...], BucketLayout] = {}
+        self._buckets: dict[int, Bucket] = {}  # the last step's, by index: DDP uses its buffers again
         self._renames = engine.state.renames
         self._futures: list[tuple[TensorFuture, torch.Tensor]] = []
         self._side = SideStream()
@@ -117,7 +118,14 @@ class DDPDriver:
             if self._by_position:
                 self._provisional(grad_bucket, params)
             layout = self._layouts[key] = bucket_layout(grad_bucket, self._names)
-        return Bucket(layout, buffer, grad_bucket.index(), grad_bucket.is_last())
+        index, is_last = grad_bucket.index(), grad_bucket.is_last()
+        found = self._buckets.get(index)
+        if found is not None and found.storage is buffer and found.layout is layout and found.is_last == is_last:
+            return found
+        if index == 0:
+            self._buckets.clear()  # DDP has rebuilt them
+        bucket = self._buckets[index] = Bucket(layout, buffer, index, is_last)
+        return bucket
 
     def _compare(self) -> BaseException | None:
         """Every :attr:`check_every` steps, whether all ranks hold the same reduced gradients."""

@@ -26,7 +26,7 @@ from commhooks.combine import plain
 from commhooks.counters import Counters
 from commhooks.errors import CommHooksError, HookResultError, TransportError
 from commhooks.ghost import ghost
-from commhooks.live import Asked, Live
+from commhooks.live import Asked, Course, Live
 from commhooks.profiling import profiled
 from commhooks.reduction import Reduction, StepContext
 from commhooks.requests import AllGather, Request, StagePlan, as_tuple
@@ -75,11 +75,12 @@ class Engine:
         self.keep_buckets = False  # whether the last step's buckets stay readable after it
         self.last: list[Bucket] = []
         self.layouts: list[BucketLayout] = []  # of the last step's buckets, in the order in which they came
-        self._plans: dict[tuple[BucketLayout, Hashable], tuple[StagePlan, ...]] = {}
+        self._courses: dict[tuple[BucketLayout, Hashable], Course] = {}
         self._live: list[Live] = []
         self._held = Asked()  # first stages that are not worth a message yet
         self._slots = 0
-        self._open, self._veto = False, False
+        self.in_step = False  # whether buckets of a step have arrived and the step has not ended
+        self._veto = False
         self._error: tuple[BaseException, int] | None = None
         self._sums: list[torch.Tensor | float] = []
         # Where members come and go, one more message under way keeps a group alive from which a peer has gone.
@@ -92,29 +93,24 @@ class Engine:
 
     # -- one step
 
-    @property
-    def in_step(self) -> bool:
-        """Whether buckets of a step have arrived and the step has not ended."""
-        return self._open
-
     def submit(self, bucket: Bucket) -> None:
         """Take the next bucket of the step: start it, advance the older ones.
 
         Errors of the reduction are kept for :meth:`finish`; errors of the transport are raised.
         """
         begun = time.perf_counter()
-        if not self._open:
+        if not self.in_step:
             self._begin()
         live = self._new(bucket)
         self._live.append(live)
-        if not live.gathers:
+        if not live.course.gathers:
             self._start(self._held)
         self._ask([live], self._held)
-        if not live.gathers or bucket.is_last or self._held.enough:
+        if not live.course.gathers or bucket.is_last or self._held.enough:
             self._start(self._held)
         due = [older for older in self._live if live.slot - older.slot >= self.lag]
         used = self.on_reduced is not None
-        self._advance([older for older in due if not older.waits or (used and older.stage == len(older.plan))])
+        self._advance([older for older in due if not older.course.waits or (used and older.due is None)])
         self.counters.hook_seconds += time.perf_counter() - begun
 
     def finish(self, *, outside: BaseException | None = None) -> BaseException | None:
@@ -129,7 +125,7 @@ class Engine:
         told = self._tell() if self._only_waits() else None
         self._drain()
         error = self._verdict(*(told or self._tell()))
-        self._open, self._slots = False, 0
+        self.in_step, self._slots = False, 0
         self.counters.end(self.reduction.trips)
         self.counters.hook_seconds += time.perf_counter() - begun
         return error
@@ -189,7 +185,7 @@ class Engine:
         """Go on over another group of ranks, between steps. The state stays."""
         self.settle()
         self.transport, self.failure = transport, None
-        self._plans.clear()
+        self._courses.clear()
 
     def abandon(self) -> None:
         """Forget a step that will never finish (a backward that raised half way), and what it staged.
@@ -202,7 +198,7 @@ class Engine:
         for live in self._live:
             live.stages.close()
         self._live, self._held = [], Asked()
-        self._open, self._slots, self._error = False, 0, None
+        self.in_step, self._slots, self._error = False, 0, None
         self._sums.clear()
         self.state.rollback()
 
@@ -215,7 +211,7 @@ class Engine:
         self.settle(finally_=True)
         if self.loss_scale is not None and self.reduction.fields:
             self.state.rescale(self.loss_scale())
-        self._open, self._slots, self._error = True, 0, None
+        self.in_step, self._slots, self._error = True, 0, None
         self.last.clear()
         self.layouts.clear()
         self._sums.clear()
@@ -236,21 +232,23 @@ class Engine:
         self._device = bucket.device
         self.layouts.append(bucket.layout)
         try:
-            live = Live(self._slots, bucket, self.reduction.start(bucket, ctx), self.plan(bucket.layout, ctx))
+            live = Live(self._slots, bucket, self.reduction.start(bucket, ctx), self._course(bucket.layout, ctx))
         except Exception as error:  # the same on every rank: it follows from layout and step
-            live = Live(self._slots, bucket, plain(bucket), ())
+            live = Live(self._slots, bucket, plain(bucket), Course((), bucket.layout))
             self._fail(live, error)
         self._slots += 1
         return live
 
-    def plan(self, layout: BucketLayout, ctx: StepContext | None = None) -> tuple[StagePlan, ...]:
+    def plan(self, layout: BucketLayout) -> tuple[StagePlan, ...]:
         """The stages that a bucket of this layout goes through at the present step."""
-        if ctx is None:
-            ctx = StepContext(self.transport.rank, self.transport.world_size, self.state.step)
+        ctx = StepContext(self.transport.rank, self.transport.world_size, self.state.step)
+        return self._course(layout, ctx).plan
+
+    def _course(self, layout: BucketLayout, ctx: StepContext) -> Course:
         key = (layout, self.reduction.phase(ctx.step))
-        if key not in self._plans:
-            self._plans[key] = self.reduction.plan(layout, ctx)
-        return self._plans[key]
+        if key not in self._courses:
+            self._courses[key] = Course(self.reduction.plan(layout, ctx), layout)
+        return self._courses[key]
 
     def _advance(self, lives: list[Live]) -> None:
         """Each one stage further: wait for its pending one, resume the generator; start what they ask for as one."""
@@ -261,12 +259,12 @@ class Engine:
     def _ask(self, lives: list[Live], asked: Asked) -> None:
         for live in lives:
             requests = self._next(live)
-            if requests is None:
+            if requests is not None:
+                self.counters.traffic.add(*live.course.volumes[live.stage], self.transport.world_size)
+                asked.add(live, requests)
+            else:
                 live.done = True
                 self._end(live)
-                continue
-            self.counters.ask(live.plan[live.stage], self.transport.world_size)
-            asked.add(live, requests)
         self._live = [one for one in self._live if not one.done]
 
     def _start(self, asked: Asked) -> None:
@@ -287,14 +285,14 @@ class Engine:
                 return self._resume(live)
             except BaseException as error:  # Ctrl-C too: raised in the hook it would leave DDP and the peers stuck
                 self._fail(live, error)
-        ended = live.stage >= len(live.plan)
-        return None if ended else ghost(live.plan[live.stage], self.transport.world_size, live.bucket.device)
+        due = live.due
+        return None if due is None else ghost(due, self.transport.world_size, live.bucket.device)
 
     def _end(self, live: Live) -> None:
         if self.keep_buckets:
             self.last.append(live.bucket)
         # A finite P and Q may overflow when multiplied out in fp16; opaque payloads show nothing before decoding.
-        if self.reduction.fields and (live.opaque or live.bucket.dtype == torch.float16):
+        if self.reduction.fields and (live.course.opaque or live.bucket.dtype == torch.float16):
             self._sums.append(finiteness(live.bucket.storage))
         if self.on_reduced is not None and self.participating and not live.ghost:
             try:
@@ -304,7 +302,7 @@ class Engine:
 
     def _resume(self, live: Live) -> tuple[Request, ...] | None:
         """The generator's next requests, checked against the plan; ``None`` when it ended."""
-        expected = live.plan[live.stage] if live.stage < len(live.plan) else None
+        expected = live.due
         with profiled(self.reduction.name, "stage", live.stage):
             try:
                 requests = as_tuple(next(live.stages))
@@ -312,7 +310,7 @@ class Engine:
                 if expected is None:
                     return None
                 raise HookResultError(
-                    f"{self.reduction.name} ended after {live.stage} stages; its plan has {len(live.plan)}"
+                    f"{self.reduction.name} ended after {live.stage} stages; its plan has {len(live.course.plan)}"
                 ) from None
         found = tuple(r.plan() for r in requests)
         if found != expected:
@@ -346,7 +344,7 @@ class Engine:
     # -- failure of a reduction: the ghost
 
     def _fail(self, live: Live, error: BaseException) -> None:
-        where = ENCODE if live.stage == 0 else BETWEEN if live.stage < len(live.plan) else DECODE
+        where = ENCODE if live.stage == 0 else BETWEEN if live.due is not None else DECODE
         what = (self.transport.rank, self.reduction.name, WHERE[where], live.bucket.index)
         log.error("[rank %d] %s raised %s of bucket %d", *what)
         live.stages.close()
@@ -358,7 +356,7 @@ class Engine:
 
     def _only_waits(self) -> bool:
         """Whether no bucket has anything to do after its last message that could fail."""
-        return self._delivers and self.on_reduced is None and all(live.stage == len(live.plan) for live in self._live)
+        return self._delivers and self.on_reduced is None and all(live.due is None for live in self._live)
 
     def _tell(self) -> tuple[Status, Stage | None]:
         """This rank's part of the step's status, and the message under way, if there is one."""

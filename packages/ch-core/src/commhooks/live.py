@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from commhooks.bucket import Bucket
+from commhooks.bucket import Bucket, BucketLayout
 from commhooks.reduction import Stages
-from commhooks.requests import Request, StagePlan, payload_bytes
+from commhooks.requests import Request, StagePlan
 from commhooks.transport import Stage
 
 _SMALL = 16  # a gradient's bytes per byte of the later stages, from which on these are not worth hiding
@@ -12,40 +12,52 @@ _SMALL = 16  # a gradient's bytes per byte of the later stages, from which on th
 _ENOUGH = 1 << 15
 
 
-@dataclass(slots=True)
-class Live:
-    """A bucket whose generator has not ended.
+class Course:
+    """What buckets of one layout go through, and what follows from it: worked out once, not at every step.
+
+    Args:
+        plan: the stages.
+        layout: of the buckets.
 
     Attributes:
+        volumes: bytes of each stage, as ``(payload, payload times the passes it makes)``.
         waits: whether what is left after the first stage, if anything, waits for the drain (see
             :mod:`commhooks.engine`).
-        gathers: whether what it asks for first may travel with what the next buckets ask for. Not where it ends with
+        gathers: whether what is asked for first may travel with what the next buckets ask for. Not where it ends with
             that, because such an average is DDP's to the bit, nor where it asks for much (which would be copied), nor
             for anything but all-reduces (which would not become one message).
+        opaque: whether what is received shows only when decoded whether it is finite.
     """
+
+    __slots__ = ("gathers", "opaque", "plan", "volumes", "waits")
+
+    def __init__(self, plan: tuple[StagePlan, ...], layout: BucketLayout) -> None:
+        self.plan = plan
+        self.volumes = [(sum(r.payload_bytes for r in stage), sum(r.trip_bytes for r in stage)) for stage in plan]
+        gradient, later = layout.size * layout.dtype.itemsize, sum(payload for payload, _ in self.volumes[1:])
+        self.waits = layout.device.type == "cpu" and later * _SMALL <= gradient
+        little = len(plan) > 1 and 0 < self.volumes[0][0] < _ENOUGH
+        self.gathers = self.waits and little and all(request.kind == "all_reduce" for request in plan[0])
+        self.opaque = any(r.kind in ("all_gather", "all_to_all") for stage in plan for r in stage)
+
+
+@dataclass(slots=True)
+class Live:
+    """A bucket whose generator has not ended."""
 
     slot: int
     bucket: Bucket
     stages: Stages
-    plan: tuple[StagePlan, ...]
+    course: Course
     stage: int = 0
     pending: Stage | None = None
     ghost: bool = False
     done: bool = False
-    waits: bool = field(init=False)
-    gathers: bool = field(init=False)
 
     @property
-    def opaque(self) -> bool:
-        """Whether what it received shows only when decoded whether it is finite."""
-        return any(r.kind in ("all_gather", "all_to_all") for stage in self.plan for r in stage)
-
-    def __post_init__(self) -> None:
-        later = payload_bytes(self.plan[1:])
-        gradient = self.bucket.layout.size * self.bucket.dtype.itemsize
-        self.waits = self.bucket.device.type == "cpu" and later * _SMALL <= gradient
-        little = len(self.plan) > 1 and 0 < payload_bytes(self.plan[:1]) < _ENOUGH
-        self.gathers = self.waits and little and all(request.kind == "all_reduce" for request in self.plan[0])
+    def due(self) -> StagePlan | None:
+        """What it has to ask for next; ``None`` when it has asked for everything."""
+        return self.course.plan[self.stage] if self.stage < len(self.course.plan) else None
 
 
 @dataclass(slots=True)
@@ -69,7 +81,7 @@ class Asked:
     @property
     def enough(self) -> bool:
         """Whether these first stages are worth a message."""
-        return sum(payload_bytes(live.plan[:1]) for live in self.lives) >= _ENOUGH
+        return sum(live.course.volumes[0][0] for live in self.lives) >= _ENOUGH
 
     def go(self, stage: Stage) -> None:
         """It travels as ``stage``, and is forgotten here."""

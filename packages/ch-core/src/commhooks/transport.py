@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.errors import HookTimeoutError, TransportError
-from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Request, RequestPlan, Wire
+from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Request, Wire
 from commhooks.scratch import Scratch
 
 # torch 2.13 renames the flat collectives and warns of the old names at every call.
@@ -166,10 +166,11 @@ class Traffic:
     trip_bytes: float = 0.0
     rounds: int = 0
 
-    def add(self, plan: RequestPlan, world_size: int) -> None:
-        self.payload_bytes += plan.payload_bytes
-        self.trip_bytes += plan.trip_bytes
-        self.wire_bytes += plan.wire_bytes(world_size)
+    def add(self, payload_bytes: int, trip_bytes: int, world_size: int) -> None:
+        """Some requests of a rank, as :class:`~commhooks.requests.RequestPlan` counts their bytes."""
+        self.payload_bytes += payload_bytes
+        self.trip_bytes += trip_bytes
+        self.wire_bytes += trip_bytes * (world_size - 1) / world_size
 
 
 @dataclass(slots=True)

@@ -132,9 +132,16 @@ class Columns:
 
     def __init__(self, parts: list[torch.Tensor]) -> None:
         self.parts = parts
-        self.rank = parts[0].shape[1]
+        self.rank = rank = parts[0].shape[1]
         self._counts = [part.shape[0] for part in parts]
-        self._wide, self._spare = ([torch.empty_like(part, dtype=torch.float64) for part in parts] for _ in range(2))
+        self._wide, self._spare = (_with_transposed(parts) for _ in range(2))
+        count, device = sum(self._counts), parts[0].device
+        self._gram = torch.empty((count, rank, rank), dtype=torch.float64, device=device)  # products of all columns
+        self._grams = torch.split_with_sizes(self._gram, self._counts)
+        self._squares = self._gram.diagonal(dim1=-2, dim2=-1)  # (matrices, rank)
+        self._eye = torch.eye(rank, dtype=torch.float64, device=device).expand_as(self._gram)
+        self._gap = self._gram.new_empty((count, rank, 1))
+        self._gaps = torch.split_with_sizes(self._gap, self._counts)
 
     def orthonormalise(self, noise: list[torch.Tensor] | None = None, epsilon: float = 0.0) -> None:
         """Make the columns orthonormal, in place.
@@ -144,60 +151,64 @@ class Columns:
                 become zero.
             epsilon: added to each column's length before it divides: columns much shorter than this are damped.
         """
-        torch._foreach_copy_(self._wide, self.parts)
-        whiten, length, dependent = _whitening(self._gram())
-        whiten.masked_fill_(dependent.unsqueeze(-1), 0.0)
+        torch._foreach_copy_([wide for wide, _ in self._wide], self.parts)
+        self._multiply()
+        whiten, length, dependent = self._whiten()
+        whiten.masked_fill_(dependent, 0.0)
         self._apply(whiten)
         if noise is not None:
-            gap = torch.split_with_sizes(dependent.unsqueeze(-1).double(), self._counts)
-            for columns, where, fresh in zip(self._wide, gap, noise, strict=True):
-                columns.addcmul_(where, fresh)
+            self._gap.copy_(dependent)
+            torch._foreach_addcmul_([wide for wide, _ in self._wide], self._gaps, noise)
         if self.rank > 1:
-            self._apply(_inverse_root(self._gram()))
+            self._multiply()
+            self._squares.add_(_SHIFT)
+            self._apply(self._inverse_root()[0])
+        wide = [wide for wide, _ in self._wide]
         if epsilon:
-            factor = torch.split_with_sizes((length / (length + epsilon)).unsqueeze(-1), self._counts)
-            torch._foreach_mul_(self._wide, list(factor))
-        torch._foreach_copy_(self.parts, self._wide)
+            torch._foreach_mul_(wide, torch.split_with_sizes(length / (length + epsilon), self._counts))
+        torch._foreach_copy_(self.parts, wide)
 
-    def _gram(self) -> torch.Tensor:
-        """Products of all columns of a matrix with each other, ``(all matrices, rank, rank)``."""
-        grams = [torch.bmm(wide, wide.mT) for wide in self._wide]
-        return torch.cat(grams) if len(grams) > 1 else grams[0]
+    def _multiply(self) -> None:
+        """All columns of a matrix with each other."""
+        for (wide, transposed), gram in zip(self._wide, self._grams, strict=True):
+            torch.bmm(wide, transposed, out=gram)
 
-    def _apply(self, whiten: torch.Tensor) -> None:
-        for t, wide, out in zip(torch.split_with_sizes(whiten, self._counts), self._wide, self._spare, strict=True):
+    def _whiten(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``(T, length, dependent)``: ``T X`` has orthonormal columns.
+
+        ``length`` ``(matrices, rank, 1)`` is what is left of a column after subtracting its projection on those before
+        it, ``dependent`` whether that is nothing but rounding.
+        """
+        if self.rank == 1:
+            length = self._gram.sqrt()
+            inverse = self._gram * self._gram.clamp_min(_NOTHING).rsqrt().pow(3)  # not 1 / length: of Inf it is NaN
+            return inverse, length, self._gram <= _NOTHING
+        squares = self._squares.mul_(1 + _SHIFT * self.rank).add_(_NOTHING)
+        whiten, length = self._inverse_root()
+        rounding = (squares * (_DEPENDENT * self.rank)).add_(2 * _NOTHING).unsqueeze(-1)
+        return whiten, length, length.square() <= rounding
+
+    def _inverse_root(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``L^-1`` of ``L L^T = X X^T``, and the diagonal of ``L``. How long a column is makes no difference to the
+        precision of either.
+        """
+        lower, _ = torch.linalg.cholesky_ex(self._gram)
+        inverse = torch.linalg.solve_triangular(lower, self._eye, upper=False)
+        return inverse, lower.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+
+    def _apply(self, left: torch.Tensor) -> None:
+        parts = torch.split_with_sizes(left, self._counts)
+        for part, (wide, _), (out, _) in zip(parts, self._wide, self._spare, strict=True):
             if self.rank == 1:
-                torch.mul(t, wide, out=out)
+                torch.mul(part, wide, out=out)
             else:
-                torch.bmm(t, wide, out=out)
+                torch.bmm(part, wide, out=out)
         self._wide, self._spare = self._spare, self._wide
 
 
-def _whitening(gram: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``(T, length, dependent)``: ``T X`` has orthonormal columns if X's Gram matrix is ``gram``.
-
-    ``length`` ``(matrices, rank)`` is what is left of a column after subtracting its projection on those before it,
-    ``dependent`` whether that is nothing but rounding.
-    """
-    square = gram.diagonal(dim1=-2, dim2=-1)  # (matrices, rank)
-    scale = square.clamp_min(_NOTHING).rsqrt()
-    if gram.shape[-1] == 1:
-        return (square * scale.pow(3)).unsqueeze(-1), square.sqrt(), square <= _NOTHING  # 1 / length; of Inf it is NaN
-    unit = gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)
-    unit.diagonal(dim1=-2, dim2=-1).add_(_SHIFT * gram.shape[-1])
-    lower, _ = torch.linalg.cholesky_ex(unit)
-    pivot = lower.diagonal(dim1=-2, dim2=-1)
-    whiten = torch.linalg.solve_triangular(lower, torch.diag_embed(scale), upper=False)
-    return whiten, pivot / scale, pivot.square() <= _DEPENDENT * gram.shape[-1]
-
-
-def _inverse_root(gram: torch.Tensor) -> torch.Tensor:
-    """The same for columns that are nearly orthonormal, or zero."""
-    gram.diagonal(dim1=-2, dim2=-1).add_(_SHIFT)
-    lower, _ = torch.linalg.cholesky_ex(gram)
-    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    whiten: torch.Tensor = torch.linalg.solve_triangular(lower, eye.expand_as(gram), upper=False)
-    return whiten
+def _with_transposed(parts: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    wide = [torch.empty_like(part, dtype=torch.float64) for part in parts]
+    return [(part, part.mT) for part in wide]
 
 
 def gaussian(seed: int, key: str, step: int, shape: tuple[int, int], device: torch.device) -> torch.Tensor:

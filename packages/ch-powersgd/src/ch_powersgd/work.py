@@ -6,6 +6,7 @@ one pass to the next. Matrices gathered from several parameters, or narrower tha
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -67,12 +68,42 @@ def _blocks(stack: Stack, on_cpu: bool) -> list[int]:
     return [min(n, stack.rows - start) for start in range(0, stack.rows, n)]
 
 
+@dataclass(slots=True)
+class Matrix:
+    """A matrix that is worked on where it lies in the bucket, its factors, and the views that this takes.
+
+    Attributes:
+        d: ``(rows, cols)``.
+        parts: its blocks of rows.
+        p, q, sent: ``(rank, rows)``, and twice ``(rank, cols)``.
+        right: Q as columns, ``(cols, rank)``.
+        left: per block the part of P that its rows give, ``(n, rank)``.
+    """
+
+    d: torch.Tensor
+    parts: Sequence[torch.Tensor]
+    p: torch.Tensor
+    q: torch.Tensor
+    sent: torch.Tensor
+    right: torch.Tensor
+    left: Sequence[torch.Tensor]
+    _rows: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = field(default_factory=list)
+
+    def rows(self, residual: torch.Tensor) -> Sequence[torch.Tensor]:
+        """A residual in blocks. There are two that take turns: each is cut up once."""
+        for tensor, rows in self._rows:
+            if tensor is residual:
+                return rows
+        rows = residual.split_with_sizes([len(part) for part in self.parts])
+        self._rows = [*self._rows[-1:], (residual, rows)]
+        return rows
+
+
 class Factors:
     """P, Q and the sent Q of a bucket, cut up.
 
     Attributes:
         p, q, sent: per stack ``(count, rank, length)``.
-        left: per stack and block the part of P that its rows give, ``(n, rank)``.
         columns: of every matrix its Q, ``(rank, cols)``, with its key and stack.
         p_columns, q_columns: to be made orthonormal, by rank.
     """
@@ -80,14 +111,24 @@ class Factors:
     def __init__(self, shapes: Shapes, p: torch.Tensor, q: torch.Tensor, sent: torch.Tensor) -> None:
         self.of = (p, q, sent)
         self.p, self.q, self.sent = shapes.p.views(p), shapes.q.views(q), shapes.q.views(sent)
-        pairs = zip(shapes.blocks, self.p, strict=True)
-        self.left = [part[0].t().split(blocks) if blocks else () for blocks, part in pairs]
         self.p_columns, self.q_columns = shapes.p.columns(p), shapes.q.columns(q)
         self.columns = [
             (key, stack, column)
             for stack, part in zip(shapes.stacks, self.q, strict=True)
             for key, column in zip(stack.keys, part.unbind(0), strict=True)
         ]
+
+    def matrices(self, bucket: Bucket, shapes: Shapes) -> list[Matrix | None]:
+        """Per stack the matrix in the bucket, ``None`` for what is built in scratch."""
+        found: list[Matrix | None] = []
+        for stack, blocks, p, q, sent in zip(shapes.stacks, shapes.blocks, self.p, self.q, self.sent, strict=True):
+            if blocks is None:
+                found.append(None)
+                continue
+            d = bucket.matrix(stack.params[0])
+            left = p[0].t().split_with_sizes(blocks)
+            found.append(Matrix(d, d.split_with_sizes(blocks), p[0], q[0], sent[0], q[0].t(), left))
+        return found
 
 
 class Work:
@@ -102,8 +143,8 @@ class Work:
         self.p, self.q = self.flat("p", shapes.p.numel), self.flat("q", shapes.q.numel)
         self.sent = self.flat("q sent", shapes.q.numel)
         self.factors = shapes.factors(self.p, self.q, self.sent)
-        self._d: list[torch.Tensor] = []  # of every stack: (rows, cols) where it lies, else (count, rows, cols)
-        self._rows: list[Sequence[torch.Tensor]] = []  # of every stack: its blocks
+        self._matrices = bucket.once(shapes, lambda: self.factors.matrices(bucket, shapes), self.factors)
+        self._d: list[torch.Tensor | None] = []  # of every stack that is built in scratch (count, rows, cols)
 
     def flat(self, name: str, numel: int) -> torch.Tensor:
         """Scratch for ``numel`` elements."""
@@ -143,55 +184,51 @@ class Work:
 
     def project(self) -> None:
         """``D = G + e`` and ``P = D Q`` of every stack. Where it can, D takes the place of G in the bucket."""
-        for number, blocks in enumerate(self.shapes.blocks):
-            if blocks is not None:
-                self._project_in_place(number, blocks)
+        for number, matrix in enumerate(self._matrices):
+            if matrix is not None:
+                self._d.append(None)
+                self._project_in_place(number, matrix)
                 continue
             d = self._gathered(number)
             torch.bmm(self.factors.q[number], d.mT, out=self.factors.p[number])
             self._d.append(d)
-            self._rows.append(())
 
     def project_back(self) -> None:
         """``Q_i = D^T P`` of every stack."""
-        for d, p, q in zip(self._d, self.factors.p, self.factors.q, strict=True):
-            if d.dim() == 2:
-                torch.mm(p[0], d, out=q[0])
-            else:
+        for matrix, d, p, q in zip(self._matrices, self._d, self.factors.p, self.factors.q, strict=True):
+            if matrix is not None:
+                torch.mm(matrix.p, matrix.d, out=matrix.q)
+            elif d is not None:
                 torch.bmm(p, d, out=q)
 
-    def _project_in_place(self, number: int, blocks: list[int]) -> None:
-        param, right = self.shapes.stacks[number].params[0], self.factors.q[number][0].t()
-        d, kept = self.bucket.matrix(param), self._owed(param)
-        parts = d.split_with_sizes(blocks)
-        self._d.append(d)
-        self._rows.append(parts)
-        owed = kept.split_with_sizes(blocks) if kept is not None else parts
-        for rows, residual, left in zip(parts, owed, self.factors.left[number], strict=True):
+    def _project_in_place(self, number: int, matrix: Matrix) -> None:
+        kept = self._owed(self.shapes.stacks[number].params[0])
+        owed = matrix.rows(kept) if kept is not None else matrix.parts
+        for rows, residual, left in zip(matrix.parts, owed, matrix.left, strict=True):
             if kept is not None:
                 rows.add_(residual)
-            torch.mm(rows, right, out=left)
+            torch.mm(rows, matrix.right, out=left)
 
     # -- G and e
 
     def decode(self) -> None:
         """``G = P Q^T`` into the bucket, and ``e = D - P Q_i^T``, or D minus what was decoded, staged."""
-        for number, blocks in enumerate(self.shapes.blocks):
-            if blocks is not None:
-                self._decode_in_place(number, blocks)
-                continue
-            self._multiply_out(number)
-            if self.config.error_feedback:
-                self._keep_residual(number)
+        for number, (matrix, d) in enumerate(zip(self._matrices, self._d, strict=True)):
+            if matrix is not None:
+                self._decode_in_place(number, matrix)
+            elif d is not None:
+                self._multiply_out(number)
+                if self.config.error_feedback:
+                    self._keep_residual(number, d)
 
-    def _decode_in_place(self, number: int, blocks: list[int]) -> None:
-        stack, q = self.shapes.stacks[number], self.factors.q[number][0]
+    def _decode_in_place(self, number: int, matrix: Matrix) -> None:
+        stack, q = self.shapes.stacks[number], matrix.q
         if not self.config.error_feedback:
-            torch.mm(self.factors.p[number][0].t(), q, out=self._d[number])
+            torch.mm(matrix.p.t(), q, out=matrix.d)
             return
-        got = q if self._averaged else self.factors.sent[number][0]
-        staged = self._staged(stack.params[0]).split_with_sizes(blocks)
-        for rows, left, kept in zip(self._rows[number], self.factors.left[number], staged, strict=True):
+        got = q if self._averaged else matrix.sent
+        staged = matrix.rows(self._staged(stack.params[0]))
+        for rows, left, kept in zip(matrix.parts, matrix.left, staged, strict=True):
             if stack.rank == 1:
                 torch.addcmul(rows, left, got, value=-1, out=kept)
                 torch.mul(left, q, out=rows)
@@ -225,8 +262,8 @@ class Work:
         for param, piece in _pieces(stack, flat):
             self.bucket.matrix(param).copy_(piece)
 
-    def _keep_residual(self, number: int) -> None:
-        stack, d = self.shapes.stacks[number], self._d[number]
+    def _keep_residual(self, number: int, d: torch.Tensor) -> None:
+        stack = self.shapes.stacks[number]
         if not self._averaged:
             d.baddbmm_(self.factors.p[number].mT, self.factors.sent[number], alpha=-1)
             if stack.direct:

@@ -1,7 +1,7 @@
 """Real gloo processes for tests: started in milliseconds, ended together, never left hanging.
 
 Processes are forked from a server that has imported torch once. When one rank fails, or the time is up, all are
-killed and the failing rank's traceback is raised.
+killed and the failing rank's traceback is raised. They also end with the process that started them, however it ends.
 """
 
 import multiprocessing
@@ -9,6 +9,7 @@ import os
 import pickle
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -124,6 +125,7 @@ def _main(
     import torch._C._distributed_c10d as c10d
     import torch.distributed as dist
 
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     code = 1
     try:
@@ -146,3 +148,11 @@ def _main(
         sys.stderr.flush()
         # torch 2.13's gloo now and then aborts in static destructors at interpreter exit; there is nothing to tidy.
         os._exit(code)
+
+
+def _end_with_parent() -> None:
+    """Ranks whose parent was killed would go on training, and take the cores from whatever comes next."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
