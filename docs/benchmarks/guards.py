@@ -106,7 +106,7 @@ def foreign(calls: int, buckets: int) -> dict[str, float]:
 class _Nowhere:
     """A transport of two ranks in which every collective is done at once."""
 
-    rank, world_size, divides, halves, elastic = 0, 2, False, False, False
+    rank, world_size, divides, free, elastic = 0, 2, False, False, False
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> "_Nowhere":
         return self

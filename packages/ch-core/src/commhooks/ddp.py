@@ -267,7 +267,7 @@ class BareHook:
                 f"the state of {self.__name__} is a process group, None, or a HookState; got {type(state).__name__}"
             )
         made = self.reduction if isinstance(self.reduction, Reduction) else self.reduction(state)
-        transport = ProcessGroupTransport(group, halves=True)
+        transport = ProcessGroupTransport(group, free=True)
         return Engine(made, transport, kept, timeout=None)  # the group has a timeout of its own
 
 

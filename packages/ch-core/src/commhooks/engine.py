@@ -193,7 +193,7 @@ class Engine:
         Collectives that this rank started and others did not are beyond help; the transport's own deadline ends
         them.
         """
-        if any(live.pending is not None for live in self._live):
+        if self.failure is not None or any(live.pending is not None for live in self._live):
             self.scratch = Scratch()  # the transport may still write to the old
         for live in self._live:
             live.stages.close()
@@ -274,7 +274,8 @@ class Engine:
         self.counters.traffic.rounds += bool(asked.requests)
         first = asked.lives[0]
         with profiled(self.reduction.name, "start", first.stage):
-            self._guarded(asked.go, Stage(self.transport, self.scratch, (first.slot, first.stage)))
+            any_order = not any(live.course.ends_at_once for live in asked.lives)
+            self._guarded(asked.go, Stage(self.transport, self.scratch, (first.slot, first.stage), any_order))
 
     def _next(self, live: Live) -> tuple[Request, ...] | None:
         """What a bucket asks for after its pending stage; ``None`` when it has ended."""
@@ -390,7 +391,7 @@ class Engine:
         return None if status is None else status.error(self.reduction.name, own[0] if own else None, carry_out)
 
     def _send(self, request: Request) -> Stage:
-        stage = Stage(self.transport, self.scratch, "status")
+        stage = Stage(self.transport, self.scratch, "status", any_order=True)
         self._guarded(lambda s: s.start((request,)), stage)
         return stage
 

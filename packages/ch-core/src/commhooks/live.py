@@ -24,19 +24,21 @@ class Course:
         waits: whether what is left after the first stage, if anything, waits for the drain (see
             :mod:`commhooks.engine`).
         gathers: whether what is asked for first may travel with what the next buckets ask for. Not where it ends with
-            that, because such an average is DDP's to the bit, nor where it asks for much (which would be copied), nor
-            for anything but all-reduces (which would not become one message).
+            that, nor where it asks for much (which would be copied), nor for anything but all-reduces (which would not
+            become one message).
+        ends_at_once: whether nothing is left after the first stage: such an average is DDP's to the bit.
         opaque: whether what is received shows only when decoded whether it is finite.
     """
 
-    __slots__ = ("gathers", "opaque", "plan", "volumes", "waits")
+    __slots__ = ("ends_at_once", "gathers", "opaque", "plan", "volumes", "waits")
 
     def __init__(self, plan: tuple[StagePlan, ...], layout: BucketLayout) -> None:
         self.plan = plan
         self.volumes = [(sum(r.payload_bytes for r in stage), sum(r.trip_bytes for r in stage)) for stage in plan]
         gradient, later = layout.size * layout.dtype.itemsize, sum(payload for payload, _ in self.volumes[1:])
         self.waits = layout.device.type == "cpu" and later * _SMALL <= gradient
-        little = len(plan) > 1 and 0 < self.volumes[0][0] < _ENOUGH
+        self.ends_at_once = len(plan) < 2
+        little = not self.ends_at_once and 0 < self.volumes[0][0] < _ENOUGH
         self.gathers = self.waits and little and all(request.kind == "all_reduce" for request in plan[0])
         self.opaque = any(r.kind in ("all_gather", "all_to_all") for stage in plan for r in stage)
 

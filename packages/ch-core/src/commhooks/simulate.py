@@ -151,7 +151,7 @@ class SimulatedTransport:
     """One rank's end of a :class:`SimulatedGroup`."""
 
     divides = False
-    halves = False
+    free = False
     elastic = False
 
     def __init__(self, group: SimulatedGroup, rank: int) -> None:

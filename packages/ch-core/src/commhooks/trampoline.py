@@ -136,7 +136,7 @@ class DDPBinding:
         self.group = model.process_group
         driver = self._slot.driver
         if isinstance(driver, DDPDriver):
-            driver.engine.move(ProcessGroupTransport(self.group, halves=driver.engine.transport.halves))
+            driver.engine.move(ProcessGroupTransport(self.group, free=driver.engine.transport.free))
         elif isinstance(driver, ForeignDriver):
             driver.close()
             self.ready()
@@ -155,7 +155,7 @@ class DDPBinding:
             return ForeignDriver(cast(Any, handle.built), handle.state, handle.expr, self._timeout)
         if not isinstance(handle.state, HookState):
             raise AttachError(f"the state of {handle.expr} is a HookState; got {type(handle.state).__name__}")
-        transport = ProcessGroupTransport(self.group, halves=True)
+        transport = ProcessGroupTransport(self.group, free=True)
         self.engine = Engine(handle.reduction, transport, handle.state, timeout=self._timeout)
         self.engine.keep_buckets = True
         return DDPDriver(self.engine, self.names)

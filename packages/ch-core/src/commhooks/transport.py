@@ -25,6 +25,8 @@ _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or getattr(d
 
 _BLOCK = 1 << 16  # elements of fp32 that stay in a core's cache between two passes
 _LONG = 4 << 20  # bytes from which on a message is worth two threads
+# Bytes up to which two ranks swap their numbers, and bytes more than a ring's that more ranks may spend on it.
+_SWAPPED, _SPENT = 1 << 19, 1 << 15
 _SHORT, _AWAKE = 1 << 20, 0.002  # bytes of a short message, and seconds to stay awake for it
 _give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
@@ -49,15 +51,15 @@ class Transport(Protocol):
         world_size: ranks in the group.
         divides: whether :meth:`all_reduce` with op ``"mean"`` divides by itself, because only it knows how many
             take part (a fault-tolerance manager). If not, ``"mean"`` never reaches it.
-        halves: whether a large message on a CPU should go as two side by side (gloo has two threads a group, each busy
-            with one). Not where a peer without a hook has to match the messages.
+        free: whether the ranks are free to carry out an all-reduce on a CPU as is best, because all of them run this
+            engine. Not where a peer without a hook has to match the messages.
         elastic: whether rank and world size change from step to step (a manager's members come and go).
     """
 
     rank: int
     world_size: int
     divides: bool
-    halves: bool
+    free: bool
     elastic: bool
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work: ...
@@ -113,7 +115,7 @@ class ProcessGroupTransport:
 
     Args:
         group: the group; ``None`` is the default group.
-        halves: send large all-reduces as two; see :class:`Transport`.
+        free: see :class:`Transport`.
 
     Raises:
         TransportError: there is no process group.
@@ -123,7 +125,7 @@ class ProcessGroupTransport:
     elastic = False
     _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, halves: bool = False) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, free: bool = False) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise TransportError(
                 "no process group: call torch.distributed.init_process_group(...) first, "
@@ -132,7 +134,7 @@ class ProcessGroupTransport:
         self.group = group if group is not None else dist.group.WORLD
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
-        self.halves = halves
+        self.free = free
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
         return self._start("all-reduce", dist.all_reduce, tensor, op=self._OPS[op])
@@ -179,11 +181,15 @@ class Stage:
 
     Starting one encodes (scale by 1/W, cast, merge) and starts the collectives; :meth:`wait` waits and decodes.
     All-reduces of equal dtype, op and wire are merged into one message.
+
+    Attributes:
+        any_order: whether sums of unrounded numbers may be added up in another order than DDP's.
     """
 
     transport: Transport
     scratch: Scratch
     owner: object
+    any_order: bool = False
     _works: list[tuple[Work, Callable[[], None] | None]] = field(default_factory=list)
     reduced: list[torch.Tensor] = field(default_factory=list)
 
@@ -222,7 +228,7 @@ class Stage:
                 first.sent.copy_(tensor)
             if scale != 1.0:
                 tensor.mul_(scale)
-            self._reduce(tensor.view(-1), first, None)
+            self._reduce(number, tensor.view(-1), first, None)
             return
         total = sum(r.tensor.numel() for r in group)
         dtype = wire.dtype if wire is not None else tensor.dtype
@@ -240,20 +246,44 @@ class Stage:
             if request.sent is not None:
                 request.sent.copy_(part.view(request.sent.shape)).mul_(1.0 / scale)
         self.reduced.append(merged)  # one sum tells of all whether something is not finite
-        self._reduce(merged, first, lambda: torch._foreach_copy_(tensors, parts))
+        self._reduce(number, merged, first, lambda: torch._foreach_copy_(tensors, parts))
 
-    def _reduce(self, flat: torch.Tensor, like: AllReduce, decode: Callable[[], None] | None) -> None:
-        """Start the message: two if it is large, and the transport wants that. With more than two ranks, the order in
-        which they are added up depends on the place in the message; what no cast has rounded therefore stays whole,
-        and its average is that of DDP to the bit.
+    def _reduce(self, number: int, flat: torch.Tensor, like: AllReduce, decode: Callable[[], None] | None) -> None:
+        """Start the message in the way that costs least, where the transport leaves that open. With more than two
+        ranks the order in which they are added up depends on the way; what no cast has rounded is then sent as DDP
+        sends it, and its average is DDP's to the bit, unless nobody counts on that.
         """
-        large = flat.device.type == "cpu" and flat.numel() * flat.itemsize >= _LONG
-        free = self.transport.world_size == 2 or like.wire is not None
-        pieces = flat.chunk(2) if large and free and self.transport.halves else (flat,)
-        *ahead, last = [self.transport.all_reduce(piece, self._op(like.op)) for piece in pieces]
-        for work in ahead:
-            self._add(work, None)
-        self._add(last, decode)
+        size, op = flat.numel() * flat.itemsize, self._op(like.op)
+        free = self.transport.free and flat.device.type == "cpu"
+        if free and (self.any_order or self.transport.world_size == 2 or like.wire is not None):
+            if op == "sum" and flat.is_floating_point() and _worth_swapping(size, self.transport.world_size):
+                self._swap(number, flat, decode)
+                return
+            if size >= _LONG:  # gloo has two threads a group, each busy with one message
+                ahead, flat = flat.chunk(2)
+                self._add(self.transport.all_reduce(ahead, op), None)
+        self._add(self.transport.all_reduce(flat, op), decode)
+
+    def _swap(self, number: int, flat: torch.Tensor, decode: Callable[[], None] | None) -> None:
+        """An all-reduce of few numbers: each rank sends all of them to every other, and adds up what has come in the
+        order of the ranks. That is one message to wait for; a ring has ``2 (W - 1)``, one after another.
+        """
+        shape = (self.transport.world_size, flat.numel())
+        sent, received = (
+            self.scratch.get(self.owner, f"stage {what} {number}", shape, flat.dtype, flat.device)
+            for what in ("sent", "received")
+        )
+        sent.copy_(flat)
+
+        def add_up() -> None:
+            first, second, *others = received.unbind(0)
+            torch.add(first, second, out=flat)
+            for row in others:
+                flat.add_(row)
+            if decode is not None:
+                decode()
+
+        self._add(self.transport.all_to_all(received.view(-1), sent.view(-1)), add_up)
 
     def _sparse(self, request: AllReduce) -> None:
         scale = self._scale(request.op)
@@ -296,6 +326,11 @@ class Stage:
 
     def _add(self, work: Work, decode: Callable[[], None] | None) -> None:
         self._works.append((work, decode))
+
+
+def _worth_swapping(size: int, world: int) -> bool:
+    """Whether so many bytes had better be swapped than sent round a ring. Two ranks send the same number either way."""
+    return world > 1 and size <= _SWAPPED and (world - 2) * size <= _SPENT
 
 
 def encode(source: torch.Tensor, target: torch.Tensor, scale: float, wire: Wire | None) -> None:

@@ -29,7 +29,7 @@ class ManagerTransport:
     """
 
     elastic = True
-    halves = False
+    free = False
     divides = False  # the scaling by 1/n belongs before the cast, and the manager would do it after the sum
 
     def __init__(self, manager: protocols.Group, fail_fast: FailFast | None = None) -> None:

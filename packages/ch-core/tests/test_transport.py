@@ -1,0 +1,111 @@
+"""How all-reduces are carried out: round a ring, or swapped; one message or two."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commhooks.bucket import Bucket
+from commhooks.reduction import Plain, Reduction
+from commhooks.requests import AllReduce
+from commhooks.simulate import SimulatedRank, simulate
+from commhooks.transport import _LONG, _SPENT, _SWAPPED
+from commhooks.wire import WireCast
+
+
+class Twice(Reduction):
+    """Averages in two rounds, so that the order of addition is nobody's business."""
+
+    name = "twice"
+    lossy = True
+
+    def run(self, bucket: Bucket, ctx: object) -> Iterator[Any]:
+        half = bucket.buffer.numel() // 2
+        yield AllReduce(bucket.buffer[:half])
+        yield AllReduce(bucket.buffer[half:])
+
+
+def averaged(
+    reduction: Reduction, gradients: torch.Tensor, *, free: bool
+) -> tuple[list[torch.Tensor], list[tuple[str, int]]]:
+    """What the ranks get of a gradient each, and rank 0's messages: kind, elements."""
+    log: list[tuple[str, int]] = []
+
+    def body(rank: SimulatedRank) -> torch.Tensor:
+        rank.transport.free = free
+        post = rank.transport._post
+
+        def record(kind: str, op: str, *tensors: torch.Tensor) -> Any:
+            if rank.rank == 0:
+                log.append((kind, tensors[-1].numel()))
+            return post(kind, op, *tensors)
+
+        rank.transport._post = record  # type: ignore[method-assign]
+        engine = rank.engine(reduction)
+        bucket = Bucket.from_tensors({"w": gradients[rank.rank].clone()})
+        engine.submit(bucket)
+        assert engine.finish() is None
+        return bucket.buffer
+
+    return simulate(len(gradients), body), log
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    world=st.integers(2, 6),
+    numel=st.integers(2, 300),
+    wire=st.sampled_from([None, "bf16", "fp16"]),
+    seed=st.integers(0, 1000),
+)
+def test_swapping_gives_the_same_average_on_all_ranks(world: int, numel: int, wire: Any, seed: int) -> None:
+    gradients = torch.randn(world, numel, generator=torch.Generator().manual_seed(seed))
+    reduction = Twice() if wire is None else WireCast(Twice(), wire)
+    ring, by_ring = averaged(reduction, gradients, free=False)
+    swapped, by_swap = averaged(reduction, gradients, free=True)
+    assert all(torch.equal(swapped[0], other) for other in swapped)
+    if world == 2:
+        assert torch.equal(ring[0], swapped[0])
+    tolerance = 1e-6 if wire is None else 2e-2
+    torch.testing.assert_close(swapped[0], gradients.mean(0), rtol=tolerance, atol=tolerance)
+    assert {kind for kind, _ in by_ring} == {"all_reduce"}
+    assert {kind for kind, _ in by_swap} == {"all_to_all"}
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_an_average_that_ends_at_once_is_added_up_as_ddp_does(world: int) -> None:
+    """From three ranks on the order shows: only what a cast has rounded, and the status, is swapped then."""
+    gradients = torch.randn(world, 50)
+    ring, _ = averaged(Plain(), gradients, free=False)
+    got, messages = averaged(Plain(), gradients, free=True)
+    assert torch.equal(got[0], ring[0])
+    kinds = [kind for kind, _ in messages]
+    assert kinds == (["all_to_all"] * 2 if world == 2 else ["all_reduce", "all_to_all"])
+    _, cast = averaged(WireCast(Plain(), "bf16"), gradients, free=True)
+    assert [kind for kind, _ in cast] == ["all_to_all"] * 2
+
+
+def test_numbers_are_added_in_the_order_of_the_ranks() -> None:
+    gradients = torch.tensor([[3e8], [3.0], [-3e8]]).repeat(1, 2)  # 1e8 + 1 - 1e8 in fp32
+    got, _ = averaged(Twice(), gradients, free=True)
+    assert got[0].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("world", "size", "kinds"),
+    [
+        (2, _SWAPPED, ["all_to_all"]),
+        (2, _SWAPPED + 8, ["all_reduce"]),
+        (4, _SPENT // 2, ["all_to_all"]),
+        (4, _SPENT // 2 + 8, ["all_reduce"]),
+        (2, _LONG, ["all_reduce", "all_reduce"]),  # a thread of gloo's for each half
+        (4, _LONG, ["all_reduce", "all_reduce"]),
+    ],
+)
+def test_what_is_worth_it(world: int, size: int, kinds: list[str]) -> None:
+    """``size`` is in bytes, of each of the two stages."""
+    _, messages = averaged(Twice(), torch.ones(world, 2 * size // 4), free=True)
+    assert [kind for kind, _ in messages[: len(kinds)]] == kinds
+    assert len(messages) == 2 * len(kinds) + 1
