@@ -1,5 +1,7 @@
 """Buckets: views, strides, pieces and splitting."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -53,6 +55,17 @@ def test_layouts_are_equal_by_value_and_usable_as_keys() -> None:
     assert a != BucketLayout.of_shapes({"w": (3, 2), "b": (3,)})
     assert a != BucketLayout.of_shapes({"w": (2, 3), "b": (3,)}, device="meta")
     assert a.select(frozenset({"b"})).runs() == ((6, 3),)
+
+
+def test_what_is_kept_belongs_to_one_bucket_and_its_maker() -> None:
+    bucket = Bucket.from_tensors({"w": torch.ones(2), "b": torch.ones(3)})
+    assert bucket.select(["b"]) is bucket.select({"b"})
+    assert bucket.once("runs", lambda: "mine") == "mine"
+    assert bucket.runs()[0].numel() == 5
+    other = dataclasses.replace(bucket, storage=torch.zeros(5))
+    assert other.buffer.count_nonzero() == 0
+    assert other.once("runs", lambda: "another") == "another"
+    assert bucket.once("runs", lambda: "made of something else", of=other) == "made of something else"
 
 
 def test_errors_say_what_is_wrong() -> None:

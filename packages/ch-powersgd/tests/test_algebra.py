@@ -51,6 +51,15 @@ def test_a_dependent_column_becomes_zero_or_noise() -> None:
     torch.testing.assert_close(filled @ filled.T, torch.eye(4), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("scale", [1e-28, 1e-20, 1.0, 1e20, 1e34])
+def test_a_dependent_column_is_found_at_any_scale(scale: float) -> None:
+    torch.manual_seed(0)
+    first, second, third = torch.randn(3, 50) * scale
+    y = orthonormalised(torch.stack([first, second, 1000 * first, third]).unsqueeze(0))[0]
+    assert y[2].count_nonzero() == 0
+    torch.testing.assert_close((y @ y.T).diagonal(), torch.tensor([1.0, 1.0, 0.0, 1.0]))
+
+
 @pytest.mark.parametrize("length", [1000, 32768, 524288])
 @pytest.mark.parametrize("rank", [2, 3, 8])
 def test_long_columns_of_equal_numbers_do_not_grow(rank: int, length: int) -> None:

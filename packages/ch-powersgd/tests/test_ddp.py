@@ -196,6 +196,27 @@ def test_buckets_are_kept_as_long_as_ddp_keeps_them() -> None:
         assert count > 1
 
 
+def body_wrapper_gone(rank: int, world: int) -> bool:
+    """Whether the buffers of a model that is not wrapped any more are gone, its hook having been a plain function."""
+    net, refs = Net(), []
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch reads the annotations
+        refs.append(weakref.ref(bucket.buffer()))
+        return ch_powersgd.powerSGD_hook(state, bucket)
+
+    model = DistributedDataParallel(net, find_unused_parameters=True)
+    state = ch_powersgd.PowerSGDState(matrix_approximation_rank=2)
+    model.register_comm_hook(state, hook)
+    train(model, rank, 3, unused=True)
+    del model
+    gc.collect()
+    return all(ref() is None for ref in refs)
+
+
+def test_a_wrapper_that_is_gone_takes_its_buffers_along() -> None:
+    assert all(spawn(body_wrapper_gone, 2))
+
+
 def body_rebuilt(rank: int, world: int) -> bool:
     """A rank that gives its model another bucket size half way goes on as one that had it from the start."""
     ends = []

@@ -17,6 +17,8 @@ import torch
 
 T = TypeVar("T")
 
+_RUNS, _SELECTED = object(), object()  # keys of what every bucket keeps
+
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Row-major strides, in elements, of a tensor of ``shape``.
@@ -185,8 +187,8 @@ class Bucket:
     storage: torch.Tensor
     index: int = 0
     is_last: bool = True
-    _by_name: dict[str, ParamLayout] = field(default_factory=dict, repr=False)
-    _kept: dict[Hashable, tuple[object, Any]] = field(default_factory=dict, repr=False)
+    _by_name: dict[str, ParamLayout] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _kept: dict[Hashable, tuple[object, Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor], *, index: int = 0, is_last: bool = True) -> "Bucket":
@@ -229,7 +231,7 @@ class Bucket:
 
     def runs(self) -> list[torch.Tensor]:
         """The contiguous 1-D pieces that hold the parameters: live views, one for an undivided bucket."""
-        return self.once("runs", self._cut)
+        return list(self.once(_RUNS, self._cut))
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -256,20 +258,26 @@ class Bucket:
     def select(self, names: Iterable[str]) -> "Bucket":
         """Sub-bucket of some parameters, over the same storage."""
         chosen = frozenset(names)
-        return self.once(chosen, lambda: Bucket(self.layout.select(chosen), self.storage, self.index, self.is_last))
+        return self.once(
+            (_SELECTED, chosen), lambda: Bucket(self.layout.select(chosen), self.storage, self.index, self.is_last)
+        )
 
     def once(self, key: Hashable, make: Callable[[], T], of: object = None) -> T:
-        """What ``make()`` gives, made once as long as this bucket lives; DDP's live from step to step. For views: making
-        one costs little, but between two passes over a large gradient the code for it has left the core's cache.
+        """What ``make()`` gives, made once as long as this bucket lives; DDP's live from step to step.
+
+        For views of :attr:`storage` (:meth:`view`, :meth:`matrix`, :meth:`runs`), never for numbers, and so not for
+        :attr:`buffer`, which may be a copy. Making a view costs little, but between two passes over a large gradient
+        the code for it has left the core's cache.
 
         Args:
-            key: by which it is kept.
+            key: by which it is kept: one that only its maker has, such as ``(self, "halves")`` in a reduction.
             make: makes it from the bucket and ``of``.
             of: what it is made of besides the bucket; when that is another object, it is made anew.
 
         >>> import torch
-        >>> b = Bucket.from_tensors({"w": torch.ones(4)})
-        >>> b.once("halves", lambda: b.buffer.chunk(2)) is b.once("halves", lambda: b.buffer.chunk(2))
+        >>> b, mine = Bucket.from_tensors({"w": torch.ones(4, 2)}), object()
+        >>> top, _ = b.once((mine, "halves"), lambda: b.matrix("w").chunk(2))
+        >>> top is b.once((mine, "halves"), lambda: b.matrix("w").chunk(2))[0]
         True
         """
         found = self._kept.get(key)

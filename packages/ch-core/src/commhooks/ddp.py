@@ -72,7 +72,7 @@ class DDPDriver:
         self._by_position = names is None
         self._seen: list[list[torch.Tensor]] = []
         self._layouts: dict[tuple[int, ...], BucketLayout] = {}
-        self._buckets: dict[int, Bucket] = {}  # the last step's, by index: DDP uses its buffers again
+        self._buckets: dict[int, Bucket] = {}  # by index, where the engine keeps the last step's anyway
         self._renames = engine.state.renames
         self._futures: list[tuple[TensorFuture, torch.Tensor]] = []
         self._side = SideStream()
@@ -123,8 +123,10 @@ class DDPDriver:
         if found is not None and found.storage is buffer and found.layout is layout and found.is_last == is_last:
             return found
         if index == 0:
-            self._buckets.clear()  # DDP has rebuilt them
-        bucket = self._buckets[index] = Bucket(layout, buffer, index, is_last)
+            self._buckets.clear()  # DDP has rebuilt them, or it is a sparse one
+        bucket = Bucket(layout, buffer, index, is_last)
+        if self.engine.keep_buckets:
+            self._buckets[index] = bucket
         return bucket
 
     def _compare(self) -> BaseException | None:

@@ -193,8 +193,7 @@ class Engine:
         Collectives that this rank started and others did not are beyond help; the transport's own deadline ends
         them.
         """
-        if self.failure is not None or any(live.pending is not None for live in self._live):
-            self.scratch = Scratch()  # the transport may still write to the old
+        self.scratch = Scratch()  # the transport may still write to the old
         for live in self._live:
             live.stages.close()
         self._live, self._held = [], Asked()

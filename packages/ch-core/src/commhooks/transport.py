@@ -161,7 +161,7 @@ class ProcessGroupTransport:
 
 @dataclass(slots=True)
 class Traffic:
-    """Exact count of what collectives carried, per rank."""
+    """What collectives carried, per rank: exact, but that wire bytes are those of bandwidth-optimal algorithms."""
 
     payload_bytes: float = 0.0
     wire_bytes: float = 0.0

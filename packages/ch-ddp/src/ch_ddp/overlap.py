@@ -46,13 +46,13 @@ class OverlappedOptimizer(WrappedOptimizer):
         >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
         >>> handle = commhooks.attach(model, "allreduce")
         >>> optimizer = OverlappedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), handle)
-        >>> before = model.module.weight.detach().clone()
+        >>> _ = torch.nn.init.zeros_(model.module.weight)
         >>> model(torch.ones(1, 2)).sum().backward()
-        >>> before - model.module.weight.detach()  # already
-        tensor([[1., 1.]])
+        >>> model.module.weight.detach()  # already
+        tensor([[-1., -1.]])
         >>> optimizer.step()
-        >>> before - model.module.weight.detach()
-        tensor([[1., 1.]])
+        >>> model.module.weight.detach()
+        tensor([[-1., -1.]])
         >>> dist.destroy_process_group()
     """
 

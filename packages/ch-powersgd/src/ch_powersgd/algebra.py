@@ -5,9 +5,9 @@ products are two to three times faster that way round, and a factor's columns ar
 in one flat tensor (all Q's in another), sorted so that factors of one size are neighbours and are treated as one
 batch.
 
-Orthonormalising is Cholesky-QR, twice: X <- L^-1 X with L L^T = X X^T, the columns scaled to length one first. All of
-it is done in fp64, because squaring squares the condition number. Nothing branches on numbers: a column that depends on
-the ones before it, to the precision of fp32, is zeroed or replaced, and NaN stays NaN.
+Orthonormalising is Cholesky-QR, twice: X <- L^-1 X with L L^T = X X^T, whose precision does not depend on how long each
+column is. All of it is done in fp64, because squaring squares the condition number. Nothing branches on numbers: a
+column that depends on the ones before it, to the precision of fp32, is zeroed or replaced, and NaN stays NaN.
 """
 
 import hashlib
@@ -183,7 +183,7 @@ class Columns:
             length = self._gram.sqrt()
             inverse = self._gram * self._gram.clamp_min(_NOTHING).rsqrt().pow(3)  # not 1 / length: of Inf it is NaN
             return inverse, length, self._gram <= _NOTHING
-        squares = self._squares.mul_(1 + _SHIFT * self.rank).add_(_NOTHING)
+        squares = self._squares.mul_(1 + _SHIFT * self.rank).clamp_min_(2 * _NOTHING)
         whiten, length = self._inverse_root()
         rounding = (squares * (_DEPENDENT * self.rank)).add_(2 * _NOTHING).unsqueeze(-1)
         return whiten, length, length.square() <= rounding
