@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from commhooks.bucket import Bucket, BucketLayout
 from commhooks.reduction import Stages
-from commhooks.requests import Request, StagePlan
+from commhooks.requests import Request, StagePlan, payload_bytes
 from commhooks.transport import Stage
 
 _SMALL = 16  # a gradient's bytes per byte of the later stages, from which on these are not worth hiding
@@ -34,8 +34,8 @@ class Course:
 
     def __init__(self, plan: tuple[StagePlan, ...], layout: BucketLayout) -> None:
         self.plan = plan
-        self.volumes = [(sum(r.payload_bytes for r in stage), sum(r.trip_bytes for r in stage)) for stage in plan]
-        gradient, later = layout.size * layout.dtype.itemsize, sum(payload for payload, _ in self.volumes[1:])
+        self.volumes = [(payload_bytes((stage,)), sum(r.trip_bytes for r in stage)) for stage in plan]
+        gradient, later = layout.size * layout.dtype.itemsize, payload_bytes(plan[1:])
         self.waits = layout.device.type == "cpu" and later * _SMALL <= gradient
         self.ends_at_once = len(plan) < 2
         little = not self.ends_at_once and 0 < self.volumes[0][0] < _ENOUGH

@@ -53,10 +53,6 @@ class RequestPlan(NamedTuple):
         """Payload times the passes it makes over the network: two for an all-reduce, one for the others."""
         return self.payload_bytes * (2 if self.kind == "all_reduce" else 1)
 
-    def wire_bytes(self, world_size: int) -> float:
-        """Bytes that each rank sends with a bandwidth-optimal algorithm."""
-        return self.trip_bytes * (world_size - 1) / world_size
-
 
 @dataclass(slots=True, eq=False)
 class AllReduce:

@@ -144,7 +144,7 @@ class Work:
         self.sent = self.flat("q sent", shapes.q.numel)
         self.factors = shapes.factors(self.p, self.q, self.sent)
         self._matrices = bucket.once(shapes, lambda: self.factors.matrices(bucket, shapes), self.factors)
-        self._d: list[torch.Tensor | None] = []  # of every stack that is built in scratch (count, rows, cols)
+        self._d: dict[int, torch.Tensor] = {}  # (count, rows, cols), of every stack that is built in scratch
 
     def flat(self, name: str, numel: int) -> torch.Tensor:
         """Scratch for ``numel`` elements."""
@@ -186,20 +186,18 @@ class Work:
         """``D = G + e`` and ``P = D Q`` of every stack. Where it can, D takes the place of G in the bucket."""
         for number, matrix in enumerate(self._matrices):
             if matrix is not None:
-                self._d.append(None)
                 self._project_in_place(number, matrix)
                 continue
-            d = self._gathered(number)
+            d = self._d[number] = self._gathered(number)
             torch.bmm(self.factors.q[number], d.mT, out=self.factors.p[number])
-            self._d.append(d)
 
     def project_back(self) -> None:
         """``Q_i = D^T P`` of every stack."""
-        for matrix, d, p, q in zip(self._matrices, self._d, self.factors.p, self.factors.q, strict=True):
+        for number, matrix in enumerate(self._matrices):
             if matrix is not None:
                 torch.mm(matrix.p, matrix.d, out=matrix.q)
-            elif d is not None:
-                torch.bmm(p, d, out=q)
+            else:
+                torch.bmm(self.factors.p[number], self._d[number], out=self.factors.q[number])
 
     def _project_in_place(self, number: int, matrix: Matrix) -> None:
         kept = self._owed(self.shapes.stacks[number].params[0])
@@ -213,13 +211,13 @@ class Work:
 
     def decode(self) -> None:
         """``G = P Q^T`` into the bucket, and ``e = D - P Q_i^T``, or D minus what was decoded, staged."""
-        for number, (matrix, d) in enumerate(zip(self._matrices, self._d, strict=True)):
+        for number, matrix in enumerate(self._matrices):
             if matrix is not None:
                 self._decode_in_place(number, matrix)
-            elif d is not None:
-                self._multiply_out(number)
-                if self.config.error_feedback:
-                    self._keep_residual(number, d)
+                continue
+            self._multiply_out(number)
+            if self.config.error_feedback:
+                self._keep_residual(number)
 
     def _decode_in_place(self, number: int, matrix: Matrix) -> None:
         stack, q = self.shapes.stacks[number], matrix.q
@@ -262,8 +260,8 @@ class Work:
         for param, piece in _pieces(stack, flat):
             self.bucket.matrix(param).copy_(piece)
 
-    def _keep_residual(self, number: int, d: torch.Tensor) -> None:
-        stack = self.shapes.stacks[number]
+    def _keep_residual(self, number: int) -> None:
+        stack, d = self.shapes.stacks[number], self._d[number]
         if not self._averaged:
             d.baddbmm_(self.factors.p[number].mT, self.factors.sent[number], alpha=-1)
             if stack.direct:
