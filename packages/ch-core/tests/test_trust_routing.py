@@ -1,8 +1,10 @@
 """Models and ways of training that are not the plain case: the right result, or a typed error; never silence."""
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -279,3 +281,62 @@ def regroup(rank: int, world: int) -> list[str]:
 
 def test_another_process_group() -> None:
     assert spawn(regroup, 3) == [[], [], []]
+
+
+def regroup_after_detaching(rank: int, world: int) -> bool:
+    """``_update_process_group`` of a model whose handle has been detached."""
+    pair = dist.new_group([0, 1])
+    model, plain = wrapped(), wrapped()
+    handle = commhooks.attach(model, Exact())
+    step(model, rank, 0), step(plain, rank, 0)
+    handle.detach()
+    for m in (model, plain):
+        m._update_process_group(pair)
+    return rank == 2 or all(torch.equal(step(model, rank, i), step(plain, rank, i)) for i in range(1, 4))
+
+
+def test_another_process_group_after_detaching() -> None:
+    assert spawn(regroup_after_detaching, 3) == [True, True, True]
+
+
+def what_stays(rank: int, world: int) -> list[bool]:
+    """Whether what an attached hook held is still there, before and after the handle is gone."""
+    model = wrapped()
+    handle = commhooks.attach(model, Exact())
+    step(model, rank, 0)
+    held = [weakref.ref(handle.binding.engine), weakref.ref(handle.state), weakref.ref(handle.reduction)]
+    before = all(ref() is not None for ref in held)
+    handle.detach()
+    del handle
+    step(model, rank, 1)
+    gc.collect()
+    return [before, any(ref() is not None for ref in held)]
+
+
+def test_a_detached_model_holds_nothing_of_the_hook() -> None:
+    assert spawn(what_stays, 2) == [[True, False]] * 2
+
+
+class Narrow(dist.ProcessGroup):
+    """A CPU backend that knows all-reduce and nothing else."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        super().__init__(rank, world)
+        self.inner = dist.new_group()
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        return self.inner.allreduce(tensors, opts)
+
+    def getBackendName(self) -> str:
+        return "narrow"
+
+
+def over_another_backend(rank: int, world: int) -> bool:
+    dist.Backend.register_backend("narrow", lambda store, r, w, timeout: Narrow(r, w), devices=["cpu"])
+    model, plain = wrapped(), wrapped()
+    commhooks.attach(model, Exact(), process_group=dist.new_group(backend="narrow"))
+    return all(torch.equal(step(model, rank, i), step(plain, rank, i)) for i in range(3))
+
+
+def test_a_backend_with_all_reduce_only() -> None:
+    assert spawn(over_another_backend, 2) == [True, True]

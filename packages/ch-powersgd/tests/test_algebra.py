@@ -60,6 +60,13 @@ def test_a_dependent_column_is_found_at_any_scale(scale: float) -> None:
     torch.testing.assert_close((y @ y.T).diagonal(), torch.tensor([1.0, 1.0, 0.0, 1.0]))
 
 
+def test_a_short_remainder_hides_no_later_column() -> None:
+    """The second column is nearly along the first; what is left of it is along the third."""
+    x = torch.tensor([[1.0, 0.0, 0.0], [3e-30, 0.6e-30, 0.0], [0.0, 1e-3, 0.0]])
+    y = orthonormalised(x.unsqueeze(0))[0].abs()
+    assert y[:, 1].max() == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("length", [1000, 32768, 524288])
 @pytest.mark.parametrize("rank", [2, 3, 8])
 def test_long_columns_of_equal_numbers_do_not_grow(rank: int, length: int) -> None:

@@ -170,7 +170,7 @@ class Bucket:
     Attributes:
         layout: names, shapes and offsets.
         storage: 1-D tensor that the layout's offsets index. The gradient is read from it and, when a reduction has
-            ended, the averaged gradient is in it.
+            ended, the averaged gradient is in it. Neither is to be replaced by another: views of it are kept.
         index: position in the step, equal on all ranks.
         is_last: the step's last bucket.
 

@@ -6,6 +6,7 @@ be detached and another attached.
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from commhooks.attaching import AttachOptions
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride, dense
 from commhooks.control import Control
-from commhooks.ddp import DDPDriver, TensorFuture
+from commhooks.ddp import DDPDriver, TensorFuture, over
 from commhooks.engine import Engine
 from commhooks.errors import AttachError, HookNotSupportedError
 from commhooks.foreign import ForeignDriver
@@ -87,9 +88,8 @@ class DDPBinding:
         self._outcome = watch_outcome(self.engine, options)
         self._slot.driver, self._slot.holder = self._driver, handle.expr
         self._slot.watch = SyncWatch(model, handle.expr)
-        if options.process_group is None:
-            self._model = weakref.ref(model)
-            self._slot.follow = self._follow
+        self._model = weakref.ref(model)
+        self._slot.follow = self._follow if options.process_group is None else None
 
     @property
     def calls(self) -> int:
@@ -119,7 +119,10 @@ class DDPBinding:
             self._driver.engine.on_reduced = callback
 
     def detach(self) -> None:
-        self._slot.driver, self._slot.holder = self.plain(), None
+        plain = self._slot.driver = self.plain()
+        self._slot.holder = None
+        if self._slot.follow is not None:
+            self._slot.follow = partial(_go_over, self._model, plain.engine)  # holds nothing of what was attached
         if self._slot.watch is not None:
             self._slot.watch.close()
             self._slot.watch = None
@@ -134,12 +137,11 @@ class DDPBinding:
         if model is None or model.process_group is self.group:
             return
         self.group = model.process_group
-        driver = self._slot.driver
-        if isinstance(driver, DDPDriver):
-            driver.engine.move(ProcessGroupTransport(self.group, free=driver.engine.transport.free))
-        elif isinstance(driver, ForeignDriver):
-            driver.close()
+        if isinstance(self._driver, ForeignDriver):
+            self._driver.close()
             self.ready()
+        else:
+            _go_over(self._model, self._driver.engine)
 
     def plain(self) -> DDPDriver:
         """Plain averaging over the model's group, message for message as DDP does it without a hook."""
@@ -159,6 +161,12 @@ class DDPBinding:
         self.engine = Engine(handle.reduction, transport, handle.state, timeout=self._timeout)
         self.engine.keep_buckets = True
         return DDPDriver(self.engine, self.names)
+
+
+def _go_over(of: "weakref.ref[DistributedDataParallel]", engine: Engine) -> None:
+    model = of()
+    if model is not None and not over(engine.transport, model.process_group):
+        engine.move(ProcessGroupTransport(model.process_group, free=engine.transport.free))
 
 
 def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) -> DDPBinding:

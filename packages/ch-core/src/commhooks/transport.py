@@ -115,7 +115,8 @@ class ProcessGroupTransport:
 
     Args:
         group: the group; ``None`` is the default group.
-        free: see :class:`Transport`.
+        free: see :class:`Transport`; granted where gloo carries a CPU's tensors. Another backend may lack some
+            collectives, or be there to see those it is asked for.
 
     Raises:
         TransportError: there is no process group.
@@ -134,7 +135,7 @@ class ProcessGroupTransport:
         self.group = group if group is not None else dist.group.WORLD
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
-        self.free = free
+        self.free = free and _by_gloo(self.group)
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
         return self._start("all-reduce", dist.all_reduce, tensor, op=self._OPS[op])
@@ -326,6 +327,13 @@ class Stage:
 
     def _add(self, work: Work, decode: Callable[[], None] | None) -> None:
         self._works.append((work, decode))
+
+
+def _by_gloo(group: dist.ProcessGroup | None) -> bool:
+    try:
+        return "cpu:gloo" in dist.get_backend_config(group)
+    except (KeyError, TypeError, ValueError):  # a group that was not made by torch.distributed
+        return False
 
 
 def _worth_swapping(size: int, world: int) -> bool:

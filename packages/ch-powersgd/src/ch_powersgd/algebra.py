@@ -185,8 +185,8 @@ class Columns:
             return inverse, length, self._gram <= _NOTHING
         squares = self._squares.mul_(1 + _SHIFT * self.rank).clamp_min_(2 * _NOTHING)
         whiten, length = self._inverse_root()
-        rounding = (squares * (_DEPENDENT * self.rank)).add_(2 * _NOTHING).unsqueeze(-1)
-        return whiten, length, length.square() <= rounding
+        nothing, rounding = squares <= 2 * _NOTHING, squares * (_DEPENDENT * self.rank)
+        return whiten, length, (length.square() <= rounding.unsqueeze(-1)) | nothing.unsqueeze(-1)
 
     def _inverse_root(self) -> tuple[torch.Tensor, torch.Tensor]:
         """``L^-1`` of ``L L^T = X X^T``, and the diagonal of ``L``. How long a column is makes no difference to the
