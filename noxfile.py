@@ -134,9 +134,10 @@ for each in PROJECTS:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """The long matrices: hooks × world sizes × buckets, many times. `-- --count N` is passed on."""
+    """The long matrices: hooks × world sizes × buckets, twenty times: two hours. `COMMHOOKS_SOAK_REPEATS=1` for once."""
     install(session, *PROJECTS, tools=TEST_TOOLS)
-    session.run("python", "-m", "pytest", "-m", "soak", *session.posargs, env=ONE_THREAD)
+    repeats = {"COMMHOOKS_SOAK_REPEATS": os.environ.get("COMMHOOKS_SOAK_REPEATS", "20")}
+    session.run("python", "-m", "pytest", "-m", "soak", *session.posargs, env={**ONE_THREAD, **repeats})
 
 
 @nox.session

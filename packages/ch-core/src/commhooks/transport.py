@@ -25,8 +25,9 @@ _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or getattr(d
 
 _BLOCK = 1 << 16  # elements of fp32 that stay in a core's cache between two passes
 _LONG = 4 << 20  # bytes from which on a message is worth two threads
-# Bytes up to which two ranks swap their numbers, and bytes more than a ring's that more ranks may spend on it.
-_SWAPPED, _SPENT = 1 << 19, 1 << 15
+# Bytes up to which two ranks swap their numbers, and bytes more than a ring's that more ranks may spend on it. On
+# slow links a swap of longer messages takes longer than the ring's two halves, one after the other, do.
+_SWAPPED, _SPENT = 1 << 17, 1 << 15
 _SHORT, _AWAKE = 1 << 20, 0.002  # bytes of a short message, and seconds to stay awake for it
 _give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
