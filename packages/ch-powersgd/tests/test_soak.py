@@ -1,7 +1,7 @@
 """The full matrix on real gloo processes: `nox -s soak`.
 
 Every PowerSGD and every wrapper over it, on two and four processes, with 1, 3 and more than 10 buckets, with and
-without unused parameters, 200 steps each. ``COMMHOOKS_SOAK_REPEATS`` repeats it (20 for the record).
+without unused parameters, 200 steps each. ``COMMHOOKS_SOAK_REPEATS`` repeats it: nox sets 20.
 """
 
 import itertools
