@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from commhooks._registry import Registry
+from commhooks.registry.registry import Registry
 
 
 @pytest.fixture

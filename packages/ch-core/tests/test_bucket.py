@@ -28,12 +28,13 @@ def test_views_partition_the_buffer(shapes: dict[str, tuple[int, ...]]) -> None:
 
 
 @given(SHAPES, st.integers(1, 3))
-def test_split_and_back(shapes: dict[str, tuple[int, ...]], groups: int) -> None:
+def test_select_and_back(shapes: dict[str, tuple[int, ...]], groups: int) -> None:
     bucket = Bucket.from_tensors({name: torch.randn(shape) for name, shape in shapes.items()})
     before = bucket.buffer.clone()
-    parts = bucket.split(lambda p: str(hash(p.name) % groups))
-    assert sum(part.layout.size for part in parts.values()) == bucket.layout.size
-    for part in parts.values():
+    names = sorted(shapes)
+    parts = [bucket.select(names[first::groups]) for first in range(groups)]
+    assert sum(part.layout.size for part in parts) == bucket.layout.size
+    for part in parts:
         part.buffer = part.buffer * 2
     assert torch.equal(bucket.buffer, before * 2)
 
@@ -54,18 +55,18 @@ def test_layouts_are_equal_by_value_and_usable_as_keys() -> None:
     assert hash(a) == hash(b)
     assert a != BucketLayout.of_shapes({"w": (3, 2), "b": (3,)})
     assert a != BucketLayout.of_shapes({"w": (2, 3), "b": (3,)}, device="meta")
-    assert a.select(frozenset({"b"})).runs() == ((6, 3),)
+    assert a.select(frozenset({"b"})).segments() == ((6, 3),)
 
 
 def test_what_is_kept_belongs_to_one_bucket_and_its_maker() -> None:
     bucket = Bucket.from_tensors({"w": torch.ones(2), "b": torch.ones(3)})
     assert bucket.select(["b"]) is bucket.select({"b"})
-    assert bucket.once("runs", lambda: "mine") == "mine"
-    assert bucket.runs()[0].numel() == 5
+    assert bucket.cached("runs", lambda: "mine") == "mine"
+    assert bucket.segments()[0].numel() == 5
     other = dataclasses.replace(bucket, storage=torch.zeros(5))
     assert other.buffer.count_nonzero() == 0
-    assert other.once("runs", lambda: "another") == "another"
-    assert bucket.once("runs", lambda: "made of something else", of=other) == "made of something else"
+    assert other.cached("runs", lambda: "another") == "another"
+    assert bucket.cached("runs", lambda: "made of something else", of=other) == "made of something else"
 
 
 def test_errors_say_what_is_wrong() -> None:

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from commhooks.registry.commands import OWN
+
 PLUGIN = """
 from commhooks import HookSpec, hookimpl
 
@@ -88,7 +90,7 @@ def test_describe_unknown():
 @pytest.mark.timeout(150)
 def test_doctor_survives_hooks_that_hang_and_die(tmp_path, publish):
     publish("acme", {"commhooks": {"p": "acme_cli_plugin"}}, acme_cli_plugin=PLUGIN, acme_cli_hooks=HOOKS)
-    ours = "ch-ddp,ch-powersgd,ch-fsdp,ch-quant,ch-template"
+    ours = "ch-powersgd,ch-fsdp,ch-quant,ch-template"
     environ = {"PYTHONPATH": str(tmp_path), "COMMHOOKS_PLUGINS": "acme", "COMMHOOKS_DISABLE": ours}
     run = commhooks("doctor", "--json", "--timeout", "20", **environ)
     assert run.returncode == 1, run.stderr
@@ -126,3 +128,82 @@ def test_doctor_names_mistakes(tmp_path, publish):
     assert run.returncode == 1
     assert "acme imports torch while hooks are listed" in problems
     assert "commhooks.ddp: new = a:b" in problems
+
+
+COMMAND = """
+import sys
+from commhooks.errors import HookConfigError
+
+def main(words):
+    print(sys.argv[0], words)
+    if "raise" in words:
+        raise HookConfigError("given raise")
+    return 3 if words else None
+"""
+LINES = {"commhooks.commands": {"greet": "acme_greet:main"}}
+
+
+def test_a_package_adds_a_command(tmp_path, publish):
+    publish("acme", LINES, acme_greet=COMMAND)
+    environ = {"PYTHONPATH": str(tmp_path), "COMMHOOKS_PLUGINS": "acme"}
+    assert commhooks("greet", **environ).returncode == 0
+    run = commhooks("greet", "--blocks", "3", "--help", **environ)
+    assert run.returncode == 3
+    assert run.stdout == "python -m commhooks greet ['--blocks', '3', '--help']\n"
+    run = commhooks("greet", "raise", "--json", **environ)
+    assert run.returncode == 1
+    assert json.loads(run.stdout.splitlines()[-1]) == {"error": "HookConfigError", "message": "given raise"}
+    helped = commhooks("--help", **environ)
+    assert "greet              acme here" in helped.stdout
+    assert commhooks("greet", **environ, COMMHOOKS_DISABLE="acme").returncode == 2
+
+
+def test_commands_are_listed_without_loading_anything(tmp_path, publish):
+    publish("acme", LINES, acme_greet="import torch")
+    code = "import sys; from commhooks.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+    code += "assert not {'torch', 'acme_greet'} & {*sys.modules}"
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=environ)
+    assert run.returncode == 0, run.stderr
+    assert "greet" in run.stdout
+
+
+def test_a_broken_command_is_a_recorded_failure(tmp_path, publish):
+    points = {
+        "missing": "acme_no_such_module:main",
+        "list": "acme_greet:main",
+        "Bad": "acme_greet:main",
+        "bare": "acme",
+    }
+    publish("acme", {"commhooks.commands": points}, acme_greet=COMMAND)
+    environ = {"PYTHONPATH": str(tmp_path), "COMMHOOKS_PLUGINS": "acme"}
+    run = commhooks("missing", **environ)
+    assert run.returncode == 1
+    assert "PluginLoadError: acme 1.0 (command 'missing'): 'acme_no_such_module:main' failed to load" in run.stderr
+    found = json.loads(commhooks("list", "--json", **environ).stdout)  # ch-core's own list, not acme's
+    said = {failure["entry"].split(": ")[1]: failure["error"] for failure in found["failures"]}
+    assert set(said) == {"list", "Bad", "bare"}
+    assert "'list' of acme has the name of one of ch-core's own" in said["list"]
+    run = commhooks("doctor", "--json", "--no-smoke", **environ)
+    assert run.returncode == 1
+    [row] = [row for row in json.loads(run.stdout)["commands"] if row["id"] == "acme/missing"]
+    assert row["status"] == "failed"
+    assert "acme_no_such_module" in row["why"]
+
+
+def test_two_packages_with_one_command_are_refused_by_name(tmp_path, publish):
+    publish("acme", LINES, acme_greet=COMMAND)
+    publish("zeta", LINES)
+    environ = {"PYTHONPATH": str(tmp_path), "COMMHOOKS_PLUGINS": "acme,zeta"}
+    run = commhooks("greet", **environ)
+    assert run.returncode == 1
+    assert "AmbiguousHookError: the command 'greet' is ambiguous: acme/greet 1.0, zeta/greet 1.0" in run.stderr
+    assert commhooks("zeta/greet", **environ).returncode == 0
+    assert "zeta/greet" in commhooks("--help", **environ).stdout
+    rows = json.loads(commhooks("doctor", "--json", "--no-smoke", **environ).stdout)["commands"]
+    assert {row["status"] for row in rows if row["id"].endswith("/greet")} == {"failed"}
+
+
+def test_own_commands_are_those_that_the_parser_has():
+    usage = commhooks("--help").stdout
+    assert all(f"\n    {name} " in usage for name in OWN)

@@ -2,11 +2,12 @@
 
 import pytest
 
-from commhooks.compose import Builder, why_not
+from commhooks.api.usable import why_not
 from commhooks.errors import HookConfigError, PluginLoadError
-from commhooks.expression import canonical
 from commhooks.reduction import FunctionReduction, Plain, Reduction
-from commhooks.specs import HookSpec, Needs, Param
+from commhooks.registry.builder import Builder
+from commhooks.registry.expression import canonical
+from commhooks.registry.specs import HookSpec, Needs, Param
 
 HOOKS = """
 from commhooks.reduction import Reduction
@@ -198,7 +199,7 @@ def test_why_not_gives_every_reason(builder, publish):
 
 def test_create(builder, monkeypatch):
     import commhooks
-    import commhooks.compose as compose
+    import commhooks.registry.builder as compose
 
     monkeypatch.setattr(compose.Builder, "__init__", lambda self: setattr(self, "registry", builder.registry))
     handle = commhooks.create("scaled", factor=4.0)

@@ -6,8 +6,9 @@ import textwrap
 
 import pytest
 
-from commhooks._discovery import discover
 from commhooks.errors import AmbiguousHookError, PluginLoadError, UnknownHookError
+from commhooks.registry.builder import Builder
+from commhooks.registry.discovery import discover
 
 GOOD = textwrap.dedent("""
     from commhooks import HookSpec, Param, hookimpl
@@ -29,7 +30,7 @@ def test_both_doors(publish, registry):
     assert (full.provider, full.version, full.summary) == ("acme-full", "1.0", "summary of full_hook")
     assert (line.provider, line.kind, line.summary) == ("acme-line", "ddp", "acme-line here")
     assert registry.resolve("full_hook_alias") == full
-    assert registry.get("line_hook")(1.5) == 1
+    assert Builder(registry).get("line_hook")(1.5) == 1
     assert registry.snapshot().manager.has_plugin("acme-line:lines")
     assert not registry.failures()
 
@@ -63,12 +64,12 @@ def test_a_broken_plugin_is_a_record(case, publish, registry):
     text, words = BROKEN[case]
     publish("acme-bad", {"commhooks": {"p": f"acme_bad_{case}"}}, **{f"acme_bad_{case}": text})
     publish("acme-good", {"commhooks": {"p": "acme_good_plugin"}}, acme_good_plugin=good("still_here"))
-    assert registry.get("still_here")([1.0]) == 1.0
+    assert Builder(registry).get("still_here")([1.0]) == 1.0
     [failure] = registry.failures()
     assert failure.dist == "acme-bad"
     assert words in failure.error
     with pytest.raises(UnknownHookError, match=r"1 plugin failed to load and may have provided it: acme-bad 1\.0"):
-        registry.get("missing_hook")
+        Builder(registry).get("missing_hook")
 
 
 def test_misnamed_group_and_hook(publish, registry):
@@ -86,11 +87,11 @@ def test_two_providers_are_refused_by_name(publish, registry):
     publish("acme-one", {"commhooks.ddp": {"same": "math:floor"}})
     publish("acme-two", {"commhooks.ddp": {"same": "math:ceil"}}, version="2.0")
     with pytest.raises(AmbiguousHookError, match=r"acme-one/same 1\.0 \(ddp\), acme-two/same 2\.0 \(ddp\)"):
-        registry.get("same")
-    assert registry.get("acme-two/same")(1.5) == 2
-    assert registry.get("Acme_One/same")(1.5) == 1
+        Builder(registry).get("same")
+    assert Builder(registry).get("acme-two/same")(1.5) == 2
+    assert Builder(registry).get("Acme_One/same")(1.5) == 1
     with pytest.raises(UnknownHookError, match="the name exists as acme-one/same"):
-        registry.get("acme-three/same")
+        Builder(registry).get("acme-three/same")
 
 
 def test_kinds_share_a_name(publish, registry):
@@ -101,15 +102,15 @@ def test_kinds_share_a_name(publish, registry):
             "commhooks.fsdp": {"both": "math:ceil", "only": "math:ceil"},
         },
     )
-    assert registry.get("both")(1.5) == 1
-    assert registry.get("both", kind="fsdp")(1.5) == 2
-    assert registry.get("only")(1.5) == 2
+    assert Builder(registry).get("both")(1.5) == 1
+    assert Builder(registry).get("both", kind="fsdp")(1.5) == 2
+    assert Builder(registry).get("only")(1.5) == 2
     with pytest.raises(UnknownHookError, match=r"acme/only \(fsdp\)"):
-        registry.get("only", kind="wrapper")
+        Builder(registry).get("only", kind="wrapper")
     publish("acme-w", {"commhooks.wrapper": {"both": "math:sqrt"}})
     registry.refresh()
     with pytest.raises(AmbiguousHookError, match="name the kind"):
-        registry.get("both")
+        Builder(registry).get("both")
 
 
 def test_one_distribution_cannot_claim_a_name_twice(publish, registry):
@@ -163,7 +164,7 @@ def test_plugins_that_pull_torch_in_are_known(tmp_path, publish):
         {"commhooks": {"p": "acme_heavy_plugin"}},
         acme_heavy_plugin="import torch\n" + good("heavy"),
     )
-    code = "from commhooks._registry import REGISTRY; print([p.dist for p in REGISTRY.plugins() if p.imported_torch])"
+    code = "from commhooks.registry.registry import REGISTRY; print([p.dist for p in REGISTRY.plugins() if p.imported_torch])"
     run = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

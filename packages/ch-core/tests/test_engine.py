@@ -1,6 +1,6 @@
 """The engine over simulated ranks: order, plans, counting, failures, verdicts."""
 
-import math
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commhooks import live
 from commhooks.bucket import Bucket
-from commhooks.engine import Engine
+from commhooks.compositions.wire_cast import WireCast
+from commhooks.engine.engine import Engine
+from commhooks.engine.schedule import TUNED, CpuTuning
 from commhooks.errors import HookConfigError, HookResultError, HookTimeoutError, RemoteHookError, TransportError
 from commhooks.reduction import Plain, Reduction, StepContext
 from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter
 from commhooks.simulate import SimulatedGroup, SimulatedRank, SimulatedTransport, simulate
-from commhooks.wire import WireCast
 
 
 class TwoStage(Reduction):
@@ -91,7 +91,7 @@ class OneLarge(SmallLater):
             yield AllReduce(ctx.scratch("later", (3,), device=bucket.device).zero_())
 
 
-def messages(reduction: Reduction, lag: float, rows: int = 1, told: bool = False) -> list[int]:
+def messages(reduction: Reduction, rows: int = 1, told: bool = False, tuning: CpuTuning = TUNED) -> list[int]:
     """Elements of every all-reduce of a step of three buckets, the same on two ranks; the last is the status.
 
     With ``told`` the buckets know which of them is the last, so that one may wait for the next.
@@ -99,7 +99,7 @@ def messages(reduction: Reduction, lag: float, rows: int = 1, told: bool = False
     log: dict[int, list[int]] = {0: [], 1: []}
 
     def body(rank: SimulatedRank) -> None:
-        engine = rank.engine(reduction, lag=lag)
+        engine = rank.engine(reduction, tuning=tuning)
         original = SimulatedTransport.all_reduce
 
         def record(self: SimulatedTransport, tensor: torch.Tensor, op: str) -> Any:
@@ -118,31 +118,25 @@ def messages(reduction: Reduction, lag: float, rows: int = 1, told: bool = False
     return log[0]
 
 
-@pytest.mark.parametrize(
-    ("lag", "order"),
-    [
-        (1, [1, 1, 3, 1, 6, 9, 3]),  # each arrival starts its own first stage, then advances the older
-        (2, [1, 1, 1, 3, 6, 9, 3]),
-        (math.inf, [1, 1, 1, 9, 9, 3]),  # what all but the last ask for in one round of the drain is one message
-    ],
-)
-def test_order_of_collectives_follows_the_rule_alone(lag: float, order: list[int]) -> None:
-    assert messages(TwoStage(), lag) == order
+def test_order_of_collectives_follows_the_rule_alone() -> None:
+    # Each arrival starts its own first stage, then advances the older.
+    assert messages(TwoStage()) == [1, 1, 3, 1, 6, 9, 3]
 
 
 def test_small_later_stages_wait_for_the_drain() -> None:
-    assert messages(SmallLater(), lag=1, rows=16) == [48, 96, 144, 6, 3, 3]
+    assert messages(SmallLater(), rows=16) == [48, 96, 144, 6, 3, 3]
     first_is_too_large = [48, 96, 4, 144, 4, 4, 3]
-    assert messages(LargeLater(), lag=1, rows=16) == first_is_too_large
+    assert messages(LargeLater(), rows=16) == first_is_too_large
 
 
-def test_small_first_stages_gather_until_they_are_worth_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert messages(SmallLater(), lag=1, rows=16, told=True) == [48 + 96 + 144, 6, 3, 3]
-    assert messages(Plain(), lag=1, rows=16, told=True) == [48, 96, 144, 3], "an average is DDP's to the bit"
-    assert messages(OneLarge(), lag=1, rows=16, told=True) == [48, 96, 144, 3, 3, 3], "nor does it go with others"
-    assert messages(LargeLater(), lag=1, rows=16, told=True) == [48, 4, 96 + 144, 4, 4, 3]
-    monkeypatch.setattr(live, "_ENOUGH", 4 * 144)  # of which the third has as many: what is long is not copied
-    assert messages(SmallLater(), lag=1, rows=16, told=True) == [48 + 96, 144, 6, 3, 3]
+def test_small_first_stages_gather_until_they_are_worth_a_message() -> None:
+    assert messages(SmallLater(), rows=16, told=True) == [48 + 96 + 144, 6, 3, 3]
+    assert messages(Plain(), rows=16, told=True) == [48, 96, 144, 3], "an average is DDP's to the bit"
+    assert messages(OneLarge(), rows=16, told=True) == [48, 96, 144, 3, 3, 3], "nor does it go with others"
+    assert messages(LargeLater(), rows=16, told=True) == [48, 4, 96 + 144, 4, 4, 3]
+    fewer = dataclasses.replace(TUNED, coalesced_bytes=4 * 144)  # the third has as many: what is long is not copied
+    assert messages(SmallLater(), rows=16, told=True, tuning=fewer) == [48 + 96, 144, 6, 3, 3]
+    assert messages(SmallLater(), rows=16, told=True, tuning=CpuTuning.off()) == [48, 96, 3, 144, 3, 3, 3]
 
 
 def test_counts_are_the_formula() -> None:
@@ -209,14 +203,13 @@ class Faulty(TwoStage):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("lag", [1, math.inf])
-def test_one_rank_failing_raises_on_all_and_the_next_step_is_right(stage: int, lag: float) -> None:
+def test_one_rank_failing_raises_on_all_and_the_next_step_is_right(stage: int) -> None:
     def body(rank: SimulatedRank) -> tuple[BaseException | None, torch.Tensor, int]:
-        engine = rank.engine(Faulty(1, stage), lag=lag)
+        engine = rank.engine(Faulty(1, stage))
         error = step(engine, buckets(rank.rank))
         parts = buckets(rank.rank)
         assert step(engine, parts) is None
-        engine.settle()
+        engine.resolve_step()
         return error, parts[1].buffer.clone(), engine.state.step
 
     (e0, x0, s0), (e1, x1, s1), (e2, x2, s2) = simulate(3, body)
@@ -239,7 +232,7 @@ def test_non_finite_steps_leave_no_trace_and_reach_the_caller() -> None:
         if rank.rank == 1:
             poisoned[2].buffer[0] = float("nan")
         step(engine, poisoned)
-        engine.settle()
+        engine.resolve_step()
         return engine.state.read("w0", "last"), engine.state.step, bool(poisoned[2].buffer.isnan().any())
 
     for kept, steps, reached in simulate(2, body):
@@ -255,7 +248,7 @@ def test_rollback_undoes_the_last_step_only() -> None:
         step(engine, buckets(rank.rank, value=1.0))
         step(engine, buckets(rank.rank, value=2.0))
         engine.rollback()
-        engine.settle()
+        engine.resolve_step()
         last = engine.state.read("w1", "last")
         assert last is not None
         return float(last[0, 0]), engine.state.step
@@ -391,9 +384,9 @@ def test_scratch_is_made_once() -> None:
     def body(rank: SimulatedRank) -> int:
         engine = rank.engine(WireCast(TwoStage(), "bf16"))
         step(engine, buckets(rank.rank))
-        before = {key: t.data_ptr() for key, t in engine.scratch._tensors.items()}
+        before = {key: t.data_ptr() for key, t in engine.sender.scratch._tensors.items()}
         step(engine, buckets(rank.rank))
-        after = {key: t.data_ptr() for key, t in engine.scratch._tensors.items()}
+        after = {key: t.data_ptr() for key, t in engine.sender.scratch._tensors.items()}
         assert before == after
         return len(after)
 

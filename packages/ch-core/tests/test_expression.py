@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commhooks.errors import HookConfigError
-from commhooks.expression import MAX_DEPTH, canonical, nodes, parse, unparse
+from commhooks.registry.expression import MAX_DEPTH, canonical, nodes, parse, unparse
 
 names = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True).filter(
     lambda s: s not in ("provider",) and not __import__("keyword").iskeyword(s)

@@ -6,7 +6,6 @@ import threading
 import pytest
 
 import commhooks
-from commhooks._registry import adapters
 from commhooks.errors import (
     AmbiguousHookError,
     HookConfigError,
@@ -14,7 +13,9 @@ from commhooks.errors import (
     PluginLoadError,
     UnknownHookError,
 )
-from commhooks.specs import HookSpec, Needs, Param
+from commhooks.registry.builder import Builder
+from commhooks.registry.registry import adapters
+from commhooks.registry.specs import HookSpec, Needs, Param
 
 
 def test_every_public_name_resolves():
@@ -28,25 +29,27 @@ def test_every_public_name_resolves():
 def test_unknown_names_say_what_to_do(publish, registry):
     publish("acme", {"commhooks.ddp": {"sparse_hook": "math:floor"}})
     with pytest.raises(UnknownHookError, match="did you mean 'sparse_hook'"):
-        registry.get("sparse_hok")
+        Builder(registry).get("sparse_hok")
     with pytest.raises(UnknownHookError, match="python -m commhooks list"):
-        registry.get("zzzzz")
+        Builder(registry).get("zzzzz")
     with pytest.raises(HookConfigError, match="not an expression"):
-        registry.get("sparse_hook(x=1)")
+        Builder(registry).get("sparse_hook(x=1)")
     with pytest.raises(HookConfigError, match="unknown kind"):
-        registry.get("sparse_hook", kind="DDP")
+        Builder(registry).get("sparse_hook", kind="DDP")
     with pytest.raises(HookNotSupportedError, match=r"commhooks\.attach"):
-        registry.get("sparse_hook", kind="fsdp2")
+        Builder(registry).get("sparse_hook", kind="fsdp2")
 
 
 def test_a_name_of_ours_says_which_package_to_install(monkeypatch):
     """As in an environment with ch-core alone."""
     monkeypatch.setenv("COMMHOOKS_DISABLE", "ch-ddp,ch-powersgd")
-    registry = commhooks._registry.Registry()
-    with pytest.raises(UnknownHookError, match="comes with ch-ddp, not installed here: pip install ch-ddp"):
-        registry.get("bf16_wrapper")
+    registry = commhooks.registry.registry.Registry()
+    with pytest.raises(
+        UnknownHookError, match="comes with ch-ddp, not installed here: pip install ch-ddp, or in a clone"
+    ):
+        Builder(registry).get("bf16_wrapper")
     with pytest.raises(UnknownHookError, match="did you mean 'powersgd'") as caught:
-        registry.get("powersdg")
+        Builder(registry).get("powersdg")
     assert "pip install ch-powersgd" in str(caught.value)
     assert "left out by COMMHOOKS_DISABLE" in str(caught.value)
 
@@ -55,7 +58,7 @@ def test_a_target_that_fails_to_import_names_its_provider(publish, registry):
     publish("acme", {"commhooks.ddp": {"gone": "no_such_module_anywhere:hook", "no_attr": "math:nothing"}})
     for name, cause in (("gone", ModuleNotFoundError), ("no_attr", AttributeError)):
         with pytest.raises(PluginLoadError, match=r"acme 1\.0") as caught:
-            registry.get(name)
+            Builder(registry).get(name)
         assert isinstance(caught.value.__cause__, cause)
 
 
@@ -67,9 +70,9 @@ def test_register_and_unregister(publish, registry):
     with pytest.raises(AmbiguousHookError, match="overwrite=True"):
         registry.register(mine)
     registry.register(mine, lambda state, bucket: "object", overwrite=True)
-    assert registry.get("mine")(None, None) == "object"
+    assert Builder(registry).get("mine")(None, None) == "object"
     registry.refresh()
-    assert registry.get("local/mine")(None, None) == "object"
+    assert Builder(registry).get("local/mine")(None, None) == "object"
     with pytest.raises(AmbiguousHookError, match="acme"):
         registry.register(HookSpec("taken", "ddp", "math:floor", "s"), overwrite=True)
     for name, aliases in (("other", ("x", "mine")), ("mine", ("taken",))):  # an alias is a name like any other
@@ -77,10 +80,10 @@ def test_register_and_unregister(publish, registry):
             registry.register(HookSpec(name, "ddp", "math:floor", "s", aliases=aliases), overwrite=True)
     registry.register(HookSpec("mine", "wrapper", "math:floor", "s"))
     registry.unregister("mine", "wrapper")
-    assert registry.get("mine")(None, None) == "object"
+    assert Builder(registry).get("mine")(None, None) == "object"
     registry.unregister("mine")
     with pytest.raises(UnknownHookError):
-        registry.get("mine")
+        Builder(registry).get("mine")
     with pytest.raises(UnknownHookError, match="registered: none"):
         registry.unregister("mine")
     with pytest.raises(HookConfigError, match="takes a HookSpec, got 'mine'"):
@@ -91,14 +94,14 @@ def test_lookups_do_not_change_the_registry(registry):
     before = registry.specs()
     for name in ("nothing", "also/nothing"):
         with pytest.raises(UnknownHookError):
-            registry.get(name)
+            Builder(registry).get(name)
     assert registry.specs() == before
 
 
 def test_deprecated_hooks_say_so(registry):
     registry.register(HookSpec("old", "ddp", "math:floor", "s", stability="deprecated", replaced_by="new"))
     with pytest.warns(DeprecationWarning, match="use 'new'"):
-        registry.get("old")
+        Builder(registry).get("old")
 
 
 def test_threads_share_one_scan(registry):
@@ -111,7 +114,7 @@ def test_threads_share_one_scan(registry):
         for n in range(20):
             name = f"t{threading.get_ident()}_{n}"
             registry.register(HookSpec(name, "ddp", "math:floor", "s"))
-            registry.get(name)
+            Builder(registry).get(name)
             registry.list_hooks()
             registry.unregister(name)
         results.append(1)
@@ -126,7 +129,7 @@ def test_threads_share_one_scan(registry):
 
 
 def test_describe_and_record(registry):
-    from commhooks._describe import record, text
+    from commhooks.registry.description import record, text
 
     params = {"rate": Param(0.1, "fraction kept", above=0.0, at_most=1.0)}
     spec = HookSpec("x", "reduction", "a:b", "sends less", params=params, needs=Needs(backends=("nccl",)), paper="P")
@@ -137,7 +140,7 @@ def test_describe_and_record(registry):
 
 
 def test_adapters_are_collected(publish, registry):
-    assert adapters(registry)["torch.nn.parallel.distributed.DistributedDataParallel"].startswith("commhooks.")
+    assert adapters(registry)["torch.nn.parallel.distributed.DistributedDataParallel"].startswith("ch_ddp.")
     text = (
         "from commhooks import hookimpl\n@hookimpl\n"
         "def commhooks_adapter(): return [('torch.nn.parallel.distributed.DistributedDataParallel', 'acme:x')]"

@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from commhooks import errors
-from commhooks.specs import HookSpec, Param, PluginFailure
+from commhooks.registry.specs import HookSpec, Param, PluginFailure
 
 ERRORS = [e for e in vars(errors).values() if inspect.isclass(e) and issubclass(e, errors.CommHooksError)]
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from commhooks.bucket import Bucket
+from commhooks.compositions.wire_cast import WireCast
+from commhooks.engine.stage import Stage
+from commhooks.engine.status import finiteness
 from commhooks.errors import RemoteHookError
 from commhooks.reduction import Plain, Reduction, StepContext
 from commhooks.requests import AllReduce
 from commhooks.simulate import SimulatedRank, simulate
-from commhooks.status import finiteness
-from commhooks.transport import Stage
-from commhooks.wire import WireCast
 
 INF, NAN = float("inf"), float("nan")
 
@@ -114,7 +114,7 @@ def test_a_failure_is_heard_by_all_wherever_the_status_travels(wrap: Any, monkey
         engine = rank.engine(wrap(reduction))
         for i in range(2):
             engine.submit(Bucket.from_tensors({f"w{i}": torch.ones(4)}, index=i, is_last=i == 1))
-        return engine.finish(), engine.settle(finally_=True)
+        return engine.finish(), engine.resolve_step(force=True)
 
     def early(self: Plain, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
         if ctx.rank == 1 and bucket.index == 1 and not bucket.buffer.is_meta:

@@ -1,4 +1,4 @@
-"""How all-reduces are carried out: round a ring, or swapped; one message or two."""
+"""How all-reduces are carried out: round a ring, or by direct exchange; one message or two."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commhooks.bucket import Bucket
+from commhooks.compositions.wire_cast import WireCast
+from commhooks.engine.schedule import TUNED, CpuTuning
 from commhooks.reduction import Plain, Reduction
 from commhooks.requests import AllReduce
 from commhooks.simulate import SimulatedRank, simulate
-from commhooks.transport import _LONG, _SPENT, _SWAPPED
-from commhooks.wire import WireCast
 
 
 class Twice(Reduction):
@@ -29,7 +29,7 @@ class Twice(Reduction):
 
 
 def averaged(
-    reduction: Reduction, gradients: torch.Tensor, *, free: bool
+    reduction: Reduction, gradients: torch.Tensor, *, free: bool, tuning: CpuTuning = TUNED
 ) -> tuple[list[torch.Tensor], list[tuple[str, int]]]:
     """What the ranks get of a gradient each, and rank 0's messages: kind, elements."""
     log: list[tuple[str, int]] = []
@@ -44,7 +44,7 @@ def averaged(
             return post(kind, op, *tensors)
 
         rank.transport._post = record  # type: ignore[method-assign]
-        engine = rank.engine(reduction)
+        engine = rank.engine(reduction, tuning=tuning)
         bucket = Bucket.from_tensors({"w": gradients[rank.rank].clone()})
         engine.submit(bucket)
         assert engine.finish() is None
@@ -60,7 +60,7 @@ def averaged(
     wire=st.sampled_from([None, "bf16", "fp16"]),
     seed=st.integers(0, 1000),
 )
-def test_swapping_gives_the_same_average_on_all_ranks(world: int, numel: int, wire: Any, seed: int) -> None:
+def test_direct_exchange_gives_the_same_average_on_all_ranks(world: int, numel: int, wire: Any, seed: int) -> None:
     gradients = torch.randn(world, numel, generator=torch.Generator().manual_seed(seed))
     reduction = Twice() if wire is None else WireCast(Twice(), wire)
     ring, by_ring = averaged(reduction, gradients, free=False)
@@ -96,16 +96,26 @@ def test_numbers_are_added_in_the_order_of_the_ranks() -> None:
 @pytest.mark.parametrize(
     ("world", "size", "kinds"),
     [
-        (2, _SWAPPED, ["all_to_all"]),
-        (2, _SWAPPED + 8, ["all_reduce"]),
-        (4, _SPENT // 2, ["all_to_all"]),
-        (4, _SPENT // 2 + 8, ["all_reduce"]),
-        (2, _LONG, ["all_reduce", "all_reduce"]),  # a thread of gloo's for each half
-        (4, _LONG, ["all_reduce", "all_reduce"]),
+        (2, TUNED.direct_bytes, ["all_to_all"]),
+        (2, TUNED.direct_bytes + 8, ["all_reduce"]),
+        (4, TUNED.direct_extra_bytes // 2, ["all_to_all"]),
+        (4, TUNED.direct_extra_bytes // 2 + 8, ["all_reduce"]),
+        (2, int(TUNED.halved_from), ["all_reduce", "all_reduce"]),  # a thread of gloo's for each half
+        (4, int(TUNED.halved_from), ["all_reduce", "all_reduce"]),
     ],
 )
-def test_what_is_worth_it(world: int, size: int, kinds: list[str]) -> None:
+def test_what_is_worth_a_direct_exchange_or_two_halves(world: int, size: int, kinds: list[str]) -> None:
     """``size`` is in bytes, of each of the two stages."""
     _, messages = averaged(Twice(), torch.ones(world, 2 * size // 4), free=True)
     assert [kind for kind, _ in messages[: len(kinds)]] == kinds
     assert len(messages) == 2 * len(kinds) + 1
+
+
+@pytest.mark.parametrize("numel", [100, int(TUNED.halved_from) // 2])
+def test_switched_off_every_message_is_one_all_reduce_and_the_average_the_same(numel: int) -> None:
+    gradients = torch.randn(2, numel)
+    tuned, by_choice = averaged(Twice(), gradients, free=True)
+    plain, messages = averaged(Twice(), gradients, free=True, tuning=CpuTuning.off())
+    assert [kind for kind, _ in messages] == ["all_reduce"] * 3
+    assert by_choice != messages
+    assert torch.equal(plain[0], tuned[0])

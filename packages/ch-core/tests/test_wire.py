@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from commhooks.bucket import Bucket
-from commhooks.engine import Engine
+from commhooks.compositions.wire_cast import WireCast
+from commhooks.engine.engine import Engine
 from commhooks.errors import HookConfigError
 from commhooks.reduction import Plain, Reduction, StepContext
 from commhooks.requests import AllReduce
 from commhooks.simulate import SimulatedGroup, SimulatedRank, SimulatedTransport, simulate
-from commhooks.wire import WireCast
 
 
 def step(engine: Engine, parts: list[Bucket]) -> BaseException | None:

@@ -7,14 +7,16 @@ package, and listing hooks, loads no torch.
 
 from typing import TYPE_CHECKING
 
-from commhooks.lazy import lazy
+from commhooks._lazy import lazy
 
 if TYPE_CHECKING:
-    from commhooks.attaching import attach
+    from commhooks.api.attaching import attach
+    from commhooks.api.creating import create
+    from commhooks.api.lookup import describe, failures, get, list_hooks, refresh, register, spec, unregister
+    from commhooks.api.usable import why_not
     from commhooks.bucket import Bucket, BucketLayout, ParamLayout
-    from commhooks.compose import why_not
-    from commhooks.creating import create
-    from commhooks.ddp import as_hook
+    from commhooks.compositions.base import Composite, composed
+    from commhooks.compositions.wire_cast import WireCast
     from commhooks.errors import (
         AmbiguousHookError,
         AttachError,
@@ -27,16 +29,18 @@ if TYPE_CHECKING:
         RankMismatchError,
         RemoteHookError,
         StateError,
+        TransportError,
         UnknownHookError,
     )
+    from commhooks.fsdp_states import DefaultState, LowPrecisionState
     from commhooks.handle import CommHook
-    from commhooks.hookspecs import hookimpl
-    from commhooks.lookup import describe, failures, get, list_hooks, refresh, register, spec, unregister
-    from commhooks.parts import composed
-    from commhooks.reduction import Reduction, Stages, StepContext
-    from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter
-    from commhooks.specs import HookSpec, Needs, Param, PluginFailure
-    from commhooks.state import DefaultState, HookState, LowPrecisionState
+    from commhooks.reduction import Plain, Reduction, Stages, StepContext
+    from commhooks.registry.expression import canonical
+    from commhooks.registry.hook_function import as_hook
+    from commhooks.registry.hookspecs import hookimpl
+    from commhooks.registry.specs import HookSpec, Needs, Param, PluginFailure
+    from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Request, Requests
+    from commhooks.state import HookState
     from commhooks.typing import GradBucket
 
 __all__ = [
@@ -49,6 +53,7 @@ __all__ = [
     "BucketLayout",
     "CommHook",
     "CommHooksError",
+    "Composite",
     "DefaultState",
     "GradBucket",
     "HookConfigError",
@@ -61,24 +66,31 @@ __all__ = [
     "Needs",
     "Param",
     "ParamLayout",
+    "Plain",
     "PluginFailure",
     "PluginLoadError",
     "RankMismatchError",
     "ReduceScatter",
     "Reduction",
     "RemoteHookError",
+    "Request",
+    "Requests",
     "Stages",
     "StateError",
     "StepContext",
+    "TransportError",
     "UnknownHookError",
+    "WireCast",
     "as_hook",
     "attach",
+    "canonical",
     "composed",
     "create",
     "describe",
     "failures",
     "get",
     "hookimpl",
+    "lazy",
     "list_hooks",
     "refresh",
     "register",
@@ -90,22 +102,25 @@ __all__ = [
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "attaching": "attach",
+        "registry.expression": "canonical",
+        "compositions.wire_cast": "WireCast",
+        "api.attaching": "attach",
+        "api.creating": "create",
+        "api.lookup": "describe failures get list_hooks refresh register spec unregister",
+        "api.usable": "why_not",
         "bucket": "Bucket BucketLayout ParamLayout",
-        "compose": "why_not",
-        "creating": "create",
-        "ddp": "as_hook",
-        "errors": "AmbiguousHookError AttachError CommHooksError HookConfigError HookNotSupportedError "
-        "HookResultError HookTimeoutError PluginLoadError RankMismatchError RemoteHookError StateError "
-        "UnknownHookError",
+        "compositions.base": "Composite composed",
+        "errors": "TransportError AmbiguousHookError AttachError CommHooksError HookConfigError HookNotSupportedError "
+        "HookResultError HookTimeoutError PluginLoadError RankMismatchError RemoteHookError "
+        "StateError UnknownHookError",
+        "fsdp_states": "DefaultState LowPrecisionState",
         "handle": "CommHook",
-        "hookspecs": "hookimpl",
-        "lookup": "describe failures get list_hooks refresh register spec unregister",
-        "parts": "composed",
-        "reduction": "Reduction Stages StepContext",
-        "requests": "AllGather AllReduce AllToAll ReduceScatter",
-        "specs": "HookSpec Needs Param PluginFailure",
-        "state": "DefaultState HookState LowPrecisionState",
+        "reduction": "Plain Reduction Stages StepContext",
+        "registry.hook_function": "as_hook",
+        "registry.hookspecs": "hookimpl",
+        "registry.specs": "HookSpec Needs Param PluginFailure",
+        "requests": "Request Requests AllGather AllReduce AllToAll ReduceScatter",
+        "state": "HookState",
         "typing": "GradBucket",
     },
 )

@@ -1,4 +1,4 @@
-"""Agreement of ranks: before anything of variable size is communicated, that all ranks mean the same.
+"""Verify that ranks agree, before anything of variable size is communicated.
 
 Ranks with different hooks, options or shapes send messages of different sizes, which on gloo aborts a process, or of
 equal sizes, which is silent garbage. So each rank writes a fingerprint: fields, each a list of lines. First a digest of
@@ -13,18 +13,17 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 from torch.utils.weak import WeakIdKeyDictionary
 
 from commhooks.errors import CommHooksError, HookTimeoutError, RankMismatchError, TransportError
-from commhooks.reduction import StepContext
 
 DIGEST_BYTES, LINE_BYTES = 16, 256
 Fingerprint = Mapping[str, Sequence[str]]
+"""What ranks are compared by, named fields of lines; the error names the field and the first line that differs."""
+
 Exchange = Callable[[bytes], list[bytes]]
 """Gives every rank's message, in rank order; all have the same size."""
 
@@ -69,7 +68,7 @@ def agree_along(
 ) -> None:
     """Compare the fingerprints over all groups of this rank, one per axis of a mesh.
 
-    A rank compares itself along each axis in turn and passes on what it has heard, so a mismatch anywhere in the mesh
+    A rank compares itself along each axis in turn and passes on what it has received, so a mismatch anywhere in the mesh
     raises on every rank.
 
     Args:
@@ -81,17 +80,17 @@ def agree_along(
     Raises:
         RankMismatchError: on every rank that can be reached over the axes.
     """
-    heard: RankMismatchError | None = None
+    received: RankMismatchError | None = None
     for group, more in (*groups, *groups[:-1]):
         if group.size() == 1:
             continue
-        passed_on = {"heard along another axis": str(heard).splitlines() if heard is not None else []}
+        passed_on = {"received along another axis": str(received).splitlines() if received is not None else []}
         try:
             agree(what, {**fields, **more, **passed_on}, StoreExchange(group, timeout))
         except RankMismatchError as error:
-            heard = heard or error
-    if heard is not None:
-        raise heard
+            received = received or error
+    if received is not None:
+        raise received
 
 
 def _difference(lines: Sequence[str], exchange: Exchange) -> str:
@@ -188,114 +187,3 @@ class StoreExchange:
             f"ranks {_ranges(ranks)} did not take part in the agreement within {self._timeout:g} s: every rank of the "
             "group has to make the same attach() and load_state_dict() calls, in the same order"
         )
-
-
-# -- what is compared
-
-
-def fingerprint(handle: Any, model: torch.nn.Module, *, watched: bool = False) -> dict[str, list[str]]:
-    """What all ranks of a handle's group have to agree on, as fields of lines.
-
-    Args:
-        handle: an attached :class:`~commhooks.CommHook`.
-        model: what it is attached to.
-        watched: whether an optimizer or scaler decides which steps count.
-    """
-    params = list(model.named_parameters())
-    engine = handle.binding.engine
-    fields: dict[str, list[str]] = {
-        "hook": [type(handle.built).__qualname__, *_levels(handle.full)],
-        "parameter names": [name for name, _ in params],
-        "parameter shapes": [f"{name}: {tuple(p.shape)}" for name, p in params],
-        "parameter dtypes": [f"{name}: {p.dtype}{'' if p.requires_grad else ', frozen'}" for name, p in params],
-        "torch": [torch.__version__],
-        "optimizer or scaler given": [str(watched)],
-        "world size": [""],
-        "step": [""],
-        "state": [""],
-        "collectives": [""],
-    }
-    if engine is not None:
-        fields["world size"] = [str(engine.transport.world_size)]
-        fields["step"] = [str(engine.state.step)]
-        steps = (engine.state.step, engine.state.step + 10**6)  # now, and when every warm-up is over
-        contexts = [StepContext(engine.transport.rank, engine.transport.world_size, step) for step in steps]
-        plans = [engine.reduction.plan(handle.binding.layout, ctx) for ctx in contexts]
-        fields["collectives"] = [str(request) for plan in plans for stage in plan for request in stage]
-        held = [e for e in engine.state.entries() if engine.reduction.fields.get(e[1]) != "local"]
-        fields["state"] = [_entry(*one) for one in held]
-    return fields
-
-
-def _levels(node: Mapping[str, Any], path: str = "") -> list[str]:
-    """A configuration as sorted lines, one per level and option."""
-    lines = []
-    for key, value in sorted(node.items()):
-        here = f"{path}.{key}" if path else key
-        if isinstance(value, Mapping):
-            lines += _levels(value, here)
-        elif isinstance(value, list | tuple) and any(isinstance(each, Mapping | list | tuple) for each in value):
-            for number, each in enumerate(value):
-                lines += _levels(each if isinstance(each, Mapping) else {str(number): each}, f"{here}[{number}]")
-        else:
-            lines.append(f"{here} = {value!r}")
-    return lines
-
-
-def verify(handle: Any, model: torch.nn.Module, timeout: float, *, watched: bool = False) -> None:
-    """Agree on a handle that has just been attached.
-
-    A binding without a process group of its own (a manager, a simulation) is not verified.
-
-    Raises:
-        RankMismatchError: on every rank.
-        HookTimeoutError: some rank did not come.
-    """
-    group = getattr(handle.binding, "group", None)
-    if group is None or dist.get_world_size(group) == 1:
-        return
-    agree(handle.expr, fingerprint(handle, model, watched=watched), StoreExchange(group, timeout))
-
-
-def verify_state(
-    handle: Any, timeout: float, step: int, entries: Mapping[tuple[str, str], torch.Tensor], refused: str = ""
-) -> None:
-    """Agree on a state that is about to be loaded into an attached handle; nothing has been changed yet.
-
-    Compared are the step, what all ranks share, its numbers included, and whether a rank refuses what it was given.
-    What is a rank's own may be missing on some: one that has had no data yet owes nothing.
-
-    Args:
-        handle: the attached handle.
-        timeout: seconds to wait for a rank that has not come.
-        step: committed steps of the state.
-        entries: ``(parameter, field)`` -> tensor.
-        refused: why this rank refuses its state; empty if it does not.
-
-    Raises:
-        RankMismatchError: on every rank.
-        HookTimeoutError: some rank did not come.
-    """
-    group = getattr(handle.binding, "group", None)
-    if group is None:
-        return
-    kinds = handle.reduction.fields if handle.reduction is not None else {}
-    shared = [(*key, entries[key]) for key in sorted(entries) if kinds.get(key[1]) == "shared"]
-    everywhere = {"refused": refused.splitlines(), "step": [str(step)]}
-    here = {
-        "state": [_entry(*one) for one in shared],
-        "numbers that all ranks share": [f"{name} {field} {_numbers(tensor)}" for name, field, tensor in shared],
-    }
-    nothing: Fingerprint = {}
-    others = [(axis, nothing) for axis in getattr(handle.binding, "other_axes", ())]
-    agree_along(f"the state to load into {handle.expr}", everywhere, [*others, (group, here)], timeout)
-
-
-def _entry(name: str, field: str, tensor: torch.Tensor) -> str:
-    return f"{name} {field} {tuple(tensor.shape)} {tensor.dtype}"
-
-
-def _numbers(tensor: torch.Tensor) -> str:
-    """A digest of the bits of a tensor."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(flat.numpy().tobytes() if flat.numel() else b"", digest_size=8).hexdigest()

@@ -76,6 +76,36 @@ class ParamLayout:
         object.__setattr__(self, "numel", numel)
         object.__setattr__(self, "matrix_shape", _matrix_shape(self.shape, self.stride, numel))
 
+    @staticmethod
+    def of(name: str, tensor: torch.Tensor, offset: int = 0, kind: str = "dense") -> "ParamLayout":
+        """Where a parameter's gradient lies: in its own strides if they leave no holes, else row by row.
+
+        >>> ParamLayout.of("w", torch.empty(3, 2).t()).stride, ParamLayout.of("w", torch.empty(3, 2)[:, :1]).stride
+        ((1, 2), (1, 1))
+        """
+        stride = tuple(tensor.stride()) if dense(tensor) else contiguous_stride(tensor.shape)
+        return ParamLayout(name, tuple(tensor.shape), stride, offset, kind)
+
+    def to_memory_order(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor of :attr:`shape` as :meth:`Bucket.matrix` would show it, ``(outer, inner)``.
+
+        >>> turned = ParamLayout("w", (2, 3), (1, 2), 0)  # stored as (3, 2)
+        >>> turned.to_memory_order(torch.arange(6).view(2, 3))
+        tensor([[0, 3],
+                [1, 4],
+                [2, 5]])
+        >>> turned.to_own_shape(turned.to_memory_order(torch.arange(6).view(2, 3)))
+        tensor([[0, 1, 2],
+                [3, 4, 5]])
+        """
+        flat = torch.empty(self.numel, dtype=tensor.dtype, device=tensor.device)
+        flat.as_strided(self.shape, self.stride).copy_(tensor.view(self.shape))
+        return flat.view(self.matrix_shape)
+
+    def to_own_shape(self, matrix: torch.Tensor) -> torch.Tensor:
+        """The opposite of :meth:`to_memory_order`."""
+        return matrix.reshape(-1).as_strided(self.shape, self.stride).clone(memory_format=torch.contiguous_format)
+
 
 def _matrix_shape(shape: tuple[int, ...], stride: tuple[int, ...], numel: int) -> tuple[int, int]:
     if not shape or numel == 0:
@@ -123,7 +153,7 @@ class BucketLayout:
     def __repr__(self) -> str:
         return f"BucketLayout({len(self.params)} parameters, {self.size} elements, {self.dtype})"
 
-    def runs(self) -> tuple[tuple[int, int], ...]:
+    def segments(self) -> tuple[tuple[int, int], ...]:
         """``(offset, numel)`` of each contiguous piece of storage that the parameters cover."""
         cached: tuple[tuple[int, int], ...] | None = self.__dict__.get("_runs")
         if cached is None:
@@ -145,6 +175,25 @@ class BucketLayout:
             chosen = (p for p in self.params if p.name in names)
             cache[names] = BucketLayout(chosen, self.numel, self.dtype, self.device)
         return cache[names]
+
+    @staticmethod
+    def of_tensors(tensors: Mapping[str, torch.Tensor], kinds: Mapping[str, str] | None = None) -> "BucketLayout":
+        """Parameters, by name, as one virtual bucket: one after another, each as :meth:`ParamLayout.of` lays it.
+
+        Args:
+            tensors: the parameters, in model order.
+            kinds: see :class:`ParamLayout`; of those that are not ``"dense"``.
+
+        >>> layout = BucketLayout.of_tensors({"w": torch.ones(2, 3), "b": torch.ones(3)})
+        >>> layout.numel, layout.dtype
+        (9, torch.float32)
+        """
+        params, offset, dtype, device = [], 0, torch.float32, torch.device("cpu")
+        for name, tensor in tensors.items():
+            params.append(ParamLayout.of(name, tensor, offset, (kinds or {}).get(name, "dense")))
+            offset += tensor.numel()
+            dtype, device = tensor.dtype, tensor.device
+        return BucketLayout(params, offset, dtype, device)
 
     @staticmethod
     def of_shapes(
@@ -173,6 +222,7 @@ class Bucket:
             ended, the averaged gradient is in it. Neither is to be replaced by another: views of it are kept.
         index: position in the step, equal on all ranks.
         is_last: the step's last bucket.
+        unused: names of parameters that this rank has no gradient for: zeros are in their places.
 
     Example:
         >>> import torch
@@ -187,6 +237,7 @@ class Bucket:
     storage: torch.Tensor
     index: int = 0
     is_last: bool = True
+    unused: frozenset[str] = frozenset()
     _by_name: dict[str, ParamLayout] = field(default_factory=dict, init=False, repr=False, compare=False)
     _kept: dict[Hashable, tuple[object, Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -229,9 +280,9 @@ class Bucket:
         """Every parameter with its live view."""
         return ((p, self.view(p)) for p in self.params)
 
-    def runs(self) -> list[torch.Tensor]:
+    def segments(self) -> list[torch.Tensor]:
         """The contiguous 1-D pieces that hold the parameters: live views, one for an undivided bucket."""
-        return list(self.once(_RUNS, self._cut))
+        return list(self.cached(_RUNS, self._cut))
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -240,14 +291,14 @@ class Bucket:
         A live view while they are one piece of storage; for a sub-bucket of several pieces a gathered copy, which
         must be assigned back (``bucket.buffer = x``) for its numbers to take effect.
         """
-        runs = self.runs()
+        runs = self.segments()
         if len(runs) == 1:
             return runs[0]
         return torch.cat(runs) if runs else self.storage.narrow(0, 0, 0)
 
     @buffer.setter
     def buffer(self, flat: torch.Tensor) -> None:
-        runs = self.runs()
+        runs = self.segments()
         size = sum(r.numel() for r in runs)
         if flat.numel() != size:
             raise ValueError(f"the bucket holds {size} elements, the new buffer {flat.numel()}")
@@ -258,14 +309,14 @@ class Bucket:
     def select(self, names: Iterable[str]) -> "Bucket":
         """Sub-bucket of some parameters, over the same storage."""
         chosen = frozenset(names)
-        return self.once(
+        return self.cached(
             (_SELECTED, chosen), lambda: Bucket(self.layout.select(chosen), self.storage, self.index, self.is_last)
         )
 
-    def once(self, key: Hashable, make: Callable[[], T], of: object = None) -> T:
+    def cached(self, key: Hashable, make: Callable[[], T], of: object = None) -> T:
         """What ``make()`` gives, made once as long as this bucket lives; DDP's live from step to step.
 
-        For views of :attr:`storage` (:meth:`view`, :meth:`matrix`, :meth:`runs`), never for numbers, and so not for
+        For views of :attr:`storage` (:meth:`view`, :meth:`matrix`, :meth:`segments`), never for numbers, and so not for
         :attr:`buffer`, which may be a copy. Making a view costs little, but between two passes over a large gradient
         the code for it has left the core's cache.
 
@@ -276,8 +327,8 @@ class Bucket:
 
         >>> import torch
         >>> b, mine = Bucket.from_tensors({"w": torch.ones(4, 2)}), object()
-        >>> top, _ = b.once((mine, "halves"), lambda: b.matrix("w").chunk(2))
-        >>> top is b.once((mine, "halves"), lambda: b.matrix("w").chunk(2))[0]
+        >>> top, _ = b.cached((mine, "halves"), lambda: b.matrix("w").chunk(2))
+        >>> top is b.cached((mine, "halves"), lambda: b.matrix("w").chunk(2))[0]
         True
         """
         found = self._kept.get(key)
@@ -285,19 +336,6 @@ class Bucket:
             found = self._kept[key] = (of, make())
         value: T = found[1]
         return value
-
-    def split(self, group: Callable[[ParamLayout], str]) -> dict[str, "Bucket"]:
-        """Sub-buckets by the group each parameter is given; writing to them writes to this bucket.
-
-        >>> import torch
-        >>> b = Bucket.from_tensors({"w": torch.ones(2, 2), "b": torch.ones(2)})
-        >>> {k: v.buffer.numel() for k, v in b.split(lambda p: "big" if len(p.shape) > 1 else "small").items()}
-        {'big': 4, 'small': 2}
-        """
-        names: dict[str, set[str]] = {}
-        for p in self.params:
-            names.setdefault(group(p), set()).add(p.name)
-        return {key: self.select(chosen) for key, chosen in names.items()}
 
     def _param(self, param: ParamLayout | str) -> ParamLayout:
         if isinstance(param, ParamLayout):
@@ -311,7 +349,7 @@ class Bucket:
     def _cut(self) -> list[torch.Tensor]:
         if self.storage.is_sparse:
             return [self.storage]
-        return [self.storage.narrow(0, offset, numel) for offset, numel in self.layout.runs()]
+        return [self.storage.narrow(0, offset, numel) for offset, numel in self.layout.segments()]
 
     def _flat(self, p: ParamLayout) -> torch.Tensor:
         return self.storage.narrow(0, p.offset, p.numel)

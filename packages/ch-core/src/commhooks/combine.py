@@ -14,8 +14,8 @@ def plain(bucket: "Bucket", sent: "Bucket | None" = None) -> Generator[Requests,
 
     ``sent``, a bucket of the same layout, is filled with what this rank contributed.
     """
-    runs = bucket.runs()
-    reports = sent.runs() if sent is not None else [None] * len(runs)
+    runs = bucket.segments()
+    reports = sent.segments() if sent is not None else [None] * len(runs)
     if runs:
         yield tuple(AllReduce(run, sent=report) for run, report in zip(runs, reports, strict=True))
 

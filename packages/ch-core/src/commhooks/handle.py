@@ -5,44 +5,21 @@ One class for every kind of model. What differs between DDP, FSDP and a manager 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from commhooks.bucket import BucketLayout
-from commhooks.detail import residual_figures
-from commhooks.engine import Engine
-from commhooks.errors import AttachError, HookNotSupportedError
-from commhooks.expression import Node, unparse
+from commhooks.adapters.base import Binding
+from commhooks.engine.residual_stats import residual_figures
+from commhooks.errors import AttachError
+from commhooks.fingerprint import levels
 from commhooks.reduction import Reduction
+from commhooks.registry.expression import Node, unparse
 from commhooks.requests import payload_bytes
 from commhooks.state import HookState
 
 ForeignHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
-
-
-class Binding(Protocol):
-    """A hook in place on a model: made by an adapter, one per model kind.
-
-    Attributes:
-        engine: what runs the reduction; ``None`` for a foreign hook.
-        layout: all parameters of the model as one virtual bucket.
-        calls: how often the model has called the hook.
-    """
-
-    engine: Engine | None
-    layout: BucketLayout
-    calls: int
-
-    def stats(self) -> dict[str, float]:
-        """Cumulative figures; see :meth:`CommHook.stats`."""
-
-    def check(self) -> None:
-        """Raise what the hook has kept back."""
-
-    def detach(self) -> None:
-        """Leave plain averaging in the hook's place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +73,18 @@ class CommHook:
         self.agreement_timeout: float | None = None  # seconds; None: the ranks are not compared
         self._binding: Binding | None = None
         self._calls_seen = 0
-        self._last: dict[str, float] | None = None  # the figures of a place that has been left
+        self._last: dict[str, float] | None = None  # statistics at detach
 
     @property
     def expr(self) -> str:
         return unparse(self.config)
+
+    @property
+    def identity(self) -> list[str]:
+        """What the hook is, as data: the type of what was built, and every option of every level, with its provider and
+        version. Ranks with the same lines run the same; :attr:`expr` is for people.
+        """
+        return [type(self.built).__qualname__, *levels(self.full)]
 
     @property
     def reduction(self) -> Reduction | None:
@@ -114,7 +98,7 @@ class CommHook:
     def __repr__(self) -> str:
         return f"<CommHook {self.expr}, {'attached' if self.attached else 'not attached'}>"
 
-    def bind(self, binding: Binding, model: torch.nn.Module | None = None) -> None:
+    def bind(self, binding: Binding) -> None:
         """Take the place that an adapter has made on a model.
 
         Raises:
@@ -129,13 +113,20 @@ class CommHook:
             if self.reduction is not None:
                 self.reduction.check(binding.layout)
             if isinstance(self.state, HookState):
-                owners = [p for p in model.parameters() if p.requires_grad] if model is not None else []
-                self.state.bind_params([(p.name, p.shape) for p in binding.layout.params], owners)
+                self.state.bind_params([(p.name, p.shape) for p in binding.layout.params], binding.params)
+                self._fit(binding)
         except Exception:
             binding.detach()  # the model must stay usable, and attachable
             raise
         self._binding = binding
         self._calls_seen = binding.calls
+
+    def _fit(self, binding: Binding) -> None:
+        """A state that was loaded before there was a model is checked, and brought to the device of the gradients."""
+        from commhooks.checkpoint.validation import fit_to
+
+        if isinstance(self.state, HookState) and self.reduction is not None and binding.engine is not None:
+            fit_to(self.state, self.reduction, binding.layout, binding.engine.transport.world_size)
 
     # -- looking
 
@@ -144,13 +135,14 @@ class CommHook:
 
         ``payload_bytes`` are the tensors given to collectives, per rank; ``wire_bytes`` what a bandwidth-optimal
         algorithm sends for them, per rank; ``rounds`` the dependent collectives; seconds are host time. Not counted is
-        the status message, one all-reduce of W + 1 fp32 numbers per step. After ``detach()`` the last figures. A binding
+        the status message, one all-reduce of W + 1 fp32 numbers per step. After ``detach()`` those at detach. A binding
         with several axes adds the figures of each.
 
         Args:
             detail: add, for each parameter with a residual, ``residual_norm/NAME`` (unscaled) and, while the gradients
                 of the last step are still there, ``relative_error/NAME`` = ‖residual‖ / ‖gradient + residual‖: the
-                part of the last step's gradient that was held back on this rank. Computed when asked for.
+                part of the last step's gradient that was held back on this rank. Computed when asked for; with FSDP2
+                from the second call on, because only then are gradients kept for it.
         """
         if self._binding is None and self._last is not None:
             return dict(self._last)
@@ -182,7 +174,7 @@ class CommHook:
         engine = self._bound().engine
         if engine is None:
             raise AttachError(f"{self.expr} is a foreign hook: its collectives are its own and cannot be planned")
-        plans = [engine.plan(layout) for layout in engine.layouts or [self._bound().layout]]
+        plans = [engine.plan(layout) for layout in engine.last.layouts or [self._bound().layout]]
         return sum(map(payload_bytes, plans))
 
     def assert_active(self) -> None:
@@ -217,10 +209,7 @@ class CommHook:
         """
         if every < 0:
             raise ValueError(f"every={every}: expected 0 or a number of steps")
-        set_every = getattr(self._bound(), "verify_gradients", None)
-        if set_every is None:
-            raise HookNotSupportedError(f"{self.expr}: gradients can be verified on DDP models only")
-        set_every(every)
+        self._bound().verify_gradients(every)
 
     def set_loss_scale(self, scale: float) -> None:
         """Say by what the loss of the next backward is multiplied, where no ``scaler=`` was given to ``attach``.
@@ -238,7 +227,7 @@ class CommHook:
     def commit(self) -> bool | None:
         """Make the last step's state final now instead of at the next step; returns whether it was kept."""
         engine = self._bound().engine
-        return engine.settle() if engine is not None else None
+        return engine.resolve_step() if engine is not None else None
 
     def rollback(self) -> None:
         """The optimizer did not use the last step: its residual, P, Q and counters are as if it had never been."""

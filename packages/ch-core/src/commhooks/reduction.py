@@ -11,8 +11,9 @@ Control flow may depend on the layout and on ``ctx.step`` alone, never on number
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Hashable, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 
@@ -24,6 +25,7 @@ from commhooks.scratch import Scratch
 from commhooks.state import HookState
 
 Stages = Generator[Requests, None, None]
+"""What ``run`` returns. It yields requests, and is resumed when their tensors hold the results."""
 
 
 class StepContext:
@@ -32,14 +34,28 @@ class StepContext:
     Attributes:
         rank: this rank in the group. Must not decide which collectives are requested.
         world_size: ranks in the group.
-        step: number of committed steps before this one.
-        participating: ``False`` on a rank that only keeps the others company (joined, healing, spare): what it
+        step: number of committed steps before this one. A step that was rolled back is not counted, nor, where the
+            reduction keeps state, one whose reduced numbers were not finite; a stateless one has nothing to undo, looks
+            at no numbers, and counts it.
+        participating: ``False`` on a rank that only joins the collectives (out of data, healing, spare): what it
             stages is dropped, but for fields that are the same on all ranks anyhow.
-        sent: where to report what this rank contributed, or ``None`` when nobody asks (see
+        sent: where to report what this rank contributed, or ``None`` when it is not asked for (see
             :attr:`Reduction.reports_sent`).
     """
 
-    __slots__ = ("_owner", "_scratch", "_shared", "_state", "participating", "rank", "sent", "step", "world_size")
+    __slots__ = (
+        "_absent",
+        "_converted",
+        "_owner",
+        "_scratch",
+        "_shared",
+        "_state",
+        "participating",
+        "rank",
+        "sent",
+        "step",
+        "world_size",
+    )
 
     def __init__(
         self,
@@ -53,6 +69,7 @@ class StepContext:
         participating: bool = True,
         shared: frozenset[str] = frozenset(),
         sent: Bucket | None = None,
+        absent: frozenset[str] = frozenset(),
     ) -> None:
         self.rank, self.world_size, self.step, self.participating = rank, world_size, step, participating
         self.sent = sent
@@ -60,16 +77,28 @@ class StepContext:
         self._scratch = scratch if scratch is not None else Scratch()
         self._owner = owner
         self._shared = shared
+        self._absent = absent  # parameters that this rank has no gradient for
+        self._converted: dict[tuple[str, str], torch.Tensor] = {}
 
     def read(self, name: str, field: str) -> torch.Tensor | None:
         """The committed state tensor of a parameter, or ``None``. Not to be written to.
 
-        A rank that only keeps the others company sends nothing of its own and commits nothing: what is its alone is
-        not there for it, and waits.
+        A joined rank sends zeros and commits nothing: its local fields read as ``None`` and stay as they are. So it is
+        for a single parameter that this rank has not used: DDP drops its average where no other rank has used it either.
         """
-        if not self.participating and field not in self._shared:
+        if not self._takes_part(name, field):
             return None
+        converted = self._converted.get((name, field))
+        return converted if converted is not None else self._state.read(name, field)
+
+    def committed(self, name: str, field: str) -> torch.Tensor | None:
+        """The committed state tensor, also where this rank takes no part; for a composition that looks after it."""
         return self._state.read(name, field)
+
+    def convert(self, name: str, field: str, tensor: torch.Tensor) -> None:
+        """Put ``tensor`` in place of a committed one, in this step and, once it is committed, for good."""
+        self._converted[name, field] = tensor
+        self._state.stage(name, field, tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
 
     def stage(
         self,
@@ -80,7 +109,7 @@ class StepContext:
         device: torch.device | str = "cpu",
     ) -> torch.Tensor:
         """An uninitialised tensor to fill: the parameter's new state once this step is committed."""
-        if not self.participating and field not in self._shared:
+        if not self._takes_part(name, field):
             return self._scratch.get((self._owner, name), "staged " + field, shape, dtype, torch.device(device))
         return self._state.stage(name, field, shape, dtype, device)
 
@@ -92,7 +121,7 @@ class StepContext:
 
     def child(self, part: str, *, sent: Bucket | None = None) -> "StepContext":
         """The same step for a part of a composition, with scratch of its own, and its report in ``sent``."""
-        return StepContext(
+        made = StepContext(
             self.rank,
             self.world_size,
             self.step,
@@ -102,7 +131,13 @@ class StepContext:
             participating=self.participating,
             shared=self._shared,
             sent=sent,
+            absent=self._absent,
         )
+        made._converted = self._converted
+        return made
+
+    def _takes_part(self, name: str, field: str) -> bool:
+        return field in self._shared or (self.participating and name not in self._absent)
 
 
 class Reduction(ABC):
@@ -119,10 +154,18 @@ class Reduction(ABC):
         trips: how often the gradient would cross the network uncompressed: 2 for an all-reduce, 1 for a
             reduce-scatter. What a step sends is compared with it.
         fields: state fields and whether each is ``"local"`` to a rank or ``"shared"`` (the same on all ranks).
+        scaled_fields: which of them follow a loss scale, and by which power: 1 for those in the gradient's units, 2 for
+            those in its square's. The engine multiplies them when a ``GradScaler`` changes its scale, and
+            ``state_dict()`` has them unscaled.
+        memory_order_fields: those that hold a parameter as :meth:`.Bucket.matrix` shows it, in the order of its memory;
+            the others have its own shape. Where one reduction takes over from another, their common fields are turned
+            from one into the other.
         reports_sent: whether :meth:`run`, when ``ctx.sent`` is a bucket (of the layout it was given), leaves in it
             what this rank contributed: in the gradient's units, before the division by W, after all rounding. The
             ``sent`` of an :class:`~commhooks.requests.AllReduce` of the gradient itself is just that. It is what
             ``error_feedback`` needs; a reduction that keeps a residual of its own leaves this ``False``.
+        delivers: whether the last collective leaves the average in the bucket, so that no code of this reduction has to
+            run after it. A class with a :meth:`run` or :meth:`start` of its own does not inherit it.
 
     Example:
         >>> import torch
@@ -141,8 +184,16 @@ class Reduction(ABC):
     collectives: frozenset[str] = frozenset({"all_reduce"})
     lossy: bool = False
     trips: int = 2
-    fields: ClassVar[dict[str, Literal["local", "shared"]]] = {}
+    fields: Mapping[str, Literal["local", "shared"]] = MappingProxyType({})
+    scaled_fields: Mapping[str, int] = MappingProxyType({"residual": 1})
+    memory_order_fields: frozenset[str] = frozenset()
     reports_sent: bool = False
+    delivers: bool = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if not cls.__dict__.keys().isdisjoint(("run", "start")):  # its own code may run after the last collective
+            cls.delivers = cls.__dict__.get("delivers", False)
 
     @abstractmethod
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
@@ -152,6 +203,10 @@ class Reduction(ABC):
     def shared_fields(self) -> frozenset[str]:
         """State fields that are the same on all ranks: a newcomer is given them."""
         return frozenset(name for name, kind in self.fields.items() if kind == "shared")
+
+    def memory_order(self, param: ParamLayout, step: int) -> frozenset[str]:
+        """:attr:`memory_order_fields` of a parameter in a step."""
+        return self.memory_order_fields
 
     def phase(self, step: int) -> Hashable:
         """Anything that changes with the step and changes the requests (a warm-up, an alternation)."""
@@ -166,15 +221,17 @@ class Reduction(ABC):
         cache: dict[Hashable, dict[str, str]] = self.__dict__.setdefault("_routes", {})
         key = (layout, self.phase(step))
         if key not in cache:
-            reasons = ((p.name, unfit(p) or self.route(p, step)) for p in layout.params)
+            reasons = ((p.name, plain_only_reason(p) or self.route(p, step)) for p in layout.params)
             cache[key] = {name: reason for name, reason in reasons if reason}
         return cache[key]
 
     def start(self, bucket: Bucket, ctx: StepContext) -> Stages:
         """The generator to drive: :meth:`run` over the parameters that fit, plain averaging over the others."""
-        return self.beside(bucket, ctx, self.routes(bucket.layout, ctx.step) if self.lossy or self.fields else ())
+        return self.run_with_plain(
+            bucket, ctx, self.routes(bucket.layout, ctx.step) if self.lossy or self.fields else ()
+        )
 
-    def beside(self, bucket: Bucket, ctx: StepContext, plainly: Collection[str]) -> Stages:
+    def run_with_plain(self, bucket: Bucket, ctx: StepContext, plainly: Collection[str]) -> Stages:
         """:meth:`run`, and at the same time plain averaging of the parameters named in ``plainly``."""
         if not plainly:
             return self.run(bucket, ctx)
@@ -239,12 +296,13 @@ class Plain(Reduction):
     name = "allreduce"
     granularity = "tensor"
     reports_sent = True
+    delivers = True
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
         return plain(bucket, ctx.sent)
 
 
-def unfit(param: ParamLayout) -> str | None:
+def plain_only_reason(param: ParamLayout) -> str | None:
     """Why no lossy method may touch this parameter, or ``None``."""
     if param.kind != "dense":
         return param.kind
@@ -262,7 +320,18 @@ class FunctionReduction(Reduction):
         self.function = function
         self.name = function.__name__
         self._config = config
-        for attribute in ("granularity", "collectives", "lossy", "fields", "reports_sent", "route", "phase"):
+        for attribute in (
+            "granularity",
+            "collectives",
+            "lossy",
+            "fields",
+            "reports_sent",
+            "trips",
+            "route",
+            "phase",
+            "memory_order_fields",
+            "scaled_fields",
+        ):
             if hasattr(function, attribute):
                 setattr(self, attribute, getattr(function, attribute))
 

@@ -138,7 +138,11 @@ def _reducible(tensor: torch.Tensor, op: Op) -> None:
 
 
 Request = AllReduce | ReduceScatter | AllGather | AllToAll
+"""One collective that a reduction asks for."""
+
 Requests = Request | tuple[Request, ...]
+"""What a reduction may yield, one request or several that are sent together."""
+
 StagePlan = tuple[RequestPlan, ...]
 
 

@@ -32,10 +32,3 @@ class Scratch:
         if found is None or found.shape != tuple(shape) or found.dtype != dtype or found.device != device:
             found = self._tensors[key] = torch.empty(tuple(shape), dtype=dtype, device=device)
         return found
-
-    def clear(self) -> None:
-        self._tensors.clear()
-
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(t.numel() * t.element_size() for t in self._tensors.values())

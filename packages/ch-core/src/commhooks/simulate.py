@@ -15,11 +15,14 @@ from typing import TypeVar
 
 import torch
 
-from commhooks.engine import Engine
+from commhooks.engine.engine import Engine
+from commhooks.engine.schedule import TUNED, CpuTuning
 from commhooks.errors import HookTimeoutError, TransportError
 from commhooks.reduction import Reduction
 from commhooks.state import HookState
-from commhooks.transport import Work
+from commhooks.transport.base import Work
+
+__all__ = ["SimulatedGroup", "SimulatedRank", "SimulatedTransport", "perform", "simulate", "together"]
 
 T = TypeVar("T")
 
@@ -150,7 +153,6 @@ class _SimulatedWork:
 class SimulatedTransport:
     """One rank's end of a :class:`SimulatedGroup`."""
 
-    divides = False
     free = False
     elastic = False
 
@@ -188,9 +190,9 @@ class SimulatedRank:
     world_size: int
     transport: SimulatedTransport
 
-    def engine(self, reduction: Reduction, state: HookState | None = None, *, lag: float = 1) -> Engine:
+    def engine(self, reduction: Reduction, state: HookState | None = None, *, tuning: CpuTuning = TUNED) -> Engine:
         """An engine of this rank."""
-        return Engine(reduction, self.transport, state, lag=lag, timeout=60.0)
+        return Engine(reduction, self.transport, state, timeout=60.0, tuning=tuning)
 
 
 def simulate(world_size: int, body: Callable[[SimulatedRank], T]) -> list[T]:

@@ -8,33 +8,24 @@ import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from dataclasses import field as dataclass_field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.errors import StateError
-from commhooks.naming import ParamTable, translate
-
-if TYPE_CHECKING:
-    from commhooks.engine import Engine
-
+from commhooks.param_table import ParamTable, few, position_name, translate
+from commhooks.state_owner import RankId, StateWriter
 
 log = logging.getLogger("commhooks")
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The rank that residuals belong to; ``loaded`` if it was read from a checkpoint and is still to be verified."""
+@dataclass(slots=True)
+class Base:
+    """What tentatively committed steps may be rolled back to; ``presumed`` if they are saved as if they were used."""
 
-    rank: int
-    world_size: int
-    loaded: bool = dataclass_field(default=False, compare=False)
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} of {self.world_size}"
+    entries: dict[tuple[str, str], torch.Tensor]
+    step: int
+    presumed: bool = False
 
 
 class HookState:
@@ -49,7 +40,8 @@ class HookState:
         params: names and shapes of the parameters of the model it belongs to, in model order; empty until known.
             Where no names are seen (``register_comm_hook``), they are called by position and shape, ``"0:50x50"``.
         scale: loss scale in whose units the fields of :attr:`scaled` are held; :meth:`entries` gives them unscaled.
-        scaled: fields that have the gradient's units, and therefore follow the loss scale.
+        scaled: fields that follow the loss scale, and by which power: 1 for the gradient's units, 2 for its square.
+            An engine adds :attr:`Reduction.scaled_fields <commhooks.reduction.Reduction.scaled_fields>`.
 
     Example:
         >>> import torch
@@ -66,21 +58,22 @@ class HookState:
         (tensor([1., 1.]), 1)
     """
 
-    scaled: frozenset[str] = frozenset({"residual"})
+    scaled: Mapping[str, int] = {"residual": 1}
 
     def __init__(self) -> None:
         self.step = 0
         self.scale = 1.0
         self.params: ParamTable = ()
         self._committed: dict[tuple[str, str], torch.Tensor] = {}
-        self._place: Place | None = None
+        self._place: RankId | None = None
         self._forget()
 
     def _forget(self) -> None:
         """Everything that belongs to this process and not to the state."""
         self._staged: dict[tuple[str, str], torch.Tensor] = {}
         self._spare: dict[tuple[str, str], torch.Tensor] = {}
-        self._engine: weakref.ref[Engine] | None = None
+        self._base: Base | None = None
+        self._engine: weakref.ref[StateWriter] | None = None
         self._owners: tuple[weakref.ref[torch.Tensor], ...] = ()  # the parameters, in the order of the table
         self.drivers: dict[object, Any] = {}  # of the hook functions that were given this state
         self.renames: dict[str, str] = {}  # of the last translation, for those who keep names themselves
@@ -115,20 +108,47 @@ class HookState:
         """``(parameter name, field)`` of everything staged or committed."""
         return set(self._staged) | set(self._committed)
 
-    @property
-    def staging(self) -> bool:
-        """Whether anything is staged."""
-        return bool(self._staged)
+    def commit(self, *, tentative: bool = False, presumed: bool = False) -> None:
+        """Make what was staged the state and count the step.
 
-    def commit(self) -> None:
-        """Make what was staged the state and count the step."""
+        Args:
+            tentative: nobody knows yet whether the step is used: keep what was before it, for :meth:`resolve`. Several
+                steps may be committed on top of one another in this way; all of them are resolved together.
+            presumed: tentative, but to be saved as if it were used.
+        """
+        if tentative and self._base is None:
+            self._base = Base(dict(self._committed), self.step)
+        if self._base is not None:
+            self._base.presumed = presumed
         for key, tensor in self._staged.items():
             old = self._committed.get(key)
-            if old is not None:
-                self._spare[key] = old
             self._committed[key] = tensor
+            self._put_aside(key, old)
         self._staged.clear()
         self.step += 1
+
+    @property
+    def tentative(self) -> bool:
+        """Whether steps are committed that may still be rolled back."""
+        return self._base is not None
+
+    def resolve(self, used: bool) -> None:
+        """Keep the steps that were committed tentatively, or go back to before the first of them."""
+        base, self._base = self._base, None
+        if base is None:
+            return
+        if used:
+            dropped = base.entries
+        else:
+            dropped, self._committed, self.step = self._committed, base.entries, base.step
+        for key, tensor in dropped.items():
+            self._put_aside(key, tensor)
+
+    def _put_aside(self, key: tuple[str, str], tensor: torch.Tensor | None) -> None:
+        """A later step may write to this tensor, unless it still is, or may again become, the state."""
+        base = self._base.entries.get(key) if self._base is not None else None
+        if tensor is not None and tensor is not base and tensor is not self._committed.get(key):
+            self._spare[key] = tensor
 
     def rollback(self) -> None:
         """Drop what was staged: the step never was."""
@@ -145,22 +165,39 @@ class HookState:
             return
         if not 0.0 < scale < float("inf"):
             raise ValueError(f"the loss scale is {scale}; expected a positive finite number")
-        for (_, field), tensor in self._committed.items():
+        held = {id(tensor): (field, tensor) for _, field, tensor in self._all()}
+        for field, tensor in held.values():
             if field in self.scaled:
-                tensor.mul_(scale / self.scale)
+                tensor.mul_((scale / self.scale) ** self.scaled[field])
         self.scale = scale
 
     def entries(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """``(parameter name, field, tensor)`` of everything committed, unscaled, in sorted order."""
-        for (name, field), tensor in sorted(self._committed.items(), key=lambda entry: entry[0]):
-            yield name, field, tensor / self.scale if field in self.scaled and self.scale != 1.0 else tensor
+        """``(parameter name, field, tensor)`` of everything that is certain, unscaled, in sorted order."""
+        for (name, field), tensor in sorted(self._certain()[0].items(), key=lambda entry: entry[0]):
+            in_units = field in self.scaled and self.scale != 1.0
+            yield name, field, tensor / self.scale ** self.scaled[field] if in_units else tensor
+
+    @property
+    def certain_step(self) -> int:
+        """The committed steps that nothing can roll back any more: :attr:`step` but for tentative ones."""
+        return self._certain()[1]
+
+    def _certain(self) -> tuple[dict[tuple[str, str], torch.Tensor], int]:
+        base = self._base
+        return (self._committed, self.step) if base is None or base.presumed else (base.entries, base.step)
+
+    def _all(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """What is committed, and what tentative steps may be rolled back to."""
+        for store in (self._committed, self._base.entries if self._base is not None else {}):
+            for (name, field), tensor in store.items():
+                yield name, field, tensor
 
     def replace(
         self,
         entries: Mapping[tuple[str, str], torch.Tensor],
         step: int,
         params: ParamTable | None = None,
-        place: "Place | None" = None,
+        place: "RankId | None" = None,
         *,
         keep: frozenset[str] = frozenset(),
     ) -> None:
@@ -171,10 +208,16 @@ class HookState:
             step: the new step.
             params: names and shapes of the parameters, where they change too.
             place: what made the state, until it is known to fit.
-            keep: fields whose staged tensors stay staged: a member that healed in the middle of a step received
+            keep: fields whose staged and tentative tensors stay: a member that healed in the middle of a step received
                 the state from before that step, and the step itself is still to be committed on top.
         """
-        self._committed = dict(entries)
+        before, self._base = self._base, None
+        if before is not None and keep:
+            self._base = Base(dict(entries), step, before.presumed)
+            tentative = {k: t for k, t in self._committed.items() if k[1] in keep and t is not before.entries.get(k)}
+        else:
+            tentative = {}
+        self._committed = {**entries, **tentative}
         self._staged = {key: tensor for key, tensor in self._staged.items() if key[1] in keep}
         self._spare.clear()
         self.step, self.scale = step, 1.0
@@ -184,16 +227,12 @@ class HookState:
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Give parameters other names, in every entry."""
-        for store in (self._committed, self._staged, self._spare):
+        base = self._base.entries if self._base is not None else {}
+        for store in (self._committed, self._staged, self._spare, base):
             moved = {(names.get(name, name), field): t for (name, field), t in store.items()}
             store.clear()
             store.update(moved)
         self.renames = dict(names)
-
-    def nbytes(self) -> int:
-        """Bytes held, both buffers counted."""
-        stores = (self._committed, self._staged, self._spare)
-        return sum(t.numel() * t.element_size() for store in stores for t in store.values())
 
     # -- whose it is
 
@@ -221,8 +260,11 @@ class HookState:
             commhooks.errors.StateError: this state does not fit the model: 'weight' has shape (2, 3) in the state, ...
         """
         ignored: Iterable[str] = ()
-        if isinstance(model, DistributedDataParallel):  # its parameters have the names of the module inside
-            ignored, model = model.parameters_to_ignore, model.module
+        inside, left_out = getattr(model, "module", None), getattr(model, "parameters_to_ignore", None)
+        if (
+            isinstance(inside, torch.nn.Module) and left_out is not None
+        ):  # DDP: its parameters have the names of the module inside
+            ignored, model = left_out, inside
         trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad and n not in ignored]
         self.bind_params([(n, tuple(p.shape)) for n, p in trained], [p for _, p in trained])
 
@@ -241,6 +283,22 @@ class HookState:
         self.params = table
         if owners:
             self._owners = tuple(weakref.ref(p) for p in owners)
+
+    def bind_by_position(self, owners: Sequence[torch.Tensor]) -> None:
+        """:meth:`bind` where no names are seen: to parameters in model order, called by position and shape, or as a
+        checkpoint calls them. Raises :class:`StateError` if it was kept for parameters of other shapes.
+        """
+        shapes = [tuple(p.shape) for p in owners]
+        if self.params and [shape for _, shape in self.params] != shapes:
+            if any(self.entries()):
+                raise StateError(
+                    f"this hook state was kept for a model with other parameters: for shapes "
+                    f"{few([shape for _, shape in self.params])}, and this model has {few(shapes)}. Call "
+                    "state.bind(ddp_model) before the first step, or make a new state for this model"
+                )
+            self.params = ()
+        names = [name for name, _ in self.params] or [position_name(i, shape) for i, shape in enumerate(shapes)]
+        self.bind_params(list(zip(names, shapes, strict=True)), owners)
 
     def refuse_other(self, owners: Iterable[torch.Tensor]) -> None:
         """Refuse the parameters of another model than the one it is bound to.
@@ -264,15 +322,18 @@ class HookState:
         """Belong to no model any more, so that another of the same shapes may be bound."""
         self._owners = ()
 
-    def driven_by(self, engine: "Engine") -> None:
+    def driven_by(self, engine: StateWriter) -> None:
         """Called by an engine that will write to this state; one that did so before is settled.
 
         Raises:
             StateError: the state was loaded before there was a process group, and is another rank's.
         """
         self.settle()
+        self.rollback()  # a step that the engine before has not seen the end of
+        self.resolve(False)
+        self.scaled = {**engine.reduction.scaled_fields, **self.scaled}
         transport = engine.transport
-        here = Place(transport.rank, transport.world_size)
+        here = RankId(transport.rank, transport.world_size)
         there, fields = self._place, engine.reduction.fields
         foreign = [key for key in self._committed if fields.get(key[1]) == "local"]
         if there is not None and foreign and there != here and not transport.elastic:
@@ -288,7 +349,7 @@ class HookState:
         self._engine = weakref.ref(engine)
 
     @property
-    def engine(self) -> "Engine | None":
+    def engine(self) -> StateWriter | None:
         """The engine that writes to this state, while it is alive."""
         return self._engine() if self._engine is not None else None
 
@@ -296,7 +357,7 @@ class HookState:
         """Commit or roll back a finished step whose verdict is still open."""
         engine = self.engine
         if engine is not None:
-            engine.settle()
+            engine.resolve_step()
 
     # -- saving
 
@@ -316,7 +377,8 @@ class HookState:
         """What is committed, without process group, model or buffers."""
         self.settle()
         kept = dict(self.__dict__)
-        for name in ("_staged", "_spare", "_engine", "_owners", "drivers", "renames"):
+        kept["_committed"], kept["step"] = self._certain()
+        for name in ("_staged", "_spare", "_base", "_engine", "_owners", "drivers", "renames"):
             kept.pop(name, None)
         kept["_place"] = (self._place.rank, self._place.world_size) if self._place is not None else None
         if "process_group" in kept:
@@ -325,61 +387,5 @@ class HookState:
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         self.__dict__.update(kept)
-        self._place = Place(*kept["_place"]) if kept["_place"] is not None else None
+        self._place = RankId(*kept["_place"]) if kept["_place"] is not None else None
         self._forget()
-
-
-class DefaultState:
-    """State of FSDP1's hooks: the group, and the factors before and after the sum.
-
-    Dividing by all of W before the sum underflows in 16 bits, dividing after it overflows, so the division is
-    split in two near-equal powers of two where W allows it.
-
-    Args:
-        process_group: the group to reduce over.
-
-    Attributes:
-        gradient_predivide_factor: smallest power of two f with ``f * f >= W`` while f divides W.
-        gradient_postdivide_factor: ``W / gradient_predivide_factor``.
-
-    Example:
-        >>> DefaultState.split_factor(64)
-        (8.0, 8.0)
-        >>> DefaultState.split_factor(6)
-        (4.0, 1.5)
-    """
-
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
-        if process_group is None:
-            raise ValueError("DefaultState needs the process group to reduce over, got None")
-        self.process_group: dist.ProcessGroup | None = process_group
-        self.world_size = dist.get_world_size(process_group)
-        self.gradient_predivide_factor, self.gradient_postdivide_factor = self.split_factor(self.world_size)
-
-    @staticmethod
-    def split_factor(world_size: int) -> tuple[float, float]:
-        """Pre- and post-divide factors whose product is ``world_size``."""
-        factor = 1
-        while world_size % factor == 0 and world_size / factor > factor:
-            factor *= 2
-        return float(factor), world_size / factor
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "process_group"}
-
-    def __setstate__(self, values: dict[str, Any]) -> None:
-        self.__dict__.update(values)
-        self.process_group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-
-
-class LowPrecisionState(DefaultState):
-    """State of FSDP1's 16-bit hooks.
-
-    Args:
-        process_group: the group to reduce over.
-        parameter_type: dtype that the reduced gradient is cast back to.
-    """
-
-    def __init__(self, process_group: dist.ProcessGroup, parameter_type: torch.dtype = torch.float32) -> None:
-        super().__init__(process_group)
-        self.parameter_type = parameter_type

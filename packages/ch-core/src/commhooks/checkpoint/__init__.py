@@ -18,8 +18,8 @@ On another world size the mean of the old residuals goes to every rank (``world_
 the mean over ranks is all of a residual that enters the averaged update, so no part of any gradient is lost.
 """
 
-from commhooks.checkpoint.reading import FORMAT, Saved, read
-from commhooks.checkpoint.using import load_state_dict, state_dict
-from commhooks.checkpoint.worlds import merge
+from commhooks.checkpoint.format import FORMAT, Saved, read
+from commhooks.checkpoint.merging import merge
+from commhooks.checkpoint.save_load import load_state_dict, state_dict
 
 __all__ = ["FORMAT", "Saved", "load_state_dict", "merge", "read", "state_dict"]

@@ -5,11 +5,15 @@ from rank 0's residual. So each local field is saved as a table of shape ``(worl
 rank writes its own row; on another number of ranks the whole table is read and averaged. Shared fields are saved once.
 What is not a tensor is saved as the bytes of a JSON text: nothing is pickled by us.
 
+Where a model is sharded and replicated (FSDP2), a rank's row is its place among its replicas, each shard has keys of its
+own (``"w[0/2]"``), and the text has one part per shard. One save by all ranks of the mesh holds everything.
+
 Distributed checkpointing itself unpickles its ``.metadata`` file: load only what you trust.
 """
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +27,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from commhooks.checkpoint.reading import Saved, as_dict, read
-from commhooks.checkpoint.using import load_obtained, state_dict
+from commhooks.checkpoint.format import Saved, as_dict, read
+from commhooks.checkpoint.recut import recut, shard_of
+from commhooks.checkpoint.save_load import load_obtained, state_dict
 from commhooks.errors import StateError
 from commhooks.state import HookState
 
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
 
 Kind = tuple[tuple[int, ...], torch.dtype]
 _LARGEST = 1 << 26  # bytes of the JSON text
+_CHUNK = 1 << 20  # bytes of a tensor that are digested at a time: each takes sixteen
 
 
 def sharded(
@@ -44,20 +50,29 @@ def sharded(
 
     Args:
         hook: an attached handle, or the state of a hook given to ``register_comm_hook``.
-        process_group: the hook's group, which must be the one that saves; the default group if not given.
-        key: prefix of the keys in the checkpoint.
+        process_group: the group that saves: all ranks among which the model is sharded and replicated, or more; the
+            default group if not given.
+        key: prefix of the keys in the checkpoint. Parts of a model with the same parameter names (pipeline stages) need
+            one each.
+
+    Raises:
+        StateError: ranks of the hook are not in the group that saves, or two parts of the model have the same names. On
+            all of its ranks.
     """
     saved = read(state_dict(hook))
-    shapes = _agreed(saved, process_group)
+    own = _own_group(hook, process_group)
+    _complete(hook, process_group)
+    shapes = _agreed(saved, own)
     tensors: dict[str, torch.Tensor] = {}
     for (name, field), (shape, dtype) in shapes.items():
         entry = saved.entries.get((name, field))
-        value = entry if entry is not None else torch.zeros(shape, dtype=dtype)
+        value = entry if entry is not None else torch.zeros(shape, dtype=dtype, device="cpu")
         where = f"{key}.entries.{field}.{name}"
-        tensors[where] = _row(value, process_group) if saved.fields[field] == "local" else value
+        tensors[where] = _row(value, own) if saved.fields[field] == "local" else value
     plain = {k: v for k, v in as_dict(saved, {}).items() if k not in ("entries", "rank")}
     plain["rows"] = [[name, field, list(shape), str(dtype)] for (name, field), (shape, dtype) in shapes.items()]
-    text = json.dumps(plain).encode()
+    parts = _parts(plain, tensors, own, process_group, key)
+    text = json.dumps(parts[0] if len(parts) == 1 else {"parts": parts}).encode()
     tensors[f"{key}.about"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return tensors
 
@@ -79,7 +94,8 @@ def load(
     """Go on from what :func:`save` wrote, or :func:`sharded` among other things; all or nothing.
 
     Each rank reads for itself. On the old number of ranks it is given its own residuals. On another, with
-    ``world_change="mean"``, it reads all ranks', averages them, and goes on from the mean.
+    ``world_change="mean"``, it reads all ranks', averages them, and goes on from the mean; where the model is cut into
+    another number of shards, the mean residual is put together and cut anew (:mod:`commhooks.checkpoint.recut`).
 
     Args:
         hook: an attached handle, or the state of a hook given to ``register_comm_hook``.
@@ -93,45 +109,102 @@ def load(
             attached hook, no rank loads anything.
     """
     reader = storage_reader if storage_reader is not None else FileSystemReader(checkpoint_id)
-    load_obtained(hook, lambda: _saved(hook, reader, key), world_change=world_change)
+    load_obtained(hook, lambda: _saved(hook, reader, key, world_change), world_change=world_change)
 
 
-def _saved(hook: "CommHook | HookState", reader: Any, key: str) -> dict[str, Any]:
+def _saved(hook: "CommHook | HookState", reader: Any, key: str, world_change: str) -> dict[str, Any]:
     """What :func:`.load_state_dict` takes: this rank's row of each table, or the mean of all."""
     metadata = reader.read_metadata()
-    about = _about(reader, metadata, key)
+    parts = _about(reader, metadata, key)
     mine = state_dict(hook)
+    fits = [part for part in parts if part["params"] == mine["params"]] if len(parts) > 1 else parts
+    if not fits or _cut_otherwise(fits[0], mine):
+        return _recut(parts, mine, reader, metadata, key, world_change)
+    about = fits[0]
     own = about["world_size"] == mine["world_size"]
     rank = mine["rank"] if own else None
-    wanted: dict[str, torch.Tensor] = {}
-    for name, field, _, _ in about["rows"]:
-        where = f"{key}.entries.{field}.{name}"
-        wanted[where] = torch.empty(_stored(metadata, where).size, dtype=_stored(metadata, where).properties.dtype)
-    _fill(wanted, reader)
+    fetched = _fetch(reader, metadata, key, [(name, field) for name, field, _, _ in about["rows"]])
     entries: dict[str, dict[str, torch.Tensor]] = {}
     for name, field, shape, _ in about["rows"]:
-        tensor = wanted[f"{key}.entries.{field}.{name}"]
+        tensor = fetched[name, field]
         if about["fields"].get(field) == "local":
-            if list(tensor.shape) != [about["world_size"], *shape]:
-                raise StateError(f"the checkpoint's table of {name!r}, field {field!r}, is {list(tensor.shape)}")
+            tensor = _checked(tensor, about, name, field, shape)
             tensor = tensor[rank] if rank is not None else tensor.double().mean(0).to(tensor.dtype)
         entries.setdefault(name, {})[field] = tensor.clone()
     return {**{k: v for k, v in about.items() if k != "rows"}, "rank": rank, "entries": entries}
 
 
-def _about(reader: Any, metadata: Metadata, key: str) -> dict[str, Any]:
-    """What was saved beside the tensors, checked as far as it is used here; :func:`.load_state_dict` checks the rest."""
+def _cut_otherwise(part: Mapping[str, Any], mine: Mapping[str, Any]) -> bool:
+    """Whether the only part of a checkpoint is of the same parameters, in another number of shards."""
+    there, here = ([name for name, _ in table["params"]] for table in (part, mine))
+    same = [shard_of(name)[0] for name in there] == [shard_of(name)[0] for name in here]
+    return same and there != here
+
+
+def _recut(
+    parts: list[dict[str, Any]], mine: Mapping[str, Any], reader: Any, metadata: Metadata, key: str, world_change: str
+) -> dict[str, Any]:
+    """A state for this rank from all shards of another sharding."""
+    if world_change not in ("mean", "reset"):
+        there = sorted({shard_of(name)[2] for part in parts for name, _ in part["params"]})
+        raise StateError(
+            f"the checkpoint holds {'/'.join(map(str, there))} shards of the parameters, and none is this rank's "
+            f"({mine['params'][0][0] if mine['params'] else 'nothing'}, ...): with world_change='mean' the mean residual "
+            "is put together and cut anew, with 'reset' it is dropped; what belongs to single shards starts afresh"
+        )
+    about = {k: v for k, v in parts[0].items() if k != "rows"}
+    about |= {"params": mine["params"], "step": max(part["step"] for part in parts), "rank": None, "entries": {}}
+    if world_change == "reset":
+        return about
+    sizes = {(name, field): (part, shape) for part in parts for name, field, shape, _ in part["rows"]}
+
+    def mean(name: str, field: str) -> torch.Tensor:
+        part, shape = sizes[name, field]
+        table = _checked(_fetch(reader, metadata, key, [(name, field)])[name, field], part, name, field, shape)
+        return table.double().mean(0).to(table.dtype)
+
+    return {**about, "entries": recut(parts, mine["params"], mean)}
+
+
+def _checked(table: torch.Tensor, about: Mapping[str, Any], name: str, field: str, shape: list[int]) -> torch.Tensor:
+    if list(table.shape) != [about["world_size"], *shape]:
+        raise StateError(f"the checkpoint's table of {name!r}, field {field!r}, is {list(table.shape)}")
+    return table
+
+
+def _fetch(
+    reader: Any, metadata: Metadata, key: str, entries: list[tuple[str, str]]
+) -> dict[tuple[str, str], torch.Tensor]:
+    wanted: dict[str, torch.Tensor] = {}
+    for name, field in entries:
+        where = f"{key}.entries.{field}.{name}"
+        stored = _stored(metadata, where)
+        wanted[where] = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
+    _fill(wanted, reader)
+    return {(name, field): wanted[f"{key}.entries.{field}.{name}"] for name, field in entries}
+
+
+def _about(reader: Any, metadata: Metadata, key: str) -> list[dict[str, Any]]:
+    """What was saved beside the tensors, one part per shard, checked as far as it is used here;
+    :func:`.load_state_dict` checks the rest.
+    """
     size = _stored(metadata, f"{key}.about").size
     if len(size) != 1 or size.numel() > _LARGEST:
         raise StateError(f"{key}.about in this checkpoint is not what commhooks saves: its size is {list(size)}")
-    text = torch.empty(size, dtype=torch.uint8)
+    text = torch.empty(size, dtype=torch.uint8, device="cpu")
     _fill({f"{key}.about": text}, reader)
     try:
         about = json.loads(bytes(text.tolist()))
-        rows = [(str(n), str(field), [int(size) for size in shape], str(t)) for n, field, shape, t in about["rows"]]
-        return {**about, "rows": rows, "world_size": int(about["world_size"]), "fields": dict(about["fields"])}
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        return [_part(part) for part in about.get("parts") or [about]]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise StateError(f"{key}.about in this checkpoint is damaged: {type(error).__name__}") from error
+
+
+def _part(about: Mapping[str, Any]) -> dict[str, Any]:
+    rows = [(str(n), str(field), [int(size) for size in shape], str(t)) for n, field, shape, t in about["rows"]]
+    params = [[str(name), [int(size) for size in shape]] for name, shape in about["params"]]
+    numbers = {"world_size": int(about["world_size"]), "step": int(about["step"])}
+    return {**about, **numbers, "rows": rows, "params": params, "fields": dict(about["fields"])}
 
 
 def _fill(tensors: dict[str, torch.Tensor], reader: Any) -> None:
@@ -148,6 +221,75 @@ def _stored(metadata: Metadata, where: str) -> TensorStorageMetadata:
     if math.prod(found.size) * found.properties.dtype.itemsize > 1 << 40:
         raise StateError(f"{where!r} claims a size of {list(found.size)}")
     return found
+
+
+def _own_group(hook: "CommHook | HookState", saving: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The ranks that hold the same parameters as this one, and of which each has residuals of its own."""
+    binding = getattr(hook, "binding", None)
+    engine = binding.engine if binding is not None else getattr(hook, "engine", None)
+    transport = engine.transport if engine is not None else None
+    found = getattr(binding, "group", None) or getattr(transport, "group", None) or getattr(hook, "process_group", None)
+    return found or saving
+
+
+def _complete(hook: "CommHook | HookState", saving: dist.ProcessGroup | None) -> None:
+    """Refuse to save a part of what the hook keeps: two such saves would overwrite each other's folder."""
+    binding = getattr(hook, "binding", None)
+    others = binding.other_axes if binding is not None else ()
+    axes = [group for group in (_own_group(hook, saving), *others) if group is not None]
+    ranks = set(dist.get_process_group_ranks(saving)) if saving is not None else set(range(dist.get_world_size()))
+    missing = sorted({rank for group in axes for rank in dist.get_process_group_ranks(group)} - ranks)
+    if missing:
+        raise StateError(
+            f"ranks {missing} hold parts of this hook's state and are not in the process group that saves "
+            f"({sorted(ranks)}): leave process_group out, or give one that has all ranks of the mesh"
+        )
+
+
+def _parts(
+    about: dict[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    own: dist.ProcessGroup | None,
+    saving: dist.ProcessGroup | None,
+    key: str,
+) -> list[dict[str, Any]]:
+    """What is saved beside the tensors, of every shard under this key; the same on all ranks."""
+    ranks = tuple(dist.get_process_group_ranks(own or dist.distributed_c10d._get_default_group()))
+    every: list[Any] = [None] * dist.get_world_size(saving)
+    dist.all_gather_object(every, (key, ranks, about, sorted(tensors)), group=saving)
+    mine = {who: part for where, who, part, _ in every if where == key}
+    claims = Counter(name for names in {who: names for _, who, _, names in every}.values() for name in names)
+    doubtful = {name for name, parts in claims.items() if parts > 1}  # the same on all ranks
+    if doubtful:
+        _distinct({name: _bits(tensor) for name, tensor in tensors.items() if name in doubtful}, saving)
+    return [json.loads(text) for text in sorted({json.dumps(part) for part in mine.values()})]
+
+
+def _distinct(bits: Mapping[str, tuple[int, ...]], saving: dist.ProcessGroup | None) -> None:
+    """Refuse two tensors of one key: distributed checkpointing would keep one of them and say nothing."""
+    every: list[Any] = [None] * dist.get_world_size(saving)
+    dist.all_gather_object(every, dict(bits), group=saving)
+    found: dict[tuple[str, int], tuple[int, ...]] = {}
+    for rank_bits in every:
+        for name, (row, *numbers) in rank_bits.items():
+            if found.setdefault((name, row), tuple(numbers)) != tuple(numbers):
+                raise StateError(
+                    f"two parts of the model save {name!r} with different numbers, and one would be lost: give each part "
+                    "(pipeline stage) a key of its own, sharded(handle, key='stage0')"
+                )
+
+
+def _bits(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The row that a tensor fills, and a digest of its bits."""
+    row = tensor.device_mesh.get_local_rank() if isinstance(tensor, DTensor) else -1
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    numbers = local.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    plain, placed = 0, 0
+    for start in range(0, numbers.numel(), _CHUNK):
+        chunk = numbers[start : start + _CHUNK].to(torch.int64)
+        places = torch.arange(start + 1, start + 1 + chunk.numel(), dtype=torch.int64, device="cpu")
+        plain, placed = plain + int(chunk.sum()), placed + int(places.mul_(chunk).sum())
+    return row, numbers.numel(), plain, placed
 
 
 def _agreed(saved: Saved, group: dist.ProcessGroup | None) -> dict[tuple[str, str], Kind]:

@@ -1,4 +1,4 @@
-"""The command line: `commhooks list | describe NAME | env | doctor`, each with `--json`.
+"""The command line: `commhooks list | describe NAME | env | doctor`, each with `--json`, and what packages add.
 
 Exit status 0 when all is well, 1 when something is wrong, 2 for a bad command line. `list` and `describe`
 load no torch, and every command works while a plugin is broken.
@@ -10,17 +10,22 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from commhooks.errors import CommHooksError
+from commhooks.errors import CommHooksError, UnknownHookError
+from commhooks.registry.commands import OWN, Command, choose
+from commhooks.registry.registry import REGISTRY
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
-    arguments = _parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
+        if words and not words[0].startswith("-") and words[0] not in OWN:
+            return _run_command(words[0], words[1:])
+        arguments = _parser().parse_args(words)
         status: int = arguments.run(arguments)
         return status
     except CommHooksError as error:
-        if arguments.json:
+        if "--json" in words:
             print(json.dumps({"error": type(error).__name__, "message": str(error)}))
         else:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -30,8 +35,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+def _run_command(name: str, words: list[str]) -> int:
+    """A subcommand of a package, with the words after its name."""
+    try:
+        command = choose(REGISTRY.commands(), name)
+    except UnknownHookError as error:
+        print(error, file=sys.stderr)
+        return 2
+    run, before = REGISTRY.command(command), sys.argv
+    sys.argv = [f"python -m commhooks {name}", *words]  # argparse takes the name that its usage shows from here
+    try:
+        return run(words) or 0
+    finally:
+        sys.argv = before
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="commhooks", description="Gradient communication hooks, by name.")
+    parser = argparse.ArgumentParser(
+        prog="commhooks",
+        description="Gradient communication hooks, by name.",
+        epilog=_added(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
@@ -54,3 +79,16 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--timeout", type=float, default=60.0, help="seconds that one hook may take (default 60)")
     sub.add_argument("--no-smoke", action="store_true", help="load only; start no process group")
     return parser
+
+
+def _added() -> str:
+    """What `--help` says of the subcommands that packages add."""
+    lines = [f"  {command.id if twice else command.name:<18} {command.summary}" for command, twice in _listed()]
+    return "\n".join(["from packages:", *lines]) if lines else ""
+
+
+def _listed() -> list[tuple[Command, bool]]:
+    """The subcommands of packages, and whether another has the same name."""
+    commands = REGISTRY.commands()
+    names = [command.name for command in commands]
+    return [(command, names.count(command.name) > 1) for command in commands]

@@ -15,14 +15,16 @@ from typing import Any
 
 from rich.markup import escape
 
-from commhooks._metadata import editable_roots, entries
-from commhooks._registry import REGISTRY
 from commhooks.cli import smoke
 from commhooks.cli.listing import console_of, table_of
 from commhooks.errors import CommHooksError
-from commhooks.expression import Node, parse
-from commhooks.expression import nodes as nodes_of
-from commhooks.specs import HookSpec
+from commhooks.registry.commands import choose
+from commhooks.registry.expression import Node, parse
+from commhooks.registry.expression import nodes as nodes_of
+from commhooks.registry.known_names import KNOWN_ADAPTERS
+from commhooks.registry.metadata import editable_roots, entries
+from commhooks.registry.registry import REGISTRY, adapters
+from commhooks.registry.specs import HookSpec
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -32,10 +34,17 @@ def run(arguments: argparse.Namespace) -> int:
         f"{plugin['dist']} imports torch while hooks are listed" for plugin in plugins if plugin["imported_torch"]
     ]
     problems += _unseen()
-    hooks = _hooks(arguments)
+    hooks, commands = _hooks(arguments), _commands()
     failures = [asdict(failure) for failure in REGISTRY.failures()]
-    ok = not failures and not problems and not any(hook["status"] == "failed" for hook in hooks)
-    found = {"ok": ok, "plugins": plugins, "hooks": hooks, "failures": failures, "problems": problems}
+    ok = not failures and not problems and not any(each["status"] == "failed" for each in [*hooks, *commands])
+    found = {
+        "ok": ok,
+        "plugins": plugins,
+        "hooks": hooks,
+        "commands": commands,
+        "failures": failures,
+        "problems": problems,
+    }
     if arguments.json:
         print(json.dumps(found, indent=2))
     else:
@@ -74,6 +83,8 @@ def _hooks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             row.update(status="failed", why=node)
         elif absent := [inner["hook"] for inner in nodes_of(node)[1:] if not REGISTRY.list_hooks(inner["hook"])]:
             row.update(why=f"its example needs {', '.join(absent)}, which is not installed")
+        elif smoke.MODEL not in adapters():
+            row.update(why=f"not run: {KNOWN_ADAPTERS[smoke.MODEL]}, whose adapter it takes, is not installed")
         elif not arguments.no_smoke:
             tried.append(row)
             nodes.append(node)
@@ -81,6 +92,20 @@ def _hooks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         row.update(status="failed" if why else "ok", why=why)
         if sys.stderr.isatty():
             print(f"\r{row['id']:<40}", end="", file=sys.stderr, flush=True)
+    return rows
+
+
+def _commands() -> list[dict[str, Any]]:
+    """Every subcommand of a package with a status: loaded (it is not run), or failed."""
+    rows = []
+    for command in REGISTRY.commands():
+        row = {"id": command.id, "status": "loaded", "why": ""}
+        rows.append(row)
+        try:
+            choose(REGISTRY.commands(), command.name)
+            REGISTRY.command(command)
+        except CommHooksError as error:
+            row.update(status="failed", why=str(error))
     return rows
 
 
@@ -134,7 +159,8 @@ def _show(found: dict[str, Any], verbose: bool) -> None:
         status = f"[{_COLOURS[hook['status']]}]{hook['status']}[/]"
         table.add_row(escape(hook["id"]), hook["kind"], escape(hook["example"]), status)
     console.print(table)
-    lines = [(hook["status"], hook["id"], hook["why"], "") for hook in found["hooks"] if hook["why"]]
+    tried = [*found["hooks"], *found["commands"]]
+    lines = [(each["status"], each["id"], each["why"], "") for each in tried if each["why"]]
     for failure in found["failures"]:
         where = f"{failure['dist']} {failure['version']} ({failure['entry']}, {failure['phase']})"
         lines.append(("failed", where, failure["error"], failure["traceback"]))

@@ -6,7 +6,7 @@ import os
 import platform
 from typing import Any
 
-from commhooks._registry import REGISTRY
+from commhooks.registry.registry import REGISTRY
 
 
 def report() -> dict[str, Any]:

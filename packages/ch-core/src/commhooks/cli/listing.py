@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from commhooks import lookup
-from commhooks._describe import record, text
-from commhooks._registry import REGISTRY
+from commhooks.api import lookup
+from commhooks.registry.description import record, text
+from commhooks.registry.registry import REGISTRY
 
 
 def console_of() -> Console:

@@ -16,9 +16,10 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
-from commhooks.expression import Node, unparse
+from commhooks.registry.expression import Node, unparse
 
 STEPS = 3
+MODEL = "torch.nn.parallel.distributed.DistributedDataParallel"  # what hooks are tried on
 GRACE = 120.0  # seconds to import torch, on a busy machine
 MARK = "commhooks-smoke: "
 
@@ -88,7 +89,7 @@ def _try(node: Node) -> str:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    from commhooks.attaching import attach
+    from commhooks.api.attaching import attach
 
     torch.manual_seed(0)
     layers = [torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.LayerNorm(64)]

@@ -5,14 +5,14 @@ Needs pytest (``pip install ch-core[testing]``). Names are imported when first u
 
 from typing import TYPE_CHECKING
 
-from commhooks.lazy import lazy
+from commhooks._lazy import lazy
 from commhooks.testing.spawn import WorkerError, spawn
 
 if TYPE_CHECKING:
     from commhooks.testing.contract import HookContract
     from commhooks.testing.faulty import Faulty, Injected
-    from commhooks.testing.flat import FlatHookContract
-    from commhooks.testing.ranks import SimulatedRanks
+    from commhooks.testing.fsdp1_contract import FlatHookContract
+    from commhooks.testing.simulated_ranks import SimulatedRanks
 
 __all__ = ["Faulty", "FlatHookContract", "HookContract", "Injected", "SimulatedRanks", "WorkerError", "spawn"]
 
@@ -21,7 +21,7 @@ __getattr__, __dir__ = lazy(
     {
         "contract": "HookContract",
         "faulty": "Faulty Injected",
-        "flat": "FlatHookContract",
-        "ranks": "SimulatedRanks",
+        "fsdp1_contract": "FlatHookContract",
+        "simulated_ranks": "SimulatedRanks",
     },
 )

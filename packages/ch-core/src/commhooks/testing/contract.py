@@ -1,9 +1,9 @@
 """The contract every hook keeps, as a test class to inherit from."""
 
-from commhooks.testing.describing import Describing
-from commhooks.testing.numbers import Numbers
-from commhooks.testing.processes import Processes
-from commhooks.testing.surviving import Surviving
+from commhooks.testing.contract_gloo import Processes
+from commhooks.testing.contract_metadata import Describing
+from commhooks.testing.contract_numerics import Numbers
+from commhooks.testing.contract_state import Surviving
 
 
 class HookContract(Describing, Numbers, Surviving, Processes):
@@ -17,5 +17,5 @@ class HookContract(Describing, Numbers, Surviving, Processes):
 
     Reductions are tested over simulated ranks and on gloo processes, foreign ``(state, bucket)`` hooks on gloo
     processes only. What is promised follows from what the hook declares: ``lossy``, ``fields``, ``granularity``,
-    capabilities. See :class:`~commhooks.testing.case.Case` for the tolerances.
+    capabilities. See :class:`~commhooks.testing.contract_case.Case` for the tolerances.
     """

@@ -1,9 +1,9 @@
 """Faults to inject into any reduction: an exception at a chosen stage, once."""
 
-from collections.abc import Hashable
 from typing import Literal
 
 from commhooks.bucket import Bucket, BucketLayout
+from commhooks.compositions.base import Composite
 from commhooks.reduction import Reduction, Stages, StepContext
 from commhooks.requests import StagePlan, as_tuple
 
@@ -15,7 +15,7 @@ class Injected(RuntimeError):
     """The exception that :class:`Faulty` raises."""
 
 
-class Faulty(Reduction):
+class Faulty(Composite):
     """A reduction that raises :class:`Injected` when it is told to, and else does what ``inner`` does.
 
     Args:
@@ -29,28 +29,18 @@ class Faulty(Reduction):
         'decode'
     """
 
+    name = "faulty"
+
     def __init__(self, inner: Reduction) -> None:
-        self.inner = inner
-        self.name, self.granularity = inner.name, inner.granularity
-        self.collectives, self.lossy = inner.collectives, inner.lossy
-        self.fields = inner.fields  # type: ignore[misc]
+        super().__init__(inner)
         self.armed: Where | None = None
 
     def arm(self, where: Where) -> None:
         """Fail at the next bucket: before its first collective, between two, or after the last."""
         self.armed = where
 
-    def phase(self, step: int) -> Hashable:
-        return self.inner.phase(step)
-
-    def routes(self, layout: BucketLayout, step: int) -> dict[str, str]:
-        return self.inner.routes(layout, step)
-
     def plan(self, layout: BucketLayout, ctx: StepContext) -> tuple[StagePlan, ...]:
         return self.inner.plan(layout, ctx)
-
-    def start(self, bucket: Bucket, ctx: StepContext) -> Stages:
-        return self.run(bucket, ctx)
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
         where, self.armed = self.armed, None

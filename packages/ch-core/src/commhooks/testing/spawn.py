@@ -25,8 +25,8 @@ _PRELOAD = [
     "torch.nn.parallel",
     "torch._dynamo",  # DDP imports it when it is made: seconds, in every rank
     "torch.distributed.fsdp",
-    "commhooks.attaching",
-    "commhooks.ddp",
+    "commhooks.api.attaching",
+    "ch_ddp.adapter.binding",  # where it is installed
 ]
 
 

@@ -1,0 +1,70 @@
+"""Between groups of ranks that come and go: what an adapter asks of the package that knows their manager.
+
+A model may be spread over the ranks of one group (FSDP2), while groups that each hold all of it join, die and heal under a
+manager (torchft's). The adapter of the model knows nothing of managers, and who knows the manager nothing of the model:
+they meet here, by the manager's class.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from commhooks.adapters.base import AttachOptions
+from commhooks.bucket import BucketLayout
+from commhooks.engine.engine import Engine
+from commhooks.errors import AttachError
+from commhooks.registry.discovery import load_target
+from commhooks.registry.known_names import KNOWN_MANAGERS
+from commhooks.registry.metadata import how_to_install
+from commhooks.registry.registry import manager_adapters
+
+
+class ManagedAxis(Protocol):
+    """A handle's reduction between the groups of one manager.
+
+    Attributes:
+        engine: driven with :meth:`Engine.run` and :meth:`Engine.finish`, the same layouts in the same order on all members.
+            It waits for the quorum by itself. A lost peer raises nothing: what is left of the attempt does nothing, and
+            the manager drops it.
+    """
+
+    engine: Engine
+
+    def plain(self) -> Engine:
+        """Let go of the handle; an engine that averages plainly in its place."""
+
+    def close(self) -> None:
+        """Let go of the handle: nothing of it is sent to a healing member any more."""
+
+
+Layouts = Callable[[], Sequence[BucketLayout]]
+"""What the next backward reduces, in order: members compare it before every step."""
+
+ManagerAdapter = Callable[[torch.nn.Module, Any, AttachOptions, Layouts], ManagedAxis]
+"""``adapter(model, handle, options, layouts)``, named with the manager's class by the plugin hook ``commhooks_manager``."""
+
+
+def manager_adapter(manager: object) -> ManagerAdapter:
+    """What reduces between the groups of a manager: that of the first class in its MRO that has one.
+
+    Raises:
+        AttachError: none has, or its package is not installed.
+    """
+    known = manager_adapters()
+    names = [f"{cls.__module__}.{cls.__qualname__}" for cls in type(manager).__mro__]
+    for name in names:
+        if name in known:
+            found: ManagerAdapter = load_target(known[name])
+            return found
+    for name in names:
+        if name in KNOWN_MANAGERS:
+            provider = KNOWN_MANAGERS[name]
+            raise AttachError(
+                f"what reduces over {names[0]} comes with {provider}, not installed here (or left out by COMMHOOKS_DISABLE "
+                f"or COMMHOOKS_PLUGINS): {how_to_install(provider)}"
+            )
+    raise AttachError(
+        f"manager={type(manager).__name__}: expected a manager of groups of ranks; known here: "
+        f"{', '.join(sorted(known)) or 'none (install ch-ft)'}"
+    )

@@ -1,0 +1,176 @@
+"""``commhooks.attach``: one call for every kind of model."""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commhooks.adapters.base import AttachOptions, Binding
+from commhooks.api.creating import as_handle
+from commhooks.errors import AttachError, CommHooksError
+from commhooks.fingerprint import verify
+from commhooks.handle import CommHook
+from commhooks.reduction import Reduction
+from commhooks.registry.discovery import load_target
+from commhooks.registry.known_names import KNOWN_ADAPTERS
+from commhooks.registry.metadata import how_to_install
+from commhooks.registry.registry import adapters
+from commhooks.state import HookState
+from commhooks.transport.lost import group_timeout, refuse_lost
+
+log = logging.getLogger("commhooks")
+
+
+Adapter = Callable[[torch.nn.Module, CommHook, AttachOptions], Binding]
+"""Puts a handle's hook in place on a model of its kind, without any collective: the ranks have not agreed yet.
+
+A binding that has a ``group`` is then verified over it, and its ``ready()`` is called after that."""
+
+
+def attach(
+    model: torch.nn.Module,
+    what: str | Mapping[str, Any] | Callable[..., Any] | Reduction | CommHook,
+    *,
+    state: object | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    axis: str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: object | None = None,
+    verify_ranks: bool = True,
+    timeout: float | None = None,
+    manager: object | None = None,
+) -> CommHook:
+    """Put a hook in place on a wrapped model.
+
+    Args:
+        model: a ``DistributedDataParallel``, FSDP or manager-backed model, as it is: no new model is made.
+        what: an expression, its dict form, a ``(state, bucket)`` function, a reduction, or an unattached handle.
+        state: state to go on from (a :class:`~commhooks.state.HookState`), or a foreign function's own state.
+        process_group: group to communicate over; the model's own if not given.
+        axis: for FSDP2, ``"shard"`` or ``"replicate"``.
+        optimizer: told apart by it, a step that the optimizer skipped is rolled back.
+        scaler: the ``GradScaler``: a step it skipped is rolled back, and residuals are kept unscaled.
+        verify_ranks: compare expression, versions and parameter shapes over all ranks before the first collective.
+        timeout: seconds that one collective, or a rank in an agreement, may take before it is a typed error. Left out,
+            those of the process group (``init_process_group(timeout=...)``; torch's default is 30 minutes, on NCCL 10).
+            Shorter than the longest pause of a rank (a checkpoint, an evaluation) it ends a healthy run: after it the
+            group can be used no more.
+        manager: for FSDP2, torchft's Manager: ``fully_shard`` inside a replica group, the hook between the groups, which
+            may come and go (``ch-ft``). Means are over those that take part in a step.
+
+    Returns:
+        The handle: ``stats()``, ``plan()``, ``state_dict()``, ``detach()``.
+
+    Raises:
+        AttachError: the model is not wrapped, or its hook slot is taken.
+        UnknownHookError, HookConfigError: see :func:`commhooks.create`.
+        RankMismatchError: the ranks do not agree.
+        TransportError: a collective over the group failed or was given up earlier.
+
+    Example:
+        >>> import commhooks, torch, torch.distributed as dist
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = DistributedDataParallel(torch.nn.Linear(64, 64))
+        >>> from commhooks.reduction import Plain
+        >>> handle = commhooks.attach(model, Plain())
+        >>> model(torch.ones(1, 64)).sum().backward()
+        >>> int(handle.stats()["payload_bytes"])
+        16640
+        >>> dist.destroy_process_group()
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise AttachError(
+            f"attach() takes a model, wrapped for data parallelism, and then a hook; got {type(model).__name__}"
+        )
+    handle = as_handle(what, process_group=process_group, state=state)
+    if handle.attached:
+        raise AttachError(f"{handle.expr} is attached to a model already; create another handle, or detach() this one")
+    if state is not None:
+        if handle.reduction is not None and callable(getattr(state, "reduction", None)) and not callable(what):
+            raise AttachError(
+                f"{type(state).__name__} has options of its own, which {handle.expr} would not follow: give the hook "
+                "function that belongs to it, commhooks.attach(model, powerSGD_hook, state=state)"
+            )
+        handle.state = state
+    if isinstance(handle.state, HookState):
+        handle.state.refuse_other(model.parameters())
+    if timeout is None:
+        timeout = group_timeout(process_group or handle.process_group or getattr(model, "process_group", None))
+    options = AttachOptions(
+        process_group or handle.process_group, axis, optimizer, scaler, verify_ranks, timeout, manager
+    )
+    adapter = adapter_for(model)
+    if manager is not None:
+        _check_manager(model, adapter, options)
+    binding = adapter(model, handle, options)
+    handle.bind(binding)
+    try:
+        refuse_lost(binding.group)
+        handle.agreement_timeout = timeout if verify_ranks else None
+        if verify_ranks:
+            verify(handle, model, timeout, watched=optimizer is not None or scaler is not None)
+        binding.ready()
+    except BaseException:
+        handle.detach()
+        raise
+    log.info("attached %s to %s", handle.expr, type(model).__name__)
+    return handle
+
+
+def _check_manager(model: torch.nn.Module, adapter: Adapter, options: AttachOptions) -> None:
+    if not getattr(adapter, "takes_manager", False):
+        raise AttachError(
+            f"{type(model).__name__} takes no manager=: its ranks are one group, which a lost member ends. For data "
+            "parallelism that survives its members wrap the module in ch_ft.DistributedDataParallel(manager, module) "
+            "and attach to that without manager=; or use fully_shard inside a replica group, and attach(manager=)"
+        )
+    if options.process_group is not None:
+        raise AttachError(
+            "manager= and process_group= exclude each other: a manager makes its own groups, anew whenever members come "
+            "or go. Leave process_group= out"
+        )
+
+
+_OTHERWISE: dict[str, tuple[type[CommHooksError], str]] = {
+    "torch._dynamo.eval_frame.OptimizedModule": (
+        AttachError,
+        "it is what torch.compile made of a model; attach to the model itself (model._orig_mod), before or after it is "
+        "compiled",
+    ),
+}
+"""Classes of models that have no adapter here, and what to do instead."""
+
+
+def adapter_for(model: object) -> Adapter:
+    """The adapter of the first class in the model's MRO that has one.
+
+    Raises:
+        AttachError: none has: the model is not wrapped for data parallelism, or its package is not installed.
+        HookNotSupportedError: it is wrapped by what no hook can be put on.
+    """
+    known = adapters()
+    names = [f"{cls.__module__}.{cls.__qualname__}" for cls in type(model).__mro__]
+    for name in names:
+        target = known.get(name)
+        if target is not None:
+            adapter: Adapter = load_target(target)
+            return adapter
+    for name in names:
+        error, advice = _OTHERWISE.get(name, (AttachError, ""))
+        if advice:
+            raise error(f"cannot attach to {type(model).__name__}: {advice}")
+    for cls in type(model).__mro__:
+        provider = KNOWN_ADAPTERS.get(f"{cls.__module__}.{cls.__qualname__}")
+        if provider is not None:
+            raise AttachError(
+                f"the adapter for {type(model).__name__} comes with {provider}, not installed here (or left out by "
+                f"COMMHOOKS_DISABLE or COMMHOOKS_PLUGINS): {how_to_install(provider)}"
+            )
+    kinds = ", ".join(sorted(name.rsplit(".", 1)[-1] for name in known))
+    raise AttachError(
+        f"cannot attach to {type(model).__name__}: it is not wrapped for data parallelism. Wrap it first, e.g. "
+        f"model = torch.nn.parallel.DistributedDataParallel(model); installed adapters: {kinds}"
+    )

@@ -1,0 +1,91 @@
+"""`create`: a configured hook that is not attached to a model yet."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from commhooks.errors import AttachError, HookConfigError
+from commhooks.handle import CommHook
+from commhooks.reduction import Reduction, as_reduction
+from commhooks.registry.builder import Builder
+from commhooks.registry.expression import Node, canonical
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def create(
+    what: str | Mapping[str, Any] | Callable[..., Any] | Reduction,
+    *,
+    process_group: "ProcessGroup | None" = None,
+    **config: Any,
+) -> "CommHook":
+    """Build a hook from an expression, a dict, a Reduction, or a `(state, bucket)` function.
+
+    Needs no process group and no model; `commhooks.attach(model, handle)` installs it.
+
+    Args:
+        what: e.g. `"powersgd"`, `"bf16_wrapper(powersgd(rank=4))"`, `"acme/topk"`, a canonical dict, a
+            policy dict.
+        process_group: the group to reduce over; by default the model's own.
+        **config: options of the outermost hook, for `create("powersgd", rank=4)`.
+
+    Raises:
+        UnknownHookError, AmbiguousHookError, PluginLoadError: a name cannot be found, or its code not
+            imported.
+        HookConfigError: bad expression, option or value.
+    """
+    if not isinstance(what, str | Mapping):
+        if config:
+            raise HookConfigError(f"options {', '.join(config)} need a hook by name; configure {what!r:.80} itself")
+        return as_handle(what, process_group=process_group)
+    built = Builder().build(_merged(canonical(what), config))
+    state = built.make_state(process_group) if built.make_state is not None else None
+    return CommHook(node=built.node, built=built.value, process_group=process_group, state=state, full=built.full)
+
+
+def _merged(node: Node, config: Mapping[str, Any]) -> Node:
+    twice = sorted(set(node["config"]) & set(config))
+    if twice:
+        raise HookConfigError(f"the option {twice[0]!r} of {node['hook']!r} is given in the expression and by keyword")
+    return canonical({**node, "config": {**node["config"], **config}}) if config else node
+
+
+def as_handle(
+    what: str | Mapping[str, Any] | Callable[..., Any] | Reduction | CommHook,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    state: object | None = None,
+) -> CommHook:
+    """An unattached handle from anything :func:`attach` takes."""
+    if isinstance(what, CommHook):
+        return what
+    if isinstance(what, str | Mapping):
+        return create(what, process_group=process_group)
+    made = what if isinstance(what, Reduction) else _carried(what, state)
+    if made is None and inspect.isgeneratorfunction(getattr(what, "func", what)):
+        made = as_reduction(what)
+    built = made if made is not None else what
+    if isinstance(built, Reduction):
+        return CommHook(node=built.node(), built=built, process_group=process_group)
+    if not callable(built):
+        raise AttachError(
+            f"cannot attach {type(what).__name__}: give an expression such as 'powersgd(rank=4)', a dict, a "
+            "(state, bucket) function, a reduction, or a handle from commhooks.create()"
+        )
+    name = getattr(built, "__name__", type(built).__name__)
+    return CommHook(node={"hook": name, "config": {}}, built=built, process_group=process_group)
+
+
+def _carried(what: object, state: object) -> Reduction | None:
+    """The reduction that one of our own hook functions carries, made from its state where it needs one."""
+    carried = getattr(what, "reduction", None)
+    if isinstance(carried, Reduction) or not callable(carried):
+        return carried if isinstance(carried, Reduction) else None
+    if state is None:
+        name = getattr(what, "__name__", "this hook")
+        raise AttachError(f"{name} takes its options from a state: commhooks.attach(model, {name}, state=...)")
+    made: Reduction = carried(state)
+    return made

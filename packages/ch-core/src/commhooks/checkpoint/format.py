@@ -1,0 +1,158 @@
+"""Parses untrusted state: every type, key and size is checked before it is used."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from commhooks.errors import StateError
+from commhooks.param_table import ParamTable
+
+FORMAT = 1
+_KEYS = ("format", "expr", "config", "world_size", "rank", "step", "params", "fields", "entries")
+_LOCALITIES = ("local", "shared")
+_LONGEST = 4096  # characters of a name or an expression
+_WORLD = 1 << 20
+_STEPS = 1 << 53
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A saved state, as :func:`read` has checked it: well formed. Whether it fits is decided elsewhere."""
+
+    expr: str
+    config: dict[str, Any] | None
+    world_size: int
+    rank: int | None
+    step: int
+    params: ParamTable
+    fields: dict[str, str]
+    entries: dict[tuple[str, str], torch.Tensor]
+
+
+def read(saved: object) -> Saved:
+    """Check the form of a saved state.
+
+    Raises:
+        StateError: it is not one, of another format version, or damaged; the message names the place.
+    """
+    if not isinstance(saved, Mapping):
+        raise StateError(f"the state of a hook is a dict, as handle.state_dict() makes it; got {type(saved).__name__}")
+    missing = [key for key in _KEYS if key not in saved]
+    if missing:
+        raise StateError(f"this is not the state of a hook: {', '.join(missing)} {_are(missing)} missing")
+    if type(saved["format"]) is not int or saved["format"] != FORMAT:
+        raise StateError(f"state format {shown(saved['format'])}; this version of commhooks reads format {FORMAT}")
+    unknown = [key for key in saved if type(key) is not str or key not in _KEYS]
+    if unknown:
+        raise StateError(f"this is not the state of a hook: it has the unknown keys {shown(unknown)}")
+    config = saved["config"]
+    if config is not None and type(config) is not dict:
+        raise StateError(f"config is a dict or None, got {shown(config)}")
+    world_size = _integer("world_size", saved["world_size"], 1, _WORLD)
+    rank, fields = saved["rank"], _fields(saved["fields"])
+    return Saved(
+        expr=_text("expr", saved["expr"]),
+        config=config,
+        world_size=world_size,
+        rank=None if rank is None else _integer("rank", rank, 0, world_size - 1),
+        step=_integer("step", saved["step"], 0, _STEPS),
+        params=_params(saved["params"]),
+        fields=fields,
+        entries=_entries(saved["entries"], fields),
+    )
+
+
+def as_dict(saved: Saved, entries: Mapping[str, Mapping[str, torch.Tensor]], rank: int | None = None) -> dict[str, Any]:
+    """The dict that :func:`read` reads."""
+    return {
+        "format": FORMAT,
+        "expr": saved.expr,
+        "config": saved.config,
+        "world_size": saved.world_size,
+        "rank": rank,
+        "step": saved.step,
+        "params": [[name, list(shape)] for name, shape in saved.params],
+        "fields": saved.fields,
+        "entries": entries,
+    }
+
+
+def _params(table: object) -> ParamTable:
+    if type(table) is not list:
+        raise StateError(f"params is a list of [name, sizes], got {shown(table)}")
+    made = []
+    for row in table:
+        if type(row) is not list or len(row) != 2 or type(row[1]) is not list:
+            raise StateError(f"params is a list of [name, sizes]; one of them is {shown(row)}")
+        name = _text("a parameter name", row[0])
+        made.append((name, tuple(_integer(f"a size of {shown(name)}", size, 0, _STEPS) for size in row[1])))
+    if len({name for name, _ in made}) != len(made):
+        raise StateError("params names a parameter twice")
+    return tuple(made)
+
+
+def _fields(fields: object) -> dict[str, str]:
+    if type(fields) is not dict:
+        raise StateError(f"fields is a dict, got {shown(fields)}")
+    for field, locality in fields.items():
+        _text("a field", field)
+        if type(locality) is not str or locality not in _LOCALITIES:
+            raise StateError(f"field {shown(field)} is {shown(locality)}; legal: 'local', 'shared'")
+    return dict(fields)
+
+
+def _entries(entries: object, fields: Mapping[str, object]) -> dict[tuple[str, str], torch.Tensor]:
+    if type(entries) is not dict:
+        raise StateError(f"entries is a dict, got {shown(entries)}")
+    found: dict[tuple[str, str], torch.Tensor] = {}
+    for name, row in entries.items():
+        _text("the name of an entry", name)
+        if type(row) is not dict:
+            raise StateError(f"entries[{shown(name)}] is a dict of tensors, got {shown(row)}")
+        for field, tensor in row.items():
+            if type(field) is not str or field not in fields:
+                raise StateError(f"entries[{shown(name)}] has the field {shown(field)}; known: {shown(list(fields))}")
+            found[name, field] = _tensor(f"entries[{shown(name)}][{shown(field)}]", tensor)
+    return found
+
+
+def _tensor(where: str, tensor: object) -> torch.Tensor:
+    if type(tensor) is not torch.Tensor:
+        raise StateError(f"{where} is a tensor, got {shown(tensor)}")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta" or tensor.is_nested:
+        raise StateError(f"{where} is a dense tensor with numbers, got {tensor.layout} on {tensor.device}")
+    if tensor.numel() > max(1, tensor.untyped_storage().nbytes() // tensor.element_size()):
+        there = tensor.untyped_storage().nbytes()
+        raise StateError(f"{where} claims {tensor.numel()} numbers, and {there} bytes are there")
+    return tensor.detach()
+
+
+def _text(what: str, value: object) -> str:
+    if type(value) is not str or len(value) > _LONGEST:
+        raise StateError(f"{what} is a string of at most {_LONGEST} characters, got {shown(value)}")
+    return value
+
+
+def _integer(what: str, value: object, least: int, most: int) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise StateError(f"{what} is an integer from {least} to {most}, got {shown(value)}")
+    return value
+
+
+def shown(value: object) -> str:
+    """A value for an error message: short, whatever was in the file."""
+    if value is None or type(value) in (bool, float):
+        return repr(value)
+    if type(value) is int:
+        return str(value) if -(1 << 64) < value < 1 << 64 else "an integer of more than 64 bits"
+    if isinstance(value, str):
+        return repr(value if len(value) <= 60 else value[:57] + "...")
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return "[" + ", ".join(map(shown, value[:6])) + (", ...]" if len(value) > 6 else "]")
+    return f"a {type(value).__name__}"
+
+
+def _are(items: list[str]) -> str:
+    return "is" if len(items) == 1 else "are"

@@ -1,0 +1,132 @@
+"""What compositions share: the reductions they are made of, and what the whole declares about itself."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from commhooks.bucket import Bucket, BucketLayout, ParamLayout
+from commhooks.errors import HookConfigError
+from commhooks.reduction import Reduction, Stages, StepContext
+from commhooks.registry.expression import unparse
+from commhooks.registry.hook_function import as_hook
+
+Make = Callable[[list[Reduction]], Reduction]
+
+
+def composed(what: str, hooks: Sequence[object], make: Make) -> Any:
+    """``make`` applied to the reductions of ``hooks``: a reduction, or a hook if one of them is a hook.
+
+    Args:
+        what: the composition's name, for errors.
+        hooks: reductions, or hook functions that carry one, or that make one from their state.
+        make: the composition's constructor.
+
+    Raises:
+        HookConfigError: one is a foreign function.
+    """
+    found = [hook if isinstance(hook, Reduction) else getattr(hook, "reduction", None) for hook in hooks]
+    for hook, inner in zip(hooks, found, strict=True):
+        if not callable(inner) and not isinstance(inner, Reduction):
+            raise HookConfigError(
+                f"{what} is made of reductions, and {getattr(hook, '__name__', repr(hook)):.80} is not one: its "
+                "collectives are its own and cannot be put together with others. Give the hook by name, for example "
+                f"commhooks.create('{what}(...)')"
+            )
+    ready = [inner for inner in found if isinstance(inner, Reduction)]
+    if len(ready) < len(found):
+        return as_hook(_FromState(found, make), f"{what}({', '.join(getattr(h, '__name__', str(h)) for h in hooks)})")
+    made = make(ready)
+    return made if all(isinstance(hook, Reduction) for hook in hooks) else as_hook(made)
+
+
+class _FromState:
+    """Makes a composition whose parts follow from the hook's state."""
+
+    def __init__(self, found: Sequence[Any], make: Make) -> None:
+        self.found, self.make = found, make
+
+    def __call__(self, state: Any) -> Reduction:
+        return self.make([inner if isinstance(inner, Reduction) else inner(state) for inner in self.found])
+
+
+class Composite(Reduction):
+    """A reduction made of others. What it declares, and how it treats a parameter, follows from its parts.
+
+    A wrapper needs a ``name``, the one that it is registered under, and a :meth:`~commhooks.reduction.Reduction.run`
+    that drives ``self.inner.start(bucket, ctx)``; with options also ``__init__`` and
+    :meth:`~commhooks.reduction.Reduction.config`. What the class declares (``lossy``, ``fields``, ``collectives``) is
+    added to what the parts declare; a wrapper after which a part's report is no longer what was sent sets
+    ``self.reports_sent = False``. One that chooses among several parts says which in :meth:`part_for`.
+
+    Args:
+        parts: the reductions that it is made of; by themselves they average plainly what does not fit them.
+
+    Attributes:
+        parts: the reductions inside.
+        inner: the first of them, a wrapper's only one.
+        hook: the class's ``name``: what :meth:`node` calls it.
+        name: what is shown: ``hook`` with the names of the parts, ``"clip(powersgd)"``.
+
+    Raises:
+        HookConfigError: a part is not a reduction.
+
+    Example:
+        >>> from commhooks.reduction import Plain
+        >>> class Halved(Composite):
+        ...     name = "halved"
+        ...     def run(self, bucket, ctx):
+        ...         bucket.buffer = bucket.buffer * 0.5
+        ...         yield from self.inner.start(bucket, ctx)
+        >>> Halved(Plain()), Halved(Plain()).node()["inner"]
+        (halved(allreduce), {'hook': 'allreduce', 'config': {}})
+    """
+
+    def __init__(self, *parts: Reduction) -> None:
+        if not parts or not all(isinstance(part, Reduction) for part in parts):
+            raise HookConfigError(
+                f"{self.name} is made of reductions, got {parts!r:.200}; commhooks.composed() takes hook functions, too"
+            )
+        self.parts, self.inner, self.hook = parts, parts[0], self.name
+        self.name = f"{self.hook}({', '.join(part.name for part in parts)})"
+        if any(part.granularity == "bucket" for part in parts):
+            self.granularity = "bucket"
+        own = frozenset[str]() if self.collectives is Reduction.collectives else self.collectives
+        self.collectives = own.union(*(part.collectives for part in parts))
+        self.lossy = self.lossy or any(part.lossy for part in parts)
+        self.delivers = self.delivers and all(part.delivers for part in parts)
+        self.reports_sent = all(part.reports_sent for part in parts)
+        self.trips = max(part.trips for part in parts)
+        powers = {field: self.scaled_fields[field] for field in self.fields if field in self.scaled_fields}
+        self.scaled_fields = {f: power for part in parts for f, power in part.scaled_fields.items()} | powers
+        self.fields = {f: kind for part in parts for f, kind in part.fields.items()} | dict(self.fields)
+        self.memory_order_fields = self.memory_order_fields.union(*(part.memory_order_fields for part in parts))
+
+    def part_for(self, param: ParamLayout, step: int) -> Reduction:
+        """The part that treats a parameter in a step."""
+        return self.inner
+
+    def route(self, param: ParamLayout, step: int) -> str | None:
+        return self.part_for(param, step).route(param, step)
+
+    def label(self, param: ParamLayout, step: int) -> str:
+        label = self.part_for(param, step).label(param, step)
+        return label if len(self.parts) > 1 else f"{self.hook}({label})"
+
+    def memory_order(self, param: ParamLayout, step: int) -> frozenset[str]:
+        return type(self).memory_order_fields | self.part_for(param, step).memory_order(param, step)
+
+    def phase(self, step: int) -> Hashable:
+        return tuple(part.phase(step) for part in self.parts)
+
+    def check(self, layout: BucketLayout) -> None:
+        for part in self.parts:
+            part.check(layout)
+
+    def start(self, bucket: Bucket, ctx: StepContext) -> Stages:
+        return self.run(bucket, ctx)  # the parts average plainly what does not fit them
+
+    def node(self) -> dict[str, Any]:
+        inner = [part.node() for part in self.parts]
+        return {"hook": self.hook, "config": self.config(), "inner": inner if len(inner) > 1 else inner[0]}
+
+    def __repr__(self) -> str:
+        return unparse(self.node())

@@ -1,0 +1,136 @@
+"""A policy: which hook treats which parameter, as plain configuration.
+
+``{"*.norm*": "allreduce", "*.bias": "allreduce", "*": "powersgd(rank=4)"}``. The hooks of a bucket run side by
+side: their requests of one stage travel as one tuple, all-reduces of one dtype as one message, so that a policy has
+as many rounds as its longest hook.
+"""
+
+import fnmatch
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from commhooks.bucket import Bucket, BucketLayout, ParamLayout
+from commhooks.combine import parallel
+from commhooks.compositions.base import Composite, composed
+from commhooks.errors import HookConfigError
+from commhooks.reduction import Reduction, Stages, StepContext
+from commhooks.requests import payload_bytes
+
+log = logging.getLogger("commhooks")
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a parameter's full name matches a shell pattern; a leading ``*.`` includes the top level.
+
+    A shard of a parameter (``"w[0/2]"``) matches what the parameter matches.
+
+    >>> [matches(n, "*.bias") for n in ("layers.0.bias", "bias", "bias.weight", "layers.0.bias[1/2]")]
+    [True, True, False, True]
+    """
+    name = name.partition("[")[0]
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase("." + name, pattern)
+
+
+class Policy(Composite):
+    """Reductions by pattern of parameter name; the first pattern that matches wins.
+
+    Each part sees a sub-bucket of its own parameters and keeps their state under their names, so two parts of one
+    kind share nothing.
+
+    Args:
+        rules: ``(pattern, reduction)``, in order of precedence.
+    """
+
+    name = "policy"
+
+    def __init__(self, rules: Sequence[tuple[str, Reduction]]) -> None:
+        if not rules:
+            raise HookConfigError("a policy needs at least one pattern, for example {'*': 'allreduce'}")
+        super().__init__(*(part for _, part in rules))
+        self.rules = tuple(rules)
+        self.name = f"policy({{{', '.join(f'{pattern!r}: {part.name}' for pattern, part in rules)}}})"
+        self._groups: dict[BucketLayout, dict[int, frozenset[str]]] = {}
+
+    def node(self) -> dict[str, Any]:
+        return {"hook": self.hook, "config": {}, "rules": [[pattern, part.node()] for pattern, part in self.rules]}
+
+    def rule(self, name: str) -> int:
+        """Number of the rule that a parameter falls under.
+
+        Raises:
+            HookConfigError: no pattern matches its name.
+        """
+        for number, (pattern, _) in enumerate(self.rules):
+            if matches(name, pattern):
+                return number
+        raise HookConfigError(
+            f"no pattern of the policy matches the parameter {name!r}; it has "
+            f"{[pattern for pattern, _ in self.rules]}. Add one, or '*' as the last for all that remain"
+        )
+
+    def groups(self, layout: BucketLayout) -> dict[int, frozenset[str]]:
+        """Names of the parameters under each rule that has any, in the order of the rules."""
+        found = self._groups.get(layout)
+        if found is None:
+            names: dict[int, set[str]] = {}
+            for p in layout.params:
+                names.setdefault(self.rule(p.name), set()).add(p.name)
+            found = self._groups[layout] = {number: frozenset(names[number]) for number in sorted(names)}
+        return found
+
+    def payload(self, layout: BucketLayout, ctx: StepContext) -> dict[str, int]:
+        """Bytes that each pattern's parameters give to collectives per step and rank: what its own hook declares."""
+        return {
+            self.rules[number][0]: payload_bytes(self.rules[number][1].plan(layout.select(names), ctx))
+            for number, names in self.groups(layout).items()
+        }
+
+    def part_for(self, param: ParamLayout, step: int) -> Reduction:
+        return self.parts[self.rule(param.name)]
+
+    def check(self, layout: BucketLayout) -> None:
+        unmatched = [p.name for p in layout.params if not any(matches(p.name, pattern) for pattern, _ in self.rules)]
+        if unmatched:
+            raise HookConfigError(
+                f"no pattern of the policy matches {', '.join(unmatched[:10])}{' …' if len(unmatched) > 10 else ''}; "
+                f"it has {[pattern for pattern, _ in self.rules]}. Add one, or '*' as the last for all that remain"
+            )
+        used = self.groups(layout)
+        for number, (pattern, part) in enumerate(self.rules):
+            if number in used:
+                part.check(layout.select(used[number]))
+            else:
+                log.warning("the policy's pattern %r is the first match of no parameter of this model", pattern)
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
+        parts = []
+        for number, names in self.groups(bucket.layout).items():
+            sent = ctx.sent.select(names) if ctx.sent is not None else None
+            parts.append(self.parts[number].start(bucket.select(names), ctx.child(f"rule {number}", sent=sent)))
+        return parallel(*parts)
+
+
+def policy(rules: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> Any:
+    """A reduction that gives each parameter to the hook of the first pattern its name matches.
+
+    Args:
+        rules: pattern -> reduction, in order of precedence. By name, write
+            ``commhooks.create({"*.bias": "allreduce", "*": "powersgd(rank=4)"})``.
+
+    Raises:
+        HookConfigError: no rule, or a foreign hook. At attach: a parameter that no pattern matches, by name.
+
+    Example:
+        >>> from commhooks.bucket import BucketLayout
+        >>> from commhooks.reduction import Plain, StepContext
+        >>> from commhooks.compositions.wire_cast import WireCast
+        >>> mixed = policy({"*.bias": Plain(), "*": WireCast(Plain(), "fp16")})
+        >>> mixed.payload(BucketLayout.of_shapes({"up.weight": (4, 4), "up.bias": (4,)}), StepContext(world_size=2))
+        {'*.bias': 16, '*': 32}
+    """
+    pairs = list(rules.items()) if isinstance(rules, Mapping) else [(pattern, hook) for pattern, hook in rules]
+    patterns = [pattern for pattern, _ in pairs]
+    return composed(
+        "policy", [hook for _, hook in pairs], lambda parts: Policy(list(zip(patterns, parts, strict=True)))
+    )

@@ -1,0 +1,93 @@
+"""Warm-up: one hook for the first steps, another after them.
+
+Gradients change fastest at the start of training, where a low-rank or quantized one loses most. Which hook a step
+uses follows from ``ctx.step``, the number of committed steps, so all ranks switch at the same step and a resumed run
+goes on where it was.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+from commhooks.bucket import Bucket, ParamLayout
+from commhooks.compositions.base import Composite, composed
+from commhooks.errors import HookConfigError
+from commhooks.reduction import Plain, Reduction, Stages, StepContext
+
+
+class Warmup(Composite):
+    """``first`` while fewer than ``steps`` steps are committed, then ``then``.
+
+    Both see the step counted from the start of training, so warm-ups nest: ``warmup(warmup(a, b, steps=5), c,
+    steps=10)`` runs a, then b from step 5, then c from step 10.
+    """
+
+    name = "warmup"
+
+    def __init__(self, first: Reduction, then: Reduction, steps: int) -> None:
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+            raise HookConfigError(f"warmup(steps={steps!r}): expected a number of steps, 0 or more")
+        super().__init__(first, then)
+        self.first, self.then, self.steps = first, then, steps
+        if isinstance(first, Plain):
+            self.name = f"warmup({then.name})"
+
+    def active(self, step: int) -> Reduction:
+        """The reduction of a step."""
+        return self.first if step < self.steps else self.then
+
+    def part_for(self, param: ParamLayout, step: int) -> Reduction:
+        return self.active(step)
+
+    def phase(self, step: int) -> Hashable:
+        return step < self.steps, self.active(step).phase(step)
+
+    def route(self, param: ParamLayout, step: int) -> str | None:
+        if step < self.steps and isinstance(self.first, Plain):
+            return f"warm-up until step {self.steps}"
+        return super().route(param, step)
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
+        if ctx.step == self.steps:
+            self._hand_over(bucket, ctx)
+        return self.active(ctx.step).start(bucket, ctx)
+
+    def _hand_over(self, bucket: Bucket, ctx: StepContext) -> None:
+        """Turn what both keep under one name, in different orders, from the first one's order into the second's.
+
+        On every rank and for every parameter, also where nothing is sent: after this step nobody could tell.
+        """
+        for p in bucket.params:
+            before, after = self.first.memory_order(p, self.steps - 1), self.then.memory_order(p, self.steps)
+            for field in (before ^ after) & self.first.fields.keys() & self.then.fields.keys():
+                found = ctx.committed(p.name, field)
+                if found is not None and found.numel() == p.numel:
+                    ctx.convert(p.name, field, (p.to_memory_order if field in after else p.to_own_shape)(found))
+
+    def config(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+
+def warmup(*hooks: Any, steps: int = 1000) -> Any:
+    """Plain averaging for ``steps`` steps, then a hook; or one hook, then another.
+
+    Args:
+        hooks: the hook, or the first one and the one that takes over: reductions, or hooks that carry one.
+        steps: committed steps before the last hook takes over.
+
+    Returns:
+        A reduction, or a hook if one was given.
+
+    Raises:
+        HookConfigError: not one or two hooks, a foreign hook, or a bad ``steps``.
+
+    Example:
+        >>> from commhooks.reduction import Plain
+        >>> from commhooks.compositions.wire_cast import WireCast
+        >>> scheduled = warmup(WireCast(Plain(), "bf16"), steps=2)
+        >>> [scheduled.active(step).name for step in range(4)]
+        ['allreduce', 'allreduce', 'bf16_wrapper(allreduce)', 'bf16_wrapper(allreduce)']
+    """
+    if len(hooks) not in (1, 2):
+        raise HookConfigError(f"warmup takes one hook, or a first and a second one; got {len(hooks)}")
+    pair = hooks if len(hooks) == 2 else (Plain(), hooks[0])
+    return composed("warmup", pair, lambda parts: Warmup(parts[0], parts[1], steps))

@@ -1,0 +1,165 @@
+"""The wire-cast transform: what a wrapper does to a reduction.
+
+It is a map over requests. Floating-point all-reduces and reduce-scatters travel in 16 bits; the algebra, the state
+and the residual of the wrapped reduction stay as they were. All-gathers and all-to-alls carry opaque bytes.
+
+With ``accumulate="fp32"`` no 16-bit sum is ever made: an all-reduce becomes an all-to-all of 16-bit shards, a local
+fp32 sum and an all-gather of the 16-bit results; a reduce-scatter the first two. The volume is that of the 16-bit
+collective, and the number of roundings is two (one for a reduce-scatter), whatever the world size (a ring makes W-1).
+"""
+
+from collections.abc import Generator
+from typing import Any, Literal
+
+import torch
+
+from commhooks.bucket import Bucket, ParamLayout
+from commhooks.casting import encode
+from commhooks.compositions.base import Composite
+from commhooks.errors import HookConfigError
+from commhooks.reduction import Reduction, Stages, StepContext
+from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Request, Requests, Wire, as_tuple
+
+_DEFAULTS = {"accumulate": "wire", "rounding": "nearest"}
+NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class WireCast(Composite):
+    """A reduction whose numbers travel in 16 bits.
+
+    Args:
+        inner: the reduction to wrap.
+        dtype: ``"bf16"`` or ``"fp16"``.
+        accumulate: ``"wire"`` sums in 16 bits as the transport does, ``"fp32"`` as described above.
+        rounding: ``"nearest"`` or ``"stochastic"``.
+        name: its own, where it is a hook by itself (``"bf16_compress"``), not a wrapper around ``inner``.
+
+    Raises:
+        HookConfigError: unknown option, or ``inner`` has no request that the wire could change.
+    """
+
+    lossy = True
+    delivers = True  # if ``inner`` does: its numbers are cast where the collective puts them
+    DTYPES = NAMES  # by the names that options have
+
+    def __init__(
+        self,
+        inner: Reduction,
+        dtype: Literal["bf16", "fp16"],
+        *,
+        accumulate: Literal["wire", "fp32"] = "wire",
+        rounding: Literal["nearest", "stochastic"] = "nearest",
+        name: str | None = None,
+    ) -> None:
+        if dtype not in NAMES:
+            raise HookConfigError(f"dtype={dtype!r}: expected one of {sorted(NAMES)}")
+        if accumulate not in ("wire", "fp32"):
+            raise HookConfigError(f"accumulate={accumulate!r}: expected 'wire' or 'fp32'")
+        if rounding not in ("nearest", "stochastic"):
+            raise HookConfigError(f"rounding={rounding!r}: expected 'nearest' or 'stochastic'")
+        if not inner.collectives & {"all_reduce", "reduce_scatter"}:
+            raise HookConfigError(
+                f"{dtype}_wrapper({inner.name}) would change nothing: {inner.name} sends "
+                f"{sorted(inner.collectives) or 'nothing'}, whose bytes are its own. Use {inner.name} unwrapped"
+            )
+        self.name = f"{dtype}_wrapper"
+        super().__init__(inner)
+        self.wire, self.accumulate, self._alone = Wire(NAMES[dtype], rounding), accumulate, name
+        self.name = name or self.name
+        if accumulate == "fp32":
+            self.collectives, self.delivers = _accumulating(inner.collectives), False
+
+    def label(self, param: ParamLayout, step: int) -> str:
+        return self._alone or super().label(param, step)
+
+    def start(self, bucket: Bucket, ctx: StepContext) -> Stages:
+        return self.run_with_plain(bucket, ctx, {p.name for p in bucket.params if p.kind != "dense"})  # sparse, complex
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
+        inner = self.inner.start(bucket, ctx)
+        try:
+            for number, requests in enumerate(inner):
+                if self.accumulate == "fp32":
+                    yield from self._accumulated(as_tuple(requests), ctx, number)
+                else:
+                    yield tuple(self._cast(r) for r in as_tuple(requests))
+        finally:
+            inner.close()
+
+    def config(self) -> dict[str, Any]:
+        return {"accumulate": self.accumulate, "rounding": self.wire.rounding}
+
+    def node(self) -> dict[str, Any]:
+        config = {key: value for key, value in self.config().items() if value != _DEFAULTS[key]}
+        return {"hook": self._alone, "config": config} if self._alone else {**super().node(), "config": config}
+
+    def _cast(self, request: Request) -> Request:
+        if isinstance(request, AllReduce | ReduceScatter) and self._narrows(request):
+            request.wire = self.wire
+        return request
+
+    def _narrows(self, request: AllReduce | ReduceScatter) -> bool:
+        tensor = request.tensor if isinstance(request, AllReduce) else request.input
+        return request.wire is None and request.op != "max" and self.wire.narrows(tensor.dtype)
+
+    def _accumulated(
+        self, requests: tuple[Request, ...], ctx: StepContext, number: int
+    ) -> Generator[Requests, None, None]:
+        """The stage's 16-bit sums as two stages: all-to-all of shards, fp32 sum, all-gather."""
+        shards: list[_Sharded] = []
+        first: list[Request] = []
+        for i, r in enumerate(requests):
+            if isinstance(r, AllReduce | ReduceScatter) and self._narrows(r):
+                shards.append(_Sharded(r, self.wire, ctx, f"{number}.{i}"))
+                first.append(shards[-1].exchange())
+            else:
+                first.append(self._cast(r))
+        if first:
+            yield tuple(first)
+        second = tuple(gather for s in shards if (gather := s.gather()) is not None)
+        if second:
+            yield second
+            for s in shards:
+                s.finish()
+
+
+def _accumulating(collectives: frozenset[str]) -> frozenset[str]:
+    """The kinds of requests left when 16-bit sums are made locally."""
+    extra = {"all_to_all", "all_gather"} if "all_reduce" in collectives else {"all_to_all"}
+    return (collectives - {"all_reduce", "reduce_scatter"}) | extra
+
+
+class _Sharded:
+    """One sum over ranks as all-to-all, local fp32 sum and, for an all-reduce, all-gather. Shard r is rank r's."""
+
+    def __init__(self, request: AllReduce | ReduceScatter, wire: Wire, ctx: StepContext, name: str) -> None:
+        self.request, self.wire, self.world = request, wire, ctx.world_size
+        self.source = (request.tensor if isinstance(request, AllReduce) else request.input).reshape(-1)
+        self.numel = self.source.numel()
+        self.shard = -(-self.numel // self.world)
+        whole, device = (self.shard * self.world,), self.source.device
+        self.sent = ctx.scratch(f"fp32 {name} sent", whole, wire.dtype, device)
+        self.received = ctx.scratch(f"fp32 {name} received", whole, wire.dtype, device)
+        if isinstance(request, AllReduce):
+            self.mine = ctx.scratch(f"fp32 {name} mine", (self.shard,), wire.dtype, device)
+
+    def exchange(self) -> AllToAll:
+        scale = 1.0 / self.world if self.request.op == "mean" else 1.0
+        encode(self.source, self.sent[: self.numel], scale, self.wire)
+        self.sent[self.numel :].zero_()
+        if isinstance(self.request, AllReduce) and self.request.sent is not None:
+            self.request.sent.view(-1).copy_(self.sent[: self.numel]).mul_(1.0 / scale)
+        return AllToAll(self.sent, self.received)
+
+    def gather(self) -> AllGather | None:
+        """Sum this rank's shard; what is left to send, if anything."""
+        total = self.received.view(self.world, self.shard).sum(0, dtype=torch.float32)  # (shard,) fp32
+        if isinstance(self.request, ReduceScatter):
+            self.request.output.copy_(total)
+            return None
+        encode(total, self.mine, 1.0, self.wire)
+        return AllGather(self.mine, self.received)
+
+    def finish(self) -> None:
+        if isinstance(self.request, AllReduce):
+            self.request.tensor.view(-1).copy_(self.received[: self.numel])

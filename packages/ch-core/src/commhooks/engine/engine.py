@@ -1,0 +1,307 @@
+"""The engine: runs many reductions at once, starting every collective in one order on every rank.
+
+The lockstep rule, independent of timing: when bucket *b* arrives, start its first stage, then advance each older bucket
+by one stage, in bucket order; on the last bucket, drain. What older buckets ask for at one time is one stage. Everything
+is started on the thread that calls the hook, before its last call returns. Which buckets wait for the drain, and which
+first stages for one another, is decided in :mod:`commhooks.engine.schedule`. Only ending a bucket, which starts nothing,
+is done at once where somebody uses each average.
+
+One status message per step (an all-reduced vector) says on which ranks a reduction raised and whether anything
+reduced was not finite; from it all ranks decide alike whether the step is committed (:mod:`commhooks.engine.verdict`). It
+follows the drain, or is sent beside the last messages where nothing is left to do but to wait for them.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import torch
+
+from commhooks.bucket import Bucket, BucketLayout
+from commhooks.engine.active_bucket import ActiveBucket
+from commhooks.engine.counters import Counters
+from commhooks.engine.open_steps import OpenSteps
+from commhooks.engine.schedule import TUNED, CpuTuning
+from commhooks.engine.sender import RequestBatch, Sender
+from commhooks.engine.status import ENCODE
+from commhooks.engine.verdict import Phase, StepVerdict
+from commhooks.errors import CommHooksError, TransportError
+from commhooks.reduction import Reduction, StepContext
+from commhooks.requests import StagePlan
+from commhooks.state import HookState
+from commhooks.transport.base import Transport
+
+
+@dataclass(slots=True)
+class LastStep:
+    """The buckets of the last step, in the order in which they came.
+
+    Attributes:
+        layouts: of all.
+        keep: whether the buckets stay readable after the step.
+        buckets: those that hold their average, if they are kept.
+    """
+
+    layouts: list[BucketLayout] = field(default_factory=list)
+    keep: bool = False
+    buckets: list[Bucket] = field(default_factory=list)
+
+    def clear(self) -> None:
+        self.layouts.clear()
+        self.buckets.clear()
+
+
+class Engine:
+    """Drives one reduction over one group of ranks.
+
+    Args:
+        reduction: what to run on every bucket.
+        transport: where its collectives happen.
+        state: what the reduction remembers; a fresh one if not given.
+        timeout: seconds that one collective may take on the host.
+        sends_status: off, the messages are exactly those of DDP without a hook.
+        tuning: how a CPU's messages are sent, on all ranks alike.
+
+    Attributes:
+        counters: the figures behind ``handle.stats()``.
+        verdict: on the running step, or the last one.
+        open_steps: finished steps that are not committed yet; its ``outcome`` says whether they were used.
+        failure: the transport is lost: nothing can be started any more.
+        participating: whether this rank's numbers count in the running step.
+        on_reduced: called with each bucket that holds its average.
+        loss_scale: of the gradients of the step that begins.
+        last: the last step's buckets.
+    """
+
+    def __init__(
+        self,
+        reduction: Reduction,
+        transport: Transport,
+        state: HookState | None = None,
+        *,
+        timeout: float | None = 60.0,
+        sends_status: bool = True,
+        tuning: CpuTuning = TUNED,
+    ) -> None:
+        self.reduction, self.transport = reduction, transport
+        self.state = state if state is not None else HookState()
+        self.counters = Counters()
+        self.sender = Sender(transport, self.counters, timeout, tuning, sends_status=sends_status)
+        self.verdict = StepVerdict(reduction.name, transport, phase=Phase.ROLLED_BACK)  # there has been no step
+        self.open_steps = OpenSteps(self.state)
+        self.failure: BaseException | None = None
+        self.participating = True
+        self.on_reduced: Callable[[Bucket], None] | None = None
+        self.loss_scale: Callable[[], float] | None = None
+        self.last = LastStep()
+        self._live: list[ActiveBucket] = []
+        self._slots = 0
+        self.state.driven_by(self)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether buckets of a step have arrived and the step has not ended."""
+        return self.verdict.running
+
+    # -- one step
+
+    def submit(self, bucket: Bucket) -> ActiveBucket:
+        """Take the next bucket of the step: start it, advance the older ones. Returns what is under way of it.
+
+        Errors of the reduction are kept for :meth:`finish`; errors of the transport are raised.
+        """
+        begun = time.perf_counter()
+        if not self.in_step:
+            self._begin()
+        live, sender = self._activate(bucket), self.sender
+        try:
+            if not live.plan.coalesces:
+                sender.start(sender.held)
+            self._advance([live], sender.held)
+            if not live.plan.coalesces or bucket.is_last or sender.held.enough(sender.tuning):
+                sender.start(sender.held)
+            used = self.on_reduced is not None
+            older = [one for one in self._live if one is not live]
+            self._advance([one for one in older if not one.plan.waits or (used and one.due is None)])
+        except Exception as error:
+            self._lose(error)
+        self.counters.hook_seconds += time.perf_counter() - begun
+        return live
+
+    def finish(self, *, outside: BaseException | None = None) -> BaseException | None:
+        """End the step: drain, exchange the status, return the error to raise: the same decision on every rank.
+
+        Args:
+            outside: an error of this rank that happened outside the reduction, to be made known to the others.
+        """
+        begun = time.perf_counter()
+        if not self.in_step:  # nothing came, but there is an error to make known
+            self.verdict = StepVerdict(self.reduction.name, self.transport, late=self.verdict.take_error())
+        if outside is not None:
+            self.verdict.fail(outside, ENCODE)
+        # Where members come and go, one more message under way keeps a group alive from which a peer has gone. Where
+        # something of a bucket is still to run, it may fail, and the others have to be told.
+        delivers = self.reduction.delivers and not self.transport.elastic and self.on_reduced is None
+        beside = delivers and all(live.due is None for live in self._live)
+        try:
+            if beside:
+                self.sender.send_status(self.verdict, self.open_steps.clock(self.participating))
+            self._drain()
+            if not beside:
+                self.sender.send_status(self.verdict, self.open_steps.clock(self.participating))
+            self.verdict.decide(self.sender.timeout)
+        except Exception as lost:
+            self._lose(lost)
+        self.open_steps.ended(self.verdict, elastic=self.transport.elastic)
+        try:
+            error = self.verdict.error(self.sender.carry_out)
+        except Exception as lost:
+            self._lose(lost)
+        self._slots = 0
+        self.counters.end(self.reduction.trips)
+        self.counters.hook_seconds += time.perf_counter() - begun
+        return error
+
+    def run(self, bucket: Bucket) -> None:
+        """The immediate driver: run one bucket from its first stage to its end (FSDP2, whose calls stand alone)."""
+        self.submit(bucket)
+        begun = time.perf_counter()
+        try:
+            self._drain()
+        except Exception as error:
+            self._lose(error)
+        self._slots = 0  # nothing else is live: the next bucket may use the same scratch
+        self.counters.hook_seconds += time.perf_counter() - begun
+
+    def abandon(self) -> None:
+        """Forget a step that will never finish (a backward that raised half way), and what it staged.
+
+        Collectives that this rank started and others did not are ended by the transport's timeout.
+        """
+        self.sender.forget()
+        for live in self._live:
+            live.close()
+        self._live, self._slots = [], 0
+        self.verdict.abandon()
+        self.state.rollback()
+
+    # -- between steps
+
+    def resolve_step(self, *, force: bool = False) -> bool | None:
+        """Commit or roll back the last finished step and those that wait with it; see :meth:`.OpenSteps.settle`."""
+        return self.open_steps.settle(force=force)
+
+    def forget_open_steps(self) -> None:
+        """Another state has been loaded: what is still open was part of the one before."""
+        self.open_steps.forget()
+
+    def rollback(self) -> None:
+        """The optimizer did not use the last finished step, nor those that wait with it: as if they had never been."""
+        self.open_steps.rollback()
+
+    def gather(self, mine: torch.Tensor) -> torch.Tensor:
+        """Every rank's ``mine`` (1-D), one row each. Between steps, on all ranks alike."""
+        try:
+            return self.sender.gather(mine)
+        except Exception as error:
+            self._lose(error)
+
+    def move(self, transport: Transport) -> None:
+        """Go on over another group of ranks, between steps. The state stays."""
+        self.resolve_step()
+        self.transport, self.failure = transport, None
+        self.sender.move(transport)
+
+    def plan(self, layout: BucketLayout) -> tuple[StagePlan, ...]:
+        """The stages that a bucket of this layout goes through at the present step."""
+        ctx = StepContext(self.transport.rank, self.transport.world_size, self.state.step)
+        return self.sender.plan_of(self.reduction, layout, ctx).plan
+
+    # -- the lockstep rule
+
+    def _begin(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        late = self.verdict.take_error()
+        doubt = self.open_steps.answer(self.gather)
+        looks = bool(self.reduction.fields)  # one without state has nothing to undo
+        self.verdict = StepVerdict(self.reduction.name, self.transport, looks=looks, late=late)
+        if self.loss_scale is not None and self.reduction.fields:
+            try:
+                self.state.rescale(self.loss_scale())
+            except Exception as error:  # an infinite scale: raised here it would leave DDP and the peers stuck
+                self.verdict.fail(error, ENCODE)
+        if doubt is not None:
+            self.verdict.fail(doubt, ENCODE)
+        self.last.clear()
+        self.counters.begin()
+
+    def _activate(self, bucket: Bucket) -> ActiveBucket:
+        ctx = StepContext(
+            self.transport.rank,
+            self.transport.world_size,
+            self.state.step,
+            state=self.state,
+            scratch=self.sender.scratch,
+            owner=self._slots,
+            participating=self.participating,
+            shared=self.reduction.shared_fields,
+            absent=bucket.unused,
+        )
+        self.counters.gradient_bytes += bucket.layout.size * bucket.dtype.itemsize
+        self.sender.device = bucket.device
+        self.last.layouts.append(bucket.layout)
+        live = ActiveBucket(self._slots, bucket, self.verdict)
+        try:  # what the plan raises is the same on every rank: it follows from layout and step
+            live.plan = self.sender.plan_of(self.reduction, bucket.layout, ctx)
+            live.stages = self.reduction.start(bucket, ctx)  # a run() that is no generator function may raise here
+        except Exception as error:
+            live.fail(error)
+        self._slots += 1
+        self._live.append(live)
+        return live
+
+    def _advance(self, lives: list[ActiveBucket], held: RequestBatch | None = None) -> None:
+        """Each one stage further: wait for its pending one, resume the generator; start what they ask for as one, or leave
+        it in ``held``.
+        """
+        if not lives:
+            return
+        asked = RequestBatch() if held is None else held
+        for live in lives:
+            requests = live.advance(self.sender.timeout, self.counters)
+            if requests is not None:
+                self.counters.traffic.add(*live.plan.volumes[live.stage], self.transport.world_size)
+                asked.add(live, requests)
+            else:
+                self._end(live)
+        self._live = [one for one in self._live if not one.done]
+        if held is None:
+            self.sender.start(asked)
+
+    def _end(self, live: ActiveBucket) -> None:
+        live.end()
+        if self.last.keep:
+            self.last.buckets.append(live.bucket)
+        if self.on_reduced is not None and self.participating and not live.failed:
+            try:
+                self.on_reduced(live.bucket)
+            except BaseException as error:
+                live.fail(error)
+
+    def _drain(self) -> None:
+        """Advance every live bucket to its end; the last, a stage behind, sends while the others work."""
+        self.sender.start(self.sender.held)
+        newest = self._slots - 1  # by number: which of the others have ended already may differ between ranks
+        while self._live:
+            self._advance([live for live in self._live if live.slot < newest])
+            self._advance([live for live in self._live if live.slot == newest])
+
+    def _lose(self, error: Exception) -> NoReturn:
+        """The transport failed. The engine is dead: nobody knows what the others received."""
+        lost = error if isinstance(error, CommHooksError) else TransportError(f"{type(error).__name__}: {error}")
+        self.failure = lost
+        self.abandon()
+        self.transport.abort()
+        raise lost from (None if lost is error else error)

@@ -1,0 +1,132 @@
+"""The one way from an engine to its transport: every stage, the status and the engine's own short messages."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+
+from commhooks.bucket import BucketLayout
+from commhooks.engine.active_bucket import ActiveBucket
+from commhooks.engine.counters import Counters
+from commhooks.engine.profiling import profiled
+from commhooks.engine.schedule import TUNED, BucketPlan, CpuTuning
+from commhooks.engine.stage import Stage
+from commhooks.engine.verdict import StepVerdict
+from commhooks.reduction import Reduction, StepContext
+from commhooks.requests import AllGather, Request
+from commhooks.scratch import Scratch
+from commhooks.transport.base import Transport
+
+
+@dataclass(slots=True)
+class RequestBatch:
+    """What buckets have asked for that has not been started yet.
+
+    Attributes:
+        requests: in the order in which they were made.
+        buckets: who made them.
+    """
+
+    requests: list[Request] = field(default_factory=list)
+    buckets: list[ActiveBucket] = field(default_factory=list)
+
+    def add(self, bucket: ActiveBucket, requests: tuple[Request, ...]) -> None:
+        """What ``bucket`` asks for in its next stage."""
+        self.requests.extend(requests)
+        self.buckets.append(bucket)
+        bucket.stage += 1
+
+    def enough(self, tuning: CpuTuning) -> bool:
+        """Whether these first stages are worth a message."""
+        return sum(bucket.plan.volumes[0][0] for bucket in self.buckets) >= tuning.coalesced_bytes
+
+
+class Sender:
+    """Starts what is asked for.
+
+    Args:
+        transport: where it happens.
+        counters: of the engine.
+        timeout: seconds that one collective may take on the host.
+        tuning: how a CPU's messages are sent.
+        sends_status: whether the ranks tell one another how a step went.
+
+    Attributes:
+        scratch: for what is merged and cast.
+        held: first stages that are not worth a message yet.
+        device: where the last bucket was.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        counters: Counters,
+        timeout: float | None,
+        tuning: CpuTuning = TUNED,
+        *,
+        sends_status: bool = True,
+    ) -> None:
+        self.transport, self.counters, self.timeout, self.tuning = transport, counters, timeout, tuning
+        self.sends_status = sends_status
+        self.scratch = Scratch()
+        self.held = RequestBatch()
+        self.device = torch.device("cpu")
+        self._plans: dict[tuple[BucketLayout, Hashable], BucketPlan] = {}
+
+    def plan_of(self, reduction: Reduction, layout: BucketLayout, ctx: StepContext) -> BucketPlan:
+        """What a bucket of this layout goes through in a step."""
+        key = (layout, reduction.phase(ctx.step))
+        if key not in self._plans:
+            self._plans[key] = BucketPlan(reduction.plan(layout, ctx), layout, self.tuning)
+        return self._plans[key]
+
+    def start(self, batch: RequestBatch) -> None:
+        """Start what has been asked for as one stage; the batch is empty afterwards."""
+        if not batch.buckets:
+            return
+        requests, buckets = tuple(batch.requests), batch.buckets
+        batch.requests, batch.buckets = [], []
+        self.counters.traffic.rounds += bool(requests)
+        first = buckets[0]
+        # The average of a bucket that ends at once is DDP's to the bit: it is added up in DDP's order.
+        any_order = not any(bucket.plan.ends_at_once for bucket in buckets)
+        with profiled(first.verdict.name, "start", first.stage):
+            stage = Stage(self.transport, self.scratch, (first.slot, first.stage), any_order, self.tuning)
+            for bucket in buckets:
+                bucket.pending = stage
+            stage.start(requests)
+
+    def send_status(self, verdict: StepVerdict, clock: int | None) -> None:
+        """Send this rank's part of a step's verdict; a step without collectives sends none, as nobody else takes part.
+
+        Args:
+            verdict: on the step.
+            clock: steps behind this rank; ``None`` if it does not count.
+        """
+        together = self.sends_status and self.transport.world_size > 1 and self.counters.communicated
+        verdict.send(clock, self.device, self.post if together else None)
+
+    def post(self, request: Request) -> Stage:
+        """Start a message of the engine's own."""
+        return Stage(self.transport, self.scratch, "status", True, self.tuning).start((request,))
+
+    def carry_out(self, request: Request) -> None:
+        """Send a message of the engine's own, and wait for it."""
+        self.post(request).wait(self.timeout)
+
+    def gather(self, mine: torch.Tensor) -> torch.Tensor:
+        """Every rank's ``mine`` (n,), one row each: (world_size, n), on the CPU."""
+        mine = mine.to(self.device)
+        everyone = mine.new_empty(self.transport.world_size * mine.numel())
+        self.carry_out(AllGather(mine, everyone))
+        return everyone.view(self.transport.world_size, -1).cpu()
+
+    def move(self, transport: Transport) -> None:
+        """Go on over another group of ranks."""
+        self.transport = transport
+        self._plans.clear()  # they may depend on the number of ranks
+
+    def forget(self) -> None:
+        """Hold nothing of a step that will never finish."""
+        self.scratch = Scratch()  # the transport may still write to the old
+        self.held = RequestBatch()

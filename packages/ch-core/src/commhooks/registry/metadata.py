@@ -1,0 +1,96 @@
+"""Installed distributions and their entry points: the one place that reads package metadata.
+
+On Python before 3.12 this imports the `importlib_metadata` backport, which replaces the standard library's
+finder for the whole process and costs 12-34 ms; hence one module, imported at the first lookup only. Nothing
+here
+is cached: `refresh()` in a notebook must see what was installed a moment ago.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from commhooks.registry.known_names import FIRST_PARTY
+
+if sys.version_info >= (3, 12):
+    from importlib import metadata
+else:
+    import importlib_metadata as metadata
+
+
+class Entry(NamedTuple):
+    """One entry point, with the distribution that declares it."""
+
+    dist: str
+    name: str
+    group: str
+    value: str
+    version: str
+    summary: str
+
+
+def normalize(name: str) -> str:
+    """A distribution name as packaging tools compare it.
+
+    Example:
+        >>> normalize("Ch_PowerSGD")
+        'ch-powersgd'
+    """
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _distributions() -> Iterator[tuple[str, Any]]:
+    """Each installed distribution once: a stale second copy further down the path would double its hooks."""
+    seen: set[str] = set()
+    for dist in metadata.distributions():
+        name = dist.metadata["Name"]
+        if name and normalize(name) not in seen:
+            seen.add(normalize(name))
+            yield normalize(name), dist
+
+
+def entries(prefix: str) -> list[Entry]:
+    """Entry points of the group `prefix` and of `prefix.*`, sorted by distribution, group and name.
+
+    Sorted because the order of the file system differs between machines, and ranks must agree.
+    """
+    found = [
+        Entry(name, point.name, point.group, point.value, dist.version, dist.metadata.get("Summary") or "")
+        for name, dist in _distributions()
+        for point in dist.entry_points
+        if point.group == prefix or point.group.startswith(prefix + ".")
+    ]
+    return sorted(found, key=lambda entry: (entry.dist, entry.group, entry.name))
+
+
+def version(dist: str) -> str | None:
+    """The installed version of a distribution, or None. Does not import it."""
+    try:
+        return metadata.version(dist)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def how_to_install(dist: str) -> str:
+    """The command that installs a package of this project, published or not.
+
+    Example:
+        >>> how_to_install("ch-powersgd")
+        'pip install ch-powersgd, or in a clone: pip install ./packages/ch-ddp ./packages/ch-powersgd'
+    """
+    cloned = " ".join(FIRST_PARTY.get(dist, ()))
+    return f"pip install {dist}" + (f", or in a clone: pip install {cloned}" if cloned else "")
+
+
+def editable_roots() -> dict[str, Path]:
+    """The source folder of each distribution that pip installed editable, by distribution name."""
+    roots: dict[str, Path] = {}
+    for name, dist in _distributions():
+        record = json.loads(dist.read_text("direct_url.json") or "{}")
+        url = str(record.get("url", ""))
+        if record.get("dir_info", {}).get("editable") and url.startswith("file://"):
+            roots[name] = Path(url.removeprefix("file://"))
+    return roots

@@ -1,0 +1,187 @@
+"""The part of the contract about state and faults, over simulated ranks: what is undone leaves no trace."""
+
+import io
+from typing import Any
+
+import pytest
+import torch
+
+import commhooks
+from commhooks.checkpoint import merge
+from commhooks.errors import RemoteHookError, StateError
+from commhooks.handle import CommHook
+from commhooks.state import HookState
+from commhooks.testing.contract_case import Case
+from commhooks.testing.contract_numerics import run
+from commhooks.testing.faulty import WHERE, Faulty, Injected, Where
+from commhooks.testing.gradients import all_ranks, parameters, same_bits
+from commhooks.testing.simulated_ranks import SimulatedRanks, Step
+
+
+class Surviving(Case):
+    """Checks of state, and of steps that are not to count."""
+
+    # -- state
+
+    def test_state_round_trip(self) -> None:
+        """Through ``torch.save`` and ``weights_only``, and on with other buckets: bit for bit the uninterrupted run."""
+        like = parameters()
+        other = 5 if self.reduction.granularity == "tensor" else 2
+        whole, first, second = self.ranks(2, like), self.ranks(2, like), self.ranks(2, like, other)
+        run(whole, like, 4)
+        run(first, like, 4)
+        second.load([_through_a_file(saved) for saved in first.save()])
+        _same_state(second.save(), whole.save())
+        _same_steps(run(second, like, 3, 4), run(whole, like, 3, 4))
+
+    def test_given_as_an_object(self) -> None:
+        """A wrapper that is attached as an object does and keeps what its expression does, and resumes from it."""
+        if not self.wraps:
+            pytest.skip("wraps nothing")
+        like = parameters()
+        by_name, first, second = self.ranks(2, like), *(SimulatedRanks(self._object, 2, like) for _ in range(2))
+        _same_steps(run(first, like, 3), run(by_name, like, 3))
+        assert first.handles[0].plan() == by_name.handles[0].plan()
+        _same_state(first.save(), by_name.save())
+        second.load([_through_a_file(saved) for saved in first.save()])
+        _same_steps(run(second, like, 2, 3), run(by_name, like, 2, 3))
+
+    def _object(self) -> CommHook:
+        named = self.make()
+        handle = commhooks.create(named.built)
+        if isinstance(handle.state, HookState) and isinstance(named.state, HookState):
+            handle.state.step = named.state.step
+        return handle
+
+    def test_resume_on_another_world_size(self) -> None:
+        like = parameters()
+        for before, after in ((2, 3), (3, 2)):
+            old, new = self.ranks(before, like), self.ranks(after, like)
+            run(old, like, 4)
+            saved = [_through_a_file(one) for one in old.save()]
+            if self.local_fields:
+                with pytest.raises(StateError):
+                    new.handles[0].load_state_dict(saved[0])
+            new.load(saved)
+            merged = merge(saved)
+            _same_state(new.save(), [merged] * after)  # every rank goes on from the mean residual
+            for step in run(new, like, 2, 4):
+                if self.averages:
+                    assert same_bits(step.gradients[0], step.gradients[-1]) == []
+
+    def test_reset_of_residuals(self) -> None:
+        like = parameters()
+        old, new = self.ranks(2, like), self.ranks(3, like)
+        run(old, like, 3)
+        for handle in new.handles:
+            handle.load_state_dict(old.save()[0], world_change="reset")
+        kept = {field for row in new.save()[0]["entries"].values() for field in row}
+        assert not kept & set(self.local_fields)
+        run(new, like, 1, 3)
+
+    def test_wrong_state_is_refused_and_changes_nothing(self) -> None:
+        like = parameters()
+        ranks = self.ranks(2, like)
+        run(ranks, like, 3)
+        before = ranks.save()
+        wrong: list[dict[str, Any]] = [
+            {"format": 99},
+            {"expr": 3},
+            {"step": -1},
+            {"params": [["no.such", [3]]]},
+            {"entries": {"x": {"y": 1}}},
+        ]
+        for change in wrong:
+            with pytest.raises(StateError):
+                ranks.handles[0].load_state_dict(before[0] | change)
+        _same_state(ranks.save(), before)
+
+    # -- steps that are not to count
+
+    def test_non_finite_passes_and_leaves_no_trace(self) -> None:
+        """The step's gradient is non-finite on all ranks, as a scaler needs it; state is as if it had not been."""
+        self.needs_average()
+        like = parameters()
+        for bad in (float("inf"), float("nan")):
+            clean, dirty = self.ranks(2, like), self.ranks(2, like)
+            run(clean, like, 2)
+            run(dirty, like, 2)
+            poisoned = all_ranks(like, 2, 90)
+            for name in ("head.weight", "prime"):
+                poisoned[1][name].view(-1)[5] = bad
+            result = dirty.step(poisoned)
+            for found in result.gradients:
+                for name in ("head.weight", "prime"):
+                    assert not bool(found[name].isfinite().all()), f"{bad} in {name} was hidden"
+            _same_state(dirty.save(), clean.save())
+            _same_steps(run(dirty, like, 2, 2), run(clean, like, 2, 2))
+
+    def test_rollback(self) -> None:
+        like = parameters()
+        clean, dirty = self.ranks(2, like), self.ranks(2, like)
+        run(clean, like, 2)
+        run(dirty, like, 2)
+        run(dirty, like, 1, 70)
+        dirty.rollback()
+        _same_state(dirty.save(), clean.save())
+        _same_steps(run(dirty, like, 2, 2), run(clean, like, 2, 2))
+
+    @pytest.mark.parametrize("where", WHERE)
+    def test_exception_on_one_rank(self, where: Where) -> None:
+        """Every rank has an error in that step, the failing one its own; the next steps are as if it had not been."""
+        if not self.reduction.collectives:
+            pytest.skip("sends nothing, so no other rank can be told")
+        like = parameters()
+        clean, dirty = self.ranks(2, like), self.ranks(2, like, wrap=Faulty)
+        run(clean, like, 2)
+        run(dirty, like, 2)
+        faulty = dirty.handles[1].reduction
+        assert isinstance(faulty, Faulty)
+        faulty.arm(where)
+        errors = dirty.step(all_ranks(like, 2, 50)).errors
+        assert isinstance(errors[1], Injected), f"the failing rank has {errors[1]!r}"
+        assert isinstance(errors[0], RemoteHookError), f"the other rank has {errors[0]!r}"
+        assert "rank 1" in str(errors[0])
+        assert "Injected" in str(errors[0])
+        _same_state(dirty.save(), clean.save())
+        _same_steps(run(dirty, like, 2, 2), run(clean, like, 2, 2))
+
+    def test_ranks_that_disagree_get_a_typed_error(self) -> None:
+        """One rank's model is larger: no hang, no wrong numbers, an error on every rank."""
+        if not self.reduction.collectives:
+            pytest.skip("sends nothing")
+        like = parameters()
+        ranks = self.ranks(2, like)
+        every = all_ranks(like, 2, 0)
+        every[1]["one.more"] = torch.ones(77, 5)
+        errors = ranks.step(every).errors
+        assert all(error is not None for error in errors), errors
+
+
+def _through_a_file(saved: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+def _same_state(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """Entries to the bit, and for a hook that keeps any, the number of steps."""
+    for mine, theirs in zip(found, wanted, strict=True):
+        a, b = _flat(mine), _flat(theirs)
+        assert a.keys() == b.keys()
+        other = [key for key in a if a[key].dtype != b[key].dtype or not torch.equal(a[key], b[key])]
+        assert not other, f"other numbers in {other}"
+        if mine["fields"]:
+            assert mine["step"] == theirs["step"]
+
+
+def _flat(saved: dict[str, Any]) -> dict[tuple[str, str], torch.Tensor]:
+    return {(name, field): t for name, row in saved["entries"].items() for field, t in row.items()}
+
+
+def _same_steps(found: list[Step], wanted: list[Step]) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        for mine, theirs in zip(a.gradients, b.gradients, strict=True):
+            assert same_bits(mine, theirs) == []

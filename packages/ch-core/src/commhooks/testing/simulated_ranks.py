@@ -1,0 +1,155 @@
+"""W ranks of one hook in this process: handles, engines and named gradients, step by step.
+
+What tests of hooks are written with: real handles and engines over simulated ranks, no process and no model.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from commhooks.adapters.base import Binding
+from commhooks.bucket import Bucket, BucketLayout
+from commhooks.checkpoint import merge
+from commhooks.engine.engine import Engine
+from commhooks.errors import CommHooksError
+from commhooks.handle import CommHook
+from commhooks.simulate import SimulatedGroup, SimulatedTransport, together
+from commhooks.transport.base import Work
+
+Gradients = Mapping[str, torch.Tensor]
+
+
+class CountingTransport(SimulatedTransport):
+    """A simulated rank that adds up the bytes it is given."""
+
+    payload = 0
+
+    def _post(self, kind: str, op: str, *tensors: torch.Tensor) -> Work:
+        whole = max(tensors, key=torch.Tensor.numel)
+        self.payload += whole.numel() * whole.element_size()
+        return super()._post(kind, op, *tensors)
+
+
+class SimulatedBinding(Binding):
+    """The binding of a handle on a simulated rank."""
+
+    calls = 0
+
+    def __init__(self, engine: Engine, layout: BucketLayout) -> None:
+        self.engine, self.layout = engine, layout
+
+    def check(self) -> None:
+        """Nothing is kept back: :meth:`SimulatedRanks.step` returns every error."""
+
+    def detach(self) -> None:
+        """There is no model to leave anything to."""
+
+
+@dataclass
+class Step:
+    """What one step gave: each rank's averaged gradients, or its error."""
+
+    gradients: list[dict[str, torch.Tensor]]
+    errors: list[BaseException | None] = field(default_factory=list)
+
+
+class SimulatedRanks:
+    """Simulated ranks that share nothing but their collectives.
+
+    Args:
+        make: makes one rank's unattached handle, e.g. ``lambda: commhooks.create("powersgd")``.
+        world_size: number of ranks.
+        like: tensors with the names, shapes, strides and dtypes of the parameters, in model order.
+        buckets: into how many buckets the parameters are split; as in DDP the last parameters come first.
+        timeout: seconds until a rank that waits for another is told so.
+
+    Example:
+        >>> import torch
+        >>> from commhooks import CommHook
+        >>> from commhooks.reduction import Plain
+        >>> make = lambda: CommHook(node={"hook": "allreduce", "config": {}}, built=Plain())
+        >>> ranks = SimulatedRanks(make, 2, {"w": torch.zeros(2)})
+        >>> ranks.step([{"w": torch.zeros(2)}, {"w": torch.ones(2)}]).gradients[0]["w"]
+        tensor([0.5000, 0.5000])
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], CommHook],
+        world_size: int,
+        like: Gradients,
+        *,
+        buckets: int = 2,
+        timeout: float = 30.0,
+    ) -> None:
+        self.world_size, self.buckets = world_size, buckets
+        self.group = SimulatedGroup(world_size)
+        self.transports = [CountingTransport(self.group, rank) for rank in range(world_size)]
+        self.handles = [make() for _ in range(world_size)]
+        self.engines: list[Engine] = []
+        layout = BucketLayout.of_tensors(like)
+        for handle, transport in zip(self.handles, self.transports, strict=True):
+            assert handle.reduction is not None, f"{handle.expr} is no reduction, and cannot be simulated"
+            engine = Engine(handle.reduction, transport, handle.state, timeout=timeout)  # type: ignore[arg-type]
+            handle.bind(SimulatedBinding(engine, layout))
+            self.engines.append(engine)
+
+    def step(self, gradients: Sequence[Gradients]) -> Step:
+        """One backward on every rank. The gradients given are left as they are."""
+
+        def one(rank: int) -> tuple[dict[str, torch.Tensor], BaseException | None]:
+            made = split(gradients[rank], self.buckets)
+            try:
+                for bucket in made:
+                    self.engines[rank].submit(bucket)
+                error = self.engines[rank].finish()
+            except CommHooksError as lost:  # the transport: everyone hears of it, through its own wait
+                error = lost
+            found = {p.name: view.clone() for bucket in made for p, view in bucket.views()}
+            return {name: found[name] for name in gradients[rank]}, error
+
+        results = together(self.group, one)
+        return Step([found for found, _ in results], [error for _, error in results])
+
+    def settle(self) -> None:
+        """Commit or roll back the last step, on every rank."""
+        for engine in self.engines:
+            engine.resolve_step()
+
+    def rollback(self) -> None:
+        """The optimizers skipped the last step."""
+        for handle in self.handles:
+            handle.rollback()
+
+    def save(self) -> list[dict[str, Any]]:
+        """Every rank's ``state_dict()``."""
+        return [handle.state_dict() for handle in self.handles]
+
+    def load(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from :meth:`save`; from another number of ranks, with the mean residual."""
+        if len(saved) == self.world_size:
+            for handle, one in zip(self.handles, saved, strict=True):
+                handle.load_state_dict(one)
+            return
+        merged = merge(saved)
+        for handle in self.handles:
+            handle.load_state_dict(merged, world_change="mean")
+
+
+def split(gradients: Gradients, count: int) -> list[Bucket]:
+    """Buckets of one dtype each, the last parameters first, as DDP makes them: ``count`` of every dtype."""
+    groups: list[list[str]] = []
+    for dtype in dict.fromkeys(t.dtype for t in gradients.values()):
+        names = [name for name, t in gradients.items() if t.dtype == dtype][::-1]
+        size = max(1, -(-len(names) // count))
+        groups += [names[i : i + size] for i in range(0, len(names), size)]
+    made = []
+    for index, names in enumerate(groups):
+        layout = BucketLayout.of_tensors({name: gradients[name] for name in names})
+        bucket = Bucket(layout, torch.empty(layout.numel, dtype=layout.dtype), index, index == len(groups) - 1)
+        for name in names:
+            bucket.view(name).copy_(gradients[name])
+        made.append(bucket)
+    return made

@@ -1,0 +1,161 @@
+"""The contract kit: it passes correct methods of every kind, and fails wrong ones with a word on what to set."""
+
+import re
+
+import pytest
+import torch
+
+import commhooks
+from commhooks import AllReduce, HookSpec, Reduction
+from commhooks.testing import HookContract
+
+
+class Coarse(Reduction):
+    """Rounded to whole numbers: a large residual, which shows where each number of it belongs."""
+
+    name, lossy, reports_sent = "coarse", True, True
+
+    def run(self, bucket, ctx):
+        flat = bucket.buffer.round()
+        if ctx.sent is not None:
+            ctx.sent.buffer = flat
+        yield AllReduce(flat)
+        bucket.buffer = flat
+
+
+class Aliased(Reduction):
+    """Multiplies by W what it sends, where the bucket has 16 bits: a report that is no copy."""
+
+    name, lossy, reports_sent = "aliased", True, True
+
+    def run(self, bucket, ctx):
+        small = bucket.buffer.to(torch.bfloat16, copy=True).mul_(1.0 / ctx.world_size)
+        if ctx.sent is not None:
+            ctx.sent.buffer = small.to(bucket.dtype).mul_(ctx.world_size)
+        yield AllReduce(small, "sum")
+        bucket.buffer = small.to(bucket.dtype)
+
+
+class WrongUnits(Reduction):
+    """Reports what it sends after the division by W."""
+
+    name, lossy, reports_sent = "wrong_units", True, True
+
+    def run(self, bucket, ctx):
+        flat = bucket.buffer * (1.0 / ctx.world_size)
+        if ctx.sent is not None:
+            ctx.sent.buffer = flat
+        yield AllReduce(flat, "sum")
+        bucket.buffer = flat
+
+
+class Vote(Reduction):
+    """The sign of the majority: no mean."""
+
+    name, lossy = "vote", True
+
+    def run(self, bucket, ctx):
+        votes = torch.where(bucket.buffer.isfinite(), bucket.buffer.sign(), bucket.buffer)
+        yield AllReduce(votes, "sum")
+        bucket.buffer = torch.where(votes.isfinite(), votes.sign(), votes)
+
+
+class Momentum(Reduction):
+    """Momentum correction (DGC, arXiv:1712.01887): what is applied is a sum of momenta, not of gradients."""
+
+    name, lossy = "momentum", True
+    fields = {"velocity": "local", "residual": "local"}
+
+    def run(self, bucket, ctx):
+        flat = torch.empty_like(bucket.storage)
+        kept = []
+        for p, gradient in bucket.views():
+            parts = [ctx.stage(p.name, field, p.shape, device=bucket.device) for field in ("velocity", "residual")]
+            before = [ctx.read(p.name, field) for field in ("velocity", "residual")]
+            velocity, residual = parts
+            velocity.copy_(gradient).add_(0 if before[0] is None else 0.5 * before[0])
+            residual.copy_(velocity).add_(0 if before[1] is None else before[1])
+            gradient.copy_(residual.round())
+            kept.append((residual, gradient.clone()))
+        flat = bucket.buffer
+        yield AllReduce(flat)
+        bucket.buffer = flat
+        for residual, sent in kept:
+            residual.sub_(sent)
+
+
+METHODS = (Coarse, Aliased, WrongUnits, Vote, Momentum)
+
+
+@pytest.fixture(autouse=True)
+def registered(isolated_registry):
+    for method in METHODS:
+        capabilities = {"lossy"} | ({"stateful"} if method.fields else set())
+        spec = HookSpec(
+            method.name, "reduction", "tests:here", "for this test", params={}, capabilities=frozenset(capabilities)
+        )
+        commhooks.register(spec, method)
+
+
+class TestResidualOfATransposedParameter(HookContract):
+    expr = "error_feedback(coarse)"
+    compresses = False
+
+
+class TestMajorityVote(HookContract):
+    expr = "vote"
+    mean = False
+    compresses = False
+
+
+class TestMomentumCorrection(HookContract):
+    expr = "momentum"
+    mean = False
+    compresses = False
+
+
+def failure(check: str, **attributes: object) -> str:
+    made = type("Case", (HookContract,), attributes)()
+    with pytest.raises(AssertionError) as caught:
+        getattr(made, check)()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_report_that_shares_memory_with_the_message_is_found(dtype: torch.dtype) -> None:
+    other = {"dtypes": (dtype,), "expr": "aliased"}
+    if dtype == torch.float16:  # only a bucket of the wire's own dtype is not copied
+        HookContract.test_reports_what_it_sent(type("Case", (HookContract,), other)())
+    else:
+        assert "share memory" in failure("test_reports_what_it_sent", **other)
+
+
+def test_a_report_in_other_units_is_found() -> None:
+    assert "in the gradient's units" in failure("test_reports_what_it_sent", expr="wrong_units")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_residual_is_checked_in_16_bits(dtype: torch.dtype) -> None:
+    message = failure("test_input_is_sent_plus_residual", expr="error_feedback(wrong_units)", dtypes=(dtype,))
+    assert str(dtype) in message
+
+
+@pytest.mark.parametrize(
+    ("check", "expr", "attributes"),
+    [
+        ("test_equals_the_average_within_tolerance", "vote", ("tolerance", "mean = False")),
+        ("test_dtypes", "vote", ("tolerance", "mean = False", "dtypes")),
+        ("test_compresses", "coarse", ("first_step", "compresses = False")),
+        ("test_input_is_sent_plus_residual", "momentum", ("conservation", "mean = False")),
+        ("test_reports_what_it_sent", "wrong_units", ("conservation", "mean = False")),
+    ],
+)
+def test_a_failure_names_what_to_set(check: str, expr: str, attributes: tuple[str, ...]) -> None:
+    message = failure(check, expr=expr)
+    for attribute in attributes:
+        assert re.search(rf"`{attribute}`", message), message
+
+
+def test_the_attributes_that_are_named_exist() -> None:
+    for name in ("tolerance", "conservation", "mean", "compresses", "first_step", "steps", "dtypes"):
+        assert hasattr(HookContract, name)

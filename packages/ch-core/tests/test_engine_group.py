@@ -1,0 +1,97 @@
+"""Several engines of one handle: they end together, and what goes wrong on one axis is known on the whole mesh."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from commhooks import AllReduce, Bucket, Plain, Reduction
+from commhooks.adapters import Engine, EngineGroup
+from commhooks.errors import RemoteHookError
+from commhooks.simulate import SimulatedGroup, SimulatedRank, SimulatedTransport, simulate
+
+
+class Fails(Reduction):
+    """Raises in the second step of the rank that is told to."""
+
+    name, lossy = "fails", True
+    fields = {"last": "shared"}
+
+    def __init__(self, here: bool) -> None:
+        self.here, self.steps = here, 0
+
+    def run(self, bucket: Bucket, ctx: Any) -> Iterator[Any]:
+        ctx.stage("w", "last", (1,), device=bucket.device).fill_(1.0)
+        yield AllReduce(bucket.buffer)
+        if not bucket.buffer.is_meta:
+            self.steps += 1
+            if self.here and self.steps == 2:
+                raise ArithmeticError("broken on one axis")
+
+
+def bucket() -> Bucket:
+    return Bucket.from_tensors({"w": torch.ones(8)})
+
+
+def own_column() -> SimulatedTransport:
+    """An axis of the mesh along which a rank is alone."""
+    return SimulatedTransport(SimulatedGroup(1), 0)
+
+
+@pytest.mark.parametrize("relayed", [True, False])
+def test_an_error_on_one_axis_is_raised_and_rolled_back_on_every_rank_of_the_relay(relayed: bool) -> None:
+    def body(rank: SimulatedRank) -> tuple[list[BaseException | None], list[bool | None], int]:
+        engine = Engine(Fails(rank.rank == 1), own_column())
+        group = EngineGroup({"replicate": engine}, rank.transport if relayed else None)
+        errors, kept = [], []
+        for _ in range(3):
+            group.run("replicate", bucket())
+            assert group.in_step
+            errors.append(group.finish())
+            assert not group.in_step
+            kept.append(engine.resolve_step())
+        return errors, kept, engine.state.step
+
+    (others, kept, steps), (own, own_kept, own_steps) = simulate(2, body)
+    assert own[0] is own[2] is None
+    assert isinstance(own[1], ArithmeticError)
+    assert (own_kept, own_steps) == ([True, False, True], 2)
+    if relayed:
+        assert others[0] is others[2] is None
+        assert isinstance(others[1], RemoteHookError)
+        assert "ArithmeticError: broken on one axis" in str(others[1])
+        assert (kept, steps) == ([True, False, True], 2)
+    else:
+        assert (others, kept, steps) == ([None] * 3, [True] * 3, 3), "without a relay the ranks would drift apart"
+
+
+def test_an_error_from_outside_is_made_known_along_every_axis() -> None:
+    def body(rank: SimulatedRank) -> BaseException | None:
+        engines = {"shard": Engine(Plain(), rank.transport), "replicate": Engine(Plain(), own_column())}
+        group = EngineGroup(engines)
+        group.run("shard", bucket())
+        group.run("replicate", bucket())
+        return group.finish(outside=KeyError("lost hook") if rank.rank == 0 else None)
+
+    own, others = simulate(2, body)
+    assert isinstance(own, KeyError)
+    assert isinstance(others, RemoteHookError)
+    assert "lost hook" in str(others)
+
+
+def test_steps_are_common_to_the_axes_and_bytes_add_up() -> None:
+    def body(rank: SimulatedRank) -> dict[str, float]:
+        group = EngineGroup({"shard": Engine(Plain(), rank.transport), "replicate": Engine(Plain(), own_column())})
+        for axis in ("shard", "replicate", "replicate"):
+            group.run(axis, bucket())
+        assert group.finish() is None
+        group.run("shard", bucket())
+        group.abandon()
+        return group.stats()
+
+    stats = simulate(2, body)[0]
+    assert stats["steps"] == 1
+    assert (stats["shard_payload_bytes"], stats["replicate_payload_bytes"]) == (64.0, 64.0)
+    assert stats["payload_bytes"] == 128.0
+    assert (stats["shard_rounds"], stats["replicate_rounds"], stats["rounds"]) == (2.0, 2.0, 4.0)

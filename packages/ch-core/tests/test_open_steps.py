@@ -1,0 +1,350 @@
+"""Steps whose end is open: what waits together is kept or undone together, on joined ranks too."""
+
+import pickle
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
+
+import pytest
+import torch
+
+from commhooks import AllReduce, Bucket, HookState, Reduction
+from commhooks.engine.verdict import Phase
+from commhooks.errors import StateError
+from commhooks.simulate import SimulatedRank, simulate
+
+# -- the state: tentative steps
+
+
+def staged(state: HookState, value: float) -> None:
+    state.stage("w", "residual", (2,)).fill_(value)
+
+
+def held(state: HookState) -> float | None:
+    found = state.read("w", "residual")
+    return None if found is None else float(found[0])
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_tentative_steps_are_kept_or_undone_together(used: bool) -> None:
+    state = HookState()
+    staged(state, 1.0)
+    state.commit()
+    for value in (2.0, 3.0, 4.0):
+        staged(state, value)
+        state.commit(tentative=True)
+        assert held(state) == value
+        assert (state.certain_step, [float(t[0]) for _, _, t in state.entries()]) == (1, [1.0])
+    assert (state.tentative, state.step) == (True, 4)
+    state.rescale(8.0)
+    assert held(state) == 32.0
+    state.resolve(used)
+    assert (state.tentative, state.step, held(state)) == (False, 4 if used else 1, 32.0 if used else 8.0)
+    kept = state.read("w", "residual")
+    for value in (5.0, 6.0):  # the buffers take turns again, and none of them is what is held
+        staged(state, value)
+        assert state.read("w", "residual") is kept
+        state.rollback()
+    assert len({id(t) for t in (kept, *state._committed.values(), *state._spare.values())}) == 2
+
+
+def test_what_is_new_in_a_tentative_step_is_gone_when_it_is_undone() -> None:
+    state = HookState()
+    staged(state, 1.0)
+    state.commit(tentative=True)
+    assert held(pickle.loads(pickle.dumps(state))) is None
+    state.resolve(False)
+    assert (held(state), state.step) == (None, 0)
+
+
+def test_a_field_declares_how_it_follows_the_loss_scale() -> None:
+    class Momenta(Reduction):
+        name = "momenta"
+        fields: ClassVar[dict[str, Literal["local", "shared"]]] = {
+            "residual": "local",
+            "owed": "local",
+            "square": "shared",
+            "count": "shared",
+        }
+        scaled_fields: ClassVar[dict[str, int]] = {"owed": 1, "square": 2}
+
+        def run(self, bucket: Bucket, ctx: Any) -> Iterator[Any]:
+            for p, gradient in bucket.views():
+                for field, power in (("owed", 1), ("square", 2), ("count", 0)):
+                    target = ctx.stage(p.name, field, p.shape, device=bucket.device).copy_(gradient.pow(power))
+                    before = ctx.read(p.name, field)
+                    if before is not None:
+                        target.add_(before)
+            yield AllReduce(bucket.buffer)
+
+    def body(rank: SimulatedRank) -> dict[str, float]:
+        engine = rank.engine(Momenta())
+        for scale in (1.0, 4.0, 2.0):
+            engine.loss_scale = lambda scale=scale: scale
+            engine.submit(Bucket.from_tensors({"w": torch.full((2,), 3.0 * scale)}))
+            assert engine.finish() is None
+        engine.resolve_step()
+        return {field: float(tensor[0]) for _, field, tensor in engine.state.entries()}
+
+    assert simulate(2, body) == [{"owed": 9.0, "square": 27.0, "count": 3.0}] * 2
+
+
+# -- the engine
+
+
+class Counts(Reduction):
+    """Keeps the number of its steps, and asks for other collectives from the third committed one on."""
+
+    name, lossy = "counts", True
+    fields: ClassVar[dict[str, Literal["local", "shared"]]] = {"sum": "shared"}
+
+    def phase(self, step: int) -> bool:
+        return step >= 3
+
+    def run(self, bucket: Bucket, ctx: Any) -> Iterator[Any]:
+        before = ctx.read("w", "sum")
+        target = ctx.stage("w", "sum", (1,), device=bucket.device)
+        if before is None:
+            target.fill_(1.0)
+        else:
+            torch.add(before, 1.0, out=target)
+        yield AllReduce(bucket.buffer)
+        if ctx.step >= 3:
+            yield AllReduce(ctx.scratch("more", (5,), device=bucket.device).zero_())
+
+
+class Says:
+    """An outside that answers as it is told."""
+
+    def __init__(self) -> None:
+        self.answer: bool | None = True
+        self.steps = 0
+        self.error: StateError | None = None
+
+    def begin(self) -> None:
+        pass
+
+    def mark(self) -> None:
+        pass
+
+    def verdict(self) -> bool | None:
+        return self.answer
+
+    def doubt(self) -> StateError | None:
+        return self.error
+
+    def clock(self) -> int:
+        return self.steps
+
+    def follow(self, clock: int) -> None:
+        self.steps = clock
+
+
+def one_step(engine: Any, *, joined: bool = False) -> BaseException | None:
+    engine.participating = not joined
+    engine.submit(Bucket.from_tensors({"w": torch.zeros(4) if joined else torch.ones(4)}))
+    error: BaseException | None = engine.finish()
+    return error
+
+
+def total(engine: Any) -> float:
+    found = engine.state.read("w", "sum")
+    return 0.0 if found is None else float(found)
+
+
+def test_steps_that_wait_are_used_or_undone_together() -> None:
+    def body(rank: SimulatedRank) -> list[tuple[int, float, int]]:
+        engine, says, seen = rank.engine(Counts()), Says(), []
+        engine.open_steps.outcome = says
+        for answer in (True, None, None, True, None, False, True):
+            assert one_step(engine) is None
+            says.answer = answer
+            assert engine.resolve_step() is answer
+            if answer is None:
+                assert engine.state.state_dict()["step"] == engine.state.certain_step
+            seen.append((engine.state.step, total(engine), engine.state.certain_step))
+        return seen
+
+    expected = [(1, 1.0, 1), (1, 1.0, 1), (2, 2.0, 1), (4, 4.0, 4), (4, 4.0, 4), (4, 4.0, 4), (5, 5.0, 5)]
+    assert simulate(2, body) == [expected, expected]
+
+
+def test_a_rollback_undoes_all_that_waits() -> None:
+    def body(rank: SimulatedRank) -> tuple[int, float]:
+        engine, says = rank.engine(Counts()), Says()
+        engine.open_steps.outcome, says.answer = says, None
+        for _ in range(3):
+            assert one_step(engine) is None
+        engine.rollback()
+        assert engine.resolve_step() is False
+        assert not engine.state.tentative
+        return engine.state.step, total(engine)
+
+    assert simulate(2, body) == [(0, 0.0)] * 2
+
+
+@pytest.mark.parametrize("doubting", [(0, 1), (1,)])
+def test_what_cannot_be_told_is_raised_on_all_ranks(doubting: tuple[int, ...]) -> None:
+    def body(rank: SimulatedRank) -> list[str]:
+        engine, says, seen = rank.engine(Counts()), Says(), []
+        engine.open_steps.outcome = says
+        for bad in (False, True, False):
+            if bad and rank.rank in doubting:
+                says.answer, says.error = False, StateError("who knows")
+            error = one_step(engine)
+            says.answer, says.error = True, None
+            seen.append(type(error).__name__)
+        return seen
+
+    ours, theirs = simulate(2, body)
+    # Where one rank alone could not tell, the other has committed what this one has not.
+    after = "NoneType" if len(doubting) == 2 else "RankMismatchError"
+    assert ours == ["NoneType", "StateError" if 0 in doubting else "RemoteHookError", after]
+    assert theirs == ["NoneType", "StateError", after]
+
+
+@pytest.mark.parametrize("answers", [(True, True, True), (True, False, True), (False, False, True), (None, None, True)])
+def test_a_joined_rank_follows_what_the_others_do_with_a_step(answers: tuple[bool | None, ...]) -> None:
+    """Also where the number of committed steps decides about the collectives, and when it takes part again."""
+
+    def body(rank: SimulatedRank) -> tuple[list[tuple[int, float]], int]:
+        engine, says, seen = rank.engine(Counts()), Says(), []
+        engine.open_steps.outcome = says
+        for epoch in range(2):
+            for number, answer in enumerate((True, *answers)):
+                joined = rank.rank == 1 and number > 0
+                assert one_step(engine, joined=joined) is None, (epoch, number)
+                if not joined:
+                    says.answer = answer
+                    says.steps += answer is True
+                seen.append((engine.state.step, total(engine)))
+        assert one_step(engine) is None
+        return seen, says.steps
+
+    ours, theirs = simulate(2, body)
+    assert ours == theirs
+
+
+def test_a_joined_rank_saves_the_step_that_it_presumes_used_and_takes_it_back_when_told() -> None:
+    def body(rank: SimulatedRank) -> list[int]:
+        engine, says = rank.engine(Counts()), Says()
+        engine.open_steps.outcome = says
+        saved = []
+        for used in (True, False, True):
+            joined = rank.rank == 1
+            assert one_step(engine, joined=joined) is None
+            says.answer = used if not joined else None
+            says.steps += used and not joined
+            saved.append(engine.state.state_dict()["step"])
+        assert one_step(engine) is None
+        return [*saved, engine.state.step, says.steps]
+
+    assert simulate(2, body) == [[1, 1, 2, 2, 2], [1, 2, 2, 2, 2]]
+
+
+class Eager(Reduction):
+    """Its ``run`` is no generator function: it raises before there is a generator."""
+
+    name, lossy = "eager", True
+
+    def run(self, bucket: Bucket, ctx: Any) -> Iterator[Any]:
+        if ctx.rank == 1 and ctx.step == 1 and not bucket.buffer.is_meta:
+            raise ArithmeticError("at once")
+        return self.rest(bucket)
+
+    def rest(self, bucket: Bucket) -> Iterator[Any]:
+        yield AllReduce(bucket.buffer)
+
+
+def test_a_reduction_that_raises_before_it_is_a_generator_is_heard_of() -> None:
+    def body(rank: SimulatedRank) -> list[str]:
+        engine, seen = rank.engine(Eager()), []
+        for _ in range(2):
+            for i in range(2):
+                engine.submit(Bucket.from_tensors({f"w{i}": torch.ones(4)}, index=i, is_last=i == 1))
+            seen.append(type(engine.finish()).__name__)
+        return seen
+
+    assert simulate(2, body) == [["NoneType", "RemoteHookError"], ["NoneType", "ArithmeticError"]]
+
+
+@pytest.mark.parametrize(("ends", "last"), [(True, Phase.COMMITTED), (False, Phase.ROLLED_BACK)])
+def test_a_verdict_has_one_life(ends: bool, last: Phase) -> None:
+    def body(rank: SimulatedRank) -> list[Phase]:
+        engine, says = rank.engine(Counts()), Says()
+        engine.open_steps.outcome, says.answer = says, None
+        engine.submit(Bucket.from_tensors({"w": torch.ones(4)}))
+        verdict = engine.verdict
+        life = [verdict.phase]
+        engine.on_reduced = lambda bucket: life.append(verdict.phase)
+        assert engine.finish() is None
+        life.append(verdict.phase)
+        assert engine.resolve_step() is None, "its gradients wait"
+        life.append(verdict.phase)
+        one_step(engine)  # on top of it
+        life.append(verdict.phase)
+        says.answer = ends
+        assert engine.resolve_step() is ends
+        return [*life, verdict.phase, engine.verdict.phase]
+
+    assert simulate(2, body)[1] == [Phase.OPEN] * 2 + [Phase.DECIDED] * 2 + [Phase.TENTATIVE] * 2 + [last, last]
+
+
+def test_a_step_that_never_finishes_was_never() -> None:
+    def body(rank: SimulatedRank) -> tuple[Phase, bool, int]:
+        engine = rank.engine(Counts())
+        engine.submit(Bucket.from_tensors({"w": torch.ones(4)}))
+        verdict = engine.verdict
+        engine.abandon()
+        assert one_step(engine) is None
+        engine.resolve_step()
+        return verdict.phase, engine.in_step, engine.state.step
+
+    assert simulate(2, body) == [(Phase.ROLLED_BACK, False, 1)] * 2
+
+
+def test_ranks_that_judge_a_step_differently_are_told() -> None:
+    """Their optimizers have stepped as often; what they hold is not the same any more."""
+
+    def body(rank: SimulatedRank) -> list[str]:
+        engine, says, seen = rank.engine(Counts()), Says(), []
+        engine.open_steps.outcome = says
+        for number in range(3):
+            seen.append(type(one_step(engine)).__name__)
+            says.answer = number != 0 or rank.rank == 0
+            says.steps += 1
+        return seen
+
+    assert simulate(2, body) == [["NoneType", "RankMismatchError", "RankMismatchError"]] * 2
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_step_that_is_open_when_another_state_is_loaded_is_no_part_of_it(before: int) -> None:
+    def body(rank: SimulatedRank) -> tuple[int, float]:
+        engine, says = rank.engine(Counts()), Says()
+        engine.open_steps.outcome = says
+        for _ in range(2):
+            assert one_step(engine) is None
+        saved = engine.state.state_dict()
+        says.answer = None
+        for _ in range(before + 1):
+            assert one_step(engine) is None
+        engine.state.load_state_dict(saved)
+        says.answer = True
+        assert one_step(engine) is None
+        engine.resolve_step()
+        return engine.state.step, total(engine)
+
+    assert simulate(2, body) == [(3, 3.0)] * 2
+
+
+def test_a_loss_scale_that_is_no_number_is_raised_at_the_end_of_the_step_on_all_ranks() -> None:
+    def body(rank: SimulatedRank) -> list[str]:
+        engine, seen = rank.engine(Counts()), []
+        for number in range(3):
+            scale = float("inf") if number == 1 and rank.rank == 0 else 2.0
+            engine.loss_scale = lambda scale=scale: scale
+            seen.append(type(one_step(engine)).__name__)
+        engine.resolve_step()
+        return [*seen, str(engine.state.step)]
+
+    assert simulate(2, body) == [["NoneType", kind, "NoneType", "2"] for kind in ("ValueError", "RemoteHookError")]

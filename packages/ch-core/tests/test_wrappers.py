@@ -1,0 +1,115 @@
+"""Wrappers written on ``Composite``: what they forward, what they are called, and what they do not inherit."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from commhooks import (
+    AllGather,
+    Bucket,
+    BucketLayout,
+    Composite,
+    HookConfigError,
+    Plain,
+    Reduction,
+    StepContext,
+    WireCast,
+)
+from commhooks.compositions.policy import policy
+from commhooks.compositions.warmup import warmup
+from commhooks.registry.expression import canonical
+
+SHAPES = {"norm.weight": (5,), "up.weight": (7, 6), "up.bias": (7,), "down.weight": (6, 7), "down.bias": (6,)}
+
+
+class Kept(Reduction):
+    """Keeps the average that it sends; matrices only."""
+
+    name, lossy = "kept", True
+    fields = {"last": "shared"}
+
+    def route(self, param: Any, step: int) -> str | None:
+        return "1-D" if len(param.shape) < 2 else None
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
+        yield from Plain().run(bucket, ctx)
+        for p, view in bucket.views():
+            ctx.stage(p.name, "last", p.shape, device=bucket.device).copy_(view)
+
+
+class Gathered(Reduction):
+    """The average by all-gather."""
+
+    name, collectives = "gathered", frozenset({"all_gather"})
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
+        everyone = ctx.scratch("all", (ctx.world_size, bucket.buffer.numel()), device=bucket.device)
+        yield AllGather(bucket.buffer, everyone.view(-1))
+        bucket.buffer = everyone.mean(0)
+
+
+RULES = {"*.norm*": Plain(), "*.bias": WireCast(Plain(), "bf16"), "*": Kept()}
+
+
+class Doubled(Composite):
+    """Twice its part's average, with a field of its own."""
+
+    name = "doubled"
+    fields = {"count": "shared"}
+
+    def __init__(self, inner: Reduction, times: int = 2) -> None:
+        super().__init__(inner)
+        self.times = times
+
+    def config(self) -> dict[str, Any]:
+        return {"times": self.times}
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
+        yield from self.inner.start(bucket, ctx)
+        bucket.buffer = bucket.buffer * self.times
+
+
+def test_a_wrapper_forwards_what_its_part_declares_and_adds_its_own() -> None:
+    layout = BucketLayout.of_shapes(SHAPES)
+    mixed = warmup(policy(RULES), steps=2)
+    outer = Doubled(mixed)
+    assert (outer.granularity, outer.collectives, outer.lossy, outer.trips) == ("tensor", {"all_reduce"}, True, 2)
+    assert dict(outer.fields) == {"last": "shared", "count": "shared"}
+    assert Doubled(Gathered()).collectives == {"all_gather"}
+    for step in (0, 2):
+        assert outer.routes(layout, step) == mixed.routes(layout, step)
+        assert [outer.label(p, step) for p in layout.params] == [
+            f"doubled({mixed.label(p, step)})" for p in layout.params
+        ]
+    assert outer.phase(0) != outer.phase(2)
+    with pytest.raises(HookConfigError, match=r"matches norm\.weight"):
+        Doubled(policy({"*.bias": Plain(), "up.*": Plain()})).check(layout)
+
+
+def test_what_a_wrapper_is_follows_from_name_options_and_parts() -> None:
+    outer = Doubled(WireCast(Kept(), "bf16"), times=3)
+    assert outer.name == "doubled(bf16_wrapper(kept))"
+    assert repr(outer) == "doubled(bf16_wrapper(kept), times=3)"
+    assert canonical(repr(outer)) == outer.node()
+    named = WireCast(Plain(), "bf16", name="bf16_compress")
+    assert (named.name, named.node()) == ("bf16_compress", {"hook": "bf16_compress", "config": {}})
+    with pytest.raises(HookConfigError, match="doubled is made of reductions"):
+        Doubled(lambda state, bucket: None)  # type: ignore[arg-type]
+
+
+def test_whether_the_last_collective_delivers_is_not_inherited_with_other_code() -> None:
+    class Renamed(Plain):
+        name = "renamed"
+
+    class More(Plain):
+        def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
+            yield from super().run(bucket, ctx)
+            bucket.buffer = bucket.buffer * 2
+
+    class MoreCast(WireCast):
+        run = Doubled.run
+
+    assert [r.delivers for r in (Plain(), Renamed(), WireCast(Plain(), "bf16"))] == [True] * 3
+    others = [More(), WireCast(More(), "bf16"), WireCast(Plain(), "bf16", accumulate="fp32"), MoreCast(Plain(), "bf16")]
+    assert not any(r.delivers for r in [*others, Doubled(Plain()), warmup(Plain(), steps=1)])
