@@ -339,3 +339,36 @@ def test_what_a_review_found_stays_mended() -> None:
     pytest.importorskip("ch_powersgd", reason="ch-powersgd is not installed")
     spawn(body_review, 2)
     assert pickle.loads(pickle.dumps(ch_ddp.bf16_compress_hook)) is ch_ddp.bf16_compress_hook
+
+
+class Looked(nn.Module):
+    """An embedding with sparse gradients, and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.dense = nn.Embedding(17, 6, sparse=True), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dense(self.embedding(x))
+
+
+def sparse_beside_dense(rank: int, world: int) -> list[str]:
+    plain, attached, bare = (DistributedDataParallel(Looked()) for _ in range(3))
+    commhooks.attach(attached, "allreduce")
+    bare.register_comm_hook(None, ch_ddp.allreduce_hook)
+    wrong = []
+    for step in range(3):
+        for model in (plain, attached, bare):
+            model.zero_grad()
+            torch.manual_seed(100 * step + rank)
+            model(torch.randint(0, 17, (9,))).pow(2).sum().backward()
+        want = [p.grad.to_dense() for p in plain.parameters() if p.grad is not None]
+        for name, model in (("attached", attached), ("bare", bare)):
+            have = [p.grad.to_dense() for p in model.parameters() if p.grad is not None]
+            wrong += [f"{name} step {step}"] * (not all(map(torch.equal, want, have)))
+    return wrong
+
+
+def test_sparse_gradients_have_ddps_bits() -> None:
+    assert spawn(sparse_beside_dense, 3) == [[], [], []]

@@ -4,6 +4,7 @@ import copy
 import inspect
 import io
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -184,6 +185,18 @@ def body_groups(rank: int, world: int) -> None:
         HierarchicalModelAverager({1: 2})
     with pytest.raises(commhooks.HookConfigError, match="cannot be divided into groups of 3"):
         HierarchicalModelAverager({1: 3, 2: 4})
+    # Two levels of one size, as PyTorch's own test has them over four ranks.
+    three = HierarchicalModelAverager({2: 2, 4: 4, 8: 4}).period_process_group_dict
+    pair, everyone = [rank // 2 * 2, rank // 2 * 2 + 1], [0, 1, 2, 3]
+    assert [dist.get_process_group_ranks(g) for g in three.values()] == [pair, everyone, everyone]
+    narrow = HierarchicalModelAverager({2: 2, 4: 2, 8: 4}).period_process_group_dict
+    assert narrow[2] is narrow[4]
+    averager = HierarchicalModelAverager({2: 2, 4: 2, 8: 4})
+    for step in range(9):
+        value = nn.Parameter(torch.full((3,), float(rank)))
+        averager.average_parameters([value])
+        expected = 1.5 if step % 8 == 0 else rank // 2 * 2 + 0.5 if step % 2 == 0 else float(rank)
+        assert value.tolist() == [expected] * 3, step
     # A model on a part of the ranks: by attach, the state takes its group, not the default one.
     half = dist.new_group([rank // 2 * 2, rank // 2 * 2 + 1], use_local_synchronization=True)
     model = DistributedDataParallel(net(), process_group=half, bucket_cap_mb=0.001)
@@ -315,8 +328,24 @@ def test_the_optimizers_checkpoint_loads_safely_and_leaves_nothing_stale() -> No
     assert twin.optim is not other.optim
     assert twin.state.keys() != other.state.keys()
     plain = adam(net())
-    other.load_state_dict(plain.state_dict())
+    with pytest.warns(UserWarning, match="does not contain a step counter for an averager. Setting step counter to 0"):
+        other.load_state_dict(plain.state_dict())
     assert other.averager.step == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.load_state_dict(optimizer.state_dict())
+    assert other.averager.step == optimizer.averager.step
+
+
+def test_averaging_at_every_step_is_warned_of_as_by_pytorch() -> None:
+    with pytest.warns(UserWarning, match="period is 1.* no model averaging is needed") as caught:
+        PeriodicModelAverager(1)
+    assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match="the largest period is 1"):
+        HierarchicalModelAverager({1: 4})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        HierarchicalModelAverager({1: 2, 2: 4})
 
 
 def test_signatures_are_pytorchs() -> None:

@@ -59,6 +59,10 @@ def body_forms(rank: int, world: int) -> None:
             "callables",
             lambda m: register_ddp_comm_hook(m, None, ch_ddp.allreduce_hook, ch_ddp.fp16_compress_wrapper),
         ),
+        (
+            "state= as Lightning's page prints it",
+            lambda m: register_ddp_comm_hook(model=m, state=dist.group.WORLD, ddp_comm_hook=ch_ddp.fp16_compress_hook),
+        ),
         ("PyTorch's, a group", lambda m: register_ddp_comm_hook(DDPCommHookType.ALLREDUCE, m, dist.group.WORLD)),
         (
             "PyTorch's, by keyword",
@@ -115,6 +119,8 @@ def test_neither_form() -> None:
         register_ddp_comm_hook(other.ONE, nn.Linear(2, 2))
     with pytest.raises(commhooks.HookConfigError, match="expected a wrapper's name or a callable"):
         register_ddp_comm_hook(nn.Linear(2, 2), None, "noop", 3)
+    with pytest.raises(commhooks.HookConfigError, match="ddp_comm_state= and state= are the same argument"):
+        register_ddp_comm_hook(nn.Linear(2, 2), [1], "noop", state=[2])
 
 
 def body_gather(rank: int, world: int) -> None:
@@ -158,7 +164,7 @@ def body_lightning(rank: int, world: int, folder: str) -> None:
     as_torchrun(rank, world)
     import lightning.pytorch as pl
 
-    from ch_ddp.lightning import CommHookCallback
+    from ch_ddp.frameworks.lightning import CommHookCallback
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:

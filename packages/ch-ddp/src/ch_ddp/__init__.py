@@ -5,18 +5,19 @@ Imported lazily, so that listing hooks does not load torch.
 
 from typing import TYPE_CHECKING
 
-from commhooks.lazy import lazy
+from commhooks import lazy
 
 if TYPE_CHECKING:
-    from ch_ddp.averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
-    from ch_ddp.averaging import average_parameters
-    from ch_ddp.gathering import AllGatherGrad
+    from ch_ddp.all_gather_grad import AllGatherGrad
     from ch_ddp.hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook, noop_hook
-    from ch_ddp.local_sgd import PostLocalSGDState, post_localSGD_hook
-    from ch_ddp.local_sgd_optimizer import PostLocalSGDOptimizer
-    from ch_ddp.overlap import OverlappedOptimizer
+    from ch_ddp.local_sgd.average import average_parameters
+    from ch_ddp.local_sgd.averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
+    from ch_ddp.local_sgd.hook import PostLocalSGDState, post_localSGD_hook
+    from ch_ddp.local_sgd.optimizer import PostLocalSGDOptimizer
+    from ch_ddp.optimizer_base import WrappedOptimizer, needs_closure
+    from ch_ddp.overlapped_optimizer import OverlappedOptimizer
     from ch_ddp.reductions import allreduce, bf16_compress, fp16_compress, noop
-    from ch_ddp.registering import DDPCommHookType, register_ddp_comm_hook
+    from ch_ddp.register import DDPCommHookType, register_ddp_comm_hook
     from ch_ddp.wrappers import bf16_compress_wrapper, fp16_compress_wrapper
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "PeriodicModelAverager",
     "PostLocalSGDOptimizer",
     "PostLocalSGDState",
+    "WrappedOptimizer",
     "allreduce",
     "allreduce_hook",
     "average_parameters",
@@ -37,6 +39,7 @@ __all__ = [
     "fp16_compress",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
+    "needs_closure",
     "noop",
     "noop_hook",
     "post_localSGD_hook",
@@ -46,15 +49,16 @@ __all__ = [
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "averagers": "HierarchicalModelAverager ModelAverager PeriodicModelAverager",
-        "averaging": "average_parameters",
-        "gathering": "AllGatherGrad",
+        "optimizer_base": "WrappedOptimizer needs_closure",
+        "all_gather_grad": "AllGatherGrad",
         "hooks": "allreduce_hook bf16_compress_hook fp16_compress_hook noop_hook",
-        "local_sgd": "PostLocalSGDState post_localSGD_hook",
-        "local_sgd_optimizer": "PostLocalSGDOptimizer",
+        "local_sgd.average": "average_parameters",
+        "local_sgd.averagers": "HierarchicalModelAverager ModelAverager PeriodicModelAverager",
+        "local_sgd.hook": "PostLocalSGDState post_localSGD_hook",
+        "local_sgd.optimizer": "PostLocalSGDOptimizer",
+        "overlapped_optimizer": "OverlappedOptimizer",
         "reductions": "allreduce bf16_compress fp16_compress noop",
-        "overlap": "OverlappedOptimizer",
-        "registering": "DDPCommHookType register_ddp_comm_hook",
+        "register": "DDPCommHookType register_ddp_comm_hook",
         "wrappers": "bf16_compress_wrapper fp16_compress_wrapper",
     },
 )

@@ -61,7 +61,7 @@ def commhooks_specs() -> Iterable[HookSpec]:
             "ddp",
             "ch_ddp:post_localSGD_hook",
             "averages over all ranks at first, later within subgroups or not at all; needs a model averager",
-            state="ch_ddp.local_sgd:make_state",
+            state="ch_ddp.local_sgd.hook:make_state",
             params={
                 "start_iter": Param(1000, "steps of averaging over all ranks", at_least=0),
                 "gradient_allreduce": Param(True, "average within the subgroup after that; False: not at all"),
@@ -90,3 +90,18 @@ def commhooks_specs() -> Iterable[HookSpec]:
             aliases=("bf16_compress_wrapper",),
         ),
     )
+
+
+@hookimpl
+def commhooks_adapter() -> Iterable[tuple[str, str]]:
+    """DistributedDataParallel, and the class that ``replicate`` mixes into a module."""
+    return (
+        ("torch.nn.parallel.distributed.DistributedDataParallel", "ch_ddp.adapter.binding:adapter"),
+        ("torch.distributed._composable.replicate.DDP", "ch_ddp.adapter.replicate:adapter"),
+    )
+
+
+@hookimpl
+def commhooks_hook_function() -> str:
+    """PyTorch's signature is that of DDP's hooks."""
+    return "ch_ddp.hook_function:as_hook"

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
+from ch_ddp.hook_function import as_hook
 from ch_ddp.reductions import allreduce, bf16_compress, fp16_compress, noop
-from commhooks.ddp import as_hook
-from commhooks.typing import GradBucket
+from commhooks import GradBucket
 
 _ALLREDUCE = as_hook(allreduce(), "allreduce_hook")
 _FP16 = as_hook(fp16_compress(), "fp16_compress_hook")

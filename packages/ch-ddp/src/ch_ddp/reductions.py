@@ -2,10 +2,7 @@
 
 from typing import Literal
 
-from commhooks.bucket import Bucket
-from commhooks.reduction import Plain, Reduction, Stages, StepContext
-from commhooks.requests import Requests
-from commhooks.wire import WireCast
+from commhooks import Bucket, Plain, Reduction, Requests, Stages, StepContext, WireCast
 
 Accumulate = Literal["wire", "fp32"]
 Rounding = Literal["nearest", "stochastic"]

@@ -5,16 +5,14 @@ stay in their own precision. Around a foreign hook it casts the bucket before th
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
+from ch_ddp.hook_function import BareHook
 from ch_ddp.reductions import Accumulate, Rounding
-from commhooks.ddp import BareHook, as_hook
-from commhooks.errors import HookConfigError
-from commhooks.reduction import Reduction
-from commhooks.typing import GradBucket
-from commhooks.wire import NAMES, WireCast
+from commhooks import GradBucket, HookConfigError, Reduction, WireCast, composed
 
 Dtype = Literal["bf16", "fp16"]
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
@@ -53,14 +51,10 @@ def bf16_compress_wrapper(
 
 
 def _wrap(hook: Hook | Reduction, dtype: Dtype, accumulate: Accumulate, rounding: Rounding) -> Any:
-    if isinstance(hook, Reduction):
-        return WireCast(hook, dtype, accumulate=accumulate, rounding=rounding)
-    carried = getattr(hook, "reduction", None)
-    if isinstance(carried, Reduction):
-        return as_hook(WireCast(carried, dtype, accumulate=accumulate, rounding=rounding))
-    if callable(carried):
-        factory = _CastFactory(carried, dtype, accumulate, rounding)
-        return as_hook(factory, f"{dtype}_wrapper({getattr(hook, '__name__', 'hook')})")
+    carried = hook if isinstance(hook, Reduction) else getattr(hook, "reduction", None)
+    if isinstance(carried, Reduction) or callable(carried):
+        make = partial(_cast, dtype=dtype, accumulate=accumulate, rounding=rounding)  # no lambda: hooks are pickled
+        return composed(f"{dtype}_wrapper", [hook], make)
     if not callable(hook):
         raise HookConfigError(f"{dtype}_wrapper wraps a reduction or a hook function, got {type(hook).__name__}")
     if (accumulate, rounding) != ("wire", "nearest"):
@@ -71,14 +65,8 @@ def _wrap(hook: Hook | Reduction, dtype: Dtype, accumulate: Accumulate, rounding
     return CastBucket(hook, dtype)
 
 
-class _CastFactory:
-    """Makes the wrapped reduction from a hook's state."""
-
-    def __init__(self, make: Callable[[Any], Reduction], dtype: Dtype, accumulate: Accumulate, rounding: Rounding):
-        self.make, self.dtype, self.accumulate, self.rounding = make, dtype, accumulate, rounding
-
-    def __call__(self, state: Any) -> WireCast:
-        return WireCast(self.make(state), self.dtype, accumulate=self.accumulate, rounding=self.rounding)
+def _cast(parts: list[Reduction], dtype: Dtype, accumulate: Accumulate, rounding: Rounding) -> WireCast:
+    return WireCast(parts[0], dtype, accumulate=accumulate, rounding=rounding)
 
 
 class CastBucket:
@@ -90,7 +78,7 @@ class CastBucket:
 
     def __call__(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         original = bucket.buffer()
-        bucket.set_buffer(original.to(NAMES[self.dtype]))
+        bucket.set_buffer(original.to(WireCast.DTYPES[self.dtype]))
         return self.hook(state, bucket).then(lambda done: self._cast_back(done, original))
 
     @staticmethod

@@ -13,8 +13,7 @@ except ImportError:  # said when one is made: tools that look at every module ca
     Callback = object
 
 import commhooks
-from commhooks.handle import CommHook
-from commhooks.reduction import Reduction
+from commhooks import CommHook, Reduction
 
 
 class CommHookCallback(Callback):
@@ -35,7 +34,7 @@ class CommHookCallback(Callback):
         self, what: str | Mapping[str, Any] | Callable[..., Any] | Reduction | CommHook, **options: Any
     ) -> None:
         if Callback is object:
-            raise ImportError("CommHookCallback needs Lightning: pip install 'ch-ddp[lightning]'")
+            raise ImportError("CommHookCallback needs Lightning: pip install 'lightning>=2.2'")
         self.what, self.options = what, options
         self.handle: CommHook | None = None
 

@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState as PyTorchs
 
-from ch_ddp.subgroups import part_of, ranks_per_machine, ready
-from commhooks.ddp import as_hook
-from commhooks.errors import HookConfigError, StateError
-from commhooks.reduction import Plain
-from commhooks.streams import future_for
-from commhooks.typing import GradBucket
+from ch_ddp.adapter.futures import future_for
+from ch_ddp.hook_function import as_hook
+from ch_ddp.local_sgd.subgroups import part_of, ranks_per_machine, ready
+from commhooks import GradBucket, HookConfigError, Plain, StateError
 
 
-class PostLocalSGDState:
+class PostLocalSGDState(PyTorchs):
     """What :func:`post_localSGD_hook` needs to know; made before or after the process group.
+
+    One of PyTorch's of this name too: Lightning's ``DDPStrategy`` averages the model only if its state is one.
 
     Args:
         process_group: ranks that average gradients at first; ``None`` is the model's group where the hook is attached
@@ -53,11 +54,10 @@ class PostLocalSGDState:
     ) -> None:
         if isinstance(start_localSGD_iter, bool) or not isinstance(start_localSGD_iter, int) or start_localSGD_iter < 0:
             raise HookConfigError(f"start_localSGD_iter={start_localSGD_iter!r}: expected a whole number, 0 or more")
-        self.process_group, self.subgroup = process_group, subgroup
-        self.start_localSGD_iter = start_localSGD_iter
-        self.post_local_gradient_allreduce = post_local_gradient_allreduce
+        super().__init__(  # type: ignore[no-untyped-call]
+            process_group, subgroup, start_localSGD_iter, post_local_gradient_allreduce
+        )
         self.subgroup_size = subgroup_size
-        self.iter = 0
         self._hooks()
         if ready() and process_group is not None:
             self.use_group(process_group)
@@ -72,7 +72,7 @@ class PostLocalSGDState:
     @property
     def local(self) -> bool:
         """Whether the switch has been made."""
-        return self.iter >= self.start_localSGD_iter
+        return bool(self.iter >= self.start_localSGD_iter)
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """What this step does with a bucket."""
@@ -109,11 +109,12 @@ class PostLocalSGDState:
         self.iter = int(state["iter"])
 
     def __getstate__(self) -> dict[str, Any]:
-        hidden = {"process_group": None, "subgroup": None}
-        return {k: v for k, v in self.__dict__.items() if k not in ("_global", "_local")} | hidden
+        kept = self.state_dict() | {"subgroup_size": self.subgroup_size}
+        return kept | {"process_group": None, "subgroup": None}
 
     def __setstate__(self, values: dict[str, Any]) -> None:
-        self.__dict__.update(values)
+        for name, value in values.items():  # PyTorch's are slots
+            setattr(self, name, value)
         self._hooks()
 
     def _hooks(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.transport import ProcessGroupTransport
+from commhooks.adapters import TUNED, ProcessGroupTransport
 
 Params = Iterable[torch.Tensor] | Iterable[Mapping[str, Any]]
 """Parameters, or an optimizer's ``param_groups``."""
@@ -49,7 +49,7 @@ def average_parameters(params: Params, process_group: dist.ProcessGroup | None =
         for same in together.values():
             flat = torch.cat([p.detach().reshape(-1) for p in same])
             flat.mul_(1.0 / transport.world_size)
-            transport.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, "sum").wait(None)
+            TUNED.wait(transport.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, "sum"), flat, None)
             for p, piece in zip(same, flat.split([p.numel() for p in same]), strict=True):
                 p.copy_(piece.view(p.shape))
 

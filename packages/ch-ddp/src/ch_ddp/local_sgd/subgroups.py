@@ -4,8 +4,10 @@ import itertools
 import socket
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
-from commhooks.errors import HookConfigError
+from commhooks import HookConfigError
+from commhooks.adapters import StoreExchange
 
 Group = dist.ProcessGroup
 
@@ -43,8 +45,12 @@ def ranks_per_machine(group: Group | None) -> int:
     Raises:
         HookConfigError: not the same number on each, or ranks of one machine are not consecutive.
     """
-    names: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(names, socket.gethostname(), group)
+    whole = group if group is not None else dist.group.WORLD
+    if whole is None:
+        raise HookConfigError("there is no process group to divide; call init_process_group(...) first")
+    # Over the store: all_gather_object unpickles through NumPy, which neither torch nor this package installs.
+    exchange = StoreExchange(whole, default_pg_timeout.total_seconds())
+    names = [name.decode() for name in exchange(socket.gethostname().encode())]
     runs = [(name, len(list(same))) for name, same in itertools.groupby(names)]
     if len({size for _, size in runs}) > 1 or len({name for name, _ in runs}) < len(runs):
         raise HookConfigError(f"the ranks lie on machines as {runs}: give a subgroup, or a subgroup_size that fits")

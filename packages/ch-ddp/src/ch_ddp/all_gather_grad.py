@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from commhooks.transport import ProcessGroupTransport
+from commhooks.adapters import TUNED, ProcessGroupTransport
 
 
 class AllGatherGrad(torch.autograd.Function):
@@ -32,12 +32,12 @@ class AllGatherGrad(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
         ctx.transport = transport = ProcessGroupTransport(group)
         gathered = tensor.new_empty((transport.world_size, tensor.numel()))
-        transport.all_gather(gathered.view(-1), tensor.detach().reshape(-1)).wait(None)
+        TUNED.wait(transport.all_gather(gathered.view(-1), tensor.detach().reshape(-1)), gathered, None)
         return gathered.view(transport.world_size, *tensor.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         total = grads[0].contiguous().clone()
-        ctx.transport.all_reduce(total, "sum").wait(None)
+        TUNED.wait(ctx.transport.all_reduce(total, "sum"), total, None)
         return total[ctx.transport.rank], None

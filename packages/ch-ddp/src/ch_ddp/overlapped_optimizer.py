@@ -5,18 +5,16 @@ optimizer's own ``step`` on the parameters of one bucket, so the result is that 
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from ch_ddp.wrapped_optimizer import WrappedOptimizer
-from commhooks.bucket import Bucket
-from commhooks.errors import HookConfigError, HookNotSupportedError
-from commhooks.handle import CommHook
-from commhooks.trampoline import DDPBinding
+from ch_ddp.adapter.binding import DDPBinding
+from ch_ddp.optimizer_base import WrappedOptimizer, needs_closure
+from commhooks import Bucket, CommHook, HookConfigError, HookNotSupportedError
 
 
 class OverlappedOptimizer(WrappedOptimizer):
@@ -58,15 +56,14 @@ class OverlappedOptimizer(WrappedOptimizer):
 
     def __init__(self, optim: Optimizer, handle: CommHook) -> None:
         super().__init__(optim)
-        signature = inspect.signature(type(optim).step)
-        if any(p.name == "closure" and p.default is p.empty for p in signature.parameters.values()):
+        if needs_closure(optim):
             raise HookConfigError(f"{type(optim).__name__} needs a closure at every step, and so cannot be overlapped")
         binding: object = handle.binding
         if not isinstance(binding, DDPBinding):
             raise HookNotSupportedError(
                 f"{handle!r}: an optimizer overlaps with a hook that is attached to DistributedDataParallel"
             )
-        self._names: dict[int, str] = binding.names
+        self._names: Mapping[int, str] = binding.names
         self._updated: set[int] = set()
         if not self._by_name():
             raise HookConfigError("none of the optimizer's parameters is a parameter of the model")

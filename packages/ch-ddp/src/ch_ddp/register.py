@@ -11,10 +11,7 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks.errors import HookConfigError
-from commhooks.expression import canonical
-from commhooks.handle import CommHook
-from commhooks.reduction import Reduction
+from commhooks import CommHook, HookConfigError, Reduction, canonical
 
 What = str | Mapping[str, Any] | Callable[..., Any] | Reduction
 """A hook: an expression, its dict, a callable, or a reduction."""
@@ -44,6 +41,8 @@ def register_ddp_comm_hook(
     ddp_comm_state: object | None = None,
     ddp_comm_hook: What | None = None,
     ddp_comm_wrapper: str | Callable[..., Any] | None = None,
+    *,
+    state: object | None = None,
 ) -> CommHook | None: ...
 
 
@@ -65,7 +64,8 @@ def register_ddp_comm_hook(*args: Any, **kwargs: Any) -> CommHook | None:  # noq
 
     Args:
         model: the DDP model.
-        ddp_comm_state: the hook's state, or the process group of one that has none.
+        ddp_comm_state: the hook's state, or the process group of one that has none; also by the name ``state``, as
+            Lightning's examples have it.
         ddp_comm_hook: a hook: a name, an expression, a dict, or any callable, partials and objects included; without
             one nothing happens.
         ddp_comm_wrapper: a wrapper, by name or as a callable, to put around it.
@@ -101,7 +101,12 @@ def _as_lightning(
     ddp_comm_state: object | None = None,
     ddp_comm_hook: What | None = None,
     ddp_comm_wrapper: str | Callable[..., Any] | None = None,
+    *,
+    state: object | None = None,
 ) -> CommHook | None:
+    if state is not None and ddp_comm_state is not None:
+        raise HookConfigError("ddp_comm_state= and state= are the same argument; give one of them")
+    ddp_comm_state = state if ddp_comm_state is None else ddp_comm_state
     if ddp_comm_hook is None:
         return None
     hook = ddp_comm_hook if ddp_comm_wrapper is None else _wrapped(ddp_comm_wrapper, ddp_comm_hook)

@@ -1,11 +1,12 @@
 """An optimizer around another one: a real ``torch.optim.Optimizer`` that shares everything with what it wraps."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
 
-from commhooks.errors import HookConfigError
+from commhooks import HookConfigError
 
 _SHARED = ("param_groups", "state", "defaults")
 
@@ -38,6 +39,12 @@ class WrappedOptimizer(Optimizer):
         if name in _SHARED and "optim" in self.__dict__:
             return getattr(self.optim, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _SHARED and "optim" in self.__dict__:  # Accelerate sets them; here they would hide the wrapped one's
+            setattr(self.optim, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def inner_step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The wrapped optimizer's step."""
@@ -78,3 +85,9 @@ class WrappedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         type(self).__init__(self, **state)
+
+
+def needs_closure(optim: Optimizer) -> bool:
+    """Whether ``step()`` cannot do without a closure: it evaluates the model several times, as LBFGS does."""
+    parameters = inspect.signature(type(optim).step).parameters.values()
+    return any(p.name == "closure" and p.default is p.empty for p in parameters)

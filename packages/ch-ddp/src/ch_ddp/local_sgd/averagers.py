@@ -5,18 +5,20 @@ arXiv:1805.09767); hierarchical SGD averages small groups often and all ranks se
 arXiv:1808.07217; Wang et al. 2022, arXiv:2010.12998).
 
 Both averagers agree on the phase: the first average is made at step ``warmup_steps``, the next one ``period`` steps
-later. Both can be made before there is a process group.
+later. (PyTorch's hierarchical one counts from step 0: after 10 steps of warm-up it waits until 16 for a period of 8.)
+Both can be made before there is a process group.
 """
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 
-from ch_ddp.averaging import Params, average_parameters
-from ch_ddp.subgroups import part_of, ready
-from commhooks.errors import HookConfigError, StateError
+from ch_ddp.local_sgd.average import Params, average_parameters
+from ch_ddp.local_sgd.subgroups import part_of, ready
+from commhooks import HookConfigError, StateError
 
 
 class ModelAverager(ABC):
@@ -76,6 +78,8 @@ class PeriodicModelAverager(ModelAverager):
         super().__init__(process_group)
         _check_steps({"period": period}, warmup_steps)
         self.period, self.warmup_steps = period, warmup_steps
+        if period == 1:
+            _warn_of_period_1("period")
 
     def due(self, step: int) -> bool:
         """Whether parameters are averaged at a step."""
@@ -94,7 +98,8 @@ class HierarchicalModelAverager(ModelAverager):
     level over all ranks is :class:`PeriodicModelAverager`.
 
     Args:
-        period_group_size_dict: period -> ranks per group, both growing; the last group is all ranks.
+        period_group_size_dict: period -> ranks per group, both growing, groups of equal size allowed; the last group is
+            all ranks.
         warmup_steps: steps before the first average.
         process_group: the group of all ranks; ``None`` is the default group.
 
@@ -120,9 +125,12 @@ class HierarchicalModelAverager(ModelAverager):
         if not levels:
             raise HookConfigError("HierarchicalModelAverager needs period -> group size, for example {2: 4, 8: 16}")
         _check_steps({"period": min(levels), "group size": min(levels.values())}, warmup_steps)
-        for what, row in (("periods", list(levels)), ("group sizes", list(levels.values()))):
-            if row != sorted(set(row)):
+        periods, sizes = list(levels), list(levels.values())
+        for what, row in (("periods", periods), ("group sizes", sizes)):
+            if row != sorted(row):  # equal sizes are legal: {2: 2, 4: 4, 8: 4} over 4 ranks, as PyTorch takes it
                 raise HookConfigError(f"the {what} {row} must grow: small groups average often, large ones seldom")
+        if periods[-1] == 1:
+            _warn_of_period_1("the largest period")
         self.levels, self.warmup_steps = levels, warmup_steps
         self.period_process_group_dict: dict[int, dist.ProcessGroup] = {}
         if ready():
@@ -151,11 +159,19 @@ class HierarchicalModelAverager(ModelAverager):
         largest = max(self.levels.values())
         if largest != world:
             raise HookConfigError(f"the last group size is {largest}, but there are {world} ranks: it has to be all")
-        for period, size in self.levels.items():
-            self.period_process_group_dict[period] = part_of(self.process_group, size, type(self).__name__)
+        parts = {size: part_of(self.process_group, size, type(self).__name__) for size in self.levels.values()}
+        self.period_process_group_dict = {period: parts[size] for period, size in self.levels.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "period_process_group_dict": {}}
+
+
+def _warn_of_period_1(what: str) -> None:
+    warnings.warn(
+        f"{what} is 1: parameters averaged at every step cost no less than the gradients that DistributedDataParallel "
+        "averages; no model averaging is needed",
+        stacklevel=3,  # who made the averager
+    )
 
 
 def _check_steps(positive: Mapping[str, int], warmup_steps: int) -> None:

@@ -1,15 +1,13 @@
 """The optimizer of local SGD: a step, then the averager's."""
 
-import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
 
-from ch_ddp.averagers import ModelAverager
-from ch_ddp.wrapped_optimizer import WrappedOptimizer
-
-log = logging.getLogger("commhooks")
+from ch_ddp.local_sgd.averagers import ModelAverager
+from ch_ddp.optimizer_base import WrappedOptimizer
 
 
 class PostLocalSGDOptimizer(WrappedOptimizer):
@@ -56,7 +54,10 @@ class PostLocalSGDOptimizer(WrappedOptimizer):
         if "step" in state_dict:
             self.averager.load_state_dict({"step": state_dict["step"]})
         else:
-            log.warning("the loaded optimizer state has no averager's step: PostLocalSGDOptimizer starts it at 0")
+            warnings.warn(  # PyTorch's words: its users filter and test for them
+                "Loaded state dict does not contain a step counter for an averager. Setting step counter to 0.",
+                stacklevel=2,
+            )
             self.averager.step = 0
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,0 +1,34 @@
+"""The adapter for ``DistributedDataParallel``, and what a class derived from it is driven with."""
+
+from typing import TYPE_CHECKING
+
+from commhooks import lazy
+
+if TYPE_CHECKING:
+    from ch_ddp.adapter.driver import DDPDriver, TensorFuture
+    from ch_ddp.adapter.foreign import ForeignDriver
+    from ch_ddp.adapter.futures import behind_backward, future_for
+    from ch_ddp.adapter.layout import averaged, model_layout
+    from ch_ddp.adapter.slot import acquire_slot
+
+__all__ = [
+    "DDPDriver",
+    "ForeignDriver",
+    "TensorFuture",
+    "acquire_slot",
+    "averaged",
+    "behind_backward",
+    "future_for",
+    "model_layout",
+]
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "driver": "DDPDriver TensorFuture",
+        "foreign": "ForeignDriver",
+        "futures": "behind_backward future_for",
+        "layout": "averaged model_layout",
+        "slot": "acquire_slot",
+    },
+)

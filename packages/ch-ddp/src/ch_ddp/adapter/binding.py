@@ -1,0 +1,157 @@
+"""The binding of ``DistributedDataParallel``: what :func:`commhooks.attach` makes on such a model."""
+
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ch_ddp.adapter.driver import DDPDriver
+from ch_ddp.adapter.foreign import ForeignDriver
+from ch_ddp.adapter.foreign_control import Control
+from ch_ddp.adapter.layout import averaged, model_layout
+from ch_ddp.adapter.slot import acquire_slot
+from ch_ddp.adapter.sync_watch import SyncWatch
+from commhooks import AttachError, Bucket, CommHook, HookState, Plain
+from commhooks.adapters import (
+    AttachOptions,
+    Binding,
+    Engine,
+    ProcessGroupTransport,
+    watch_outcome,
+)
+
+Driver = DDPDriver | ForeignDriver
+
+
+class DDPBinding(Binding):
+    """A handle in place on a DDP model.
+
+    Args:
+        model: the DDP model.
+        handle, options: as an adapter is given them.
+        names: ``id(parameter)`` -> name in the model that the user has; by default that in the module inside.
+        module: what the user calls, by default the module inside.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        handle: CommHook,
+        options: AttachOptions,
+        names: Mapping[int, str] | None = None,
+        module: torch.nn.Module | None = None,
+    ) -> None:
+        self.names = names if names is not None else {id(p): name for name, p in model.module.named_parameters()}
+        self.layout, self.params = model_layout(model, self.names), [p for _, p in averaged(model)]
+        self.group: dist.ProcessGroup = options.process_group or model.process_group
+        self.engine: Engine | None = None
+        self._timeout = options.timeout
+        self._model = weakref.ref(model)
+        self._slot = acquire_slot(model, self.plain)
+        self._driver = self._make(handle)
+        self._driver.finalize = partial(_finalize, self._model)
+        if isinstance(self._driver, DDPDriver):
+            self._driver.follow(model)
+        self._outcome = watch_outcome(self.engine, options, model.module.parameters())
+        self._slot.driver, self._slot.holder = self._driver, handle.expr
+        self._slot.watch = SyncWatch(model, handle.expr, module)
+        self._slot.follow = self._follow if options.process_group is None else None
+
+    @property
+    def calls(self) -> int:
+        return self._driver.calls
+
+    def check(self) -> None:
+        self._driver.check()
+
+    def ready(self) -> None:
+        """The ranks have agreed: make what needs all of them."""
+        if isinstance(self._driver, ForeignDriver) and dist.get_world_size(self.group) > 1:
+            self._driver.control = Control(self.group, self._timeout)
+
+    def verify_gradients(self, every: int) -> None:
+        self._driver.check_every = every
+
+    def on_reduced(self, callback: Callable[[Bucket], None] | None) -> None:
+        """Have ``callback`` called with every bucket of a backward as soon as it holds the average, on the thread that
+        runs the backward. What it raises is raised from ``backward()``, on every rank where the hook is a reduction.
+        """
+        if isinstance(self._driver, ForeignDriver):
+            self._driver.on_reduced, self._driver.names = callback, self.names
+        else:
+            self._driver.engine.on_reduced = callback
+
+    def detach(self) -> None:
+        plain = self._slot.driver = self.plain()
+        self._slot.holder = None
+        self._slot.follow = partial(_go_over, self._model, plain)  # holds nothing of what was attached
+        if self._slot.watch is not None:
+            self._slot.watch.close()
+            self._slot.watch = None
+        if self._outcome is not None:
+            self._outcome.close()
+        self._driver.close()
+
+    def _follow(self) -> None:
+        """Go over to the model's present group: ``_update_process_group`` gives it another."""
+        model = self._model()
+        if model is None or model.process_group is self.group:
+            return
+        self.group = model.process_group
+        if isinstance(self._driver, ForeignDriver):
+            self._driver.close()
+            self.ready()
+        else:
+            _go_over(self._model, self._driver)
+
+    def _give_up(self) -> None:
+        ProcessGroupTransport(self.group).abort()
+
+    def plain(self) -> DDPDriver:
+        """Plain averaging over the model's own group, message for message as DDP does it without a hook."""
+        model = self._model()
+        group = self.group if model is None else model.process_group
+        engine = Engine(Plain(), ProcessGroupTransport(group), timeout=self._timeout, sends_status=False)
+        driver = DDPDriver(engine, self.names)
+        driver.finalize = partial(_finalize, self._model)
+        return driver
+
+    def _make(self, handle: CommHook) -> Driver:
+        if handle.reduction is None:
+            use_group = getattr(handle.state, "use_group", None)
+            if callable(use_group):  # a state that takes the model's group where it was given none
+                use_group(self.group)
+            driver = ForeignDriver(cast(Any, handle.built), handle.state, handle.expr, self._timeout)
+            driver.give_up = self._give_up
+            return driver
+        if not isinstance(handle.state, HookState):
+            raise AttachError(f"the state of {handle.expr} is a HookState; got {type(handle.state).__name__}")
+        transport = ProcessGroupTransport(self.group, free=True)
+        self.engine = Engine(handle.reduction, transport, handle.state, timeout=self._timeout)
+        # Kept, buckets that DDP makes anew for every backward would only hold memory that it has given back.
+        self.engine.last.keep = not getattr(self._model(), "lazy_bucket_allocation", False)
+        return DDPDriver(self.engine, self.names)
+
+
+def _go_over(of: "weakref.ref[DistributedDataParallel]", driver: DDPDriver) -> None:
+    model, engine = of(), driver.engine
+    if model is not None and not driver.uses_group(model.process_group):
+        engine.move(ProcessGroupTransport(model.process_group, free=engine.transport.free))
+
+
+def _finalize(of: "weakref.ref[DistributedDataParallel]") -> None:
+    """Finalise a backward that its caller would (torch 2.15), but for the error that is about to be raised from it."""
+    model = of()
+    if model is not None and getattr(model, "require_manual_backward_finalization", False):
+        finalize: Any = model.finalize_backward
+        finalize()
+
+
+def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) -> DDPBinding:
+    """The ``commhooks_adapter`` of DDP."""
+    assert isinstance(model, DistributedDataParallel)  # noqa: S101 - the registry matched the class
+    return DDPBinding(model, handle, options)

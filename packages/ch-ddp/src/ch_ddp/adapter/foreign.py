@@ -1,0 +1,219 @@
+"""Hooks that are not ours: any ``(state, bucket) -> Future[Tensor]`` callable, called through the trampoline.
+
+Its collectives are its own, so they cannot be counted, ordered or finished for it. What can be done: DDP gets futures
+of our own, completed at the last bucket with results that have been checked, or with the local gradient when
+something failed; then the error is raised from ``backward()``, on every rank. A rank that failed may have left out
+collectives which others wait for. Which they are is unknown, so after a failure the handle is dead on all ranks.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ch_ddp.adapter.foreign_control import Control
+from ch_ddp.adapter.futures import behind_backward, future_for
+from ch_ddp.adapter.gradient_digest import differing, digest
+from ch_ddp.adapter.layout import bucket_layout
+from ch_ddp.adapter.result_checks import annotate, checked, refuse_annotations
+from commhooks import AttachError, Bucket, BucketLayout, GradBucket, HookResultError, HookTimeoutError, RemoteHookError
+from commhooks.adapters import NO_BACKWARD, at_end_of_backward, backward_id, raise_after_backward
+
+TensorFuture = torch.futures.Future[torch.Tensor]
+_SHARE = 0.75  # of the deadline for the hook's futures; what is left is for telling the others
+_POLL = 0.05  # seconds between looks for another rank's alarm
+_ANEW = (
+    "It left collectives unmatched, which ones is unknown: wrap the model anew (DistributedDataParallel over a new "
+    "process group) and attach again"
+)
+
+
+@dataclass(slots=True)
+class _Pending:
+    index: int
+    buffer: torch.Tensor
+    ours: TensorFuture
+    theirs: Any = None
+    value: torch.Tensor | None = None  # the hook's result, checked
+    layout: BucketLayout | None = None
+
+
+class ForeignDriver:
+    """Calls a foreign hook and checks what it gives back.
+
+    Args:
+        hook: the callable: a function, a partial, an object; its second parameter may have any name.
+        state: given to it as first argument.
+        name: for errors.
+        timeout: seconds after which every rank has an error, if a future is never completed or a peer is frozen.
+    """
+
+    def __init__(self, hook: Callable[[Any, Any], Any], state: object, name: str, timeout: float) -> None:
+        refuse_annotations(hook, name)
+        self.hook, self.state, self.name, self.timeout = hook, state, name, timeout
+        self.on_reduced: Callable[[Bucket], None] | None = None  # called with each bucket's result before DDP has it
+        self.names: Mapping[int, str] = {}
+        self.control: Control | None = None  # none where there is no other rank
+        self.finalize: Callable[[], None] | None = None  # ends DDP's own step before an error is raised
+        self.give_up: Callable[[], None] | None = None  # called when its collectives are left unmatched
+        self.calls = self.steps = self.check_every = 0
+        self.error: BaseException | None = None  # for good: the handle is dead
+        self._unmatched = False  # ranks may have started different collectives
+        self._refused = False  # the running step is not done at all
+        self._pending: list[_Pending] = []
+        self._warned: set[str] = set()
+        self._task = NO_BACKWARD  # the backward that the pending buckets belong to
+
+    def __call__(self, bucket: GradBucket) -> TensorFuture:
+        self.calls += 1
+        behind, task = behind_backward(), backward_id()
+        if bucket.index() == 0 and not (behind and self._pending and task == self._task):
+            self._pending.clear()  # of a backward that did not reach its end
+            self._refused = self.error is not None
+            if behind:
+                at_end_of_backward(self._finish)  # no last bucket will come
+        self._task = task
+        buffer = bucket.buffer()
+        one = _Pending(bucket.index(), buffer, future_for(buffer))
+        if self.on_reduced is not None:
+            one.layout = bucket_layout(bucket, self.names)
+        self._pending.append(one)
+        if self.error is None:
+            try:
+                one.theirs = self._future(self.hook(self.state, bucket), one.index)
+            except BaseException as error:  # raised here it would leave DDP unusable
+                self._fail(error, one.index)
+        if behind:  # DDP waits for this future before it calls anything else
+            self._await_all([one])
+            one.ours.set_result(one.buffer if one.value is None else one.value)
+        if bucket.is_last():
+            self._finish()
+        return one.ours
+
+    def check(self) -> None:
+        """Raise the error of the last failure with its own type."""
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        """Give up the control channel."""
+        if self.control is not None:
+            self.control.close()
+            self.control = None
+
+    # -- inside
+
+    def _future(self, result: object, index: int) -> Any:
+        if not isinstance(result, torch._C.Future):  # a raw collective's get_future() is of this class
+            raise HookResultError(
+                f"{self.name} returned {type(result).__name__} for bucket {index}; a DDP hook returns a "
+                "torch.futures.Future that holds the reduced buffer"
+            )
+        return result
+
+    def _finish(self) -> None:
+        """Wait for the hook's futures, agree with the other ranks, and complete DDP's."""
+        if self._refused:
+            self._complete(good=False)
+            raise_after_backward(self._refusal(), self.finalize)
+            return
+        self._await_all([one for one in self._pending if one.value is None])
+        wrong = self._agree()
+        if self.error is None and wrong is None:
+            wrong = self._tell()
+        self._complete(good=self.error is None)
+        self.steps += 1
+        if self.error is not None:
+            if self._unmatched and self.give_up is not None:
+                self.give_up()
+            raise_after_backward(self.error, self.finalize)
+        elif wrong is not None:
+            raise_after_backward(wrong, self.finalize)
+
+    def _await_all(self, buckets: list[_Pending]) -> None:
+        """Have the results of some buckets, or an error."""
+        begun = time.monotonic()
+        for one in buckets:
+            if self.error is not None or one.theirs is None:
+                break
+            try:
+                value = self._await(one.theirs, one.index, begun + _SHARE * self.timeout)
+                one.value = checked(value, one.buffer, self.name, one.index, self._warned)
+            except BaseException as error:
+                self._fail(error, one.index)
+
+    def _tell(self) -> BaseException | None:
+        """Show the results to who asked; outside of a backward (``DDP.join``) nobody uses them."""
+        if self.on_reduced is None or backward_id() == NO_BACKWARD:
+            return None
+        for one in self._pending:
+            if one.layout is not None and one.value is not None:
+                try:
+                    self.on_reduced(Bucket(one.layout, one.value.view(-1), one.index))
+                except BaseException as error:
+                    return error
+        return None
+
+    def _complete(self, *, good: bool) -> None:
+        for one in self._pending:
+            if not one.ours.done():
+                one.ours.set_result(one.value if good and one.value is not None else one.buffer)
+        self._pending.clear()
+
+    def _await(self, future: Any, index: int, deadline: float) -> object:
+        done = threading.Event()
+        if not future.done():
+            future.add_done_callback(lambda _: done.set())
+            while not done.wait(max(0.0, min(_POLL, deadline - time.monotonic()))):
+                received = self.control.alarmed() if self.control is not None else None
+                if received is not None:
+                    raise RemoteHookError(f"{self.name} failed on another rank: {received}. {_ANEW}")
+                if time.monotonic() >= deadline:
+                    raise HookTimeoutError(
+                        f"{self.name}: the future of bucket {index} was not completed "
+                        f"within {_SHARE * self.timeout:g} s. "
+                        f"Either the hook never completes it, or a peer is frozen. {_ANEW}"
+                    )
+        return future.wait()
+
+    def _agree(self) -> BaseException | None:
+        """Receive other ranks' failures, send ours, and compare the results when that is due."""
+        if self.control is None:
+            return None
+        due = self.error is None and self.check_every > 0 and (self.steps + 1) % self.check_every == 0
+        mine = (
+            digest([one.value for one in self._pending if one.value is not None])
+            if due
+            else torch.zeros(2, dtype=torch.int64, device="cpu")
+        )
+        text = "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
+        try:
+            texts, digests = self.control.exchange(text, mine)
+        except Exception as error:
+            self._unmatched = True
+            if self.error is None:
+                self.error = error
+            return None
+        # Where all ranks failed, they failed at the same place; but a wait that ended is nobody's place.
+        self._unmatched = 0 < len(texts) < self.control.world_size or isinstance(self.error, HookTimeoutError)
+        if self.error is None and texts:
+            said = "; ".join(f"rank {rank}: {line}" for rank, line in texts.items())
+            self.error = RemoteHookError(
+                f"{self.name} failed on another rank, so this step's gradients are not valid on any rank. {said}. "
+                f"{_ANEW}"
+            )
+        return differing(self.name, digests) if due and not texts else None
+
+    def _fail(self, error: BaseException, index: int) -> None:
+        self.error = annotate(error, self.name, index, "" if _ANEW in str(error) else _ANEW)
+        if self.control is not None:
+            self.control.alarm(f"bucket {index}: {type(error).__name__}: {error}")
+
+    def _refusal(self) -> BaseException:
+        earlier = f"{type(self.error).__name__}: {self.error}"
+        error = AttachError(f"{self.name} failed in an earlier step: {earlier}. {_ANEW}")
+        error.__cause__ = self.error
+        return error

@@ -1,0 +1,1 @@
+"""Hooks under trainers that own the training loop."""

@@ -1,0 +1,116 @@
+"""A reduction as a plain ``(state, bucket)`` function with PyTorch's signature, for ``register_comm_hook``.
+
+No parameter's name is seen there, so parameters are keyed by their position in model order and their shape.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ch_ddp.adapter.driver import DDPDriver
+from ch_ddp.adapter.futures import behind_backward
+from ch_ddp.adapter.owners import Numbered
+from commhooks import AttachError, GradBucket, HookState, Reduction
+from commhooks.adapters import Engine, ProcessGroupTransport
+
+
+class BareHook:
+    """A reduction as a hook with PyTorch's signature, ``hook(state, bucket)``, for ``register_comm_hook``.
+
+    The state is a process group, ``None`` (the default group), or a :class:`~commhooks.state.HookState`, which serves
+    one model and may have a ``process_group``. Can be pickled; carries its ``reduction`` so that wrappers recognise it.
+
+    Args:
+        reduction: what to run, or a function that makes it from the hook's state.
+        name: what torch and its frameworks show.
+    """
+
+    def __init__(self, reduction: Reduction | Callable[[Any], Reduction], name: str) -> None:
+        self.reduction = reduction
+        self.__name__ = self.__qualname__ = name
+        self._forget()
+
+    def __call__(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if not isinstance(bucket, GradBucket):
+            raise AttachError(
+                f"{self.__name__} was called with {type(bucket).__name__} instead of a GradBucket: it does not support "
+                "torch._dynamo.config.optimize_ddp='python_reducer'; use torch.compile's default DDP mode"
+            )
+        return self._driver(state, bucket)(bucket)
+
+    def __repr__(self) -> str:
+        return f"<hook {self.__name__}>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"reduction": self.reduction, "__name__": self.__name__, "__qualname__": self.__qualname__}
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        self.__dict__.update(values)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._of_param = WeakIdKeyDictionary()  # parameter -> DDPDriver
+        self._open: list[DDPDriver] = []  # whose step may be running
+
+    def _driver(self, state: object, bucket: GradBucket) -> DDPDriver:
+        """The driver of this state, or, where the state is a group, of the model that the parameters belong to."""
+        if isinstance(state, HookState):
+            driver: DDPDriver | None = state.drivers.get(self)  # kept there, so that it lives as long as the state
+            if driver is None:
+                driver = state.drivers[self] = self._new(state)
+            return driver
+        params = bucket.parameters()
+        found: DDPDriver | None = self._of_param.get(params[0])
+        if found is not None and not found.uses_group(state):
+            found = None  # the model was wrapped anew over another group, or its buckets go over several
+        if found is None:
+            found = self._running(state, bucket) or self._new(state)
+        self._open = [one for one in self._open if one.index is not None and one is not found]
+        if not bucket.is_last():
+            self._open.append(found)
+        if not behind_backward() or found.engine.reduction.fields:  # behind a backward two models cannot be told apart
+            for param in params:
+                self._of_param[param] = found
+        return found
+
+    def _running(self, state: object, bucket: GradBucket) -> DDPDriver | None:
+        """The driver whose step this bucket goes on with."""
+        behind = behind_backward()
+        for one in self._open:
+            if one.uses_group(state) and not one.begins(bucket.index(), behind):
+                return one
+        return None
+
+    def _new(self, state: object) -> DDPDriver:
+        engine = self._engine(state)
+        return DDPDriver(engine, None if isinstance(state, HookState) else Numbered(), hook=self.__name__)
+
+    def _engine(self, state: object) -> Engine:
+        # First, because what makes a reduction from a state knows best what is wrong with it.
+        made = self.reduction if isinstance(self.reduction, Reduction) else self.reduction(state)
+        if isinstance(state, HookState):
+            group, kept = getattr(state, "process_group", None), state
+        elif state is None or isinstance(state, dist.ProcessGroup):
+            group, kept = state, HookState()
+        else:
+            raise AttachError(
+                f"the state of {self.__name__} is a process group, None, or a HookState; got {type(state).__name__}"
+            )
+        transport = ProcessGroupTransport(group, free=True)
+        return Engine(made, transport, kept, timeout=None)  # the group has a timeout of its own
+
+
+def as_hook(reduction: Reduction | Callable[[Any], Reduction], name: str | None = None) -> BareHook:
+    """A reduction, or a function that makes one from the hook's state, as a hook with PyTorch's signature.
+
+    Example:
+        >>> from commhooks.reduction import Plain
+        >>> as_hook(Plain(), "my_hook")
+        <hook my_hook>
+    """
+    if name is None:
+        name = reduction.name if isinstance(reduction, Reduction) else getattr(reduction, "__name__", "hook")
+    return BareHook(reduction, name)

@@ -1,0 +1,1 @@
+"""Post-local SGD: averaging of parameters every few steps, over groups of ranks."""

@@ -1,0 +1,199 @@
+"""Ranks that do not agree get an error, all of them, before anything is communicated."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from commhooks.agreement import StoreExchange, agree
+from commhooks.bucket import Bucket
+from commhooks.errors import RankMismatchError
+from commhooks.reduction import Plain, Reduction, StepContext
+from commhooks.testing import spawn
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def together(world: int, fields: Any) -> list[str]:
+    """What each of ``world`` ranks, run as threads that exchange through a table, is told."""
+    table: dict[tuple[int, int], bytes] = {}
+    barrier = threading.Barrier(world, timeout=20)
+    said = [""] * world
+
+    def rank_main(rank: int) -> None:
+        count = 0
+
+        def exchange(message: bytes) -> list[bytes]:
+            nonlocal count
+            table[count, rank] = message
+            barrier.wait()
+            rows = [table[count, r] for r in range(world)]
+            assert len({len(row) for row in rows}) == 1, "messages must have a fixed size"
+            barrier.wait()
+            count += 1
+            return rows
+
+        try:
+            agree("the hook", fields(rank), exchange)
+        except RankMismatchError as error:
+            said[rank] = str(error)
+
+    threads = [threading.Thread(target=rank_main, args=(r,)) for r in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return said
+
+
+def test_equal_fingerprints_agree() -> None:
+    assert together(5, lambda rank: {"a": ["x", "y"], "b": []}) == [""] * 5
+
+
+@pytest.mark.parametrize("where", [0, 1, 4, 7, 8])
+def test_the_one_differing_line_among_many_is_named_with_its_ranks(where: int) -> None:
+    def fields(rank: int) -> dict[str, list[str]]:
+        shapes = [f"layer{i}: (3, 4)" for i in range(8)]
+        if rank == 2:
+            shapes[where : where + 1] = ["odd: (9,)"]
+        return {"shapes": shapes, "torch": ["2.13"]}
+
+    said = together(4, fields)
+    assert len(set(said)) == 1
+    assert "rank 2 odd: (9,)" in said[0]
+    assert "ranks 0, 1, 3 " + (f"layer{where}: (3, 4)" if where < 8 else "(nothing)") in said[0]
+    assert "torch" not in said[0].split("\nGive")[0]
+
+
+def test_lists_of_different_length_and_several_fields() -> None:
+    said = together(3, lambda rank: {"names": ["a", "b"][: 2 - (rank == 0)], "rank": [str(rank)], "same": ["s"]})
+    assert "names: rank 0 (nothing); ranks 1, 2 b" in said[1]
+    assert "rank: rank 0 0; rank 1 1; rank 2 2" in said[1]
+
+
+# -- over real processes
+
+
+class Sized(Reduction):
+    """Stands for a hook with an option that changes what it sends."""
+
+    name, lossy, fields = "sized", True, {"memory": "shared"}
+
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Any:
+        return Plain().run(bucket, ctx)
+
+    def config(self) -> dict[str, Any]:
+        return {"size": self.size}
+
+
+def net(width: int = 7, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, width), nn.Linear(width, 3)).to(dtype)
+
+
+def told(action: Any) -> tuple[str, str, float]:
+    begun = time.monotonic()
+    try:
+        action()
+    except commhooks.CommHooksError as error:
+        return type(error).__name__, str(error), time.monotonic() - begun
+    return "", "", time.monotonic() - begun
+
+
+def mismatches(rank: int, world: int) -> dict[str, tuple[str, str, float]]:
+    def ddp() -> DistributedDataParallel:
+        return DistributedDataParallel(net(), bucket_cap_mb=0.0001)
+
+    found = {}
+    # Whatever they differ in: the model works after it, with plain averaging.
+    for name, what in {
+        "options": Sized(1 + rank),
+        "hooks": "fp16_compress" if rank else "bf16_compress",
+        "wrapping": "bf16_wrapper(allreduce)" if rank else "bf16_compress",
+        "kind": (lambda state, bucket: None) if rank else "allreduce",
+    }.items():
+        model = ddp()
+        found[name] = told(lambda: commhooks.attach(model, what, timeout=20.0))  # noqa: B023
+        model(torch.ones(2, 12)).sum().backward()
+    model = ddp()
+    ahead = commhooks.create(Sized())
+    ahead.state.step = 7 * rank
+    found["step"] = told(lambda: commhooks.attach(model, ahead, timeout=20.0))
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1) if rank else None
+    found["optimizer"] = told(lambda: commhooks.attach(model, Sized(), optimizer=optimizer, timeout=20.0))
+    found["unverified"] = told(lambda: commhooks.attach(ddp(), Sized(1 + rank), verify_ranks=False))
+    found["good"] = told(lambda: commhooks.attach(ddp(), Sized(), timeout=20.0))
+    # One rank attaches, the other does not: the others' collectives are not disturbed.
+    model = ddp()
+    if rank == 0:
+        found["absent"] = told(lambda: commhooks.attach(model, Sized(), timeout=1.5))
+    model(torch.ones(2, 12)).sum().backward()
+    if rank == 1:
+        StoreExchange(dist.group.WORLD, 1.0)  # catch up with the number of agreements
+        found["late"] = told(lambda: StoreExchange(dist.group.WORLD, 1.0)(b"x"))
+        found["absent"] = found["late"]
+    return found
+
+
+def test_attach_names_what_differs_on_every_rank() -> None:
+    results = spawn(mismatches, 2)
+    expected = {
+        "options": "config.size = 1; rank 1 config.size = 2",
+        "hooks": "bf16_compress",
+        "wrapping": "bf16_wrapper",
+        "kind": "rank 1 function",
+        "step": "step: rank 0 0; rank 1 7",
+        "optimizer": "optimizer or scaler given: rank 0 False; rank 1 True",
+    }
+    for found in results:
+        for name, text in expected.items():
+            kind, said, seconds = found[name]
+            assert (kind, seconds < 3.0) == ("RankMismatchError", True), (name, kind, said)
+            assert text in said, said
+        assert found["unverified"][0] == found["good"][0] == ""
+    kind, said, seconds = results[0]["absent"]
+    assert kind == "HookTimeoutError"
+    assert "ranks 1 did not take part" in said
+    assert 1.4 < seconds < 4.0
+    assert results[1]["late"][0] == "HookTimeoutError"  # and a rank that comes alone is told who is missing
+    assert "ranks 0" in results[1]["late"][1]
+
+
+def drifts(rank: int, world: int) -> list[tuple[str, str, float]]:
+    """Hooks whose result depends on the rank, found by the periodic check."""
+    found = []
+    for what in ("noop", own_way):
+        model = DistributedDataParallel(net(), bucket_cap_mb=0.0001)
+        handle = commhooks.attach(model, what, timeout=20.0)
+        handle.verify_gradients(every=3)
+        for _ in range(4):
+            x = torch.full((2, 12), float(rank + 1))
+            found.append(told(lambda: model(x).sum().backward()))  # noqa: B023
+    model = DistributedDataParallel(net(), bucket_cap_mb=0.0001)
+    handle = commhooks.attach(model, "allreduce")
+    handle.verify_gradients(every=1)
+    for _ in range(2):
+        found.append(told(lambda: model(torch.full((2, 12), float(rank + 1))).sum().backward()))
+    return found
+
+
+def own_way(state: object, bucket: Any) -> Any:
+    """All-reduces, and then adds a little that depends on the rank."""
+    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return future.then(lambda done: done.value()[0] + 1e-6 * dist.get_rank())
+
+
+def test_gradients_that_differ_between_ranks_are_found_when_asked_to_look() -> None:
+    for found in spawn(drifts, 2):
+        assert [kind for kind, _, _ in found] == ["", "", "RankMismatchError", ""] * 2 + ["", ""]
+        assert "not the same on all ranks" in found[2][1]
