@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ch_powersgd.algebra import Columns, Factor, gaussian
+from ch_powersgd.orthonormal import Columns, gaussian
+from ch_powersgd.workspace import Factor
 
 CPU = torch.device("cpu")
 
@@ -101,12 +102,12 @@ def test_a_factor_does_not_depend_on_its_neighbours_to_the_bit() -> None:
     together = Factor(sizes)
     flat = torch.randn(together.numel)
     parts = [view.clone() for view in together.views(flat)]
-    for columns in together.columns(flat):
-        columns.orthonormalise()
+    for same in together.by_rank(flat):
+        Columns(same).orthonormalise()
     for size, part, whole in zip(sizes, parts, together.views(flat), strict=True):
         alone, other = Factor([size]), part.flatten()
-        (columns,) = alone.columns(other)
-        columns.orthonormalise()
+        (same,) = alone.by_rank(other)
+        Columns(same).orthonormalise()
         assert torch.equal(alone.views(other)[0], whole)
 
 
@@ -115,3 +116,16 @@ def test_noise_depends_on_seed_key_and_step_only() -> None:
     assert torch.equal(same, gaussian(1, "w", 2, (2, 9), CPU))
     for other in ((2, "w", 2), (1, "v", 2), (1, "w", 3)):
         assert not torch.equal(same, gaussian(*other, (2, 9), CPU))
+
+
+def test_random_columns_do_not_depend_on_torchs_defaults() -> None:
+    cpu = torch.device("cpu")
+    expected = gaussian(0, "w", 0, (2, 8), cpu)
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.device("meta"):
+            found = gaussian(0, "w", 0, (2, 8), cpu)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.device == cpu
+    assert torch.equal(found, expected)

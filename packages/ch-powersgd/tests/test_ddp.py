@@ -125,7 +125,8 @@ def resumed(rank: int, world: int) -> tuple[int, bool, str, str]:
         return model
 
     state = ch_powersgd.PowerSGDState(dist.group.WORLD, matrix_approximation_rank=2, start_powerSGD_iter=2)
-    train(start(state), rank, 6, unused=False)
+    first = start(state)  # held: a state is free again as soon as its model is gone
+    train(first, rank, 6, unused=False)
     copy = pickle.loads(pickle.dumps(state))
     kept = all(torch.equal(t, u) for (*_, t), (*_, u) in zip(state.entries(), copy.entries(), strict=True)) and any(
         field == "residual" and t.count_nonzero() for _, field, t in copy.entries()

@@ -1,7 +1,8 @@
 """PowerSGD over simulated ranks: the invariants of the algorithm."""
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,13 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ch_powersgd import workspace
 from ch_powersgd.reduction import BatchedPowerSGD, PowerSGD
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout
-from commhooks.engine import Engine
+from commhooks.compositions.wire_cast import WireCast
+from commhooks.engine.engine import Engine
+from commhooks.engine.schedule import TUNED, CpuTuning
 from commhooks.errors import HookConfigError
 from commhooks.reduction import Reduction, StepContext
 from commhooks.simulate import SimulatedRank, simulate
-from commhooks.wire import WireCast
 
 SHAPES = {"a": (24, 40), "bias": (40,), "b": (40, 12), "conv": (16, 3, 3, 5), "c": (24, 40), "scalar": ()}
 Gradient = Callable[[int, int, str, tuple[int, ...]], torch.Tensor]
@@ -34,12 +37,12 @@ def train(
     buckets: tuple[tuple[str, ...], ...] = (tuple(SHAPES),),
     gradient: Gradient = noise,
     dtype: torch.dtype = torch.float32,
-    lag: float = 1,
+    tuning: CpuTuning = TUNED,
 ) -> list[tuple[list[dict[str, torch.Tensor]], Engine]]:
     """Per rank: the averaged gradients of every step by name, and the engine, its last step settled."""
 
     def body(rank: SimulatedRank) -> tuple[list[dict[str, torch.Tensor]], Engine]:
-        engine, history = rank.engine(make(), lag=lag), []
+        engine, history = rank.engine(make(), tuning=tuning), []
         for step in range(steps):
             made = []
             for i, names in enumerate(buckets):
@@ -50,10 +53,29 @@ def train(
             if error is not None:
                 raise error
             history.append({p.name: view.clone() for b in made for p, view in b.views()})
-        engine.settle()
+        engine.resolve_step()
         return history, engine
 
     return simulate(world, body)
+
+
+@contextlib.contextmanager
+def batched(on: bool) -> Iterator[None]:
+    """Small matrices of one shape are worked on together, as where launching kernels is what costs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workspace, "batches", lambda device: on)
+        yield
+
+
+def test_equal_shapes_are_multiplied_together_where_that_saves_launches() -> None:
+    layout = BucketLayout.of_shapes(SHAPES, device="meta").select(frozenset({"a", "b", "c"}))
+    assert [stack.keys for stack in PowerSGD().stacks(layout)] == [("a", "c"), ("b",)]
+    with batched(False):
+        assert [stack.keys for stack in PowerSGD().stacks(layout)] == [("a",), ("b",), ("c",)]
+
+
+def test_what_an_old_expression_says_of_batching_is_taken_and_not_read() -> None:
+    assert PowerSGD(3, batch=True).config() == PowerSGD(3).config()
 
 
 def stored(engine: Engine, field: str) -> dict[str, torch.Tensor]:
@@ -77,9 +99,10 @@ def test_ranks_agree_to_the_bit_and_the_rest_is_exact(
     world: int, rank: int, residual: Any, warm: bool, feedback: bool, batch: bool
 ) -> None:
     def make() -> PowerSGD:
-        return PowerSGD(rank, residual=residual, warm_start=warm, error_feedback=feedback, batch=batch)
+        return PowerSGD(rank, residual=residual, warm_start=warm, error_feedback=feedback)
 
-    ranks = train(make, world=world)
+    with batched(batch):
+        ranks = train(make, world=world)
     for history, engine in ranks:
         for ours, first in zip(history, ranks[0][0], strict=True):
             assert all(torch.equal(ours[n], first[n]) for n in SHAPES)
@@ -132,7 +155,7 @@ def test_a_bucket_whose_only_parameter_fills_the_near_square_matrix(shape: tuple
             if error is not None:
                 raise error
             difference += (gradient - bucket.view("w")).view(-1)
-        engine.settle()
+        engine.resolve_step()
         return difference - stored(engine, "residual")["w"].view(-1)
 
     left = torch.stack(simulate(2, body)).mean(0)
@@ -144,8 +167,9 @@ def test_a_bucket_whose_only_parameter_fills_the_near_square_matrix(shape: tuple
 def test_buckets_make_no_difference_to_the_bit(world: int, batch: bool) -> None:
     names = tuple(SHAPES)
     layouts = [(names,), (names[:2], names[2:]), tuple((n,) for n in reversed(names))]
-    for lag in (1, math.inf):
-        runs = [train(lambda: PowerSGD(3, batch=batch), world=world, buckets=b, lag=lag) for b in layouts]
+    for tuning in (TUNED, CpuTuning.off()):
+        with batched(batch):
+            runs = [train(lambda: PowerSGD(3), world=world, buckets=b, tuning=tuning) for b in layouts]
         for other in runs[1:]:
             for a, b in zip(runs[0][0][0], other[0][0], strict=True):
                 assert all(torch.equal(a[n], b[n]) for n in names)
@@ -219,9 +243,9 @@ def test_not_finite_passes_through_and_leaves_state_alone(
             engine.submit(bucket)
             assert engine.finish() is None
             if step == 1:
-                assert engine.settle()
+                assert engine.resolve_step()
                 before = [(n, f, t.clone()) for n, f, t in engine.state.entries()]
-        kept = engine.settle()
+        kept = engine.resolve_step()
         after = list(engine.state.entries())
         same = [torch.equal(t, u) for (*_, t), (*_, u) in zip(before, after, strict=True)]
         assert not kept
@@ -273,7 +297,7 @@ def test_more_rank_than_before_starts_q_anew() -> None:
             bucket = Bucket.from_tensors({"a": noise(rank.rank, 0, "a", SHAPES["a"])})
             other.submit(bucket)
             assert other.finish() is None
-            other.settle()
+            other.resolve_step()
         q = engine.state.read("a", "q")
         return q is not None and q.shape == (3, 40)
 
@@ -322,7 +346,7 @@ def test_values_out_of_range_are_named(field: str, value: Any) -> None:
         PowerSGD(**{field: value})
 
 
-@pytest.mark.parametrize("reduction", [PowerSGD(3, seed=7, batch=True), BatchedPowerSGD(2, epsilon=1e-8)])
+@pytest.mark.parametrize("reduction", [PowerSGD(3, seed=7), BatchedPowerSGD(2, epsilon=1e-8)])
 def test_config_builds_the_same_again(reduction: PowerSGD) -> None:
     assert type(reduction)(**reduction.config()).config() == reduction.config()
 
@@ -354,12 +378,14 @@ def resnet18() -> dict[str, tuple[int, ...]]:
 
 
 def test_a_large_matrix_is_worked_on_in_blocks_on_a_cpu_though_it_was_planned_on_meta() -> None:
-    def blocks(rank: SimulatedRank) -> list[list[int] | None]:
+    def blocks(rank: SimulatedRank) -> list[int]:
         reduction = PowerSGD(rank=4)
         bucket = Bucket.from_tensors({"w": torch.randn(600, 256)})
         engine = rank.engine(reduction)
         engine.submit(bucket)
         assert engine.finish() is None
-        return reduction._shapes_of(bucket).blocks
+        space = reduction._space(bucket.layout)
+        matrix = space.in_place(bucket, space.factors(*space._factors.of))[0]  # type: ignore[union-attr]
+        return [len(d) for d, _ in matrix.blocks]
 
-    assert simulate(1, blocks) == [[[300, 300]]]
+    assert simulate(1, blocks) == [[300, 300]]

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
+from torch.nn.parallel import DistributedDataParallel
 
-from ch_powersgd import PowerSGDState
+from ch_powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from commhooks.errors import HookConfigError
 
 
@@ -56,4 +58,18 @@ def test_pickles_without_a_process_group() -> None:
     assert copy.process_group is None
     assert copy.reduction().config() == state.reduction().config()
     assert torch.equal(copy.read("w", "q"), torch.full((3, 4), 2.0))
-    assert not copy.staging
+    copy.commit()  # what was staged was not carried over, so it does not become the state now
+    assert torch.equal(copy.read("w", "q"), torch.full((3, 4), 2.0))
+
+
+@pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
+def test_pytorchs_state_is_refused_with_the_import_to_change(hook: Any) -> None:
+    pytest.importorskip("numpy", reason="PyTorch's state draws from it")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(torch.nn.Linear(4, 4))
+        model.register_comm_hook(theirs.PowerSGDState(None, 1, start_powerSGD_iter=10), hook)
+        with pytest.raises(HookConfigError, match="from ch_powersgd import PowerSGDState"):
+            model(torch.ones(1, 4)).sum().backward()
+    finally:
+        dist.destroy_process_group()

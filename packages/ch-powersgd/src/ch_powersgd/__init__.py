@@ -5,7 +5,7 @@ Imported lazily, so that listing hooks does not load torch.
 
 from typing import TYPE_CHECKING
 
-from commhooks.lazy import lazy
+from commhooks import lazy
 
 if TYPE_CHECKING:
     from ch_powersgd.hooks import batched_powerSGD_hook, powerSGD_hook

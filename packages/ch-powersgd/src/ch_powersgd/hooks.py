@@ -10,15 +10,18 @@ import torch
 
 from ch_powersgd.reduction import BatchedPowerSGD, PowerSGD
 from ch_powersgd.state import PowerSGDState
-from commhooks.ddp import as_hook
-from commhooks.errors import HookConfigError
-from commhooks.typing import GradBucket
+from commhooks import GradBucket, HookConfigError, as_hook
 
 TensorFuture = torch.futures.Future[torch.Tensor]
 
 
 def _of(state: Any, hook: str) -> PowerSGDState:
     if not isinstance(state, PowerSGDState):
+        if type(state).__module__.startswith("torch."):
+            raise HookConfigError(
+                f"{hook} was given PyTorch's {type(state).__name__}, which keeps its memory by bucket: import this "
+                "package's instead, with the same arguments: from ch_powersgd import PowerSGDState"
+            )
         raise HookConfigError(
             f"the state of {hook} is a ch_powersgd.PowerSGDState, got {type(state).__name__}: "
             f"model.register_comm_hook(PowerSGDState(process_group, ...), {hook})"
@@ -64,7 +67,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
         (4, (13.0, 8320, 640))
         >>> dist.destroy_process_group()
     """
-    return _PER_MATRIX(state, bucket)
+    return _PER_MATRIX(_of(state, "powerSGD_hook"), bucket)
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -72,7 +75,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
 
     Args and errors as for :func:`powerSGD_hook`; ``batch_tensors_with_same_shape`` has no meaning here.
     """
-    return _PER_BUCKET(state, bucket)
+    return _PER_BUCKET(_of(state, "batched_powerSGD_hook"), bucket)
 
 
 powerSGD_hook.reduction = _per_matrix  # type: ignore[attr-defined]

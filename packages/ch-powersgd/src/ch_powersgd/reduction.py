@@ -18,31 +18,21 @@ PyTorch's hook does.
 """
 
 from collections.abc import Hashable
-from typing import Any, ClassVar, Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
-from ch_powersgd.algebra import Stack
-from ch_powersgd.validation import at_least, flag, one_of, positive, whole
-from ch_powersgd.work import Shapes, Work
-from commhooks.bucket import Bucket, BucketLayout, ParamLayout
-from commhooks.combine import plain
-from commhooks.reduction import Reduction, Stages, StepContext
-from commhooks.requests import AllReduce
+from ch_powersgd.config import PowerSGDConfig
+from ch_powersgd.steps import Steps
+from ch_powersgd.workspace import Stack, Workspace, square, stacked
+from commhooks import AllReduce, Bucket, BucketLayout, ParamLayout, Plain, Reduction, Stages, StepContext
 
 
-class PowerSGD(Reduction):
+class PowerSGD(PowerSGDConfig, Reduction):
     """Rank-``rank`` approximation of each gradient matrix, with error feedback and warm start.
 
-    Args:
-        rank: columns of P and Q; capped by the matrix.
-        start_iter: committed steps of plain averaging before the first compressed one.
-        min_compression_rate: a matrix ``(n, m)`` is compressed if ``(n + m) * rank * rate < n * m``.
-        residual: ``"local"`` (what this rank did not send) or ``"averaged"`` (PyTorch's: D minus the average).
-        error_feedback: add the residual to the next gradient.
-        warm_start: go on from the last Q; without it Q is drawn anew at every step.
-        epsilon: added to the length of P's columns before they are normalised, in the unit of the gradient.
-        seed: of the first Q, and of what replaces columns that a zero or rank-deficient gradient left empty.
-        batch: multiply matrices of one shape in one call. They have to be gathered for it, so it pays only where
-            launching kernels is what costs: many small layers on a GPU.
+    Its options, their limits and defaults are those of :class:`~ch_powersgd.config.PowerSGDConfig`:
+    ``rank=1, start_iter=0, min_compression_rate=2, residual="local", error_feedback=True, warm_start=True, epsilon=0,
+    seed=0``.
 
     Raises:
         HookConfigError: a value out of range.
@@ -68,34 +58,34 @@ class PowerSGD(Reduction):
     granularity: Literal["tensor", "bucket"] = "tensor"
     collectives = frozenset({"all_reduce"})
     lossy = True
-    fields: ClassVar[dict[str, Literal["local", "shared"]]] = {"residual": "local", "q": "shared"}
+    fields = MappingProxyType({"residual": "local", "q": "shared"})
+    memory_order_fields = frozenset({"residual"})
 
-    def __init__(
-        self,
-        rank: int = 1,
-        start_iter: int = 0,
-        min_compression_rate: float = 2,
-        residual: Literal["local", "averaged"] = "local",
-        error_feedback: bool = True,
-        warm_start: bool = True,
-        epsilon: float = 0.0,
-        seed: int = 0,
-        batch: bool = False,
-    ) -> None:
-        self.rank = whole("rank", rank, 1)
-        self.start_iter = whole("start_iter", start_iter, 0)
-        self.min_compression_rate = positive("min_compression_rate", min_compression_rate)
-        self.residual = one_of("residual", residual, ("local", "averaged"))
-        self.error_feedback = flag("error_feedback", error_feedback)
-        self.warm_start = flag("warm_start", warm_start)
-        self.epsilon = at_least("epsilon", epsilon, 0)
-        self.seed = whole("seed", seed, 0)
-        self.batch = flag("batch", batch)
-        self._shapes: dict[BucketLayout, Shapes] = {}
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._spaces: dict[BucketLayout, Workspace] = {}
 
     def config(self) -> dict[str, Any]:
-        names = ("rank", "start_iter", "min_compression_rate", "residual", "error_feedback", "warm_start")
-        return {name: getattr(self, name) for name in (*names, "epsilon", "seed", "batch")}
+        return self.options()
+
+    # -- the algorithm
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
+        steps = Steps(self, self._space(bucket.layout), bucket, ctx)
+
+        steps.recall_q()
+        steps.orthonormalise_q()
+        steps.project()  # P = D Q
+        yield AllReduce(steps.p)
+
+        steps.orthonormalise_p()
+        steps.project_back()  # Q_i = D^T P
+        own = steps.sent if self.error_feedback and self.residual == "local" else None
+        yield AllReduce(steps.q, sent=own)
+
+        if self.warm_start:
+            steps.remember_q()
+        steps.decode()  # G = P Q^T, e = D - P Q_i^T
 
     # -- what is compressed
 
@@ -117,43 +107,16 @@ class PowerSGD(Reduction):
         return f"({n}+{m})*{rank}*{self.min_compression_rate:g} >= {n}*{m}"
 
     def stacks(self, layout: BucketLayout) -> list[Stack]:
-        """The matrices of a bucket: one per parameter, those of one shape together if ``batch`` is set."""
-        together: dict[object, list[ParamLayout]] = {}
-        for p in layout.params:
-            together.setdefault(p.matrix_shape if self.batch else p.name, []).append(p)
-        return [self._stack(tuple(p.name for p in same), same) for same in together.values()]
+        """The matrices of a bucket."""
+        return stacked(layout.params, self.rank, layout.device)
 
-    def _stack(self, keys: tuple[str, ...], params: list[ParamLayout]) -> Stack:
-        rows, cols = params[0].matrix_shape
-        return Stack(keys, tuple(params), rows, cols, min(rows, cols, self.rank))
-
-    # -- the algorithm
-
-    def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
-        work = Work(self, self._shapes_of(bucket), bucket, ctx)
-
-        work.recall_q()
-        work.orthonormalise_q()
-        work.project()  # P = D Q
-        yield AllReduce(work.p)
-
-        work.orthonormalise_p(self.epsilon)
-        work.project_back()  # Q_i = D^T P
-        own = work.sent if self.error_feedback and self.residual == "local" else None
-        yield AllReduce(work.q, sent=own)
-
-        if self.warm_start:
-            work.remember_q()
-        work.decode()
-
-    def _shapes_of(self, bucket: Bucket) -> Shapes:
-        layout = bucket.layout
-        if layout not in self._shapes:
-            self._shapes[layout] = Shapes(self.stacks(layout), layout.dtype, layout.device)
-        return self._shapes[layout]
+    def _space(self, layout: BucketLayout) -> Workspace:
+        if layout not in self._spaces:
+            self._spaces[layout] = Workspace(self.stacks(layout), layout)
+        return self._spaces[layout]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_shapes": {}}
+        return {**self.__dict__, "_spaces": {}}
 
 
 class BatchedPowerSGD(PowerSGD):
@@ -162,11 +125,8 @@ class BatchedPowerSGD(PowerSGD):
     The bucket's gradients, biases too, are laid one after another into a matrix of ``ceil(sqrt(numel))`` columns, the
     end padded with zeros. The matrix has no meaning, so the approximation is poorer than :class:`PowerSGD`'s, and
     **the result depends on the buckets** (``bucket_cap_mb``). The residual is kept per parameter, Q under the name
-    of the bucket's first.
-
-    Args:
-        rank, start_iter, min_compression_rate, residual, error_feedback, warm_start, epsilon, seed: as for
-            :class:`PowerSGD`. A bucket too small for ``min_compression_rate`` is averaged plainly.
+    of the bucket's first. The options are :class:`PowerSGD`'s; a bucket too small for ``min_compression_rate`` is
+    averaged plainly.
 
     Example:
         >>> from commhooks.reduction import StepContext
@@ -178,37 +138,12 @@ class BatchedPowerSGD(PowerSGD):
     name = "batched_powersgd"
     granularity = "bucket"
 
-    def __init__(
-        self,
-        rank: int = 1,
-        start_iter: int = 0,
-        min_compression_rate: float = 2,
-        residual: Literal["local", "averaged"] = "local",
-        error_feedback: bool = True,
-        warm_start: bool = True,
-        epsilon: float = 0.0,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(rank, start_iter, min_compression_rate, residual, error_feedback, warm_start, epsilon, seed)
-
-    def config(self) -> dict[str, Any]:
-        return {key: value for key, value in super().config().items() if key != "batch"}
-
     def route(self, param: ParamLayout, step: int) -> str | None:
         return f"warm-up until step {self.start_iter}" if step < self.start_iter else None
 
     def stacks(self, layout: BucketLayout) -> list[Stack]:
-        cols = _ceil_sqrt(layout.size)
-        rows = -(-layout.size // cols)
-        return [Stack((layout.params[0].name,), layout.params, rows, cols, min(rows, cols, self.rank))]
+        return square(layout.params, layout.size, self.rank)
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
-        (stack,) = self._shapes_of(bucket).stacks
-        return plain(bucket) if self.not_worth(stack.rows, stack.cols) else super().run(bucket, ctx)
-
-
-def _ceil_sqrt(n: int) -> int:
-    root = int(n**0.5)
-    while root * root < n:
-        root += 1
-    return root
+        (stack,) = self._space(bucket.layout).stacks
+        return Plain().run(bucket, ctx) if self.not_worth(stack.rows, stack.cols) else super().run(bucket, ctx)

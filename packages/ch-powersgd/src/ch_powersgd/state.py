@@ -5,12 +5,9 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from ch_powersgd.config import TORCH_NAMES, PowerSGDConfig, checked
 from ch_powersgd.reduction import BatchedPowerSGD, PowerSGD
-from ch_powersgd.validation import at_least, flag, one_of, positive, whole
-from commhooks.bucket import Bucket, BucketLayout
-from commhooks.errors import HookConfigError
-from commhooks.reduction import Reduction, Stages, StepContext
-from commhooks.state import HookState
+from commhooks import Bucket, BucketLayout, HookConfigError, HookState, Param, Reduction, Stages, StepContext
 
 log = logging.getLogger("commhooks")
 
@@ -28,7 +25,7 @@ class PowerSGDState(HookState):
         orthogonalization_epsilon: added to the length of P's columns before they are normalised.
         random_seed: of the first Q.
         compression_stats_logging_frequency: compressed steps between two lines of statistics in the log.
-        batch_tensors_with_same_shape: multiply matrices of one shape in one call.
+        batch_tensors_with_same_shape: not read: matrices of one shape are batched where that saves launches.
         residual: ``"local"``, or ``"averaged"`` as in PyTorch.
 
     Raises:
@@ -58,20 +55,15 @@ class PowerSGDState(HookState):
         batch_tensors_with_same_shape: bool = False,
         residual: Literal["local", "averaged"] = "local",
     ) -> None:
+        given = {name: value for name, value in locals().items() if name in TORCH_NAMES}
         super().__init__()
         self.process_group = process_group
-        self.matrix_approximation_rank = whole("matrix_approximation_rank", matrix_approximation_rank, 1)
-        self.start_powerSGD_iter = whole("start_powerSGD_iter", start_powerSGD_iter, 0)
-        self.min_compression_rate = positive("min_compression_rate", min_compression_rate)
-        self.use_error_feedback = flag("use_error_feedback", use_error_feedback)
-        self.warm_start = flag("warm_start", warm_start)
-        self.orthogonalization_epsilon = at_least("orthogonalization_epsilon", orthogonalization_epsilon, 0)
-        self.random_seed = whole("random_seed", random_seed, 0)
-        self.compression_stats_logging_frequency = whole(
-            "compression_stats_logging_frequency", compression_stats_logging_frequency, 1
+        self.config = PowerSGDConfig.from_torch(given)
+        self.compression_stats_logging_frequency: int = checked(
+            "compression_stats_logging_frequency",
+            compression_stats_logging_frequency,
+            Param(10_000, "compressed steps between two lines of statistics in the log", at_least=1),
         )
-        self.batch_tensors_with_same_shape = flag("batch_tensors_with_same_shape", batch_tensors_with_same_shape)
-        self.residual = one_of("residual", residual, ("local", "averaged"))
         if (use_error_feedback or warm_start) and start_powerSGD_iter < 2:
             raise HookConfigError(
                 f"start_powerSGD_iter={start_powerSGD_iter}: with error feedback or warm start PyTorch's state takes 2 "
@@ -80,6 +72,13 @@ class PowerSGDState(HookState):
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
         self.next_stats_report = 0
+
+    def __getattr__(self, name: str) -> Any:
+        """The options, under PyTorch's names."""
+        ours = TORCH_NAMES.get(name)
+        if ours is None or "config" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.config, ours)
 
     @property
     def iter(self) -> int:
@@ -94,11 +93,11 @@ class PowerSGDState(HookState):
 
     def reduction(self) -> PowerSGD:
         """What ``powerSGD_hook`` runs."""
-        return _PowerSGD(self, {**self._config(), "batch": self.batch_tensors_with_same_shape})
+        return _PowerSGD(self)
 
     def batched_reduction(self) -> BatchedPowerSGD:
         """What ``batched_powerSGD_hook`` runs."""
-        return _BatchedPowerSGD(self, self._config())
+        return _BatchedPowerSGD(self)
 
     def count(self, before: int, after: int, is_last: bool) -> None:
         """Add one bucket to the statistics, and log them when it is time."""
@@ -109,32 +108,27 @@ class PowerSGDState(HookState):
             log.info("PowerSGD, step %d: %d elements sent as %d, rate %.1f", self.step, total, sent, rate)
             self.next_stats_report = self.step + self.compression_stats_logging_frequency
 
-    def _config(self) -> dict[str, Any]:
-        return {
-            "rank": self.matrix_approximation_rank,
-            "start_iter": self.start_powerSGD_iter,
-            "min_compression_rate": self.min_compression_rate,
-            "residual": self.residual,
-            "error_feedback": self.use_error_feedback,
-            "warm_start": self.warm_start,
-            "epsilon": self.orthogonalization_epsilon,
-            "seed": self.random_seed,
-        }
-
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "process_group": None}
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        if "config" not in kept:  # pickled by 0.1.0, which held each option by itself
+            given = {name: kept[name] for name in TORCH_NAMES}
+            kept = {name: value for name, value in kept.items() if name not in given}
+            kept["config"] = PowerSGDConfig.from_torch(given)
+        super().__setstate__(kept)
 
 
 class _Counting(Reduction):
     """Mixed into a reduction: counts the elements of every compressed bucket into the state."""
 
-    def __init__(self, state: PowerSGDState, config: dict[str, Any]) -> None:
-        super().__init__(**config)
+    def __init__(self, state: PowerSGDState) -> None:
+        super().__init__(**state.config.options())
         self._state = state
         self._sent: dict[BucketLayout, int] = {}
 
     def start(self, bucket: Bucket, ctx: StepContext) -> Stages:
-        if ctx.step >= self._state.start_powerSGD_iter and bucket.device.type != "meta":
+        if ctx.step >= self._state.config.start_iter and bucket.device.type != "meta":
             if bucket.layout not in self._sent:
                 stages = self.plan(bucket.layout, ctx)
                 self._sent[bucket.layout] = sum(request.numel for stage in stages for request in stage)

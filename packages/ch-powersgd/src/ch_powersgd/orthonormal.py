@@ -1,9 +1,4 @@
-"""The linear algebra of PowerSGD: where P and Q lie, and how their columns are made orthonormal.
-
-Factors are stored as rows: the P of a ``rows x cols`` matrix is ``(rank, rows)``, its Q ``(rank, cols)``. Skinny
-products are two to three times faster that way round, and a factor's columns are contiguous. All P's of a bucket lie
-in one flat tensor (all Q's in another), sorted so that factors of one size are neighbours and are treated as one
-batch.
+"""Orthonormal columns for P and Q, and the random ones that they start from.
 
 Orthonormalising is Cholesky-QR, twice: X <- L^-1 X with L L^T = X X^T, whose precision does not depend on how long each
 column is. All of it is done in fp64, because squaring squares the condition number. Nothing branches on numbers: a
@@ -11,15 +6,8 @@ column that depends on the ones before it, to the precision of fp32, is zeroed o
 """
 
 import hashlib
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import groupby
 
 import torch
-
-from commhooks.bucket import ParamLayout
 
 # Of a column of length one, in units of squared length: what fp64 rounding may leave of a dependent column, and the
 # part below which an fp32 column holds nothing but rounding (four parts in a million of its length).
@@ -27,91 +15,6 @@ _SHIFT = 1e-13
 _DEPENDENT = 1.6e-11
 # Lengths below 1e-30 count as zero, so that what they are multiplied with stays within fp32.
 _NOTHING = 1e-60
-
-
-@dataclass(frozen=True)
-class Stack:
-    """``count`` matrices ``(rows, cols)`` that are multiplied at once, and the parameters that fill them.
-
-    The gradients of ``params`` lie one after another in the stack's ``count * rows * cols`` elements; what they leave
-    is padding, and zero.
-
-    Attributes:
-        keys: one state key per matrix, for its Q.
-        rank: columns of P and Q.
-    """
-
-    keys: tuple[str, ...]
-    params: tuple[ParamLayout, ...]
-    rows: int
-    cols: int
-    rank: int
-
-    @cached_property
-    def count(self) -> int:
-        """Matrices in the stack."""
-        return len(self.keys)
-
-    @cached_property
-    def numel(self) -> int:
-        """Elements, padding included."""
-        return self.count * self.rows * self.cols
-
-    @cached_property
-    def filled(self) -> int:
-        """Elements that parameters fill; the others are padding."""
-        return sum(p.numel for p in self.params)
-
-    @cached_property
-    def direct(self) -> bool:
-        """Whether one parameter, as it lies in the bucket, is the whole stack, so that nothing has to be gathered."""
-        return len(self.params) == 1 and self.params[0].matrix_shape == (self.rows, self.cols)
-
-
-class Factor:
-    """Where the P (or Q) of each stack lies in one flat tensor.
-
-    Args:
-        sizes: per stack ``(count, rank, length)``.
-
-    Example:
-        >>> f = Factor([(1, 2, 5), (1, 2, 3), (2, 2, 5)])
-        >>> f.numel
-        36
-        >>> import torch
-        >>> [tuple(v.shape) for v in f.views(torch.zeros(36))]
-        [(1, 2, 5), (1, 2, 3), (2, 2, 5)]
-        >>> [tuple(v.shape) for v in f.runs(torch.zeros(36))]  # equal sizes side by side
-        [(1, 2, 3), (3, 2, 5)]
-    """
-
-    def __init__(self, sizes: Sequence[tuple[int, int, int]]) -> None:
-        self._order = sorted(range(len(sizes)), key=lambda i: sizes[i][1:])
-        self._sizes = [sizes[i] for i in self._order]
-        self._lengths = [math.prod(size) for size in self._sizes]
-        self._place = {stack: place for place, stack in enumerate(self._order)}
-        self._runs = [
-            (sum(size[0] for size in same), *shape) for shape, same in groupby(self._sizes, key=lambda size: size[1:])
-        ]
-        self.numel = sum(self._lengths)
-
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Per stack, in the order given: ``(count, rank, length)``."""
-        parts = torch.split_with_sizes(flat, self._lengths)
-        return [parts[self._place[i]].view(self._sizes[self._place[i]]) for i in range(len(parts))]
-
-    def runs(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Neighbours of one size as one batch: ``(matrices, rank, length)``, in ascending rank."""
-        parts = torch.split_with_sizes(flat, [math.prod(run) for run in self._runs])
-        return [part.view(run) for part, run in zip(parts, self._runs, strict=True)]
-
-    def by_rank(self, flat: torch.Tensor) -> list[list[torch.Tensor]]:
-        """:meth:`runs`, those of one rank together."""
-        return [list(same) for _, same in groupby(self.runs(flat), key=lambda run: run.shape[1])]
-
-    def columns(self, flat: torch.Tensor) -> list["Columns"]:
-        """The columns of all factors in ``flat``, those of one rank together, to be made orthonormal in place."""
-        return [Columns(same) for same in self.by_rank(flat)]
 
 
 class Columns:
@@ -134,7 +37,8 @@ class Columns:
         self.parts = parts
         self.rank = rank = parts[0].shape[1]
         self._counts = [part.shape[0] for part in parts]
-        self._wide, self._spare = (_with_transposed(parts) for _ in range(2))
+        pairs = [[torch.empty_like(part, dtype=torch.float64) for part in parts] for _ in range(2)]
+        self._wide, self._spare = ([(wide, wide.mT) for wide in each] for each in pairs)
         count, device = sum(self._counts), parts[0].device
         self._gram = torch.empty((count, rank, rank), dtype=torch.float64, device=device)  # products of all columns
         self._grams = torch.split_with_sizes(self._gram, self._counts)
@@ -189,9 +93,7 @@ class Columns:
         return whiten, length, (length.square() <= rounding.unsqueeze(-1)) | nothing.unsqueeze(-1)
 
     def _inverse_root(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """``L^-1`` of ``L L^T = X X^T``, and the diagonal of ``L``. How long a column is makes no difference to the
-        precision of either.
-        """
+        """``L^-1`` of ``L L^T = X X^T``, and the diagonal of ``L``, both as precise for short columns as for long."""
         lower, _ = torch.linalg.cholesky_ex(self._gram)
         inverse = torch.linalg.solve_triangular(lower, self._eye, upper=False)
         return inverse, lower.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
@@ -206,11 +108,6 @@ class Columns:
         self._wide, self._spare = self._spare, self._wide
 
 
-def _with_transposed(parts: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    wide = [torch.empty_like(part, dtype=torch.float64) for part in parts]
-    return [(part, part.mT) for part in wide]
-
-
 def gaussian(seed: int, key: str, step: int, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
     """Random columns ``(rank, length)``, each of length one: the same on all ranks, whatever bucket they are in.
 
@@ -219,8 +116,8 @@ def gaussian(seed: int, key: str, step: int, shape: tuple[int, int], device: tor
     True
     """
     if device.type == "meta":
-        return torch.empty(shape, device=device)
+        return torch.empty(shape, dtype=torch.float32, device=device)
     digest = hashlib.blake2b(f"{seed}/{step}/{key}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    columns = torch.randn(shape, generator=generator)
+    columns = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
     return torch.nn.functional.normalize(columns, dim=-1).to(device)
