@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._comm_hooks import default_hooks as torch_hooks
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
@@ -143,6 +144,19 @@ def body_functions(rank: int, world: int) -> dict[str, float]:
     grad = torch.full((4,), 100_000.0)
     ch_fsdp.fp16_compress_hook(ch_fsdp.LowPrecisionState(dist.group.WORLD), grad)
     assert torch.equal(grad, torch.full((4,), 100_000.0)) or world != 4
+    # PyTorch's own states, which can neither be weakly referenced nor told from ours by what the hooks read.
+    every = torch.arange(2.0 * world)
+    whole = every.clone()
+    ch_fsdp.allreduce_hook(torch_hooks.DefaultState(dist.group.WORLD), whole)
+    assert torch.equal(whole, every)
+    theirs, part = torch_hooks.LowPrecisionState(dist.group.WORLD, parameter_type=torch.float64), torch.empty(2)
+    ch_fsdp.bf16_compress_hook(theirs, every.clone(), part)
+    assert part.dtype == torch.float64
+    assert part.tolist() == [2.0 * rank, 2.0 * rank + 1]
+    model = wrapped("FULL_SHARD")
+    model.register_comm_hook(torch_hooks.LowPrecisionState(dist.group.WORLD), ch_fsdp.fp16_compress_hook)
+    assert local_grads(model, rank).isfinite().all()
+    assert ch_fsdp.DefaultState._get_gradient_predivide_factor(8) == 4.0
     low = ch_fsdp.LowPrecisionState(dist.group.WORLD, parameter_type=torch.float64)
     output = torch.empty(2)
     ch_fsdp.bf16_compress_hook(low, torch.arange(2.0 * world), output)

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import ShardingStrategy
 
 import commhooks
-from ch_fsdp.private import param_groups, premultiplier, units
+from ch_fsdp.private1 import units
+from ch_fsdp.torch_internals import param_groups, premultiplier
 from commhooks.testing import spawn
 
 from .fsdp_kit import batch, gpt, line, shard1, shard2, square

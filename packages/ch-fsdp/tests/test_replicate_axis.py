@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ch_powersgd
 import commhooks
-from commhooks import AllReduce, Bucket, RankMismatchError, RemoteHookError, StateError
+from commhooks import AllReduce, AttachError, Bucket, RankMismatchError, RemoteHookError, StateError
 from commhooks.reduction import StepContext
 from commhooks.requests import Requests
 from commhooks.testing import spawn
@@ -181,7 +181,7 @@ def body_resume(rank: int, world: int) -> None:
         commhooks.attach(other, POWERSGD).load_state_dict(saved["hook"])
     # Refused on one rank, it is loaded on none, in no shard.
     again = commhooks.attach(inside(), POWERSGD)
-    with pytest.raises(StateError if rank == 3 else RankMismatchError, match=r"format 9|heard along another axis"):
+    with pytest.raises(StateError if rank == 3 else RankMismatchError, match=r"format 9|received along another axis"):
         again.load_state_dict(saved["hook"] | ({"format": 9} if rank == 3 else {}))
     assert again.state.step == 0
     again.load_state_dict(saved["hook"])
@@ -215,9 +215,9 @@ class Fails(commhooks.Reduction):
                 raise ValueError(f"no {where}")
 
         maybe("encode")
-        yield tuple(AllReduce(run) for run in bucket.runs())
+        yield tuple(AllReduce(run) for run in bucket.segments())
         maybe("between")
-        yield tuple(AllReduce(run) for run in bucket.runs())
+        yield tuple(AllReduce(run) for run in bucket.segments())
         maybe("decode")
 
 
@@ -275,14 +275,24 @@ def body_accumulation_and_precision(rank: int, world: int) -> None:
     body_unused(rank, world)
     mine, native = inside(), shard2(gpt(), square())
     handle = commhooks.attach(mine, "allreduce")
-    for model in (mine, native):
-        model.set_requires_gradient_sync(False)
-        model(*batch(1, rank)).backward()
-        model.set_requires_gradient_sync(True)
-        model(*batch(2, rank)).backward()
-    assert handle.stats()["steps"] == 1
-    for p, q in zip(grads(mine).values(), grads(native).values(), strict=True):
-        assert torch.equal(p, q)
+    for number, setter in enumerate(("set_requires_gradient_sync", "set_requires_all_reduce"), 1):
+        for model in (mine, native):
+            model.zero_grad()
+            getattr(model, setter)(False)
+            model(*batch(1, rank)).backward()
+            getattr(model, setter)(True)
+            model(*batch(2, rank)).backward()
+        assert handle.stats()["steps"] == number
+        for p, q in zip(grads(mine).values(), grads(native).values(), strict=True):
+            assert torch.equal(p, q), setter
+    mine.set_requires_all_reduce(False)  # kept back by the handle, and by the plain averaging that it leaves
+    mine(*batch(1, rank)).backward()
+    handle.detach()
+    with pytest.raises(AttachError, match="kept back"):
+        commhooks.attach(mine, "allreduce")
+    mine.set_requires_all_reduce(True)
+    mine(*batch(2, rank)).backward()
+    handle = commhooks.attach(mine, "allreduce")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     low = inside(mp_policy=policy)
     handle = commhooks.attach(low, POWERSGD)

@@ -173,6 +173,31 @@ def body_accumulation(rank: int, world: int) -> None:
     body_shard_dim_1(rank, world)
 
 
+def body_separate_group(rank: int, world: int) -> None:
+    """A process group of its own for the reduce-scatters, given and taken away while a handle is attached."""
+    model = shard2(gpt(), line(world))
+    if not hasattr(model, "set_separate_reduce_scatter_group"):  # torch before 2.13
+        return
+    handle = commhooks.attach(model, "bf16_compress")
+    first = one_backward(model, rank)
+    for enabled, step in ((True, 2), (False, 3)):
+        model.set_separate_reduce_scatter_group(enabled)
+        assert distance(one_backward(model, rank), first) == 0
+        shards = handle.binding.groups[0].shard_group
+        assert (shards.group_name == line_group(model)) != enabled, "nothing was separated: this test proves nothing"
+        assert handle.binding.engine.transport.group.group_name == shards.group_name
+        stats = handle.stats()
+        assert stats["steps"] == stats["compressed_steps"] == step
+        assert stats["rounds"] == 3 * step
+    handle.detach()
+    assert 0 < distance(one_backward(model, rank), first) < 1e-2
+
+
+def line_group(model: Any) -> str:
+    """The name of the group over which the parameters are gathered."""
+    return str(next(model.parameters()).device_mesh.get_group().group_name)
+
+
 def body_hsdp_mesh(rank: int, world: int) -> None:
     """On a 2-D mesh torch all-reduces itself; the shard axis can still be compressed."""
     mine, torchs = shard2(gpt(), square()), shard2(gpt(), square())
@@ -201,6 +226,10 @@ def body_shard_dim_1(rank: int, world: int) -> None:
 
 def test_accumulation_and_other_placements() -> None:
     spawn(body_accumulation, 2)
+
+
+def test_separate_reduce_scatter_group_after_attach() -> None:
+    spawn(body_separate_group, 2)
 
 
 def test_shard_axis_of_a_2d_mesh() -> None:

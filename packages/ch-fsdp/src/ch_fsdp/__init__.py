@@ -7,9 +7,10 @@ does not load torch.
 
 from typing import TYPE_CHECKING
 
-from commhooks.lazy import lazy
+from commhooks import lazy
 
 if TYPE_CHECKING:
+    from ch_fsdp.flat_reduction import flat_bucket, flat_version
     from ch_fsdp.hooks import (
         DefaultState,
         LowPrecisionState,
@@ -24,6 +25,8 @@ __all__ = [
     "LowPrecisionState",
     "allreduce_hook",
     "bf16_compress_hook",
+    "flat_bucket",
+    "flat_version",
     "fp16_compress_hook",
     "reduce_scatter_hook",
 ]
@@ -31,6 +34,7 @@ __all__ = [
 __getattr__, __dir__ = lazy(
     __name__,
     {
+        "flat_reduction": "flat_bucket flat_version",
         "hooks": "DefaultState LowPrecisionState allreduce_hook bf16_compress_hook fp16_compress_hook "
         "reduce_scatter_hook",
     },

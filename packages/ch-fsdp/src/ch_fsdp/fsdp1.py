@@ -13,18 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from ch_fsdp.flat import FlatSum, fits_flat, flat_bucket, flat_layout, flat_version
+from ch_fsdp.flat_reduction import FlatSum, fits_flat, flat_bucket, flat_layout, flat_version
 from ch_fsdp.hooks import divide_twice
-from ch_fsdp.private import Unit, is_inner, units
-from ch_fsdp.steps import Steps
-from commhooks.agreement import Fingerprint, agree_along
-from commhooks.attaching import AttachOptions
-from commhooks.engine import Engine
-from commhooks.errors import AttachError, CommHooksError, HookNotSupportedError
-from commhooks.handle import CommHook
-from commhooks.reduction import Plain, Reduction
-from commhooks.state import DefaultState
-from commhooks.transport import ProcessGroupTransport
+from ch_fsdp.private1 import Unit, UnitEnds, is_inner, units
+from ch_fsdp.step_boundary import Steps
+from commhooks import AttachError, CommHook, CommHooksError, DefaultState, HookNotSupportedError, Plain, Reduction
+from commhooks.adapters import AttachOptions, Binding, Engine, Fingerprint, ProcessGroupTransport, agree_along
 
 Call = Callable[[str, torch.Tensor, torch.Tensor | None], None]
 
@@ -50,11 +44,21 @@ class FlatDriver:
 
     Args:
         reduction: plain averaging or a cast of it.
+        model: the outermost unit.
         unit: any unit; all share groups and strategy.
         timeout: seconds that one collective may take.
+        sends_status: off, the messages are exactly those of FSDP without a hook.
     """
 
-    def __init__(self, reduction: Reduction, unit: Unit, timeout: float) -> None:
+    def __init__(
+        self,
+        reduction: Reduction,
+        model: FullyShardedDataParallel,
+        unit: Unit,
+        timeout: float,
+        *,
+        sends_status: bool = True,
+    ) -> None:
         engines: dict[str, Engine] = {}
         self._sums: dict[str, FlatSum] = {}
         wanted = {"shard" if unit.sharded else "replicate": unit.group}
@@ -64,8 +68,9 @@ class FlatDriver:
             flat, whole = flat_version(reduction, scatter=axis == "shard")
             divide_twice(flat, DefaultState(group))
             self._sums[axis] = flat
-            engines[axis] = Engine(whole, ProcessGroupTransport(group), timeout=timeout)
+            engines[axis] = Engine(whole, ProcessGroupTransport(group), timeout=timeout, sends_status=sends_status)
         self.steps = Steps(engines)
+        self.ends = UnitEnds(model, self.steps.end, self.steps.abandon)
 
     def __call__(self, name: str, grad: torch.Tensor, output: torch.Tensor | None) -> None:
         if output is None:
@@ -78,44 +83,46 @@ class FlatDriver:
             self.steps.run("replicate", flat_bucket(name, output))
 
 
-class FSDP1Binding:
+class FSDP1Binding(Binding):
     """A handle in place on an FSDP1 model."""
 
     def __init__(self, model: FullyShardedDataParallel, handle: CommHook, options: AttachOptions) -> None:
         refuse_inner(model)
         self.units = list(units(model))
+        self.params = [p for p in model.parameters() if p.requires_grad]
         self._agree(handle, options)
-        self._timeout = options.timeout
-        self._slots = [u.registered if isinstance(u.registered, Slot) else Slot(u) for u in self.units]
+        self._model, self._timeout = model, options.timeout
         self.engine: Engine | None = None
         self._foreign = 0
         self.driver: FlatDriver | None = None
         reduction = carried(handle)
         if reduction is not None:
-            self.driver = FlatDriver(reduction, self.units[0], options.timeout)
-            engines = self.driver.steps.engines
+            self.driver = FlatDriver(reduction, model, self.units[0], options.timeout)
+            engines = self.driver.steps.group.engines
             self.engine = engines.get("shard") or engines["replicate"]
         call: Call = self.driver if self.driver is not None else self._foreign_call(handle)
-        for slot in self._slots:
-            slot.call, slot.holder = call, handle.expr
         numels = {u.name: u.numel() for u in self.units}
         self.layout = flat_layout(numels, self.units[0].dtype(), next(model.parameters()).device)
+        # Last: nothing after it can fail, and leave trampolines in a model that has no handle.
+        self._slots = [u.registered if isinstance(u.registered, Slot) else Slot(u) for u in self.units]
+        for slot in self._slots:
+            slot.call, slot.holder = call, handle.expr
 
     @property
     def calls(self) -> int:
         return self.driver.steps.calls if self.driver is not None else self._foreign
 
     def stats(self) -> dict[str, float]:
-        return self.driver.steps.stats() if self.driver is not None else {"calls": float(self._foreign)}
+        return self.driver.steps.group.stats() if self.driver is not None else {"calls": float(self._foreign)}
 
     def check(self) -> None:
         if self.driver is not None:
-            self.driver.steps.check()
+            self.driver.steps.group.check()
 
     def detach(self) -> None:
-        plain = FlatDriver(Plain(), self.units[0], self._timeout)
-        for engine in plain.steps.engines.values():
-            engine.sends_status = False  # the messages are exactly those of FSDP without a hook
+        if self.driver is not None:
+            self.driver.ends.close()
+        plain = FlatDriver(Plain(), self._model, self.units[0], self._timeout, sends_status=False)
         for slot in self._slots:
             slot.call, slot.holder = plain, None
 
@@ -132,7 +139,7 @@ class FSDP1Binding:
             if first.replicas is not None:
                 groups.append((first.replicas, {}))
             fields = {
-                "hook": [handle.expr, str(handle.full)],
+                "hook": handle.identity,
                 "units": [f"{u.name}: {u.numel()}{' sharded' if u.sharded else ''}" for u in self.units],
                 "does not fit": [str(refusal)] if refusal is not None else [],
             }

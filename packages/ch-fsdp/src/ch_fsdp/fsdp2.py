@@ -4,32 +4,35 @@ Axes: ``"shard"`` replaces the reduce-scatter inside the shard mesh, ``"replicat
 replicas. By default casts are put on both, other reductions on the replicate axis.
 """
 
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 
-from ch_fsdp.choosing import check_groups, choose_axes, one_shard_group, reduction_of
-from ch_fsdp.flat import flat_layout
-from ch_fsdp.private import ParamGroup, param_groups
-from ch_fsdp.replicas import replica_group
-from ch_fsdp.replicate import ReplicateHook, broadcast, hooks_of
-from ch_fsdp.shard import ShardAxis, ShardScatter
-from ch_fsdp.steps import Steps
-from commhooks.agreement import Fingerprint, agree_along
-from commhooks.attaching import AttachOptions
-from commhooks.bucket import BucketLayout, ParamLayout
-from commhooks.engine import Engine
-from commhooks.errors import AttachError, CommHooksError
-from commhooks.handle import CommHook
-from commhooks.reduction import Plain
-from commhooks.state import HookState
-from commhooks.trampoline import watch_outcome
-from commhooks.transport import ProcessGroupTransport
+from ch_fsdp.axis_selection import check_groups, choose_axes, find_replicas, one_shard_group, reduction_of
+from ch_fsdp.flat_reduction import flat_layout
+from ch_fsdp.native_mesh import hand_back, take_over
+from ch_fsdp.private_ends import BackwardEnds
+from ch_fsdp.replicate_axis import ReplicateHook, broadcast, kept_back
+from ch_fsdp.shard_axis import ShardAxis, ShardScatter
+from ch_fsdp.step_boundary import Steps
+from ch_fsdp.torch_internals import ParamGroup, param_groups
+from ch_fsdp.turns import Turns
+from commhooks import AttachError, BucketLayout, CommHook, CommHooksError, HookState, ParamLayout, Plain
+from commhooks.adapters import (
+    AttachOptions,
+    Binding,
+    Engine,
+    Fingerprint,
+    ManagedAxis,
+    ProcessGroupTransport,
+    agree_along,
+    manager_adapter,
+    watch_outcome,
+)
 
 
-class FSDP2Binding:
+class FSDP2Binding(Binding):
     """A handle in place on an FSDP2 model.
 
     Attributes:
@@ -42,135 +45,174 @@ class FSDP2Binding:
 
     def __init__(self, model: torch.nn.Module, handle: CommHook, options: AttachOptions) -> None:
         self.groups = param_groups(model)
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        for group in self.groups:
+            group.reshard()
         self.reduction = reduction_of(handle)
         self.holder: str | None = handle.expr
         self._model, self._expr, self._timeout = model, handle.expr, options.timeout
-        self._shard_group, axes = self._agreed(options)
-        self._replicas = self._find_replicas(options) if "replicate" in axes else None
-        self.group = self._replicas or self._shard_group
-        self.other_axes = (self._shard_group,) if self._replicas is not None else ()
-        self._shard = ShardAxis(self.reduction, self._shard_group, self._timeout) if "shard" in axes else None
+        self._shard_group, replicas, axes = self._agreed(handle.identity, options)
+        self._replicas = replicas if "replicate" in axes else None
+        self._native = self._replicas is not None and self.groups[0].native_replicas is not None
+        self._managed = self._between_groups(handle, options)
+        self._replicates = self._replicas is not None or self._managed is not None
+        # Members of other replica groups are compared in every step: they come and go.
+        self.group = None if self._managed is not None else self._replicas or self._shard_group
+        self.other_axes = (self._shard_group,) if self._replicas is not None and self._shard_group is not None else ()
+        self._shard: ShardAxis | None = None
+        if "shard" in axes and self._shard_group is not None:
+            self._shard = ShardAxis(self.reduction, self._shard_group, self._timeout)
         engines: dict[str, Engine] = {}
         if self._shard is not None:
             engines["shard"] = self._shard.engine
         if self._replicas is not None:
             engines["replicate"] = self._replicate_engine(handle, self._replicas)
-        relay = ProcessGroupTransport(self._shard_group) if self._replicas is not None else None
-        self.steps = Steps(engines, self._inspect, relay)
+        elif self._managed is not None:  # its vote tells the other ranks of the shard mesh, without a relay
+            engines["replicate"] = self._managed.engine
+        relay = ProcessGroupTransport(self.other_axes[0]) if self.other_axes else None
+        self._turns = Turns(self.groups, fixed=self._managed is not None) if self._replicates else None
+        self.steps = Steps(engines, self._inspect, relay, self._turns, self._due)
         self.engine: Engine | None = engines.get("replicate") or engines["shard"]
-        self._outcome = watch_outcome(self.engine, options)
+        self.layout = shards_layout(self.groups) if self._replicates else unsharded_layout(self.groups)
         self._ready = False
-        self._place(handle)
-        self.layout = shards_layout(model, self.groups) if self._hooks else unsharded_layout(self.groups)
+        # A managed axis asks the optimizer itself: the manager's vote comes before.
+        self._outcome = watch_outcome(self.engine, options, model.parameters()) if self._managed is None else None
+        self._ends = BackwardEnds(model, self.steps.end, self.steps.abandon, replicas=self._replicates)
+        self._place(handle)  # last: nothing after it can fail, and leave hooks in a model that has no handle
 
     @property
     def calls(self) -> int:
         return self.steps.calls
 
     def stats(self) -> dict[str, float]:
-        return self.steps.stats()
+        return self.steps.group.stats()
 
     def check(self) -> None:
-        self.steps.check()
+        self.steps.group.check()
 
     def ready(self) -> None:
         """The ranks have agreed: make the replicas equal."""
         self._ready = True
+        for hook in self._hooks:
+            hook.stay()
         if self._replicas is not None:
             broadcast(self._model, self._replicas)
 
     def detach(self) -> None:
-        """Torch's own reduce-scatter again; between replicas plain averaging, or they would drift apart."""
+        """Torch's own reduce-scatter again; between replicas plain averaging, or they would drift apart.
+
+        On a 2-D mesh that is torch's own again, too.
+
+        Raises:
+            AttachError: there are gradients that ``set_requires_all_reduce(False)`` has kept back.
+        """
+        if self._native and self.steps.keeps_back:
+            raise kept_back(self._expr, "detach()")
         self.holder = None
-        self._watching.remove()
         if self._outcome is not None:
             self._outcome.close()
         for comm in self._comms:
             comm.remove()
-        if self._replicas is None:
+        self._ends.close()
+        if self._turns is None:
             return
-        plain = Engine(Plain(), ProcessGroupTransport(self._replicas), timeout=self._timeout)
-        plain.sends_status = False  # the messages are exactly those of torch without a hook
-        steps = Steps({"replicate": plain})
+        if self._native or not self._ready:
+            if self._managed is not None:
+                self._managed.close()
+            self._put_back()
+            return
+        steps = Steps({"replicate": self._plain_engine()}, turns=self._turns, due=partial(getattr, self._turns, "due"))
+        ends = BackwardEnds(self._model, steps.end, steps.abandon, replicas=True)
         for hook in self._hooks:
-            hook.point(steps, None)
-            if not self._ready:  # the ranks did not agree: as if nothing had been attached
-                hook.remove()
+            hook.point(steps, ends, None)
+
+    def _plain_engine(self) -> Engine:
+        if self._managed is not None:
+            return self._managed.plain()
+        transport = ProcessGroupTransport(self._replicas)
+        # Without a status the messages are exactly those of torch without a hook.
+        return Engine(Plain(), transport, timeout=self._timeout, sends_status=False)
+
+    def _put_back(self) -> None:
+        """As if nothing had been attached: torch reduces between replicas itself, or the ranks did not agree."""
+        for hook, group, included in zip(self._hooks, self.groups, self._included, strict=True):
+            group.includes_unused = included
+            hook.put_back()
+            hand_back(group)
 
     # -- attaching
 
-    def _agreed(self, options: AttachOptions) -> tuple[dist.ProcessGroup, tuple[str, ...]]:
-        """The shard group and the axes; a refusal on one rank is known to all ranks of the shard group."""
+    def _agreed(
+        self, hook: list[str], options: AttachOptions
+    ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, tuple[str, ...]]:
+        """Shard group, replicas and axes; what one rank refuses is known to all ranks of the mesh."""
         shard_group = one_shard_group(self.groups)
-        has_replicas = options.process_group is not None or dist.get_world_size() > shard_group.size()
+        replicas: dist.ProcessGroup | None = None
         axes: tuple[str, ...] = ()
         refusal: CommHooksError | None = None
         try:
-            axes = choose_axes(self.reduction, options.axis, has_replicas)
-            check_groups(self.groups, axes, options)
+            replicas = find_replicas(self.groups, options)
+            axis = options.axis if shard_group is not None else "replicate"
+            axes = choose_axes(self.reduction, axis, replicas is not None or options.manager is not None)
+            check_groups(self.groups, axes, self.reduction)
         except CommHooksError as error:
             refusal = error
         if options.verify_ranks:
             fit = {"axes": axes, "does not fit": [str(refusal)] if refusal is not None else []}
-            agree_along(self._expr, {**self._identity(), **fit}, [(shard_group, {})], self._timeout)
+            along: list[tuple[dist.ProcessGroup, Fingerprint]] = [(shard_group, {})] if shard_group is not None else []
+            if replicas is not None:  # along this axis all have the same shard of the model too
+                along.append((replicas, {"shard": [name for group in self.groups for name in group.order()]}))
+            agree_along(self._expr, {**self._identity(hook), **fit}, along, self._timeout)
         if refusal is not None:
             raise refusal
-        return shard_group, axes
+        return shard_group, replicas, axes
 
-    def _identity(self) -> Fingerprint:
+    def _identity(self, hook: list[str]) -> Fingerprint:
         shapes = {name: shape for group in self.groups for name, shape in group.global_shapes().items()}
-        return {"hook": [self._expr], "parameters": [f"{name}: {shape}" for name, shape in shapes.items()]}
+        return {"hook": hook, "parameters": [f"{name}: {shape}" for name, shape in shapes.items()]}
 
-    def _find_replicas(self, options: AttachOptions) -> dist.ProcessGroup:
-        """The replicate group; along both axes, all have the same model, along this one the same shard of it."""
-        replicas = options.process_group or replica_group(self._shard_group, self._timeout)
-        assert replicas is not None  # noqa: S101 - choose_axes has seen to it
-        if options.verify_ranks:
-            here = {"shard": [self.groups[0].coordinate]}
-            agree_along(self._expr, self._identity(), [(self._shard_group, {}), (replicas, here)], self._timeout)
-        return replicas
+    def _between_groups(self, handle: CommHook, options: AttachOptions) -> ManagedAxis | None:
+        """What reduces between replica groups that a manager lets come and go."""
+        if options.manager is None:
+            return None
+        return manager_adapter(options.manager)(self._model, handle, options, self._layouts)
+
+    def _layouts(self) -> list[BucketLayout]:
+        """What a backward reduces between the groups, in the order of :class:`Turns`."""
+        due = (g for g in reversed(self.groups) if g.reduces and g.all_reduces and g.trainable)
+        return [g.shards(g.reduce_dtype) for g in due]
 
     def _replicate_engine(self, handle: CommHook, replicas: dist.ProcessGroup) -> Engine:
         state = handle.state if handle.reduction is not None else HookState()
         if not isinstance(state, HookState):
             raise AttachError(f"the state of {handle.expr} is a HookState; got {type(state).__name__}")
-        engine = Engine(self.reduction, ProcessGroupTransport(replicas), state, timeout=self._timeout)
-        engine.keep_buckets = True
-        return engine
+        return Engine(self.reduction, ProcessGroupTransport(replicas), state, timeout=self._timeout)
 
     def _place(self, handle: CommHook) -> None:
         """Put comms and hooks into torch's slots. Several groups in a module need no setter, only their own."""
         self._comms: list[ShardScatter] = []
         self._hooks: list[ReplicateHook] = []
-        if self._replicas is not None:
-            self._hooks = hooks_of(self.groups)
-            for hook in self._hooks:
-                hook.point(self.steps, handle.expr)
+        if self._replicates:
+            place = (self.steps, self._ends, handle.expr)
+            self._hooks = [ReplicateHook(group, index, *place) for index, group in enumerate(self.groups)]
+            self._included = [group.includes_unused for group in self.groups]
             # Without it the flat shard lacks the parameters that had no gradient, and which ones cannot be told.
-            include_unused = getattr(self._model, "set_reduce_scatter_unused_params", None)
-            if include_unused is not None:
-                include_unused(True)
+            for group in self.groups:
+                group.includes_unused = True
+                take_over(group)
         if self._shard is not None:
             self._comms = [ShardScatter(g, self._shard, self.steps, handle.expr) for g in self.groups]
         # torch reduce-scatters nothing over one rank, and calls nobody.
-        reduces = bool(self._hooks) or self._shard_group.size() > 1
+        reduces = bool(self._hooks) or (self._shard_group is not None and self._shard_group.size() > 1)
         self._unverified = {g.name for g in self.groups} if reduces else set()
-        self._watching = self._model.register_forward_hook(self._watch)
 
     # -- is it being called
 
-    def _watch(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """Have the backward of this forward looked at even if no group calls in."""
-        if not self._unverified:
-            self._watching.remove()
-            return
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda grad: self.steps.touch())
-                return
+    def _due(self) -> bool:
+        return any(group.reduces and group.trainable for group in self.groups)
 
     def _inspect(self) -> CommHooksError | None:
-        """At the end of a backward: has every group called that has gradients?"""
+        """At the end of a step: has every group called that has gradients?"""
         placed: list[ShardScatter | ReplicateHook] = [*self._comms, *self._hooks]
         lost = [one.group.name for one in placed if not one.in_place]
         if lost:
@@ -192,9 +234,10 @@ class FSDP2Binding:
         called = (self._shard is None or self._shard.group.size() == 1 or group.name in self._shard.called) and all(
             hook.called for hook in self._hooks if hook.group.name == group.name
         )
-        if called:
+        if called or group.name in self.steps.given:
             self._unverified.discard(group.name)
-        return not called and group.reduces and any(p.grad is not None for p in group.params)
+            return False
+        return group.reduces and any(p.grad is not None for p in group.params)
 
 
 def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) -> FSDP2Binding:
@@ -202,16 +245,20 @@ def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) ->
     return FSDP2Binding(model, handle, options)
 
 
-def shards_layout(model: torch.nn.Module, groups: list[ParamGroup]) -> BucketLayout:
+adapter.takes_manager = True  # type: ignore[attr-defined]  # commhooks.attach asks for it
+
+
+def shards_layout(groups: list[ParamGroup]) -> BucketLayout:
     """This rank's shards of all groups as one virtual bucket, in model order."""
-    order = {name: position for position, (name, _) in enumerate(model.named_parameters())}
+    order: dict[str, int] = {}
     entries: list[ParamLayout] = []
     offset = 0
     for group in groups:
         layout = group.shards(group.reduce_dtype)
         entries += [ParamLayout(p.name, p.shape, p.stride, offset + p.offset) for p in layout.params]
+        order |= group.order()
         offset += layout.numel
-    entries.sort(key=lambda p: order[p.name.partition("[")[0]])
+    entries.sort(key=lambda p: order[p.name])
     return BucketLayout(entries, offset, groups[0].reduce_dtype, groups[0].device)
 
 

@@ -5,20 +5,19 @@ divided by ``state.gradient_predivide_factor``, cast, summed, cast back and divi
 ``state.gradient_postdivide_factor``. PyTorch casts before it divides and divides again in 16 bits: here a value
 survives fp16 if its pre-divided self does, and the last division is made in the parameter's precision.
 
-They are stateless: hand one to ``model.register_comm_hook(state, hook)``, or let ``commhooks.attach`` do it.
+They are stateless: hand one to ``model.register_comm_hook(state, hook)``, or let ``commhooks.attach`` do it. PyTorch's
+own ``DefaultState`` and ``LowPrecisionState`` will do as well.
 """
 
-from weakref import WeakKeyDictionary
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
 
-from ch_fsdp.flat import FlatSum, flat_bucket, flat_version
-from commhooks.reduction import Plain, Reduction, StepContext
-from commhooks.requests import as_tuple
-from commhooks.scratch import Scratch
-from commhooks.state import DefaultState, LowPrecisionState
-from commhooks.transport import ProcessGroupTransport, Stage
-from commhooks.wire import WireCast
+from ch_fsdp.flat_reduction import FlatSum, flat_bucket, flat_version
+from commhooks import DefaultState, LowPrecisionState, Plain, Reduction, WireCast
+from commhooks.adapters import Immediate, ProcessGroupTransport
 
 __all__ = [
     "DefaultState",
@@ -84,47 +83,53 @@ fp16_compress_hook.reduction = _FP16  # type: ignore[attr-defined]
 bf16_compress_hook.reduction = _BF16  # type: ignore[attr-defined]
 
 
-class _Bare:
-    """What a plain hook keeps for one state: its group's transport and 16-bit scratch."""
+class Factors(Protocol):
+    """What the hooks read of a state: this package's, PyTorch's, or one of the user's own."""
 
-    def __init__(self, state: DefaultState) -> None:
-        self.transport = ProcessGroupTransport(state.process_group)
-        self.scratch = Scratch()
+    process_group: dist.ProcessGroup | None
+    gradient_predivide_factor: float
+    gradient_postdivide_factor: float
+
+
+class _Bare:
+    """What the plain hooks keep for one process group, but not the group: it would live for ever."""
+
+    def __init__(self) -> None:
+        self.runner = Immediate()
         self.sums: dict[tuple[int, bool], tuple[FlatSum, Reduction]] = {}
 
-    def run(self, reduction: Reduction, state: DefaultState, grad: torch.Tensor, output: torch.Tensor | None) -> None:
+    def run(self, reduction: Reduction, state: Factors, grad: torch.Tensor, output: torch.Tensor | None) -> None:
         key = (id(reduction), output is not None)
         if key not in self.sums:
             self.sums[key] = flat_version(reduction, scatter=output is not None)
         flat, whole = self.sums[key]
         divide_twice(flat, state)
         flat.output = output
-        ctx = StepContext(self.transport.rank, self.transport.world_size, scratch=self.scratch)
-        for requests in whole.start(flat_bucket("flat", grad), ctx):
-            Stage(self.transport, self.scratch, whole.name).start(as_tuple(requests)).wait(None)
+        self.runner.run(whole, flat_bucket("flat", grad), ProcessGroupTransport(state.process_group))
         flat.output = None
 
 
-def divide_twice(flat: FlatSum, state: DefaultState) -> None:
+def divide_twice(flat: FlatSum, state: Factors) -> None:
     """Take the factors before and after the sum from an FSDP1 state (the first is a power of two: exact)."""
     flat.premultiply = 1.0 / state.gradient_predivide_factor
     flat.divide = state.gradient_postdivide_factor
 
 
-_BARE: WeakKeyDictionary[DefaultState, _Bare] = WeakKeyDictionary()
+_BARE = WeakIdKeyDictionary()  # process group -> _Bare; not state: PyTorch's classes take no weak references
 
 
-def _run(reduction: Reduction, state: DefaultState, grad: torch.Tensor, output: torch.Tensor | None) -> None:
-    bare = _BARE.get(state)
+def _run(reduction: Reduction, state: Factors, grad: torch.Tensor, output: torch.Tensor | None) -> None:
+    group = state.process_group if state.process_group is not None else dist.group.WORLD
+    bare = _BARE.get(group)
     if bare is None:
-        bare = _BARE[state] = _Bare(state)
-    low = isinstance(state, LowPrecisionState)
+        bare = _BARE[group] = _Bare()
+    wanted: torch.dtype | None = getattr(state, "parameter_type", None)
     target = grad if output is None else output
-    if low and output is not None and output.dtype != grad.dtype:
+    if wanted is not None and output is not None and output.dtype != grad.dtype:
         output.data = output.data.to(grad.dtype)
     bare.run(reduction, state, grad, output)
-    if low and target.dtype != state.parameter_type:  # type: ignore[attr-defined]
+    if wanted is not None and target.dtype != wanted:
         held = target.data
-        target.data = held.to(state.parameter_type)  # type: ignore[attr-defined]
+        target.data = held.to(wanted)
         if held.is_cuda:  # this stream still reads it when the allocator may hand it to another
             held.record_stream(torch.cuda.current_stream(held.device))

@@ -3,20 +3,29 @@
 ``result = (premultiply * g_1 + ... + premultiply * g_W) / divide``, and each rank keeps all of it (FSDP1's NO_SHARD) or
 its own W-th (every sharded strategy, FSDP2). Which factors apply differs between FSDP1 (a power of two before, the
 rest after, against overflow in 16 bits) and FSDP2 (what the ``op`` that torch passes means); what travels on the wire
-is :class:`commhooks.wire.WireCast` around it, fp32 accumulation included.
+is :class:`commhooks.compositions.wire_cast.WireCast` around it, fp32 accumulation included.
 """
 
 from collections.abc import Hashable
+from typing import Literal
 
 import torch
 
-from commhooks.bucket import Bucket, BucketLayout, ParamLayout
-from commhooks.errors import HookNotSupportedError
-from commhooks.reduction import Plain, Reduction, Stages, StepContext
-from commhooks.requests import AllReduce, Op, ReduceScatter
-from commhooks.wire import NAMES, WireCast
+from commhooks import (
+    AllReduce,
+    Bucket,
+    BucketLayout,
+    HookNotSupportedError,
+    ParamLayout,
+    Plain,
+    ReduceScatter,
+    Reduction,
+    Stages,
+    StepContext,
+    WireCast,
+)
 
-_WIRE_NAMES = {dtype: name for name, dtype in NAMES.items()}
+_WIRE_NAMES = {dtype: name for name, dtype in WireCast.DTYPES.items()}
 
 
 class FlatSum(Reduction):
@@ -46,7 +55,7 @@ class FlatSum(Reduction):
         self.trips = 1 if scatter else 2
         self.collectives = frozenset({"reduce_scatter" if scatter else "all_reduce"})
         self.output: torch.Tensor | None = None
-        self.op: Op = "sum"
+        self.op: Literal["sum", "mean"] = "sum"
         self.premultiply = 1.0
         self.divide = 1.0
 
@@ -106,10 +115,7 @@ def flat_version(reduction: Reduction, *, scatter: bool) -> tuple[FlatSum, Reduc
     if not isinstance(reduction, WireCast):
         return flat, flat
     wire = reduction.wire
-    return flat, WireCast(
-        flat,
-        _WIRE_NAMES[wire.dtype],  # type: ignore[arg-type]
-        accumulate=reduction.accumulate,
-        rounding=wire.rounding,
-        name=reduction.name,
-    )
+    dtype = _WIRE_NAMES[wire.dtype]
+    cast = WireCast(flat, dtype, accumulate=reduction.accumulate, rounding=wire.rounding)  # type: ignore[arg-type]
+    cast.name = reduction.name  # shown as what was attached
+    return flat, cast

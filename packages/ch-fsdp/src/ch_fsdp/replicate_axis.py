@@ -1,45 +1,58 @@
 """FSDP2's replicate axis: any reduction, on the shards, between ranks that hold the same shard.
 
 torch calls ``hook(shard)`` after its reduce-scatter, and what the hook leaves there becomes the gradient. The hook sees
-a flat tensor; its parameters' names and shapes come from ``private``. A shard is called by its parameter's name and its
+a flat tensor; its parameters' names and shapes come from ``torch_internals``. A shard is called by its parameter's name and its
 coordinate, ``"blocks.0.up.weight[0/2]"``, and so is its state.
 """
 
 import torch
 import torch.distributed as dist
 
-from ch_fsdp.private import ParamGroup
-from ch_fsdp.steps import Steps
-from commhooks.bucket import Bucket
-from commhooks.errors import AttachError, HookNotSupportedError, HookResultError
+from ch_fsdp.private_ends import BackwardEnds
+from ch_fsdp.step_boundary import Steps
+from ch_fsdp.torch_internals import ParamGroup
+from commhooks import AttachError, HookNotSupportedError, HookResultError
 
 
 class ReplicateHook:
-    """The function given to ``set_all_reduce_hook``; stays when the handle is detached, and then averages plainly."""
+    """The function given to ``set_all_reduce_hook``; stays when the handle is detached, and then averages plainly.
 
-    def __init__(self, group: ParamGroup, index: int) -> None:
+    Args:
+        group: whose slot it is put into.
+        index: of the group among those of the handle, over which steps end together.
+    """
+
+    def __init__(self, group: ParamGroup, index: int, steps: Steps, ends: BackwardEnds, holder: str) -> None:
         self.group, self.index = group, index
-        self.steps: Steps | None = None
-        self.holder: str | None = None
-        self.called = False
+        self.point(steps, ends, holder)
+        self._before: object = group.hook  # None, or the plain averaging of an earlier handle, over groups of its own
+        if isinstance(self._before, ReplicateHook):
+            self._before.steps.part_with(self._before.index)
         group.hook = self
 
     @property
     def in_place(self) -> bool:
         return self.group.hook is self
 
-    def point(self, steps: Steps, holder: str | None) -> None:
-        """Run another reduction from now on."""
-        self.steps, self.holder, self.called = steps, holder, False
+    def point(self, steps: Steps, ends: BackwardEnds, holder: str | None) -> None:
+        """Run another reduction from now on, whose steps end as ``ends`` says."""
+        self.steps, self.ends, self.holder, self.called = steps, ends, holder, False
 
-    def remove(self) -> None:
-        """Leave the slot empty."""
+    def stay(self) -> None:
+        """The ranks have agreed: what was in the slot before is never put back."""
+        before, self._before = self._before, None
+        if isinstance(before, ReplicateHook) and before.steps.deserted:
+            before.ends.close()  # only now: other groups share it
+
+    def put_back(self) -> None:
+        """Leave the slot as it was."""
+        if isinstance(self._before, ReplicateHook):
+            self._before.steps.part_with(self._before.index, back=True)
         if self.in_place:
-            self.group.hook = None
+            self.group.hook = self._before
 
     def __call__(self, shard: torch.Tensor) -> None:
         """Reduce ``shard`` (flat, padded shards of the group's trainable parameters) in place."""
-        assert self.steps is not None  # noqa: S101 - pointed when made
         self.called = True
         refusal = self._refusal(shard)
         if refusal is not None:
@@ -47,12 +60,12 @@ class ReplicateHook:
             return
         if shard.is_cuda:  # nothing else holds it across layers on the stream it is reduced in
             shard.record_stream(torch.cuda.current_stream(shard.device))
-        self.steps.run("replicate", Bucket(self.group.shards(shard.dtype), shard, self.index))
+        self.steps.take(self.index, shard, at_end=self.ends.by_hand or self.ends.shared)
 
     def _refusal(self, shard: torch.Tensor) -> Exception | None:
-        if not self.group.all_reduces:
-            return HookNotSupportedError(
-                f"{self.group.name}: set_requires_all_reduce(False) leaves partial sums that no hook sees again; "
+        if not self.group.all_reduces and self.steps.group.engines["replicate"].transport.elastic:
+            return HookNotSupportedError(  # what is kept back would outlive an attempt that is voted down
+                f"{self.group.name}: set_requires_all_reduce(False) cannot be had with manager=, where a step may be dropped; "
                 "accumulate with set_requires_gradient_sync(False) instead"
             )
         expected = self.group.shards(shard.dtype).numel
@@ -70,6 +83,8 @@ def check_free(group: ParamGroup) -> None:
     if isinstance(hook, ReplicateHook):
         if hook.holder is not None:
             raise AttachError(f"{group.name} has {hook.holder} attached on its replicate axis: detach() it first")
+        if hook.steps.keeps_back:
+            raise kept_back(group.name, "attaching")
     elif hook is not None:
         raise AttachError(
             f"{group.name} has an all-reduce hook of its own ({getattr(hook, '__qualname__', hook)}; "
@@ -78,12 +93,12 @@ def check_free(group: ParamGroup) -> None:
         )
 
 
-def hooks_of(groups: list[ParamGroup]) -> list[ReplicateHook]:
-    """Every group's hook, put in place where there is none."""
-    return [
-        group.hook if isinstance(group.hook, ReplicateHook) else ReplicateHook(group, index)
-        for index, group in enumerate(groups)
-    ]
+def kept_back(who: str, before: str) -> AttachError:
+    """The error of gradients that nobody would ever reduce between the replicas."""
+    return AttachError(
+        f"{who} holds gradients that set_requires_all_reduce(False) has kept back: run a backward with "
+        f"set_requires_all_reduce(True) before {before}"
+    )
 
 
 @torch.no_grad()

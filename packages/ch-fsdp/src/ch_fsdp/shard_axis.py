@@ -1,7 +1,7 @@
 """FSDP2's shard axis: our reduce-scatter in torch's slot, one object per parameter group.
 
 torch passes the ``op`` that its factors come down to: ``AVG``, ``SUM`` (it scales by itself before and after) or
-``PREMUL_SUM(1 / factor)``, which gloo refuses and we carry out. Everything else is :class:`ch_fsdp.flat.FlatSum`.
+``PREMUL_SUM(1 / factor)``, which gloo refuses and we carry out. Everything else is :class:`ch_fsdp.flat_reduction.FlatSum`.
 """
 
 from collections.abc import Sequence
@@ -10,13 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ch_fsdp.flat import FlatSum, flat_bucket, flat_version, is_cast
-from ch_fsdp.private import ParamGroup, premultiplier
-from ch_fsdp.steps import Steps
-from commhooks.engine import Engine
-from commhooks.errors import AttachError, HookNotSupportedError
-from commhooks.reduction import Reduction
-from commhooks.transport import ProcessGroupTransport
+from ch_fsdp.flat_reduction import FlatSum, flat_bucket, flat_version, is_cast
+from ch_fsdp.step_boundary import Steps
+from ch_fsdp.torch_internals import ParamGroup, premultiplier
+from commhooks import AttachError, HookNotSupportedError, Reduction
+from commhooks.adapters import Engine, ProcessGroupTransport
 
 Op = dist.ReduceOp
 
@@ -36,6 +34,17 @@ class ShardAxis:
         self.flat, self.reduction = flat_version(reduction, scatter=True)
         self.engine = Engine(self.reduction, ProcessGroupTransport(group), timeout=timeout)
         self.called: set[str] = set()
+
+    def follow(self, group: dist.ProcessGroup, name: str, holder: str) -> AttachError | None:
+        """Go on over another process group of the same ranks (``set_separate_reduce_scatter_group``)."""
+        if dist.get_process_group_ranks(group) != dist.get_process_group_ranks(self.group):
+            return AttachError(
+                f"{name}: the ranks that it is sharded over have changed since {holder} was attached; detach the "
+                "handle and attach again"
+            )
+        self.group = group
+        self.engine.move(ProcessGroupTransport(group))
+        return None
 
     def factors(self, op: Any) -> None:
         """Make the sum mean what torch's ``op`` means.
@@ -89,10 +98,11 @@ class ShardScatter:
         Runs on the stream that FSDP has made current. Returns when the work is done (CPU) or in the stream (CUDA).
         """
         if group.group_name != self.axis.group.group_name:
-            raise AttachError(
-                f"{self.group.name}: reduce-scatter moved to another process group after {self.holder} was attached "
-                "(set_separate_reduce_scatter_group?); detach the handle and attach again"
-            )
+            refusal = self.axis.follow(group, self.group.name, self.holder)
+            if refusal is not None:  # raised from here it would leave the gradients unsharded
+                self.steps.keep(refusal)
+                self.replaced(output_tensor, input_tensor, group, op, async_op=False)
+                return
         self.axis.called.add(self.group.name)
         self.axis.factors(op)
         flat: FlatSum = self.axis.flat
