@@ -1,6 +1,8 @@
-"""The small reduction beside this file, for the tests."""
+"""What the processes that these tests start are told."""
 
-import sys
-from pathlib import Path
+import os
 
-sys.path.insert(0, str(Path(__file__).parent))
+import pytest
+
+os.environ.setdefault("RUST_LOG", "error")  # before torchft is imported: it logs a line per quorum and process
+pytest.register_assert_rewrite("ch_ft.testing.scenario")

@@ -26,7 +26,7 @@ class TwoStage(Reduction):
             rest = ctx.stage(p.name, "residual", p.shape, bucket.dtype, bucket.device)
             torch.sub(whole, whole.floor(), out=rest)
             whole.sub_(rest)
-        yield tuple(AllReduce(run) for run in bucket.runs())
+        yield tuple(AllReduce(run) for run in bucket.segments())
         for p, received in bucket.views():
             ctx.stage(p.name, "seen", p.shape, bucket.dtype, bucket.device).copy_(received)
         check = ctx.scratch("check", (1,), bucket.dtype, bucket.device)

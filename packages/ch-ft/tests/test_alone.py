@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ch_ft.alone import alone
+from ch_ft.single_rank_group import alone
 
 
 def test_no_model_owns_the_group_that_reaches_nobody() -> None:

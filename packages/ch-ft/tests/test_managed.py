@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from stages import TwoStage
 
 import commhooks
 from ch_ft import (
@@ -19,10 +18,12 @@ from ch_ft import (
 )
 from ch_ft.transport import refuse_unfit
 from commhooks.bucket import Bucket
+from commhooks.compositions.wire_cast import WireCast
 from commhooks.errors import AttachError, HookConfigError, HookNotSupportedError, RankMismatchError
 from commhooks.reduction import Plain, Reduction, Stages, StepContext
 from commhooks.requests import AllGather, AllReduce
-from commhooks.wire import WireCast
+
+from .stages import TwoStage
 
 CAP = 0.0005  # MB: three buckets
 

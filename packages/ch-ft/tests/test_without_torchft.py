@@ -3,8 +3,12 @@
 import subprocess
 import sys
 import textwrap
+import types
 
 import pytest
+
+import ch_ft
+from commhooks.errors import HookNotSupportedError
 
 
 @pytest.mark.timeout(60)
@@ -19,7 +23,7 @@ def test_the_error_names_the_extra_and_the_simulator_works() -> None:
             try:
                 call()
             except HookNotSupportedError as error:
-                assert "pip install 'ch-ft[torchft]'" in str(error), error
+                assert "pip install 'torchft>=0.2.0'" in str(error), error
                 assert "SimulatedCluster" in str(error), error
             else:
                 raise SystemExit("no error")
@@ -33,6 +37,24 @@ def test_the_error_names_the_extra_and_the_simulator_works() -> None:
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=55)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_torchft_without_what_is_needed_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later torchft that renames a method, say: told at the start, not in the middle of a step."""
+
+    class Manager:
+        def allreduce(self) -> None: ...
+        def errored(self) -> None: ...
+
+    found = types.ModuleType("torchft")
+    coordination = types.ModuleType("torchft.coordination")
+    found.Manager, found.ProcessGroupGloo = Manager, type("Gloo", (), {"abort": print})  # type: ignore[attr-defined]
+    found.coordination = coordination  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torchft", found)
+    monkeypatch.setitem(sys.modules, "torchft.coordination", coordination)
+    missing = r"has no Manager\.current_step, .*Manager\.should_commit.*coordination\.LighthouseServer\."
+    with pytest.raises(HookNotSupportedError, match=missing + r".*tried with torchft 0\.2\.0 and torchft-nightly 20"):
+        ch_ft.local()
 
 
 @pytest.mark.timeout(60)

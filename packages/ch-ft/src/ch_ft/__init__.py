@@ -7,14 +7,14 @@ torchft does membership, healing and voting; nothing here replaces it.
 
 from typing import TYPE_CHECKING
 
-from commhooks.lazy import lazy
+from commhooks import lazy
 
 if TYPE_CHECKING:
     from ch_ft.ddp import DistributedDataParallel
-    from ch_ft.embedded import Local, local, start_lighthouse
+    from ch_ft.local_manager import Local, local, start_lighthouse
     from ch_ft.optimizer import OptimizerWrapper
     from ch_ft.protocols import Manager, Membership, Reducer, Transaction
-    from ch_ft.pure import PureDistributedDataParallel
+    from ch_ft.pure_ddp import PureDistributedDataParallel
     from ch_ft.simulator import SimulatedCluster, SimulatedDeath, SimulatedManager
     from ch_ft.transport import ManagerTransport
 
@@ -39,10 +39,10 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         "ddp": "DistributedDataParallel",
-        "embedded": "Local local start_lighthouse",
+        "local_manager": "Local local start_lighthouse",
         "optimizer": "OptimizerWrapper",
         "protocols": "Manager Membership Reducer Transaction",
-        "pure": "PureDistributedDataParallel",
+        "pure_ddp": "PureDistributedDataParallel",
         "simulator": "SimulatedCluster SimulatedDeath SimulatedManager",
         "transport": "ManagerTransport",
     },

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 
+from ch_ft.versions import installed_torchft
 from commhooks import hookimpl
-from commhooks._metadata import version
 
 
 @hookimpl
@@ -11,11 +11,20 @@ def commhooks_adapter() -> Iterable[tuple[str, str]]:
     """Both models, so that attaching to the one without buckets says why not."""
     return (
         ("ch_ft.ddp.DistributedDataParallel", "ch_ft.adapter:adapter"),
-        ("ch_ft.pure.PureDistributedDataParallel", "ch_ft.adapter:refuse_pure"),
+        ("ch_ft.pure_ddp.PureDistributedDataParallel", "ch_ft.adapter:refuse_pure"),
+    )
+
+
+@hookimpl
+def commhooks_manager() -> Iterable[tuple[str, str]]:
+    """Torchft's manager and the simulated one: between the groups of an FSDP2 model."""
+    return (
+        ("torchft.manager.Manager", "ch_ft.replica_groups:between"),
+        ("ch_ft.simulator.SimulatedManager", "ch_ft.replica_groups:between"),
     )
 
 
 @hookimpl
 def commhooks_env() -> Mapping[str, str]:
     """Torchft is optional."""
-    return {"torchft": version("torchft") or "not installed"}
+    return {"torchft": installed_torchft() or "not installed"}

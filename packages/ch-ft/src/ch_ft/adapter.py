@@ -1,26 +1,25 @@
 """The adapter of manager-backed models: a handle's reduction over the manager, its steps in the manager's hands."""
 
 import hashlib
-from typing import Any
 
 import torch
 
-from ch_ft import agreement, transfer
+from ch_ddp.adapter import acquire_slot, averaged, model_layout
+from ch_ft import agreement, healing
 from ch_ft.ddp import DistributedDataParallel
-from ch_ft.drivers import ManagedDriver
-from ch_ft.transaction import ManagedEngine, enrol
+from ch_ft.ddp_drivers import ManagedDriver
+from ch_ft.managed_engine import ManagedEngine, attempts_of
+from ch_ft.replica_groups import watched
 from ch_ft.transport import ManagerTransport, refuse_unfit
-from commhooks._metadata import version
-from commhooks.attaching import AttachOptions
-from commhooks.bucket import BucketLayout
-from commhooks.errors import AttachError, HookNotSupportedError
-from commhooks.handle import CommHook
-from commhooks.state import HookState
-from commhooks.trampoline import claim, model_layout
+from ch_ft.versions import installed
+from commhooks import AttachError, BucketLayout, CommHook, HookNotSupportedError, HookState
+from commhooks.adapters import AttachOptions, Binding
 
 
-class ManagedBinding:
+class ManagedBinding(Binding):
     """A handle in place on a manager-backed model."""
+
+    engine: ManagedEngine
 
     def __init__(self, model: DistributedDataParallel, handle: CommHook, options: AttachOptions) -> None:
         if options.process_group is not None:
@@ -34,78 +33,48 @@ class ManagedBinding:
             raise AttachError(f"the state of {handle.expr} is a HookState; got {type(handle.state).__name__}")
         refuse_unfit(handle.reduction)
         self.model = model
-        self.layout: BucketLayout = model_layout(model.module)
+        self.layout, self.params = model_layout(model), [p for _, p in averaged(model)]
         manager = model.full_manager()
-        self.engine = ManagedEngine(handle.reduction, ManagerTransport(manager, model.fail_fast), handle.state)
+        watch = watched(manager, options, model.module)
+        self.engine = ManagedEngine(handle.reduction, ManagerTransport(manager, model.fail_fast), manager, handle.state)
         plan = self.engine.plan(self.layout)  # raises here, if it must, and not in the first backward pass
         self.fingerprint = fingerprint(model, handle, self.layout, repr(plan))
         names = {id(p): name for name, p in model.module.named_parameters()}
-        self._slot = claim(model, model.plain)
+        self._slot = acquire_slot(model, model.plain)
         self._driver = ManagedDriver(self.engine, names, self._agree if options.verify_ranks else lambda: None)
+        self._driver.follow(model)
         self._slot.driver, self._slot.holder = self._driver, handle.expr
-        enrol(manager, self)
-        transferred(model).binding = self
+        self.engine.outcome.optimizer = watch
+        if watch is not None and options.scaler is not None:
+            self.engine.loss_scale = watch.scale
+        attempts_of(manager).voters.add(self)
+        self._transferred = healing.transferred(model, manager)
+        self._transferred.serve(self.engine, self.fingerprint)
 
     @property
     def calls(self) -> int:
         return self._driver.calls
-
-    def stats(self) -> dict[str, float]:
-        return self.engine.counters.as_dict()
 
     def check(self) -> None:
         self._driver.check()
 
     def detach(self) -> None:
         self._slot.driver, self._slot.holder = self.model.plain(), None
-        transferred(self.model).binding = None
+        self._driver.close()
+        self._transferred.serve(None, {})
+        if self.engine.outcome.optimizer is not None:
+            self.engine.outcome.optimizer.close()
 
     # -- the step's transaction
 
     def before_vote(self) -> None:
-        """On CUDA, where a failure elsewhere becomes known late, make sure that it is known before the vote."""
-        error = self.engine.judge()
-        if error is not None:
-            self.engine.rollback()
-            self.model.manager.report_error(error if isinstance(error, Exception) else RuntimeError(str(error)))
+        self.engine.known_before_vote()
 
     def after_vote(self, committed: bool) -> None:
         self.engine.resolve(committed)
 
     def _agree(self) -> None:
         agreement.agree(self.engine.transport, self.fingerprint)
-
-
-class Transferred:
-    """What the manager sends to a healing member for one model: registered once, whatever is attached later."""
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self.binding: ManagedBinding | None = None
-        manager = model.full_manager()
-        count = _COUNTS.get(manager, 0)
-        _COUNTS[manager] = count + 1
-        manager.register_state_dict_fn(f"commhooks.{count}", self.load, self.save)
-
-    def save(self) -> dict[str, Any]:
-        if self.binding is None:
-            return {}
-        return transfer.save(self.binding.engine, self.binding.fingerprint)
-
-    def load(self, saved: dict[str, Any]) -> None:
-        if self.binding is not None:
-            transfer.load(self.binding.engine, self.binding.fingerprint, saved)
-
-
-_COUNTS = torch.utils.weak.WeakIdKeyDictionary()  # manager -> models with a hook
-_TRANSFERRED = torch.utils.weak.WeakIdKeyDictionary()  # model -> Transferred
-
-
-def transferred(model: DistributedDataParallel) -> Transferred:
-    """The model's entry in what its manager transfers."""
-    found: Transferred | None = _TRANSFERRED.get(model)
-    if found is None:
-        found = _TRANSFERRED[model] = Transferred(model)
-    return found
 
 
 def fingerprint(
@@ -115,11 +84,11 @@ def fingerprint(
     shapes = repr([(p.name, p.shape) for p in layout.params]) + str(layout.dtype)
     return {
         "hook": handle.expr,
-        "options and providers": f"sha {_sha(repr(handle.full))}",
+        "options and providers": f"sha {_sha(repr(handle.identity))}",
         "collectives": f"sha {_sha(plan)}",
         "parameters": f"{len(layout.params)} tensors, {layout.size} numbers, sha {_sha(shapes)}",
         "bucket_cap_mb": f"{model.bucket_bytes_cap / 2**20:g}",
-        "commhooks": version("ch-core") or "",
+        "commhooks": installed("ch-core") or "",
         "torch": torch.__version__.split("+")[0],
     }
 

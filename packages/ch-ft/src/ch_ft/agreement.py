@@ -3,7 +3,7 @@
 Two members that disagree on a tensor's size do not get an error from gloo: it ends the process, the healthy ones
 included. So each step begins with one small all-reduce of fixed size: a one, and one number per field. The ones add
 up to the number of members that contribute, and a field is the same on all of them exactly if its sum is that many
-times one's own. A member that is healing hears the others but is not heard; it leaves by itself, before it can do
+times one's own. A member that is healing receives the sum but is not aggregated; it leaves by itself, before it can do
 harm.
 
 The count is also the right divisor. It is the manager's number of participants but for one case: when torchft
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 
 from ch_ft.transport import ManagerTransport
-from commhooks.errors import RankMismatchError
+from commhooks import RankMismatchError
 
 Fingerprint = Mapping[str, str]
 """What must be equal on all members: field -> text. The fields are the same everywhere."""
@@ -31,7 +31,7 @@ def agree(transport: ManagerTransport, fingerprint: Fingerprint) -> None:
 
     The numbers are 24-bit, so sums over up to 2**29 members are exact in float64.
     """
-    mine = torch.tensor([1, *map(digest, fingerprint.values())], dtype=torch.float64)
+    mine = torch.tensor([1, *map(digest, fingerprint.values())], dtype=torch.float64, device="cpu")
     total = mine.clone()  # (1 + fields,)
     transport.all_reduce(total, "sum").wait(None)
     contributors = int(total[0])

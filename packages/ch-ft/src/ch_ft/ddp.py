@@ -11,15 +11,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
-from ch_ft.alone import alone
-from ch_ft.averaging import Averaging
-from ch_ft.drivers import PlainDriver
+from ch_ddp.adapter import acquire_slot
+from ch_ft.ddp_drivers import PlainDriver
 from ch_ft.failfast import FailFast
+from ch_ft.plain_average import Averaging
 from ch_ft.protocols import Abortable, Manager, Reducer
-from commhooks.errors import HookConfigError
-from commhooks.handle import CommHook
-from commhooks.reduction import Reduction
-from commhooks.trampoline import claim
+from ch_ft.single_rank_group import alone
+from commhooks import AttachError, CommHook, HookConfigError, Reduction
 
 
 class DistributedDataParallel(TorchDDP):
@@ -40,11 +38,14 @@ class DistributedDataParallel(TorchDDP):
 
     Attributes:
         handle: the attached hook, or ``None``.
+        averaged: names of the parameters that are averaged.
 
     Raises:
         HookConfigError: ``static_graph=True`` or ``find_unused_parameters=False``, under which buckets change from
             one iteration to the next.
         HookNotSupportedError: the hook needs more than all-reduce.
+
+    A parameter thawed or added after wrapping is an error of the next forward.
 
     Example:
         >>> import torch
@@ -79,7 +80,9 @@ class DistributedDataParallel(TorchDDP):
         self.manager = manager
         self.fail_fast = FailFast(manager, process_group, fail_fast)
         self.handle: CommHook | None = None
-        claim(self, self.plain)
+        self.averaged = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self.register_forward_pre_hook(_refuse_thawed)
+        acquire_slot(self, self.plain)
         if hook is not None:
             self.handle = commhooks.attach(self, cast(Any, hook))
 
@@ -101,3 +104,18 @@ class DistributedDataParallel(TorchDDP):
                 "ch_ft.Membership and ch_ft.Transaction as well. Give torchft's Manager or a SimulatedManager"
             )
         return cast(Manager, self.manager)
+
+
+def _refuse_thawed(model: torch.nn.Module, inputs: object) -> None:
+    """DDP averages what required a gradient when it was made; of the rest each member would keep its own gradient."""
+    assert isinstance(model, DistributedDataParallel)  # noqa: S101 - the hook is registered on no other
+    if not (torch.is_grad_enabled() and model.require_backward_grad_sync):
+        return
+    known = model.averaged | set(model.parameters_to_ignore)
+    thawed = [name for name, p in model.module.named_parameters() if p.requires_grad and name not in known]
+    if thawed:
+        raise AttachError(
+            f"{', '.join(thawed[:3])}{' ...' if len(thawed) > 3 else ''}: thawed or added after the model was wrapped. "
+            "DDP averages what required a gradient then, and the members would drift apart: wrap model.module anew "
+            "on all members, after thawing"
+        )

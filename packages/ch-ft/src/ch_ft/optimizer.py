@@ -1,34 +1,42 @@
 """An optimizer that steps only when the step is committed, and says so to whoever must know.
 
-A learning-rate schedule that counts attempts drifts from the other members', and a hook that keeps the residual of a
-dropped step adds it twice; both are told here what the vote was.
+A learning-rate schedule that counts attempts drifts from the other members': those given here count committed steps.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch.optim import Optimizer
 
+from ch_ddp import WrappedOptimizer, needs_closure
 from ch_ft.protocols import Manager
-from ch_ft.transaction import voters
+from commhooks import HookConfigError
 
 
-class OptimizerWrapper(Optimizer):
+class OptimizerWrapper(WrappedOptimizer):
     """Wraps an optimizer: ``zero_grad()`` begins a step, ``step()`` ends it with a vote.
 
-    The hooks of all models over the same manager are told of the vote by themselves.
+    Any number of backward passes may lie between the two: they are committed together or dropped together. The hooks of
+    all models over the same manager hear of the vote from the manager. A real optimizer to schedulers,
+    frameworks and ``GradScaler``: a step in which the scaler finds Inf or NaN is voted down, so that a healing member
+    heals in it like in any other. Step hooks run when the wrapped optimizer steps, on committed steps only.
 
     Args:
         manager: torchft's Manager, or a simulated one.
         optim: the optimizer to wrap.
-        schedulers: learning-rate schedulers (made for ``optim``), stepped only when the step is committed. Put their
-            ``state_dict`` into what the manager transfers: a healed member needs the group's learning rate.
+        schedulers: learning-rate schedulers (made for ``optim`` or for this), stepped only when the step is committed.
+            Put their ``state_dict`` into what the manager transfers, and the ``GradScaler``'s: a healed member needs the
+            group's learning rate and loss scale.
         listeners: called with the outcome of every step.
 
     Attributes:
         committed: outcome of the last step; ``None`` before the first.
         commits, drops: how many steps went each way.
+
+    Raises:
+        HookConfigError: ``optim`` is no optimizer, or one that cannot do without a closure (LBFGS): it would run
+            backward passes after the vote.
 
     Example:
         >>> import torch
@@ -43,6 +51,10 @@ class OptimizerWrapper(Optimizer):
         (True, 0.5, 1)
     """
 
+    # What torch asks before a GradScaler step: with it, step() is called in any case and told by `found_inf`. Without
+    # it, a member that finds Inf would not vote: torchft loads what a healing member was sent in the vote.
+    _step_supports_amp_scaling = True
+
     def __init__(
         self,
         manager: Manager,
@@ -51,8 +63,13 @@ class OptimizerWrapper(Optimizer):
         schedulers: Iterable[Any] = (),
         listeners: Iterable[Callable[[bool], object]] = (),
     ) -> None:
+        super().__init__(optim)
+        if needs_closure(optim):
+            raise HookConfigError(
+                f"{type(optim).__name__} evaluates the model inside step(), after the vote on what it computes; use an "
+                "optimizer whose step() needs no closure"
+            )
         self.manager = manager
-        self.optim = optim
         self.schedulers = list(schedulers)
         self.listeners = list(listeners)
         self.committed: bool | None = None
@@ -61,24 +78,31 @@ class OptimizerWrapper(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Ask for a quorum, and clear the gradients."""
         self.manager.start_quorum()
-        self.optim.zero_grad(set_to_none)
+        super().zero_grad(set_to_none)
 
-    def step(self, closure: None = None) -> bool:  # type: ignore[override]
-        """Vote, and step if the step is committed; returns whether it was.
+    @overload  # type: ignore[override]
+    def step(self, closure: None = None) -> bool: ...
 
-        Raises:
-            ValueError: a closure was given; it would run the backward pass after the vote.
+    @overload
+    def step(self, closure: Callable[[], Any]) -> Any: ...
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Vote, and step if the step is committed.
+
+        Args:
+            closure: run once, before the vote, as Lightning does its forward and backward.
+
+        Returns:
+            Whether the step was committed; with a closure what that returned, and :attr:`committed` says whether.
         """
+        loss = None
         if closure is not None:
-            raise ValueError("a closure runs backward inside step(), after the vote; call step() without one")
-        told = voters(self.manager)
-        for voter in told:
-            voter.before_vote()
-        committed = bool(self.manager.should_commit())
-        for voter in told:
-            voter.after_vote(committed)
+            with torch.enable_grad():
+                loss = closure()
+        committed = self._vote()
         if committed:
-            self.optim.step()
+            self._unscale()
+            self.inner_step()
             for scheduler in self.schedulers:
                 scheduler.step()
         self.committed = committed
@@ -86,24 +110,32 @@ class OptimizerWrapper(Optimizer):
         self.drops += not committed
         for listener in self.listeners:
             listener(committed)
-        return committed
+        return committed if closure is None else loss
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.optim.add_param_group(param_group)
+    step.hooked = True  # type: ignore[attr-defined]  # torch wraps what has no such mark in hooks, run at dropped steps too
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.optim.state_dict()
+    def _vote(self) -> bool:
+        found: torch.Tensor | None = getattr(self, "found_inf", None)
+        if found is not None and found.item():
+            self.manager.report_error(FloatingPointError("GradScaler found Inf or NaN: the step is tried again"))
+        return bool(self.manager.should_commit())
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optim.load_state_dict(state_dict)
+    def _unscale(self) -> None:
+        """Divide by the loss scale, if a ``GradScaler`` has left that to ``step()``: in its own arithmetic."""
+        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        if scale is None:
+            return
+        inverse = scale.double().reciprocal().float()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(inverse.to(p.grad.device))
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.optim.param_groups
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        return self.optim.register_step_pre_hook(hook)
 
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.optim.state
+    def register_step_post_hook(self, hook: Any) -> Any:
+        return self.optim.register_step_post_hook(hook)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("an OptimizerWrapper holds a live manager and cannot be copied or pickled; copy .optim")

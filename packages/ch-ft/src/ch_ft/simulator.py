@@ -150,7 +150,7 @@ class SimulatedCluster:
             self.wait_for(lambda: manager.quorum is not None, f"{manager.name} waits for a quorum")
 
     def leave(self, name: str, return_at: int | None) -> None:
-        """A member is gone; the collectives it owes will not happen."""
+        """A member is gone; the collectives that wait for it will not end."""
         with self.changed:
             manager = self._members.pop(name)
             self._waiting.discard(name)
@@ -186,9 +186,9 @@ class SimulatedCluster:
         arrived = [self._members[name] for name in sorted(self._waiting)]
         step = max((m.current_step() for m in arrived), default=-1)
         early = {name for name, at in self._returning.items() if at > step}
-        owed = {name for name, at in self._returning.items() if at <= step}
+        expected = {name for name, at in self._returning.items() if at <= step}
         ready = [m for m in arrived if m.name not in early]
-        if not ready or {m.name for m in ready} != (set(self._members) - early) | owed:
+        if not ready or {m.name for m in ready} != (set(self._members) - early) | expected:
             return
         current = [m.name for m in ready if m.current_step() == step]
         chosen = current if self.async_quorum else [m.name for m in ready]

@@ -10,9 +10,8 @@ from torch.distributed import ReduceOp
 
 from ch_ft import protocols
 from ch_ft.failfast import FailFast, summary
-from commhooks.errors import AttachError, HookNotSupportedError, TransportError
-from commhooks.reduction import Reduction
-from commhooks.transport import Work
+from commhooks import AttachError, HookNotSupportedError, Reduction, TransportError
+from commhooks.adapters import Work
 
 
 class ManagerTransport:
@@ -30,7 +29,6 @@ class ManagerTransport:
 
     elastic = True
     free = False
-    divides = False  # the scaling by 1/n belongs before the cast, and the manager would do it after the sum
 
     def __init__(self, manager: protocols.Group, fail_fast: FailFast | None = None) -> None:
         self.manager = manager

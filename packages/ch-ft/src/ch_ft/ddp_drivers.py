@@ -1,20 +1,14 @@
 """What a managed model's trampoline calls: plain averaging, or an engine. Neither ever raises for a lost peer."""
 
-import logging
 from collections.abc import Callable, Mapping
 
 import torch
 
-from ch_ft.averaging import Averaging
-from ch_ft.failfast import release
-from ch_ft.transaction import ManagedEngine
-from commhooks.after import raise_after_backward
-from commhooks.ddp import DDPDriver, TensorFuture
-from commhooks.errors import CommHooksError, RemoteHookError, TransportError
-from commhooks.streams import future_for
-from commhooks.typing import GradBucket
-
-log = logging.getLogger("commhooks")
+from ch_ddp.adapter import DDPDriver, TensorFuture, behind_backward, future_for
+from ch_ft.managed_engine import ManagedEngine
+from ch_ft.plain_average import Averaging
+from commhooks import GradBucket
+from commhooks.adapters import raise_after_backward
 
 
 class PlainDriver:
@@ -39,7 +33,7 @@ class PlainDriver:
         future = future_for(buffer)
         self._futures.append((future, buffer))
         error = self._guarded(lambda: self.averaging.start(buffer))
-        if bucket.is_last():
+        if bucket.is_last() or behind_backward():  # a static graph's first iteration has no last one
             error = self._guarded(self.averaging.finish) or error
             for done, reduced in self._futures:
                 done.set_result(reduced)
@@ -75,45 +69,18 @@ class ManagedDriver(DDPDriver):
     def __init__(self, engine: ManagedEngine, names: Mapping[int, str], agreement: Callable[[], None]) -> None:
         super().__init__(engine, names)
         self._agreement = agreement
-        self._cause: Exception | None = None
 
     def check(self) -> None:
         """A lost step is tried again; nothing is kept back."""
 
     def _first(self) -> None:
         super()._first()
-        self._cause = None
-        try:
-            self.engine.begin()
-            self._agreement()
-        except TransportError as error:
-            self.engine.failure = error
-            self.engine.transport.abort()
-        except Exception as error:  # the members differ, or the quorum timed out
-            self._cause = error
-            self.engine.failure = TransportError(str(error))
-            self.engine.transport.abort()
+        self.engine.enter(self._agreement)
 
     def _finish(self, error: BaseException | None) -> None:
         for future, buffer in self._futures:
             future.set_result(buffer)
         self._futures.clear()
-        if error is None:
-            return
-        cause, self._cause = self._cause, None
-        if cause is None and isinstance(error, TransportError):
-            release(error)  # the frames of its traceback hold tensors and works
-            self._report(error)
-        elif cause is None and isinstance(error, RemoteHookError):
-            log.error("this step is not committed: %s", error)
-            self._report(error)
-        else:
-            raised = cause or error
-            self._report(raised)
+        raised = None if error is None else self.engine.lost(error)
+        if raised is not None:
             raise_after_backward(raised)
-
-    def _report(self, error: BaseException) -> None:
-        self.engine.rollback()
-        manager = self.engine.transport.manager
-        if manager.errored() is None:
-            manager.report_error(error if isinstance(error, Exception) else CommHooksError(str(error)))

@@ -8,18 +8,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from ch_ft.averaging import Averaging
 from ch_ft.failfast import FailFast
+from ch_ft.plain_average import Averaging
 from ch_ft.protocols import Abortable, Reducer
-from commhooks.after import graph_task
+from commhooks.adapters import backward_id
 
 
 class PureDistributedDataParallel(nn.Module):
     """Averages every gradient over the manager, with torchft's name and signature.
 
     Simple and slow: for small models, for parameters that DDP cannot hold, and to compare with. All members must use
-    the same parameters in the same order. Takes no hook.
+    the same parameters in the same order. A parameter that is thawed or added later is averaged from the next forward of
+    this model on. Takes no hook.
 
     Args:
         manager: torchft's Manager, or any :class:`~ch_ft.Reducer`.
@@ -50,15 +52,22 @@ class PureDistributedDataParallel(nn.Module):
         self.module = module
         self.averaging = Averaging(manager, FailFast(manager, process_group, fail_fast))
         self._task = -1
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._gradient_ready)
+        self._watched = WeakIdKeyDictionary()  # parameter -> True
+        self._watch()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._watch()
         return self.module(*args, **kwargs)
 
+    def _watch(self) -> None:
+        """Watch the parameters that require a gradient by now: torch puts no such hook on a frozen one."""
+        for parameter in self.module.parameters():
+            if parameter.requires_grad and parameter not in self._watched:
+                parameter.register_post_accumulate_grad_hook(self._gradient_ready)
+                self._watched[parameter] = True
+
     def _gradient_ready(self, parameter: torch.Tensor) -> None:
-        task = graph_task()
+        task = backward_id()
         if task != self._task:
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self.averaging.finish)

@@ -5,13 +5,16 @@ that are the same on all members travel (PowerSGD's Q). A residual is private: c
 the healed member begins with none.
 """
 
+import weakref
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ch_ft.agreement import Fingerprint, compare
-from ch_ft.transaction import ManagedEngine
-from commhooks.errors import StateError
+from ch_ft.managed_engine import ManagedEngine
+from ch_ft.protocols import Manager
+from commhooks import StateError
 
 FORMAT = 1
 
@@ -20,13 +23,13 @@ def save(engine: ManagedEngine, fingerprint: Fingerprint) -> dict[str, Any]:
     """A snapshot of the committed state. Runs on the quorum's thread while training goes on, hence the clones:
     torchft's transport serves CPU tensors as they are, not copies.
     """
-    engine.settle()
+    engine.resolve_step()
     shared = engine.reduction.shared_fields
     params: dict[str, dict[str, torch.Tensor]] = {}
     for name, field, tensor in engine.state.entries():
         if field in shared:
             params.setdefault(name, {})[field] = tensor.detach().clone()
-    return {"format": FORMAT, "fingerprint": dict(fingerprint), "step": engine.state.step, "params": params}
+    return {"format": FORMAT, "fingerprint": dict(fingerprint), "step": engine.state.certain_step, "params": params}
 
 
 def load(engine: ManagedEngine, fingerprint: Fingerprint, saved: dict[str, Any]) -> None:
@@ -50,3 +53,39 @@ def load(engine: ManagedEngine, fingerprint: Fingerprint, saved: dict[str, Any])
         for field, tensor in fields.items()
     }
     engine.state.replace(entries, int(saved["step"]), keep=engine.reduction.shared_fields)
+
+
+class Transferred:
+    """What the manager sends to a healing member for one model: registered once, whatever is attached later."""
+
+    def __init__(self, manager: Manager) -> None:
+        self.manager = weakref.ref(manager)
+        self.serve(None, {})
+        count = _COUNTS.get(manager, 0)
+        _COUNTS[manager] = count + 1
+        manager.register_state_dict_fn(f"commhooks.{count}", self.load, self.save)
+
+    def serve(self, engine: ManagedEngine | None, fingerprint: Fingerprint) -> None:
+        """Send the state of this engine from now on, or nothing."""
+        self._served = engine, fingerprint
+
+    def save(self) -> dict[str, Any]:
+        engine, fingerprint = self._served
+        return {} if engine is None else save(engine, fingerprint)
+
+    def load(self, saved: dict[str, Any]) -> None:
+        engine, fingerprint = self._served
+        if engine is not None:
+            load(engine, fingerprint, saved)
+
+
+_COUNTS = WeakIdKeyDictionary()  # manager -> models with a hook
+_TRANSFERRED = WeakIdKeyDictionary()  # model -> Transferred
+
+
+def transferred(model: torch.nn.Module, manager: Manager) -> Transferred:
+    """A model's entry in what its manager transfers."""
+    found: Transferred | None = _TRANSFERRED.get(model)
+    if found is None or found.manager() is not manager:
+        found = _TRANSFERRED[model] = Transferred(manager)
+    return found

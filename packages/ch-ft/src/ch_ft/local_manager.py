@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from commhooks.errors import HookNotSupportedError
+from ch_ft.protocols import Abortable
+from ch_ft.torchft_names import require_torchft
 
 if TYPE_CHECKING:
-    from torchft import Manager, ProcessGroupGloo
+    from torchft import Manager
 
 log = logging.getLogger("commhooks")
 
@@ -38,7 +39,7 @@ class Local:
     """
 
     manager: "Manager"
-    process_group: "ProcessGroupGloo"
+    process_group: Abortable
     address: str
     not_survived: str
     _lighthouse: Any
@@ -69,6 +70,7 @@ def local(
     group_timeout: float = 10.0,
     timeout: float = 20.0,
     quorum_timeout: float = 60.0,
+    process_group: Abortable | None = None,
     **manager: Any,
 ) -> Local:
     """Start what one replica on one machine needs.
@@ -84,10 +86,12 @@ def local(
         group_timeout: seconds that one collective may take.
         timeout: seconds for torchft's other operations; more than ``group_timeout``.
         quorum_timeout: seconds to wait for the others; more than a step and ``group_timeout`` together.
+        process_group: the manager's group; by default a new ``torchft.ProcessGroupGloo``. Nightly builds of torchft on
+            torch 2.14 or later also take one of torch's own, made with ``enable_reconfigure=True``; shut it down yourself.
         **manager: further arguments of torchft's Manager, e.g. ``use_async_quorum=False``, ``init_sync=False``.
 
     Raises:
-        HookNotSupportedError: torchft is not installed.
+        HookNotSupportedError: torchft is not installed, or is one that ch-ft cannot use.
     """
     torchft = require_torchft()
     server = None
@@ -96,7 +100,7 @@ def local(
         lighthouse = loopback(server.address())
         log.info("lighthouse for others to join: %s; %s", lighthouse, NOT_SURVIVED)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    group = torchft.ProcessGroupGloo(timeout=timedelta(seconds=group_timeout))
+    group = process_group or torchft.ProcessGroupGloo(timeout=timedelta(seconds=group_timeout))
     made = torchft.Manager(
         pg=group,
         load_state_dict=load_state_dict,
@@ -124,10 +128,7 @@ def start_lighthouse(*, min_replicas: int = 1, heartbeat: float = 1.0, join_time
         heartbeat: seconds of silence after which a replica is taken for dead.
         join_timeout: seconds that a quorum waits for known replicas that are alive but late.
     """
-    require_torchft()
-    from torchft.coordination import LighthouseServer
-
-    return LighthouseServer(
+    return require_torchft().coordination.LighthouseServer(
         bind="127.0.0.1:0",
         min_replicas=min_replicas,
         heartbeat_timeout_ms=int(heartbeat * 1000),
@@ -143,19 +144,3 @@ def loopback(address: str) -> str:
         'http://127.0.0.1:4321'
     """
     return f"http://127.0.0.1:{address.rsplit(':', 1)[1].strip('/')}"
-
-
-def require_torchft() -> Any:
-    """The torchft module.
-
-    Raises:
-        HookNotSupportedError: it is not installed; says how to install it.
-    """
-    try:
-        import torchft
-    except ImportError as error:
-        raise HookNotSupportedError(
-            "fault-tolerant training needs torchft, which is not installed: pip install 'ch-ft[torchft]'. For tests "
-            f"without it there is a simulator, ch_ft.SimulatedCluster ({error})"
-        ) from error
-    return torchft

@@ -1,0 +1,175 @@
+"""Between replica groups: ranks that hold one model together (FSDP2), in groups that a manager lets join, die and heal.
+
+Every rank has a manager of its own, which reduces with the ranks of the other groups that hold the same part of the model.
+What one rank loses, the vote of its group drops on all of them.
+"""
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+
+from ch_ft import agreement, healing
+from ch_ft.managed_engine import ManagedEngine, attempts_of
+from ch_ft.optimizer import OptimizerWrapper
+from ch_ft.protocols import Manager
+from ch_ft.transport import ManagerTransport, refuse_unfit
+from ch_ft.versions import installed
+from commhooks import (
+    AttachError,
+    Bucket,
+    BucketLayout,
+    CommHook,
+    CommHooksError,
+    HookNotSupportedError,
+    HookState,
+    Plain,
+    StepContext,
+)
+from commhooks.adapters import AttachOptions, Engine, Layouts, OptimizerWatch, raise_after_backward
+
+
+class GroupEngine(ManagedEngine):
+    """Runs each bucket at once, inside of a backward that other ranks of the group carry out with this one.
+
+    So nothing may be raised in the middle of it, or those would wait for ever: after a loss the rest of the attempt is
+    computed, not reduced, and dropped by the vote.
+
+    Args:
+        manager, reduction, state: as for :class:`~ch_ft.managed_engine.ManagedEngine`.
+        agreement: run at the beginning of every backward; raises if the members differ.
+    """
+
+    def __init__(
+        self, manager: Manager, reduction: object, state: HookState | None, agreement: Callable[["GroupEngine"], None]
+    ) -> None:
+        super().__init__(reduction, ManagerTransport(manager), manager, state)  # type: ignore[arg-type]
+        self._agreement = agreement
+        self._attempts = attempts_of(manager)
+        self._lost: int | None = None  # number of the attempt
+        self._attempts.voters.add(self)
+
+    def run(self, bucket: Bucket) -> None:
+        if self._lost == self._attempts.number:
+            return
+        try:
+            if not self.in_step and not self.enter(lambda: self._agreement(self)):
+                assert self.failure is not None  # noqa: S101 - that is why not
+                raise self.failure
+            super().run(bucket)
+        except CommHooksError as error:
+            raised = self._drop(error)
+            if raised is not None:
+                raise_after_backward(raised)
+
+    def finish(self, *, outside: BaseException | None = None) -> BaseException | None:
+        if self._lost == self._attempts.number or not self.in_step:
+            if outside is not None:
+                self.report(outside)
+            return outside
+        try:
+            error = super().finish(outside=outside)
+        except CommHooksError as lost:
+            error = lost
+        return None if error is None else self._drop(error)
+
+    def _drop(self, error: BaseException) -> BaseException | None:
+        self._lost, self.failure = self._attempts.number, None  # the next attempt is another
+        return self.lost(error)
+
+    # -- the attempt's transaction
+
+    def before_vote(self) -> None:
+        self.known_before_vote()
+
+    def after_vote(self, committed: bool) -> None:
+        self.resolve(committed)
+
+    def leave(self) -> None:
+        """Take no part in votes any more."""
+        self._attempts.voters.discard(self)
+
+
+class Between:
+    """A handle's reduction between the groups: a :class:`commhooks.adapters.ManagedAxis`."""
+
+    def __init__(
+        self, manager: Manager, model: torch.nn.Module, handle: CommHook, options: AttachOptions, layouts: Layouts
+    ):
+        if handle.reduction is None or not isinstance(handle.state, HookState):
+            raise HookNotSupportedError(
+                f"{handle.expr} is a foreign hook, and cannot run over a manager. Use a hook by name"
+            )
+        refuse_unfit(handle.reduction)
+        self._manager, self._layouts, self._verifies = manager, layouts, options.verify_ranks
+        watch = watched(manager, options, model)
+        self._facts = {
+            "hook": handle.expr,
+            "options and providers": _sha(repr(handle.identity)),
+            "commhooks": installed("ch-core") or "",
+            "torch": torch.__version__.split("+")[0],
+        }
+        self.engine: Engine
+        self.engine = self._engine = GroupEngine(manager, handle.reduction, handle.state, self._agree)
+        for layout in layouts():
+            self._engine.plan(layout)  # raises here, if it must, and not in the first backward
+        self._engine.outcome.optimizer = watch
+        if watch is not None and options.scaler is not None:
+            self._engine.loss_scale = watch.scale
+        self._transferred = healing.transferred(model, manager)
+        self._transferred.serve(self._engine, self._facts)
+
+    def plain(self) -> Engine:
+        self.close()
+        self._facts = {**self._facts, "hook": "detached", "options and providers": ""}
+        self._engine = GroupEngine(self._manager, Plain(), None, self._agree)
+        return self._engine
+
+    def close(self) -> None:
+        self._transferred.serve(None, {})
+        self._engine.leave()
+        if self._engine.outcome.optimizer is not None:
+            self._engine.outcome.optimizer.close()
+
+    def _agree(self, engine: GroupEngine) -> None:
+        """Anew in every backward: parameters may have been thawed since the last one, here and not there."""
+        if not self._verifies:
+            return
+        layouts = self._layouts()
+        facts = {
+            **self._facts,
+            "parameters": f"{sum(len(one.params) for one in layouts)} tensors, {_sha(repr(list(map(_described, layouts))))}",
+            "collectives": _sha(repr([_plans(engine, layout) for layout in layouts])),
+        }
+        agreement.agree(engine.transport, facts)
+
+
+def watched(manager: Manager, options: AttachOptions, module: torch.nn.Module) -> OptimizerWatch | None:
+    """What watches the optimizer and scaler given to ``attach``, if any: they decide after the manager has."""
+    if isinstance(options.optimizer, OptimizerWrapper) and options.optimizer.manager is not manager:
+        raise AttachError(
+            "the OptimizerWrapper given as optimizer= votes with another manager than the model's: give both the same one"
+        )
+    if options.optimizer is None and options.scaler is None:
+        return None
+    return OptimizerWatch(options.optimizer, options.scaler, module.parameters())
+
+
+def between(model: torch.nn.Module, handle: CommHook, options: AttachOptions, layouts: Layouts) -> Between:
+    """The ``commhooks_manager`` of torchft's Manager and of the simulated one."""
+    manager: Manager = options.manager  # type: ignore[assignment]  # the registry matched the class
+    return Between(manager, model, handle, options, layouts)
+
+
+def _described(layout: BucketLayout) -> tuple[object, ...]:
+    return ([(p.name, p.shape) for p in layout.params], layout.numel, str(layout.dtype))
+
+
+def _plans(engine: GroupEngine, layout: BucketLayout) -> list[object]:
+    """Now, and when every warm-up is over: a plan at this step alone would say less, and one of another step differ."""
+    steps = (engine.state.step, engine.state.step + 10**6)
+    return [engine.reduction.plan(layout, StepContext(0, 1, step)) for step in steps]
+
+
+def _sha(text: str) -> str:
+    return f"sha {hashlib.sha256(text.encode()).hexdigest()[:8]}"

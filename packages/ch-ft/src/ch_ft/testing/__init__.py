@@ -1,0 +1,3 @@
+"""Members, quorums and scenarios over a real torchft manager, for tests and for measurements."""
+
+__all__ = ["member", "quorum", "scenario", "theirs", "upstream"]

@@ -1,0 +1,253 @@
+"""One replica as a process: trains a small model over a real Manager, dies where it is told, logs every step.
+
+Lines of the log: ``{"t": monotonic seconds, "event": ..., ...}``.
+"""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchft
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import ch_ft
+import commhooks
+
+BUCKET_CAP_MB = 0.0089  # a weight and its bias fill a bucket: three buckets of the model below
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a replica does.
+
+    ``die`` is ``None`` or a place of :data:`PLACES`: it dies there once ``die_step`` steps are committed and all
+    ``replicas`` contribute. ``owner`` says whose classes it runs: ``"ours"``, ``"pure"``, ``"torchft"``, or
+    ``"fsdp"``: ``fully_shard`` inside the replica, which is one rank. It saves
+    itself after the step ``save_at``, and begins with what it has saved if it is to ``resume``.
+    """
+
+    name: str
+    folder: str
+    lighthouse: str
+    hook: str | None = "powersgd(rank=2)"
+    owner: str = "ours"
+    seed: int = 0
+    die: str | None = None
+    die_step: int = 8
+    replicas: int = 1
+    first_step: int = 0
+    group_timeout: float = 30.0
+    fail_fast: bool = True
+    pause: float = 0.02
+    async_quorum: bool = True
+    min_replicas: int = 1
+    quorum_timeout: float = 30.0
+    save_at: int = -1
+    resume: bool = False
+
+
+PLACES = {"first": 0, "buckets": 2, "p_and_q": 3, "steps": None}
+"""Where a replica dies -> the collective of the step before which it does. Collective 0 compares fingerprints, then
+bucket 0 starts, then bucket 1 (between buckets), then bucket 0's second stage (between P and Q)."""
+
+PLACES_WITHOUT_HOOK = {"first": 0, "buckets": 1, "p_and_q": 2, "steps": None}
+"""The same without a hook: there is no comparison."""
+
+
+PLACES_OF_FSDP = {"first": 0, "buckets": 3, "p_and_q": 2, "steps": None}
+"""The same where each group of parameters is reduced at once: its P and its Q follow one another."""
+
+
+class Log:
+    """A line per event, flushed at once: the process may be gone before the next."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("a", buffering=1)
+
+    def __call__(self, event: str, **fields: object) -> None:
+        self.file.write(json.dumps({"t": time.monotonic(), "event": event, **fields}) + "\n")
+
+
+def net(seed: int) -> torch.nn.Module:
+    """Three layers, three buckets, matrices worth compressing."""
+    torch.manual_seed(seed)
+    linear, tanh = torch.nn.Linear, torch.nn.Tanh
+    return torch.nn.Sequential(linear(48, 48), tanh(), linear(48, 48), tanh(), linear(48, 48))
+
+
+def checksum(tensors: Any) -> str:
+    """Exact text of a float64 sum, weighted by position so that swapped values show."""
+    total = 0.0
+    for tensor in tensors:
+        flat = getattr(tensor, "_local_tensor", tensor).detach().double().reshape(-1)  # of a shard: this rank's
+        total += float((flat * torch.arange(1, flat.numel() + 1, dtype=torch.float64)).sum())
+    return total.hex()
+
+
+def dying(manager: Any, task: Task, log: Log) -> None:
+    """SIGKILL this process before the collective that the task names."""
+    places = PLACES_OF_FSDP if task.owner == "fsdp" else PLACES_WITHOUT_HOOK if task.hook is None else PLACES
+    place = places[task.die] if task.die else None
+    allreduce, count = manager.allreduce, [-1, 0]
+
+    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        step = manager.current_step()
+        count[:] = [step, count[1] + 1 if count[0] == step else 0]
+        if place is not None and count[1] == place and complete(task, manager):
+            die(log, step)
+        return allreduce(tensor, *args, **kwargs)
+
+    manager.allreduce = counting
+
+
+def complete(task: Task, manager: Any) -> bool:
+    """Whether it is time to die: everybody is there, and the run is past its beginning."""
+    there = manager.num_participants() == task.replicas and manager.is_participating()
+    return bool(manager.current_step() >= task.die_step and there)
+
+
+def die(log: Log, step: int) -> None:
+    log("killed", step=step)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def build(task: Task, local: Any, module: torch.nn.Module) -> tuple[torch.nn.Module, Any]:
+    """Model and optimizer of whoever's classes are asked for."""
+    manager, group = local.manager, local.process_group
+    if task.owner == "torchft":
+        model = torchft.DistributedDataParallel(manager, module, bucket_cap_mb=BUCKET_CAP_MB)
+        return model, torchft.Optimizer(manager, sgd(model))
+    if task.owner == "fsdp":
+        module.handle = commhooks.attach(module, task.hook or "allreduce", manager=manager)
+        return module, ch_ft.OptimizerWrapper(manager, sgd(module))
+    if task.owner == "pure":
+        model = ch_ft.PureDistributedDataParallel(manager, module, process_group=group, fail_fast=task.fail_fast)
+        return model, ch_ft.OptimizerWrapper(manager, sgd(model))
+    model = ch_ft.DistributedDataParallel(
+        manager,
+        module,
+        hook=task.hook,
+        process_group=group,
+        fail_fast=task.fail_fast,
+        bucket_cap_mb=BUCKET_CAP_MB,
+    )
+    return model, ch_ft.OptimizerWrapper(manager, sgd(model))
+
+
+def sharded(module: torch.nn.Module) -> torch.nn.Module:
+    """Each layer sharded over this rank alone: a replica group of one."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    for layer in (*module.children(), module):
+        fully_shard(layer, mesh=mesh)
+    return module
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def batch(name: str, step: int) -> torch.Tensor:
+    """A replica's own data of a step."""
+    return torch.randn(8, 48, generator=torch.Generator().manual_seed(1000 * step + sum(name.encode())))
+
+
+def run(task: Task) -> None:
+    """Train until the file ``stop`` names a step that has been reached; ends the process without cleaning up."""
+    torch.set_num_threads(1)
+    with (Path(task.folder) / f"{task.name}.err").open("a") as errors:
+        os.dup2(errors.fileno(), 2)  # gloo says there why it ends a process
+    log = Log(Path(task.folder) / f"{task.name}.jsonl")
+    log("started", seed=task.seed)
+    code = 1
+    try:
+        train(task, log)
+        code = 0
+    except BaseException as error:
+        log("raised", error=f"{type(error).__name__}: {error}"[:2000])
+    os._exit(code)  # torchft 0.2.0 cannot stop its checkpoint server
+
+
+def train(task: Task, log: Log) -> None:
+    module = sharded(net(task.seed)) if task.owner == "fsdp" else net(task.seed)
+    local = ch_ft.local(
+        lighthouse=task.lighthouse,
+        replica=task.name,
+        min_replicas=task.min_replicas,
+        group_timeout=task.group_timeout,
+        timeout=task.group_timeout + 10,
+        quorum_timeout=task.quorum_timeout,
+        use_async_quorum=task.async_quorum,
+    )
+    manager = local.manager
+    if task.first_step:
+        manager.load_state_dict({"step": task.first_step, "batches_committed": task.first_step})
+    dying(manager, task, log)
+    model, optimizer = build(task, local, module)
+    inner = optimizer.optim
+    manager.register_state_dict_fn("model", module.load_state_dict, module.state_dict)
+    manager.register_state_dict_fn("optim", inner.load_state_dict, inner.state_dict)
+    parts: dict[str, Any] = {"manager": manager, "model": module, "optim": inner}
+    parts |= {"hook": model.handle} if getattr(model, "handle", None) is not None else {}
+    disk = Path(task.folder) / f"{task.name}.pt"
+    if task.resume:
+        saved = torch.load(disk, weights_only=True)
+        for key, part in parts.items():
+            part.load_state_dict(saved[key])
+    stop = Path(task.folder) / "stop"
+    while True:
+        time.sleep(task.pause)
+        attempt(task, log, model, optimizer, manager)
+        if manager.current_step() == task.save_at:
+            torch.save({key: part.state_dict() for key, part in parts.items()}, disk)
+        if task.die == "steps" and complete(task, manager):
+            die(log, manager.current_step())
+        if stop.exists() and manager.current_step() >= int(stop.read_text() or 0) > 0:
+            log("finished", step=manager.current_step())
+            return
+
+
+def attempt(task: Task, log: Log, model: torch.nn.Module, optimizer: Any, manager: Any) -> None:
+    """One attempt of a step, and its line in the log."""
+    before = manager.current_step()
+    optimizer.zero_grad()
+    model(batch(task.name, before)).pow(2).mean().backward()
+    contributed = manager.is_participating()
+    participants = manager.num_participants()
+    optimizer.step()
+    after = manager.current_step()
+    committed = after > before and manager.errored() is None
+    handle = getattr(model, "handle", None)
+    entries = list(handle.state.entries()) if handle is not None else []
+    log(
+        "step",
+        step=after,
+        committed=committed,
+        contributed=contributed,
+        participants=participants,
+        params=checksum(model.parameters()),
+        q=checksum(t for _, field, t in entries if field == "q"),
+        residual=checksum(t for _, field, t in entries if field == "residual"),
+        **counts(model),
+    )
+
+
+def counts(model: torch.nn.Module) -> dict[str, float]:
+    """Compressed steps, and hook calls in all."""
+    handle = getattr(model, "handle", None)
+    if handle is None:
+        return {}
+    return {"compressed": handle.stats()["compressed_steps"], "calls": handle.binding.calls}
+
+
+Body = Callable[[Task], None]

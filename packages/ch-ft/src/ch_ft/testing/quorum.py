@@ -1,0 +1,164 @@
+"""Starts replicas as processes around a real lighthouse, restarts the one that dies, reads what they logged."""
+
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("RUST_LOG", "error")  # torchft logs a line per quorum and process
+os.environ.setdefault("TOKIO_WORKER_THREADS", "2")
+
+import ch_ft
+from ch_ft.testing import member
+
+Record = dict[str, Any]
+NAMES = ["alpha_0", "beta_1", "gamma_2", "delta_3"]
+
+
+@dataclass
+class Outcome:
+    """What happened in one run: each replica's lines, in order, and the exit code of its last process."""
+
+    logs: dict[str, list[Record]]
+    codes: dict[str, int | None]
+    folder: Path
+    stop: int | None = None  # the step at which all were told to stop
+    killed: Record | None = None
+    steps: dict[str, list[Record]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.steps = {name: [r for r in lines if r["event"] == "step"] for name, lines in self.logs.items()}
+        stop = self.folder / "stop"
+        self.stop = int(stop.read_text()) if stop.exists() else None
+        self.killed = next((r for lines in self.logs.values() for r in lines if r["event"] == "killed"), None)
+
+    def survivors(self) -> list[str]:
+        return [name for name, lines in self.logs.items() if not any(r["event"] == "killed" for r in lines)]
+
+    def recovery(self) -> float:
+        """Seconds from the kill to the last survivor's next commit; infinite if one never commits again."""
+        assert self.killed is not None
+        return max(self._next_commit(name) - self.killed["t"] for name in self.survivors())
+
+    def dropped(self, name: str) -> int:
+        """Attempts that were not committed, from the kill on."""
+        since = self.killed["t"] - 0.5 if self.killed is not None else 0.0
+        return sum(not r["committed"] for r in self.steps[name] if r["t"] > since)
+
+    def raised(self) -> dict[str, str]:
+        """What ended replicas that were not killed."""
+        return {name: r["error"] for name, lines in self.logs.items() for r in lines if r["event"] == "raised"}
+
+    def reborn(self) -> list[Record]:
+        """The committed steps of the killed replica after its restart."""
+        assert self.killed is not None
+        return [
+            r
+            for name, steps in self.steps.items()
+            if name not in self.survivors()
+            for r in steps
+            if r["t"] > self.killed["t"] and r["committed"]
+        ]
+
+    def last_words(self) -> dict[str, str]:
+        """What replicas that did not end well wrote to stderr, from behind."""
+        files = {name: self.folder / f"{name}.err" for name, code in self.codes.items() if code != 0}
+        return {name: file.read_text()[-600:] for name, file in files.items() if file.exists()}
+
+    def committed(self, name: str) -> dict[int, Record]:
+        return {r["step"]: r for r in self.steps[name] if r["committed"]}
+
+    def _next_commit(self, name: str) -> float:
+        assert self.killed is not None
+        dead = len(self.survivors())
+        after = [r["t"] for r in self.steps[name] if r["t"] > self.killed["t"] and r["committed"]]
+        alone = [r["t"] for r in self.steps[name] if r["t"] in after and r["participants"] <= dead]
+        return min(alone, default=float("inf"))
+
+
+def context() -> Any:
+    """Processes are forked from a server that has imported everything: a start costs milliseconds, not seconds."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["torch", "torchft", "ch_ft", "member", "commhooks.api.attaching", "ch_powersgd"])
+    return server
+
+
+@contextmanager
+def lighthouse(**options: Any) -> Iterator[str]:
+    """A lighthouse of this process; its address."""
+    server = ch_ft.start_lighthouse(**options)
+    try:
+        yield ch_ft.local_manager.loopback(server.address())
+    finally:
+        server.shutdown()
+
+
+def run(
+    folder: Path, tasks: list[member.Task], *, restart: bool = True, extra: int = 8, limit: float = 60.0
+) -> Outcome:
+    """Run replicas until all (the restarted one too) have committed ``extra`` more steps, or ``limit`` seconds.
+
+    Every process is gone when this returns.
+    """
+    spawn = context()
+    processes = {task.name: start(spawn, task) for task in tasks}
+    deadline = time.monotonic() + limit
+    victim = next((t for t in tasks if t.die), None)
+    restarted = None
+    try:
+        while time.monotonic() < deadline:
+            time.sleep(0.02)
+            if victim is not None and restarted is None and not processes[victim.name].is_alive():
+                restarted = time.monotonic()
+                if restart:
+                    reborn = replace(victim, die=None, seed=victim.seed + 100, first_step=0)
+                    processes[victim.name] = start(spawn, reborn)
+            settle = victim is None or restarted is not None
+            alive = [name for name, p in processes.items() if p.is_alive()]
+            if not alive:
+                break
+            if settle and not (folder / "stop").exists():
+                plan_stop(folder, list(processes) if restart or not victim else alive, restarted or 0.0, extra)
+        codes = {name: p.exitcode for name, p in processes.items()}
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.join()
+    return Outcome({t.name: read(folder / f"{t.name}.jsonl") for t in tasks}, codes, folder)
+
+
+def start(spawn: Any, task: member.Task) -> Any:
+    process = spawn.Process(target=member.run, args=(task,), daemon=True)
+    process.start()
+    return process
+
+
+def plan_stop(folder: Path, names: list[str], since: float, extra: int) -> None:
+    """Once everybody has committed after the restart, let all go on for ``extra`` steps and stop together."""
+    last = []
+    for name in names:
+        done = [r for r in read(folder / f"{name}.jsonl") if r["event"] == "step" and r["committed"] and r["t"] > since]
+        if len(done) < 2:
+            return
+        last.append(done[-1]["step"])
+    whole = folder / "stop.new"
+    whole.write_text(str(max(last) + extra))
+    whole.rename(folder / "stop")
+
+
+def read(path: Path) -> list[Record]:
+    """A log; a last line that was cut off by a kill is left out."""
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            continue
+    return lines

@@ -1,0 +1,293 @@
+"""Several backward passes between a quorum and its vote are committed together or dropped together, whoever votes."""
+
+import copy
+import gc
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import commhooks
+from ch_ft import DistributedDataParallel, OptimizerWrapper, SimulatedCluster, SimulatedManager
+from ch_ft.managed_engine import attempts_of
+from commhooks.errors import AttachError, HookConfigError
+from commhooks.reduction import Plain
+
+from .stages import TwoStage
+
+CAP = 0.0005  # MB: three buckets
+NET = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16), torch.nn.Linear(16, 1))
+
+
+def net() -> torch.nn.Module:
+    """The same weights on every member: a copy, because threads share the random number generator."""
+    return copy.deepcopy(NET)
+
+
+def data(name: str, step: int, backward: int) -> torch.Tensor:
+    return 10 * torch.randn(4, 16, generator=torch.Generator().manual_seed(step * 1000 + backward * 100 + ord(name)))
+
+
+def loss(model: Any, name: str, step: int, backward: int) -> torch.Tensor:
+    found: torch.Tensor = model(data(name, step, backward)).pow(2).mean()
+    return found
+
+
+def grads(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.reshape(-1).double() for p in model.parameters() if p.grad is not None])
+
+
+def entries(model: DistributedDataParallel, field: str = "") -> dict[str, torch.Tensor]:
+    assert model.handle is not None
+    found = {f"{name}.{f}": t.clone() for name, f, t in model.handle.state.entries()}
+    return {key: t for key, t in found.items() if key.endswith(field)}
+
+
+def owed(model: DistributedDataParallel) -> torch.Tensor:
+    """The residuals, in the order of the parameters."""
+    assert model.handle is not None
+    held = {name: t for name, field, t in model.handle.state.entries() if field == "residual"}
+    return torch.cat([held[name].reshape(-1).double() for name, _ in model.module.named_parameters()])
+
+
+def vote_with_wrapper(manager: SimulatedManager, inner: torch.optim.Optimizer) -> Any:
+    return OptimizerWrapper(manager, inner)
+
+
+class ByHand:
+    """Torchft's own optimizer wrapper: it tells nobody."""
+
+    def __init__(self, manager: SimulatedManager, inner: torch.optim.Optimizer) -> None:
+        self.manager, self.inner = manager, inner
+
+    def zero_grad(self) -> None:
+        self.manager.start_quorum()
+        self.inner.zero_grad()
+
+    def step(self) -> None:
+        if self.manager.should_commit():
+            self.inner.step()
+
+
+@pytest.mark.parametrize("optimizer", [vote_with_wrapper, ByHand])
+@pytest.mark.parametrize("backwards", [1, 2, 3])
+def test_what_is_applied_and_what_is_owed_are_the_sum_of_the_gradients(optimizer: Any, backwards: int) -> None:
+    """The parameters stand still, so that each gradient can be computed again. Attempt 2 is voted down."""
+
+    def body(manager: SimulatedManager) -> tuple[torch.Tensor, ...]:
+        model = DistributedDataParallel(manager, net(), hook=TwoStage(), bucket_cap_mb=CAP)
+        ender = optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.0))
+        applied, true = torch.zeros(1), torch.zeros(1)
+        for attempt in range(5):
+            ender.zero_grad()
+            for backward in range(backwards):
+                loss(model, manager.name, attempt, backward).backward()
+            if attempt == 2:
+                manager.report_error(RuntimeError("bad batch"))
+            else:
+                applied = applied + grads(model)
+                alone = net()
+                for backward in range(backwards):
+                    loss(alone, manager.name, attempt, backward).backward()
+                true = true + grads(alone)
+            ender.step()
+        assert manager.current_step() == 4
+        assert model.handle is not None
+        model.handle.commit()
+        return applied, owed(model), true
+
+    with SimulatedCluster() as cluster:
+        results = cluster.run(dict.fromkeys("ab", body))
+    assert torch.equal(results["a"][0], results["b"][0])
+    sent = results["a"][0] + (results["a"][1] + results["b"][1]) / 2
+    assert results["a"][1].any()
+    torch.testing.assert_close(sent, (results["a"][2] + results["b"][2]) / 2, rtol=1e-4, atol=1e-4)
+
+
+def trained(
+    manager: SimulatedManager, optimizer: Any, bad: Callable[[SimulatedManager, int], bool], steps: int = 5
+) -> dict[str, torch.Tensor]:
+    """The hook's state after so many commits; an attempt of two backwards is bad at most once a step."""
+    model = DistributedDataParallel(manager, net(), hook=TwoStage(), bucket_cap_mb=CAP)
+    ender = optimizer(manager, torch.optim.SGD(model.parameters(), lr=1e-4))
+    seen: set[int] = set()
+    while manager.current_step() < steps:
+        step = manager.current_step()
+        ender.zero_grad()
+        loss(model, manager.name, step, 0).backward()
+        spoilt = step not in seen and bad(manager, step)
+        seen.add(step)
+        loss(model, manager.name, step, 1).backward()
+        if not spoilt:
+            ender.step()
+    assert model.handle is not None
+    model.handle.commit()
+    return entries(model) | {name: p.detach().clone() for name, p in model.module.named_parameters()}
+
+
+@pytest.mark.parametrize("optimizer", [vote_with_wrapper, ByHand])
+def test_a_dropped_attempt_leaves_the_state_as_it_was_before_its_first_backward(optimizer: Any) -> None:
+    def reported(manager: SimulatedManager, step: int) -> bool:
+        if step in (1, 3):
+            manager.report_error(RuntimeError("between two backwards"))
+        return False
+
+    def never_voted(manager: SimulatedManager, step: int) -> bool:
+        return step in (1, 3)
+
+    with SimulatedCluster() as cluster:
+        clean = cluster.run(dict.fromkeys("ab", lambda m: trained(m, optimizer, lambda *_: False)))
+    for bad in (reported, never_voted):
+        with SimulatedCluster() as cluster:
+            found = cluster.run(dict.fromkeys("ab", lambda m, bad=bad: trained(m, optimizer, bad)))
+        for name in "ab":
+            assert clean[name].keys() == found[name].keys()
+            assert all(torch.equal(clean[name][key], found[name][key]) for key in clean[name]), bad.__name__
+
+
+class Twice(torch.nn.Module):
+    """Its second layer is used in the first backward of an attempt only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = copy.deepcopy(NET)
+        self.whole = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, last = self.layers
+        found: torch.Tensor = last(second(first(x)) if self.whole else first(x))
+        return found
+
+
+@pytest.mark.parametrize("async_quorum", [True, False])
+def test_a_member_that_heals_in_an_attempt_of_two_backwards_has_the_shared_state(async_quorum: bool) -> None:
+    def body(manager: SimulatedManager) -> dict[str, torch.Tensor]:
+        model = DistributedDataParallel(manager, Twice(), hook=TwoStage(), bucket_cap_mb=CAP)
+        optimizer = OptimizerWrapper(manager, torch.optim.SGD(model.parameters(), lr=1e-4))
+        manager.register_state_dict_fn("model", model.load_state_dict, model.state_dict)
+        for attempt in range(1 if manager.name == "c" else 4):
+            optimizer.zero_grad()
+            for backward in range(2):
+                model.module.whole = backward == 0
+                loss(model, manager.name, 3 if manager.name == "c" else attempt, backward).backward()
+            assert optimizer.step()
+        return entries(model, "seen") | {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    with SimulatedCluster(async_quorum=async_quorum) as cluster:
+        cluster._returning["c"] = 3
+        results = cluster.run(dict.fromkeys("abc", body))
+    assert results["a"].keys() == results["c"].keys()
+    assert len([key for key in results["a"] if key.endswith("seen")]) == 6
+    assert all(torch.equal(results["a"][key], results["c"][key]) for key in results["a"])
+
+
+# -- what attach is given
+
+
+def test_residuals_follow_the_scale_of_the_scaler_given_to_attach() -> None:
+    """Applied and owed are the sum of the gradients, in units that do not change when the scale does."""
+
+    def body(manager: SimulatedManager) -> tuple[torch.Tensor, ...]:
+        model = DistributedDataParallel(manager, net(), bucket_cap_mb=CAP)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_factor=4.0, growth_interval=2)
+        optimizer = OptimizerWrapper(manager, torch.optim.SGD(model.parameters(), lr=0.0))
+        model.handle = commhooks.attach(model, TwoStage(), optimizer=optimizer, scaler=scaler)
+        applied, true = torch.zeros(1), torch.zeros(1)
+        for attempt in range(7):
+            optimizer.zero_grad()
+            value = loss(model, manager.name, attempt, 0)
+            scaler.scale(value * (float("inf") if attempt == 3 else 1.0)).backward()
+            if attempt != 3:
+                applied = applied + grads(model) / scaler.get_scale()
+                alone = net()
+                loss(alone, manager.name, attempt, 0).backward()
+                true = true + grads(alone)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() > 1.0
+        assert optimizer.commits == 6
+        assert model.handle.commit()
+        return applied, owed(model), true
+
+    with SimulatedCluster() as cluster:
+        results = cluster.run(dict.fromkeys("ab", body))
+    sent = results["a"][0] + (results["a"][1] + results["b"][1]) / 2
+    torch.testing.assert_close(sent, (results["a"][2] + results["b"][2]) / 2, rtol=1e-4, atol=1e-4)
+
+
+def test_a_committed_step_that_the_optimizer_skipped_is_dropped_where_attach_was_given_it() -> None:
+    """A loop by hand may do without the optimizer after the vote, because the norm is too large, say."""
+
+    def body(manager: SimulatedManager, skipped: set[int], again: bool) -> dict[str, torch.Tensor]:
+        model = DistributedDataParallel(manager, net(), bucket_cap_mb=CAP)
+        inner = torch.optim.SGD(model.parameters(), lr=1e-4)
+        model.handle = commhooks.attach(model, TwoStage(), optimizer=inner)
+        for number in itertools.count():
+            if number == 5:
+                break
+            if number in skipped and not again:
+                continue
+            manager.start_quorum()
+            inner.zero_grad()
+            loss(model, manager.name, number, 0).backward()
+            assert manager.should_commit()
+            if number not in skipped:
+                inner.step()
+        inner.zero_grad()
+        model.handle.commit()
+        return entries(model)
+
+    with SimulatedCluster() as cluster:
+        without = cluster.run(dict.fromkeys("ab", lambda m: body(m, {2, 4}, False)))
+    with SimulatedCluster() as cluster:
+        skipping = cluster.run(dict.fromkeys("ab", lambda m: body(m, {2, 4}, True)))
+    for name in "ab":
+        assert any(t.any() for t in without[name].values())
+        assert all(torch.equal(without[name][key], skipping[name][key]) for key in without[name])
+
+
+def test_what_is_refused() -> None:
+    with SimulatedCluster() as cluster:
+        manager, other = cluster.join("a"), cluster.join("b")
+        model = DistributedDataParallel(manager, net())
+        optimizer = OptimizerWrapper(other, torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(AttachError, match="votes with another manager than the model's"):
+            commhooks.attach(model, Plain(), optimizer=optimizer)
+        with pytest.raises(HookConfigError, match=r"expected a torch\.optim\.Optimizer"):
+            commhooks.attach(model, Plain(), optimizer=net())  # type: ignore[arg-type]
+        commhooks.attach(model, Plain())  # nothing was left in its place
+
+
+class Slotted(SimulatedManager):
+    """Whose methods cannot be replaced."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if callable(value) and name in ("start_quorum", "should_commit"):
+            raise AttributeError(f"{name} is read-only")
+        super().__setattr__(name, value)
+
+
+def test_a_manager_that_cannot_be_watched_is_refused() -> None:
+    with SimulatedCluster() as cluster:
+        model = DistributedDataParallel(Slotted(cluster, "a"), net())
+        with pytest.raises(HookConfigError, match=r"Slotted\.start_quorum cannot be watched .*leave out __slots__"):
+            commhooks.attach(model, Plain())
+        with pytest.raises(HookConfigError, match="cannot be watched"):
+            commhooks.attach(model, Plain())  # still, and not half in place
+
+
+def test_watching_keeps_no_manager_alive() -> None:
+    """Its process group must go when its owner does, and not when garbage is collected."""
+    with SimulatedCluster() as cluster:
+        manager = SimulatedManager(cluster, "a")
+        gc.disable()
+        try:
+            attempts_of(manager)
+            dead = weakref.ref(manager)
+            del manager
+            assert dead() is None
+        finally:
+            gc.enable()

@@ -1,0 +1,50 @@
+"""Real lighthouse, real Managers, real processes, gloo: one replica is killed with SIGKILL and started again.
+
+Four cases run here; the full matrix, 4 places x 3 sizes x 3 hooks, is `nox -s ft-matrix`.
+"""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchft")
+
+from ch_ft.testing import quorum, scenario
+from ch_ft.testing.member import Task
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(
+    ("place", "replicas", "hook"),
+    [
+        ("first", 2, "allreduce"),
+        ("p_and_q", 4, "powersgd(rank=2)"),
+        ("buckets", 3, "bf16_compress"),
+        ("steps", 3, "powersgd(rank=2)"),
+    ],
+)
+def test_a_killed_replica_costs_one_attempt(tmp_path: Path, place: str, replicas: int, hook: str) -> None:
+    scenario.verify(scenario.killed_and_restarted(tmp_path, place, replicas, hook), place, replicas, hook)
+
+
+@pytest.mark.timeout(60)
+def test_a_replica_that_joins_late_meets_a_hook_past_its_warm_up(tmp_path: Path) -> None:
+    """One replica is at step 500, past ``start_iter``; the newcomer has never seen a step."""
+    hook = "powersgd(rank=2, start_iter=100)"
+    with quorum.lighthouse(heartbeat=1.0, join_timeout=0.2) as address:
+        tasks = [
+            Task("alpha_0", str(tmp_path), address, hook, first_step=500),
+            Task("beta_1", str(tmp_path), address, hook, seed=1),
+        ]
+        outcome = quorum.run(tmp_path, tasks)
+    assert outcome.codes == {"alpha_0": 0, "beta_1": 0}
+    first = next(r for r in outcome.steps["beta_1"] if r["committed"])
+    assert first["step"] > 500
+    assert outcome.steps["beta_1"][-1]["compressed"] > 0
+    assert outcome.dropped("alpha_0") == 0
+    committed = {name: outcome.committed(name) for name in outcome.logs}
+    shared = set(committed["alpha_0"]) & set(committed["beta_1"])
+    assert len(shared) > 5
+    for step in shared:
+        mine, theirs = committed["alpha_0"][step], committed["beta_1"][step]
+        assert (mine["params"], mine["q"]) == (theirs["params"], theirs["q"])

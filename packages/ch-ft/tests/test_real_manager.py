@@ -1,0 +1,138 @@
+"""Means and overflow over torchft's real Manager: two replicas as threads around one lighthouse."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import ch_ft
+from commhooks.errors import RankMismatchError
+
+torchft = pytest.importorskip("torchft")
+quorum = pytest.importorskip("ch_ft.testing.quorum")  # it quiets torchft before anything of it starts
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with quorum.lighthouse(min_replicas=2, heartbeat=2.0, join_timeout=1.0) as found:
+        yield found
+
+
+def together(address: str, body: Callable[[ch_ft.Local, int], Any], **options: Any) -> list[Any]:
+    """Run ``body`` on two replicas at once."""
+
+    def one(number: int) -> Any:
+        with ch_ft.local(
+            lighthouse=address,
+            replica=f"replica_{number}",
+            min_replicas=2,
+            state_dict=dict,
+            load_state_dict=lambda state: None,
+            quorum_timeout=15,
+            **options,
+        ) as member:
+            return body(member, number)
+
+    with ThreadPoolExecutor(2) as pool:
+        return [future.result(timeout=40) for future in [pool.submit(one, n) for n in range(2)]]
+
+
+def module(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """Its gradients are its input."""
+    return torch.nn.Linear(4, 4, bias=False, dtype=dtype)
+
+
+KINDS = ["plain", "pure", "allreduce", "bf16_compress", "powersgd(rank=1, min_compression_rate=0.5)"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_the_mean_over_participants(address: str, kind: str) -> None:
+    def body(member: ch_ft.Local, number: int) -> tuple[torch.Tensor, bool]:
+        model = build(kind, member, module())
+        optimizer = ch_ft.OptimizerWrapper(member.manager, torch.optim.SGD(model.parameters(), lr=0.0))
+        optimizer.zero_grad()
+        model(torch.full((1, 4), float(1 + number))).sum().backward()
+        (weight,) = model.parameters()
+        assert weight.grad is not None
+        if kind.startswith("powersgd"):
+            assert model.handle is not None
+            assert model.handle.stats()["payload_bytes"] > 0
+        return weight.grad.clone(), optimizer.step()
+
+    for gradient, committed in together(address, body, init_sync=False):
+        torch.testing.assert_close(gradient, torch.full((4, 4), 1.5))
+        assert committed
+
+
+def build(kind: str, member: ch_ft.Local, inner: torch.nn.Module) -> Any:
+    if kind == "pure":
+        return ch_ft.PureDistributedDataParallel(member.manager, inner)
+    hook = None if kind == "plain" else kind
+    return ch_ft.DistributedDataParallel(member.manager, inner, hook=hook, process_group=member.process_group)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("kind", "dtype"), [("plain", "float16"), ("pure", "float16"), ("fp16_compress", "float32")])
+def test_fp16_with_values_of_40_000_does_not_overflow(address: str, kind: str, dtype: str) -> None:
+    number_type: torch.dtype = getattr(torch, dtype)
+
+    def body(member: ch_ft.Local, number: int) -> list[float]:
+        model = build(kind, member, module(number_type))
+        member.manager.start_quorum()
+        (model(torch.ones(1, 4, dtype=number_type)).sum() * 40_000).backward()
+        assert member.manager.should_commit()
+        (weight,) = model.parameters()
+        assert weight.grad is not None
+        return [float(x) for x in weight.grad.unique()]
+
+    assert together(address, body, init_sync=False) == [[40_000.0], [40_000.0]]
+
+
+@pytest.mark.timeout(60)
+def test_at_step_0_the_only_contributor_is_divided_by_one(address: str) -> None:
+    """Torchft synchronises new members at step 0: one contributes, both are counted; a hook divides by the one."""
+
+    def body(member: ch_ft.Local, number: int) -> list[float]:
+        model = build("allreduce", member, module())
+        member.manager.start_quorum()
+        model(torch.full((1, 4), 2.0)).sum().backward()
+        assert member.manager.should_commit()
+        (weight,) = model.parameters()
+        assert weight.grad is not None
+        return [float(x) for x in weight.grad.unique()]
+
+    assert together(address, body) == [[2.0], [2.0]]
+
+
+@pytest.mark.timeout(60)
+def test_replicas_with_other_hooks_are_told_so(address: str) -> None:
+    def body(member: ch_ft.Local, number: int) -> str:
+        model = build("allreduce" if number else "bf16_compress", member, module())
+        member.manager.start_quorum()
+        with pytest.raises(RankMismatchError) as caught:
+            model(torch.ones(1, 4)).sum().backward()
+        assert not member.manager.should_commit()
+        return str(caught.value)
+
+    first, second = together(address, body, init_sync=False)
+    assert "hook: here bf16_compress" in first
+    assert "hook: here allreduce" in second
+    assert "parameters" not in first
+
+
+@pytest.mark.timeout(60)
+def test_the_embedded_default_trains_alone_and_lets_others_join() -> None:
+    with ch_ft.local(init_sync=False, state_dict=dict, load_state_dict=lambda state: None) as first:
+        assert first.address.startswith("http://127.0.0.1:")
+        assert "lighthouse lives in this process" in first.not_survived
+        model = build("powersgd(rank=1, min_compression_rate=0.5)", first, module())
+        optimizer = ch_ft.OptimizerWrapper(first.manager, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 4)).sum().backward()
+            assert optimizer.step()
+        assert first.manager.current_step() == 3
+        assert model.handle.stats()["steps"] == 3

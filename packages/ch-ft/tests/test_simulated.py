@@ -1,0 +1,209 @@
+"""PowerSGD over the simulator: hundreds of steps with kills and heals, and what a departure does to the loss."""
+
+import copy
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from ch_ft import DistributedDataParallel, OptimizerWrapper, SimulatedCluster, SimulatedDeath, SimulatedManager
+
+NET = torch.nn.Sequential(
+    torch.nn.Linear(24, 24), torch.nn.Tanh(), torch.nn.Linear(24, 24), torch.nn.Tanh(), torch.nn.Linear(24, 24)
+)
+BUCKET_CAP_MB = 0.00225  # a weight and its bias: three buckets
+COLLECTIVES = 7  # before the status of a step: fingerprints, three P's, three Q's
+
+
+@pytest.fixture(autouse=True)
+def quick_turns() -> Iterator[None]:
+    """Members are threads that wait for each other: let the next one run sooner than after Python's 5 ms."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.0005)
+    yield
+    sys.setswitchinterval(before)
+
+
+@dataclass(frozen=True)
+class Kill:
+    """``name`` dies at ``step`` before its collective ``number``; a new one of that name heals at ``back``."""
+
+    name: str
+    step: int
+    number: int
+    back: int
+
+
+def script(steps: int, seed: int) -> tuple[list[Kill], set[int]]:
+    """Random kills that always leave somebody alive, and steps whose first attempt everybody votes down.
+
+    Neither in a step in which somebody heals: a member that healed in an aborted attempt takes part in the next one,
+    which has no counterpart in a run without that attempt.
+    """
+    rng = random.Random(seed)
+    kills: list[Kill] = []
+    busy = dict.fromkeys("abc", 0)  # up to and including this step, a member is dead or healing
+    for step in range(1, steps - 10):
+        alive = [name for name, until in busy.items() if until < step]
+        if len(alive) > 1 and step not in busy.values() and rng.random() < 0.12:
+            kill = Kill(rng.choice(alive), step, rng.randrange(COLLECTIVES), step + rng.randint(1, 8))
+            kills.append(kill)
+            busy[kill.name] = kill.back
+    vetoes = {step for step in range(1, steps - 10) if rng.random() < 0.08}
+    return kills, vetoes - {k.step for k in kills} - {k.back for k in kills}
+
+
+class Run:
+    """One training run of three members under a script.
+
+    With ``aborts`` the script happens in the middle of attempts; without, the same members are missing from the same
+    steps, but they left before those began, and nothing is voted down.
+    """
+
+    def __init__(self, steps: int, kills: list[Kill], vetoes: set[int], aborts: bool, hook: str) -> None:
+        self.steps, self.kills, self.vetoes, self.aborts, self.hook = steps, kills, vetoes, aborts, hook
+        self.done: set[tuple[str, int]] = set()
+        self.states: dict[tuple[str, int], str] = {}
+        self.drops = 0
+        self.compressed = 0.0
+
+    def run(self) -> "Run":
+        with SimulatedCluster() as cluster:
+            cluster.on_collective = self.collective
+            cluster.run(dict.fromkeys("abc", self.lives))
+        return self
+
+    def due(self, manager: SimulatedManager) -> Kill | None:
+        at = manager.name, manager.current_step()
+        found = next((k for k in self.kills if (k.name, k.step) == at), None)
+        return found if found is not None and at not in self.done else None
+
+    def collective(self, manager: SimulatedManager, number: int) -> None:
+        kill = self.due(manager)
+        if self.aborts and kill is not None and kill.number == number:
+            self.die(manager, kill)
+
+    def die(self, manager: SimulatedManager, kill: Kill) -> None:
+        self.done.add((kill.name, kill.step))
+        manager.die(return_at=kill.back)
+
+    def lives(self, manager: SimulatedManager) -> None:
+        """A member's thread: one life after the other."""
+        while True:
+            try:
+                return self.life(manager)
+            except SimulatedDeath:
+                manager = manager.cluster.join(manager.name)
+
+    def life(self, manager: SimulatedManager) -> None:
+        module = copy.deepcopy(NET)
+        model = DistributedDataParallel(manager, module, hook=self.hook, bucket_cap_mb=BUCKET_CAP_MB)
+        inner = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        optimizer = OptimizerWrapper(manager, inner, listeners=[self.voted])
+        manager.register_state_dict_fn("model", module.load_state_dict, module.state_dict)
+        manager.register_state_dict_fn("optim", inner.load_state_dict, inner.state_dict)
+        while manager.current_step() < self.steps:
+            kill = self.due(manager)
+            if not self.aborts and kill is not None:
+                self.die(manager, kill)
+            optimizer.zero_grad()
+            step = manager.current_step()
+            if self.aborts and step in self.vetoes and (manager.name, step) not in self.done:
+                self.done.add((manager.name, step))
+                manager.report_error(RuntimeError("a bad batch"))
+            data = torch.randn(4, 24, generator=torch.Generator().manual_seed(step * 1000 + ord(manager.name)))
+            (model(data) - data.roll(1, 1)).pow(2).mean().backward()
+            if optimizer.step():
+                self.states[manager.name, step] = self.text(model)
+        assert model.handle is not None
+        assert model.handle.binding is not None
+        stats = model.handle.stats()
+        self.compressed += stats["compressed_steps"]
+        assert model.handle.binding.calls % 3 == 0, "three buckets"
+
+    def voted(self, committed: bool) -> None:
+        self.drops += not committed
+
+    @staticmethod
+    def text(model: DistributedDataParallel) -> str:
+        """Parameters, Q and residual, exactly."""
+        assert model.handle is not None
+        tensors: list[Any] = [*model.parameters(), *(t for _, _, t in model.handle.state.entries())]
+        return " ".join(float(t.detach().double().norm()).hex() for t in tensors)
+
+
+@pytest.mark.timeout(200)
+def test_500_steps_of_kills_and_heals_equal_a_run_without_the_aborted_attempts() -> None:
+    steps = 500
+    kills, vetoes = script(steps, seed=1)
+    assert len(kills) > 30
+    assert len(vetoes) > 10
+    troubled = Run(steps, kills, vetoes, aborts=True, hook="powersgd(rank=2)").run()
+    clean = Run(steps, kills, vetoes, aborts=False, hook="powersgd(rank=2)").run()
+    assert troubled.drops >= len(vetoes)
+    assert clean.drops == 0
+    assert clean.compressed > 0
+    assert troubled.states == clean.states
+    for step in range(steps):
+        texts = [text.split(" ") for (_, at), text in clean.states.items() if at == step]
+        assert len({tuple(words[: len(NET.state_dict())]) for words in texts}) == 1, "the parameters are the same"
+
+
+# -- the loss after a departure
+
+STEPS, LEAVES, BIAS = 230, 180, 0.15  # bias: how far a member's own target is from the common one
+
+
+class Target(torch.nn.Module):
+    """Mean squared distance of a matrix from a target that a member sees through noise of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(48, 48))
+
+    def forward(self, seen: torch.Tensor) -> torch.Tensor:
+        return (self.weight - seen).pow(2).sum() / 2
+
+
+def departure(hook: str, steps: int = STEPS, leaves: int = LEAVES) -> list[float]:
+    """Loss (noise-free, relative to the start) at every step; one of four members leaves for good."""
+    target = torch.randn(48, 48, generator=torch.Generator().manual_seed(0))
+    losses: list[float] = []
+
+    def body(manager: SimulatedManager) -> None:
+        module = Target()
+        model = DistributedDataParallel(manager, module, hook=hook)
+        optimizer = OptimizerWrapper(manager, torch.optim.SGD(model.parameters(), lr=0.02))
+        bias = torch.randn(48, 48, generator=torch.Generator().manual_seed(ord(manager.name))) * BIAS
+        while manager.current_step() < steps:
+            step = manager.current_step()
+            if manager.name == "d" and step == leaves:
+                manager.die()
+            noise = torch.randn(48, 48, generator=torch.Generator().manual_seed(step * 1000 + ord(manager.name)))
+            optimizer.zero_grad()
+            model(target + bias + noise).backward()
+            optimizer.step()
+            if manager.name == "a":
+                losses.append(float((module.weight.detach() - target).pow(2).mean() / target.pow(2).mean()))
+
+    with SimulatedCluster() as cluster:
+        cluster.run(dict.fromkeys("abcd", body))
+    return losses
+
+
+@pytest.mark.timeout(120)
+def test_the_local_residual_survives_a_departure() -> None:
+    leaves, rank = LEAVES, 4
+    plain = departure("allreduce")
+    local = departure(f"powersgd(rank={rank})")
+    averaged = departure(f'powersgd(rank={rank}, residual="averaged")')
+    runs = {"plain": plain, "local": local, "averaged": averaged}
+    after = {name: max(losses[leaves:]) for name, losses in runs.items()}
+    before = {name: losses[leaves - 1] for name, losses in runs.items()}
+    print("\nworst loss after one of four members left:", {k: f"{before[k]:.5f} -> {v:.5f}" for k, v in after.items()})
+    assert after["local"] < 2 * after["plain"]
+    assert after["averaged"] > 2 * after["local"]

@@ -1,0 +1,60 @@
+"""Parameters that are frozen when a model is wrapped and trained later, or added later."""
+
+import pytest
+import torch
+
+from ch_ft import DistributedDataParallel, PureDistributedDataParallel, SimulatedCluster, SimulatedManager
+from commhooks.errors import AttachError
+from commhooks.reduction import Plain, Reduction
+
+
+class Growing(torch.nn.Module):
+    """Of its two layers the second is frozen at first; a third may be added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(2))
+        for layer in self.layers:
+            torch.nn.init.eye_(layer.weight)
+        self.layers[1].weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_the_pure_model_averages_what_is_thawed_or_added_after_wrapping() -> None:
+    def body(manager: SimulatedManager) -> list[list[float]]:
+        module = Growing()
+        model = PureDistributedDataParallel(manager, module)
+        module.layers[1].weight.requires_grad_(True)
+        module.layers.append(torch.nn.Linear(4, 4, bias=False))
+        torch.nn.init.eye_(module.layers[2].weight)
+        manager.start_quorum()
+        for _ in range(2):  # watched once: the second backward adds the mean once more, and no multiple of it
+            model(torch.full((1, 4), 1.0 if manager.name == "a" else 3.0)).sum().backward()
+        return [layer.weight.grad.unique().tolist() for layer in module.layers]
+
+    with SimulatedCluster() as cluster:
+        results = cluster.run(dict.fromkeys("ab", body))
+    assert results["a"] == results["b"] == [[4.0]] * 3
+
+
+@pytest.mark.parametrize("hook", [None, Plain()])
+def test_ddp_refuses_what_is_thawed_or_added_after_wrapping(hook: Reduction | None) -> None:
+    """DDP's reducer does not know it, and averages only the rest: nothing would be said while the members drift apart."""
+    with SimulatedCluster() as cluster:
+        manager = cluster.join("a")
+        model = DistributedDataParallel(manager, Growing(), hook=hook)
+        manager.start_quorum()
+        model(torch.ones(1, 4)).sum().backward()
+        model.module.layers[0].weight.requires_grad_(False)  # frozen is unused: fine
+        model(torch.ones(1, 4))
+        model.module.layers[1].weight.requires_grad_(True)
+        with torch.no_grad():
+            model(torch.ones(1, 4))
+        with pytest.raises(AttachError, match=r"layers\.1\.weight: thawed or added after the model was wrapped"):
+            model(torch.ones(1, 4))
+        again = DistributedDataParallel(manager, model.module)
+        again(torch.ones(1, 4)).sum().backward()

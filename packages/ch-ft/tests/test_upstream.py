@@ -1,0 +1,16 @@
+"""torchft's own DDP tests and the DDP part of its manager-integration tests pass on our classes."""
+
+import pytest
+
+pytest.importorskip("torchft")
+pytest.importorskip("parameterized")
+
+from ch_ft.testing import theirs
+
+
+@pytest.mark.timeout(110)
+@pytest.mark.parametrize(("tests", "at_least"), [(theirs.DDP, 2), (theirs.INTEGRATION, 5)], ids=["ddp", "integration"])
+def test_their_tests_pass_on_our_classes(tests: tuple[str, ...], at_least: int) -> None:
+    outcome = theirs.run(*tests)
+    assert set(outcome.values()) == {"passed"}, outcome
+    assert len(outcome) >= at_least
