@@ -7,15 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import ch_quant
 import pytest
 import torch
-from ch_quant import BlockQuantized, quantize_per_channel, quantize_per_tensor
-from ch_quant.affine import decode, encode
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import ch_quant
 import commhooks
+from ch_quant import BlockQuantized, quantize_per_channel, quantize_per_tensor
+from ch_quant.affine import decode, encode
 from commhooks.simulate import SimulatedRank, simulate
 from commhooks.testing import spawn
 
@@ -120,7 +120,7 @@ def test_error_feedback_covers_both_roundings(fed: bool, world: int) -> None:
         for step in range(steps):
             for name, g in one_step(engine, gradients(rank.rank, step), (2, 4)).items():
                 total[name] += g
-        engine.settle()
+        engine.resolve_step()
         kept = {name: tensor for name, field, tensor in engine.state.entries() if field == "residual"}
         assert sorted(kept) == (sorted(QUANTIZED) if fed else [])
         return total, kept
@@ -141,13 +141,13 @@ def test_what_is_not_finite_arrives_as_not_finite_and_leaves_no_trace(
     def body(rank: SimulatedRank) -> dict[str, torch.Tensor]:
         engine = rank.engine(reduction)
         one_step(engine, gradients(rank.rank), (1, 3))
-        engine.settle()
+        engine.resolve_step()
         before = {name: t.clone() for name, _, t in engine.state.entries()}
         poisoned = gradients(rank.rank, 1)
         if rank.rank == 1:
             poisoned["up"][7, 7] = bad
         got = one_step(engine, poisoned, (1, 3))
-        engine.settle()
+        engine.resolve_step()
         assert all(torch.equal(before[name], t) for name, _, t in engine.state.entries())
         return {name: t.isfinite() for name, t in got.items()}
 
@@ -165,6 +165,22 @@ def test_zeros_and_extremes(reduction: commhooks.Reduction, value: float) -> Non
 
     for got in simulate(2, body):
         assert torch.allclose(got, torch.full((20, 30), value / 2), rtol=0.01, atol=1e-35)
+
+
+@pytest.mark.parametrize("reduction", LOSSY, ids=repr)
+@pytest.mark.parametrize("world", [2, 3, 5])
+@pytest.mark.parametrize("value", [2e38, -2e38, 3.3e38])
+def test_a_mean_that_fits_is_finite_where_the_sum_is_not(
+    reduction: commhooks.Reduction, world: int, value: float
+) -> None:
+    signs = torch.ones(20, 30)
+    signs[::3] = -1.0
+
+    def body(rank: SimulatedRank) -> torch.Tensor:
+        return one_step(rank.engine(reduction), {"w": value * signs})["w"]
+
+    for got in simulate(world, body):
+        assert torch.allclose(got, value * signs, rtol=0.02)
 
 
 @pytest.mark.parametrize("reduction", LOSSY, ids=repr)

@@ -16,13 +16,21 @@ class TestHalf(HookContract):
     expr = "half"
 
 
+class TestHalfWithErrorFeedback(HookContract):
+    expr = "error_feedback(half)"
+
+
 class TestClip(HookContract):
     expr = "clip(half(dtype='float16'), limit=1000.0)"
 
 
-def reduced(reduction: commhooks.Reduction, value: float) -> torch.Tensor:
+class TestClipInsideErrorFeedback(HookContract):
+    expr = "error_feedback(clip(half, limit=1000.0))"
+
+
+def reduced(reduction: commhooks.Reduction, value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     def body(rank: object) -> torch.Tensor:
-        bucket = commhooks.Bucket.from_tensors({"w": torch.full((2, 3), value)})
+        bucket = commhooks.Bucket.from_tensors({"w": torch.full((2, 3), value, dtype=dtype)})
         engine = rank.engine(reduction)
         engine.submit(bucket)
         assert engine.finish() is None
@@ -35,6 +43,18 @@ def test_clip() -> None:
     assert reduced(Clip(Half(), 2.0), 5.0).eq(2.0).all()
     assert reduced(Clip(Half(), 2.0), -1.5).eq(-1.5).all()
     assert not reduced(Clip(Half(), 2.0), float("inf")).isfinite().any()
+
+
+def test_a_limit_beyond_the_dtype() -> None:
+    assert reduced(Clip(Half(), 1e6), 5.0, torch.float16).eq(5.0).all()  # fp16 ends at 65504
+    assert not reduced(Clip(Half(), 1e6), float("inf"), torch.float16).isfinite().any()
+
+
+def test_given_as_an_object() -> None:
+    handle = commhooks.create(Clip(Half(), limit=2.0))
+    assert handle.expr == "clip(half(dtype='bfloat16'), limit=2.0)"
+    assert handle.config == commhooks.canonical(handle.expr)
+    assert handle.reduction.name == "clip(half)"
 
 
 def test_bad_dtype() -> None:

@@ -4,8 +4,9 @@ The names are imported when first used: commhooks imports this package to list w
 load torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from commhooks import lazy
 
 if TYPE_CHECKING:
     from ch_quant.affine import AffineGather, quantize_per_channel, quantize_per_tensor
@@ -22,18 +23,11 @@ __all__ = [
     "quantize_per_tensor",
 ]
 
-_HOMES = {
-    "AffineGather": "affine",
-    "BlockQuantized": "blocks",
-    "quant8_hook": "hooks",
-    "quantization_perchannel_hook": "hooks",
-    "quantization_pertensor_hook": "hooks",
-    "quantize_per_channel": "affine",
-    "quantize_per_tensor": "affine",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'ch_quant' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(f"ch_quant.{_HOMES[name]}"), name)
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "affine": "AffineGather quantize_per_channel quantize_per_tensor",
+        "blocks": "BlockQuantized",
+        "hooks": "quant8_hook quantization_perchannel_hook quantization_pertensor_hook",
+    },
+)

@@ -66,8 +66,8 @@ class AffineGather(Reduction):
         total.zero_()
         for one in everyone:  # in rank order: every rank makes the same sum
             for x, parts in rows.pieces(total, message.copy_(one)):  # a row of `everyone` may lie askew for fp32
-                x.add_(decode(*parts))
-        bucket.buffer = total.mul_(1.0 / ctx.world_size).to(bucket.dtype)
+                x.add_(decode(*parts), alpha=1.0 / ctx.world_size)  # a sum may overflow where the mean fits
+        bucket.buffer = total.to(bucket.dtype)
 
     def _rows_of(self, layout: BucketLayout) -> "Rows":
         if layout not in self._rows:

@@ -71,7 +71,8 @@ class BlockQuantized(Reduction):
         self.block, self.error_feedback, self.exempt = block, bool(error_feedback), bool(exempt)
         if error_feedback:  # which rank keeps what the second rounding lost depends on the shards, so on the bucket
             self.granularity = "bucket"
-        self.fields = {FIELD: "local"} if error_feedback else {}  # type: ignore[misc]
+        self.fields = {FIELD: "local"} if error_feedback else {}
+        self.memory_order_fields = frozenset({FIELD})
 
     def config(self) -> dict[str, Any]:
         return {"block": self.block, "error_feedback": self.error_feedback, "exempt": self.exempt}
@@ -103,9 +104,8 @@ class BlockQuantized(Reduction):
         yield AllToAll(sent.view(-1), received.view(-1))
 
         mean.zero_()
-        for message in received:  # in rank order
-            mean.add_(decode(message, spare))
-        mean.mul_(1.0 / ctx.world_size)
+        for message in received:  # in rank order; divided before it is added: the sum may overflow where the mean fits
+            mean.add_(decode(message, spare), alpha=1.0 / ctx.world_size)
         own = ctx.scratch("own", received[0].shape, torch.uint8, bucket.device)
         encode(mean, own, spare)
         if self.error_feedback:

@@ -1,12 +1,13 @@
 """The wrapper: something done to the gradient before the inner hook gets it."""
 
-from collections.abc import Hashable
 from typing import Any
 
-from commhooks import Bucket, BucketLayout, Reduction, Stages, StepContext, composed
+import torch
+
+from commhooks import Bucket, Composite, Reduction, Stages, StepContext, composed
 
 
-class Clip(Reduction):
+class Clip(Composite):
     """``inner`` on ``clamp(g, -limit, limit)``; NaN stays NaN and inf is clipped on no rank.
 
     Args:
@@ -14,34 +15,23 @@ class Clip(Reduction):
         limit: largest magnitude that is left as it is.
     """
 
+    name = "clip"
     lossy = True
 
     def __init__(self, inner: Reduction, limit: float = 1000.0) -> None:
-        self.inner, self.limit, self.name = inner, limit, f"clip({inner.name})"
-        # What is declared of a wrapper follows from what it wraps.
-        self.granularity, self.collectives = inner.granularity, inner.collectives
-        self.fields = inner.fields  # type: ignore[misc]
+        super().__init__(inner)
+        self.limit = limit
 
     def config(self) -> dict[str, Any]:
         return {"limit": self.limit}
 
-    def phase(self, step: int) -> Hashable:
-        return self.inner.phase(step)
-
-    def routes(self, layout: BucketLayout, step: int) -> dict[str, str]:
-        return self.inner.routes(layout, step)
-
-    def check(self, layout: BucketLayout) -> None:
-        self.inner.check(layout)
-
-    def start(self, bucket: Bucket, ctx: StepContext) -> Stages:
-        return self.run(bucket, ctx)
-
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
         for _, gradient in bucket.views():
             if not (gradient.is_sparse or gradient.is_complex()):
+                # clamp() refuses a limit that the gradient's dtype cannot hold (1e6 in fp16).
+                limit = min(self.limit, torch.finfo(gradient.dtype).max)
                 # A GradScaler has to see inf: clip what is finite only.
-                gradient.copy_(gradient.clamp(-self.limit, self.limit).where(gradient.isfinite(), gradient))
+                gradient.copy_(gradient.clamp(-limit, limit).where(gradient.isfinite(), gradient))
         return self.inner.start(bucket, ctx)
 
 

@@ -40,6 +40,7 @@ class Half(Reduction):
         small = ctx.scratch("small", flat.shape, DTYPES[self.dtype], bucket.device)
         torch.mul(flat, 1.0 / ctx.world_size, out=small)  # divided before the cast: no overflow that the mean has not
         if ctx.sent is not None:
-            ctx.sent.buffer = small.to(flat.dtype).mul_(ctx.world_size)
+            # A new tensor: on a 16-bit model `small.to(...)` is `small` itself, and `mul_` would send W times too much.
+            ctx.sent.buffer = small.to(flat.dtype) * ctx.world_size
         yield AllReduce(small, "sum")
         bucket.buffer = small.to(flat.dtype)
