@@ -7,8 +7,9 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from study_cells import BASELINE, LEFT_OUT, PANELS, RESIDUAL, Cell
-from study_tasks import TASKS
+
+from ch_bench.convergence.study_cells import BASELINE, LEFT_OUT, PANELS, RESIDUAL, Cell
+from ch_bench.convergence.study_tasks import TASKS
 
 Record = dict[str, Any]
 WORSE, BETTER, MIXED = "worse", "better", "mixed"

@@ -1,6 +1,6 @@
 """The data column of the PowerSGD paper, from shapes alone.
 
-    python docs/benchmarks/paper_bytes.py
+    python -m ch_bench.cost.paper_bytes
 
 Vogels et al. 2019 (https://arxiv.org/abs/1905.13727) train ResNet-18 on CIFAR-10 with 16 workers of batch 128, hence 24
 full steps per epoch, and report the megabytes (2**20 bytes) that a worker sends per epoch. Here the same column comes
@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import commhooks
-from commhooks.bucket import BucketLayout
-from commhooks.reduction import StepContext
+from commhooks import BucketLayout, StepContext
 
 WORKERS, BATCH, IMAGES = 16, 128, 50_000
 STEPS = IMAGES // (WORKERS * BATCH)  # per epoch

@@ -1,9 +1,9 @@
 """SIGKILL at four places, with 2, 3 and 4 replicas, for three hooks: 36 runs, and what became of each.
 
 Every run has a real lighthouse, real Managers, and one process per replica on gloo. What must hold is in
-`tests/ft/scenario.py`; a case that breaks it is reported with the reason, and the command then ends with 1.
+`ch_ft.testing.scenario`; a case that breaks it is reported with the reason, and the command then ends with 1.
 
-    python docs/benchmarks/ft_matrix.py [--only WORD ...] [--rows FILE] [--record]
+    python -m ch_bench.faults.ft_matrix [--only WORD ...] [--rows FILE] [--record]
 """
 
 import argparse
@@ -14,15 +14,13 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "ft"))
-
-import bench_report
-import quorum
-import scenario
-from ft_recovery import conditions
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from ch_bench import bench_report
+from ch_bench.faults.ft_recovery import conditions
+from ch_ft.testing import quorum, scenario
 
 COLUMNS = ("killed", "replicas", "hook", "lost", "recovered", "steps equal", "healed at", "after", "outcome")
 NAMES = {"first": "before the first collective", "p_and_q": "between P and Q", "buckets": "between buckets"}
@@ -55,7 +53,7 @@ def main() -> int:
     if options.record:
         words = "".join(f" --only {word}" for word in options.only)
         console.print(
-            f"recorded: {bench_report.record('ft-matrix', f'python docs/benchmarks/ft_matrix.py{words}', console)}"
+            f"recorded: {bench_report.record('ft-matrix', f'python -m ch_bench.faults.ft_matrix{words}', console)}"
         )
     return 1 if wrong else 0
 

@@ -1,6 +1,6 @@
 """What the guards cost on a step without a fault, measured inside one process.
 
-    OMP_NUM_THREADS=1 python docs/benchmarks/guards.py --json docs/measured/guards.json
+    OMP_NUM_THREADS=1 python -m ch_bench.cost.guards --json docs/measured/guards.json
 
 Two things are timed over many calls, with the guards on and off in turns, so that whatever else the machine does falls
 on both alike:
@@ -28,13 +28,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.bucket import Bucket
-from commhooks.engine import Engine
-from commhooks.foreign import ForeignDriver
-from commhooks.reduction import Plain
-from commhooks.status import Status
+from ch_ddp.adapter import ForeignDriver
+from commhooks import Bucket, Plain
+from commhooks.adapters import Engine, ProcessGroupTransport, StepVerdict
 from commhooks.testing import spawn
-from commhooks.transport import ProcessGroupTransport
 
 CALLS = 2000
 
@@ -106,7 +103,7 @@ def foreign(calls: int, buckets: int) -> dict[str, float]:
 class _Nowhere:
     """A transport of two ranks in which every collective is done at once."""
 
-    rank, world_size, divides, free, elastic = 0, 2, False, False, False
+    rank, world_size, free, elastic = 0, 2, False, False
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> "_Nowhere":
         return self
@@ -122,8 +119,8 @@ class _Stateful(Plain):
 def own(calls: int, buckets: int) -> dict[str, float]:
     """Status message, clock and verdict of one of our own reductions, over one step of some buckets."""
     parts = [Bucket.from_tensors({f"w{i}": torch.zeros(1000)}, index=i) for i in range(buckets)]
-    engines = {flag: Engine(_Stateful() if flag else Plain(), _Nowhere()) for flag in (True, False)}  # type: ignore[arg-type]
-    engines[False].sends_status = False
+    on, off = Engine(_Stateful(), _Nowhere()), Engine(Plain(), _Nowhere(), sends_status=False)  # type: ignore[arg-type]
+    engines = {True: on, False: off}
 
     def step(flag: bool) -> None:
         for part in parts:
@@ -138,11 +135,11 @@ def message(rank: int, world: int, calls: int) -> dict[str, float]:
     engine = Engine(Plain(), ProcessGroupTransport())
     times = []
     for _ in range(calls):
-        status = Status(rank, world, 0, 1, [], torch.device("cpu"))
+        verdict = StepVerdict("status", engine.transport)
         begun = time.perf_counter()
-        engine._carry_out(status.message())
-        status.heard()
-        status.good()
+        verdict.send(1, torch.device("cpu"), engine.sender.post)
+        verdict.decide(engine.sender.timeout)
+        verdict.good()
         times.append(time.perf_counter() - begun)
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))))

@@ -1,6 +1,6 @@
 """The same bytes counted twice: by the engine, and by the network interface that carried them.
 
-    sudo python docs/benchmarks/wire_bytes.py [--json]
+    sudo python -m ch_bench.links.wire_bytes [--json]
 
 Every hook trains a few steps between network namespaces, one rank in each, so that nothing else uses the interface.
 The engine counts ``wire_bytes``: what a bandwidth-optimal collective sends for the tensors it is given. The interface
@@ -14,16 +14,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # the launcher is the demo's
-
-import launch
-import netns
 import torch
 import torch.distributed as dist
-import training
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from ch_bench import launch, training
+from ch_bench.links import netns
 
 HOOKS = ["allreduce", "bf16_compress", "powersgd(rank=32)", "bf16_wrapper(powersgd(rank=32))"]
 WIDTH, DEPTH, STEPS = 512, 4, 5  # four matrices of 1 MiB, hence as many buckets

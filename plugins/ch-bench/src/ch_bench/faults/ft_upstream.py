@@ -3,7 +3,7 @@
 With ``--newer WHEEL`` the DDP tests of that wheel are taken out of it and run on our classes and on the class of the
 torchft that is installed; nothing else of the wheel is used.
 
-    python docs/benchmarks/ft_upstream.py [--newer torchft_nightly-….whl] [--record]
+    python -m ch_bench.faults.ft_upstream [--newer torchft_nightly-….whl] [--record]
 """
 
 import argparse
@@ -13,13 +13,12 @@ import zipfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "ft"))
-
-import bench_report
-import theirs
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from ch_bench import bench_report
+from ch_ft.testing import theirs
 
 
 def main() -> int:
@@ -44,7 +43,7 @@ def main() -> int:
     console.print(f"on ch_ft {len(outcomes) - wrong} of {len(outcomes)} passed")
     if options.record:
         words = f" --newer {options.newer.name}" if options.newer is not None else ""
-        command = f"python docs/benchmarks/ft_upstream.py{words}"
+        command = f"python -m ch_bench.faults.ft_upstream{words}"
         console.print(f"recorded: {bench_report.record(f'ft-upstream-{version_of(installed)}', command, console)}")
     return 1 if wrong else 0
 

@@ -9,9 +9,9 @@ import time
 from typing import Any
 
 import torch
-from study_tasks import TASKS, Setting, Task, measured_at
 
 import commhooks
+from ch_bench.convergence.study_tasks import TASKS, Setting, Task, measured_at
 from commhooks.testing import SimulatedRanks
 
 NAMES = ("step", "train", "test", "wire", "residual")

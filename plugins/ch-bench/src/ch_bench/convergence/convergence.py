@@ -1,6 +1,6 @@
 """How every hook trains, beside a bf16 all-reduce, at equal steps and at equal bytes; and what a residual does.
 
-    python docs/benchmarks/convergence.py [--tasks cnn gpt mlp] [--seeds 3] [--jobs N] [--minutes M] [--record]
+    python -m ch_bench.convergence.convergence [--tasks cnn gpt mlp] [--seeds 3] [--jobs N] [--minutes M] [--record]
 
 Real data (`study_tasks.py`), four simulated ranks, every gradient reduction that discovery finds. Each finished run is
 kept in OUT/results.json: a run that was killed, or stopped by ``--minutes``, goes on where it was.
@@ -30,14 +30,12 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import bench_report
-import study_plot
-import study_report
 from rich.console import Console
-from study_cells import BASELINE, PANELS, Cache, Cell, cells
-from study_tasks import SETTINGS
+
+from ch_bench import bench_report
+from ch_bench.convergence import study_plot, study_report
+from ch_bench.convergence.study_cells import BASELINE, PANELS, Cache, Cell, cells
+from ch_bench.convergence.study_tasks import SETTINGS
 
 RATES = {"cnn": (0.02, 0.05, 0.1, 0.2), "gpt": (1e-3, 3e-3, 6e-3, 1e-2)}
 
@@ -83,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     folder = bench_report.MEASURED if args.record else args.out
     pictures = study_plot.draw(report, folder, name)
     words = bench_report.shareable(sys.argv[1:] if argv is None else argv)
-    command = " ".join(["python docs/benchmarks/convergence.py", *words])
+    command = " ".join(["python -m ch_bench.convergence.convergence", *words])
     (folder / f"{name}.md").write_text(report.markdown(command, name, pictures, bench_report.machine()))
     if args.record:
         cache.extract(folder / f"{name}.json", wanted)

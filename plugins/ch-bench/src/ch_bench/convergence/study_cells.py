@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import study_peer
-import study_ranks
 import torch
-from study_tasks import SETTINGS, Setting
 
 import commhooks
+from ch_bench.convergence import study_peer, study_ranks
+from ch_bench.convergence.study_tasks import SETTINGS, Setting
 
 BASELINE = "bf16_compress"
 PANELS = (("cnn", "iid"), ("cnn", "sorted"), ("gpt", "iid"))  # task, shards

@@ -15,7 +15,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-MEASURED = Path(__file__).parent.parent / "measured"
+from ch_bench.checkout import docs
+
+MEASURED = docs() / "measured"
 RESAMPLES = 4000
 LEVEL = 0.95
 BUSY = 0.6  # load per core from which on the ranks share their cores with others

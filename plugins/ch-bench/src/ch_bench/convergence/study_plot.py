@@ -7,9 +7,10 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
-from study_cells import BASELINE, POWERSGD
-from study_report import NAMES, SHARDS, Report, Row
-from study_tasks import TASKS
+
+from ch_bench.convergence.study_cells import BASELINE, POWERSGD
+from ch_bench.convergence.study_report import NAMES, SHARDS, Report, Row
+from ch_bench.convergence.study_tasks import TASKS
 
 # Okabe and Ito's colours, which the colour-blind can tell apart.
 LINES = {

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from study_ranks import curves_of
-from study_tasks import TASKS, Setting, measured_at
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ch_bench.convergence.study_ranks import curves_of
+from ch_bench.convergence.study_tasks import TASKS, Setting, measured_at
 from commhooks.testing import spawn
 
 _WRAPPED = default_hooks.bf16_compress_wrapper(powerSGD_hook)

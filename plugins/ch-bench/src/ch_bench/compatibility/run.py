@@ -1,0 +1,248 @@
+"""Every public name of the field's hook modules beside ours: tried on two gloo processes with three or more buckets.
+
+    python -m ch_bench.compatibility.run                  # writes docs/measured/compare-DATE.json and docs/compare.md
+    python -m ch_bench.compatibility.run --only powerSGD  # some rows, printed only
+
+Each side of each row runs in two forked processes of its own under a hard time limit, by the same code (`cases.py`).
+"""
+
+import argparse
+import datetime
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import multiprocessing
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import commhooks
+from ch_bench.checkout import docs
+from ch_bench.compatibility import cases
+from ch_bench.compatibility.rows import MODULES, ROWS, Row
+
+DOCS = docs()
+FORK = multiprocessing.get_context("fork")
+VERSIONS = ("torch", "lightning", "torchft", "ch-core", "ch-ddp", "ch-powersgd", "ch-fsdp", "ch-ft", "ch-quant")
+
+
+def public(module: str) -> set[str]:
+    """Names a module offers: its ``__all__``, or the functions and classes it defines."""
+    found = importlib.import_module(module)
+    if getattr(found, "__all__", None):
+        return set(found.__all__)
+    defined = inspect.getmembers(found, lambda v: inspect.isfunction(v) or inspect.isclass(v))
+    return {name for name, value in defined if value.__module__ == module and not name.startswith("_")}
+
+
+def missing_rows() -> list[str]:
+    """Public names that have no row; modules that are not installed are left out."""
+    missing = []
+    for module in MODULES:
+        try:
+            names = public(module)
+        except ImportError:
+            continue
+        missing += [f"{module}.{name}" for name in sorted(names - {r.name for r in ROWS if r.module == module})]
+    return missing
+
+
+def resolve(module: str, name: str) -> tuple[Any, Any]:
+    home = importlib.import_module(module)
+    return (getattr(home, name) if not name.startswith("DDP._") else None), home
+
+
+def child(row: Row, module: str, name: str, rank: int, folder: str) -> None:
+    """The process of one rank: writes what happened, and leaves without destructors that could hang."""
+    sink = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sink, 2)
+    os.dup2(sink, 1)
+    case = getattr(cases, row.case)
+    try:
+        result = cases.run(case, lambda: resolve(module, name), row.options, rank, f"{folder}/store")
+    except cases.Wrong as error:
+        result = {"wrong": str(error)}
+    except BaseException as error:
+        result = {"raises": type(error).__name__, "message": message(error)}
+    Path(f"{folder}/partial{rank}").write_text(json.dumps(result))
+    os.rename(f"{folder}/partial{rank}", f"{folder}/rank{rank}")
+    deadline = time.monotonic() + 3.0  # the other rank may still need this one's sockets
+    while not Path(f"{folder}/rank{1 - rank}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os._exit(0)
+
+
+def message(error: BaseException) -> str:
+    """The first line, without the headings that torch puts around an error in a callback."""
+    first = (str(error).strip() or "no message").split("\n")[0]
+    return first.split("when running the callback: ")[-1][:160]
+
+
+def try_one(row: Row, module: str, name: str) -> dict[str, Any]:
+    """One side of a row: its outcome in a word, and what was seen."""
+    try:
+        found, home = resolve(module, name)
+    except ImportError as error:
+        return {"outcome": "not installed", "detail": str(error)}
+    except AttributeError:
+        return {"outcome": "gone", "detail": f"{module} has no {name} in this version"}
+    del found, home
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [FORK.Process(target=child, args=(row, module, name, rank, folder)) for rank in range(2)]
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + row.limit
+        for process in ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
+        hung = [process.is_alive() for process in ranks]
+        for process in ranks:
+            process.kill() if process.is_alive() else None
+            process.join()
+        files = [Path(f"{folder}/rank{rank}") for rank in range(2)]
+        results = [json.loads(f.read_text()) if f.exists() else {} for f in files]
+    codes = [process.exitcode or 0 for process in ranks]
+    return judge(results, hung, codes, row)
+
+
+def judge(results: list[dict[str, Any]], hung: list[bool], codes: list[int], row: Row) -> dict[str, Any]:
+    """The worst of both ranks: an abort, an error, a hang, wrong numbers."""
+    for code, stuck in zip(codes, hung, strict=True):
+        if code < 0 and not stuck:
+            return {"outcome": f"aborts ({signal.Signals(-code).name})"}
+    for result in results:
+        if "raises" in result:
+            return {"outcome": f"raises {result['raises']}", "detail": result["message"]}
+    if any(hung):
+        return {"outcome": "hangs", "detail": f"killed after {row.limit:.0f} s"}
+    for result in results:
+        if "wrong" in result:
+            return {"outcome": "wrong", "detail": result["wrong"]}
+    if results[0]["digest"] != results[1]["digest"]:
+        return {"outcome": "wrong", "detail": "the ranks have different parameters"}
+    if results[0].get("buckets", 3) < 3:
+        return {"outcome": "wrong", "detail": f"only {results[0]['buckets']} buckets: the run proves nothing"}
+    seen = {key: value for key, value in results[0].items() if key != "digest"}
+    return {"outcome": "works", **seen}
+
+
+def measure(row: Row) -> dict[str, Any]:
+    entry: dict[str, Any] = {"module": row.module, "name": row.name, "part": row.part, "ours": row.ours}
+    entry["reason"] = row.reason
+    not_run = {"outcome": "not run"}
+    entry["theirs_outcome"] = try_one(row, row.module, row.name) if row.case else not_run
+    module, _, name = row.ours.partition(":")
+    here = importlib.util.find_spec(module) is not None if module else False
+    if here and row.case and not hasattr(importlib.import_module(module), name):
+        raise SystemExit(f"{row.ours} does not exist: correct plugins/ch-bench/src/ch_bench/compatibility/rows.py")
+    entry["our_outcome"] = try_one(row, module, name) if row.case and row.ours else {"outcome": "left out"}
+    if row.ours and not row.case:
+        entry["our_outcome"] = not_run
+    return entry
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in VERSIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=DOCS)
+    return {**found, "commit": commit.stdout.strip()}
+
+
+def said(outcome: dict[str, Any]) -> str:
+    word = outcome["outcome"]
+    if word.startswith("raises"):
+        return f"**{word}**: {outcome['detail'].replace('|', '/')}"
+    if word == "wrong":
+        return f"**wrong**: {outcome['detail']}"
+    bad = word.startswith(("aborts", "hangs"))
+    return f"**{word}**" if bad else word
+
+
+def page(data: dict[str, Any], file: str) -> str:
+    """The table as Markdown."""
+    v = data["versions"]
+    rows = data["rows"]
+    both = [r for r in rows if r["ours"] and r["our_outcome"]["outcome"] != "not run"]
+    ours = sum(r["our_outcome"]["outcome"] == "works" for r in both)
+    theirs = sum(r["theirs_outcome"]["outcome"] == "works" for r in both)
+    gone = sum(r["theirs_outcome"]["outcome"] == "gone" for r in both)
+    lines = [
+        "# Beside PyTorch, Lightning and torchft",
+        "",
+        "Every public name of PyTorch's hook modules (DDP, FSDP, PowerSGD, post-local SGD, quantization), of Lightning's",
+        "distributed utilities and of torchft's `ddp` module, and what answers it here. Both sides were tried in one run by",
+        "the same code, on two gloo processes on CPU, with three or more buckets (DDP) or units (FSDP1), each with a time",
+        "limit.",
+        "",
+        "*works* means: all steps ran, both ranks ended with the same bits, the gradients are the exact average within the",
+        "method's rounding, and a hook that compresses did compress. *wrong* means: it ran, and what is said beside it is",
+        "not as it should be. *gone* means: this version of their package has no such name any more. A hook that mixes up",
+        "its messages may hang, abort or raise from run to run. Nothing here was run on a GPU; a name that fails on gloo may",
+        "work on NCCL.",
+        "",
+        f"Of {len(both)} rows with a counterpart, {theirs} work there and {ours} here; gone there: {gone}.",
+        "",
+        f"torch {v['torch']}, Lightning {v['lightning']}, torchft {v['torchft']}, Python {v['python']}.",
+        f"Written by `python -m ch_bench.compatibility.run` from `docs/measured/{file}`.",
+    ]
+    today = {(row.module, row.name, row.part): row.ours for row in ROWS}  # a record may name a module that has moved
+    last = ""
+    for r in rows:
+        ours = today.get((r["module"], r["name"], r["part"]), r["ours"])
+        if r["module"] != last:
+            last = r["module"]
+            lines += ["", f"## `{last}`", "", "| name | there | here | our name |", "|---|---|---|---|"]
+        name = f"`{r['name']}`" + (f" ({r['part']})" if r["part"] else "")
+        counterpart = f"`{ours.replace(':', '.')}`" if ours else ""
+        counterpart += ("; " if counterpart and r["reason"] else "") + r["reason"]
+        lines.append(f"| {name} | {said(r['theirs_outcome'])} | {said(r['our_outcome'])} | {counterpart} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="part of a module's, name's or package's name: print, write nothing")
+    parser.add_argument("--page", action="store_true", help="write the page again from the newest measurement")
+    arguments = parser.parse_args()
+    only = arguments.only
+    if arguments.page:
+        newest = sorted((DOCS / "measured").glob("compare-*.json"))[-1]
+        (DOCS / "compare.md").write_text(page(json.loads(newest.read_text()), newest.name))
+        return 0
+    if missing := missing_rows():
+        sys.exit(f"no row for {', '.join(missing)}: add them to plugins/ch-bench/src/ch_bench/compatibility/rows.py")
+    torch.set_num_threads(1)
+    commhooks.list_hooks()
+    rows = []
+    for row in ROWS:
+        if only not in f"{row.module}.{row.name} {row.ours} {row.part}":
+            continue
+        entry = measure(row)
+        rows.append(entry)
+        print(f"{row.name:32} {row.part:24} {entry['theirs_outcome']} | {entry['our_outcome']}", flush=True)
+    if only:
+        return 0
+    date = datetime.date.today().isoformat()
+    data = {"command": "python -m ch_bench.compatibility.run", "date": date, "versions": versions(), "rows": rows}
+    file = DOCS / "measured" / f"compare-{date}.json"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(data, indent=1) + "\n")
+    (DOCS / "compare.md").write_text(page(data, file.name))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

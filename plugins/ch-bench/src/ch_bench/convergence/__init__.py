@@ -1,0 +1,1 @@
+"""How training goes with every hook."""
