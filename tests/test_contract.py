@@ -1,7 +1,7 @@
 """Every hook of the project keeps the whole contract: found by discovery, so that a new one is tested unasked."""
 
 import commhooks
-from commhooks.expression import canonical, nodes
+from commhooks.registry.expression import canonical, nodes
 from commhooks.testing import FlatHookContract, HookContract
 
 

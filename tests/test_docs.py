@@ -1,9 +1,10 @@
 """The documentation is true: its Python blocks run, its plugin is installed and tested, its comparison is complete.
 
-A page's blocks run in one namespace, in order, in a process of its own; a page that starts a process group does so on one
-gloo rank. Pages that need what a test machine lacks are listed in `ELSEWHERE` with the test that runs them.
+The blocks run as in an environment with the documented install alone: what it does not bring cannot be imported. Pages
+that need what a test machine lacks are listed in `pages.ELSEWHERE` with the test that runs them.
 """
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -14,25 +15,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"^```\{code-block\} \w+\n:caption: (\S+)\n\n(.*?)^```", re.MULTILINE | re.DOTALL)
-ELSEWHERE = {
-    "docs/packages/fsdp.md": "needs a device mesh: packages/ch-fsdp/tests/test_example.py",
-    "packages/ch-fsdp/README.md": "needs a device mesh: packages/ch-fsdp/tests/test_example.py",
-    "docs/packages/ft.md": "needs a lighthouse: the tests of ch-ft",
-    "packages/ch-ft/README.md": "needs a lighthouse: the tests of ch-ft",
-    "plugins/ch-quant/README.md": "an excerpt of docs/packages/quant.md",
-}
-PAGES = sorted(
-    str(path.relative_to(ROOT))
-    for path in [
-        *DOCS.glob("*.md"),
-        *DOCS.glob("packages/*.md"),
-        *ROOT.glob("p*/*/README.md"),
-        *ROOT.glob("plugins/*.md"),
-    ]
-    if FENCE.search(path.read_text())
-)
+_spec = importlib.util.spec_from_file_location("pages", ROOT / "tests" / "pages.py")
+pages = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(pages)
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -45,68 +31,105 @@ def python(*arguments: object, cwd: Path, path: Path | None = None, timeout: flo
     return done.stdout
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE])
+@pytest.mark.parametrize("page", [page for page in pages.PAGES if page not in pages.ELSEWHERE])
 def test_the_blocks_of_a_page_run(page, tmp_path):
-    text = (ROOT / page).read_text()
-    source = ["\n"] * (text.count("\n") + 1)  # each block on its own lines, so that a traceback names the page's line
-    for block in FENCE.finditer(text):
-        first = text[: block.start(1)].count("\n")
-        lines = block[1].splitlines(keepends=True)
-        source[first : first + len(lines)] = lines
-    script = tmp_path / Path(page).with_suffix(".py").name
-    script.write_text("".join(source))
-    python("-W", "ignore", script, cwd=tmp_path)
+    forbidden = () if page in pages.TESTING else pages.NOT_INSTALLED
+    told = pages.run(page, tmp_path, forbidden)
+    assert not told, told
 
 
-def test_the_pages_run_elsewhere_exist():
-    assert all((ROOT / page).exists() for page in ELSEWHERE)
+def test_what_is_not_installed_cannot_be_imported(tmp_path, monkeypatch):
+    for number, name in enumerate(("numpy", "pytest", "hypothesis")):
+        page = tmp_path / f"page{number}.md"
+        page.write_text(f"```python\nimport {name}\n```\n")
+        assert f"No module named '{name}'" in pages.run(str(page), tmp_path, pages.NOT_INSTALLED)
+        assert not pages.run(str(page), tmp_path)
+
+
+def test_the_pages_named_exist():
+    assert all((ROOT / page).exists() for page in (*pages.ELSEWHERE, *pages.TESTING))
+
+
+def test_the_tutorial_begins_with_its_install():
+    first, *others = pages.documented_install()
+    assert first.startswith("pip install -c constraints/cpu.txt ./packages/")
+    assert others == ["python -m commhooks list"]
 
 
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory) -> tuple[Path, Path]:
-    """The package of `docs/writing.md`: its sources as written there, and where pip installed it."""
-    folder = tmp_path_factory.mktemp("writing")
-    files = FILE.findall((DOCS / "writing.md").read_text())
-    assert len(files) == 5
+    """The package of `docs/extension.md`: its sources as written there, and where pip installed it."""
+    folder = tmp_path_factory.mktemp("extension")
+    files = FILE.findall((DOCS / "extension.md").read_text())
+    assert len(files) == 11
     for name, content in files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content)
     site = folder / "site"
     options = ["-q", "--no-deps", "--no-index", "--no-build-isolation", "--target", site]
-    python("-m", "pip", "install", *options, folder / "acme-rounded", cwd=folder)
+    python("-m", "pip", "install", *options, folder / "acme-hooks", cwd=folder)
     return folder, site
 
 
 @pytest.mark.packaging
 def test_the_plugin_of_the_page_is_found(plugin):
     folder, site = plugin
-    assert "rounded" in python("-m", "commhooks", "list", cwd=folder, path=site)
-    assert "bf16 copies" in python("-m", "commhooks", "describe", "rounded", cwd=folder, path=site)
+    listed = python("-m", "commhooks", "list", cwd=folder, path=site)
+    assert all(name in listed for name in ("rounded", "topk", "ef_sign", "clamped"))
+    assert "fraction of entries sent" in python("-m", "commhooks", "describe", "topk", cwd=folder, path=site)
 
 
 @pytest.mark.packaging
-@pytest.mark.timeout(240)
+def test_the_command_of_the_page_runs(plugin):
+    folder, site = plugin
+    assert "payload" in python("-m", "commhooks", "--help", cwd=folder, path=site)
+    words = ("payload", "topk(rate=0.01)", 1024, 1024, "--ranks", 4)
+    said = python("-m", "commhooks", *words, cwd=folder, path=site)
+    assert int(said) == 4 * int(0.01 * 1024 * 1024) * 8  # of every rank, a value and an index
+
+
+@pytest.mark.packaging
+@pytest.mark.timeout(600)
 def test_the_plugin_of_the_page_passes_its_tests(plugin):
     folder, site = plugin
     config = folder / "pytest.ini"
     config.write_text("[pytest]\n")
-    tests = folder / "acme-rounded" / "tests"
-    out = python("-m", "pytest", "-q", "-c", config, tests, cwd=folder, path=site, timeout=220)
+    tests = folder / "acme-hooks" / "tests"
+    out = python("-m", "pytest", "-q", "-c", config, tests, cwd=folder, path=site, timeout=570)
     assert " passed" in out
 
 
 def test_every_public_name_has_its_row():
-    code = "import run; missing = run.missing_rows(); assert not missing, missing; print(run.torch.__version__)"
-    assert python("-W", "ignore", "-c", code, cwd=DOCS / "compare")
+    code = "from ch_bench.compatibility import run; "
+    code += "missing = run.missing_rows(); assert not missing, missing; print(run.torch.__version__)"
+    assert python("-W", "ignore", "-c", code, cwd=ROOT)
 
 
 def test_the_comparison_is_the_page_of_its_measurement():
     measured = sorted((DOCS / "measured").glob("compare-*.json"))[-1]
     code = (
-        "import json, pathlib, run\n"
+        "import json, pathlib\n"
+        "from ch_bench.compatibility import run\n"
         f"data = json.loads(pathlib.Path({str(measured)!r}).read_text())\n"
         f"assert run.page(data, {measured.name!r}) == pathlib.Path({str(DOCS / 'compare.md')!r}).read_text()\n"
         "worse = [r['name'] for r in data['rows'] if r['ours'] and r['our_outcome']['outcome'] not in ('works', 'not run')]\n"
         "assert not worse, worse"
     )
-    python("-W", "ignore", "-c", code, cwd=DOCS / "compare")
+    python("-W", "ignore", "-c", code, cwd=ROOT)
+
+
+def test_every_record_has_its_line():
+    said = (DOCS / "records.md").read_text()
+    pictures = {".png"}
+    kept = {path.name for path in (DOCS / "measured").iterdir() if path.suffix not in pictures}
+    unlisted = {name for name in kept if name not in said and name.replace(".json", ".md") not in said}
+    assert not unlisted, f"give each a line in docs/records.md: {sorted(unlisted)}"
+    assert all((DOCS / target).exists() for target in re.findall(r"\]\((\S+?)\)", said))
+
+
+def test_the_fault_table_is_the_page_of_its_record():
+    python(
+        "-c",
+        "import json, run; assert run.table(json.loads(run.RECORD.read_text())) == run.TABLE.read_text()",
+        cwd=ROOT / "tests" / "faults",
+    )

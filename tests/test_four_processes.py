@@ -5,7 +5,16 @@ from typing import Any
 import pytest
 
 from commhooks.testing import spawn
-from commhooks.testing.worker import Order, accumulated, attached, backward, detached, not_finite, run_checks, wrapped
+from commhooks.testing.gloo_worker import (
+    Order,
+    accumulated,
+    attached,
+    backward,
+    detached,
+    not_finite,
+    run_checks,
+    wrapped,
+)
 
 from .test_contract import contract, expressions
 

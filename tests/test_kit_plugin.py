@@ -11,7 +11,7 @@ pytest_plugins = ["pytester"]
 
 LIGHT = """
 import sys
-import commhooks.testing.plugin
+import commhooks.testing.pytest_plugin
 heavy = {"torch", "hypothesis", "numpy"} & set(sys.modules)
 sys.exit(f"imported {heavy}" if heavy else 0)
 """
@@ -26,7 +26,7 @@ def test_the_plugin_is_declared():
     from importlib.metadata import distribution
 
     points = {(e.group, e.name): e.value for e in distribution("ch-core").entry_points}
-    assert points["pytest11", "commhooks"] == "commhooks.testing.plugin"
+    assert points["pytest11", "commhooks"] == "commhooks.testing.pytest_plugin"
 
 
 def test_isolated_registry(isolated_registry):

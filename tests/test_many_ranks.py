@@ -6,11 +6,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import commhooks
-from commhooks import CommHook
+from commhooks import BucketLayout, CommHook
 from commhooks.reduction import Reduction, StepContext
 from commhooks.testing import SimulatedRanks
-from commhooks.testing.data import all_ranks, average, distance, same_bits
-from commhooks.testing.ranks import layout_of
+from commhooks.testing.gradients import all_ranks, average, distance, same_bits
 
 EXPRESSIONS = list(
     dict.fromkeys(spec.example for kind in ("reduction", "wrapper") for spec in commhooks.list_hooks(kind=kind))
@@ -53,7 +52,7 @@ def exact_sums(reduction: Reduction, shapes: dict[str, torch.Tensor]) -> bool:
     """Whether what arrives and what is owed make the average but for fp32: nothing is cast on the wire, and what is not
     sent is owed.
     """
-    layout = layout_of(shapes)
+    layout = BucketLayout.of_tensors(shapes)
     wires = [r.wire for stage in reduction.plan(layout, StepContext(0, 2, 10**6)) for r in stage]
     return (not reduction.lossy or "residual" in reduction.fields) and not any(wires)
 

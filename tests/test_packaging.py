@@ -1,4 +1,4 @@
-"""Real wheels, real pip, a fresh environment: what a user gets who installs two packages and a stranger's third.
+"""Real wheels, real pip, a fresh environment: what a user gets who installs ch-powersgd and a stranger's package.
 
 The environment sees torch and the other requirements of this one by links, so that nothing is downloaded, but none of
 this project's packages.
@@ -27,14 +27,14 @@ def run(*command: object, cwd: Path | None = None) -> str:
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("wheels")
-    sources = [ROOT / "packages" / name for name in ("ch-core", "ch-powersgd")]
+    sources = [ROOT / "packages" / name for name in ("ch-core", "ch-ddp", "ch-powersgd")]
     run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, *sources)
     return sorted(folder.glob("*.whl"))
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory, wheels: list[Path]) -> Path:
-    """The interpreter of an environment with ch-core and ch-powersgd alone."""
+    """The interpreter of an environment with ch-powersgd and what it needs alone."""
     base, home = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("env")
     for folder in (Path(p) for p in sys.path if Path(p).name in ("site-packages", "dist-packages")):
         for entry in folder.iterdir():
@@ -70,30 +70,32 @@ def publish(python: Path, folder: Path, dist: str, line: str, module: str) -> No
 
 
 def test_a_wheel_holds_one_package(wheels):
-    assert [wheel.name.split("-")[0] for wheel in wheels] == ["ch_core", "ch_powersgd"]
-    for wheel, package in zip(wheels, ("commhooks", "ch_powersgd"), strict=True):
+    assert [wheel.name.split("-")[0] for wheel in wheels] == ["ch_core", "ch_ddp", "ch_powersgd"]
+    for wheel, package in zip(wheels, ("commhooks", "ch_ddp", "ch_powersgd"), strict=True):
         names = zipfile.ZipFile(wheel).namelist()
         assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {package}
         assert f"{package}/py.typed" in names
         assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_powersgd_is_there_and_bf16_wrapper_says_what_to_install(python, tmp_path):
+def test_powersgd_is_there_and_quant8_says_what_to_install(python, tmp_path):
     found = ask(
         python,
         """
         specs = [s.id for s in commhooks.list_hooks()]
-        missing = error(lambda: commhooks.get("bf16_wrapper"))
-        print(json.dumps([specs, missing, commhooks.get("powersgd").__name__]))
+        missing = error(lambda: commhooks.get("quant8"))
+        wrapped = commhooks.create("bf16_wrapper(powersgd(rank=2))").expr
+        print(json.dumps([specs, missing, commhooks.get("powersgd").__name__, wrapped]))
         """,
         tmp_path,
     )
-    specs, missing, name = found
+    specs, missing, name, wrapped = found
     own = [spec for spec in specs if spec.startswith("ch-powersgd/")]
     assert own == ["ch-powersgd/batched_powersgd", "ch-powersgd/powersgd"]
     assert missing[0] == "UnknownHookError"
-    assert "pip install ch-ddp" in missing[1]
+    assert "pip install ch-quant" in missing[1]
     assert name == "powerSGD_hook"
+    assert wrapped == "bf16_wrapper(powersgd(rank=2))"
 
 
 def test_a_line_is_enough_and_a_second_claim_is_refused(python, tmp_path):

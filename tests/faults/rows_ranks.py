@@ -1,4 +1,4 @@
-"""B4, B6: ranks that do not mean the same, and ranks that are killed or frozen."""
+"""B4, B6: ranks that do not agree, and ranks that are killed or frozen."""
 
 import os
 import signal

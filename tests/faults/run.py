@@ -3,6 +3,7 @@
     python tests/faults/run.py                    # all rows; writes docs/measured/faults.json and docs/faults.md
     python tests/faults/run.py --row B7           # the rows of B7, printed, nothing written (--update: written)
     python tests/faults/run.py --row B3.1 --side ours
+    python tests/faults/run.py --table            # the page again, from the record
 
 The outcomes, best first: right result; typed error (a CommHooksError, or the hook's own exception); error (whatever
 came out of torch); silent (a wrong result without an error); hang (until the harness killed it); abort and segfault.
@@ -23,6 +24,20 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+TOPICS = {
+    "B1": "a hook raises",
+    "B2": "a callback raises",
+    "B3": "a hook returns what it should not",
+    "B4": "ranks disagree",
+    "B5": "numbers that are not finite, zero or out of range",
+    "B6": "a peer dies or freezes",
+    "B7": "several backwards",
+    "B8": "no fault, several buckets",
+    "B9": "saving and resuming",
+    "B10": "unusual parameters",
+    "B11": "one state for two models",
+    "B12": "what models and frameworks do besides",
+}
 RECORD, TABLE = ROOT / "docs" / "measured" / "faults.json", ROOT / "docs" / "faults.md"
 
 
@@ -149,22 +164,27 @@ def table(results: list[dict[str, Any]]) -> str:
         "*Error*: whatever came out of torch.",
         "*Silent*: a wrong result and no error. *Hang*: until the harness killed it.",
         "",
-        "| row | fault | PyTorch | commhooks |",
-        "| --- | --- | --- | --- |",
     ]
+    counts = {side: _count([r for r in results if r["side"] == side]) for side in ("torch", "ours")}
+    lines += [f"In all: PyTorch {counts['torch']}; commhooks {counts['ours']}."]
+    topic = ""
     for name in sorted(rows, key=_order):
         both = rows[name]
+        if topic != (topic := name.partition(".")[0]):
+            lines += ["", f"## {topic}: {TOPICS[topic]}", "", "| row | fault | PyTorch | commhooks |"]
+            lines += ["| --- | --- | --- | --- |"]
         cells = [_cell(both[side]) if side in both else "" for side in ("torch", "ours")]
         title = next(iter(both.values())).get("title", "")
         lines.append(f"| {name} | {title} | {cells[0]} | {cells[1]} |")
-    counts = {side: _count([r for r in results if r["side"] == side]) for side in ("torch", "ours")}
-    lines += ["", f"PyTorch: {counts['torch']}. commhooks: {counts['ours']}.", ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, ""])
 
 
 def _cell(result: dict[str, Any]) -> str:
-    text = re.sub(r"\s+", " ", describe(result)).replace("|", "\\|").replace("<", "&lt;")
+    text = re.sub(r"\s+", " ", describe(result))
+    text = text.replace("Got the following error when running the callback: RuntimeError: ", "")
+    text = text.replace("Got the following error when running the callback: ", "")  # it says nothing, three times a row
     text = text if len(text) <= 160 else text[:157] + "..."
+    text = text.replace("|", "\\|").replace("<", "&lt;")
     plain = text.startswith("right") or not text
     return f"**{result['outcome']}**" + ("" if plain and len(text) < 7 else f", {text}")
 
@@ -182,8 +202,12 @@ def main() -> int:
     parser.add_argument("--side", choices=("torch", "ours"), help="one side only")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
     parser.add_argument("--update", action="store_true", help="put the chosen rows into the record, and make the table")
+    parser.add_argument("--table", action="store_true", help="run nothing: make the page from the record")
     parser.add_argument("--json", type=Path, help="also write the results there")
     options = parser.parse_args()
+    if options.table:
+        TABLE.write_text(table(json.loads(RECORD.read_text())))
+        return 0
     chosen = [n for n in names() if not options.row or any(n == r or n.startswith(r + ".") for r in options.row)]
     if not chosen:
         parser.error(f"no row {options.row}; rows are {', '.join(names())}")

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from . import run
+
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(420)]
 
@@ -27,8 +28,6 @@ CHOSEN = {
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_a_fault_ends_as_promised(name: str) -> None:
-    import run
-
     result = run.run_case(name, "ours")
     outcome, texts = CHOSEN[name]
     assert result["outcome"] == outcome, result
@@ -42,8 +41,6 @@ def test_a_fault_ends_as_promised(name: str) -> None:
 
 def test_the_record_has_enough_rows_and_ours_keep_the_promise() -> None:
     """The table in docs/ is made from a record of a whole run."""
-    import run
-
     results = json.loads(run.RECORD.read_text())
     rows = {result["row"] for result in results}
     assert len(rows) >= 30

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parent.parent / "docs/examples"
 SLEEPER = """
 import os, sys, time
 from pathlib import Path
@@ -22,9 +21,7 @@ if __name__ == "__main__":
     from commhooks.testing import spawn
     spawn(sleep, 2, sys.argv[1])
 """
-LAUNCHED = SLEEPER.replace(
-    "from commhooks.testing import spawn", f"sys.path.insert(0, {str(EXAMPLES)!r}); import launch"
-)
+LAUNCHED = SLEEPER.replace("from commhooks.testing import spawn", "from ch_bench import launch")
 LAUNCHED = LAUNCHED.replace("spawn(sleep, 2, sys.argv[1])", "launch.launch(sleep, 2, sys.argv[1])")
 
 

@@ -1,22 +1,13 @@
 """The convergence study's machinery, on the text task and few steps: resuming, equal bytes, discovery, the page."""
 
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "benchmarks"))
-
-import convergence
-import study_cells
-import study_peer
-import study_report
-import study_tasks
-
 import commhooks
+from ch_bench.convergence import convergence, study_cells, study_peer, study_report, study_tasks
 
 pytestmark = pytest.mark.timeout(100)
 TINY = ["--tasks", "gpt", "--steps", "3", "--seeds", "1", "--jobs", "1", "--hooks", "allreduce", "powersgd(rank=1)"]
@@ -34,7 +25,7 @@ def test_every_hook_is_compared_or_left_out_with_a_reason():
 
 
 def _nodes(node: dict[str, Any]) -> list[dict[str, Any]]:
-    from commhooks.expression import nodes
+    from commhooks.registry.expression import nodes
 
     return nodes(node)
 

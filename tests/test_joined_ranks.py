@@ -1,11 +1,11 @@
-"""A rank that has run out of data keeps the others company: it sends nothing of its own, and its residual waits."""
+"""A joined rank, one that has run out of data: it sends zeros, and its residual stays for its next step."""
 
 import pytest
 import torch
 
 import commhooks
 from commhooks.testing import SimulatedRanks
-from commhooks.testing.data import all_ranks, distance
+from commhooks.testing.gradients import all_ranks, distance
 
 EXPRESSIONS = [
     "powersgd(rank=1)",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 DEMO = EXAMPLES / "demo.py"
 TINY = ["--steps", "6", "--batch", "2", "--context", "16", "--width", "32", "--layers", "1", "--bucket-cap-mb", "0.02"]
 
@@ -86,8 +86,8 @@ def test_hook_that_never_compresses_fails_the_demo(tmp_path: Path) -> None:
 
 FAILING = """
 import sys
-sys.path.insert(0, {examples!r})
-import launch, torch, torch.distributed as dist
+from ch_bench import launch
+import torch, torch.distributed as dist
 
 def worker(rank, world, device):
     if rank == 1:
@@ -105,7 +105,7 @@ if __name__ == "__main__":
 @pytest.mark.timeout(60)
 def test_one_failing_rank_ends_the_others_and_its_error_is_shown(tmp_path: Path) -> None:
     script = tmp_path / "failing.py"
-    script.write_text(FAILING.format(examples=str(EXAMPLES)))
+    script.write_text(FAILING)
     done = python(str(script), cwd=tmp_path)
     assert done.stdout.startswith("rank 1:"), done.stdout + done.stderr
     assert "ValueError: rank 1 has had enough" in done.stdout

@@ -4,15 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[1] / "docs" / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import netns  # noqa: E402
-import paper_bytes  # noqa: E402
+from ch_bench.cost import paper_bytes
+from ch_bench.links import netns
 
 REASON = netns.why_not()
 
@@ -31,7 +27,7 @@ def test_the_paper_data_column_from_shapes_alone() -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_counted_bytes_agree_with_the_interface(world: int) -> None:
     hooks = ["allreduce", "bf16_compress", "powersgd(rank=32)"]
-    words = [sys.executable, str(BENCHMARKS / "wire_bytes.py"), "--json", "--nproc", str(world), "--hooks", *hooks]
+    words = [sys.executable, "-m", "ch_bench.links.wire_bytes", "--json", "--nproc", str(world), "--hooks", *hooks]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, capture_output=True, text=True, timeout=100, env=env)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,226 @@
+"""What is right: the exact mean of the ranks' own gradients, and how near a hook has to come to it."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from tests.campaign.hooks import FP16, ROUNDING, Entry
+
+Grads = Mapping[str, torch.Tensor | None]
+SUBNORMAL = 2.0**-24  # fp16's smallest step
+
+
+class Wrong(AssertionError):
+    """A check failed; ``check`` is its name."""
+
+    def __init__(self, check: str, text: str) -> None:
+        super().__init__(f"{check}: {text}")
+        self.check = check
+
+
+class TorchRefuses(Exception):
+    """Plain DDP or FSDP, without any hook, does not run this case either."""
+
+
+def flat64(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers in logical order, real, dense, in double precision."""
+    tensor = tensor.detach()
+    tensor = tensor.to_dense() if tensor.is_sparse else tensor
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return tensor.double().reshape(-1)
+
+
+@dataclass
+class Exact:
+    """One parameter in one step, over all ranks.
+
+    Attributes:
+        mean: of the ranks' gradients.
+        size: mean of their magnitudes, element by element: what rounding errors are measured against.
+    """
+
+    mean: torch.Tensor
+    size: torch.Tensor
+
+
+@dataclass
+class Oracle:
+    """A step without any hook: every parameter, this rank's own gradients, and the largest magnitude anywhere."""
+
+    exact: dict[str, Exact]
+    own: dict[str, torch.Tensor]
+    peak: float
+
+    @property
+    def finite(self) -> bool:
+        return all(bool(each.mean.isfinite().all()) for each in self.exact.values())
+
+
+def oracle(micros: list[dict[str, torch.Tensor]], group: dist.ProcessGroup | None = None) -> Oracle:
+    """From this rank's gradients of every micro-batch, each flat and in double precision. A collective."""
+    world = dist.get_world_size(group)
+    own = {name: sum_of([one[name] for one in micros]) for name in micros[0]}
+    size = {name: sum_of([one[name].abs() for one in micros]) for name in micros[0]}
+    both = torch.cat([*own.values(), *size.values()])
+    dist.all_reduce(both, group=group)
+    parts = iter((both / world).split([t.numel() for t in (*own.values(), *size.values())]))
+    means = dict(zip(own, parts, strict=False))
+    exact = {name: Exact(means[name], next(parts)) for name in own}
+    peak = sum_of([torch.cat([*one.values(), torch.zeros(1)]).abs().max() for one in micros]).reshape(1)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+    return Oracle(exact, own, float(peak))
+
+
+def sum_of(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(tensors).sum(0)
+
+
+def digest(grads: Grads) -> str:
+    """Of every bit and of which parameters have a gradient at all."""
+    found = hashlib.sha256()
+    for name, grad in grads.items():
+        found.update(f"{name}:{grad is not None}".encode())
+        if grad is not None:
+            dense = grad.detach().to_dense() if grad.is_sparse else grad.detach()
+            real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+            found.update(real.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def same_on_all_ranks(grads: Grads, what: str = "gradients") -> None:
+    every: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, digest(grads))
+    if len(set(every)) > 1:
+        groups = [[r for r, other in enumerate(every) if other == one] for one in dict.fromkeys(every)]
+        raise Wrong("same bits on all ranks", f"{what} differ between ranks {' | '.join(map(str, groups))}")
+
+
+def same_bits(grads: Grads, plain: Grads) -> None:
+    """As plain DDP, to the bit."""
+    for name, grad in grads.items():
+        other = plain[name]
+        ok = (
+            grad is None and other is None
+            if grad is None or other is None
+            else torch.equal(flat64(grad), flat64(other))
+        )
+        if not ok:
+            far = float((flat64(grad) - flat64(other)).abs().max()) if grad is not None and other is not None else None
+            raise Wrong("the bits of plain DDP", f"{name}: largest difference {far}")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How far from the mean is still right, for one hook in one case."""
+
+    entry: Entry
+    world: int
+    backwards: int = 1
+    loose: float = 0.0  # relative, for a compiled model, whose own gradients are rounded elsewhere
+
+    def rounding(self, dtype: torch.dtype) -> float:
+        return ROUNDING[str(dtype).removeprefix("torch.")] + self.loose
+
+    def tiny(self, dtype: torch.dtype) -> float:
+        """An absolute error: fp16 has no small numbers."""
+        narrow = dtype == torch.float16 or self.entry.wire == FP16
+        return 2 * (self.world + 2) * SUBNORMAL if narrow else 1e-30
+
+    def near(self, name: str, got: torch.Tensor | None, step: Oracle, dtype: torch.dtype) -> None:
+        """One parameter's gradient in one step; a missing one counts as zeros."""
+        exact, promise, entry = step.exact[name], self.entry.promise, self.entry
+        found = flat64(got) if got is not None else torch.zeros_like(exact.mean)
+        wanted = step.own[name] if promise == "silent" else exact.mean
+        size = step.own[name].abs() if promise == "silent" else exact.size
+        if promise == "residual" or not wanted.numel():
+            return
+        error = (found - wanted).abs()
+        allowed = 2 * (self.world + 8) * self.rounding(dtype) * size + self.tiny(dtype)
+        if got is not None and got.is_sparse:  # a row that comes up often is a sum of larger numbers, in any order
+            allowed = allowed + 16 * self.rounding(dtype) * step.peak
+        if promise == "projected":
+            length, off = float(wanted.norm()), float(error.norm())
+            limit = (1 + 1e-3) * length * (1 if self.backwards == 1 else 3) + float(allowed.norm())
+            limit += 4 * (self.world + 2) * entry.wire * float(size.norm())
+            if off <= limit:
+                return
+            raise Wrong("near the average", f"{name}: {off:.3g} from the average, which is {length:.3g} long")
+        if promise == "wire":
+            allowed = allowed + 2 * (self.world + 2) * self.backwards * entry.wire * size
+        elif promise == "integer":
+            allowed = allowed + 2 * self.backwards * step.peak / 127
+        if not bool((error <= allowed).all()):
+            worst = int((error - allowed).nan_to_num(torch.inf).argmax())
+            raise Wrong(
+                "near the average",
+                f"{name}[{worst}] is {float(found[worst]):.7g}, the average is {float(wanted[worst]):.7g}, allowed "
+                f"{float(allowed[worst]):.3g} more or less (the ranks' mean magnitude is {float(size[worst]):.3g})",
+            )
+
+    def conserved(self, name: str, sums: "Sums", owed: list[torch.Tensor], dtype: torch.dtype) -> None:
+        """``applied + mean residual = sum of the averages``; ``owed`` is in logical and in memory order."""
+        if self.entry.promise != "residual" or not sums.wanted[name].numel():
+            return
+        rounding = self.rounding(dtype)
+        narrow = max(rounding, self.entry.wire) > 1e-5
+        factor = (4 if narrow else 64) * (self.world + 2) * self.backwards
+        limit = factor * (rounding + self.entry.wire) * float(sums.size[name])
+        limit += sums.steps * self.tiny(dtype) * sums.wanted[name].numel() ** 0.5
+        gap = sums.applied[name] - sums.wanted[name]
+        off = min(float((gap + each).norm()) for each in owed or [torch.zeros_like(gap)])
+        if not off <= limit:
+            length = float(sums.wanted[name].norm())
+            raise Wrong(
+                "applied + owed = sum of averages",
+                f"{name}: {off:.3g} is missing, allowed {limit:.3g}; the sum of {sums.steps} averages is "
+                f"{length:.3g} long, {float(gap.norm()):.3g} of it was not applied and "
+                f"{[round(float(each.norm()), 6) for each in owed]} is owed",
+            )
+
+
+class Sums:
+    """Over the steps that counted, unscaled: what was applied, what the averages were, and their size."""
+
+    def __init__(self) -> None:
+        self.applied: dict[str, torch.Tensor] = {}
+        self.wanted: dict[str, torch.Tensor] = {}
+        self.size: dict[str, float] = {}
+        self.steps = 0
+
+    def add(self, grads: Grads, step: Oracle, scale: float = 1.0) -> None:
+        self.steps += 1
+        for name, exact in step.exact.items():
+            got = grads.get(name)
+            found = flat64(got) if got is not None else torch.zeros_like(exact.mean)
+            for store, value in ((self.applied, found), (self.wanted, exact.mean)):
+                store[name] = store.get(name, torch.zeros_like(value)) + value / scale
+            self.size[name] = self.size.get(name, 0.0) + float(exact.size.norm()) / scale
+
+
+def orders(residual: torch.Tensor, like: torch.Tensor) -> list[torch.Tensor]:
+    """A residual's numbers in the parameter's logical order: kept so, or kept in memory order (PowerSGD's matrices)."""
+    straight = flat64(residual)
+    if like.is_contiguous() or like.is_complex():
+        return [straight, straight]
+    back = torch.empty_like(like, dtype=torch.float64)
+    if back.stride() != like.stride():  # not dense: DDP's bucket holds it row by row
+        return [straight, straight]
+    back.as_strided((like.numel(),), (1,)).copy_(straight)
+    return [straight, back.reshape(-1)]
+
+
+def mean_owed(
+    residuals: Mapping[str, torch.Tensor], params: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None
+) -> dict[str, list[torch.Tensor]]:
+    """The ranks' mean residual of every parameter, in both orders. A collective; a rank without one counts as zero."""
+    both = {}
+    for name, param in params.items():
+        zero = torch.zeros_like(flat64(param))
+        both[name] = orders(residuals[name], param) if name in residuals else [zero, zero]
+    flat = torch.cat([t for pair in both.values() for t in pair])
+    dist.all_reduce(flat, group=group)
+    parts = iter((flat / dist.get_world_size(group)).split([t.numel() for pair in both.values() for t in pair]))
+    return {name: [next(parts), next(parts)] for name in both}

@@ -1,0 +1,129 @@
+"""Ways in: how a hook gets on a DDP model, and which framework holds the model."""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from commhooks import CommHook
+from commhooks.checkpoint import load_state_dict, state_dict
+from tests.campaign.draw import Case
+from tests.campaign.plants import make
+
+Wrapped = tuple[Any, DistributedDataParallel, Any, Callable[[torch.Tensor], Any]]
+
+
+class Attached:
+    """A hook in place: through ``attach`` with a handle, or through ``register_comm_hook`` with a state."""
+
+    def __init__(self, handle: CommHook | None, state: Any) -> None:
+        self.handle, self.state = handle, state
+
+    @property
+    def keeper(self) -> Any:
+        """What is saved and loaded; nothing for a foreign or a stateless function."""
+        if self.handle is not None:
+            return self.handle if self.handle.reduction is not None else None
+        return self.state
+
+    def save(self) -> dict[str, Any]:
+        return state_dict(self.keeper) if self.keeper is not None else {}
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        if self.keeper is not None:
+            load_state_dict(self.keeper, saved)
+
+    def residuals(self, params: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+        """By the model's own names; a hook function calls parameters by position."""
+        if self.keeper is None:
+            return {}
+        entries = self.save()["entries"]
+        found = {name: row["residual"] for name, row in entries.items() if "residual" in row}
+        if self.handle is not None:
+            return found
+        names = list(params)
+        return {names[int(name.split(":")[0])]: residual for name, residual in found.items()}
+
+    def close(self) -> dict[str, float]:
+        """Was it called, is all well; then the hook is taken off."""
+        if self.handle is None:
+            return {}
+        self.handle.check()
+        self.handle.assert_active()
+        stats = self.handle.stats()
+        self.handle.plan()
+        self.handle.detach()
+        return {key: stats[key] for key in ("steps", "compressed_steps") if key in stats}
+
+
+def open_door(case: Case, model: DistributedDataParallel, optimizer: Any, scaler: Any) -> Attached:
+    """Put the case's hook in place."""
+    if case.door == "attach":
+        told = {"optimizer": optimizer if case.given in {"optimizer", "both"} else None, "scaler": scaler}
+        return Attached(commhooks.attach(model, make(case.hook), timeout=20.0, **told), None)
+    name, _, options = case.hook.partition("(")
+    state = None
+    if options:
+        from ch_powersgd import PowerSGDState
+
+        state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    model.register_comm_hook(state, commhooks.get(name))
+    return Attached(None, state)
+
+
+def frameworks(name: str, net: nn.Module, optimizer: Any, options: dict[str, Any]) -> Wrapped:
+    """What is called, the DDP model inside it, the optimizer, and the backward pass."""
+    if name == "fabric":
+        return _fabric(net, optimizer, options)
+    if name == "accelerate":
+        return _accelerate(net, optimizer, options)
+    model = DistributedDataParallel(net, **options)
+    if name == "compile":
+        return torch.compile(model, backend="aot_eager"), model, optimizer, torch.Tensor.backward
+    return model, model, optimizer, torch.Tensor.backward
+
+
+def _as_torchrun() -> None:
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "campaign",
+    }
+
+
+def _fabric(net: nn.Module, optimizer: Any, options: dict[str, Any]) -> Wrapped:
+    _as_torchrun()
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+    from lightning.fabric.strategies import DDPStrategy
+
+    strategy = DDPStrategy(process_group_backend="gloo", cluster_environment=TorchElasticEnvironment(), **options)
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
+    fabric.launch()
+    model, optimizer = fabric.setup(net, optimizer)
+    return model, _ddp_in(model), optimizer, fabric.backward
+
+
+def _accelerate(net: nn.Module, optimizer: Any, options: dict[str, Any]) -> Wrapped:
+    _as_torchrun()
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(**options)])
+    model, optimizer = accelerator.prepare(net, optimizer)
+    return model, _ddp_in(model), optimizer, accelerator.backward
+
+
+def _ddp_in(model: nn.Module) -> DistributedDataParallel:
+    return next(each for each in model.modules() if isinstance(each, DistributedDataParallel))

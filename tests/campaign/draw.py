@@ -1,0 +1,200 @@
+"""A case: everything that one run needs, drawn from a seed and a number alone."""
+
+import random
+from dataclasses import asdict, dataclass
+
+from tests.campaign.hooks import FUNCTIONS, HOOKS
+
+MODELS = [
+    "mlp",
+    "shared",
+    "unused",
+    "frozen",
+    "zero_d",
+    "empty",
+    "transposed",
+    "strided",
+    "channels_last",
+    "complex",
+    "sparse",
+    "batch_norm",
+    "sync_norm",
+    "rnn",
+    "gpt",
+    "reentrant",
+    "non_reentrant",
+    "moe",
+    "double_use",
+]
+SHARDED = [
+    "mlp",
+    "frozen",
+    "transposed",
+    "batch_norm",
+    "sync_norm",
+    "rnn",
+    "gpt",
+    "reentrant",
+    "non_reentrant",
+    "moe",
+    "double_use",
+]
+KINDS = {"ddp": 58, "simulated": 24, "fsdp2": 14, "fsdp1": 4}
+NEEDS_UNUSED = ("unused", "moe")
+SLOW = ("compile", "fabric", "accelerate")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run. What a kind of model does not know keeps its default.
+
+    Attributes:
+        kind: ``ddp``, ``fsdp1``, ``fsdp2`` or ``simulated``.
+        door: ``attach``, or ``register``: ``register_comm_hook`` with the function that torch's users know.
+        cap: ``bucket_cap_mb``; simulated: the number of buckets.
+        accumulate: ``no``, ``no_sync``, or ``twice``: two synchronised backwards for one optimizer step.
+        given: what ``attach`` is told of: ``""``, ``optimizer``, ``scaler`` or ``both``.
+        poisoned: the step at which one rank's gradient is infinite, or -1.
+        resumed: the step before which everything is saved, made anew and loaded, or -1.
+        shards: FSDP2: ranks that share one copy of the model.
+        seed: of the data.
+    """
+
+    number: int
+    seed: int
+    kind: str
+    model: str
+    hook: str
+    world: int
+    door: str = "attach"
+    cap: float = 0.002
+    dtype: str = "float32"
+    accumulate: str = "no"
+    views: bool = False
+    static: bool = False
+    find_unused: bool = False
+    to_none: bool = True
+    join: bool = False
+    clip: bool = False
+    given: str = ""
+    optimizer: str = "sgd"
+    poisoned: int = -1
+    resumed: int = -1
+    framework: str = ""
+    shards: int = 1
+    steps: int = 4
+
+    @property
+    def scaled(self) -> bool:
+        return self.given in {"scaler", "both"}
+
+    def dimensions(self) -> dict[str, str]:
+        """What the report counts by."""
+        row = asdict(self)
+        for name in ("number", "seed", "steps"):
+            del row[name]
+        row["poisoned"], row["resumed"] = self.poisoned >= 0, self.resumed >= 0
+        return {name: str(value) or "none" for name, value in row.items()}
+
+
+def draw(seed: str, number: int, kinds: tuple[str, ...] = tuple(KINDS), hook: str = "") -> Case:
+    """Case ``number`` of a campaign; the same for ever for the same program."""
+    rng = random.Random(f"{seed}:{number}")
+    kind = rng.choices(kinds, [KINDS[each] for each in kinds])[0]
+    row = {"ddp": _ddp, "fsdp2": _fsdp2, "fsdp1": _fsdp1, "simulated": _simulated}[kind](rng)
+    case = Case(number=number, seed=rng.randrange(1000), kind=kind, **row)
+    if hook:
+        case = Case(**(asdict(case) | {"hook": hook, "door": "attach", "world": max(2, case.world)}))
+    return case
+
+
+def _hook(rng: random.Random, place: str) -> str:
+    return rng.choice([entry.expr for entry in HOOKS if place in entry.places])
+
+
+def _now_and_then(rng: random.Random, odds: float, steps: int) -> int:
+    return rng.randrange(1, steps) if rng.random() < odds else -1
+
+
+def _ddp(rng: random.Random) -> dict[str, object]:
+    model, steps = rng.choice(MODELS), rng.choice([3, 4, 5])
+    door = "register" if rng.random() < 0.15 else "attach"
+    row: dict[str, object] = {
+        "model": model,
+        "door": door,
+        "hook": rng.choice(FUNCTIONS) if door == "register" else _hook(rng, "ddp"),
+        "world": rng.choices([1, 2, 3, 4, 5], [5, 40, 25, 20, 10])[0],
+        "cap": rng.choice([0.0005, 0.002, 0.002, 0.005, 25.0]),
+        "dtype": rng.choices(
+            ["float32", "float64", "bfloat16", "float16", "mixed", "autocast"], [52, 6, 12, 10, 10, 10]
+        )[0],
+        "accumulate": rng.choices(["no", "no_sync", "twice"], [60, 25, 15])[0],
+        "views": rng.random() < 0.4,
+        "static": rng.random() < 0.15,
+        "find_unused": rng.random() < (0.95 if model in NEEDS_UNUSED else 0.2),
+        "to_none": rng.random() < 0.7,
+        "clip": rng.random() < 0.25,
+        "optimizer": rng.choice(["sgd", "adam"]),
+        "steps": steps,
+        "resumed": _now_and_then(rng, 0.25, steps),
+    }
+    if door == "attach":
+        row["given"] = rng.choices(["", "optimizer", "scaler", "both"], [50, 20, 15, 15])[0]
+        row["framework"] = rng.choices(["", *SLOW], [94, 2, 2, 2])[0]
+    if row["static"] and rng.random() < 0.8:
+        row["accumulate"] = "no"  # plain DDP refuses most others
+    row["poisoned"] = _now_and_then(rng, 0.15, steps)
+    if row.get("framework"):
+        # torch's compiler takes the buckets for its own, and asserts that the first is no larger than the others
+        row["cap"] = 25.0 if row["framework"] == "compile" else row["cap"]
+        row |= {"resumed": -1, "world": min(3, int(str(row["world"]))), "given": "", "poisoned": -1}
+    elif rng.random() < 0.12 and model != "sync_norm":
+        row |= {"join": True, "accumulate": "no", "poisoned": -1, "resumed": -1, "optimizer": "sgd", "static": False}
+        row["given"] = "optimizer" if row.get("given") else ""
+    return row
+
+
+def _fsdp2(rng: random.Random) -> dict[str, object]:
+    world = rng.choices([2, 3, 4], [40, 10, 30])[0]
+    shards = rng.choice([each for each in (1, 2, 3, 4) if world % each == 0])
+    steps = rng.choice([3, 4])
+    return {
+        "model": rng.choice(SHARDED),
+        "world": world,
+        "shards": shards,
+        "hook": _hook(rng, "shard" if shards == world and rng.random() < 0.9 else "replicate"),
+        "dtype": rng.choices(["float32", "bfloat16", "mixed"], [70, 15, 15])[0],
+        "accumulate": rng.choices(["no", "no_sync", "twice"], [60, 25, 15])[0],
+        "clip": rng.random() < 0.25,
+        "given": rng.choice(["", "optimizer"]),
+        "optimizer": rng.choice(["sgd", "adam"]),
+        "steps": steps,
+        "poisoned": _now_and_then(rng, 0.1, steps),
+        "resumed": _now_and_then(rng, 0.2, steps),
+    }
+
+
+def _fsdp1(rng: random.Random) -> dict[str, object]:
+    return {
+        "model": rng.choice(["mlp", "gpt", "frozen", "double_use", "non_reentrant"]),
+        "world": rng.choice([2, 2, 3]),
+        "hook": _hook(rng, "fsdp1"),
+        "accumulate": rng.choice(["no", "no_sync"]),
+        "shards": rng.choice([0, 1, 2]),  # NO_SHARD, SHARD_GRAD_OP, FULL_SHARD
+        "steps": 3,
+    }
+
+
+def _simulated(rng: random.Random) -> dict[str, object]:
+    steps = rng.choice([4, 6, 8])
+    return {
+        "model": "tensors",
+        "hook": _hook(rng, "simulated"),
+        "world": rng.choice([1, 2, 3, 4, 5]),
+        "cap": float(rng.choice([1, 2, 3, 7])),
+        "dtype": rng.choices(["float32", "float64", "bfloat16", "float16", "mixed"], [60, 10, 10, 10, 10])[0],
+        "given": rng.choice(["", "optimizer", "scaler"]),
+        "steps": steps,
+        "poisoned": _now_and_then(rng, 0.3, steps),
+        "resumed": _now_and_then(rng, 0.4, steps),
+    }

@@ -1,0 +1,242 @@
+"""What every rank of an FSDP case runs: the full gradients beside those of the bare model, and the residuals of shards."""
+
+import copy
+import io
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import commhooks
+from tests.campaign import models
+from tests.campaign.checks import Bounds, Sums, TorchRefuses, Wrong, flat64, mean_owed, oracle, same_on_all_ranks
+from tests.campaign.ddp import losses, own_gradients
+from tests.campaign.draw import Case
+from tests.campaign.hooks import entry_of
+from tests.campaign.notes import Notes
+from tests.campaign.plants import make
+
+
+class Sharded:
+    """A model under ``fully_shard``, one replica or several."""
+
+    def __init__(self, case: Case, hooked: bool, start: dict[str, torch.Tensor] | None = None) -> None:
+        self.case = case
+        names = ("replicate", "shard")
+        self.mesh = init_device_mesh("cpu", (case.world // case.shards, case.shards), mesh_dim_names=names)
+        net = models.build(case.model, "float32" if case.dtype == "mixed" else case.dtype)
+        if start is not None:
+            net.load_state_dict(start)
+        policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if case.dtype == "mixed" else {}
+        for part in net.layers:
+            fully_shard(part, mesh=self.mesh["shard"], **policy)
+        self.net = fully_shard(net, mesh=self.mesh["shard"], **policy)
+        lr = 0.002 if case.optimizer == "adam" else 0.05
+        make_optimizer = torch.optim.Adam if case.optimizer == "adam" else torch.optim.SGD
+        self.optimizer = make_optimizer([p for p in net.parameters() if p.requires_grad], lr=lr)
+        self.group = self.mesh["replicate"].get_group()
+        self.handle: commhooks.CommHook | None = None
+        if hooked:
+            told = {"optimizer": self.optimizer} if case.given else {}
+            replicas = {"process_group": self.group} if case.shards < case.world else {}
+            self.handle = commhooks.attach(self.net, make(case.hook), timeout=20.0, **told, **replicas)
+
+    def names(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.net.named_parameters() if p.requires_grad}
+
+    def gradients(self, step: int) -> dict[str, torch.Tensor | None]:
+        """This rank's shards."""
+        self.optimizer.zero_grad()
+        for micro, loss_of in enumerate(losses(self.case, step)):
+            quiet = self.case.accumulate == "no_sync" and micro == 0
+            self.net.set_requires_gradient_sync(not quiet)
+            loss_of(self.net).backward()
+        return {name: None if p.grad is None else p.grad for name, p in self.names().items()}
+
+    def full(self) -> dict[str, torch.Tensor]:
+        """The whole parameters and buffers. A collective."""
+        state = self.net.state_dict()
+        return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in state.items()}
+
+    def key(self, name: str) -> str:
+        """Under which a shard's state is kept; what is not sharded keeps its name."""
+        return f"{name}[{self.mesh['shard'].get_local_rank()}/{self.case.shards}]" if self.case.shards > 1 else name
+
+
+def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def run2(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
+    """One ``fully_shard`` case; raises what is wrong."""
+    notes.phase("the same loop without a hook")
+    try:
+        _trial(case)
+    except Exception as error:
+        raise TorchRefuses(f"{type(error).__name__}: {error}") from error
+    notes.phase("attach")
+    loop, sums, entry = Sharded(case, hooked=True), Sums(), entry_of(case.hook)
+    bare = models.build(case.model, "float32" if case.dtype == "mixed" else case.dtype)
+    loose = 2.0**-6 if case.dtype == "mixed" else 0.0  # a shard is computed in bf16 from bf16 copies
+    bounds = Bounds(entry, world, 2 if case.accumulate == "twice" else 1, loose)
+    for step in range(case.steps):
+        if step == case.resumed:
+            notes.phase(f"resume before step {step}")
+            loop = _resumed(loop)
+        bare.load_state_dict(loop.full())
+        truth = oracle(_own(bare, case, step))
+        notes.phase(f"step {step}")
+        grads = loop.gradients(step)
+        full = {name: whole(grad) for name, grad in grads.items()}
+        if truth.finite:
+            same_on_all_ranks(full)
+            sums.add(full, truth)
+            for name, param in loop.names().items():
+                bounds.near(name, full[name], truth, param.dtype)
+        elif all(g is None or bool(g.isfinite().all()) for g in full.values()):
+            raise Wrong("Inf reaches the optimizer", "one rank's gradient is infinite, the reduced ones are all finite")
+        if case.clip:
+            torch.nn.utils.clip_grad_norm_(loop.net.parameters(), 0.1)
+        if truth.finite:
+            loop.optimizer.step()
+    notes.phase("the end")
+    if entry.promise == "residual" and sums.steps:
+        _conserved(loop, bounds, sums)
+    same_on_all_ranks({name: whole(p.detach()) for name, p in loop.net.named_parameters()}, "parameters")
+    return _closed(loop)
+
+
+def _own(bare: nn.Module, case: Case, step: int) -> list[dict[str, torch.Tensor]]:
+    """Under a mixed policy parameters are bf16 in forward and backward."""
+    if case.dtype != "mixed":
+        return own_gradients(bare, case, step, 1.0)
+    narrow = copy.deepcopy(bare).bfloat16()
+
+    class Narrow(nn.Module):
+        def forward(self, x: torch.Tensor, use: int) -> torch.Tensor:
+            return narrow(x.bfloat16(), use)
+
+    found = []
+    for loss_of in losses(case, step):
+        narrow.zero_grad()
+        loss_of(Narrow()).backward()
+        params = {name: p for name, p in narrow.named_parameters() if p.requires_grad}
+        found.append({n: flat64(p.grad if p.grad is not None else torch.zeros_like(p)) for n, p in params.items()})
+    return found
+
+
+def _trial(case: Case) -> None:
+    """Torch's own: sharded over all ranks, no hook."""
+    plain = Sharded(case, hooked=False)
+    for step in range(2):
+        plain.gradients(step)
+        plain.optimizer.step()
+    plain.full()
+
+
+def _resumed(old: Sharded) -> Sharded:
+    """Hook, model and optimizer, each through a file of this rank."""
+    file = io.BytesIO()
+    if old.handle is None:
+        raise AssertionError("the loop has no hook")
+    optimizer = old.optimizer.state_dict()
+    keeps = old.handle.reduction is not None  # a hook function of FSDP's own has nothing to save
+    torch.save({"hook": old.handle.state_dict() if keeps else {}}, file)
+    file.seek(0)
+    new = Sharded(old.case, hooked=True, start=old.full())
+    new.optimizer.load_state_dict(optimizer)
+    if new.handle is None:
+        raise AssertionError("the loop has no hook")
+    if keeps:
+        new.handle.load_state_dict(torch.load(file, weights_only=True)["hook"])
+    return new
+
+
+def _conserved(loop: Sharded, bounds: Bounds, sums: Sums) -> None:
+    """Applied + owed on this rank's shards; the residuals are averaged over the replicas."""
+    if loop.handle is None:
+        raise AssertionError("the loop has no hook")
+    entries = loop.handle.state_dict()["entries"]
+    mesh = loop.mesh["shard"]
+    shards, residuals = {}, {}
+    here = Sums()
+    here.steps = sums.steps
+    for name, param in loop.names().items():
+        shards[name] = param.to_local()
+        for store, mine in ((sums.applied, here.applied), (sums.wanted, here.wanted)):
+            value = store[name].view(param.shape)
+            mine[name] = flat64(distribute_tensor(value, mesh, param.placements, src_data_rank=None).to_local())
+        here.size[name] = sums.size[name]
+        row = entries.get(loop.key(name), {})
+        if "residual" in row:
+            residuals[name] = row["residual"]
+    known = set(map(loop.key, loop.names()))
+    missed = [key for key, row in entries.items() if "residual" in row and key not in known]
+    if missed:
+        raise Wrong("applied + owed = sum of averages", f"residuals of unknown shards: {missed}")
+    owed = mean_owed(residuals, shards, loop.group)
+    for name, param in loop.names().items():
+        bounds.conserved(name, here, owed[name], param.dtype)
+
+
+def _closed(loop: Sharded) -> dict[str, float]:
+    if loop.handle is None:
+        raise AssertionError("the loop has no hook")
+    loop.handle.check()
+    loop.handle.assert_active()
+    stats = loop.handle.stats()
+    loop.handle.detach()
+    return {key: stats[key] for key in ("steps", "compressed_steps") if key in stats}
+
+
+STRATEGIES = (ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD)
+
+
+def run1(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
+    """One ``FullyShardedDataParallel`` case: flat gradients with the hook beside those without."""
+    notes.phase("the same loop without a hook")
+    plain, model = _flat(case), _flat(case)
+    handle = commhooks.attach(model, make(case.hook), timeout=20.0)
+    entry = entry_of(case.hook)
+    for step in range(case.steps):
+        notes.phase(f"step {step}")
+        wanted, found = _flat_gradients(plain, case, step), _flat_gradients(model, case, step)
+        for number, (a, b) in enumerate(zip(wanted, found, strict=True)):
+            allowed = 8 * (world + 2) * (2.0**-24 + entry.wire) * float(a.norm()) + 1e-6
+            if not float((a - b).norm()) <= allowed:
+                raise Wrong("near the average", f"flat parameter {number}: {float((a - b).norm()):.3g} off")
+        with torch.no_grad():
+            for mine, theirs, grad in zip(plain.parameters(), model.parameters(), found, strict=True):
+                theirs.sub_(grad.view_as(theirs), alpha=0.05)
+                mine.copy_(theirs)
+        dist.barrier()
+    handle.check()
+    handle.assert_active()
+    handle.detach()
+    return {}
+
+
+def _flat(case: Case) -> FullyShardedDataParallel:
+    net = models.build(case.model, "float32")
+    strategy = STRATEGIES[case.shards]
+    if case.model == "frozen":
+        net.layers[1] = FullyShardedDataParallel(net.layers[1], sharding_strategy=strategy, device_id=_cpu())
+    return FullyShardedDataParallel(net, sharding_strategy=strategy, device_id=_cpu(), use_orig_params=False)
+
+
+def _cpu() -> torch.device:
+    return torch.device("cpu")
+
+
+def _flat_gradients(model: Any, case: Case, step: int) -> list[torch.Tensor]:
+    model.zero_grad()
+    for micro, loss_of in enumerate(losses(case, step)):
+        quiet = case.accumulate == "no_sync" and micro == 0
+        with model.no_sync() if quiet else nullcontext():
+            loss_of(model).backward()
+    return [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in model.parameters()]

@@ -1,0 +1,103 @@
+"""The hooks that a case may use, and how near each has to come to the exact average.
+
+``exact``     the average, to a rounding or two of the gradient's dtype
+``wire``      every element within a few roundings of 16 bits, measured against the mean of the ranks' magnitudes
+``integer``   every element within a few steps of an 8-bit grid over the largest magnitude
+``projected`` per parameter, no further away than the average is long: a projection of it
+``residual``  applied + mean residual = sum of the averages, within the rounding of what travels
+``silent``    sends nothing: every rank keeps its own gradient
+"""
+
+from dataclasses import dataclass
+
+FP32, FP16, BF16 = 2.0**-24, 2.0**-11, 2.0**-8
+ROUNDING = {"float64": 2.0**-53, "float32": FP32, "float16": FP16, "bfloat16": BF16, "complex64": FP32}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One expression.
+
+    Attributes:
+        expr: what ``attach`` is given.
+        promise: see the module.
+        wire: relative rounding of what travels and is not given back by a residual.
+        places: the kinds of model it runs on.
+        each_bucket: whether the result depends on the buckets.
+        bits: whether the docs promise the bits of DDP without a hook.
+        in_join: whether the promise holds for ranks that have joined.
+    """
+
+    expr: str
+    promise: str
+    wire: float = 0.0
+    places: tuple[str, ...] = ("ddp", "simulated", "replicate")
+    each_bucket: bool = False
+    bits: bool = False
+    in_join: bool = True
+
+
+ALL = ("ddp", "simulated", "replicate", "shard", "fsdp1")
+DDP = ("ddp",)
+
+HOOKS = [
+    Entry("allreduce", "exact", places=ALL, bits=True),
+    Entry("warmup(powersgd(rank=2), steps=100)", "exact"),
+    Entry("powersgd(rank=2, start_iter=100)", "exact"),
+    Entry('policy({"*.bias": allreduce, "*": allreduce})', "exact"),
+    Entry("post_local_sgd(start_iter=100, subgroup_size=1)", "exact", places=DDP),
+    Entry("torch:allreduce_hook", "exact", places=DDP),
+    Entry("torch:bf16_compress_wrapper", "wire", BF16, places=DDP),
+    Entry("noop", "silent", places=("ddp", "simulated")),
+    Entry("reduce_scatter", "exact", places=("shard",)),
+    Entry("fp16_compress", "wire", FP16, places=ALL),
+    Entry("bf16_compress", "wire", BF16, places=ALL),
+    Entry('bf16_compress(accumulate="fp32")', "wire", BF16, places=("ddp", "simulated", "replicate", "shard")),
+    Entry('fp16_compress(accumulate="fp32")', "wire", FP16),
+    Entry('bf16_compress(rounding="stochastic")', "wire", 2 * BF16),
+    Entry('bf16_compress(accumulate="fp32", rounding="stochastic")', "wire", 2 * BF16),
+    Entry("bf16_wrapper(allreduce)", "wire", BF16),
+    Entry("fp16_wrapper(allreduce)", "wire", FP16),
+    Entry("half", "wire", BF16),
+    Entry('half(dtype="float16")', "wire", FP16),
+    Entry("clip(half, limit=1e6)", "wire", BF16),
+    Entry("clip(bf16_compress, limit=1e6)", "wire", BF16),
+    Entry("warmup(bf16_compress, steps=2)", "wire", BF16),
+    Entry("quant8", "integer"),
+    Entry("quant8(exempt=False)", "integer"),
+    Entry("quantize_per_tensor", "integer"),
+    Entry("quantize_per_channel", "integer"),
+    Entry("powersgd(rank=2, error_feedback=False)", "projected", FP32),
+    Entry("powersgd(rank=1)", "residual", FP32),
+    Entry("powersgd(rank=2)", "residual", FP32),
+    Entry("powersgd(rank=4, min_compression_rate=0.5)", "residual", FP32),
+    Entry("powersgd(rank=2, warm_start=False)", "residual", FP32),
+    Entry('powersgd(rank=2, residual="averaged")', "residual", FP32, in_join=False),
+    Entry("powersgd(rank=2, start_iter=2)", "residual", FP32),
+    Entry("batched_powersgd(rank=2)", "residual", FP32, each_bucket=True),
+    Entry("warmup(powersgd(rank=2), steps=2)", "residual", FP32),
+    Entry("warmup(bf16_compress, powersgd(rank=2), steps=2)", "residual", BF16),
+    Entry("warmup(powersgd(rank=1), error_feedback(bf16_compress), steps=2)", "residual", BF16),
+    Entry('policy({"*bias": allreduce, "*": powersgd(rank=2)})', "residual", FP32),
+    Entry('policy({"*bias": bf16_compress, "*": powersgd(rank=2)})', "residual", BF16),
+    Entry('policy({"*weight": powersgd(rank=1), "*": quant8(error_feedback=True)})', "residual", FP32, in_join=False),
+    Entry("bf16_wrapper(powersgd(rank=2))", "residual", BF16),
+    Entry("fp16_wrapper(powersgd(rank=2))", "residual", FP16),
+    Entry("bf16_wrapper(warmup(powersgd(rank=2), steps=1))", "residual", BF16),
+    Entry("error_feedback(bf16_compress)", "residual", BF16),
+    Entry('error_feedback(bf16_compress(accumulate="fp32"))', "residual", BF16),
+    Entry("error_feedback(fp16_compress)", "residual", FP16),
+    Entry("error_feedback(half)", "residual", BF16),
+    Entry("quant8(error_feedback=True)", "residual", FP32, in_join=False),
+]
+BY_EXPR = {entry.expr: entry for entry in HOOKS}
+FUNCTIONS = ("allreduce", "fp16_compress", "bf16_compress", "powersgd(rank=2)", "batched_powersgd(rank=2)", "quant8")
+"""Those that ``register_comm_hook`` is given too, as functions with torch's signature."""
+
+
+def entry_of(expr: str) -> Entry:
+    """The entry of an expression; a planted hook is promised to be what it imitates."""
+    if expr.startswith("planted:"):
+        kind = expr.partition(":")[2]
+        return Entry(expr, "residual" if kind == "forgetful" else "exact", FP32 if kind == "forgetful" else 0.0)
+    return BY_EXPR[expr]

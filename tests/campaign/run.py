@@ -1,0 +1,161 @@
+"""Runs one case in processes of its own, and says how it ended."""
+
+import contextlib
+import ctypes
+import json
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from commhooks.testing.spawn import spawn
+from tests.campaign.draw import SLOW, Case
+from tests.campaign.refusals import refusal
+from tests.campaign.worker import main
+
+DEADLINE = 60.0  # seconds for one case
+_ADOPT_ORPHANS = 36  # prctl's PR_SET_CHILD_SUBREAPER
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case ended.
+
+    Attributes:
+        status: ``ok``; ``refused`` (a documented error of ours on every rank); ``torch`` (plain DDP does not run it);
+            ``wrong`` (a check failed); ``error``; ``died``; ``hang``; ``torch hang``; ``left over`` (a process did).
+        what: the check or the error, or the refusal's name.
+        detail: message and traces.
+    """
+
+    case: Case
+    status: str
+    what: str
+    detail: str
+    seconds: float
+    compressed: bool = False
+
+    @property
+    def failed(self) -> bool:
+        return self.status not in {"ok", "refused", "torch", "torch hang"}
+
+
+def start_server() -> None:
+    """Import everything once, in the process that ranks are forked from; adopt whatever they leave behind."""
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # its warnings about unused parameters are many
+    ctypes.CDLL(None).prctl(_ADOPT_ORPHANS, 1, 0, 0, 0)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.campaign.worker", "torch._dynamo", "ch_ddp", "ch_powersgd", "ch_fsdp"])
+    multiprocessing.forkserver.ensure_running()
+
+
+def run_case(case: Case, deadline: float = DEADLINE) -> Outcome:
+    """One case from start to end; never raises, never waits longer than the deadline and a little."""
+    began = time.monotonic()
+    limit = deadline * (3 if case.framework in SLOW else 1)
+    before = descendants()
+    with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
+        world = 1 if case.kind == "simulated" else case.world
+        problem = ""
+        try:
+            spawn(main, world, case, folder, limit, timeout=limit, group_timeout=limit)
+        except (AssertionError, TimeoutError, OSError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        status, what, detail, compressed = judge(case, Path(folder), world, problem)
+    left = stay_behind(before | servers())
+    if left and status in {"ok", "refused"}:
+        status, what, detail = "left over", "a process outlived its case", f"{sorted(left)}"
+    for pid in left:
+        end(pid)
+    return Outcome(case, status, what, detail, round(time.monotonic() - began, 2), compressed)
+
+
+def judge(case: Case, folder: Path, world: int, problem: str) -> tuple[str, str, str, bool]:
+    """Status, what and detail from the ranks' notes; whether anything was compressed."""
+    rows = {rank: _read(folder / f"outcome{rank}") for rank in range(world)}
+    phases = {rank: _text(folder / f"phase{rank}") for rank in range(world)}
+    detail = detail_of(rows, phases, folder)
+    statuses = {row.get("status", "none") for row in rows.values()}
+    if statuses == {"ok"} and not problem:
+        return "ok", "", "", any(row["stats"].get("compressed_steps", 0) > 0 for row in rows.values())
+    if "wrong" in statuses:
+        return "wrong", next(r["check"] for r in rows.values() if r.get("status") == "wrong"), detail, False
+    if "torch" in statuses:
+        text = next(r["message"] for r in rows.values() if r.get("status") == "torch")
+        return "torch", text.split("\n")[0][:100], detail, False
+    if "error" in statuses:
+        found = [refusal(case, r["check"], r["message"]) if r.get("status") == "error" else None for r in rows.values()]
+        if all(found) and len({each.name for each in found if each}) == 1:
+            return "refused", next(each.name for each in found if each), detail, False
+        return "error", next(r["check"] for r in rows.values() if r.get("status") == "error"), detail, False
+    if any(phase == "the same loop without a hook" for phase in phases.values()):
+        return "torch hang", "plain DDP does not end", f"{problem}\n{detail}", False
+    late = "TimeoutError" in problem
+    what = "not done in time" if late else problem.split("\n")[-1][:100]
+    return "hang" if late else "died", f"{what}: {next(iter(phases.values()))}", f"{problem}\n{detail}", False
+
+
+def detail_of(rows: dict[int, dict[str, Any]], phases: dict[int, str], folder: Path) -> str:
+    """What each rank said, and each different trace once."""
+    lines = [
+        f"rank {rank}, {phases[rank] or 'not begun'}: {row.get('check', row.get('status', 'no answer'))}: "
+        f"{row.get('message', '')}"
+        for rank, row in rows.items()
+    ]
+    traces = [row.get("trace") or _text(folder / f"stacks{rank}") for rank, row in rows.items()]
+    return "\n".join([*lines, *dict.fromkeys(filter(None, traces))])
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _read(path: Path) -> dict[str, Any]:
+    row: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return row
+
+
+def descendants() -> set[int]:
+    """Every process below this one."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError):
+            continue  # it has just ended
+    found: set[int] = set()
+    ring = {os.getpid()}
+    while ring:
+        ring = {pid for pid, parent in parents.items() if parent in ring} - found
+        found |= ring
+    return found
+
+
+def stay_behind(known: set[int], grace: float = 2.0) -> set[int]:
+    """Processes below this one that are still there a moment later; ranks that were killed need one to be reaped."""
+    until = time.monotonic() + grace
+    while (left := descendants() - known) and time.monotonic() < until:
+        for pid in left:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.05)
+    return left
+
+
+def servers() -> set[int]:
+    """The processes of multiprocessing itself."""
+    from multiprocessing import resource_tracker
+
+    known = (multiprocessing.forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid)
+    return {pid for pid in known if pid is not None}
+
+
+def end(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)

@@ -1,0 +1,133 @@
+"""A case over simulated ranks: tensors instead of a model, every step drawn, all ranks in this process."""
+
+import io
+import random
+from typing import Any
+
+import torch
+
+from commhooks import CommHook
+from commhooks.testing import SimulatedRanks
+from tests.campaign.checks import Bounds, Exact, Oracle, Sums, Wrong, digest, flat64, orders
+from tests.campaign.draw import Case
+from tests.campaign.hooks import entry_of
+from tests.campaign.notes import Notes
+from tests.campaign.plants import make
+
+Tensors = dict[str, torch.Tensor]
+
+
+def tensors(rng: random.Random, dtype: str) -> Tensors:
+    """A model's worth of parameters in every layout."""
+    kind = torch.float32 if dtype == "mixed" else getattr(torch, dtype)
+    like: Tensors = {}
+    for number in range(rng.randrange(2, 7)):
+        rows, columns = rng.choice([1, 3, 16, 33, 48]), rng.choice([1, 8, 24, 65])
+        shape = rng.choice(["plain", "plain", "plain", "turned", "vector", "scalar", "empty", "cube", "images"])
+        like[f"part{number}.{'bias' if shape == 'vector' else 'weight'}"] = {
+            "plain": lambda r=rows, c=columns: torch.zeros(r, c),
+            "turned": lambda r=rows, c=columns: torch.zeros(c, r).t(),
+            "vector": lambda r=rows: torch.zeros(r),
+            "scalar": lambda: torch.zeros(()),
+            "empty": lambda: torch.zeros(0, 3),
+            "cube": lambda r=rows, c=columns: torch.zeros(r, c, 2),
+            "images": lambda r=rows: torch.zeros(r, 4, 3, 3).to(memory_format=torch.channels_last),
+        }[shape]().to(kind)
+    if dtype == "mixed":
+        last = list(like)[-1]
+        like[last] = like[last].to(torch.bfloat16)
+    return like
+
+
+def gradients(like: Tensors, case: Case, step: int, world: int) -> list[Tensors]:
+    made = []
+    for rank in range(world):
+        generator = torch.Generator().manual_seed((case.seed * 31 + step) * 8 + rank)
+        draw = {n: torch.randn(t.shape, generator=generator, dtype=torch.double) for n, t in like.items()}
+        made.append({n: torch.empty_like(t).copy_(draw[n] / 4) for n, t in like.items()})
+    if step == case.poisoned:
+        victim = max(like, key=lambda name: like[name].numel())
+        made[case.seed % world][victim].mul_(torch.inf)
+    return made
+
+
+def truth_of(every: list[Tensors]) -> Oracle:
+    exact = {}
+    for name in every[0]:
+        flat = torch.stack([flat64(one[name]) for one in every])
+        exact[name] = Exact(flat.mean(0), flat.abs().mean(0))
+    peak = max((float(flat64(t).abs().max()) for one in every for t in one.values() if t.numel()), default=0.0)
+    return Oracle(exact, {}, peak)
+
+
+def run(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
+    """One case; raises what is wrong."""
+    rng = random.Random(case.seed)
+    like = tensors(rng, case.dtype)
+    entry, sums, count = entry_of(case.hook), Sums(), case.world
+    ranks = _ranks(case, count, like)
+    for step in range(case.steps):
+        if step == case.resumed:
+            count = count if entry.promise != "residual" or rng.random() < 0.5 else rng.choice([1, 2, 3, 4])
+            notes.phase(f"resume before step {step} on {count} ranks")
+            ranks = _resumed(case, ranks, count, like)
+        notes.phase(f"step {step}")
+        _one_step(case, ranks, like, step, sums, skipped=bool(case.given) and rng.random() < 0.2)
+    notes.phase("the end")
+    bounds = Bounds(entry, max(count, case.world))
+    saved = ranks.save()
+    for name, tensor in like.items():
+        if name in sums.wanted:
+            bounds.conserved(name, sums, _owed(saved, name, tensor), tensor.dtype)
+    return {"steps": ranks.engines[0].counters.as_dict()["steps"]}
+
+
+def _ranks(case: Case, count: int, like: Tensors) -> SimulatedRanks:
+    def one() -> CommHook:
+        made: Any = make(case.hook)
+        return made if isinstance(made, CommHook) else CommHook(node=made.node(), built=made)
+
+    return SimulatedRanks(one, count, like, buckets=int(case.cap), timeout=15.0)
+
+
+def _resumed(case: Case, old: SimulatedRanks, count: int, like: Tensors) -> SimulatedRanks:
+    file = io.BytesIO()
+    torch.save(old.save(), file)
+    file.seek(0)
+    new = _ranks(case, count, like)
+    new.load(torch.load(file, weights_only=True))
+    return new
+
+
+def _one_step(case: Case, ranks: SimulatedRanks, like: Tensors, step: int, sums: Sums, skipped: bool) -> None:
+    """A backward on every rank; ``skipped``: the optimizers did not use it."""
+    entry, world = entry_of(case.hook), ranks.world_size
+    every = gradients(like, case, step, world)
+    result = ranks.step(every)
+    for error in result.errors:
+        if error is not None:
+            raise error
+    truth = truth_of(every)
+    if not truth.finite:
+        if entry.promise != "silent" and any(
+            all(bool(flat64(t).isfinite().all()) for t in one.values()) for one in result.gradients
+        ):
+            raise Wrong("Inf reaches the optimizer", "one rank's gradient is infinite, the reduced ones are all finite")
+        return
+    if entry.promise != "silent" and len({digest(one) for one in result.gradients}) > 1:
+        raise Wrong("same bits on all ranks", "the simulated ranks' gradients differ")
+    bounds = Bounds(entry, world)
+    for rank, found in enumerate(result.gradients):
+        own = {name: flat64(t) for name, t in every[rank].items()}
+        for name, tensor in like.items():
+            bounds.near(name, found[name], Oracle(truth.exact, own, truth.peak), tensor.dtype)
+    if skipped:
+        ranks.rollback()
+    else:
+        sums.add(dict(result.gradients[0]), truth)
+
+
+def _owed(saved: list[dict[str, Any]], name: str, like: torch.Tensor) -> list[torch.Tensor]:
+    rows = [one["entries"].get(name, {}).get("residual") for one in saved]
+    pairs = [orders(row, like) if row is not None else [torch.zeros_like(flat64(like))] * 2 for row in rows]
+    return [torch.stack([pair[place] for pair in pairs]).mean(0) for place in (0, 1)]

@@ -1,0 +1,26 @@
+"""What each rank of a case runs. Imported once by the server that the ranks are forked from."""
+
+import traceback
+import warnings
+
+from tests.campaign import ddp, fsdp, join, simulated
+from tests.campaign.checks import TorchRefuses, Wrong
+from tests.campaign.draw import Case
+from tests.campaign.notes import Notes
+
+KINDS = {"ddp": ddp.run, "fsdp1": fsdp.run1, "fsdp2": fsdp.run2, "simulated": simulated.run}
+
+
+def main(rank: int, world: int, case: Case, folder: str, deadline: float) -> None:
+    """Run a case and write down how it ended; raise, if it did not end well, so that the world is taken down."""
+    warnings.filterwarnings("ignore")
+    notes = Notes(folder, rank, world, deadline)
+    try:
+        body = join.run if case.join else KINDS[case.kind]
+        notes.outcome(status="ok", stats=body(rank, world, case, notes))
+    except BaseException as error:
+        status = "torch" if isinstance(error, TorchRefuses) else "wrong" if isinstance(error, Wrong) else "error"
+        check = error.check if isinstance(error, Wrong) else type(error).__name__
+        notes.outcome(status=status, check=check, message=str(error), trace=traceback.format_exc())
+        notes.wait_for_others()
+        raise

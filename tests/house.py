@@ -1,0 +1,351 @@
+"""How the source is built, checked and counted: `python tests/house.py` prints the figures, and every breach of a rule.
+
+Read from the sources alone, nothing is imported. An import counts wherever it stands: in a function, under
+TYPE_CHECKING. What a face (an `__init__.py` that re-exports) names is followed to the module that defines it.
+"""
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import tomllib
+
+LARGEST = 20  # modules in one folder
+ORDER = (  # of ch-core: a module imports from its own line and from those below it
+    "cli testing __main__",
+    "api",
+    "checkpoint",
+    "handle",
+    "simulate",
+    "adapters",
+    "engine",
+    "compositions",
+    "registry",
+    "agreement fingerprint",
+    "reduction combine",
+    "state fsdp_states param_table state_owner",
+    "transport casting",
+    "scratch",
+    "bucket requests errors typing _lazy",
+)
+PACKAGES = (
+    "ch_bench",
+    "ch_fsdp ch_ft ch_powersgd ch_quant ch_template",
+    "ch_ddp",
+    "commhooks",
+)  # the same, of packages
+READ_CHECKPOINTS = {("commhooks.state", "commhooks.checkpoint"), ("commhooks.handle", "commhooks.checkpoint")}
+FACES = {"commhooks.checkpoint.dcp", "commhooks.errors", "commhooks.simulate"}  # public modules that are no packages
+REASONS = r"because|so that|otherwise|would|without|cannot|must not|or else|no longer|never|may |might|until|while "
+
+
+class Import(NamedTuple):
+    """One name that a module takes: `name` is empty where the whole module is."""
+
+    path: Path
+    line: int
+    source: str
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.source} takes {self.module}{'.' if self.name else ''}{self.name}"
+
+
+class House:
+    """The packages and plugins of a tree.
+
+    Args:
+        root: the tree.
+        called: present module name -> the one that `ORDER` knows, for a tree from before the order.
+    """
+
+    def __init__(self, root: Path, called: dict[str, str] | None = None) -> None:
+        self.root, self.called = root, called or {}
+        self.files: dict[str, Path] = {}
+        for source in sorted(root.glob("p*/*/src")):
+            for path in sorted(source.rglob("*.py")):
+                parts = path.relative_to(source).with_suffix("").parts
+                self.files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+        self.trees = {name: ast.parse(path.read_text()) for name, path in self.files.items()}
+
+    # -- imports
+
+    def taken(self, name: str) -> Iterator[Import]:
+        """What a module imports of this project, as it is written."""
+        path = self.files[name].relative_to(self.root)
+        for node in ast.walk(self.trees[name]):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    if alias.name in self.files:
+                        yield Import(path, node.lineno, name, alias.name, "")
+            elif isinstance(node, ast.ImportFrom) and node.module in self.files and not node.level:
+                for alias in node.names:
+                    inside = f"{node.module}.{alias.name}"
+                    whole = inside in self.files and alias.name not in self.defined(node.module)
+                    yield Import(path, node.lineno, name, inside if whole else node.module, "" if whole else alias.name)
+
+    def defined(self, name: str) -> set[str]:
+        """What a module itself defines at its top level."""
+        found: set[str] = set()
+        for node in self.trees[name].body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Assign):
+                found |= {n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                found.add(node.target.id)
+        return found
+
+    def home(self, module: str, name: str) -> str:
+        """The module that defines what a face re-exports."""
+        if not name or self.files[module].name != "__init__.py" or name in self.defined(module):
+            return module
+        for one in self.taken(module):
+            if one.name == name and one.module != module:
+                return self.home(one.module, name)
+        return module
+
+    @cached_property
+    def arrows(self) -> dict[tuple[str, str], Import]:
+        """(module, module it imports), faces followed; of faces themselves none: they stand for what they name."""
+        found: dict[tuple[str, str], Import] = {}
+        for name in self.files:
+            if not self.is_face(name):
+                for one in self.taken(name):
+                    target = self.home(one.module, one.name)
+                    if target != name:
+                        found.setdefault((name, target), one)
+        return found
+
+    def is_face(self, name: str) -> bool:
+        return self.files[name].name == "__init__.py"
+
+    @staticmethod
+    def reads_checkpoints(source: str, target: str) -> bool:
+        return any(source == a and (target + ".").startswith(b + ".") for a, b in READ_CHECKPOINTS)
+
+    # -- the rules: each gives its breaches
+
+    def against_the_order(self) -> list[str]:
+        """Imports against `ORDER` inside ch-core, or against `PACKAGES` between packages."""
+        found = []
+        for (source, target), one in self.arrows.items():
+            above, below = self.level(source), self.level(target)
+            if below < above and not self.reads_checkpoints(source, target):
+                found.append(f"{one}: the order is {' > '.join(ORDER)}; {' > '.join(PACKAGES)}")
+        return found
+
+    def level(self, name: str) -> int:
+        """How far down a module stands; one without a line stands at the very top, so that nothing may import it."""
+        parts = self.called.get(name, name).split(".")
+        packages = next((i for i, line in enumerate(PACKAGES) if parts[0] in line.split()), -1)
+        if parts[0] != "commhooks" or len(parts) == 1:
+            return packages if parts[0] != "commhooks" else 100
+        return 100 + next((i for i, line in enumerate(ORDER) if parts[1] in line.split()), -1)
+
+    def circles(self) -> list[str]:
+        """Modules that import one another, round any number of corners."""
+        onward: dict[str, set[str]] = {}
+        for source, target in self.arrows:
+            if not self.reads_checkpoints(source, target):
+                onward.setdefault(source, set()).add(target)
+        reach = {name: self._reached(name, onward) for name in onward}
+        groups = {frozenset(b for b in reach[a] if a in reach.get(b, ())) for a in reach if a in reach[a]}
+        return [f"a circle: {', '.join(sorted(group))}" for group in sorted(groups, key=sorted)]
+
+    @staticmethod
+    def _reached(start: str, onward: dict[str, set[str]]) -> set[str]:
+        seen: set[str] = set()
+        rest = list(onward.get(start, ()))
+        while rest:
+            name = rest.pop()
+            if name not in seen:
+                seen.add(name)
+                rest += onward.get(name, ())
+        return seen
+
+    def unexported(self) -> list[str]:
+        """Names that one package takes of another and that are not in an `__all__` where a stranger would look."""
+        found = []
+        for name in self.files:
+            for one in self.taken(name):
+                if one.module.split(".")[0] != name.split(".")[0] and not self.is_public(one.module, one.name):
+                    found.append(str(one))
+        return found
+
+    def is_public(self, module: str, name: str) -> bool:
+        package, _, last = module.rpartition(".")
+        if not name:  # the module itself
+            return not package or module in FACES or last in self.listed(package)
+        return (module in FACES or self.is_face(module)) and name in self.listed(module)
+
+    def listed(self, module: str) -> set[str]:
+        """A module's `__all__`."""
+        for node in self.trees[module].body if module in self.trees else ():
+            if isinstance(node, ast.Assign) and [getattr(t, "id", "") for t in node.targets] == ["__all__"]:
+                return set(ast.literal_eval(node.value))
+        return set()
+
+    def path_edits(self) -> list[str]:
+        """Programs that change `sys.path`, themselves or in a program that they write."""
+        edit = re.compile(r"\bsys\.path(\.(insert|append|extend)\(|\s*(\[[^\]]*\]\s*)?[+]?=[^=])|\bsite\.addsitedir\(")
+        me = Path(__file__).name
+        folders = ("packages", "plugins", "tests", "docs")
+        files = [
+            p
+            for folder in folders
+            for p in sorted((self.root / folder).rglob("*.py"))
+            if p.name not in (me, f"test_{me}")
+        ]
+        return [
+            f"{path.relative_to(self.root)}:{number}: {line.strip()}"
+            for path in files
+            for number, line in enumerate(path.read_text().splitlines(), 1)
+            if edit.search(line)
+        ]
+
+    def folders(self) -> dict[Path, int]:
+        """How many modules every folder holds."""
+        found: dict[Path, int] = {}
+        for top in ("packages", "plugins", "tests", "docs"):
+            for path in (self.root / top).rglob("*.py"):
+                found[path.parent] = found.get(path.parent, 0) + (path.name != "__init__.py")
+        return found
+
+    def large_folders(self) -> list[str]:
+        """Folders with more than `LARGEST` modules."""
+        return [
+            f"{folder.relative_to(self.root)} holds {count} modules, {LARGEST} at most"
+            for folder, count in sorted(self.folders().items())
+            if count > LARGEST
+        ]
+
+    # -- figures
+
+    def engine(self) -> tuple[int, int, int]:
+        """Lines, methods and attributes of the class Engine."""
+        for tree in self.trees.values():
+            for node in tree.body:
+                if isinstance(node, ast.ClassDef) and node.name == "Engine":
+                    methods = [n for n in node.body if isinstance(n, ast.FunctionDef)]
+                    stores = [
+                        n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
+                    ]
+                    own = {n.attr for n in stores if isinstance(n.value, ast.Name) and n.value.id == "self"}
+                    return (node.end_lineno or 0) - node.lineno + 1, len(methods), len(own)
+        return 0, 0, 0
+
+    def reasons(self) -> float:
+        """Share of code lines with a comment that gives a reason."""
+        lines = given = 0
+        for path in self.files.values():
+            text = path.read_text()
+            lines += sum(bool(line.strip()) for line in text.splitlines())
+            for token in tokenize.generate_tokens(io.StringIO(text).readline):
+                if token.type == tokenize.COMMENT and not re.match(r"# (noqa|type:|--|fmt:)", token.string):
+                    given += bool(re.search(REASONS, token.string))
+        return given / lines
+
+    def lines_of(self, package: str) -> int:
+        return sum(len(p.read_text().splitlines()) for n, p in self.files.items() if n.split(".")[0] == package)
+
+    def figures(self) -> dict[str, object]:
+        """What issue reports compare."""
+        lines, methods, attributes = self.engine()
+        sources = {f: n for f, n in self.folders().items() if "src" in f.parts}
+        unexported = {line.split(" takes ")[1] for line in self.unexported()}
+        return {
+            "modules in the largest source folder": max(sources.values()),
+            "circles": len(self.circles()),
+            "imports against the order": len(self.against_the_order()),
+            "unexported names taken across packages": len(unexported),
+            "sys.path edits": len(self.path_edits()),
+            "folders above the limit": len(self.large_folders()),
+            "Engine: lines": lines,
+            "Engine: methods": methods,
+            "Engine: attributes": attributes,
+            "lines of ch-powersgd": self.lines_of("ch_powersgd"),
+            "lines of all packages": sum(self.lines_of(n) for n in {n.split(".")[0] for n in self.files}),
+            "share of lines with a reason beside them, %": round(100 * self.reasons(), 2),
+        }
+
+
+RULES = ("against_the_order", "circles", "unexported", "path_edits", "large_folders")
+
+
+def way_of_one_gradient() -> dict[str, int]:
+    """What one bucket of a hook passes through, counted by the interpreter: a two-stage step on one gloo rank."""
+    import tempfile
+
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    import commhooks
+
+    ours = re.compile(r"/src/(commhooks|ch_\w+)/")
+    stack: list[str] = []
+    passed: list[str] = []
+    deepest = 0
+
+    def look(frame: object, event: str, _: object) -> None:
+        nonlocal deepest
+        name = frame.f_code.co_filename  # type: ignore[attr-defined]
+        if not ours.search(name) or frame.f_code.co_name.startswith("<"):  # type: ignore[attr-defined]
+            return
+        if event == "call":
+            stack.append(name)
+            passed.append(name)
+            deepest = max(deepest, len(stack))
+        elif event == "return" and stack:
+            stack.pop()
+            if stack:
+                passed.append(stack[-1])
+
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Linear(64, 64, bias=False))
+        commhooks.attach(model, "powersgd(rank=2, min_compression_rate=1)")
+        for step in range(3):
+            loss = model(torch.ones(2, 64)).square().mean()
+            if step == 2:  # in the autograd thread of a CPU backward, which is this one
+                sys.setprofile(look)
+            loss.backward()
+            sys.setprofile(None)
+        dist.destroy_process_group()
+    moves = [(a, b) for a, b in pairwise(passed) if a != b]
+    return {"frames deep": deepest, "files": len(set(passed)), "moves between files": len(moves)}
+
+
+def main() -> int:
+    root = Path(__file__).resolve().parent.parent
+    words = sys.argv[1:]
+    called: dict[str, str] = {}
+    if "--root" in words:
+        root = Path(words[words.index("--root") + 1]).resolve()
+    if "--called" in words:  # a TOML table: present module name -> the one that ORDER knows
+        called = tomllib.loads(Path(words[words.index("--called") + 1]).read_text())
+    house = House(root, called)
+    for what, value in house.figures().items():
+        print(f"{what:<45} {value}")
+    if "--way" in words:
+        for what, value in way_of_one_gradient().items():
+            print(f"{'one gradient: ' + what:<45} {value}")
+    breaches = [(rule, breach) for rule in RULES for breach in getattr(house, rule)()]
+    if "--quiet" not in words:
+        for rule, breach in breaches:
+            print(f"{rule}: {breach.split(': the order is')[0]}")
+    return 1 if breaches else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

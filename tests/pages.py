@@ -1,0 +1,110 @@
+"""The documentation's Python blocks, page by page, in an environment that holds what the pages tell to install.
+
+A page's blocks run in one namespace, in order, in a process of its own; a page that starts a process group does so on one
+gloo rank. This module needs nothing but the standard library: `python tests/pages.py` runs the pages where pytest is not
+installed, which is what `nox -s docs-install` does. `tests/test_docs.py` runs them beside pytest, with the imports of what
+the pages do not install forbidden.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SHELL = re.compile(r"^```\n(.*?)^```", re.MULTILINE | re.DOTALL)
+ELSEWHERE = {
+    "docs/packages/fsdp.md": "needs a device mesh: tests/programs/test_fsdp_examples.py",
+    "packages/ch-fsdp/README.md": "needs a device mesh: tests/programs/test_fsdp_examples.py",
+    "docs/packages/ft.md": "needs a lighthouse: the tests of ch-ft",
+    "packages/ch-ft/README.md": "needs a lighthouse: the tests of ch-ft",
+    "plugins/ch-quant/README.md": "an excerpt of docs/packages/quant.md",
+}
+TESTING = ["docs/testing_hooks.md"]
+"""Pages that say themselves that they need `ch-core[testing]`."""
+
+NOT_INSTALLED = ("numpy", "pytest", "_pytest", "hypothesis", "lightning", "accelerate", "matplotlib", "nox")
+"""What the documented install does not bring, and the tests' environment does."""
+
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for path in [
+        *DOCS.glob("*.md"),
+        *DOCS.glob("packages/*.md"),
+        *ROOT.glob("p*/*/README.md"),
+        *ROOT.glob("plugins/*.md"),
+    ]
+    if FENCE.search(path.read_text())
+)
+
+_FORBID = """
+import runpy, sys
+
+class Hiding:
+    # Finds all that ``finder`` finds but the hidden: torch asks with find_spec, which must not raise.
+
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in {names!r} else self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def script(page: str) -> str:
+    """The blocks of a page, each on its own lines, so that a traceback names the page's line."""
+    text = (ROOT / page).read_text()
+    source = ["\n"] * (text.count("\n") + 1)
+    for block in FENCE.finditer(text):
+        first = text[: block.start(1)].count("\n")
+        lines = block[1].splitlines(keepends=True)
+        source[first : first + len(lines)] = lines
+    return "".join(source)
+
+
+def run(page: str, folder: Path, forbidden: tuple[str, ...] = ()) -> str:
+    """Run a page's blocks in ``folder`` without the modules in ``forbidden``; what it printed to tell of a failure."""
+    path = folder / Path(page).with_suffix(".py").name
+    path.write_text(script(page))
+    command = [sys.executable, "-W", "ignore", "-c", _FORBID.format(names=set(forbidden) or {""}), str(path)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=folder, env=env)
+    return "" if done.returncode == 0 else f"{done.stdout}\n{done.stderr}"
+
+
+def documented_install(page: str = "docs/tutorial.md") -> list[str]:
+    """The commands of a page's first shell block."""
+    block = SHELL.search((ROOT / page).read_text())
+    if block is None:
+        raise SystemExit(f"{page} has no block of shell commands")
+    return [line for line in block[1].splitlines() if line]
+
+
+def main() -> int:
+    """Run the pages named as arguments, or all that need nothing but the documented install."""
+    there = [name for name in NOT_INSTALLED if name != "nox" and find_spec(name) is not None]
+    if there:
+        raise SystemExit(f"this environment holds more than the pages tell to install: {', '.join(there)}")
+    failed = []
+    for page in sys.argv[1:] or [page for page in PAGES if page not in ELSEWHERE and page not in TESTING]:
+        with tempfile.TemporaryDirectory() as folder:
+            told = run(page, Path(folder))
+        print(f"{'failed' if told else 'passed'}  {page}", told, sep="\n" if told else "", flush=True)
+        failed += [page] if told else []
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

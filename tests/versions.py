@@ -1,0 +1,141 @@
+"""Runs every package's tests on the torch of this environment, and keeps what came of it: ``nox -s versions``.
+
+    python tests/versions.py                      # every suite; writes docs/measured/versions.json and docs/versions.md
+    python tests/versions.py --only ch-core       # some suites, the others' rows stay as they are
+    python tests/versions.py --page               # only the page, from the record
+
+A suite that does not end in time is a row that says so, never one that is missing.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD, PAGE = ROOT / "docs" / "measured" / "versions.json", ROOT / "docs" / "versions.md"
+MARKS = "not soak and not nccl and not packaging and not campaign"
+LIMIT = 3600.0  # seconds for one suite
+HEAD = """# Versions of torch
+
+Made by `nox -s versions` from [measured/versions.json](measured/versions.json); do not edit. The session installs each
+torch by name, and fails where it cannot; it is not part of CI, because all but the constraints file's are CUDA builds
+(5.4 GB, run on CPU here).
+
+`torch>=2.10` is what the packages ask for. Python 3.10 ends with torch 2.14: torch 2.15 needs Python 3.11.
+
+| torch | Python | tests of | passed | failed | skipped | when | commit |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+"""
+
+
+def suites() -> dict[str, list[Path]]:
+    """Name -> what pytest is given, the packages first."""
+    found = {}
+    for folder in (*sorted(ROOT.glob("packages/*/")), *sorted(ROOT.glob("plugins/*/"))):
+        if (folder / "tests").is_dir():
+            found[folder.name] = [folder / "tests"]
+    found["tests/ft"] = [ROOT / "tests" / "ft"]
+    found["tests/faults"] = [ROOT / "tests" / "faults"]
+    found["tests"] = sorted((ROOT / "tests").glob("test_*.py"))
+    return found
+
+
+def run(name: str, paths: list[Path], limit: float) -> dict[str, Any]:
+    """One suite in a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="versions-") as folder:
+        xml = Path(folder, "junit.xml")
+        command = [sys.executable, "-m", "pytest", "-c", "pyproject.toml", "--rootdir", ".", "-q", "-m", MARKS]
+        command += ["-p", "no:cacheprovider", f"--junitxml={xml}", *map(str, paths)]
+        began, problem = time.monotonic(), ""
+        with Path(folder, "output").open("w+") as output:
+            env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+            try:
+                code = subprocess.run(
+                    command, cwd=ROOT, env=env, stdout=output, stderr=output, timeout=limit
+                ).returncode
+            except subprocess.TimeoutExpired:
+                code, problem = -1, f"not done after {limit:.0f} s"
+            output.seek(0)
+            tail = output.read()[-3000:]
+        if code not in {0, 1} and not problem:
+            problem = f"pytest ended with {code}"
+        row = {"suite": name, **counts(xml)} if xml.exists() else {"suite": name, "passed": 0}
+        if problem:
+            print(tail)
+        print(f"{name}: {row} {problem} ({time.monotonic() - began:.0f} s)", flush=True)
+        return row | ({"problem": problem} if problem else {})
+
+
+def counts(xml: Path) -> dict[str, Any]:
+    """Numbers, and the names of what failed and why what was skipped was skipped."""
+    totals: Counter[str] = Counter()
+    failed, skipped = [], Counter[str]()
+    for case in ElementTree.parse(xml).iter("testcase"):
+        kinds = {child.tag for child in case}
+        if kinds & {"failure", "error"}:
+            totals["failed"] += 1
+            failed.append(f"{case.get('classname', '')}::{case.get('name', '')}")
+        elif "skipped" in kinds:
+            totals["skipped"] += 1
+            reason = case.find("skipped")
+            skipped[(reason.get("message") or "no reason")[:120] if reason is not None else ""] += 1
+        else:
+            totals["passed"] += 1
+    return {**{key: totals[key] for key in ("passed", "failed", "skipped")}, "failures": failed, "reasons": skipped}
+
+
+def facts() -> dict[str, str]:
+    """Of this run."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return {
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "when": time.strftime("%Y-%m-%d"),
+        "commit": commit.stdout.strip(),
+    }
+
+
+def page(record: dict[str, dict[str, Any]]) -> str:
+    """The table, and below it every failure by name."""
+    lines, notes = [], []
+    for row in sorted(record.values(), key=lambda row: ([int(n) for n in row["torch"].split("+")[0].split(".")[:2]])):
+        lines.append(
+            f"| {row['torch']} | {row['python']} | {row['suite']} | {row.get('passed', 0)} | "
+            f"{row.get('problem') or row.get('failed', 0)} | {row.get('skipped', 0)} | {row['when']} | {row['commit']} |"
+        )
+        notes += [f"- torch {row['torch']}: `{name}`" for name in row.get("failures", ())]
+    text = HEAD + "\n".join(lines) + "\n"
+    return text + ("\n## What failed\n\n" + "\n".join(notes) + "\n" if notes else "")
+
+
+def main() -> int:
+    """Exit code 1 if anything failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=list(suites()))
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for one suite")
+    parser.add_argument("--page", action="store_true")
+    options = parser.parse_args()
+    record: dict[str, dict[str, Any]] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    bad = False
+    for name, paths in () if options.page else suites().items():
+        if options.only is None or name in options.only:
+            row = run(name, paths, options.limit) | facts()
+            record[f"{row['torch']} {name}"] = row
+            bad |= bool(row.get("problem") or row.get("failed"))
+            RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    PAGE.write_text(page(record))
+    return int(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
