@@ -17,16 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import demo_report
-import gpt
-import launch
-import text
 import torch
 import torch.distributed as dist
-import training
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import commhooks
+from ch_bench import gpt, launch, text, training
 
 DEFAULT_HOOKS = ["allreduce", "bf16_compress", "powersgd(rank=4)", "bf16_wrapper(powersgd(rank=4))"]
 NOOP_EVERY = 2  # the time reference needs a good median, not a step for every step

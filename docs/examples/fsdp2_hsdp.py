@@ -2,9 +2,10 @@
 
     python docs/examples/fsdp2_hsdp.py [HOOK ...] [--steps 300] [--seeds 3] [--record]
 
-A small GPT is sharded over pairs of ranks (the 1-D shard mesh, "inside the node"); commhooks reduces between the two
-replicas of each shard. Every hook starts from the same weights and sees the same text. Printed are the bytes that
-rank 0 sends per step, as a bandwidth-optimal collective would, on each axis, and the held-out loss over the seeds.
+A small GPT is sharded as PyTorch's HSDP does, over pairs of ranks ("inside the node") that are replicated; commhooks
+reduces between the two replicas of each shard. Every hook starts from the same weights and sees the same text. Printed
+are the bytes that rank 0 sends per step, as a bandwidth-optimal collective would, on each axis, and the held-out loss
+over the seeds.
 Everything runs on CPU over gloo; for two nodes of eight GPUs the mesh would be (2, 8) and nothing else would change.
 """
 
@@ -17,12 +18,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-
-import bench_report
-import gpt
-import launch
-import text
 import torch
 import torch.distributed as dist
 from rich import box
@@ -32,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import commhooks
+from ch_bench import bench_report, gpt, launch, text
 
 HOOKS = ["allreduce", "bf16_compress(accumulate='fp32')", "powersgd(rank=4)", "bf16_wrapper(powersgd(rank=4))"]
 CONTEXT, BATCH, WINDOWS = 64, 8, 64
@@ -43,8 +39,8 @@ def build(vocab: int, width: int, seed: int, device: torch.device) -> FSDPModule
     model = gpt.GPT(vocab, CONTEXT, width, layers=2, heads=4).to(device)
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
     for block in model.blocks:
-        fully_shard(block, mesh=mesh["shard"])
-    return fully_shard(model, mesh=mesh["shard"])
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def train(expr: str, seed: int, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:

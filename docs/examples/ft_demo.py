@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("RUST_LOG", "error")  # torchft logs a line per quorum and process
-sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from gpt import GPT
 
 import ch_ft
-from ch_ft.embedded import NOT_SURVIVED, loopback
+from ch_bench.gpt import GPT
+from ch_ft.local_manager import NOT_SURVIVED, loopback
 
 Record = dict[str, Any]
 VOCAB, CONTEXT, BATCH = 64, 64, 8
