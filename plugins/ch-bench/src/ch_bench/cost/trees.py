@@ -1,0 +1,137 @@
+"""What each hook costs in two installations of commhooks, say of two commits, in one run.
+
+    python -m ch_bench.cost.trees BEFORE AFTER [--blocks 40] [--record NAME]
+
+BEFORE and AFTER are Python interpreters, each of an environment with one installation. Either has two ranks of its own
+and every hook a GPT of 10.7 M parameters (width 384, 6 layers) there; all four processes are alive, one pair at a time
+steps and the other waits for its turn. The order of hooks and installations is drawn anew for each step. A hook's cost
+is its step less the step of torch's own no-op hook in the same installation; a ratio is formed per block of medians,
+its interval is a bootstrap over blocks.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from itertools import product
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+from ch_bench import bench_report
+
+HOOKS = [
+    ("allreduce", 25.0),
+    ("bf16_compress", 25.0),
+    ("fp16_compress", 25.0),
+    ("error_feedback(bf16_compress)", 25.0),
+    ("powersgd(rank=1)", 1000.0),
+    ("powersgd(rank=1)", 14.0),
+    ("powersgd(rank=4)", 1000.0),
+    ("powersgd(rank=4)", 14.0),
+]  # expression, bucket_cap_mb: 14 makes three buckets, 1000 one
+BASE = len(HOOKS)  # torch's no-op hook
+WORLD = 2
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure and report; exit code 1 if a limit is passed."""
+    parser = argparse.ArgumentParser(description="Time the hooks of two installations, interleaved step by step.")
+    parser.add_argument("before", help="python of the environment to compare with")
+    parser.add_argument("after", help="python of the environment to judge")
+    parser.add_argument("--blocks", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=4, help="steps per block, hook and installation")
+    parser.add_argument("--limit", type=float, default=1.05, help="legal upper end of each ratio's interval")
+    parser.add_argument("--record", metavar="NAME", help="keep the output as docs/measured/NAME-DATE.md")
+    args = parser.parse_args(argv)
+    load = os.getloadavg()[0]
+    console = Console(record=True, width=None if sys.stdout.isatty() else 120)
+    seconds = _measure([args.before, args.after], args.blocks, args.steps)
+    table = Table(title=f"{args.blocks} blocks of {args.steps} steps, {WORLD} ranks; load before {load:.1f}", box=None)
+    for column in ("hook", "bucket_cap_mb", "cost before, ms", "after, ms", "ratio", "95 %", f"<= {args.limit}"):
+        table.add_column(column, justify="left" if column == "hook" else "right")
+    worst = 0.0
+    for hook, (name, cap) in enumerate(HOOKS):
+        costs = [
+            [1e3 * (median(b) - median(n)) for b, n in zip(seconds[side][hook], seconds[side][BASE], strict=True)]
+            for side in (0, 1)
+        ]
+        low, ratio, high = _interval(*costs)
+        worst = max(worst, high)
+        cells = [f"{median(costs[0]):.1f}", f"{median(costs[1]):.1f}", f"{ratio:.2f}", f"{low:.2f} … {high:.2f}"]
+        table.add_row(name, f"{cap:g}", *cells, "holds" if high <= args.limit else "FAILS")
+    console.print(table)
+    if args.record:
+        command = f"python -m ch_bench.cost.trees BEFORE AFTER --blocks {args.blocks} --steps {args.steps}"
+        console.print(f"recorded: {bench_report.record(args.record, command, console)}")
+    return int(worst > args.limit)
+
+
+def _interval(before: list[float], after: list[float]) -> tuple[float, float, float]:
+    """The ratio of median costs and its 95 % interval over resampled blocks (pairs stay together)."""
+    pairs = list(zip(before, after, strict=True))
+    draw = random.Random(0)
+    ratios = []
+    for _ in range(2000):
+        sample = draw.choices(pairs, k=len(pairs))
+        ratios.append(median(a for _, a in sample) / median(b for b, _ in sample))
+    ratios.sort()
+    return ratios[50], median(after) / median(before), ratios[1949]
+
+
+def _measure(pythons: list[str], blocks: int, steps: int) -> list[list[list[list[float]]]]:
+    """Seconds by installation, hook, block and step: of the slower rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        sides = [
+            [_start(python, rank, Path(folder) / f"store{side}") for rank in range(WORLD)]
+            for side, python in enumerate(pythons)
+        ]
+        try:
+            turns = list(product(range(len(pythons)), range(BASE + 1)))
+            for warm, (side, hook) in product(range(6), turns):
+                _step(sides[side], warm, hook)
+            seconds: list[list[list[list[float]]]] = [[[] for _ in range(BASE + 1)] for _ in pythons]
+            for block in range(blocks):
+                for side, hook in turns:
+                    seconds[side][hook].append([])
+                for step in range(steps):
+                    for side, hook in random.Random(block * steps + step).sample(turns, len(turns)):
+                        seconds[side][hook][-1].append(_step(sides[side], 6 + block * steps + step, hook))
+            return seconds
+        finally:
+            for process in (each for side in sides for each in side):
+                process.kill()
+
+
+def _start(python: str, rank: int, store: Path) -> "subprocess.Popen[str]":
+    """One rank of one installation; it imports this package's model and text from here, and its own commhooks."""
+    here = Path(__file__).parents[2]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(here)}
+    command = [python, str(Path(__file__).with_name("trees_rank.py")), str(rank), str(WORLD), str(store)]
+    command += [json.dumps(HOOKS)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+
+
+def _step(ranks: "list[subprocess.Popen[str]]", step: int, hook: int) -> float:
+    """One step of one hook on all ranks of an installation, in seconds."""
+    for rank in ranks:
+        assert rank.stdin is not None
+        rank.stdin.write(f"{step} {hook}\n")
+        rank.stdin.flush()
+    taken = []
+    for rank in ranks:
+        assert rank.stdout is not None
+        line = rank.stdout.readline()
+        if not line:
+            raise RuntimeError("a rank ended; its error stands above")
+        taken.append(float(line))
+    return max(taken)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
