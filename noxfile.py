@@ -262,7 +262,7 @@ def ft_recovery(session: nox.Session) -> None:
 def ft_versions(session: nox.Session, version: str) -> None:
     """All tests of ch-ft over the released torchft and the pinned nightly; torch's own groups need torch 2.14 too."""
     install(session, *PROJECTS, tools=[*TEST_TOOLS, version, "parameterized"])
-    own = [] if chosen_paths(session) else [str(PROJECTS["ch-ft"] / "tests"), "tests/ft"]
+    own = [] if chosen_paths(session) else [str(PROJECTS["ch-ft"] / "tests")]
     session.run("python", "-m", "pytest", *own, "-m", "not nccl and not soak", *session.posargs, env=ONE_THREAD)
 
 

@@ -44,7 +44,6 @@ def suites() -> dict[str, list[Path]]:
     for folder in (*sorted(ROOT.glob("packages/*/")), *sorted(ROOT.glob("plugins/*/"))):
         if (folder / "tests").is_dir():
             found[folder.name] = [folder / "tests"]
-    found["tests/ft"] = [ROOT / "tests" / "ft"]
     found["tests/faults"] = [ROOT / "tests" / "faults"]
     found["tests"] = sorted((ROOT / "tests").glob("test_*.py"))
     return found
