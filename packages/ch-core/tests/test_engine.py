@@ -148,9 +148,22 @@ def test_counts_are_the_formula() -> None:
     stats = simulate(4, body)[0]
     numel = 3 * (1 + 2 + 3)
     assert stats["payload_bytes"] == 2 * numel
-    assert stats["wire_bytes"] == 2 * numel * 2 * 3 / 4
+    status = 4 * (4 + 1)
+    assert stats["wire_bytes"] == (2 * numel + status) * 2 * 3 / 4
     assert stats["rounds"] == 3
     assert stats["steps"] == stats["compressed_steps"] == 1
+
+
+def test_a_direct_exchange_is_counted_as_what_it_sends() -> None:
+    def body(rank: SimulatedRank) -> dict[str, float]:
+        rank.transport.free = True  # as over gloo
+        engine = rank.engine(WireCast(Plain(), "bf16"))
+        step(engine, buckets(rank.rank))
+        return engine.counters.as_dict()
+
+    stats = simulate(4, body)[0]
+    assert stats["payload_bytes"] == 2 * 3 * (1 + 2 + 3)
+    assert stats["wire_bytes"] == (stats["payload_bytes"] + 4 * (4 + 1)) * 3  # everything to three others
 
 
 class Unplanned(Reduction):

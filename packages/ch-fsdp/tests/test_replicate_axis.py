@@ -64,7 +64,9 @@ def body_against_native(rank: int, world: int) -> None:
             assert stats["shard_payload_bytes"] == 2 * 2 * sum(padded)
             mine = sum(p._local_tensor.numel() for p in model.parameters())
             assert stats["replicate_payload_bytes"] == 2 * mine
-            assert stats["wire_bytes"] == 2 * sum(padded) + 2 * mine
+            # A status on each axis and one passed on between them; the order of three groups, agreed once.
+            status, order = 3 * 4 * (2 + 1), 3 * 8
+            assert stats["wire_bytes"] == 2 * sum(padded) + 2 * mine + status + order
         else:
             assert ("shard_payload_bytes" in stats) == name.startswith("bf16_compress")
         handle.detach()  # plain averaging between the replicas

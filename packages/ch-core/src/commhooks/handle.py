@@ -133,10 +133,11 @@ class CommHook:
     def stats(self, *, detail: bool = False) -> dict[str, float]:
         """Cumulative figures since attaching.
 
-        ``payload_bytes`` are the tensors given to collectives, per rank; ``wire_bytes`` what a bandwidth-optimal
-        algorithm sends for them, per rank; ``rounds`` the dependent collectives; seconds are host time. Not counted is
-        the status message, one all-reduce of W + 1 fp32 numbers per step. After ``detach()`` those at detach. A binding
-        with several axes adds the figures of each.
+        ``payload_bytes`` are the tensors that the hook gave to collectives, per rank, counted exactly; ``wire_bytes`` what
+        a rank sends for them and for the status (W + 1 fp32 numbers per step), as modelled: ``2 (W - 1) / W`` of what is
+        all-reduced round a ring, ``W - 1`` times what is exchanged directly, ``(W - 1) / W`` of what else is sent;
+        ``rounds`` the dependent collectives; seconds are host time. After ``detach()`` those at detach. A binding with
+        several axes adds the figures of each.
 
         Args:
             detail: add, for each parameter with a residual, ``residual_norm/NAME`` (unscaled) and, while the gradients

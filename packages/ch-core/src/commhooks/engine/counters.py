@@ -5,18 +5,24 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Traffic:
-    """What collectives carried, per rank: exact, but that wire bytes are those of bandwidth-optimal algorithms."""
+    """What collectives carried, per rank.
+
+    Attributes:
+        payload_bytes: of the tensors that reductions gave to collectives; exact.
+        wire_bytes: what this rank sent for them and for the status, see :class:`~commhooks.engine.stage.Stage`.
+        trip_bytes: the payload times the trips that it makes over the network, two for an all-reduce.
+        rounds: stages that communicated.
+    """
 
     payload_bytes: float = 0.0
     wire_bytes: float = 0.0
     trip_bytes: float = 0.0
     rounds: int = 0
 
-    def add(self, payload_bytes: int, trip_bytes: int, world_size: int) -> None:
+    def add(self, payload_bytes: int, trip_bytes: int) -> None:
         """Some requests of a rank, as :class:`~commhooks.requests.RequestPlan` counts their bytes."""
         self.payload_bytes += payload_bytes
         self.trip_bytes += trip_bytes
-        self.wire_bytes += trip_bytes * (world_size - 1) / world_size
 
 
 @dataclass(slots=True)

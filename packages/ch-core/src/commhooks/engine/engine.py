@@ -272,7 +272,7 @@ class Engine:
         for live in lives:
             requests = live.advance(self.sender.timeout, self.counters)
             if requests is not None:
-                self.counters.traffic.add(*live.plan.volumes[live.stage], self.transport.world_size)
+                self.counters.traffic.add(*live.plan.volumes[live.stage])
                 asked.add(live, requests)
             else:
                 self._end(live)

@@ -75,6 +75,8 @@ class EngineGroup:
             total[f"{axis}_payload_bytes"] = one.traffic.payload_bytes
             total[f"{axis}_wire_bytes"] = one.traffic.wire_bytes
             total[f"{axis}_rounds"] = float(one.traffic.rounds)
+        if self._relay is not None:
+            total["wire_bytes"] += self._relay.counters.traffic.wire_bytes
         return total
 
     def _pass_on(self, error: BaseException | None, relay: Sender) -> BaseException | None:

@@ -95,6 +95,7 @@ class Sender:
             for bucket in buckets:
                 bucket.pending = stage
             stage.start(requests)
+        self.counters.traffic.wire_bytes += stage.wire_bytes
 
     def send_status(self, verdict: StepVerdict, clock: int | None) -> None:
         """Send this rank's part of a step's verdict; a step without collectives sends none, as nobody else takes part.
@@ -108,7 +109,9 @@ class Sender:
 
     def post(self, request: Request) -> Stage:
         """Start a message of the engine's own."""
-        return Stage(self.transport, self.scratch, "status", True, self.tuning).start((request,))
+        stage = Stage(self.transport, self.scratch, "status", True, self.tuning).start((request,))
+        self.counters.traffic.wire_bytes += stage.wire_bytes
+        return stage
 
     def carry_out(self, request: Request) -> None:
         """Send a message of the engine's own, and wait for it."""

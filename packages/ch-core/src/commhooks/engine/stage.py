@@ -24,6 +24,8 @@ class Stage:
 
     Attributes:
         any_order: whether sums of unrounded numbers may be added up in another order than DDP's.
+        wire_bytes: what this rank sends, as modelled: round a ring ``2 (W - 1) / W`` of an all-reduce and ``(W - 1) / W``
+            of any other collective, and all of it to ``W - 1`` ranks in a direct exchange.
     """
 
     transport: Transport
@@ -33,6 +35,7 @@ class Stage:
     tuning: CpuTuning = TUNED
     _works: list[Message] = field(default_factory=list)
     reduced: list[torch.Tensor] = field(default_factory=list)
+    wire_bytes: float = 0.0
 
     def start(self, requests: tuple[Request, ...]) -> "Stage":
         groups: dict[object, list[AllReduce]] = {}
@@ -107,6 +110,7 @@ class Stage:
             if size >= self.tuning.halved_from:
                 ahead, flat = flat.chunk(2)
                 self._add(self.transport.all_reduce(ahead, op), ahead, None)
+        self._sends(2 * size)
         self._add(self.transport.all_reduce(flat, op), flat, decode)
 
     def _exchange_directly(self, number: int, flat: torch.Tensor, decode: Callable[[], None] | None) -> None:
@@ -128,19 +132,24 @@ class Stage:
             if decode is not None:
                 decode()
 
+        self._sends(sent.nbytes)
         self._add(self.transport.all_to_all(received.view(-1), sent.view(-1)), received, add_up)
 
     def _sparse(self, request: AllReduce) -> None:
         if self._scale(request.op) != 1.0:
             request.tensor.div_(self.transport.world_size)  # as DDP does here, where it multiplies dense ones by 1/W
+        # gloo and NCCL gather indices and values
+        self._sends(self.transport.world_size * (request.tensor._indices().nbytes + request.tensor._values().nbytes))
         self._add(self.transport.all_reduce(request.tensor, _sum(request.op)), request.tensor, None)
 
     # -- the others
 
     def _other(self, number: int, request: Request) -> None:
         if isinstance(request, AllGather):
+            self._sends(request.output.nbytes)
             self._add(self.transport.all_gather(request.output, request.input), request.output, None)
         elif isinstance(request, AllToAll):
+            self._sends(request.input.nbytes)
             self._add(self.transport.all_to_all(request.output, request.input), request.output, None)
         elif isinstance(request, ReduceScatter):
             self._reduce_scatter(number, request)
@@ -151,6 +160,7 @@ class Stage:
         if wire is None:
             if scale != 1.0:
                 request.input.mul_(scale)
+            self._sends(request.input.nbytes)
             work = self.transport.reduce_scatter(request.output, request.input, _sum(request.op))
             self._add(work, request.output, None)
             return
@@ -159,11 +169,16 @@ class Stage:
         sent = self.scratch.get(owner, name + " input", request.input.shape, wire.dtype, device)
         received = self.scratch.get(owner, name + " output", request.output.shape, wire.dtype, device)
         encode(request.input, sent, scale, wire)
+        self._sends(sent.nbytes)
         work = self.transport.reduce_scatter(received, sent, _sum(request.op))
         self._add(work, received, lambda: _copy(request.output, received))
 
     def _scale(self, op: str) -> float:
         return 1.0 / self.transport.world_size if op == "mean" else 1.0
+
+    def _sends(self, nbytes: int) -> None:
+        """Count a message of so many bytes for all ranks together, of which a rank keeps its own part."""
+        self.wire_bytes += nbytes * (self.transport.world_size - 1) / self.transport.world_size
 
     def _add(self, work: Work, output: torch.Tensor, decode: Decode) -> None:
         self._works.append((work, output, decode))

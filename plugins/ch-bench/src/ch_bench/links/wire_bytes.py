@@ -3,9 +3,9 @@
     sudo python -m ch_bench.links.wire_bytes [--json]
 
 Every hook trains a few steps between network namespaces, one rank in each, so that nothing else uses the interface.
-The engine counts ``wire_bytes``: what a bandwidth-optimal collective sends for the tensors it is given. The interface
-counts packets, so headers come on top, about 0.2 % with segmentation offload; and it does not know what is optimal, so
-it also shows where the back end's algorithm is not. Buckets are 1 MiB and more.
+The engine counts ``wire_bytes``: what a rank sends round a ring or in a direct exchange, the status included. The interface
+counts packets, so headers come on top, about 0.2 % with segmentation offload; and it shows where the back end's algorithm
+is another. Buckets are 1 MiB and more.
 """
 
 import argparse
