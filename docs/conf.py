@@ -28,6 +28,7 @@ PUBLIC = (
     "ch_ft",
     "ch_powersgd",
     "ch_quant",
+    "ch_sparse",
     "ch_bench",
     "ch_bench.compatibility",
     "ch_bench.compatibility.run",

@@ -24,6 +24,7 @@ ELSEWHERE = {
     "docs/packages/ft.md": "needs a lighthouse: the tests of ch-ft",
     "packages/ch-ft/README.md": "needs a lighthouse: the tests of ch-ft",
     "plugins/ch-quant/README.md": "an excerpt of docs/packages/quant.md",
+    "plugins/ch-sparse/README.md": "an excerpt of docs/packages/sparse.md",
 }
 TESTING = ["docs/testing_hooks.md"]
 """Pages that say themselves that they need `ch-core[testing]`."""

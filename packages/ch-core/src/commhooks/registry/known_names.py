@@ -31,6 +31,10 @@ FIRST_PARTY: dict[str, tuple[str, ...]] = {
         "./packages/ch-ddp",
         "./plugins/ch-quant",
     ),
+    "ch-sparse": (
+        "./packages/ch-ddp",
+        "./plugins/ch-sparse",
+    ),
 }
 """Distribution -> the folders of a clone to install it from."""
 
@@ -54,6 +58,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "quantize_per_channel": ("ch-quant",),
     "quantize_per_tensor": ("ch-quant",),
     "reduce_scatter": ("ch-fsdp",),
+    "topk": ("ch-sparse",),
     "warmup": ("ch-core",),
 }
 

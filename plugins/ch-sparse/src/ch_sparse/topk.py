@@ -1,0 +1,154 @@
+"""The largest entries of every chunk, with error feedback that may decay (Deep Gradient Compression, arXiv:1712.01887;
+chunks, decay and 2 bits as in SparseLoCo, arXiv:2508.15706).
+
+Rank i adds what it could not send before, ``p = g + decay * e``, and chooses from every ``chunk`` consecutive elements
+of a parameter the ``max(1, round(density * chunk))`` largest. How many there are follows from the layout, so the sizes of
+all messages are known in advance. An entry travels as its place in the chunk, in as many bits as that takes, and its
+value in ``bits`` bits. Every rank gathers every rank's entries and adds them up in rank order, so all have the same bits::
+
+    all-gather    message of a rank: values, packed places
+    locally       mean = sum of the entries / W, zero elsewhere;  e = p - what was sent
+
+A message holds, of each bucket, ``bits`` per entry, ``ceil(log2(chunk))`` per entry, and with ``bits=2`` 4 bytes per chunk;
+each kind is filled up to whole bytes, and the message to an even number of them. A rank receives ``W - 1`` of them:
+the volume grows with the number of ranks, and :meth:`~commhooks.Reduction.cautions` says where it passes bf16's.
+
+What is not finite is larger than all else, so at least one such entry of a chunk is sent.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from ch_sparse.bits import BitPacking
+from ch_sparse.chunks import Chunks, largest
+from ch_sparse.options import check_common, exact_because
+from ch_sparse.values import VALUES
+from commhooks import AllGather, Bucket, BucketLayout, HookConfigError, ParamLayout, Reduction, Stages, StepContext
+
+FIELD = "residual"
+
+
+class TopK(Reduction):
+    """The mean of each rank's largest entries.
+
+    Args:
+        density: part of a chunk's entries that is sent, above 0 and at most 1.
+        chunk: consecutive elements of a parameter among which the largest are chosen, 16 to 65536.
+        bits: of a value on the wire: 16 (bf16), or 2 (a sign, and one of two levels that each chunk has).
+        feedback: keep what was not sent for the next step, in fp32.
+        decay: what a step leaves of what was kept; 1 loses nothing.
+        start_iter: committed steps that are averaged exactly before.
+        exempt: average parameters of fewer than two dimensions, and those of fewer than ``1 / density`` elements, exactly.
+
+    Raises:
+        HookConfigError: an option out of its range, or ``decay`` without ``feedback``.
+
+    State: ``residual``, local, fp32, one per sparsified parameter, with ``feedback`` only.
+
+    Example:
+        >>> layout = BucketLayout.of_shapes({"w": (64, 64)})
+        >>> stages = TopK(density=0.01).plan(layout, StepContext(world_size=2))
+        >>> stages[0][0].payload_bytes  # of two ranks: 41 values in bf16, 42 places of 12 bits in 63 bytes, 1 to be even
+        292
+    """
+
+    name = "topk"
+    collectives = frozenset({"all_gather"})
+    lossy = True
+    memory_order_fields = frozenset({FIELD})
+
+    def __init__(
+        self,
+        density: float = 0.01,
+        chunk: int = 4096,
+        bits: int = 16,
+        feedback: bool = True,
+        decay: float = 1.0,
+        start_iter: int = 0,
+        exempt: bool = True,
+    ) -> None:
+        check_common(density, start_iter)
+        if isinstance(chunk, bool) or not isinstance(chunk, int) or not 16 <= chunk <= 65536:
+            raise HookConfigError(f"chunk={chunk!r}: expected 16 to 65536 elements")
+        if bits not in VALUES:
+            raise HookConfigError(f"bits={bits!r}: expected one of {sorted(VALUES, reverse=True)}")
+        if not 0.0 < decay <= 1.0:
+            raise HookConfigError(f"decay={decay!r}: expected a number above 0 and at most 1")
+        if decay != 1.0 and not feedback:
+            raise HookConfigError(f"decay={decay!r} without feedback: nothing is kept that could decay; leave it out")
+        self.density, self.chunk, self.bits, self.feedback = float(density), chunk, bits, bool(feedback)
+        self.decay, self.start_iter, self.exempt = float(decay), start_iter, bool(exempt)
+        self.fields = {FIELD: "local"} if feedback else {}
+        self.reports_sent = not feedback
+        self._values, self._places = VALUES[bits], BitPacking((chunk - 1).bit_length())
+        self._chunks: dict[BucketLayout, Chunks] = {}
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "density": self.density,
+            "chunk": self.chunk,
+            "bits": self.bits,
+            "feedback": self.feedback,
+            "decay": self.decay,
+            "start_iter": self.start_iter,
+            "exempt": self.exempt,
+        }
+
+    def phase(self, step: int) -> Hashable:
+        return step < self.start_iter
+
+    def route(self, param: ParamLayout, step: int) -> str | None:
+        return exact_because(param, step, self.density, self.start_iter, self.exempt)
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
+        chunks = self._chunks_of(bucket.layout)
+        grid = ctx.scratch("grid", (chunks.rows, self.chunk), device=bucket.device)
+        parts = list(zip(bucket.params, chunks.places(grid), strict=True))
+        for p, place in parts:
+            place[p.numel :].zero_()
+            place[: p.numel].copy_(bucket.matrix(p).view(-1))
+            before = ctx.read(p.name, FIELD) if self.feedback else None
+            if before is not None:
+                place[: p.numel].add_(before.view(-1), alpha=self.decay)
+
+        columns = largest(grid, chunks.k)  # (rows, k)
+        indices = chunks.entries(columns)  # (total,)
+        split = self._values.bytes(chunks)  # where the places begin in a message
+        size = split + self._places.bytes(chunks.total)
+        size += size % 2  # every rank's message begins where bf16 may
+        mine = ctx.scratch("mine", (size,), torch.uint8, bucket.device)
+        everyone = ctx.scratch("everyone", (ctx.world_size, size), torch.uint8, bucket.device)
+        mine[-1:].zero_()
+        self._values.encode(grid.gather(1, columns), chunks, mine[:split])
+        self._places.pack(indices, mine[split:][: self._places.bytes(chunks.total)])
+        yield AllGather(mine, everyone.view(-1))
+
+        if self.feedback or ctx.sent is not None:
+            at, sent = chunks.positions(indices), self._values.decode(mine[:split], chunks)
+            if self.feedback:
+                grid.view(-1).index_add_(0, at, sent, alpha=-1.0)  # e = p - what was sent
+                for p, place in parts:
+                    ctx.stage(p.name, FIELD, p.matrix_shape, device=bucket.device).view(-1).copy_(place[: p.numel])
+            if ctx.sent is not None:
+                grid.zero_().view(-1).index_copy_(0, at, sent)
+                fill(ctx.sent, parts)
+
+        total = grid.zero_().view(-1)
+        for one in everyone:  # in rank order: a place is in a message once, so no order of adding is left to the device
+            indices = self._places.unpack(one[split:][: self._places.bytes(chunks.total)], chunks.total)
+            values = self._values.decode(one[:split], chunks)
+            total.index_add_(0, chunks.positions(indices), values, alpha=1.0 / ctx.world_size)
+        fill(bucket, parts)
+
+    def _chunks_of(self, layout: BucketLayout) -> Chunks:
+        if layout not in self._chunks:
+            self._chunks[layout] = Chunks(layout, self.chunk, self.density)
+        return self._chunks[layout]
+
+
+def fill(bucket: Bucket, parts: list[tuple[ParamLayout, torch.Tensor]]) -> None:
+    """Copy to a bucket what its parameters' chunks hold."""
+    for p, place in parts:
+        bucket.matrix(p).view(-1).copy_(place[: p.numel])

@@ -1,0 +1,25 @@
+"""The contract of every hook, with the options that change what is sent."""
+
+import pytest
+
+from commhooks.testing import HookContract
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class TestTopK(HookContract):
+    expr = "topk(density=0.1, chunk=256)"
+
+
+class TestTwoBits(HookContract):
+    expr = "topk(density=0.2, chunk=101, bits=2, exempt=False)"
+
+
+class TestFedFromOutside(HookContract):
+    expr = "error_feedback(topk(density=0.1, bits=2, feedback=False))"
+
+
+class TestDecay(HookContract):
+    expr = "topk(density=0.2, chunk=64, decay=0.95, start_iter=1)"
+    first_step = 1
+    conservation = 0.1  # what decays is lost, on purpose
