@@ -23,6 +23,7 @@ ORDER = (  # of ch-core: a module imports from its own line and from those below
     "api",
     "checkpoint",
     "handle",
+    "report",
     "simulate",
     "adapters",
     "engine",

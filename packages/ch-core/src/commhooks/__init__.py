@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from commhooks.registry.hook_function import as_hook
     from commhooks.registry.hookspecs import hookimpl
     from commhooks.registry.specs import HookSpec, Needs, Param, PluginFailure
+    from commhooks.report.report import Report, ReportRow
+    from commhooks.report.rows import PlanRow
     from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Request, Requests
     from commhooks.state import HookState
     from commhooks.typing import GradBucket
@@ -67,12 +69,15 @@ __all__ = [
     "Param",
     "ParamLayout",
     "Plain",
+    "PlanRow",
     "PluginFailure",
     "PluginLoadError",
     "RankMismatchError",
     "ReduceScatter",
     "Reduction",
     "RemoteHookError",
+    "Report",
+    "ReportRow",
     "Request",
     "Requests",
     "Stages",
@@ -119,6 +124,8 @@ __getattr__, __dir__ = lazy(
         "registry.hook_function": "as_hook",
         "registry.hookspecs": "hookimpl",
         "registry.specs": "HookSpec Needs Param PluginFailure",
+        "report.report": "Report ReportRow",
+        "report.rows": "PlanRow",
         "requests": "Request Requests AllGather AllReduce AllToAll ReduceScatter",
         "state": "HookState",
         "typing": "GradBucket",

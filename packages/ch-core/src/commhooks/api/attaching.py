@@ -17,6 +17,7 @@ from commhooks.registry.discovery import load_target
 from commhooks.registry.known_names import KNOWN_ADAPTERS
 from commhooks.registry.metadata import how_to_install
 from commhooks.registry.registry import adapters
+from commhooks.report.report import never_compresses
 from commhooks.state import HookState
 from commhooks.transport.lost import group_timeout, refuse_lost
 
@@ -116,6 +117,9 @@ def attach(
     except BaseException:
         handle.detach()
         raise
+    never = never_compresses(handle.expr, binding)
+    if never is not None:
+        log.warning("%s", never)
     log.info("attached %s to %s", handle.expr, type(model).__name__)
     return handle
 

@@ -1,0 +1,97 @@
+"""A report as text for a terminal of 80 columns, and as HTML for a notebook."""
+
+import textwrap
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+WIDTH = 80
+_HEADS = ("parameters", "gradient", "payload", "ratio", "error", "residual")
+_WIDTHS = (10, 9, 9, 7, 6, 9)
+
+
+def as_text(report: Mapping[str, Any]) -> str:
+    """Under 81 characters a line; where a parameter's name alone is longer, that line is."""
+    lines = [*_wrapped(_title(report), ""), ""]
+    first = WIDTH - sum(_WIDTHS) - len(_WIDTHS)
+    lines.append(_line("a step", _HEADS, first))
+    for group in report["groups"]:
+        lines.append(_line(group["treatment"], _cells(group), first))
+        if group["why"]:
+            lines += _wrapped("because " + group["why"], "  ")
+        lines += _wrapped(group["pattern"], "  ")
+    lines.append(
+        _line("all", _cells({**report["total"], "names": [n for g in report["groups"] for n in g["names"]]}), first)
+    )
+    for warning in report["warnings"]:
+        lines += ["", *_wrapped("warning: " + warning, "  ", "")]
+    return "\n".join(lines)
+
+
+def as_html(report: Mapping[str, Any]) -> str:
+    """One table."""
+    head = "".join(f"<th>{name}</th>" for name in ("treatment", "why", *_HEADS))
+    rows = []
+    for group in report["groups"]:
+        cells = (group["treatment"], group["why"] or group["pattern"], *_cells(group))
+        names = escape(", ".join(group["names"]), quote=True)
+        rows.append(f'<tr title="{names}">' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
+    notes = "".join(f"<p><b>warning</b> {escape(warning)}</p>" for warning in report["warnings"])
+    return f"<p>{escape(_title(report))}</p><table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>{notes}"
+
+
+def size(count: float | None) -> str:
+    """Bytes for people.
+
+    >>> size(16640), size(42_800_000), size(12), size(None)
+    ('16.6 kB', '42.8 MB', '12 B', '–')
+    """
+    if count is None:
+        return "–"
+    for unit, of in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= of:
+            return f"{count / of:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def _title(report: Mapping[str, Any]) -> str:
+    stats = report["stats"]
+    if not report["world_size"]:
+        return f"{report['hook']}: a foreign hook, called {stats.get('calls', 0):.0f} times; what it sends is its own affair"
+    return (
+        f"{report['hook']} on rank {report['rank']} of {report['world_size']}: {stats['steps']:.0f} steps, "
+        f"{stats['compressed_steps']:.0f} of them compressed; {size(stats['payload_bytes'])} given to collectives; in the "
+        f"hook {stats['hook_seconds']:.2f} s, {stats['wait_seconds']:.2f} s of them waiting"
+    )
+
+
+def _cells(group: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        str(len(group["names"])),
+        size(group["gradient_bytes"]),
+        size(group["payload_bytes"]),
+        _number(group["ratio"], ".1f"),
+        _number(group["relative_error"], ".3f"),
+        _number(group["residual_norm"], ".2e"),
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _line(first: str, cells: tuple[str, ...], width: int) -> str:
+    if len(first) > width:  # a name is never cut: it has a line of its own
+        return "\n".join([first, _line("", cells, width)])
+    return first.ljust(width) + "".join(" " + cell.rjust(w) for cell, w in zip(cells, _WIDTHS, strict=True))
+
+
+def _wrapped(text: str, indent: str, first: str | None = None) -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=indent if first is None else first,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
