@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ch_quant
 import commhooks
-from ch_quant import BlockQuantized, quantize_per_channel, quantize_per_tensor
+from ch_quant import Quantized, quant8, quantize_per_channel, quantize_per_tensor
 from ch_quant.affine import decode, encode
 from commhooks.simulate import SimulatedRank, simulate
 from commhooks.testing import spawn
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(120)
 
 SHAPES = {"up": (40, 33), "norm": (40,), "down": (33, 40), "small": (3, 5), "head": (256, 2)}
 QUANTIZED = ("up", "down", "head")
-LOSSY = [BlockQuantized(), BlockQuantized(error_feedback=True), quantize_per_tensor(), quantize_per_channel(64)]
+LOSSY = [quant8(), quant8(error_feedback=True), quantize_per_tensor(), quantize_per_channel(64)]
 
 
 def gradients(rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -71,7 +71,7 @@ def test_all_ranks_have_the_same_bits_close_to_the_average(reduction: commhooks.
 @pytest.mark.parametrize("world", [2, 4])
 def test_quant8_is_off_by_at_most_half_a_level_at_each_rounding(world: int) -> None:
     block = 16
-    got, wanted = reduced(BlockQuantized(block), world)[0]["up"], average(world)["up"]
+    got, wanted = reduced(quant8(block=block), world)[0]["up"], average(world)["up"]
 
     def level(x: torch.Tensor) -> torch.Tensor:
         padded = torch.zeros(-(-x.numel() // block) * block)
@@ -84,10 +84,10 @@ def test_quant8_is_off_by_at_most_half_a_level_at_each_rounding(world: int) -> N
 
 
 def test_quant8_exempts_norms_and_small_ones_exactly() -> None:
-    got, exact = reduced(BlockQuantized(), 2)[0], average(2)
+    got, exact = reduced(quant8(), 2)[0], average(2)
     assert torch.equal(got["norm"], exact["norm"])
     assert torch.equal(got["small"], exact["small"])
-    everything = reduced(BlockQuantized(exempt=False), 2)[0]
+    everything = reduced(quant8(exempt=False), 2)[0]
     assert not torch.equal(everything["norm"], exact["norm"])
 
 
@@ -104,7 +104,10 @@ def test_wire_volume_does_not_grow_with_the_world() -> None:
         stages = reduction.plan(layout, commhooks.StepContext(world_size=world))
         return sum(request.payload_bytes for stage in stages for request in stage)
 
-    assert {volume(BlockQuantized(), world) for world in (2, 4, 8, 64)} == {2 * (512 * 512 + 4 * 1024)}
+    for bits in (8, 4, 3, 2, 1):
+        packed = 512 * 512 * bits // 8 + 2 * 2048  # a scale for every 128
+        assert {volume(Quantized(bits), world) for world in (2, 4, 8, 16, 64)} == {2 * packed}
+    assert volume(Quantized(4), 64) <= 2 * 0.53 * 512 * 512
     assert volume(quantize_per_tensor(), 64) == 32 * volume(quantize_per_tensor(), 2)
 
 
@@ -115,7 +118,7 @@ def test_error_feedback_covers_both_roundings(fed: bool, world: int) -> None:
     steps = 20
 
     def body(rank: SimulatedRank) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        engine = rank.engine(BlockQuantized(error_feedback=fed))
+        engine = rank.engine(quant8(error_feedback=fed))
         total = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         for step in range(steps):
             for name, g in one_step(engine, gradients(rank.rank, step), (2, 4)).items():
@@ -216,7 +219,16 @@ def test_a_multiple_of_the_bucket_size_has_no_extra_channel() -> None:
 
 
 @pytest.mark.parametrize(
-    "expr", ["quant8(block=10)", "quant8(block=18)", "quantize_per_channel(bucket_size=0)", "bf16_wrapper(quant8)"]
+    "expr",
+    [
+        "quant8(block=10)",
+        "quant8(block=24)",
+        "quant(bits=5)",
+        "quant4(block=48, rotation='hadamard')",
+        "quant4(rounding='up')",
+        "quantize_per_channel(bucket_size=0)",
+        "bf16_wrapper(quant8)",
+    ],
 )
 def test_what_cannot_be_configured(expr: str) -> None:
     if expr.startswith("bf16"):
@@ -228,7 +240,7 @@ def test_what_cannot_be_configured(expr: str) -> None:
 def test_listing_loads_no_torch() -> None:
     code = (
         "import sys, commhooks; names = {s.name for s in commhooks.list_hooks(provider='ch-quant')}; "
-        "assert names == {'quant8', 'quantize_per_tensor', 'quantize_per_channel'}, names; "
+        "assert names == {'quant', 'quant8', 'quant4', 'quant2', 'sign', 'quantize_per_tensor', 'quantize_per_channel'}, names; "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

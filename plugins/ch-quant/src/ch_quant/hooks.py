@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 
 from ch_quant.affine import quantize_per_channel, quantize_per_tensor
-from ch_quant.blocks import BlockQuantized
+from ch_quant.family import quant8
 from commhooks import GradBucket, as_hook
 
 _PER_TENSOR = as_hook(quantize_per_tensor(), "quantization_pertensor_hook")
-_QUANT8 = as_hook(BlockQuantized(), "quant8_hook")
+_QUANT8 = as_hook(quant8(), "quant8_hook")
 
 
 @lru_cache
@@ -44,7 +44,7 @@ def quantization_perchannel_hook(
 
 
 def quant8_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """:class:`~ch_quant.BlockQuantized` with its defaults."""
+    """:func:`~ch_quant.quant8` with its defaults."""
     return _QUANT8(process_group, bucket)
 
 

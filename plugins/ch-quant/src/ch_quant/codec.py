@@ -1,0 +1,168 @@
+"""A block of numbers as one 16-bit scale and codes of a few bits, and back.
+
+A block of ``block`` numbers ``x`` travels as a scale ``s`` (bf16) and codes ``q`` of b bits:
+
+* 8, 4 and 3 bits, *mid-tread*: ``s = max|x| / L`` with ``L = 2^(b-1) - 1`` (127, 7, 3), ``q = round(x / s)``, decoded as
+  ``q s``. Zero is a level (QSGD, arXiv:1610.02132; blocks as in ZeRO++'s qgZ, arXiv:2306.10209).
+* 2 and 1 bits, *mid-rise*: levels ``(q + 1/2) 2h`` with ``q = floor(x / 2h)``. For 1 bit ``h = mean|x|``, which is
+  signSGD with the mean magnitude of the block (Karimireddy et al. 2019, arXiv:1901.09847). For 2 bits ``h = 0.6 mean|x|``:
+  levels at 0.6 and 1.8 times the mean magnitude, near the best uniform ones for normal and for Laplace numbers; what is
+  larger is clipped.
+
+*Stochastic rounding* draws between the two neighbouring levels so that the mean is ``x``. It clips nothing: the scale is
+rounded up, and that of 2 bits or 1 comes from ``max|x|``.
+
+The scale has 8 significant bits and the range of fp32. The codes are made with the scale as it travels, so that its
+rounding costs no accuracy. A block that holds NaN or Inf has a scale that is not finite, and arrives as such, whatever its
+codes; one of zeros, and one below 1e-36, arrives as zeros.
+
+In a message of ``rows`` blocks all scales stand first, then the codes in chunks (see :mod:`ch_quant.packing`).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ch_quant.packing import pack, packed_bytes, unpack
+from commhooks import StepContext
+
+CHUNK = 1 << 16  # numbers treated together: with their fp32 copies and codes they stay in a core's second cache
+SMALLEST = 1e-36  # a scale whose reciprocal is finite
+UP = 1.0 + 2.0**-7  # more than bf16 may round a scale down
+TWO_BITS = 0.6  # half a step of 2 bits, in mean magnitudes
+
+
+@dataclass(frozen=True)
+class Codec:
+    """The format: how many bits, how many numbers share a scale, how they are rounded.
+
+    Args:
+        bits: 8, 4, 3, 2 or 1.
+        block: numbers that share a scale, a multiple of 16.
+        rounding: ``"nearest"`` or ``"stochastic"``.
+
+    Example:
+        >>> Codec(4, 128).bytes(2)  # of 256 numbers: 2 scales and 256 half bytes
+        132
+    """
+
+    bits: int
+    block: int
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+
+    @property
+    def centred(self) -> bool:
+        """Whether zero is a level (mid-tread)."""
+        return self.bits > 2
+
+    @property
+    def chunk(self) -> int:
+        """Blocks in a chunk."""
+        return max(1, CHUNK // self.block)
+
+    def bytes(self, rows: int) -> int:
+        """Of a message of ``rows`` blocks: even, so that the scales of one message after another are aligned."""
+        return rows * (2 + packed_bytes(self.block, self.bits))
+
+    def split(self, message: torch.Tensor, rows: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales ``(count, 1)`` bf16 and packed codes, int8, of ``count`` blocks from ``first`` of a message."""
+        scales = message[2 * first : 2 * (first + count)].view(torch.bfloat16).view(count, 1)
+        each = packed_bytes(self.block, self.bits)
+        start = 2 * rows + first * each
+        return scales, message[start : start + count * each].view(torch.int8)
+
+
+class Workspace:
+    """Memory for one chunk, and the arithmetic on it: :meth:`encode`, :meth:`decode`.
+
+    Args:
+        codec: the format.
+        ctx: whose scratch is used.
+        device: of the numbers.
+        rows: blocks in the largest chunk.
+
+    Attributes:
+        x, y: ``(rows, block)`` fp32, for the caller; ``y`` is overwritten by both.
+        spare: another, overwritten by a rotation.
+    """
+
+    def __init__(self, codec: Codec, ctx: StepContext, device: torch.device, rows: int) -> None:
+        self.codec = codec
+        shape = (rows, codec.block)
+        self.x, self.y, self.spare, self.total = (
+            ctx.scratch(f"chunk {name}", shape, device=device) for name in ("x", "y", "spare", "total")
+        )
+        self._codes, self._lanes = (
+            ctx.scratch(f"chunk {name}", (rows * codec.block,), torch.int8, device) for name in ("codes", "lanes")
+        )
+        self._scale, self._inverse = (ctx.scratch(f"chunk {n}", (rows, 1), device=device) for n in ("scale", "inverse"))
+
+    def encode(
+        self, x: torch.Tensor, scales: torch.Tensor, packed: torch.Tensor, noise: torch.Generator | None
+    ) -> None:
+        """Fill scales and codes from ``x`` ``(rows, block)`` fp32, which is left as it is.
+
+        Args:
+            x: the numbers.
+            scales: from :meth:`Codec.split`.
+            packed: likewise.
+            noise: what stochastic rounding draws from.
+        """
+        codec, rows = self.codec, x.shape[0]
+        y, scale, inverse = self.y[:rows], self._scale[:rows], self._inverse[:rows]
+        half = self._measure(x, y, scale)
+        scales.copy_(scale.mul_(UP) if noise is not None else scale)
+        inverse.copy_(scales).clamp_(min=SMALLEST).reciprocal_()  # NaN and inf go on into every decoded number
+        torch.mul(x, inverse.mul_(half), out=y)
+        low = -(1 << (codec.bits - 1))
+        if noise is not None:
+            draw = self.spare[:rows].uniform_(generator=noise)
+            y.add_(draw if codec.centred else draw.sub_(0.5)).floor_()
+        elif codec.centred:
+            y.round_()
+        else:
+            y.floor_()
+        if not codec.centred:
+            y.clamp_(low, -low - 1)
+        codes = self._codes[: y.numel()]
+        codes.copy_(y.view(-1))  # to int8: a cast to uint8 is not vectorised, and takes nine times as long
+        pack(codes, codec.bits, packed, self._lanes)
+
+    def _measure(self, x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> float:
+        """Leave what a block's scale is in ``scale``; returns how many codes there are to a scale."""
+        codec = self.codec
+        if codec.centred or codec.rounding == "stochastic":
+            torch.abs(x, out=y)  # and not a norm, nor aminmax: they take sixteen times as long
+            torch.amax(y, 1, keepdim=True, out=scale)
+            levels = (1 << (codec.bits - 1)) - 1 if codec.centred else (1 << codec.bits) - 1
+            scale.mul_(1.0 / levels)
+        else:
+            torch.mul(x, 1.0 / codec.block, out=y).abs_()  # divided first: the sum may overflow where the mean fits
+            torch.sum(y, 1, keepdim=True, out=scale)
+            if codec.bits == 2:
+                scale.mul_(TWO_BITS)
+        return 1.0 if codec.centred else 0.5
+
+    def decoded(self, rows: int, scales: torch.Tensor) -> torch.Tensor:
+        """What :meth:`encode` has just encoded, as it will be decoded: ``(rows, block)`` fp32, in ``y``."""
+        y = self.y[:rows]
+        if not self.codec.centred:
+            y.mul_(2.0).add_(1.0)
+        return y.mul_(self._scale[:rows].copy_(scales))
+
+    def decode(
+        self, scales: torch.Tensor, packed: torch.Tensor, out: torch.Tensor | None = None, factor: float = 1.0
+    ) -> torch.Tensor:
+        """``factor`` times the numbers of a chunk, ``(rows, block)`` fp32, in ``out``, or else in ``y``."""
+        rows = scales.shape[0]
+        y = out if out is not None else self.y[:rows]
+        codes = self._codes[: y.numel()]
+        unpack(packed, self.codec.bits, codes)
+        if not self.codec.centred:
+            codes.mul_(2).add_(1)  # of half a step each
+        scale = self._scale[:rows].copy_(scales)
+        if factor != 1.0:
+            scale.mul_(factor)
+        y.copy_(codes.view(y.shape))
+        return y.mul_(scale)

@@ -1,0 +1,214 @@
+"""The two stages of a quantized average, each usable alone.
+
+W ranks hold W parts of equal size each; part r belongs to rank r (after ZeRO++'s qgZ, arXiv:2306.10209)::
+
+    1. all-to-all    rank r receives every rank's part r, packed           Exchange.send, then Exchange.take
+       locally       m = mean over ranks, in fp32, in rank order
+    2. all-gather    everybody receives every m, packed, from its owner    Exchange.share, then Exchange.deliver
+
+The first alone is a reduce-scatter (:func:`reduce_scatter`): the result is fp32, and rounded once. Both together are an
+all-reduce (:func:`all_reduce`) that costs the same number of bytes on every link, whatever W is, and of which all ranks
+decode the same bytes, hence the same bits.
+
+A part is a list of vectors, each of which starts a block of its own. Everything is done chunk by chunk: what is read
+from memory, or written to it, is so once in each stage.
+
+Error feedback covers both roundings. What rank i lost at the first, ``p_i - C(p_i)``, is its own. What the owner of a
+part lost at the second, ``m - C(m)``, everybody misses; the owner keeps it, W times, in the same residual: it will be
+divided by W. So ``applied + mean residual = sum of the averages`` holds exactly.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ch_quant import rotation
+from ch_quant.blocks import Chunk, Cut, cut, gather, gather_add, scatter, scatter_add, whole
+from ch_quant.codec import Codec, Workspace
+from ch_quant.noise import generator
+from commhooks import AllGather, AllToAll, Stages, StepContext
+
+Vectors = Sequence[torch.Tensor]
+
+
+class Feedback:
+    """The residual of each vector: what was kept (``None``: nothing yet), and what is to be kept, fp32, of its size."""
+
+    def __init__(self, before: Sequence[torch.Tensor | None], after: Vectors) -> None:
+        self.before, self.after = before, after
+
+
+class Exchange:
+    """One average on its way.
+
+    Args:
+        codec: the format on the wire.
+        sizes: numbers of each vector; of the whole, if ``parts`` is W, or of one part, if it is 1.
+        ctx: of the step.
+        device: of the vectors.
+        parts: into how many parts the vectors are cut here. 1: every part has vectors of its own, of these sizes.
+        rotated: whether blocks are rotated before they are rounded (``block`` is a power of two then).
+        seed: of stochastic rounding: something that names the numbers.
+
+    Attributes:
+        bytes: of one packed part. A rank sends W of them in the first stage, and one in the second.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        sizes: Sequence[int],
+        ctx: StepContext,
+        device: torch.device,
+        *,
+        parts: int,
+        rotated: bool = False,
+        seed: str = "",
+    ) -> None:
+        self.codec, self.ctx, self.rotated = codec, ctx, rotated
+        # On a GPU a chunk is a launch of several kernels, and there is no cache to stay in.
+        self.cut: Cut = cut(tuple(sizes), codec.block, parts, codec.chunk if device.type == "cpu" else 1 << 40)
+        self.bytes = codec.bytes(self.cut.rows)
+        self._device, self._seed = device, seed
+        self._numbers = device.type != "meta"  # a dry run asks for messages alone
+        rows = max((chunk.rows for chunk in self.cut.parts[0]), default=0)
+        self._work = Workspace(codec, ctx, device, rows)
+
+    # -- the first stage
+
+    def send(self, parts: Sequence[Vectors], feedback: Feedback | None = None) -> AllToAll:
+        """Pack every part; ``received`` has this rank's part of every rank when the request is done.
+
+        Args:
+            parts: the vectors of each of the W parts: the same list W times, where it is cut here.
+            feedback: adds what was kept to the numbers, and keeps what is lost; of vectors that are cut here.
+        """
+        shape = (self.ctx.world_size, self.bytes)
+        self._sent, self._received = (self._scratch(name, shape) for name in ("sent", "received"))
+        if self._numbers:
+            noise = self._noise("send")
+            for number, (vectors, message) in enumerate(zip(parts, self._sent, strict=True)):
+                for chunk in self._chunks(number):
+                    self._pack(vectors, chunk, message, noise, feedback)
+        return AllToAll(self._sent.view(-1), self._received.view(-1))
+
+    def take(self, vectors: Vectors) -> None:
+        """Leave the mean of this rank's part, fp32 rounded to their dtype, in ``vectors``."""
+        for chunk, mean in self._means():
+            scatter(vectors, chunk, self._plain(mean))
+
+    # -- the second stage
+
+    def share(self, feedback: Feedback | None = None) -> AllGather:
+        """Pack the mean of this rank's part, in the place of :meth:`take`."""
+        self._own = self._scratch("own", (self.bytes,))
+        noise = self._noise("share")
+        for chunk, mean in self._means():
+            scales, packed = self._split(self._own, chunk)
+            self._work.encode(mean, scales, packed, noise)
+            if feedback is not None:
+                lost = mean.sub_(self._work.decoded(chunk.rows, scales))  # m - C(m)
+                scatter_add(feedback.after, chunk, self._plain(lost), factor=self.ctx.world_size)
+        return AllGather(self._own, self._received.view(-1))
+
+    def deliver(self, parts: Sequence[Vectors]) -> None:
+        """Leave the mean in the vectors of all parts."""
+        if not self._numbers:
+            return
+        for number, (vectors, message) in enumerate(zip(parts, self._received, strict=True)):
+            for chunk in self._chunks(number):
+                place = None if self.rotated else whole(vectors, chunk, self.codec.block)
+                found = self._work.decode(*self._split(message, chunk), out=place)
+                if place is None:
+                    scatter(vectors, chunk, self._plain(found))
+
+    # -- a chunk
+
+    def _pack(
+        self,
+        vectors: Vectors,
+        chunk: Chunk,
+        message: torch.Tensor,
+        noise: torch.Generator | None,
+        feedback: Feedback | None,
+    ) -> None:
+        x = whole(vectors, chunk, self.codec.block) if feedback is None else None
+        if x is None:
+            x = self._work.x[: chunk.rows]
+            gather(vectors, chunk, x)
+        if feedback is not None:
+            gather_add(feedback.before, chunk, x)  # p = g + e
+        rotated = x
+        if self.rotated:
+            rotated = rotation.rotate(x, self._work.total[: chunk.rows], self._work.spare[: chunk.rows])
+        scales, packed = self._split(message, chunk)
+        self._work.encode(rotated, scales, packed, noise)
+        if feedback is not None:
+            scatter(feedback.after, chunk, x.sub_(self._plain(self._work.decoded(chunk.rows, scales))))  # p - C(p)
+
+    def _means(self) -> Iterator[tuple[Chunk, torch.Tensor]]:
+        """Chunks of this rank's part and their means over the ranks, still rotated, in fp32, in rank order."""
+        if not self._numbers:
+            return
+        for chunk in self._chunks(self.ctx.rank):
+            total = self._work.total[: chunk.rows]
+            for number, message in enumerate(self._received):
+                parts = self._split(
+                    message, chunk
+                )  # divided before it is added: the sum may overflow where the mean fits
+                if number:
+                    total.add_(self._work.decode(*parts, factor=1.0 / self.ctx.world_size))
+                else:
+                    self._work.decode(*parts, out=total, factor=1.0 / self.ctx.world_size)
+            yield chunk, total
+
+    def _plain(self, x: torch.Tensor) -> torch.Tensor:
+        """Numbers of a chunk, turned back in place."""
+        return rotation.turn_back(x, x, self._work.spare[: len(x)]) if self.rotated else x
+
+    def _chunks(self, part: int) -> tuple[Chunk, ...]:
+        return self.cut.parts[part if len(self.cut.parts) > 1 else 0]
+
+    def _split(self, message: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.codec.split(message, self.cut.rows, chunk.first, chunk.rows)
+
+    def _noise(self, stage: str) -> torch.Generator | None:
+        if self.codec.rounding == "nearest" or not self._numbers:
+            return None
+        return generator(self._device, f"{self._seed} {stage}", self.ctx.rank, self.ctx.step)
+
+    def _scratch(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return self.ctx.scratch(name, shape, torch.uint8, self._device)
+
+
+def all_reduce(exchange: Exchange, vectors: Vectors, feedback: Feedback | None = None) -> Stages:
+    """Both stages: leave the mean over ranks in ``vectors``, of an exchange that cuts them into W parts.
+
+    Example:
+        >>> from commhooks import BucketLayout, Reduction
+        >>> class Four(Reduction):
+        ...     name, lossy, collectives = "four", True, frozenset({"all_to_all", "all_gather"})
+        ...     def run(self, bucket, ctx):
+        ...         vectors = [bucket.matrix(p).view(-1) for p in bucket.params]
+        ...         made = Exchange(Codec(4, 128), [p.numel for p in bucket.params], ctx, bucket.device, parts=ctx.world_size)
+        ...         yield from all_reduce(made, vectors)
+        >>> stages = Four().plan(BucketLayout.of_shapes({"w": (64, 64)}), StepContext(world_size=4))
+        >>> [(r.kind, r.payload_bytes) for stage in stages for r in stage]  # 4096 half bytes and 32 scales, padded to 4 parts
+        [('all_to_all', 2112), ('all_gather', 2112)]
+    """
+    parts = [vectors] * exchange.ctx.world_size
+    yield exchange.send(parts, feedback)
+    yield exchange.share(feedback)
+    exchange.deliver(parts)
+
+
+def reduce_scatter(exchange: Exchange, parts: Sequence[Vectors], own: Vectors) -> Stages:
+    """The first stage alone: leave the mean over ranks of part r in rank r's ``own``.
+
+    Args:
+        exchange: made with ``parts=1`` and the sizes of one part.
+        parts: the vectors of each of the W parts, of any float dtype.
+        own: vectors of the same sizes; may be those of this rank's part.
+    """
+    yield exchange.send(parts)
+    exchange.take(own)

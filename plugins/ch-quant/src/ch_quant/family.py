@@ -1,0 +1,125 @@
+"""``quant``: average with a few bits a number on the wire; and its presets."""
+
+from typing import Any, Literal
+
+from ch_quant.codec import Codec
+from ch_quant.exchange import Exchange, Feedback, all_reduce
+from ch_quant.packing import WIDTHS
+from commhooks import Bucket, HookConfigError, ParamLayout, Reduction, Stages, StepContext
+
+FIELD = "residual"
+
+
+class Quantized(Reduction):
+    """Average with blocks of ``bits``-bit codes on the wire, in two stages (see :mod:`ch_quant.exchange`).
+
+    Args:
+        bits: 8, 4, 3, 2 or 1.
+        block: numbers that share a scale, a multiple of 16. Each parameter starts a block of its own.
+        rounding: ``"nearest"``, or ``"stochastic"``: without bias, and with more noise.
+        rotation: ``"hadamard"`` rotates each block before it is rounded; ``block`` is a power of two then.
+        error_feedback: keep what both roundings lost for the next step, in fp32.
+        exempt: average parameters of fewer than two dimensions, and those smaller than a block, exactly.
+        name: a preset's, which says the bits.
+
+    Raises:
+        HookConfigError: an option that is none of these.
+
+    State: ``residual``, local, fp32, one per quantized parameter, with ``error_feedback`` only.
+
+    Example:
+        >>> from commhooks import BucketLayout
+        >>> layout = BucketLayout.of_shapes({"w": (64, 64)})
+        >>> stages = Quantized(4).plan(layout, StepContext(world_size=4))
+        >>> [(r.kind, r.payload_bytes) for stage in stages for r in stage]  # 4096 half bytes and 32 scales
+        [('all_to_all', 2112), ('all_gather', 2112)]
+    """
+
+    granularity: Literal["tensor", "bucket"] = "tensor"
+    collectives = frozenset({"all_to_all", "all_gather"})
+    lossy = True
+
+    def __init__(
+        self,
+        bits: int = 4,
+        block: int = 128,
+        rounding: Literal["nearest", "stochastic"] = "nearest",
+        rotation: Literal["hadamard"] | None = None,
+        error_feedback: bool = False,
+        exempt: bool = True,
+        name: str = "quant",
+    ) -> None:
+        if bits not in WIDTHS or isinstance(bits, bool):
+            raise HookConfigError(f"bits={bits!r}: expected one of {', '.join(map(str, WIDTHS))}")
+        if isinstance(block, bool) or not isinstance(block, int) or block < 16 or block % 16:
+            raise HookConfigError(f"block={block!r}: expected a multiple of 16")
+        if rounding not in ("nearest", "stochastic"):
+            raise HookConfigError(f"rounding={rounding!r}: expected 'nearest' or 'stochastic'")
+        if rotation not in (None, "hadamard"):
+            raise HookConfigError(f"rotation={rotation!r}: expected None or 'hadamard'")
+        if rotation and block & (block - 1):
+            raise HookConfigError(f"block={block}: rotation='hadamard' takes a power of two, such as 128")
+        self.name, self.codec = name, Codec(bits, block, rounding)
+        self.rotation, self.error_feedback, self.exempt = rotation, bool(error_feedback), bool(exempt)
+        # Which rank keeps what the second rounding lost depends on the parts, so on the bucket; and so does what is drawn.
+        self.granularity = "bucket" if error_feedback or rounding == "stochastic" else "tensor"
+        self.fields = {FIELD: "local"} if error_feedback else {}
+        self.memory_order_fields = frozenset({FIELD})
+
+    def config(self) -> dict[str, Any]:
+        bits = {"bits": self.codec.bits} if self.name == "quant" else {}
+        return bits | {
+            "block": self.codec.block,
+            "rounding": self.codec.rounding,
+            "rotation": self.rotation,
+            "error_feedback": self.error_feedback,
+            "exempt": self.exempt,
+        }
+
+    def route(self, param: ParamLayout, step: int) -> str | None:
+        if not self.exempt:
+            return None
+        if len(param.shape) < 2:
+            return f"{len(param.shape)}-D"
+        return f"fewer than {self.codec.block} elements" if param.numel < self.codec.block else None
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
+        vectors = bucket.cached((self, "vectors"), lambda: [bucket.matrix(p).view(-1) for p in bucket.params])
+        exchange = Exchange(
+            self.codec,
+            [p.numel for p in bucket.params],
+            ctx,
+            bucket.device,
+            parts=ctx.world_size,
+            rotated=self.rotation is not None,
+            seed=bucket.params[0].name,
+        )
+        yield from all_reduce(exchange, vectors, self._feedback(bucket, ctx) if self.error_feedback else None)
+
+    def _feedback(self, bucket: Bucket, ctx: StepContext) -> Feedback:
+        before, after = [], []
+        for p in bucket.params:
+            kept = ctx.read(p.name, FIELD)
+            before.append(kept.view(-1) if kept is not None else None)
+            after.append(ctx.stage(p.name, FIELD, p.matrix_shape, device=bucket.device).view(-1))
+        return Feedback(before, after)
+
+
+def quant8(**options: Any) -> Quantized:
+    """Eight bits: half of bf16's bytes, and hardly any noise. Options as those of :class:`Quantized` but for ``bits``."""
+    return Quantized(8, name="quant8", **options)
+
+
+def quant4(**options: Any) -> Quantized:
+    """Four bits: a quarter of bf16's bytes."""
+    return Quantized(4, name="quant4", **options)
+
+
+def quant2(**options: Any) -> Quantized:
+    """Two bits; with error feedback."""
+    return Quantized(2, name="quant2", **{"error_feedback": True} | options)
+
+
+def sign(**options: Any) -> Quantized:
+    """One bit, and the mean magnitude of each block; with error feedback (Karimireddy et al. 2019, arXiv:1901.09847)."""
+    return Quantized(1, name="sign", **{"error_feedback": True} | options)

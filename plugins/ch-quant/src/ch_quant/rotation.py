@@ -1,0 +1,56 @@
+"""The randomized Hadamard rotation of a block: ``y = H D x / sqrt(n)``.
+
+``D`` is a fixed diagonal of random signs, ``H`` the Hadamard matrix. One large number among small ones becomes n numbers
+of like size, which a common scale fits better (SDP4Bit, arXiv:2410.15526; Suresh et al. 2017, arXiv:1611.00429). The
+rotation is linear and orthonormal, so that ranks may add up what is rotated, and turn the sum back once.
+
+It is made of sums and differences alone, in an order that never changes. A product of matrices would cost the same, and
+round differently on another processor, or at another address in memory: ranks would end with different bits.
+"""
+
+from functools import lru_cache
+
+import torch
+
+
+@lru_cache
+def signs(block: int, device: torch.device) -> torch.Tensor:
+    """``D / sqrt(n)``, ``(block,)`` fp32, the same on every rank, in every step."""
+    coins = torch.randint(0, 2, (block,), generator=torch.Generator().manual_seed(block))
+    made: torch.Tensor = (2.0 * coins - 1.0) * block**-0.5
+    return made.to(device)
+
+
+def rotate(x: torch.Tensor, out: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
+    """``H D x / sqrt(n)`` of every row.
+
+    Args:
+        x: ``(rows, n)`` fp32, ``n`` a power of two.
+        out: like ``x``; may be ``x`` itself.
+        spare: like ``x``, overwritten.
+    """
+    torch.mul(x, signs(x.shape[1], x.device), out=out)
+    return _hadamard(out, out, spare)
+
+
+def turn_back(y: torch.Tensor, out: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
+    """``D H y / sqrt(n)`` of every row, the inverse of :func:`rotate`; arguments as there."""
+    return _hadamard(y, out, spare).mul_(signs(y.shape[1], y.device))
+
+
+def _hadamard(x: torch.Tensor, out: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
+    """``H x`` of every row, by butterflies over columns that lie as rows in memory: their strides would cost twice as much."""
+    rows, n = x.shape
+    here, there = spare.view(n, rows), out.view(n, rows)
+    here.copy_(x.t())
+    half = n // 2
+    while half:
+        pairs, target = here.view(-1, 2, half * rows), there.view(-1, 2, half * rows)
+        torch.add(pairs[:, 0], pairs[:, 1], out=target[:, 0])
+        torch.sub(pairs[:, 0], pairs[:, 1], out=target[:, 1])
+        here, there = there, here
+        half //= 2
+    if here.data_ptr() == out.data_ptr():
+        there.copy_(here)
+        here = there
+    return out.copy_(here.t())

@@ -1,0 +1,45 @@
+"""The contract of every hook, kept by the family's widths and options."""
+
+import commhooks
+from commhooks.testing import HookContract
+
+
+class TestQuant8(HookContract):
+    expr = "quant8"
+
+
+class TestQuant4(HookContract):
+    expr = "quant4"
+    tolerance = 0.2
+
+
+class TestQuant4Feedback(HookContract):
+    expr = "quant4(error_feedback=True)"
+
+
+class TestQuant4Rotated(HookContract):
+    expr = "quant4(rotation='hadamard', error_feedback=True)"
+
+
+class TestStochastic(HookContract):
+    expr = "quant4(rounding='stochastic')"
+    tolerance = 0.3
+
+
+class TestQuant3(HookContract):
+    expr = "quant(bits=3)"
+    tolerance = 0.5
+
+
+class TestQuant2(HookContract):
+    expr = "quant2"
+
+
+class TestSign(HookContract):
+    expr = "sign"
+    tolerance = 0.9
+
+
+class TestEverythingInOneBit(HookContract):
+    expr = "quant(bits=1, exempt=False, error_feedback=True, rotation='hadamard', rounding='stochastic')"
+    tolerance = 1.5
