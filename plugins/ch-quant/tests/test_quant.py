@@ -226,6 +226,7 @@ def test_a_multiple_of_the_bucket_size_has_no_extra_channel() -> None:
         "quant(bits=5)",
         "quant4(block=48, rotation='hadamard')",
         "quant4(rounding='up')",
+        "quant2(rounding='stochastic')",
         "quantize_per_channel(bucket_size=0)",
         "bf16_wrapper(quant8)",
     ],

@@ -22,7 +22,13 @@ _FED = ("quant2", "sign")  # presets that lose too much to do without error feed
 def _options(feedback: bool) -> dict[str, Param]:
     return {
         "block": Param(128, "elements that share a scale, a multiple of 16", at_least=16, at_most=65536),
-        "rounding": Param("nearest", "stochastic is without bias, and noisier", choices=("nearest", "stochastic")),
+        "rounding": Param(
+            "nearest",
+            "stochastic is without bias, and noisier",
+            choices=("nearest", "stochastic"),
+            brings=frozenset({"stateful", "checkpointable"}),
+            off=("nearest",),
+        ),
         "rotation": Param(None, "hadamard spreads what is large over its block", choices=(None, "hadamard")),
         "error_feedback": Param(
             feedback,
@@ -39,7 +45,7 @@ def _family() -> Iterable[HookSpec]:
         "quant",
         "reduction",
         "ch_quant:Quantized",
-        "sends blocks of few bits, sums them in fp32, sends the sum likewise: volume independent of world size",
+        "sends blocks of few bits, sums them in fp32, sends the sum likewise: volume independent of ranks",
         params={"bits": bits} | _options(False),
         capabilities=frozenset({"lossy", "changes_dtype"}),
         needs=_FLOATS,

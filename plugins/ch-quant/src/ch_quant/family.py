@@ -2,12 +2,15 @@
 
 from typing import Any, Literal
 
+import torch
+
 from ch_quant.codec import Codec
 from ch_quant.exchange import Exchange, Feedback, all_reduce
 from ch_quant.packing import WIDTHS
 from commhooks import Bucket, HookConfigError, ParamLayout, Reduction, Stages, StepContext
 
 FIELD = "residual"
+DRAWN = "drawn"
 
 
 class Quantized(Reduction):
@@ -25,7 +28,9 @@ class Quantized(Reduction):
     Raises:
         HookConfigError: an option that is none of these.
 
-    State: ``residual``, local, fp32, one per quantized parameter, with ``error_feedback`` only.
+    State: ``residual``, local, fp32, one per quantized parameter, with ``error_feedback`` only. ``drawn``, shared, one
+    number per quantized parameter, with stochastic rounding only: in how many steps it was rounded so. What is drawn
+    follows from ``ctx.step``, which counts the steps that were used, for hooks that have state.
 
     Example:
         >>> from commhooks import BucketLayout
@@ -36,6 +41,7 @@ class Quantized(Reduction):
     """
 
     granularity: Literal["tensor", "bucket"] = "tensor"
+    fields: dict[str, Literal["local", "shared"]]
     collectives = frozenset({"all_to_all", "all_gather"})
     lossy = True
 
@@ -59,11 +65,20 @@ class Quantized(Reduction):
             raise HookConfigError(f"rotation={rotation!r}: expected None or 'hadamard'")
         if rotation and block & (block - 1):
             raise HookConfigError(f"block={block}: rotation='hadamard' takes a power of two, such as 128")
+        if error_feedback and rounding == "stochastic" and bits <= 2:
+            raise HookConfigError(
+                f"bits={bits} with rounding='stochastic' may lose more than a gradient has, so that error feedback would "
+                "grow without bound: use rounding='nearest', or error_feedback=False"
+            )
         self.name, self.codec = name, Codec(bits, block, rounding)
         self.rotation, self.error_feedback, self.exempt = rotation, bool(error_feedback), bool(exempt)
         # Which rank keeps what the second rounding lost depends on the parts, so on the bucket; and so does what is drawn.
         self.granularity = "bucket" if error_feedback or rounding == "stochastic" else "tensor"
-        self.fields = {FIELD: "local"} if error_feedback else {}
+        self.fields = {}
+        if error_feedback:
+            self.fields[FIELD] = "local"
+        if rounding == "stochastic":
+            self.fields[DRAWN] = "shared"
         self.memory_order_fields = frozenset({FIELD})
 
     def config(self) -> dict[str, Any]:
@@ -94,6 +109,9 @@ class Quantized(Reduction):
             rotated=self.rotation is not None,
             seed=bucket.params[0].name,
         )
+        if DRAWN in self.fields:
+            for p in bucket.params:
+                ctx.stage(p.name, DRAWN, (1,), torch.int64, bucket.device).fill_(ctx.step + 1)
         yield from all_reduce(exchange, vectors, self._feedback(bucket, ctx) if self.error_feedback else None)
 
     def _feedback(self, bucket: Bucket, ctx: StepContext) -> Feedback:

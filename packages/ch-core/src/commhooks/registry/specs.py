@@ -61,8 +61,9 @@ class Param:
         doc: one line, with the unit.
         at_least, above, at_most: the accepted range of a number.
         choices: the accepted values, when they can be listed.
-        brings: words of `CAPABILITIES` that are true of the hook only where this parameter is (a value other than
-            `False`, 0 or `None`).
+        brings: words of `CAPABILITIES` that are true of the hook only where this parameter is on (a value other than
+            those in `off`).
+        off: the values that bring nothing.
         optional: `None` is accepted too (implied by a default of `None`, which accepts any scalar otherwise).
 
     Example:
@@ -78,6 +79,7 @@ class Param:
     choices: tuple[Scalar, ...] = ()
     optional: bool = False
     brings: frozenset[str] = frozenset()
+    off: tuple[Scalar, ...] = (False, None)
 
     def accepts(self) -> str:
         """The accepted values, in words."""
@@ -231,7 +233,7 @@ class HookSpec:
             [[], ['stateful']]
         """
         params = (self.params or {}).items()
-        return self.capabilities.union(*(p.brings for name, p in params if config.get(name, p.default)))
+        return self.capabilities.union(*(p.brings for name, p in params if config.get(name, p.default) not in p.off))
 
     def sort_key(self) -> tuple[str, str, str]:
         """Order of lists, the same on every rank: kind, name, provider."""
