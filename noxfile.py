@@ -245,7 +245,7 @@ def ft_demo(session: nox.Session) -> None:
 
 @nox.session(name="ft-matrix")
 def ft_matrix(session: nox.Session) -> None:
-    """SIGKILL at four places, with 2, 3 and 4 replicas, for three hooks: 36 runs; `-- --record` keeps the table."""
+    """SIGKILL at four places, with 2, 3 and 4 replicas, for four hooks: 48 runs; `-- --record` keeps the table."""
     install(session, *PROJECTS, tools=[*TEST_TOOLS, *FT_TOOLS])
     session.run("python", "-m", "ch_bench.faults.ft_matrix", *session.posargs, env=ONE_THREAD)
 

@@ -1,6 +1,6 @@
 """Real lighthouse, real Managers, real processes, gloo: one replica is killed with SIGKILL and started again.
 
-Four cases run here; the full matrix, 4 places x 3 sizes x 3 hooks, is `nox -s ft-matrix`.
+Five cases run here; the full matrix, 4 places x 3 sizes x 4 hooks, is `nox -s ft-matrix`.
 """
 
 from pathlib import Path
@@ -21,6 +21,7 @@ from ch_ft.testing.member import Task
         ("p_and_q", 4, "powersgd(rank=2)"),
         ("buckets", 3, "bf16_compress"),
         ("steps", 3, "powersgd(rank=2)"),
+        ("p_and_q", 3, "quant4(error_feedback=True)"),
     ],
 )
 def test_a_killed_replica_costs_one_attempt(tmp_path: Path, place: str, replicas: int, hook: str) -> None:

@@ -24,6 +24,7 @@ from commhooks import AttachError, HookConfigError, HookNotSupportedError, RankM
 pytest.importorskip("ch_fsdp")
 
 POWERSGD = "powersgd(rank=2, min_compression_rate=1)"
+QUANT = "quant4(block=16, error_feedback=True)"  # before its exchanges one collective more: who contributes
 COLLECTIVES = 8  # of a step with PowerSGD: fingerprints, P and Q of three layers, the status
 BUILDING = threading.Lock()  # members are threads; torch makes meshes and shards on one at a time
 
@@ -152,8 +153,10 @@ def test_means_are_over_the_members_of_the_step() -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("number", range(COLLECTIVES))
-def test_a_death_inside_of_a_step_leaves_what_a_death_before_it_would(number: int) -> None:
+@pytest.mark.parametrize(
+    ("hook", "number"), [*((POWERSGD, n) for n in range(COLLECTIVES)), *((QUANT, n) for n in (1, 2, 4))]
+)
+def test_a_death_inside_of_a_step_leaves_what_a_death_before_it_would(hook: str, number: int) -> None:
     """Parameters, Q and residual of the survivors, to the bit; the attempt is dropped and tried again."""
 
     def dies(manager: SimulatedManager, n: int) -> None:
@@ -161,13 +164,13 @@ def test_a_death_inside_of_a_step_leaves_what_a_death_before_it_would(number: in
             manager.die()
 
     def lives(manager: SimulatedManager) -> Any:
-        return history(manager, POWERSGD, 7)
+        return history(manager, hook, 7)
 
     with SimulatedCluster() as cluster:
         cluster.on_collective = dies
         inside, tried = cluster.run(dict.fromkeys("abc", lives)), cluster.history
     with SimulatedCluster() as cluster:
-        leaves = {"a": lives, "b": lambda manager: history(manager, POWERSGD, 3), "c": lives}
+        leaves = {"a": lives, "b": lambda manager: history(manager, hook, 3), "c": lives}
         before, straight = cluster.run(leaves), cluster.history
     assert len(tried) == len(straight) + 1
     for name in "ac":
@@ -343,8 +346,10 @@ def test_what_cannot_be_is_refused() -> None:
             commhooks.attach(model, "allreduce", manager=manager, axis="shard")
         with pytest.raises(AttachError, match="manager=object: expected a manager of groups of ranks"):
             commhooks.attach(model, "allreduce", manager=object())
-        with pytest.raises(HookNotSupportedError, match="only all-reduces"):
-            commhooks.attach(model, "bf16_compress(accumulate='fp32')", manager=manager)
+        other = cluster.join("b")
+        del other.process_group
+        with pytest.raises(HookNotSupportedError, match="says nothing of its process group"):
+            commhooks.attach(model, "bf16_compress(accumulate='fp32')", manager=other)
         with pytest.raises(AttachError, match=r"ch_ft.DistributedDataParallel\(manager, module\)"):
             commhooks.attach(DistributedDataParallel(net()), "allreduce", manager=manager)
         with pytest.raises(AttachError, match="attach to that without manager="):

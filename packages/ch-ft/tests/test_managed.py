@@ -16,12 +16,12 @@ from ch_ft import (
     SimulatedCluster,
     SimulatedManager,
 )
-from ch_ft.transport import refuse_unfit
+from ch_ft.transport import exchange_for
 from commhooks.bucket import Bucket
 from commhooks.compositions.wire_cast import WireCast
 from commhooks.errors import AttachError, HookConfigError, HookNotSupportedError, RankMismatchError
 from commhooks.reduction import Plain, Reduction, Stages, StepContext
-from commhooks.requests import AllGather, AllReduce
+from commhooks.requests import AllReduce, ReduceScatter
 
 from .stages import TwoStage
 
@@ -319,21 +319,29 @@ def test_a_newcomer_that_disagrees_leaves_and_the_others_lose_one_attempt() -> N
         assert cluster.run(dict.fromkeys("abc", body)) == {"a": 1, "b": 1, "c": None}
 
 
-class Gathering(Reduction):
-    name = "gathering"
-    collectives = frozenset({"all_gather", "all_reduce"})
+class Scattering(Reduction):
+    name = "scattering"
+    collectives = frozenset({"reduce_scatter"})
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
-        everyone = ctx.scratch("all", (ctx.world_size * bucket.buffer.numel(),))
-        yield AllGather(bucket.buffer, everyone)
+        yield ReduceScatter(bucket.buffer, bucket.buffer[: bucket.buffer.numel() // ctx.world_size])
 
 
-@pytest.mark.parametrize("reduction", [Gathering(), WireCast(Plain(), "bf16", accumulate="fp32")])
-def test_what_a_manager_cannot_carry_is_refused_by_name(reduction: Reduction) -> None:
-    with pytest.raises(HookNotSupportedError, match=r"(gathering|bf16_wrapper).*all_gather.*only all-reduces"):
-        refuse_unfit(reduction)
-    with SimulatedCluster() as cluster, pytest.raises(HookNotSupportedError, match="all_gather"):
-        DistributedDataParallel(cluster.join("a"), net(), hook=reduction)
+def test_what_a_manager_cannot_carry_is_refused_by_name() -> None:
+    gathering = WireCast(Plain(), "bf16", accumulate="fp32")
+    with SimulatedCluster() as cluster:
+        manager = cluster.join("a")
+        with pytest.raises(
+            HookNotSupportedError, match=r"scattering.*needs reduce_scatter, and a manager carries sums"
+        ):
+            DistributedDataParallel(manager, net(), hook=Scattering())
+        assert exchange_for(gathering, manager) is not None
+        assert exchange_for(Plain(), manager) is None
+        del manager.process_group
+        with pytest.raises(
+            HookNotSupportedError, match=r"bf16_wrapper.*SimulatedManager says nothing of its process group"
+        ):
+            DistributedDataParallel(manager, net(), hook=gathering)
 
 
 def test_a_manager_without_membership_averages_but_takes_no_hook() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ch_ft
-from commhooks.errors import RankMismatchError
+from commhooks.errors import HookNotSupportedError, RankMismatchError
 
 torchft = pytest.importorskip("torchft")
 quorum = pytest.importorskip("ch_ft.testing.quorum")  # it quiets torchft before anything of it starts
@@ -44,7 +44,15 @@ def module(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     return torch.nn.Linear(4, 4, bias=False, dtype=dtype)
 
 
-KINDS = ["plain", "pure", "allreduce", "bf16_compress", "powersgd(rank=1, min_compression_rate=0.5)"]
+KINDS = [
+    "plain",
+    "pure",
+    "allreduce",
+    "bf16_compress",
+    "bf16_compress(accumulate='fp32')",
+    "powersgd(rank=1, min_compression_rate=0.5)",
+    "quant8(block=16)",
+]
 
 
 @pytest.mark.timeout(60)
@@ -60,6 +68,8 @@ def test_gradients_are_the_mean_over_participants(address: str, kind: str) -> No
         if kind.startswith("powersgd"):
             assert model.handle is not None
             assert model.handle.stats()["payload_bytes"] > 0
+        if kind.startswith("quant8"):
+            assert model.handle.stats()["compressed_steps"] == 1
         return weight.grad.clone(), optimizer.step()
 
     for gradient, committed in together(address, body, init_sync=False):
@@ -121,6 +131,27 @@ def test_replicas_with_other_hooks_are_told_so(address: str) -> None:
     assert "hook: here bf16_compress" in first
     assert "hook: here allreduce" in second
     assert "parameters" not in first
+
+
+class OneProcess(torchft.process_group.ProcessGroupWrapper):
+    """A group around another one, as torchft's own wrappers are."""
+
+
+@pytest.mark.parametrize(
+    ("group", "reason"),
+    [
+        (torchft.process_group.ProcessGroupDummy(0, 1), "a ProcessGroupDummy, discards"),
+        (OneProcess(pg=torchft.process_group.ProcessGroupDummy(0, 1)), "a ProcessGroupDummy, discards"),
+        (torchft.process_group.ProcessGroupBabyGloo(), "a ProcessGroupBabyGloo, lives in another process"),
+    ],
+)
+def test_groups_without_the_other_collectives_are_refused_by_name(group: Any, reason: str) -> None:
+    with ch_ft.local(process_group=group, state_dict=dict, load_state_dict=lambda state: None) as member:
+        assert build("powersgd(rank=1)", member, module()).handle is not None, "sums are all that it needs"
+        with pytest.raises(
+            HookNotSupportedError, match=f"quant8.*needs all_gather, all_to_all, and its process group, {reason}"
+        ):
+            build("quant8", member, module())
 
 
 @pytest.mark.timeout(60)

@@ -20,7 +20,7 @@ def commhooks_manager() -> Iterable[tuple[str, str]]:
     """Torchft's manager and the simulated one: between the groups of an FSDP2 model."""
     return (
         ("torchft.manager.Manager", "ch_ft.replica_groups:between"),
-        ("ch_ft.simulator.SimulatedManager", "ch_ft.replica_groups:between"),
+        ("ch_ft.simulator.cluster.SimulatedManager", "ch_ft.replica_groups:between"),
     )
 
 

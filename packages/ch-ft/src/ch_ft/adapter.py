@@ -10,7 +10,7 @@ from ch_ft.ddp import DistributedDataParallel
 from ch_ft.ddp_drivers import ManagedDriver
 from ch_ft.managed_engine import ManagedEngine, attempts_of
 from ch_ft.replica_groups import watched
-from ch_ft.transport import ManagerTransport, refuse_unfit
+from ch_ft.transport import ManagerTransport, exchange_for
 from ch_ft.versions import installed
 from commhooks import AttachError, BucketLayout, CommHook, HookNotSupportedError, HookState
 from commhooks.adapters import AttachOptions, Binding
@@ -31,12 +31,13 @@ class ManagedBinding(Binding):
             )
         if not isinstance(handle.state, HookState):
             raise AttachError(f"the state of {handle.expr} is a HookState; got {type(handle.state).__name__}")
-        refuse_unfit(handle.reduction)
         self.model = model
         self.layout, self.params = model_layout(model), [p for _, p in averaged(model)]
         manager = model.full_manager()
+        exchange = exchange_for(handle.reduction, manager)
         watch = watched(manager, options, model.module)
-        self.engine = ManagedEngine(handle.reduction, ManagerTransport(manager, model.fail_fast), manager, handle.state)
+        transport = ManagerTransport(manager, model.fail_fast, exchange)
+        self.engine = ManagedEngine(handle.reduction, transport, manager, handle.state)
         plan = self.engine.plan(self.layout)  # raises here, if it must, and not in the first backward pass
         self.fingerprint = fingerprint(model, handle, self.layout, repr(plan))
         names = {id(p): name for name, p in model.module.named_parameters()}

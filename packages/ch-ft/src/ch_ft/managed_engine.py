@@ -202,6 +202,7 @@ class ManagedEngine(Engine):
         try:
             self.begin()
             agreement()
+            self.transport.meet()  # last: members that disagree would not all be there
         except TransportError as error:
             self.failure = error
         except Exception as error:  # the members differ, or the quorum timed out

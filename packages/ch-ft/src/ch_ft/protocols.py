@@ -1,7 +1,8 @@
 """What is asked of a manager: three small protocols, each needed only where it is used.
 
 torchft's ``Manager`` satisfies all three as it is, in 0.2.0 and in the nightly builds. Only these methods are ever
-called: neither a private attribute nor torchft's process groups, whose interface is changing.
+called, and no private attribute. Hooks that need more than sums ask the manager's process group for two collectives
+(:class:`MemberGroup`), which torchft's groups share with torch's own.
 """
 
 from collections.abc import Callable
@@ -72,6 +73,25 @@ class Group(Reducer, Membership, Protocol):
 
 class Manager(Reducer, Membership, Transaction, Protocol):
     """All of it: torchft's ``Manager``, or :class:`ch_ft.SimulatedManager`."""
+
+
+class MemberGroup(Protocol):
+    """A manager's process group, for collectives that are no sums: one of torchft's, or torch's own. Its members are all
+    of the quorum, those that heal and spares included; their numbers are nobody's business outside of it.
+    """
+
+    def size(self) -> int:
+        """Members of the present quorum."""
+
+    def allgather(
+        self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any, /
+    ) -> Any:
+        """As torch's: one output for each member."""
+
+    def alltoall_base(
+        self, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any, /
+    ) -> Any:
+        """As torch's; a size may be 0, and no sizes mean equal parts."""
 
 
 class Abortable(Protocol):

@@ -13,7 +13,7 @@ from ch_ft import agreement, healing
 from ch_ft.managed_engine import ManagedEngine, attempts_of
 from ch_ft.optimizer import OptimizerWrapper
 from ch_ft.protocols import Manager
-from ch_ft.transport import ManagerTransport, refuse_unfit
+from ch_ft.transport import ManagerTransport, exchange_for
 from ch_ft.versions import installed
 from commhooks import (
     AttachError,
@@ -24,6 +24,7 @@ from commhooks import (
     HookNotSupportedError,
     HookState,
     Plain,
+    Reduction,
     StepContext,
 )
 from commhooks.adapters import AttachOptions, Engine, Layouts, OptimizerWatch, raise_after_backward
@@ -36,14 +37,19 @@ class GroupEngine(ManagedEngine):
     computed, not reduced, and dropped by the vote.
 
     Args:
-        manager, reduction, state: as for :class:`~ch_ft.managed_engine.ManagedEngine`.
+        transport, manager, reduction, state: as for :class:`~ch_ft.managed_engine.ManagedEngine`.
         agreement: run at the beginning of every backward; raises if the members differ.
     """
 
     def __init__(
-        self, manager: Manager, reduction: object, state: HookState | None, agreement: Callable[["GroupEngine"], None]
+        self,
+        transport: ManagerTransport,
+        manager: Manager,
+        reduction: Reduction,
+        state: HookState | None,
+        agreement: Callable[["GroupEngine"], None],
     ) -> None:
-        super().__init__(reduction, ManagerTransport(manager), manager, state)  # type: ignore[arg-type]
+        super().__init__(reduction, transport, manager, state)
         self._agreement = agreement
         self._attempts = attempts_of(manager)
         self._lost: int | None = None  # number of the attempt
@@ -100,7 +106,7 @@ class Between:
             raise HookNotSupportedError(
                 f"{handle.expr} is a foreign hook, and cannot run over a manager. Use a hook by name"
             )
-        refuse_unfit(handle.reduction)
+        transport = ManagerTransport(manager, exchange=exchange_for(handle.reduction, manager))
         self._manager, self._layouts, self._verifies = manager, layouts, options.verify_ranks
         watch = watched(manager, options, model)
         self._facts = {
@@ -110,7 +116,7 @@ class Between:
             "torch": torch.__version__.split("+")[0],
         }
         self.engine: Engine
-        self.engine = self._engine = GroupEngine(manager, handle.reduction, handle.state, self._agree)
+        self.engine = self._engine = GroupEngine(transport, manager, handle.reduction, handle.state, self._agree)
         for layout in layouts():
             self._engine.plan(layout)  # raises here, if it must, and not in the first backward
         self._engine.outcome.optimizer = watch
@@ -122,7 +128,7 @@ class Between:
     def plain(self) -> Engine:
         self.close()
         self._facts = {**self._facts, "hook": "detached", "options and providers": ""}
-        self._engine = GroupEngine(self._manager, Plain(), None, self._agree)
+        self._engine = GroupEngine(ManagerTransport(self._manager), self._manager, Plain(), None, self._agree)
         return self._engine
 
     def close(self) -> None:

@@ -71,11 +71,11 @@ class Sender:
         self.scratch = Scratch()
         self.held = RequestBatch()
         self.device = torch.device("cpu")
-        self._plans: dict[tuple[BucketLayout, Hashable], BucketPlan] = {}
+        self._plans: dict[tuple[BucketLayout, int, Hashable], BucketPlan] = {}
 
     def plan_of(self, reduction: Reduction, layout: BucketLayout, ctx: StepContext) -> BucketPlan:
         """What a bucket of this layout goes through in a step."""
-        key = (layout, reduction.phase(ctx.step))
+        key = (layout, ctx.world_size, reduction.phase(ctx.step))  # over a manager ranks come and go
         if key not in self._plans:
             self._plans[key] = BucketPlan(reduction.plan(layout, ctx), layout, self.tuning)
         return self._plans[key]

@@ -73,6 +73,6 @@ KNOWN_ADAPTERS: dict[str, str] = {
 }
 
 KNOWN_MANAGERS: dict[str, str] = {
-    "ch_ft.simulator.SimulatedManager": "ch-ft",
+    "ch_ft.simulator.cluster.SimulatedManager": "ch-ft",
     "torchft.manager.Manager": "ch-ft",
 }

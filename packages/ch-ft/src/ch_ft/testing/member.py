@@ -62,6 +62,9 @@ bucket 0 starts, then bucket 1 (between buckets), then bucket 0's second stage (
 PLACES_WITHOUT_HOOK = {"first": 0, "buckets": 1, "p_and_q": 2, "steps": None}
 """The same without a hook: there is no comparison."""
 
+PLACES_OF_EXCHANGES = {"first": 0, "buckets": 4, "p_and_q": 6, "steps": None}
+"""The same where parts are exchanged: collective 1 asks who contributes, and a bucket begins with two, its weight's
+all-to-all and its bias's sum."""
 
 PLACES_OF_FSDP = {"first": 0, "buckets": 3, "p_and_q": 2, "steps": None}
 """The same where each group of parameters is reduced at once: its P and its Q follow one another."""
@@ -93,20 +96,34 @@ def checksum(tensors: Any) -> str:
     return total.hex()
 
 
-def dying(manager: Any, task: Task, log: Log) -> None:
+def dying(local: Any, task: Task, log: Log) -> None:
     """SIGKILL this process before the collective that the task names."""
-    places = PLACES_OF_FSDP if task.owner == "fsdp" else PLACES_WITHOUT_HOOK if task.hook is None else PLACES
-    place = places[task.die] if task.die else None
-    allreduce, count = manager.allreduce, [-1, 0]
+    manager = local.manager
+    place = places_of(task)[task.die] if task.die else None
+    count = [-1, 0]
 
-    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        step = manager.current_step()
-        count[:] = [step, count[1] + 1 if count[0] == step else 0]
-        if place is not None and count[1] == place and complete(task, manager):
-            die(log, step)
-        return allreduce(tensor, *args, **kwargs)
+    def counting(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            step = manager.current_step()
+            count[:] = [step, count[1] + 1 if count[0] == step else 0]
+            if place is not None and count[1] == place and complete(task, manager):
+                die(log, step)
+            return collective(*args, **kwargs)
 
-    manager.allreduce = counting
+        return counted
+
+    manager.allreduce = counting(manager.allreduce)
+    for name in ("alltoall_base", "allgather"):  # of the group, what is no sum
+        setattr(local.process_group, name, counting(getattr(local.process_group, name)))
+
+
+def places_of(task: Task) -> dict[str, int | None]:
+    """Where the task's replica may die."""
+    if task.owner == "fsdp":
+        return PLACES_OF_FSDP
+    if task.hook is None:
+        return PLACES_WITHOUT_HOOK
+    return PLACES_OF_EXCHANGES if task.hook.startswith("quant") else PLACES
 
 
 def complete(task: Task, manager: Any) -> bool:
@@ -192,7 +209,7 @@ def train(task: Task, log: Log) -> None:
     manager = local.manager
     if task.first_step:
         manager.load_state_dict({"step": task.first_step, "batches_committed": task.first_step})
-    dying(manager, task, log)
+    dying(local, task, log)
     model, optimizer = build(task, local, module)
     inner = optimizer.optim
     manager.register_state_dict_fn("model", module.load_state_dict, module.state_dict)

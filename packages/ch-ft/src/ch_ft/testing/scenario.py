@@ -7,7 +7,7 @@ from pathlib import Path
 from ch_ft.testing import quorum
 from ch_ft.testing.member import Task
 
-HOOKS = ["allreduce", "bf16_compress", "powersgd(rank=2)"]
+HOOKS = ["allreduce", "bf16_compress", "powersgd(rank=2)", "quant4(error_feedback=True)"]
 PLACES = ["first", "p_and_q", "buckets", "steps"]
 SIZES = [2, 3, 4]
 VICTIM = "beta_1"

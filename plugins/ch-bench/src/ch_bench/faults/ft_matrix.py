@@ -1,4 +1,4 @@
-"""SIGKILL at four places, with 2, 3 and 4 replicas, for three hooks: 36 runs, and what became of each.
+"""SIGKILL at four places, with 2, 3 and 4 replicas, for four hooks: 48 runs, and what became of each.
 
 Every run has a real lighthouse, real Managers, and one process per replica on gloo. What must hold is in
 `ch_ft.testing.scenario`; a case that breaks it is reported with the reason, and the command then ends with 1.
@@ -23,7 +23,7 @@ from ch_bench.faults.ft_recovery import conditions
 from ch_ft.testing import quorum, scenario
 
 COLUMNS = ("killed", "replicas", "hook", "lost", "recovered", "steps equal", "healed at", "after", "outcome")
-NAMES = {"first": "before the first collective", "p_and_q": "between P and Q", "buckets": "between buckets"}
+NAMES = {"first": "before the first collective", "p_and_q": "between two stages", "buckets": "between buckets"}
 
 
 def main() -> int:

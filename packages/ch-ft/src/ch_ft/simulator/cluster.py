@@ -14,6 +14,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from ch_ft.protocols import Work
+from ch_ft.simulator.group import Post, SimulatedMembers
 from commhooks.simulate import perform
 
 _OPS = {ReduceOp.AVG: "sum", ReduceOp.SUM: "sum", ReduceOp.MAX: "max"}
@@ -27,7 +28,7 @@ class SimulatedDeath(BaseException):
 class _Meeting:
     """One collective of one quorum."""
 
-    posts: dict[str, tuple[tuple[object, ...], torch.Tensor]] = field(default_factory=dict)
+    posts: dict[str, tuple[tuple[object, ...], Post]] = field(default_factory=dict)
     done: bool = False
 
 
@@ -161,17 +162,22 @@ class SimulatedCluster:
             self._form()
             self.changed.notify_all()
 
-    def post(self, manager: "SimulatedManager", number: int, key: tuple[object, ...], tensor: torch.Tensor) -> _Meeting:
-        quorum = manager.quorum
+    def post(
+        self, manager: "SimulatedManager", key: tuple[object, ...], post: Post, hold: Callable[[list[Post]], None]
+    ) -> _Meeting:
+        """A member's part in the next collective of its attempt, carried out by ``hold`` when all have posted theirs."""
+        quorum, number = manager.quorum, manager.next_number()
         assert quorum is not None  # noqa: S101 - start_quorum() came first
+        if self.on_collective is not None:
+            self.on_collective(manager, number)
         with self.changed:
             meeting = quorum.meetings.setdefault(number, _Meeting())
-            meeting.posts[manager.name] = (key, tensor)
+            meeting.posts[manager.name] = (key, post)
             if len(meeting.posts) == len(quorum.members):
                 asked = {name: key for name, (key, _) in sorted(meeting.posts.items())}
                 if len(set(asked.values())) > 1:
                     raise RuntimeError(f"the members asked for different collectives, and gloo would abort: {asked}")
-                perform("all_reduce", str(key[0]), [(meeting.posts[name][1],) for name in quorum.members])
+                hold([meeting.posts[name][1] for name in quorum.members])
                 meeting.done = True
                 self.changed.notify_all()
         return meeting
@@ -208,6 +214,7 @@ class SimulatedManager:
 
     def __init__(self, cluster: SimulatedCluster, name: str) -> None:
         self.cluster, self.name = cluster, name
+        self.process_group = SimulatedMembers(self.members, self.bring)
         self.quorum: _Quorum | None = None
         self._step = 0
         self._error: Exception | None = None
@@ -224,13 +231,11 @@ class SimulatedManager:
     ) -> Work:
         if self._error is not None:
             return _Nothing()
-        number, self._number = self._number, self._number + 1
-        if self.cluster.on_collective is not None:
-            self.cluster.on_collective(self, number)
         if not self.is_participating():
             tensor.zero_()
         op = _OPS[reduce_op]
-        meeting = self.cluster.post(self, number, (op, tensor.numel(), str(tensor.dtype)), tensor)
+        key = (op, tensor.numel(), str(tensor.dtype))
+        meeting = self.cluster.post(self, key, (tensor,), lambda posts: perform("all_reduce", op, posts))
         return _SimulatedWork(self, meeting, tensor if reduce_op == ReduceOp.AVG else None)
 
     def errored(self) -> Exception | None:
@@ -291,6 +296,19 @@ class SimulatedManager:
 
     # -- for the cluster
 
+    def members(self) -> int:
+        """Of the present quorum."""
+        return len(self.quorum.members) if self.quorum is not None else 0
+
+    def bring(self, key: tuple[object, ...], post: Post, hold: Callable[[list[Post]], None]) -> "_RaisingWork":
+        """Take part in a collective that is not the manager's own."""
+        return _RaisingWork(_SimulatedWork(self, self.cluster.post(self, key, post, hold), None))
+
+    def next_number(self) -> int:
+        """Of a collective within the attempt."""
+        self._number += 1
+        return self._number - 1
+
     def snapshot(self) -> dict[str, Any]:
         """What a healing member receives."""
         return {key: save() for key, save in self._saves.items()}
@@ -313,17 +331,35 @@ class _SimulatedWork:
         self._manager, self._meeting, self._divide = manager, meeting, divide
         self._quorum = manager.quorum
 
-    def wait(self) -> bool:
+    def hold_out(self) -> None:
+        """Wait; raises what a process group raises when a peer is gone."""
         cluster, quorum, meeting = self._manager.cluster, self._quorum, self._meeting
         assert quorum is not None  # noqa: S101
         with cluster.changed:
             cluster.wait_for(lambda: meeting.done or quorum.broken is not None, f"{self._manager.name} waits for a sum")
         if not meeting.done:
-            self._manager.report_error(RuntimeError(f"{quorum.broken} died in the middle of a collective"))
-            return False
+            raise RuntimeError(f"{quorum.broken} died in the middle of a collective")
         if self._divide is not None:
             self._divide.div_(len(quorum.participants))
             self._divide = None
+
+    def wait(self) -> bool:
+        try:
+            self.hold_out()
+        except RuntimeError as error:
+            self._manager.report_error(error)
+            return False
+        return True
+
+
+class _RaisingWork:
+    """The same of a collective that is not the manager's own: it raises, as a process group's does."""
+
+    def __init__(self, work: _SimulatedWork) -> None:
+        self._work = work
+
+    def wait(self) -> bool:
+        self._work.hold_out()
         return True
 
 
