@@ -238,6 +238,12 @@ def test_what_cannot_be_configured(expr: str) -> None:
         commhooks.create(expr)
 
 
+@pytest.mark.parametrize("expr", ["quant4", "quant8", "quant(bits=3)", "sign(error_feedback=False)"])
+def test_a_wrapper_for_error_feedback_is_refused_by_name(expr: str) -> None:
+    with pytest.raises(commhooks.HookConfigError, match="error_feedback=True"):
+        commhooks.create(f"error_feedback({expr})")
+
+
 def test_listing_loads_no_torch() -> None:
     code = (
         "import sys, commhooks; names = {s.name for s in commhooks.list_hooks(provider='ch-quant')}; "

@@ -88,9 +88,12 @@ def gather(vectors: Sequence[torch.Tensor], chunk: Chunk, out: torch.Tensor) -> 
     """Copy the numbers of a chunk into ``out`` ``(rows, block)``, with zeros where there are none."""
     for number, start, stop, row, rows in chunk.pieces:
         place = out[row : row + rows].view(-1)
-        place[: stop - start].copy_(vectors[number][start:stop])
-        place[stop - start :].zero_()
-    out[chunk.used :].zero_()
+        if len(place) > stop - start:
+            place[stop - start :].zero_()
+            place = place[: stop - start]
+        place.copy_(vectors[number][start:stop])
+    if chunk.used < chunk.rows:
+        out[chunk.used :].zero_()
 
 
 def scatter(vectors: Sequence[torch.Tensor], chunk: Chunk, x: torch.Tensor) -> None:

@@ -10,9 +10,17 @@ lowest byte is in row 0.
 Codes are two's complement: shifting left until a code's sign is the byte's, and right again, decodes it.
 """
 
+from functools import cache
+
 import torch
 
 WIDTHS = (8, 4, 3, 2, 1)
+
+
+@cache
+def _by(number: int) -> torch.Tensor:
+    """A shift or a mask as torch wants it: a plain number is made a tensor, and that cast, at every call."""
+    return torch.tensor(number, dtype=torch.int8)
 
 
 def packed_bytes(numel: int, bits: int) -> int:
@@ -45,11 +53,11 @@ def pack(codes: torch.Tensor, bits: int, out: torch.Tensor, spare: torch.Tensor)
         lanes = codes.view(8 // bits, -1)
         last, mask = len(lanes) - 1, (1 << bits) - 1
         spare = spare[: out.numel()]
-        torch.bitwise_left_shift(lanes[last], bits * last, out=out)  # what stands above the code leaves the byte
+        torch.bitwise_left_shift(lanes[last], _by(bits * last), out=out)  # what stands above the code leaves the byte
         for k in range(last - 1, -1, -1):
-            torch.bitwise_and(lanes[k], mask, out=spare)
+            torch.bitwise_and(lanes[k], _by(mask), out=spare)
             if k:
-                spare.bitwise_left_shift_(bits * k)
+                spare.bitwise_left_shift_(_by(bits * k))
             out.bitwise_or_(spare)
 
 
@@ -71,8 +79,8 @@ def unpack(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
         lanes = out.view(8 // bits, -1)
         for k, lane in enumerate(lanes):
             left = 8 - bits * (k + 1)
-            source = torch.bitwise_left_shift(packed, left, out=lane) if left else packed
-            torch.bitwise_right_shift(source, 8 - bits, out=lane)
+            source = torch.bitwise_left_shift(packed, _by(left), out=lane) if left else packed
+            torch.bitwise_right_shift(source, _by(8 - bits), out=lane)
 
 
 def _pack3(lanes: torch.Tensor, rows: torch.Tensor, spare: torch.Tensor) -> None:
@@ -81,18 +89,19 @@ def _pack3(lanes: torch.Tensor, rows: torch.Tensor, spare: torch.Tensor) -> None
         for number, (lane, left, mask) in enumerate(parts):
             target = spare if number else row
             shift = torch.bitwise_left_shift if left >= 0 else torch.bitwise_right_shift
-            shift(lanes[lane], abs(left), out=target)
-            target.bitwise_and_(mask)
+            shift(lanes[lane], _by(abs(left)), out=target)
+            target.bitwise_and_(_by(mask))
             if number:
                 row.bitwise_or_(spare)
 
 
 def _unpack3(rows: torch.Tensor, lanes: torch.Tensor) -> None:
     for lane, (row, left) in _WHOLE.items():
-        torch.bitwise_left_shift(rows[row], left, out=lanes[lane]).bitwise_right_shift_(5)
+        torch.bitwise_left_shift(rows[row], _by(left), out=lanes[lane]).bitwise_right_shift_(_by(5))
     for lane, (row, right, mask, left) in _CUT.items():
-        part = torch.bitwise_left_shift(rows[row + 1], left, out=lanes[lane])  # its upper bits
-        part.bitwise_or_((rows[row] >> right).bitwise_and_(mask)).bitwise_left_shift_(5).bitwise_right_shift_(5)
+        part = torch.bitwise_left_shift(rows[row + 1], _by(left), out=lanes[lane])  # its upper bits
+        part.bitwise_or_((rows[row] >> _by(right)).bitwise_and_(_by(mask)))
+        part.bitwise_left_shift_(_by(5)).bitwise_right_shift_(_by(5))
 
 
 # byte of a row: (lane, by how much its code is shifted left, the bits of the byte that it then has)

@@ -34,6 +34,11 @@ class ErrorFeedback(Composite):
             raise HookConfigError(
                 f"{inner.name} keeps a residual of its own, fused into its algebra: use it without error_feedback"
             )
+        if not inner.reports_sent and "error_feedback" in inner.config():
+            raise HookConfigError(
+                f"{inner.name} has error feedback of its own, which covers every rounding that it makes: write "
+                f"{inner.name}(error_feedback=True) instead of error_feedback({inner.name})"
+            )
         if not inner.reports_sent:
             raise HookConfigError(
                 f"error_feedback cannot wrap {inner.name}: it does not say what it sent (reports_sent is False). Its "

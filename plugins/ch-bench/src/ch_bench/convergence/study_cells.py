@@ -13,7 +13,7 @@ from ch_bench.convergence import study_peer, study_ranks
 from ch_bench.convergence.study_tasks import SETTINGS, Setting
 
 BASELINE = "bf16_compress"
-PANELS = (("cnn", "iid"), ("cnn", "sorted"), ("gpt", "iid"))  # task, shards
+PANELS = (("cnn", "iid"), ("cnn", "sorted"), ("gpt", "iid"), ("gpt_cosine", "iid"))  # task, shards
 LEFT_OUT = {
     "noop": "sends nothing: every rank would train a model of its own",
     "post_local_sgd": "averages parameters, not gradients: the ranks' models differ in between. That it gives exactly the "
@@ -23,7 +23,9 @@ POWERSGD = "powersgd(rank=4)"
 VARIANTS = {  # of a hook, in place of its example
     "bf16_compress": (BASELINE, "bf16_compress(accumulate='fp32')"),
     "powersgd": ("powersgd(rank=1)", "powersgd(rank=2)", POWERSGD),
+    "quant": ("quant(bits=3)", "quant4(rotation='hadamard')"),
     "quant8": ("quant8", "quant8(error_feedback=True)"),
+    "quant4": ("quant4", "quant4(error_feedback=True)"),
     "bf16_wrapper": (f"bf16_wrapper({POWERSGD})",),
     "fp16_wrapper": (f"fp16_wrapper({POWERSGD})",),
     "warmup": (f"warmup({POWERSGD}, steps=20)",),

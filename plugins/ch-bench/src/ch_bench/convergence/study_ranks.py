@@ -38,6 +38,8 @@ def train(setting: Setting, expr: str, kind: str, seed: int) -> dict[str, Any]:
             rows.append((step, *task.measure(), ranks.handles[0].stats()["wire_bytes"], _residual(ranks)))
         if step < setting.steps:
             _step(task, params, ranks, step)
+            for group in optimizer.param_groups:
+                group["lr"] = task.rate(step)
             optimizer.step()
     figures = ranks.handles[0].stats()
     return {

@@ -13,7 +13,7 @@ from ch_bench.convergence.study_tasks import TASKS
 
 Record = dict[str, Any]
 WORSE, BETTER, MIXED = "worse", "better", "mixed"
-NAMES = {"cnn": "MNIST-5k CNN", "gpt": "text GPT", "mlp": "MNIST-5k MLP"}
+NAMES = {"cnn": "MNIST-5k CNN", "gpt": "text GPT", "gpt_cosine": "text GPT, AdamW and cosine", "mlp": "MNIST-5k MLP"}
 SHARDS = {"iid": "i.i.d. shards", "sorted": "class-sorted shards"}
 
 

