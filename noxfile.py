@@ -24,7 +24,7 @@ nox.options.reuse_existing_virtualenvs = True
 ROOT = Path(__file__).parent
 FT_TOOLS = ["torchft>=0.2.0", "parameterized"]  # ch-ft's optional extra, installed for real in tests
 NIGHTLY = "torchft-nightly==2026.10.26"  # pinned: its manager and tests move
-FRAMEWORKS = ["lightning>=2.4", "accelerate>=1"]  # which carry hooks of ours: tried for real
+FRAMEWORKS = ["lightning>=2.4", "pytorch-lightning>=2.4", "accelerate>=1", "transformers>=4.50"]  # tried for real
 TEST_TOOLS = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6", "numpy>=1.26", "hatchling>=1.25"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # two ranks on two cores, not two times two threads
 
@@ -142,6 +142,13 @@ def package_tests(name: str) -> None:
 
 for each in PROJECTS:
     package_tests(each)
+
+
+@nox.session
+def frameworks(session: nox.Session) -> None:
+    """Train, kill and resume a hook under every framework, as a table: 20 minutes. `-- --only fabric`, `-- --record FILE`."""
+    install(session, *PROJECTS, tools=[*FRAMEWORKS, "numpy>=1.26"])
+    session.run("python", "tests/frameworks/matrix.py", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

@@ -81,6 +81,10 @@ class FSDP2Binding(Binding):
         self._place(handle)  # last: nothing after it can fail, and leave hooks in a model that has no handle
 
     @property
+    def sums(self) -> bool:
+        return self._native and all(group.sums_replicas for group in self.groups)
+
+    @property
     def calls(self) -> int:
         return self.steps.calls
 

@@ -121,6 +121,11 @@ class ParamGroup:
         return native.size() if native is not None and self._group.gradient_divide_factor is not None else 1
 
     @property
+    def sums_replicas(self) -> bool:
+        """Whether the replicas' shards are added up and divided by nothing: a factor of 1 on a 2-D mesh."""
+        return self.native_replicas is not None and self._group.gradient_divide_factor == 1.0
+
+    @property
     def reduces(self) -> bool:
         """False under ``set_requires_gradient_sync(False)``."""
         return bool(self._group.reduce_grads)

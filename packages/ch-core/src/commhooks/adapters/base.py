@@ -50,6 +50,8 @@ class Binding(ABC):
         group: the ranks that must agree on hook, options and shapes before the first step, and on a state before it is
             loaded. ``None``: nobody is asked (ranks that come and go agree in every step).
         other_axes: further groups whose ranks load a state together with this one (a mesh).
+        sums: the model adds up what the ranks of :attr:`group` have, and never divides by their number (the loss is
+            divided by the tokens of all ranks): what a residual weighs then does not depend on how many ranks there are.
     """
 
     engine: Engine | None = None
@@ -57,6 +59,10 @@ class Binding(ABC):
     params: Sequence[torch.Tensor] = ()
     group: dist.ProcessGroup | None = None
     other_axes: Sequence[dist.ProcessGroup] = ()
+
+    @property
+    def sums(self) -> bool:
+        return False
 
     @property
     @abstractmethod

@@ -19,7 +19,8 @@ the mean over ranks is all of a residual that enters the averaged update, so no 
 """
 
 from commhooks.checkpoint.format import FORMAT, Saved, read
+from commhooks.checkpoint.gathering import gather, load_gathered
 from commhooks.checkpoint.merging import merge
 from commhooks.checkpoint.save_load import load_state_dict, state_dict
 
-__all__ = ["FORMAT", "Saved", "load_state_dict", "merge", "read", "state_dict"]
+__all__ = ["FORMAT", "Saved", "gather", "load_gathered", "load_state_dict", "merge", "read", "state_dict"]

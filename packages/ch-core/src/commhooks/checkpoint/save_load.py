@@ -35,6 +35,7 @@ class CheckpointTarget:
     reduction: Reduction | None
     layout: BucketLayout | None
     place: RankId | None  # None: there is no process group yet
+    sums: bool = False  # the model adds up the ranks' gradients, and never averages
     elastic: bool = False  # ranks change from step to step: a residual belongs to the replica whose file it is in
 
     @property
@@ -126,8 +127,9 @@ def _prepared(holder: CheckpointTarget, saved: Mapping[str, Any], world_change: 
     _same_hook(found, holder)
     translation = translate(found.params, holder.params)
     lasting = None if holder.elastic else holder.place
+    share = _share(found, holder) if found.rank is None else {}
     entries = {
-        (translation.get(name, name), field): tensor
+        (translation.get(name, name), field): tensor * share[field] if field in share else tensor
         for (name, field), tensor in for_rank(found, lasting, world_change).items()
     }
     table = holder.params or found.params
@@ -139,6 +141,19 @@ def _prepared(holder: CheckpointTarget, saved: Mapping[str, Any], world_change: 
     if place is None and found.rank is not None and world_change != "reset":
         place = RankId(found.rank, found.world_size, loaded=True)  # verified when the hook is attached
     return Loaded(copied, found.step, table, place)
+
+
+def _share(found: Saved, holder: CheckpointTarget) -> dict[str, float]:
+    """What a mean over other ranks is multiplied by, so that the sum over these ranks is that over those.
+
+    Where ranks are averaged, the mean is what stays, and a rank's own residual is the mean. Where they are summed, each of
+    W' ranks has its W'-th part of the sum of W.
+    """
+    if not holder.sums or holder.place is None or holder.reduction is None:
+        return {}
+    ratio = found.world_size / holder.place.world_size
+    local = {field for field, locality in holder.fields.items() if locality == "local"}
+    return {field: ratio**power for field, power in holder.reduction.scaled_fields.items() if field in local}
 
 
 def _agreed(hook: "CommHook | HookState", made: Loaded | None, refusal: Exception | None) -> None:
@@ -165,14 +180,16 @@ def _holder(hook: "CommHook | HookState") -> CheckpointTarget:
     engine = hook.binding.engine if hook.binding is not None else None
     place, elastic = _where(engine) if engine is not None else (_place(hook.process_group), False)
     layout = hook.binding.layout if hook.binding is not None else None
-    return CheckpointTarget(state, hook.expr, hook.full, hook.reduction, layout, place, elastic)
+    sums = hook.binding is not None and hook.binding.sums
+    return CheckpointTarget(state, hook.expr, hook.full, hook.reduction, layout, place, sums, elastic)
 
 
 def _bare(state: HookState) -> CheckpointTarget:
     engine = state.engine
     if engine is None:
         return CheckpointTarget(state, "", None, None, None, _place(getattr(state, "process_group", None)))
-    return CheckpointTarget(state, repr(engine.reduction), None, engine.reduction, None, *_where(engine))
+    place, elastic = _where(engine)
+    return CheckpointTarget(state, repr(engine.reduction), None, engine.reduction, None, place, elastic=elastic)
 
 
 def _where(engine: StateWriter) -> tuple[RankId, bool]:

@@ -1,1 +1,12 @@
-"""Hooks under trainers that own the training loop."""
+"""Hooks under trainers that own the training loop: a module for each, and what they have in common."""
+
+from typing import TYPE_CHECKING
+
+from commhooks import lazy
+
+if TYPE_CHECKING:
+    from ch_ddp.frameworks.held_hook import HeldHook
+
+__all__ = ["HeldHook"]
+
+__getattr__, __dir__ = lazy(__name__, {"held_hook": "HeldHook"})

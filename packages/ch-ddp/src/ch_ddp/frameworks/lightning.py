@@ -1,45 +1,65 @@
-"""A Lightning callback that attaches a hook. Needs Lightning; nothing else imports this module.
+"""Lightning: a callback for the ``Trainer``. Nothing else imports this module.
 
 Lightning's own ``DDPStrategy(ddp_comm_hook=...)`` registers a hook on CUDA only, and drops it without a word elsewhere
 (2.6). A callback sees the wrapped model on every device.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-try:
+from ch_ddp.frameworks.held_hook import HeldHook, What
+from ch_ddp.frameworks.optional_bases import bases
+from commhooks import CommHook
+
+_BASES = bases("Callback", "lightning.pytorch.callbacks", "pytorch_lightning.callbacks")
+
+if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
-except ImportError:  # said when one is made: tools that look at every module can import this one
-    Callback = object
-
-import commhooks
-from commhooks import CommHook, Reduction
+else:
+    Callback = type(
+        "Callback", _BASES or (object,), {}
+    )  # of both packages where both are in use: config parsers check it
 
 
 class CommHookCallback(Callback):
     """Attaches a hook when fitting starts, and again to the new model that every further ``fit`` wraps.
 
+    Trainer checkpoints have every rank's state of the hook among their callbacks' states; it is gathered on rank 0, which
+    alone writes them. ``trainer.fit(ckpt_path=...)`` goes on from it, with the same number of ranks or another.
+
     Args:
         what: as for :func:`commhooks.attach`.
         options: further arguments of :func:`commhooks.attach`.
 
-    Attributes:
-        handle: the attached hook, from the start of the first ``fit`` on. Lightning writes the callbacks of rank 0
-            only: save each rank's ``handle.state_dict()`` yourself.
+    Raises:
+        ImportError: Lightning is not installed.
 
     ``Trainer(strategy="ddp", callbacks=[CommHookCallback("powersgd(rank=4)")])``
     """
 
-    def __init__(
-        self, what: str | Mapping[str, Any] | Callable[..., Any] | Reduction | CommHook, **options: Any
-    ) -> None:
-        if Callback is object:
+    def __init__(self, what: What, **options: Any) -> None:
+        if not _BASES:
             raise ImportError("CommHookCallback needs Lightning: pip install 'lightning>=2.2'")
-        self.what, self.options = what, options
-        self.handle: CommHook | None = None
+        self.hook = HeldHook(what, options)
+        self._resume: dict[str, Any] = {}
+
+    @property
+    def handle(self) -> CommHook | None:
+        """The attached hook, from the start of the first ``fit`` on; ``None`` in one process."""
+        return self.hook.handle
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        if self.handle is not None and self.handle.attached:
-            self.handle.detach()
-        again = self.what if self.handle is None else self.handle
-        self.handle = commhooks.attach(trainer.strategy.model, again, **self.options)
+        self.hook.attach(trainer.strategy.model, getattr(trainer.precision_plugin, "scaler", None))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        # Not earlier: strategies that shard restore a checkpoint after on_fit_start.
+        if self._resume:
+            self.hook.load_gathered(self._resume)
+        elif trainer.ckpt_path is not None:
+            self.hook.starts_afresh(trainer.ckpt_path)
+        self._resume = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.hook.gather()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._resume = state_dict

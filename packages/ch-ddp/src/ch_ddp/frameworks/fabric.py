@@ -1,0 +1,75 @@
+"""Fabric: DDP's strategy with a hook. Nothing else imports this module.
+
+``Fabric(strategy="ddp")`` gives a hook no place, and its checkpoints are what rank 0 saves. A strategy wraps the model
+and writes the checkpoints, so it is the one place for both.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ch_ddp.frameworks.held_hook import HeldHook, What
+from ch_ddp.frameworks.optional_bases import bases
+
+_BASES = bases("DDPStrategy", "lightning.fabric.strategies", "lightning_fabric.strategies")
+
+if TYPE_CHECKING:
+    from lightning.fabric.strategies import DDPStrategy
+else:
+    DDPStrategy = _BASES[0] if _BASES else object
+
+_KEY = "commhook"
+
+
+class CommHookDDPStrategy(DDPStrategy):
+    """Wraps models as Fabric's ``DDPStrategy`` does, and attaches a hook to each.
+
+    ``fabric.save`` adds every rank's state of the hook under ``"commhook"`` (of a second model ``"commhook1"``), gathered
+    on rank 0; ``fabric.load`` into a dict of objects goes on from it, with the same number of ranks or another. Set the
+    models up before loading.
+
+    Args:
+        what: as for :func:`commhooks.attach`.
+        attach_options: further arguments of :func:`commhooks.attach`.
+        options: those of ``DDPStrategy``.
+
+    Attributes:
+        hooks: one for each model, in the order in which they were set up; ``hooks[0].handle`` is what
+            :func:`commhooks.attach` returned.
+
+    Raises:
+        ImportError: Lightning is not installed.
+
+    ``Fabric(strategy=CommHookDDPStrategy("powersgd(rank=4)"), devices=2)``
+    """
+
+    def __init__(self, what: What, attach_options: Mapping[str, Any] | None = None, **options: Any) -> None:
+        if not _BASES:
+            raise ImportError("CommHookDDPStrategy needs Lightning: pip install 'lightning>=2.2'")
+        super().__init__(**options)
+        self.what, self.attach_options = what, dict(attach_options or {})
+        self.hooks: list[HeldHook] = []
+
+    def setup_module(self, module: Any) -> Any:
+        wrapped = super().setup_module(module)
+        hook = HeldHook(self.what, self.attach_options)
+        hook.attach(wrapped, getattr(self.precision, "scaler", None))
+        self.hooks.append(hook)
+        return wrapped
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **options: Any) -> None:
+        gathered = {self._key(number): hook.gather() for number, hook in enumerate(self.hooks) if hook.keeps_state}
+        super().save_checkpoint(path, {**state, **gathered}, *args, **options)
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **options: Any) -> dict[str, Any]:
+        rest: dict[str, Any] = super().load_checkpoint(path, state, *args, **options)
+        if isinstance(state, Mapping) and state:
+            for number, hook in enumerate(self.hooks):
+                saved = rest.pop(self._key(number), None)
+                if saved:
+                    hook.load_gathered(saved)
+                else:
+                    hook.starts_afresh(path)
+        return rest
+
+    def _key(self, number: int) -> str:
+        return f"{_KEY}{number or ''}"

@@ -1,0 +1,42 @@
+"""Ray Train: its ``prepare_model`` with a hook. Nothing else imports this module.
+
+Ray hands ``parallel_strategy_kwargs`` to DDP's constructor, which takes no hook. What a worker reports as a checkpoint is
+a folder of its own; Ray puts the folders of all workers together.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ch_ddp.frameworks.held_hook import HeldHook, What
+
+
+def prepare_model(
+    model: torch.nn.Module, what: What, attach_options: Mapping[str, Any] | None = None, **options: Any
+) -> tuple[torch.nn.Module, HeldHook]:
+    """``ray.train.torch.prepare_model``, and the hook attached to what it makes.
+
+    Args:
+        model: the model, on each worker.
+        what: as for :func:`commhooks.attach`.
+        attach_options: further arguments of :func:`commhooks.attach`.
+        options: those of Ray's ``prepare_model``.
+
+    Returns:
+        The wrapped model, and the hook: ``hook.handle``, and for checkpoints ``hook.save(folder)`` and
+        ``hook.load(folder)``, which every worker calls.
+
+    Raises:
+        ImportError: Ray Train is not installed.
+
+    ``model, hook = prepare_model(model, "powersgd(rank=4)")``
+    """
+    try:
+        from ray.train.torch import prepare_model as prepare
+    except ImportError as error:
+        raise ImportError("ch_ddp.frameworks.ray needs Ray Train: pip install 'ray[train]'") from error
+    wrapped: torch.nn.Module = prepare(model, **options)
+    hook = HeldHook(what, attach_options or {})
+    hook.attach(wrapped)
+    return wrapped, hook

@@ -1,0 +1,110 @@
+"""The Hugging Face ``Trainer``: a callback that attaches a hook. Nothing else imports this module.
+
+The ``Trainer`` gives callbacks the model without its wrapper. So this one notes what is wrapped in DDP while it lives
+(torch tells of every module that is put into another), and attaches when training begins.
+"""
+
+import json
+import weakref
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ch_ddp.frameworks.held_hook import HeldHook, What
+from ch_ddp.frameworks.optional_bases import bases
+from commhooks import CommHook, StateError
+
+_BASES = bases("TrainerCallback", "transformers.trainer_callback")
+
+if TYPE_CHECKING:
+    from transformers.trainer_callback import TrainerCallback
+else:
+    TrainerCallback = _BASES[0] if _BASES else object
+
+_KEY = "commhook"
+
+
+class CommHookCallback(TrainerCallback):
+    """Attaches a hook when training begins.
+
+    Every ``checkpoint-N`` has every rank's state of the hook in its folder ``commhook``. ``trainer.train(
+    resume_from_checkpoint=...)`` goes on from it, with the same number of ranks or another.
+
+    Args:
+        what: as for :func:`commhooks.attach`.
+        resume_from_checkpoint: the folder that is given to ``trainer.train``, which does not tell its callbacks. Only
+            needed for a checkpoint outside of ``output_dir``.
+        options: further arguments of :func:`commhooks.attach`.
+
+    Raises:
+        ImportError: transformers is not installed.
+
+    ``Trainer(..., callbacks=[CommHookCallback("powersgd(rank=4)")])``
+    """
+
+    def __init__(
+        self, what: What, *, resume_from_checkpoint: str | PathLike[str] | None = None, **options: Any
+    ) -> None:
+        if not _BASES:
+            raise ImportError("CommHookCallback needs transformers: pip install transformers accelerate")
+        self.hook = HeldHook(what, options)
+        self.resume_from_checkpoint = resume_from_checkpoint
+        self._wrappers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        watch = register_module_module_registration_hook(_noting(self._wrappers))
+        weakref.finalize(self, watch.remove)
+
+    @property
+    def handle(self) -> CommHook | None:
+        """The attached hook, once training has begun; ``None`` in one process."""
+        return self.hook.handle
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        wrapped = next((ddp for ddp in self._wrappers if any(each is model for each in ddp.modules())), model)
+        self.hook.attach(wrapped, getattr(others.get("optimizer"), "scaler", None))
+        if state.global_step and self.hook.keeps_state:
+            self.hook.load(self._resumed_from(args, state) / _KEY)
+
+    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.hook.save(_checkpoint(args, state) / _KEY)
+
+    def _resumed_from(self, args: Any, state: Any) -> Path:
+        """The checkpoint whose trainer state this is.
+
+        Raises:
+            StateError: it is not where a callback can look for it.
+        """
+        given = [self.resume_from_checkpoint, args.resume_from_checkpoint, _checkpoint(args, state)]
+        places = [Path(each) for each in given if isinstance(each, str | PathLike)]
+        for place in places:
+            if _is_of(place, state):
+                return place
+        raise StateError(
+            f"training goes on at step {state.global_step}, and the checkpoint that it goes on from is none of "
+            f"{', '.join(map(str, places))}: the Trainer does not tell its callbacks. Give the folder to the callback as "
+            "well, CommHookCallback(..., resume_from_checkpoint=folder)"
+        )
+
+
+def _noting(wrappers: "weakref.WeakSet[torch.nn.Module]") -> Any:
+    def note(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
+        if isinstance(module, DistributedDataParallel):
+            wrappers.add(module)
+
+    return note
+
+
+def _checkpoint(args: Any, state: Any) -> Path:
+    return Path(args.output_dir, f"checkpoint-{state.global_step}")
+
+
+def _is_of(folder: Path, state: Any) -> bool:
+    """Whether a checkpoint is the one that this trainer state was read from."""
+    try:
+        saved = json.loads((folder / "trainer_state.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return bool(saved["global_step"] == state.global_step and saved["log_history"] == state.log_history)

@@ -1,0 +1,76 @@
+"""torchtitan: an override that attaches a hook to the model and puts its state into torchtitan's checkpoints.
+
+torchtitan builds its checkpointer last, with the parallelized model. So a checkpointer derived from its own is the one
+place for both. torchtitan divides the loss by the tokens of all ranks and adds gradients up; residuals follow that
+(:attr:`commhooks.adapters.Binding.sums`).
+
+``--override.imports 'ch_fsdp.titan.attach={"hook": "powersgd(rank=4)"}'``
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ch_ddp.frameworks import HeldHook
+
+try:
+    from torchtitan.components.checkpointer import CheckpointManager
+    from torchtitan.config.override import derive, override
+except ImportError:  # said when it is used: tools that look at every module can import this one
+    CheckpointManager = None
+
+_KEY = "commhook"
+
+if CheckpointManager is not None:
+
+    class CommHookCheckpointManager(CheckpointManager):
+        """Attaches a hook to every part of the model; ``step-N/commhook`` of a checkpoint has every rank's state of it.
+
+        Attributes:
+            hooks: one for each part; ``hooks[0].handle`` is what :func:`commhooks.attach` returned.
+        """
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(CheckpointManager.Config):
+            """Torchtitan's own options, and the arguments of :func:`commhooks.attach`."""
+
+            hook: Any = ""
+            attach_options: dict[str, Any] = field(default_factory=dict)
+
+        def __init__(self, config: Config, *, model_parts: list[Any], **given: Any) -> None:
+            super().__init__(config, model_parts=model_parts, **given)
+            self.hooks: list[HeldHook] = []
+            for part in model_parts:
+                self.hooks.append(HeldHook(config.hook, config.attach_options))
+                self.hooks[-1].attach(part)
+
+        def _save(self, curr_step: int, last_step: bool = False) -> bool:
+            saved = bool(super()._save(curr_step, last_step))
+            if saved and not (last_step and self.last_save_model_only):
+                for number, hook in enumerate(self.hooks):
+                    hook.save(self._folder(self._create_checkpoint_id(curr_step), number))
+            return saved
+
+        def dcp_load(self, state_dict: Any, checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            if "optimizer" in state_dict and not from_hf:  # a run that goes on, not weights to begin with
+                for number, hook in enumerate(self.hooks):
+                    hook.load(self._folder(checkpoint_id, number))
+
+        def _folder(self, checkpoint: str, number: int) -> Path:
+            return Path(checkpoint, f"{_KEY}{number or ''}")
+
+    @override(target=CheckpointManager.Config, description="attach a communication hook")  # type: ignore[untyped-decorator]
+    def attach(config: Any, hook: Any, **options: Any) -> Any:
+        """The override: ``hook`` and ``options`` are the arguments of :func:`commhooks.attach`."""
+        return derive(config, CommHookCheckpointManager.Config, hook=hook, attach_options=options)
+
+else:
+
+    def attach(config: Any, hook: Any, **options: Any) -> Any:
+        """Needs torchtitan.
+
+        Raises:
+            ImportError: always.
+        """
+        raise ImportError("ch_fsdp.titan needs torchtitan: pip install 'torchtitan>=0.3'")

@@ -1,0 +1,30 @@
+"""Accelerate's quick tour: a loop of one's own. `python -m torch.distributed.run ... FOLDER [--resume]`."""
+
+import sys
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+folder, resume = sys.argv[1], "--resume" in sys.argv
+
+torch.manual_seed(1)
+accelerator = Accelerator(cpu=True)
+model = nn.Sequential(nn.Linear(28 * 28, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+images = torch.utils.data.TensorDataset(torch.rand(640, 28 * 28), torch.randint(10, (640,)))
+loader = torch.utils.data.DataLoader(images, batch_size=8)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=1e-3), loader)
+done = 0
+if resume:
+    accelerator.load_state(f"{folder}/step10")
+    loader, done = accelerator.skip_first_batches(loader, 10), 10
+for batch, labels in loader:
+    if done == 20:
+        break
+    optimizer.zero_grad()
+    accelerator.backward(nn.functional.cross_entropy(model(batch), labels))
+    optimizer.step()
+    done += 1
+    if done == 10:
+        accelerator.save_state(f"{folder}/step10")
+accelerator.end_training()
