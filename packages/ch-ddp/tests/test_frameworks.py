@@ -95,6 +95,8 @@ def body_load(rank: int, world: int, folder: str, wanted: list[dict[str, torch.T
         assert state["step"] == 3
         mean = {name: torch.stack([one[name].double() for one in wanted]).mean(0).float() for name in wanted[0]}
         assert same(residuals(state), wanted[rank] if world == len(wanted) else mean)
+    if world != len(wanted):
+        return
     _, hook = trained(rank, 1)
     assert hook.handle is not None
     before = residuals(hook.handle.state_dict())
@@ -112,17 +114,13 @@ def test_every_rank_gets_its_own_back_and_other_numbers_of_ranks_the_mean(tmp_pa
     spawn(body_load, 2, str(tmp_path), saved)
     with pytest.raises(AssertionError, match="the state is of rank 0 of 2, this is rank 0 of 3"):
         spawn(body_refuse, 3, str(tmp_path))
-    spawn(body_load_more, 3, str(tmp_path), saved)
+    spawn(body_load, 3, str(tmp_path), saved)
 
 
 def body_refuse(rank: int, world: int, folder: str) -> None:
     _, hook = trained(rank, 1)
     assert hook.handle is not None
     load_gathered(hook.handle, torch.load(Path(folder, "one_file"), weights_only=True))
-
-
-def body_load_more(rank: int, world: int, folder: str, wanted: list[dict[str, torch.Tensor]]) -> None:
-    body_load(rank, world, folder, wanted)
 
 
 def body_foreign(rank: int, world: int) -> None:
