@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.errors import RankMismatchError
-from commhooks.fingerprint import _numbers
+from commhooks.fingerprint import digest
 from commhooks.testing import spawn
 
 pytestmark = pytest.mark.timeout(120)
@@ -19,16 +19,16 @@ pytestmark = pytest.mark.timeout(120)
 )
 def test_the_digest_of_a_tensor_is_of_its_bits(dtype: torch.dtype) -> None:
     x = (torch.arange(24) % 5).to(dtype).view(4, 6)
-    assert _numbers(x) == _numbers(x.clone()) == _numbers(x.t().contiguous().t())
-    assert _numbers(x) == _numbers(torch.cat([x, x])[4:])  # a view that begins in the middle of its storage
+    assert digest(x) == digest(x.clone()) == digest(x.t().contiguous().t())
+    assert digest(x) == digest(torch.cat([x, x])[4:])  # a view that begins in the middle of its storage
     other = x.clone()
     other[3, 5] = 1 if other[3, 5] == 0 else 0
-    assert _numbers(x) != _numbers(other)
+    assert digest(x) != digest(other)
 
 
 def test_the_digest_of_zeros_tells_their_sign_and_nothing_has_one_too() -> None:
-    assert _numbers(torch.tensor([0.0])) != _numbers(torch.tensor([-0.0]))
-    assert _numbers(torch.empty(0, 3)) == _numbers(torch.empty(0))
+    assert digest(torch.tensor([0.0])) != digest(torch.tensor([-0.0]))
+    assert digest(torch.empty(0, 3)) == digest(torch.empty(0))
 
 
 def no_numpy(*_: object, **__: object) -> None:

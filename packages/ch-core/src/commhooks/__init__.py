@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from commhooks.api.attaching import attach
     from commhooks.api.creating import create
     from commhooks.api.lookup import describe, failures, get, list_hooks, refresh, register, spec, unregister
+    from commhooks.api.reducing import Exchange, Reducer
     from commhooks.api.usable import why_not
     from commhooks.bucket import Bucket, BucketLayout, ParamLayout
     from commhooks.compositions.base import Composite, composed
@@ -57,6 +58,7 @@ __all__ = [
     "CommHooksError",
     "Composite",
     "DefaultState",
+    "Exchange",
     "GradBucket",
     "HookConfigError",
     "HookNotSupportedError",
@@ -74,6 +76,7 @@ __all__ = [
     "PluginLoadError",
     "RankMismatchError",
     "ReduceScatter",
+    "Reducer",
     "Reduction",
     "RemoteHookError",
     "Report",
@@ -112,6 +115,7 @@ __getattr__, __dir__ = lazy(
         "api.attaching": "attach",
         "api.creating": "create",
         "api.lookup": "describe failures get list_hooks refresh register spec unregister",
+        "api.reducing": "Exchange Reducer",
         "api.usable": "why_not",
         "bucket": "Bucket BucketLayout ParamLayout",
         "compositions.base": "Composite composed",

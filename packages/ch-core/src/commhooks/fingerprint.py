@@ -2,7 +2,7 @@
 
 import ctypes
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,22 +12,37 @@ from commhooks.agreement import Fingerprint, StoreExchange, agree, agree_along
 from commhooks.reduction import StepContext
 
 
-def fingerprint(handle: Any, model: torch.nn.Module, *, watched: bool = False) -> dict[str, list[str]]:
+Rows = Sequence[tuple[str, str, str]]
+"""Name, shape and dtype of every tensor that is reduced, or frozen beside them."""
+
+
+def rows_of(named: Iterable[tuple[str, torch.Tensor]]) -> Rows:
+    """Tensors as rows to compare."""
+    return [(name, str(tuple(tensor.shape)), str(tensor.dtype)) for name, tensor in named]
+
+
+def rows_of_model(model: torch.nn.Module) -> Rows:
+    """A model's parameters as rows to compare: which are frozen, too."""
+    ignored = {f"module.{name}" for name in getattr(model, "parameters_to_ignore", ())}  # DDP's: a rank's own
+    params = [(name, p) for name, p in model.named_parameters() if name not in ignored]
+    frozen = {name for name, p in params if not p.requires_grad}
+    return [(name, shape, dtype + (", frozen" if name in frozen else "")) for name, shape, dtype in rows_of(params)]
+
+
+def fingerprint(handle: Any, rows: Rows, *, watched: bool = False) -> dict[str, list[str]]:
     """What all ranks of a handle's group have to agree on, as fields of lines.
 
     Args:
         handle: an attached :class:`~commhooks.CommHook`.
-        model: what it is attached to.
+        rows: what it reduces, see :func:`rows_of`.
         watched: whether an optimizer or scaler decides which steps count.
     """
-    ignored = {f"module.{name}" for name in getattr(model, "parameters_to_ignore", ())}  # DDP's: a rank's own
-    params = [(name, p) for name, p in model.named_parameters() if name not in ignored]
     engine = handle.binding.engine
     fields: dict[str, list[str]] = {
         "hook": handle.identity,
-        "parameter names": [name for name, _ in params],
-        "parameter shapes": [f"{name}: {tuple(p.shape)}" for name, p in params],
-        "parameter dtypes": [f"{name}: {p.dtype}{'' if p.requires_grad else ', frozen'}" for name, p in params],
+        "parameter names": [name for name, _, _ in rows],
+        "parameter shapes": [f"{name}: {shape}" for name, shape, _ in rows],
+        "parameter dtypes": [f"{name}: {dtype}" for name, _, dtype in rows],
         "torch": [torch.__version__],
         "optimizer or scaler given": [str(watched)],
         "world size": [""],
@@ -62,7 +77,7 @@ def levels(node: Mapping[str, Any], path: str = "") -> list[str]:
     return lines
 
 
-def verify(handle: Any, model: torch.nn.Module, timeout: float, *, watched: bool = False) -> None:
+def verify(handle: Any, rows: Rows, timeout: float, *, watched: bool = False, facts: Fingerprint | None = None) -> None:
     """Agree on a handle that has just been attached.
 
     A binding without a process group of its own (a manager, a simulation) is not verified.
@@ -74,7 +89,7 @@ def verify(handle: Any, model: torch.nn.Module, timeout: float, *, watched: bool
     group = handle.binding.group
     if group is None or dist.get_world_size(group) == 1:
         return
-    agree(handle.expr, fingerprint(handle, model, watched=watched), StoreExchange(group, timeout))
+    agree(handle.expr, {**fingerprint(handle, rows, watched=watched), **(facts or {})}, StoreExchange(group, timeout))
 
 
 def verify_state(
@@ -104,7 +119,7 @@ def verify_state(
     everywhere = {"refused": refused.splitlines(), "step": [str(step)]}
     here = {
         "state": [_entry(*one) for one in shared],
-        "numbers that all ranks share": [f"{name} {field} {_numbers(tensor)}" for name, field, tensor in shared],
+        "numbers that all ranks share": [f"{name} {field} {digest(tensor)}" for name, field, tensor in shared],
     }
     nothing: Fingerprint = {}
     others = [(axis, nothing) for axis in handle.binding.other_axes]
@@ -115,8 +130,13 @@ def _entry(name: str, field: str, tensor: torch.Tensor) -> str:
     return f"{name} {field} {tuple(tensor.shape)} {tensor.dtype}"
 
 
-def _numbers(tensor: torch.Tensor) -> str:
-    """A digest of the bits of a tensor, read from memory: ``.numpy()`` needs NumPy, which torch does not bring."""
+def digest(tensor: torch.Tensor) -> str:
+    """A digest of the bits of a tensor: equal bits, equal lines.
+
+    >>> digest(torch.zeros(2)) == digest(torch.zeros(2)), digest(torch.zeros(2)) == digest(-torch.zeros(2))
+    (True, False)
+    """
+    # Read from memory: ``.numpy()`` needs NumPy, which torch does not bring.
     flat = tensor.detach().cpu().contiguous()
     bits = (
         (ctypes.c_ubyte * (flat.numel() * flat.element_size())).from_address(flat.data_ptr()) if flat.numel() else b""

@@ -11,7 +11,8 @@ makes is a :class:`Binding`, which says what is in place, and takes it out again
 :class:`ProcessGroupTransport`, or one of your own. Give it every part of a backward's gradient as a
 :class:`~commhooks.Bucket`, in the same order on every rank: :meth:`~Engine.submit` if more follow that it can overlap with, or
 :meth:`~Engine.run` if the wrapper uses the average as soon as you return. Then say :meth:`~Engine.finish` once, which ends
-the step and gives the error to raise, the same decision on every rank. Raise it with :func:`raise_after_backward`, not from
+the step and gives the error to raise, the same decision on every rank; in between, who has other work to do may
+:meth:`~Engine.advance` what is under way. Raise it with :func:`raise_after_backward`, not from
 inside the wrapper's hook. A backward that was cut short by an exception is :meth:`~Engine.abandon`-ed before the next. On
 CUDA, run the engine inside a :class:`SideStream`, unless the wrapper calls you on a stream of its own. Several engines that
 end their steps together, one an axis of a mesh, are an :class:`EngineGroup`; a single bucket without any step, as in a plain
@@ -35,7 +36,8 @@ collective of an adapter's own as an engine does.
 drives the engine of the :class:`ManagedAxis` that it makes.
 
 **Whether ranks agree.** ``attach`` compares the ranks of ``Binding.group`` by itself. An adapter with several groups compares
-along each with :func:`agree_along`, a :class:`Fingerprint` of fields and lines over the group's store; whatever else it has to
+along each with :func:`agree_along`, a :class:`Fingerprint` of fields and lines over the group's store (:func:`digest` makes a
+line of a tensor); whatever else it has to
 exchange before the first collective goes through a :class:`StoreExchange`.
 
 Example: an adapter of a wrapper that calls one function with all gradients, on each rank, at the end of a backward.
@@ -125,6 +127,7 @@ if TYPE_CHECKING:
     from commhooks.engine.status import StepOutcome
     from commhooks.engine.streams import SideStream
     from commhooks.engine.verdict import StepVerdict
+    from commhooks.fingerprint import digest
     from commhooks.transport.base import Transport, Work
     from commhooks.transport.process_group import ProcessGroupTransport, ProcessGroupWork
 
@@ -154,6 +157,7 @@ __all__ = [
     "agree_along",
     "at_end_of_backward",
     "backward_id",
+    "digest",
     "manager_adapter",
     "raise_after_backward",
     "watch_outcome",
@@ -174,6 +178,7 @@ __getattr__, __dir__ = lazy(
         "engine.status": "StepOutcome",
         "engine.streams": "SideStream",
         "engine.verdict": "StepVerdict",
+        "fingerprint": "digest",
         "transport.base": "Transport Work",
         "transport.process_group": "ProcessGroupTransport ProcessGroupWork",
     },

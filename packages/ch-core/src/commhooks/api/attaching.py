@@ -10,7 +10,7 @@ import torch.distributed as dist
 from commhooks.adapters.base import AttachOptions, Binding
 from commhooks.api.creating import as_handle
 from commhooks.errors import AttachError, CommHooksError
-from commhooks.fingerprint import verify
+from commhooks.fingerprint import rows_of_model, verify
 from commhooks.handle import CommHook
 from commhooks.reduction import Reduction
 from commhooks.registry.discovery import load_target
@@ -112,7 +112,7 @@ def attach(
         refuse_lost(binding.group)
         handle.agreement_timeout = timeout if verify_ranks else None
         if verify_ranks:
-            verify(handle, model, timeout, watched=optimizer is not None or scaler is not None)
+            verify(handle, rows_of_model(model), timeout, watched=optimizer is not None or scaler is not None)
         binding.ready()
     except BaseException:
         handle.detach()

@@ -129,6 +129,18 @@ class Engine:
         self.counters.hook_seconds += time.perf_counter() - begun
         return live
 
+    def advance(self) -> None:
+        """Each bucket under way one stage further: for who has other work to do while messages travel, between
+        :meth:`submit` and :meth:`finish`. On all ranks at the same place, because it starts collectives.
+        """
+        begun = time.perf_counter()
+        try:
+            self.sender.start(self.sender.held)
+            self._advance(list(self._live))
+        except Exception as error:
+            self._lose(error)
+        self.counters.hook_seconds += time.perf_counter() - begun
+
     def finish(self, *, outside: BaseException | None = None) -> BaseException | None:
         """End the step: drain, exchange the status, return the error to raise: the same decision on every rank.
 

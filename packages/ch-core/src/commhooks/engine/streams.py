@@ -32,3 +32,9 @@ class SideStream:
         with torch.cuda.stream(side):
             tensor.record_stream(side)
             yield
+
+    def join(self, tensor: torch.Tensor) -> None:
+        """Have the present stream wait for what the side stream of the tensor's device has been given so far."""
+        side = self._streams.get(tensor.device)
+        if side is not None:
+            torch.cuda.current_stream(tensor.device).wait_stream(side)

@@ -1,0 +1,216 @@
+"""Averages of plain tensors: what an engine gives in a backward, a reducer gives without one."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import commhooks
+from commhooks import AllReduce, Bucket, Plain, Reducer, Reduction
+from commhooks.errors import (
+    AttachError,
+    HookConfigError,
+    HookNotSupportedError,
+    HookTimeoutError,
+    RankMismatchError,
+    RemoteHookError,
+)
+from commhooks.simulate import SimulatedGroup, SimulatedRank, SimulatedTransport, simulate
+from commhooks.testing import spawn
+
+
+class TwoStages(Reduction):
+    """The mean in two halves, one after the other, and a residual that counts rounds."""
+
+    name, lossy = "two_stages", True
+    fields = {"residual": "local"}
+
+    def __init__(self, broken: tuple[int, int] | None = None) -> None:
+        self.broken, self.rounds = broken, 0
+
+    def config(self) -> dict[str, Any]:
+        return {}
+
+    def run(self, bucket: Bucket, ctx: Any) -> Iterator[Any]:
+        for p, view in bucket.views():
+            before = ctx.read(p.name, "residual")
+            kept = ctx.stage(p.name, "residual", p.shape, bucket.dtype, bucket.device)
+            kept.fill_(1.0)
+            if before is not None:
+                kept.add_(before)
+            view.add_(kept)
+        half = bucket.buffer.numel() // 2
+        yield AllReduce(bucket.buffer[:half])
+        if not bucket.buffer.is_meta:
+            self.rounds += 1
+            if self.broken == (ctx.rank, self.rounds):
+                raise ArithmeticError("broken between its stages")
+        yield AllReduce(bucket.buffer[half:])
+
+
+def mine(rank: int, world: int, turn: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * turn + rank)
+    return {
+        "w": torch.randn(5, 3, generator=generator),
+        "half": torch.randn(4, generator=generator).to(torch.bfloat16),
+        "turned": torch.randn(3, 4, generator=generator).t(),
+        "one": torch.randn((), generator=generator),
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_mean_of_every_dtype_shape_and_stride(world: int) -> None:
+    def body(rank: SimulatedRank) -> list[dict[str, torch.Tensor]]:
+        reducer = Reducer(Plain(), mine(0, world), transport=rank.transport)
+        return [{n: t.clone() for n, t in reducer.average(mine(rank.rank, world, turn)).items()} for turn in range(2)]
+
+    found = simulate(world, body)
+    for turn in range(2):
+        given = [mine(rank, world, turn) for rank in range(world)]
+        for name in given[0]:
+            total = given[0][name] * (1 / world)
+            for other in given[1:]:
+                total = total + other[name] * (1 / world)
+            assert all(torch.equal(rank[turn][name], total) for rank in found), name
+
+
+def test_the_rounds_are_those_of_an_engine_and_advancing_changes_no_bit() -> None:
+    """Residuals are kept by name, and committed; at which points a round is advanced does not matter."""
+
+    def with_engine(rank: SimulatedRank) -> list[list[float]]:
+        engine, found = rank.engine(TwoStages()), []
+        for turn in range(3):
+            bucket = Bucket.from_tensors({"w": mine(rank.rank, 2, turn)["w"]})
+            engine.submit(bucket)
+            assert engine.finish() is None
+            found.append(bucket.view("w").flatten().tolist())
+        return found
+
+    def with_reducer(rank: SimulatedRank, advances: int) -> tuple[list[list[float]], int, dict[str, Any]]:
+        like = {"w": torch.empty(5, 3, device="meta")}
+        reducer, found = Reducer(TwoStages(), like, transport=rank.transport, device="cpu"), []
+        for turn in range(3):
+            exchange = reducer.start({"w": mine(rank.rank, 2, turn)["w"]})
+            for _ in range(advances):
+                exchange.advance()
+            found.append(exchange.wait()["w"].flatten().tolist())
+            assert exchange.done
+        return found, reducer.stages, reducer.state_dict()
+
+    expected = simulate(2, with_engine)
+    for advances in range(4):
+        for rank, (found, stages, saved) in enumerate(simulate(2, lambda r, a=advances: with_reducer(r, a))):
+            assert found == expected[rank]
+            assert stages == 2
+            assert saved["step"] == 3
+            assert saved["entries"]["w"]["residual"].eq(3).all()
+
+
+def test_saved_and_loaded_rolled_back_and_not_finite() -> None:
+    def body(rank: SimulatedRank) -> list[float]:
+        tensors = {"w": torch.zeros(4)}
+        first = Reducer(TwoStages(), tensors, transport=rank.transport)
+        values = [first.average(tensors)["w"][0].item()]  # 0 + 1
+        saved = first.state_dict()
+        first.average(tensors)
+        first.rollback()  # nobody used it
+        values.append(first.average(tensors)["w"][0].item())  # 0 + 2 again
+        bad = torch.full((4,), torch.nan if rank.rank else 0.0)
+        assert first.average({"w": bad})["w"].isnan().all()
+        assert first.commit() is False
+        values.append(first.average(tensors)["w"][0].item())  # 0 + 3
+        second = Reducer(TwoStages(), tensors, transport=rank.transport)
+        second.load_state_dict(saved)
+        return [*values, second.average(tensors)["w"][0].item()]
+
+    assert simulate(2, body) == [[1.0, 2.0, 3.0, 2.0]] * 2
+
+
+def test_an_error_is_raised_on_every_rank_and_the_round_never_was() -> None:
+    def body(rank: SimulatedRank) -> tuple[str, float, float]:
+        reducer = Reducer(TwoStages((1, 2)), {"w": torch.zeros(4)}, transport=rank.transport)
+        reducer.average({"w": torch.zeros(4)})
+        with pytest.raises((ArithmeticError, RemoteHookError)) as caught:
+            reducer.average({"w": torch.zeros(4)})
+        again = reducer.average({"w": torch.zeros(4)})["w"]
+        return type(caught.value).__name__, again[0].item(), reducer.state_dict()["step"]
+
+    assert simulate(2, body) == [("RemoteHookError", 2.0, 2), ("ArithmeticError", 2.0, 2)]
+
+
+def test_ranks_that_differ_are_told_before_anything_is_sent() -> None:
+    def body(rank: SimulatedRank) -> str:
+        shape = (4,) if rank.rank else (5,)
+        with pytest.raises(RankMismatchError) as caught:
+            Reducer(Plain(), {"w": torch.zeros(shape)}, transport=rank.transport)
+        return str(caught.value)
+
+    assert all("w: (5,)" in text and "w: (4,)" in text for text in simulate(2, body))
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    group = SimulatedGroup(2)
+    reducer = Reducer(
+        Plain(), {"w": torch.zeros(4)}, transport=SimulatedTransport(group, 0), timeout=0.2, verify_ranks=False
+    )
+    with pytest.raises(HookTimeoutError, match="ranks \\[1\\] did not take part"):
+        reducer.average({"w": torch.zeros(4)})
+
+
+def test_what_is_refused() -> None:
+    one = SimulatedTransport(SimulatedGroup(1), 0)
+    with pytest.raises(HookConfigError, match="no"):
+        Reducer(Plain(), {}, transport=one)
+    with pytest.raises(HookConfigError, match="device="):
+        Reducer(Plain(), {"w": torch.empty(2, device="meta")}, transport=one)
+    with pytest.raises(HookConfigError, match="dense"):
+        Reducer(Plain(), {"w": torch.eye(2).to_sparse()}, transport=one)
+    with pytest.raises(HookNotSupportedError, match="DDP"):
+        Reducer(lambda state, bucket: bucket, {"w": torch.zeros(2)}, transport=one)
+    handle = commhooks.create(Plain())
+    reducer = Reducer(handle, {"w": torch.zeros(2)}, transport=one)
+    with pytest.raises(AttachError, match="in place already"):
+        Reducer(handle, {"w": torch.zeros(2)}, transport=one)
+    with pytest.raises(HookConfigError, match="differs in"):
+        reducer.average({"v": torch.zeros(2)})
+    exchange = reducer.start()
+    with pytest.raises(RuntimeError, match="still under way"):
+        reducer.start()
+    with pytest.raises(RuntimeError, match="under way"):
+        reducer.state_dict()
+    exchange.wait()
+    reducer.close()
+    assert not handle.attached
+
+
+def overlapped(rank: int, world: int) -> tuple[list[bool], str]:
+    """Two exchanges of two reducers under way at once, another all-reduce in between; then ranks that differ."""
+    reducers = [Reducer(TwoStages(), mine(0, world), timeout=20.0) for _ in range(2)]
+    same = []
+    for turn in range(2):
+        under_way = [r.start(mine(rank, world, 2 * turn + i)) for i, r in enumerate(reducers)]
+        other = torch.full((3,), float(rank))
+        dist.all_reduce(other)
+        under_way[1].advance()
+        for i in (0, 1):
+            mean = under_way[i].wait()
+            given = [mine(r, world, 2 * turn + i) for r in range(world)]
+            for name in given[0]:
+                wanted = sum((g[name].float() for g in given)) / world + 1 + turn
+                same.append(torch.allclose(mean[name].float(), wanted, atol=0.05))
+    try:
+        Reducer(Plain() if rank else TwoStages(), mine(0, world), timeout=20.0)
+    except RankMismatchError as error:
+        return same, str(error)
+    return same, ""
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(90)
+def test_over_gloo_two_at_once() -> None:
+    for same, text in spawn(overlapped, 2):
+        assert len(same) == 16
+        assert all(same)
+        assert "the ranks disagree on" in text
