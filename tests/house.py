@@ -38,7 +38,7 @@ ORDER = (  # of ch-core: a module imports from its own line and from those below
 )
 PACKAGES = (
     "ch_bench",
-    "ch_fsdp ch_ft ch_powersgd ch_quant ch_sparse ch_template",
+    "ch_fsdp ch_ft ch_outer ch_powersgd ch_quant ch_sparse ch_template",
     "ch_ddp",
     "commhooks",
 )  # the same, of packages

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from commhooks.agreement import Fingerprint, StoreExchange, agree, agree_along
 from commhooks.reduction import StepContext
 
-
 Rows = Sequence[tuple[str, str, str]]
 """Name, shape and dtype of every tensor that is reduced, or frozen beside them."""
 

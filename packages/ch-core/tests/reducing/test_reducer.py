@@ -198,7 +198,7 @@ def overlapped(rank: int, world: int) -> tuple[list[bool], str]:
             mean = under_way[i].wait()
             given = [mine(r, world, 2 * turn + i) for r in range(world)]
             for name in given[0]:
-                wanted = sum((g[name].float() for g in given)) / world + 1 + turn
+                wanted = sum(g[name].float() for g in given) / world + 1 + turn
                 same.append(torch.allclose(mean[name].float(), wanted, atol=0.05))
     try:
         Reducer(Plain() if rank else TwoStages(), mine(0, world), timeout=20.0)

@@ -9,8 +9,10 @@ FIRST_PARTY: dict[str, tuple[str, ...]] = {
         "./packages/ch-ddp",
         "./packages/ch-fsdp",
         "./packages/ch-ft",
+        "./plugins/ch-outer",
         "./packages/ch-powersgd",
         "./plugins/ch-quant",
+        "./plugins/ch-sparse",
         "./plugins/ch-bench",
     ),
     "ch-core": ("./packages/ch-core",),
@@ -22,6 +24,10 @@ FIRST_PARTY: dict[str, tuple[str, ...]] = {
     "ch-ft": (
         "./packages/ch-ddp",
         "./packages/ch-ft",
+    ),
+    "ch-outer": (
+        "./packages/ch-ddp",
+        "./plugins/ch-outer",
     ),
     "ch-powersgd": (
         "./packages/ch-ddp",
@@ -54,10 +60,14 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "policy": ("ch-core",),
     "post_local_sgd": ("ch-ddp",),
     "powersgd": ("ch-powersgd",),
+    "quant": ("ch-quant",),
+    "quant2": ("ch-quant",),
+    "quant4": ("ch-quant",),
     "quant8": ("ch-quant",),
     "quantize_per_channel": ("ch-quant",),
     "quantize_per_tensor": ("ch-quant",),
     "reduce_scatter": ("ch-fsdp",),
+    "sign": ("ch-quant",),
     "topk": ("ch-sparse",),
     "warmup": ("ch-core",),
 }

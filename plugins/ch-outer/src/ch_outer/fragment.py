@@ -1,0 +1,151 @@
+"""A part of the parameters: where they started, and the exchange that moves the start.
+
+Over the rounds of one fragment, with ``p_i`` its parameters on rank i::
+
+    delta_i = start - p_i                      the pseudo-gradient
+    delta   = reduction(delta_1 ... delta_W)   under way while inner steps go on
+    start   = outer optimizer (start, delta)   on arrival, the same on every rank
+    p_i     = (1 - mix) * start + mix * p_i
+
+DiLoCo is arXiv:2311.08105, fragments, overlap and mix are those of Streaming DiLoCo, arXiv:2501.18512.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from commhooks import Exchange, Reducer, StateError
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a parameter lies on this rank: itself, or its shard (FSDP2)."""
+    found = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found.detach()
+
+
+def start_of(param: torch.Tensor) -> torch.Tensor:
+    """A copy in the precision of the outer step: at least fp32, or a small step would be lost in bf16."""
+    mine = local(param)
+    return mine.to(torch.promote_types(mine.dtype, torch.float32), copy=True)
+
+
+class Fragment:
+    """Some parameters, by name, and their rounds.
+
+    Args:
+        params: the parameters, in model order.
+        starts: their starts, which the outer optimizer moves.
+        reducer: averages tensors of the shapes of the starts.
+        mix: part of a rank's own parameters that stays on arrival.
+
+    Attributes:
+        since: inner steps done when the exchange under way was started; ``None`` if none is.
+    """
+
+    def __init__(
+        self, params: Mapping[str, torch.Tensor], starts: Mapping[str, torch.Tensor], reducer: Reducer, mix: float
+    ) -> None:
+        self.params, self.starts, self.reducer, self.mix = dict(params), dict(starts), reducer, mix
+        self.since: int | None = None
+        self._exchange: Exchange | None = None
+        self._alone = reducer.world_size == 1
+        self._left: dict[str, torch.Tensor] = {}  # where a rank that is alone was when the exchange started
+
+    def begin(self, count: int) -> None:
+        """Start the exchange of what the inner steps have moved since the start."""
+        for name, start in self.starts.items():
+            torch.sub(start, local(self.params[name]), out=self.reducer.tensors[name])
+            if self._alone:
+                self._left[name] = local(self.params[name]).clone()
+        self._exchange = self.reducer.start()
+        self.since = count
+
+    def advance(self) -> None:
+        """The next stage of the exchange under way."""
+        if self._exchange is not None:
+            self._exchange.advance()
+
+    def receive(self) -> None:
+        """Have the average of the exchange under way, if there is one; it is not used yet."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            try:
+                exchange.wait()
+            except BaseException:  # on the rank that failed it is the reduction's own error
+                self.since = None  # this round never was: the next one's pseudo-gradient holds what it would have moved
+                self._left.clear()
+                raise
+
+    def land(self, outer: Optimizer) -> None:
+        """The exchange has come: move the start, and bring the parameters there."""
+        self.receive()
+        if self.since is None:
+            return
+        self.since = None
+        there = {name: self._exact_end(name) for name in self._left}
+        for name, start in self.starts.items():
+            start.grad = self.reducer.tensors[name]
+        outer.step()
+        for name, start in self.starts.items():
+            start.grad = None
+            if name in there:
+                end, left = there[name]
+                start.copy_(torch.where(start == end, left, start))
+            mine = local(self.params[name])
+            mine.lerp_(start.to(mine.dtype), 1.0 - self.mix) if self.mix else mine.copy_(start)
+        self._left.clear()
+
+    def _exact_end(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the start comes to if the outer step takes all of this rank's pseudo-gradient, and where that is exactly.
+
+        ``start - (start - p)`` is not ``p`` in floating point, if the two are far apart. A rank that is alone knows the
+        average of all ranks' parameters without that rounding: it is what it holds. So rate 1 without momentum leaves
+        the inner optimizer alone, to the bit. (Several ranks do not know it, and all have to come to the same bits.)
+        """
+        left, start = self._left[name].to(self.starts[name].dtype), self.starts[name]
+        return start - (start - left), left
+
+    # -- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Start, state of the reduction, and the average that has come but is not due yet."""
+        self.receive()
+        waiting = self.since is not None
+        return {
+            "start": {name: start.clone() for name, start in self.starts.items()},
+            "reducer": self.reducer.state_dict(),
+            "since": self.since,
+            "mean": {name: self.reducer.tensors[name].clone() for name in self.starts} if waiting else {},
+            "left": {name: tensor.clone() for name, tensor in self._left.items()} if waiting else {},
+        }
+
+    def check(self, saved: Mapping[str, Any]) -> None:
+        """Refuse a state of other parameters.
+
+        Raises:
+            StateError: naming one of them.
+        """
+        for key in ("start", "mean", "left"):
+            for name in saved[key].keys() ^ self.starts.keys() if saved[key] else ():
+                raise StateError(
+                    f"the saved outer state and this model's fragments differ in {name!r}: give the same model and fragments="
+                )
+            for name, tensor in saved[key].items():
+                if tensor.shape != self.starts[name].shape:
+                    raise StateError(
+                        f"the saved {key} of {name!r} has shape {tuple(tensor.shape)}, here it is "
+                        f"{tuple(self.starts[name].shape)}: a state of shards fits the same sharding only"
+                    )
+
+    def load_state_dict(self, saved: Mapping[str, Any], world_change: str) -> None:
+        """Go on from :meth:`state_dict`, which :meth:`check` has passed."""
+        self.reducer.abandon()
+        self.reducer.load_state_dict(saved["reducer"], world_change=world_change)
+        self._exchange, self.since = None, saved["since"]
+        for name, start in self.starts.items():
+            start.copy_(saved["start"][name])
+            if self.since is not None:
+                self.reducer.tensors[name].copy_(saved["mean"][name])
+        self._left = {name: tensor.to(self.starts[name].device, copy=True) for name, tensor in saved["left"].items()}

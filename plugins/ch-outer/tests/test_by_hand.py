@@ -1,0 +1,164 @@
+"""The outer optimizer beside the loop written by hand, to the bit; and as an optimizer among others."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ch_outer import OuterOptimizer, plain_sgd
+from ch_outer.parts import divide
+from commhooks import Plain
+from commhooks.simulate import SimulatedGroup, SimulatedRank, SimulatedTransport, simulate
+from commhooks.testing import spawn
+
+pytestmark = pytest.mark.timeout(90)
+Mean = Callable[[torch.Tensor], torch.Tensor]
+
+
+def make(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    x = torch.randn(16, 6, generator=generator)
+    return x, torch.stack([x.sum(1).sin(), x[:, 0] * x[:, 1]], 1)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        x, y = batch(rank, step)
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def by_hand(
+    rank: int, mean: Mean, steps: int, every: int, parts: list[list[str]], overlap: int, mix: float, rate: float = 0.7
+) -> list[torch.Tensor]:
+    """(Streaming) DiLoCo as its papers write it, with torch's SGD on copies; `mean` averages a flat tensor."""
+    model = make()
+    inner = adam(model)
+    params = dict(model.named_parameters())
+    starts = {name: p.detach().clone() for name, p in params.items()}
+    outer = torch.optim.SGD(list(starts.values()), lr=rate, momentum=0.9, nesterov=True)
+    arriving: list[tuple[int, list[str], torch.Tensor]] = []
+
+    def land(step: int) -> None:
+        for _, names, flat in [one for one in arriving if one[0] == step]:
+            for n, part in zip(names, flat.split([params[n].numel() for n in names]), strict=True):
+                starts[n].grad = part.view_as(starts[n])
+            outer.step()
+            for n in names:
+                starts[n].grad = None
+                params[n].copy_(torch.lerp(params[n], starts[n], 1.0 - mix))
+        arriving[:] = [one for one in arriving if one[0] > step]
+
+    for step in range(1, steps + 1):
+        train(model, inner, rank, range(step - 1, step))
+        with torch.no_grad():
+            land(step)
+            for index, names in enumerate(parts):
+                if step % every == (index + 1) * every // len(parts) % every:
+                    flat = torch.cat([(starts[n] - params[n]).flatten() for n in names])
+                    arriving.append((step + overlap, names, mean(flat)))
+            land(step)
+    return values(model)
+
+
+CASES = {
+    "DiLoCo": {"every": 4},
+    "fragments": {"every": 4, "fragments": 3},
+    "overlap": {"every": 5, "overlap": 2},
+    "Streaming DiLoCo": {"every": 6, "fragments": 3, "overlap": 3, "mix": 0.5},
+    "overlap as long as a round": {"every": 3, "fragments": 2, "overlap": 3, "mix": 0.25},
+}
+
+
+def hand_options(options: dict[str, Any]) -> tuple[int, list[list[str]], int, float]:
+    parts = divide(dict(make().named_parameters()), options.get("fragments", 1))
+    return options["every"], parts, options.get("overlap", 0), options.get("mix", 0.0)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_the_loop_written_by_hand_over_simulated_ranks(case: str, world: int) -> None:
+    def ours(rank: SimulatedRank) -> list[torch.Tensor]:
+        model = make()
+        optimizer = OuterOptimizer(adam(model), model, exchange=Plain(), transport=rank.transport, **CASES[case])
+        train(model, optimizer, rank.rank, range(17))
+        return values(model)
+
+    def hand(rank: SimulatedRank) -> list[torch.Tensor]:
+        def mean(flat: torch.Tensor) -> torch.Tensor:
+            flat.mul_(1 / world)
+            rank.transport.all_reduce(flat, "sum").wait(30.0)
+            return flat
+
+        return by_hand(rank.rank, mean, 17, *hand_options(CASES[case]))
+
+    for found, wanted in zip(simulate(world, ours), simulate(world, hand), strict=True):
+        assert same(found, wanted)
+
+
+def over_gloo(rank: int, world: int) -> list[str]:
+    def mean(flat: torch.Tensor) -> torch.Tensor:
+        flat.mul_(1 / world)
+        dist.all_reduce(flat)
+        return flat
+
+    wrong = []
+    for case, options in CASES.items():
+        model = make()
+        optimizer = OuterOptimizer(adam(model), model, exchange="allreduce", timeout=20.0, **options)
+        train(model, optimizer, rank, range(17))
+        if not same(values(model), by_hand(rank, mean, 17, *hand_options(options))):
+            wrong.append(case)
+    return wrong
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("world", [2, 4])
+def test_it_is_the_loop_written_by_hand_over_gloo(world: int) -> None:
+    assert spawn(over_gloo, world, timeout=80) == [[]] * world
+
+
+def alone() -> SimulatedTransport:
+    return SimulatedTransport(SimulatedGroup(1), 0)
+
+
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_one_worker_at_rate_1_without_momentum_is_the_inner_optimizer(fragments: int) -> None:
+    """Also where start - (start - p) is not p: a weight that crosses zero, one that becomes tiny."""
+    plain, wrapped = make(), make()
+    for model in (plain, wrapped):
+        with torch.no_grad():
+            model[0].weight[0, :3] = torch.tensor([1e-3, 1e-9, 5.0])
+    inner, outer = adam(plain), plain_sgd(1.0)
+    optimizer = OuterOptimizer(
+        adam(wrapped), wrapped, every=3, fragments=fragments, exchange=Plain(), outer=outer, transport=alone()
+    )
+    rounds_that_round = 0
+    start = values(plain)
+    for step in range(30):
+        train(plain, inner, 0, range(step, step + 1))
+        train(wrapped, optimizer, 0, range(step, step + 1))
+        assert same(values(plain), values(wrapped)), step
+        rounds_that_round += not same([s - (s - p) for s, p in zip(start, values(plain), strict=True)], values(plain))
+    assert rounds_that_round > 20  # the arithmetic that had to be exact was not trivially so

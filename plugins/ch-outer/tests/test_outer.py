@@ -1,0 +1,338 @@
+"""The outer optimizer as an optimizer among others: resumed, scaled, clipped, failing, refusing."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import commhooks
+from ch_outer import OuterOptimizer, Schedule, diloco, muloco, nesterov, plain_sgd, sparseloco, streaming_diloco
+from commhooks import HookConfigError, Plain, RankMismatchError, StateError
+from commhooks.simulate import SimulatedGroup, SimulatedRank, SimulatedTransport, simulate
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def make(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    x = torch.randn(16, 6, generator=generator)
+    return x, torch.stack([x.sum(1).sin(), x[:, 0] * x[:, 1]], 1)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        x, y = batch(rank, step)
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def alone() -> SimulatedTransport:
+    return SimulatedTransport(SimulatedGroup(1), 0)
+
+
+EXCHANGES = ["allreduce", "quant8(error_feedback=True)", "powersgd(rank=1, min_compression_rate=1, start_iter=0)"]
+
+
+@pytest.mark.parametrize("stop", [1, 4, 6, 7, 8, 11])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_it_resumes_to_the_bit_at_any_step(exchange: str, stop: int) -> None:
+    """In a round, at its end, and while exchanges are under way; saving changes nothing for who goes on."""
+    options: dict[str, Any] = {"every": 6, "fragments": 2, "overlap": 3, "mix": 0.5, "exchange": exchange}
+
+    def body(rank: SimulatedRank, save: bool) -> list[list[torch.Tensor]]:
+        model = make()
+        optimizer = OuterOptimizer(adam(model), model, transport=rank.transport, **options)
+        train(model, optimizer, rank.rank, range(stop))
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict())) if save else None
+        train(model, optimizer, rank.rank, range(stop, 15))
+        found = [values(model)]
+        if saved is not None:
+            again = make(seed=5)
+            again.load_state_dict(make().state_dict())
+            resumed = OuterOptimizer(adam(again), again, transport=rank.transport, **options)
+            again.load_state_dict(saved[0])
+            resumed.load_state_dict(saved[1])
+            assert resumed.count == stop
+            train(again, resumed, rank.rank, range(stop, 15))
+            found.append(values(again))
+        return found
+
+    through = [found[0] for found in simulate(2, lambda rank: body(rank, False))]
+    for found, wanted in zip(simulate(2, lambda rank: body(rank, True)), through, strict=True):
+        assert same(found[0], wanted)
+        assert same(found[1], wanted)
+
+
+def test_a_state_of_something_else_is_refused_and_changes_nothing() -> None:
+    model = make()
+    optimizer = OuterOptimizer(adam(model), model, every=2, exchange=Plain(), transport=alone())
+    train(model, optimizer, 0, range(3))
+    saved, before = optimizer.state_dict(), values(model)
+    with pytest.raises(StateError, match="not the state of an OuterOptimizer"):
+        optimizer.load_state_dict(optimizer.optim.state_dict())
+    other = OuterOptimizer(adam(model), model, every=3, exchange=Plain(), transport=alone())
+    with pytest.raises(StateError, match="same every="):
+        other.load_state_dict(saved)
+    small = nn.Linear(6, 2)
+    with pytest.raises(StateError, match="differ in"):
+        OuterOptimizer(adam(small), small, every=2, exchange=Plain(), transport=alone()).load_state_dict(saved)
+    assert same(values(model), before)
+    with pytest.raises(TypeError, match="state_dict"):
+        copy.deepcopy(optimizer)
+
+
+def test_a_skipped_step_of_a_scaler_counts_so_that_ranks_stay_together() -> None:
+    """One rank overflows and the other does not: both come to the exchange at the same call."""
+
+    def body(rank: SimulatedRank) -> tuple[int, list[torch.Tensor], float]:
+        model = make()
+        inner = adam(model)
+        optimizer = OuterOptimizer(inner, model, every=2, exchange=Plain(), transport=rank.transport)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for step in range(4):
+            optimizer.zero_grad()
+            x, y = batch(rank.rank, step)
+            loss = (model(x) - y).square().mean() * (torch.inf if rank.rank == 1 and step == 1 else 1.0)
+            scaler.scale(loss).backward()
+            if step > 1:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+        return optimizer.count, values(model), next(iter(inner.state.values()))["step"].item()
+
+    (count, first, steps), (other_count, second, other_steps) = simulate(2, body)
+    assert count == other_count == 4
+    assert same(first, second)
+    assert (steps, other_steps) == (4, 3)
+
+
+def test_unscaling_inside_is_the_scaler_s_own() -> None:
+    found = []
+    for wrap in (False, True):
+        model = make()
+        inner = adam(model)
+        optimizer: torch.optim.Optimizer = inner
+        if wrap:
+            optimizer = OuterOptimizer(inner, model, every=50, exchange=Plain(), transport=alone())
+        scaler = torch.amp.GradScaler("cpu", init_scale=3.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            x, y = batch(0, step)
+            scaler.scale((model(x) - y).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        found.append(values(model))
+    assert same(*found)
+
+
+def test_a_closure_and_several_inner_optimizers() -> None:
+    """LBFGS needs a closure; Muon takes matrices, and another optimizer, stepped before, the rest."""
+    model = make()
+    optimizer = OuterOptimizer(
+        torch.optim.LBFGS(model.parameters()), model, every=1, exchange=Plain(), transport=alone()
+    )
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        x, y = batch(0, 0)
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure).item()
+    assert optimizer.step(closure).item() < first
+
+    def body(rank: SimulatedRank) -> list[torch.Tensor]:
+        model = make()
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        rest = torch.optim.AdamW([p for p in model.parameters() if p.ndim != 2], lr=0.01)
+        muon = torch.optim.Muon(matrices, lr=0.01)
+        optimizer = muloco(muon, model, every=3, exchange=Plain(), transport=rank.transport)
+        for step in range(6):
+            rest.zero_grad()
+            optimizer.zero_grad()
+            x, y = batch(rank.rank, step)
+            (model(x) - y).square().mean().backward()
+            rest.step()
+            optimizer.step()
+        return values(model)
+
+    assert same(*simulate(2, body))
+
+
+def test_buffers_are_averaged_or_stay() -> None:
+    def body(rank: SimulatedRank, buffers: str) -> tuple[list[float], int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        optimizer = OuterOptimizer(
+            adam(model), model, every=2, fragments=2, exchange=Plain(), buffers=buffers, transport=rank.transport
+        )
+        train(model, optimizer, rank.rank, range(2))
+        return model[1].running_mean.tolist(), int(model[1].num_batches_tracked)
+
+    here, there = simulate(2, lambda rank: body(rank, "average"))
+    own, other = simulate(2, lambda rank: body(rank, "local"))
+    assert here == there == ([(a + b) / 2 for a, b in zip(own[0], other[0], strict=True)], 2) or torch.allclose(
+        torch.tensor(here[0]), (torch.tensor(own[0]) + torch.tensor(other[0])) / 2
+    )
+    assert here[0] == there[0]
+    assert own[0] != other[0]
+
+
+def test_a_failed_exchange_is_made_up_for_by_the_next() -> None:
+    """Raised on all ranks; start, momentum and parameters are as they were, and nothing of the inner steps is lost."""
+
+    class Once(commhooks.Reduction):
+        name = "once"
+        rounds = 0
+
+        def run(self, bucket: commhooks.Bucket, ctx: commhooks.StepContext) -> commhooks.Stages:
+            yield commhooks.AllReduce(bucket.buffer)
+            if not bucket.buffer.is_meta:
+                self.rounds += 1
+                if self.rounds == 2 and ctx.rank == 1:
+                    raise ArithmeticError("a cosmic ray")
+
+    def body(rank: SimulatedRank) -> tuple[int, list[torch.Tensor], list[torch.Tensor]]:
+        model = make()
+        optimizer = OuterOptimizer(
+            adam(model), model, every=2, exchange=Once(), outer=plain_sgd(1.0), transport=rank.transport
+        )
+        failures = 0
+        for step in range(6):
+            try:
+                train(model, optimizer, rank.rank, range(step, step + 1))
+            except (ArithmeticError, commhooks.RemoteHookError):
+                failures += 1
+                with optimizer.global_parameters():
+                    at_failure = values(model)
+        return failures, values(model), at_failure
+
+    (failures, here, start), (others, there, other_start) = simulate(2, body)
+    assert failures == others == 1
+    assert same(start, other_start)
+    assert same(here, there)
+    assert not same(here, start)
+
+
+def test_what_is_refused_and_who_differs_is_told() -> None:
+    model, single = make(), alone()
+    inner = adam(model)
+    for wrong in (
+        {"every": 0}, {"every": 2, "fragments": 3}, {"every": 2, "overlap": 3}, {"every": 2, "mix": 1.5},
+        {"every": 2, "buffers": "sum"}, {"every": 2, "fragments": [["0.weight"]]}, {"every": 50, "fragments": 7},
+    ):  # fmt: skip
+        with pytest.raises(HookConfigError):
+            OuterOptimizer(inner, model, exchange=Plain(), transport=single, **wrong)
+    with pytest.raises(HookConfigError, match="no parameters of the model"):
+        OuterOptimizer(inner, make(), every=2, exchange=Plain(), transport=single)
+
+    def differs(rank: SimulatedRank, seed: int, rate: float) -> str:
+        model = make(seed)
+        with pytest.raises(RankMismatchError) as caught:
+            OuterOptimizer(
+                adam(model), model, every=2, exchange=Plain(), outer=nesterov(rate), transport=rank.transport
+            )
+        return str(caught.value)
+
+    assert "parameters at the start" in simulate(2, lambda r: differs(r, r.rank, 0.7))[0]
+    assert "'lr': 0.5" in simulate(2, lambda r: differs(r, 0, 0.5 + r.rank / 4))[1]
+
+
+def test_bf16_parameters_have_an_fp32_start() -> None:
+    def body(rank: SimulatedRank) -> tuple[torch.dtype, list[float]]:
+        model = nn.Linear(4, 1, bias=False).to(torch.bfloat16)
+        nn.init.ones_(model.weight)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = diloco(inner, model, every=1, exchange=Plain(), outer=plain_sgd(1e-3), transport=rank.transport)
+        for _ in range(40):  # steps of 1e-4 each, which bf16 cannot add to 1
+            optimizer.zero_grad()
+            model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+        return model.weight.dtype, [s.item() for f in optimizer._fragments for s in f.starts["weight"].flatten()]
+
+    for dtype, start in simulate(2, body):
+        assert dtype == torch.bfloat16
+        assert all(0.9955 < value < 0.9965 for value in start)
+
+
+def test_the_presets_train_and_the_schedule_tells() -> None:
+    def body(rank: SimulatedRank) -> list[float]:
+        model = make()
+        optimizer = streaming_diloco(
+            adam(model), model, every=8, overlap=2, exchange="quant8(error_feedback=True)", transport=rank.transport
+        )
+        losses = []
+        for steps in (range(0), range(48)):
+            train(model, optimizer, rank.rank, steps)
+            with optimizer.global_parameters(), torch.no_grad():
+                every = [batch(2, n) for n in range(20)]
+                losses.append(sum((model(x) - y).square().mean().item() for x, y in every))
+        assert optimizer.stats()["steps"] == 4 * 6 - 1  # the last fragment's last exchange is still under way
+        return losses
+
+    here, there = simulate(2, body)
+    assert here == there
+    assert here[1] < here[0]
+
+
+def test_finishing_leaves_all_ranks_the_same_parameters() -> None:
+    def body(rank: SimulatedRank) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        model = make()
+        optimizer = streaming_diloco(
+            adam(model), model, every=8, overlap=3, exchange=Plain(), outer=plain_sgd(1.0), transport=rank.transport
+        )
+        train(model, optimizer, rank.rank, range(9))
+        before = values(model)
+        assert optimizer.under_way == 1  # since step 8; that of step 6 has just landed
+        optimizer.finish()
+        assert optimizer.under_way == 0
+        with optimizer.global_parameters():
+            assert same(values(model), [p.detach() for p in model.parameters()])
+        return before, values(model)
+
+    (here_before, here), (there_before, there) = simulate(2, body)
+    assert same(here, there)
+    assert not same(here_before, there_before)
+
+
+def test_the_fragments_take_turns() -> None:
+    assert Schedule(10, 4).due(10) == [3]
+    assert [f for count in range(1, 11) for f in Schedule(10, 4).due(count)] == [0, 1, 2, 3]
+
+
+def test_sparseloco_is_top_k_with_a_decaying_residual() -> None:
+    pytest.importorskip("ch_sparse")
+
+    def body(rank: SimulatedRank) -> tuple[list[torch.Tensor], float]:
+        model = make()
+        optimizer = sparseloco(adam(model), model, every=4, density=0.2, transport=rank.transport)
+        train(model, optimizer, rank.rank, range(12))
+        return values(model), optimizer.stats()["compressed_steps"]
+
+    (here, steps), (there, _) = simulate(2, body)
+    assert same(here, there)
+    assert steps == 3
