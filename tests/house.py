@@ -20,7 +20,7 @@ import tomllib
 LARGEST = 20  # modules in one folder
 ORDER = (  # of ch-core: a module imports from its own line and from those below it
     "cli testing __main__",
-    "api",
+    "api telemetry",
     "checkpoint",
     "handle",
     "report",
