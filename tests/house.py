@@ -20,7 +20,8 @@ import tomllib
 LARGEST = 20  # modules in one folder
 ORDER = (  # of ch-core: a module imports from its own line and from those below it
     "cli testing __main__",
-    "api telemetry",
+    "launch",
+    "api",
     "checkpoint",
     "handle",
     "report",
@@ -199,12 +200,13 @@ class House:
         """Programs that change `sys.path`, themselves or in a program that they write."""
         edit = re.compile(r"\bsys\.path(\.(insert|append|extend)\(|\s*(\[[^\]]*\]\s*)?[+]?=[^=])|\bsite\.addsitedir\(")
         me = Path(__file__).name
+        launcher = self.root / "packages/ch-core/src/commhooks/launch/script.py"  # does what `python script.py` does
         folders = ("packages", "plugins", "tests", "docs")
         files = [
             p
             for folder in folders
             for p in sorted((self.root / folder).rglob("*.py"))
-            if p.name not in (me, f"test_{me}")
+            if p.name not in (me, f"test_{me}") and p != launcher
         ]
         return [
             f"{path.relative_to(self.root)}:{number}: {line.strip()}"
@@ -315,7 +317,7 @@ def way_of_one_gradient() -> dict[str, int]:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         torch.manual_seed(0)
         model = DistributedDataParallel(torch.nn.Linear(64, 64, bias=False))
-        commhooks.attach(model, "powersgd(rank=2, min_compression_rate=1)")
+        commhooks.attach(model, "powersgd(rank=2, min_compression_rate=1)", single_process=True)
         for step in range(3):
             loss = model(torch.ones(2, 64)).square().mean()
             if step == 2:  # in the autograd thread of a CPU backward, which is this one

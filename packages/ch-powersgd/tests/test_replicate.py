@@ -152,12 +152,12 @@ def in_trouble(rank: int, world: int) -> dict[str, Any]:
 def test_in_trouble() -> None:
     everywhere = {
         "usable after it": True,
-        "attached twice": "AttachError",
+        "attached twice": "SlotTakenError",
         "other hooks on the ranks": "RankMismatchError",
         "steps without synchronisation": 0.0,
         "accumulates": True,
         "a backward that DDP would not synchronise": "AttachError",
-        "a hook of one's own": "AttachError",
+        "a hook of one's own": "SlotTakenError",
         "nothing to train": "AttachError",
     }
     found = spawn(in_trouble, 2, timeout=150)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         PluginLoadError,
         RankMismatchError,
         RemoteHookError,
+        SlotTakenError,
         StateError,
         TransportError,
         UnknownHookError,
@@ -83,6 +84,7 @@ __all__ = [
     "ReportRow",
     "Request",
     "Requests",
+    "SlotTakenError",
     "Stages",
     "StateError",
     "StepContext",
@@ -121,7 +123,7 @@ __getattr__, __dir__ = lazy(
         "compositions.base": "Composite composed",
         "errors": "TransportError AmbiguousHookError AttachError CommHooksError HookConfigError HookNotSupportedError "
         "HookResultError HookTimeoutError PluginLoadError RankMismatchError RemoteHookError "
-        "StateError UnknownHookError",
+        "SlotTakenError StateError UnknownHookError",
         "fsdp_states": "DefaultState LowPrecisionState",
         "handle": "CommHook",
         "reduction": "Plain Reduction Stages StepContext",

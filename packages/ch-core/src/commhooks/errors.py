@@ -42,6 +42,10 @@ class AttachError(CommHooksError, RuntimeError):
     """The model is not wrapped, already has a hook or a foreign one, or no process group exists."""
 
 
+class SlotTakenError(AttachError):
+    """The model has a hook already, a handle's or a foreign one, and takes no second."""
+
+
 class RankMismatchError(CommHooksError, RuntimeError):
     """The ranks of one group disagree on hook, options, versions or shapes; the message names the fields."""
 

@@ -13,7 +13,7 @@ from commhooks.adapters.base import Binding
 from commhooks.engine.residual_stats import residual_figures
 from commhooks.errors import AttachError
 from commhooks.fingerprint import levels
-from commhooks.reduction import Reduction
+from commhooks.reduction import Plain, Reduction
 from commhooks.registry.expression import Node, unparse
 from commhooks.report.report import Report, report
 from commhooks.report.rows import PlanRow, plan_rows
@@ -37,6 +37,8 @@ class CommHook:
         expr: the expression, e.g. ``"bf16_wrapper(powersgd(rank=4))"``.
         config: the same as a nested dict.
         state: a :class:`~commhooks.state.HookState`, or a foreign hook's own state.
+        alone: attached in a single process, which has nobody to send to: nothing is compressed, and a state is kept as it
+            was loaded. See ``single_process`` of :func:`commhooks.attach`.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class CommHook:
         self.state: object | None = state
         if isinstance(built, Reduction) and state is None:
             self.state = HookState()
+        self.alone = False  # attached where there is one process: gradients are left as they are
         self.agreement_timeout: float | None = None  # seconds; None: the ranks are not compared
         self._binding: Binding | None = None
         self._calls_seen = 0
@@ -73,7 +76,9 @@ class CommHook:
 
     @property
     def reduction(self) -> Reduction | None:
-        """The reduction; ``None`` for a foreign hook."""
+        """What is run: the reduction, or the plain average while the handle is :attr:`alone`; ``None`` for a foreign hook."""
+        if self.alone:
+            return Plain()
         return self.built if isinstance(self.built, Reduction) else None
 
     @property
@@ -110,6 +115,8 @@ class CommHook:
         """A state that was loaded before there was a model is checked, and brought to the device of the gradients."""
         from commhooks.checkpoint.validation import fit_to
 
+        if self.alone:
+            return  # what was loaded is of any rank, and not used
         if isinstance(self.state, HookState) and self.reduction is not None and binding.engine is not None:
             fit_to(self.state, self.reduction, binding.layout, binding.engine.transport.world_size)
 
@@ -138,6 +145,8 @@ class CommHook:
     def plan(self) -> list[PlanRow]:
         """How each parameter is treated at the present step, in model order."""
         binding = self._bound()
+        if self.alone:
+            return [PlanRow(p.name, p.shape, "plain", "one process: nothing is sent") for p in binding.layout.params]
         reduction = self.reduction
         if reduction is None or binding.engine is None:
             name = getattr(self.built, "__name__", self.expr)
@@ -161,7 +170,7 @@ class CommHook:
             >>> from torch.nn.parallel import DistributedDataParallel
             >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             >>> model = DistributedDataParallel(torch.nn.Linear(64, 64))
-            >>> handle = commhooks.attach(model, "powersgd(rank=4)")
+            >>> handle = commhooks.attach(model, "powersgd(rank=4)", single_process=True)
             >>> for row in handle.report().rows:
             ...     print(row.treatment, row.names, row.payload_bytes, row.ratio, row.why)
             powersgd ('weight',) 2048 8.0
@@ -250,6 +259,7 @@ class CommHook:
             self.state.settle()
             self.state.unbind()
         self._binding = None
+        self.alone = False
 
     # -- checkpoints
 

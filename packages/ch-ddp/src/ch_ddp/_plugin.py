@@ -102,6 +102,15 @@ def commhooks_adapter() -> Iterable[tuple[str, str]]:
 
 
 @hookimpl
+def commhooks_wraps() -> Iterable[str]:
+    """Both make a model that is trained by all-reducing its gradients."""
+    return (
+        "torch.nn.parallel.distributed:DistributedDataParallel",
+        "torch.distributed._composable.replicate:replicate",
+    )
+
+
+@hookimpl
 def commhooks_hook_function() -> str:
     """PyTorch's signature is that of DDP's hooks."""
     return "ch_ddp.hook_function:as_hook"

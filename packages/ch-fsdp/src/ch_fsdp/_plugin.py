@@ -54,3 +54,12 @@ def commhooks_adapter() -> Iterable[tuple[str, str]]:
         ("torch.distributed.fsdp.FSDPModule", "ch_fsdp.fsdp2:adapter"),
         ("torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule", "ch_fsdp.fsdp2:adapter"),
     )
+
+
+@hookimpl
+def commhooks_wraps() -> Iterable[str]:
+    """FSDP1's class, and FSDP2's function."""
+    return (
+        "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel",
+        "torch.distributed.fsdp._fully_shard._fully_shard:fully_shard",
+    )

@@ -17,7 +17,16 @@ from ch_fsdp.flat_reduction import FlatSum, fits_flat, flat_bucket, flat_layout,
 from ch_fsdp.hooks import divide_twice
 from ch_fsdp.private1 import Unit, UnitEnds, is_inner, units
 from ch_fsdp.step_boundary import Steps
-from commhooks import AttachError, CommHook, CommHooksError, DefaultState, HookNotSupportedError, Plain, Reduction
+from commhooks import (
+    AttachError,
+    CommHook,
+    CommHooksError,
+    DefaultState,
+    HookNotSupportedError,
+    Plain,
+    Reduction,
+    SlotTakenError,
+)
 from commhooks.adapters import AttachOptions, Binding, Engine, Fingerprint, ProcessGroupTransport, agree_along
 
 Call = Callable[[str, torch.Tensor, torch.Tensor | None], None]
@@ -193,10 +202,10 @@ def fit(all_units: list[Unit], handle: CommHook, options: AttachOptions) -> None
             )
         held = unit.registered
         if isinstance(held, Slot) and held.holder is not None:
-            raise AttachError(f"this model has {held.holder} attached already: handle.detach() first")
+            raise SlotTakenError(f"this model has {held.holder} attached already: handle.detach() first")
         if unit.hook is not None and not isinstance(held, Slot):
             named = getattr(unit.hook, "__qualname__", repr(unit.hook))
-            raise AttachError(f"this model's hook slot is taken by {named}: attach instead of register_comm_hook")
+            raise SlotTakenError(f"this model's hook slot is taken by {named}: attach instead of register_comm_hook")
     reduction = carried(handle)
     if reduction is None:
         hook: Callable[..., Any] = handle.built  # type: ignore[assignment]

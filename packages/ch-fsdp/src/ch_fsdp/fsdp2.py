@@ -76,9 +76,7 @@ class FSDP2Binding(Binding):
         self.layout = shards_layout(self.groups) if self._replicates else unsharded_layout(self.groups)
         self._ready = False
         # A managed axis asks the optimizer itself: the manager's vote comes before.
-        self._outcome = (
-            watch_outcome(self.engine, options, model.parameters(), model) if self._managed is None else None
-        )
+        self._outcome = watch_outcome(self.engine, options, model.parameters()) if self._managed is None else None
         self._ends = BackwardEnds(model, self.steps.end, self.steps.abandon, replicas=self._replicates)
         self._place(handle)  # last: nothing after it can fail, and leave hooks in a model that has no handle
 
@@ -251,7 +249,8 @@ def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) ->
     return FSDP2Binding(model, handle, options)
 
 
-adapter.takes_manager = True  # type: ignore[attr-defined]  # commhooks.attach asks for it
+adapter.takes_manager = True  # type: ignore[attr-defined]  # commhooks.attach asks for both
+adapter.idles_alone = True  # type: ignore[attr-defined]
 
 
 def shards_layout(groups: list[ParamGroup]) -> BucketLayout:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ch_fsdp.private_ends import BackwardEnds
 from ch_fsdp.step_boundary import Steps
 from ch_fsdp.torch_internals import ParamGroup
-from commhooks import AttachError, HookNotSupportedError, HookResultError
+from commhooks import AttachError, HookNotSupportedError, HookResultError, SlotTakenError
 
 
 class ReplicateHook:
@@ -78,15 +78,15 @@ class ReplicateHook:
 
 
 def check_free(group: ParamGroup) -> None:
-    """Raise :class:`AttachError` if a handle is attached to the group, or a foreign hook is in its slot."""
+    """Raise :class:`~commhooks.SlotTakenError` if a handle is attached to the group, or a foreign hook is in its slot."""
     hook = group.hook
     if isinstance(hook, ReplicateHook):
         if hook.holder is not None:
-            raise AttachError(f"{group.name} has {hook.holder} attached on its replicate axis: detach() it first")
+            raise SlotTakenError(f"{group.name} has {hook.holder} attached on its replicate axis: detach() it first")
         if hook.steps.keeps_back:
             raise kept_back(group.name, "attaching")
     elif hook is not None:
-        raise AttachError(
+        raise SlotTakenError(
             f"{group.name} has an all-reduce hook of its own ({getattr(hook, '__qualname__', hook)}; "
             "set_all_reduce_hook acts on one module only, not on those below it). Leave it out and attach to the "
             "whole model"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ch_fsdp.flat_reduction import FlatSum, flat_bucket, flat_version, is_cast
 from ch_fsdp.step_boundary import Steps
 from ch_fsdp.torch_internals import ParamGroup, premultiplier
-from commhooks import AttachError, HookNotSupportedError, Reduction
+from commhooks import AttachError, HookNotSupportedError, Reduction, SlotTakenError
 from commhooks.adapters import Engine, ProcessGroupTransport
 
 Op = dist.ReduceOp
@@ -114,13 +114,13 @@ class ShardScatter:
 
 
 def check_free(group: ParamGroup) -> None:
-    """Raise :class:`AttachError` unless torch's own reduce-scatter is in the slot."""
+    """Raise :class:`~commhooks.SlotTakenError` unless torch's own reduce-scatter is in the slot."""
     comm = group.comm
     if isinstance(comm, ShardScatter):
-        raise AttachError(f"{group.name} has {comm.holder} attached on its shard axis: detach() that handle first")
+        raise SlotTakenError(f"{group.name} has {comm.holder} attached on its shard axis: detach() that handle first")
     kind = type(comm).__name__
     if kind != "DefaultReduceScatter":
-        raise AttachError(
+        raise SlotTakenError(
             f"{group.name} has a reduce-scatter of its own ({kind}; torch's setters act on one module only, not on "
             "those below it). Hooks exclude set_custom_reduce_scatter, set_symm_mem_for_comm and "
             "set_allocate_memory_from_process_group_for_comm: leave those out and attach to the whole model"

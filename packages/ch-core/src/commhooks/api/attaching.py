@@ -1,5 +1,6 @@
 """``commhooks.attach``: one call for every kind of model."""
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 from commhooks.adapters.base import AttachOptions, Binding
 from commhooks.api.creating import as_handle
-from commhooks.errors import AttachError, CommHooksError
+from commhooks.errors import AttachError
 from commhooks.fingerprint import rows_of_model, verify
 from commhooks.handle import CommHook
 from commhooks.reduction import Reduction
@@ -42,11 +43,14 @@ def attach(
     verify_ranks: bool = True,
     timeout: float | None = None,
     manager: object | None = None,
+    single_process: bool = False,
+    **config: Any,
 ) -> CommHook:
     """Put a hook in place on a wrapped model.
 
     Args:
-        model: a ``DistributedDataParallel``, FSDP or manager-backed model, as it is: no new model is made.
+        model: a ``DistributedDataParallel``, FSDP or manager-backed model, as it is: no new model is made. What
+            ``torch.compile`` or a framework has put around it (Fabric's module, say) is looked through.
         what: an expression, its dict form, a ``(state, bucket)`` function, a reduction, or an unattached handle.
         state: state to go on from (a :class:`~commhooks.state.HookState`), or a foreign function's own state.
         process_group: group to communicate over; the model's own if not given.
@@ -60,12 +64,15 @@ def attach(
             group can be used no more.
         manager: for FSDP2, torchft's Manager: ``fully_shard`` inside a replica group, the hook between the groups, which
             may come and go (``ch-ft``). Means are over those that take part in a step.
+        single_process: compress although there is one process. Left out, a script that is debugged alone runs with exact
+            gradients: the handle is there, and its ``alone`` is ``True``. A function of your own is called all the same.
+        **config: options of the outermost hook, for ``attach(model, "powersgd", rank=4)``.
 
     Returns:
         The handle: ``stats()``, ``plan()``, ``state_dict()``, ``detach()``.
 
     Raises:
-        AttachError: the model is not wrapped, or its hook slot is taken.
+        AttachError: the model is not wrapped; a SlotTakenError: it has a hook already.
         UnknownHookError, HookConfigError: see :func:`commhooks.create`.
         RankMismatchError: the ranks do not agree.
         TransportError: a collective over the group failed or was given up earlier.
@@ -76,7 +83,7 @@ def attach(
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> model = DistributedDataParallel(torch.nn.Linear(64, 64))
         >>> from commhooks.reduction import Plain
-        >>> handle = commhooks.attach(model, Plain())
+        >>> handle = commhooks.attach(model, Plain(), single_process=True)
         >>> model(torch.ones(1, 64)).sum().backward()
         >>> int(handle.stats()["payload_bytes"])
         16640
@@ -86,7 +93,8 @@ def attach(
         raise AttachError(
             f"attach() takes a model, wrapped for data parallelism, and then a hook; got {type(model).__name__}"
         )
-    handle = as_handle(what, process_group=process_group, state=state)
+    model = unwrapped(model)
+    handle = as_handle(what, process_group=process_group, state=state, config=config)
     if handle.attached:
         raise AttachError(f"{handle.expr} is attached to a model already; create another handle, or detach() this one")
     if state is not None:
@@ -106,8 +114,13 @@ def attach(
     adapter = adapter_for(model)
     if manager is not None:
         _check_manager(model, adapter, options)
-    binding = adapter(model, handle, options)
-    handle.bind(binding)
+    handle.alone = isinstance(handle.built, Reduction) and manager is None and not single_process and _alone(adapter)
+    try:
+        binding = adapter(model, handle, options)
+        handle.bind(binding)
+    except BaseException:
+        handle.alone = False
+        raise
     try:
         refuse_lost(binding.group)
         handle.agreement_timeout = timeout if verify_ranks else None
@@ -117,11 +130,53 @@ def attach(
     except BaseException:
         handle.detach()
         raise
-    never = never_compresses(handle.expr, binding)
+    never = None if handle.alone else never_compresses(handle.expr, binding)
+    if handle.alone:
+        _say_once(handle.expr)
     if never is not None:
         log.warning("%s", never)
     log.info("attached %s to %s", handle.expr, type(model).__name__)
     return handle
+
+
+def serves_alone(model: torch.nn.Module) -> bool:
+    """Whether this is a script that is debugged alone: one process, and nobody who might join it."""
+    return _alone(adapter_for(unwrapped(model)))
+
+
+def _alone(adapter: Adapter) -> bool:
+    return bool(getattr(adapter, "idles_alone", False)) and dist.is_initialized() and dist.get_world_size() == 1
+
+
+@functools.cache
+def _say_once(expr: str) -> None:
+    log.warning(
+        "one process: %s has nobody to send to, and compresses nothing (attach(..., single_process=True) would)", expr
+    )
+
+
+_INSIDE = ("_forward_module", "_orig_mod", "module")
+"""Where Fabric, ``torch.compile`` and most other wrappers keep what they are put around."""
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The outermost model that an adapter serves, in what ``torch.compile`` and frameworks have put around it; the model
+    itself if there is none.
+    """
+    claimed = {*adapters(), *KNOWN_ADAPTERS}
+    inner: object = model
+    seen: set[int] = set()
+    while isinstance(inner, torch.nn.Module) and id(inner) not in seen:
+        if claimed.intersection(_class_names(inner)):
+            return inner
+        seen.add(id(inner))
+        inside = (getattr(inner, name, None) for name in _INSIDE)
+        inner = next((one for one in inside if isinstance(one, torch.nn.Module)), None)
+    return model
+
+
+def _class_names(model: object) -> list[str]:
+    return [f"{cls.__module__}.{cls.__qualname__}" for cls in type(model).__mro__]
 
 
 def _check_manager(model: torch.nn.Module, adapter: Adapter, options: AttachOptions) -> None:
@@ -138,42 +193,27 @@ def _check_manager(model: torch.nn.Module, adapter: Adapter, options: AttachOpti
         )
 
 
-_OTHERWISE: dict[str, tuple[type[CommHooksError], str]] = {
-    "torch._dynamo.eval_frame.OptimizedModule": (
-        AttachError,
-        "it is what torch.compile made of a model; attach to the model itself (model._orig_mod), before or after it is "
-        "compiled",
-    ),
-}
-"""Classes of models that have no adapter here, and what to do instead."""
-
-
 def adapter_for(model: object) -> Adapter:
     """The adapter of the first class in the model's MRO that has one.
 
     Raises:
         AttachError: none has: the model is not wrapped for data parallelism, or its package is not installed.
-        HookNotSupportedError: it is wrapped by what no hook can be put on.
     """
     known = adapters()
-    names = [f"{cls.__module__}.{cls.__qualname__}" for cls in type(model).__mro__]
+    names = _class_names(model)
     for name in names:
         target = known.get(name)
         if target is not None:
             adapter: Adapter = load_target(target)
             return adapter
     for name in names:
-        error, advice = _OTHERWISE.get(name, (AttachError, ""))
-        if advice:
-            raise error(f"cannot attach to {type(model).__name__}: {advice}")
-    for cls in type(model).__mro__:
-        provider = KNOWN_ADAPTERS.get(f"{cls.__module__}.{cls.__qualname__}")
+        provider = KNOWN_ADAPTERS.get(name)
         if provider is not None:
             raise AttachError(
                 f"the adapter for {type(model).__name__} comes with {provider}, not installed here (or left out by "
                 f"COMMHOOKS_DISABLE or COMMHOOKS_PLUGINS): {how_to_install(provider)}"
             )
-    kinds = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in known}))  # several libraries call theirs alike
+    kinds = ", ".join(sorted(name.rsplit(".", 1)[-1] for name in known))
     raise AttachError(
         f"cannot attach to {type(model).__name__}: it is not wrapped for data parallelism. Wrap it first, e.g. "
         f"model = torch.nn.parallel.DistributedDataParallel(model); installed adapters: {kinds}"

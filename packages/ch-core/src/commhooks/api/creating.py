@@ -38,9 +38,7 @@ def create(
         HookConfigError: bad expression, option or value.
     """
     if not isinstance(what, str | Mapping):
-        if config:
-            raise HookConfigError(f"options {', '.join(config)} need a hook by name; configure {what!r:.80} itself")
-        return as_handle(what, process_group=process_group)
+        return as_handle(what, process_group=process_group, config=config)
     built = Builder().build(_merged(canonical(what), config))
     state = built.make_state(process_group) if built.make_state is not None else None
     return CommHook(node=built.node, built=built.value, process_group=process_group, state=state, full=built.full)
@@ -58,12 +56,15 @@ def as_handle(
     *,
     process_group: dist.ProcessGroup | None = None,
     state: object | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> CommHook:
     """An unattached handle from anything :func:`attach` takes."""
+    if isinstance(what, str | Mapping):
+        return create(what, process_group=process_group, **(config or {}))
+    if config:
+        raise HookConfigError(f"options {', '.join(config)} need a hook by name; configure {what!r:.80} itself")
     if isinstance(what, CommHook):
         return what
-    if isinstance(what, str | Mapping):
-        return create(what, process_group=process_group)
     made = what if isinstance(what, Reduction) else _carried(what, state)
     if made is None and inspect.isgeneratorfunction(getattr(what, "func", what)):
         made = as_reduction(what)

@@ -179,9 +179,12 @@ def _holder(hook: "CommHook | HookState") -> CheckpointTarget:
         raise StateError(f"{hook.expr} keeps its state itself ({type(state).__name__}); save it by its own means")
     engine = hook.binding.engine if hook.binding is not None else None
     place, elastic = _where(engine) if engine is not None else (_place(hook.process_group), False)
+    if hook.alone:
+        place = None  # any rank's state may be looked at by one process, which leaves it as it is
     layout = hook.binding.layout if hook.binding is not None else None
+    configured = hook.built if isinstance(hook.built, Reduction) else None
     sums = hook.binding is not None and hook.binding.sums
-    return CheckpointTarget(state, hook.expr, hook.full, hook.reduction, layout, place, sums, elastic)
+    return CheckpointTarget(state, hook.expr, hook.full, configured, layout, place, sums, elastic)
 
 
 def _bare(state: HookState) -> CheckpointTarget:

@@ -94,7 +94,7 @@ def _try(node: Node) -> str:
     torch.manual_seed(0)
     layers = [torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.LayerNorm(64)]
     model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.01)  # 16 KiB a layer: two buckets
-    handle = attach(model, node)
+    handle = attach(model, node, single_process=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(STEPS):
         optimizer.zero_grad()

@@ -22,12 +22,11 @@ from commhooks.bucket import Bucket, BucketLayout
 from commhooks.engine.active_bucket import ActiveBucket
 from commhooks.engine.counters import Counters
 from commhooks.engine.open_steps import OpenSteps
-from commhooks.engine.sampling import Sampling
 from commhooks.engine.schedule import TUNED, CpuTuning
 from commhooks.engine.sender import RequestBatch, Sender
 from commhooks.engine.status import ENCODE
 from commhooks.engine.verdict import Phase, StepVerdict
-from commhooks.errors import CommHooksError, HookNotSupportedError, TransportError
+from commhooks.errors import CommHooksError, TransportError
 from commhooks.reduction import Reduction, StepContext
 from commhooks.requests import StagePlan
 from commhooks.state import HookState
@@ -73,7 +72,6 @@ class Engine:
         on_reduced: called with each bucket that holds its average.
         loss_scale: of the gradients of the step that begins.
         last: the last step's buckets.
-        sampling: measures how good some steps are; ``None``: none.
     """
 
     def __init__(
@@ -97,7 +95,6 @@ class Engine:
         self.on_reduced: Callable[[Bucket], None] | None = None
         self.loss_scale: Callable[[], float] | None = None
         self.last = LastStep()
-        self.sampling: Sampling | None = None
         self._live: list[ActiveBucket] = []
         self._slots = 0
         self.state.driven_by(self)
@@ -116,7 +113,7 @@ class Engine:
         """
         begun = time.perf_counter()
         if not self.in_step:
-            self._begin(bucket.device)
+            self._begin()
         live, sender = self._activate(bucket), self.sender
         try:
             if not live.plan.coalesces:
@@ -163,8 +160,6 @@ class Engine:
             if beside:
                 self.sender.send_status(self.verdict, self.open_steps.clock(self.participating))
             self._drain()
-            if self.sampling is not None and self.in_step:
-                self.sampling.ended(self.reduction, self.state)  # before the verdict is received: its event covers this
             if not beside:
                 self.sender.send_status(self.verdict, self.open_steps.clock(self.participating))
             self.verdict.decide(self.sender.timeout)
@@ -200,8 +195,6 @@ class Engine:
         for live in self._live:
             live.close()
         self._live, self._slots = [], 0
-        if self.sampling is not None:
-            self.sampling.abandon()
         self.verdict.abandon()
         self.state.rollback()
 
@@ -239,15 +232,9 @@ class Engine:
 
     # -- the lockstep rule
 
-    def _begin(self, device: torch.device) -> None:
+    def _begin(self) -> None:
         if self.failure is not None:
             raise self.failure
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # Replayed, a step would be committed never, and its state written to the same of two buffers every time.
-            raise HookNotSupportedError(
-                f"{self.reduction.name} cannot be captured in a CUDA graph: the host decides after each step what becomes "
-                "of it. detach() the hook before the capture, or capture the parts of the model without their backward"
-            )
         late = self.verdict.take_error()
         doubt = self.open_steps.answer(self.gather)
         looks = bool(self.reduction.fields)  # one without state has nothing to undo
@@ -260,8 +247,6 @@ class Engine:
         if doubt is not None:
             self.verdict.fail(doubt, ENCODE)
         self.last.clear()
-        if self.sampling is not None:  # the verdict on the last step has been read: what it samples has come, too
-            self.sampling.begins(self.reduction, self.state, self.counters)
         self.counters.begin()
 
     def _activate(self, bucket: Bucket) -> ActiveBucket:
@@ -279,8 +264,6 @@ class Engine:
         self.counters.gradient_bytes += bucket.layout.size * bucket.dtype.itemsize
         self.sender.device = bucket.device
         self.last.layouts.append(bucket.layout)
-        if self.sampling is not None and self.participating:
-            ctx.sent = self.sampling.takes(bucket, self.reduction, self.state)
         live = ActiveBucket(self._slots, bucket, self.verdict)
         try:  # what the plan raises is the same on every rank: it follows from layout and step
             live.plan = self.sender.plan_of(self.reduction, bucket.layout, ctx)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from commhooks.errors import AmbiguousHookError, HookConfigError, UnknownHookError
 
 GROUP = "commhooks.commands"
-OWN = ("list", "describe", "env", "doctor")
+OWN = ("list", "describe", "env", "doctor", "run")
 """The commands of ch-core, whose names no package can take."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]*\Z")

@@ -47,6 +47,13 @@ def commhooks_manager() -> Iterable[tuple[str, str]]:  # type: ignore[empty-body
 
 
 @hookspec
+def commhooks_wraps() -> Iterable[str]:  # type: ignore[empty-body]
+    """What `commhooks run` should look for: `"module:name"` of a class whose instance is a wrapped model, or of a function
+    that returns one (or a list). The module is not imported for this.
+    """
+
+
+@hookspec
 def commhooks_hook_function() -> str:  # type: ignore[empty-body]
     """The `"module:attr"` of what makes a `(state, bucket)` function of a reduction: `as_hook(reduction, name)`."""
 

@@ -56,7 +56,7 @@ class DDPBinding(Binding):
         self._driver.finalize = partial(_finalize, self._model)
         if isinstance(self._driver, DDPDriver):
             self._driver.follow(model)
-        self._outcome = watch_outcome(self.engine, options, model.module.parameters(), model.module)
+        self._outcome = watch_outcome(self.engine, options, model.module.parameters())
         self._slot.driver, self._slot.holder = self._driver, handle.expr
         self._slot.watch = SyncWatch(model, handle.expr, module)
         self._slot.follow = self._follow if options.process_group is None else None
@@ -155,3 +155,6 @@ def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) ->
     """The ``commhooks_adapter`` of DDP."""
     assert isinstance(model, DistributedDataParallel)  # noqa: S101 - the registry matched the class
     return DDPBinding(model, handle, options)
+
+
+adapter.idles_alone = True  # type: ignore[attr-defined]  # commhooks.attach asks for it

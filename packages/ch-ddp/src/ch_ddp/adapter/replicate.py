@@ -30,6 +30,9 @@ def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) ->
     return DDPBinding(ddp, handle, options, names, model)
 
 
+adapter.idles_alone = True  # type: ignore[attr-defined]  # commhooks.attach asks for it
+
+
 def _made(model: torch.nn.Module) -> tuple[DistributedDataParallel, dict[int, str]]:
     """The model's DDP, and ``id(parameter)`` -> name in the module."""
     state = replicate.state(model)

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ch_ddp.adapter.driver import TensorFuture
 from ch_ddp.adapter.futures import behind_backward
 from ch_ddp.adapter.sync_watch import SyncWatch
-from commhooks import AttachError, GradBucket, HookNotSupportedError
+from commhooks import AttachError, GradBucket, HookNotSupportedError, SlotTakenError
 
 
 class SlotDriver(Protocol):
@@ -62,12 +62,12 @@ def acquire_slot(model: DistributedDataParallel, plain: Callable[[], SlotDriver]
     """The model's slot, with the trampoline registered; ``plain`` makes what it calls until a hook is attached.
 
     Raises:
-        AttachError: another handle or a foreign hook is there.
+        SlotTakenError: another handle or a foreign hook is there.
     """
     slot: Slot | None = _SLOTS.get(model)
     if slot is not None:
         if slot.holder is not None:
-            raise AttachError(
+            raise SlotTakenError(
                 f"this model has {slot.holder} attached already: handle.detach() first, then attach again"
             )
         return slot
@@ -76,7 +76,7 @@ def acquire_slot(model: DistributedDataParallel, plain: Callable[[], SlotDriver]
         model._comm_hooks.clear()  # of the model that this one is a copy of; its own reducer has none
     if model._comm_hooks:
         names = ", ".join(getattr(hook, "__qualname__", repr(hook)) for hook, _ in model._comm_hooks)
-        raise AttachError(
+        raise SlotTakenError(
             f"this model's only hook slot is taken by {names}, and torch cannot remove it. Wrap the model anew and "
             "attach instead of calling register_comm_hook"
         )
@@ -84,7 +84,7 @@ def acquire_slot(model: DistributedDataParallel, plain: Callable[[], SlotDriver]
     try:
         model.register_comm_hook(slot, trampoline)
     except RuntimeError as error:
-        raise AttachError(
+        raise SlotTakenError(
             f"torch refused a hook on this model ({error}); its slot is used by DDP mixed precision, an overlapped "
             "optimizer or a built-in hook"
         ) from error

@@ -1,0 +1,167 @@
+"""What ``commhooks run`` does in one process: attaches to the models that come, keeps their state, reports at the end."""
+
+import atexit
+import functools
+import json
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commhooks.api.attaching import attach, serves_alone, unwrapped
+from commhooks.errors import SlotTakenError
+from commhooks.handle import CommHook
+from commhooks.launch.report import described, text
+from commhooks.launch.settings import Settings
+from commhooks.launch.snapshots import Snapshots
+
+log = logging.getLogger("commhooks")
+
+
+@dataclass
+class Served:
+    """A model that has the hook. ``row`` is what the report says of it, once the model is gone."""
+
+    name: str
+    handle: CommHook | None
+    snapshots: Snapshots | None = None
+    row: dict[str, Any] = field(default_factory=dict)
+
+
+class Session:
+    """One process of a run.
+
+    Args:
+        settings: what was asked for.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.always = False  # report even if no model was wrapped
+        self.main: object = None  # the script's globals, which live until the end
+        self.served: list[Served] = []
+        self.notes: list[str] = []
+        self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self._ended = False
+        atexit.register(self.end)
+
+    def found(self, model: torch.nn.Module) -> None:
+        """A model is about to make its first forward with gradients: attach, unless there is a reason not to."""
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        name, settings = name_of(model), self.settings
+        if not any(fnmatchcase(one, settings.module_pattern) for one in names_of(model)):
+            self._note(
+                f"{name} does not match --module-pattern {settings.module_pattern!r}: it trains without {settings.hook}"
+            )
+            return
+        if not settings.single_process and serves_alone(model):
+            self._note(
+                f"one process: {name} has nobody to send to, and trains without {settings.hook} (--single-process)"
+            )
+            return
+        try:
+            handle = attach(model, settings.hook, single_process=settings.single_process)
+        except SlotTakenError as error:
+            self._note(f"{name} has a hook of the script's own, which stays: {error}")
+            return
+        if self.served:
+            self._note(
+                f"{name} is model {len(self.served) + 1} that gets {settings.hook}: --module-pattern chooses one"
+            )
+        served = Served(name, handle)
+        self.served.append(served)
+        if settings.state:
+            folder = Path(settings.state) / f"{len(self.served)}-{_plain(type(unwrapped(model)).__name__)}"
+            served.snapshots = Snapshots(folder, handle, settings.state_every)
+            served.snapshots.resume()
+        # The handle holds the parameters: a script that drops its model gets their memory back.
+        weakref.finalize(model, _gone, weakref.ref(served)).atexit = False
+
+    def end(self) -> None:
+        """Write the last state and the report; once, and from rank 0."""
+        if self._ended:
+            return
+        self._ended = True
+        for served in self.served:
+            _last_snapshot(served)
+        if self.rank == 0 and (self.served or self.notes or self.always):
+            report = self.report()
+            sys.stderr.write(text(report) + "\n")
+            if self.settings.report:
+                path = Path(self.settings.report)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(report, indent=1) + "\n")
+
+    def report(self) -> dict[str, Any]:
+        """What became of the hook, as data."""
+        if not self.served and not self.notes:
+            self.notes.append(
+                "no model was wrapped for data parallelism and trained, so the hook was never used: the script has to make a "
+                "DistributedDataParallel, replicate or FSDP model"
+            )
+        models = [described(one.name, one.handle) if one.handle is not None else one.row for one in self.served]
+        return {"hook": self.settings.hook, "world_size": self.world_size, "models": models, "notes": self.notes}
+
+    def _note(self, text: str) -> None:
+        """Say something once, on rank 0, and repeat it in the report."""
+        if text not in self.notes:
+            self.notes.append(text)
+            log.log(logging.WARNING if self.rank == 0 else logging.DEBUG, "%s", text)
+
+
+def _last_snapshot(served: Served) -> None:
+    if served.snapshots is not None:
+        try:
+            served.snapshots.end()
+        except Exception:  # the script's own end, or error, must not be hidden by this one
+            log.exception("--state: the last state of %s could not be written", served.name)
+
+
+def _gone(served: "weakref.ref[Served]") -> None:
+    found = served()
+    if found is not None and found.handle is not None:
+        _last_snapshot(found)
+        found.row, found.handle, found.snapshots = described(found.name, found.handle), None, None
+
+
+def names_of(model: torch.nn.Module) -> set[str]:
+    """What ``--module-pattern`` is compared with: the classes of the model, of what it wraps, and their bases."""
+    names = set()
+    for part in _inside(model):
+        for cls in type(part).__mro__:
+            if cls.__module__ != "torch.nn.modules.module" and cls is not object:
+                names |= {cls.__name__, f"{cls.__module__}.{cls.__qualname__}"}
+    return names
+
+
+def name_of(model: torch.nn.Module) -> str:
+    """``DistributedDataParallel(GPT)``."""
+    names = [type(part).__name__ for part in _inside(model)]
+    return "(".join(names) + ")" * (len(names) - 1)
+
+
+def _inside(model: object) -> Iterator[torch.nn.Module]:
+    """The model and what is wrapped in it, one in another."""
+    while isinstance(model, torch.nn.Module):
+        yield model
+        model = next(
+            (found for one in ("module", "_orig_mod") if (found := getattr(model, one, None)) is not None), None
+        )
+
+
+def _plain(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
+
+
+@functools.cache
+def session() -> Session:
+    """The session of this process, with the settings that the environment gives."""
+    return Session(Settings.of(os.environ))

@@ -1,0 +1,327 @@
+"""The hook's state beside the script's own checkpoints, which know nothing of it (``commhooks run --state DIR``).
+
+After every Nth optimizer step each rank writes its state to a file of its own, named after a fingerprint of the parameters
+at that moment. At resume the script decides which checkpoint it goes on from; its parameters say which snapshot belongs to
+them. Files appear whole (written aside, synchronised, renamed), and a snapshot counts only if every rank's file is there, so
+a process may be killed anywhere.
+
+    DIR/1-DistributedDataParallel/step-000000000010-3f9c2a71d0b4e865/rank-0-of-2-09aa1bc3f2d1e7c4.pt
+
+Kept are the last two snapshots, that of the beginning, and the five newest after which the script saved something.
+"""
+
+import logging
+import os
+import re
+import secrets
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from commhooks.agreement import StoreExchange
+from commhooks.checkpoint import merge
+from commhooks.errors import StateError
+from commhooks.handle import CommHook
+from commhooks.launch.digest import digest
+from commhooks.state import HookState
+from commhooks.transport.lost import group_timeout
+
+log = logging.getLogger("commhooks")
+
+SAVED = "saved"  # a file beside a snapshot after which the script has saved something
+LATEST, MARKED = 2, 5  # how many snapshots are kept
+_SET = re.compile(r"step-(\d{12})-([0-9a-f]{16})\Z")
+_RANK = re.compile(r"rank-(\d+)-of-(\d+)-([0-9a-f]{16})\.pt\Z")
+Key = tuple[int, str]
+_NONE: Key = (-1, "0" * 16)
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """The files of one moment. ``files`` are by rank; it is whole if no rank's is missing."""
+
+    folder: Path
+    step: int
+    run: str
+    world: int = 0
+    files: dict[int, Path] = field(default_factory=dict)
+    digests: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> Key:
+        return self.step, self.run
+
+    @property
+    def whole(self) -> bool:
+        return 0 < self.world == len(self.files)
+
+
+class Snapshots:
+    """The state of one model's hook in a folder that all ranks see.
+
+    Args:
+        folder: of this model alone.
+        handle: attached.
+        every: optimizer steps from one snapshot to the next.
+
+    Raises:
+        StateError: the hook keeps its state itself, so nothing is known of it.
+    """
+
+    def __init__(self, folder: Path, handle: CommHook, every: int) -> None:
+        binding = handle.binding
+        if binding is None or not isinstance(handle.state, HookState):
+            raise StateError(f"--state: {handle.expr} keeps its state itself; save and load it in the script")
+        self.folder, self.handle, self.every = folder, handle, every
+        self.params = list(binding.params)
+        self._ids = {id(p) for p in self.params}
+        group = None if binding.other_axes else binding.group
+        self.group: dist.ProcessGroup = group if group is not None else dist.distributed_c10d._get_default_group()
+        self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.step = 0
+        self.run = _NONE[1]
+        self._written = self._warned = -1
+        self._current = folder  # of the newest snapshot, written or resumed
+        self._ended_steps = 0.0
+        self._latest: list[Key] = []
+        self._stops: list[Callable[[], None]] = []
+
+    # -- at the first forward
+
+    def resume(self) -> None:
+        """Load the snapshot that belongs to the present parameters, and begin to write.
+
+        Raises:
+            StateError: there are snapshots, and none is of these parameters. On all ranks.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        found = [one for one in self.listed() if one.whole]
+        own = digest(self.params)
+        exchange = StoreExchange(self.group, group_timeout(self.group))
+        self.run = _agree_on_run(exchange)
+        self._see_one_folder(exchange)
+        fitting = {one.key: one for one in found if self._fits(one, own)}
+        chosen = _newest_common(exchange, list(fitting))
+        if chosen is not None:
+            self._load(fitting[chosen])
+        elif any(row != b"0" for row in exchange(b"1" if found else b"0")):
+            raise StateError(self._none_fits(found))
+        else:
+            self.write()
+        self._watch()
+
+    def listed(self) -> list[Snapshot]:
+        """What is in the folder, by step."""
+        found = []
+        for folder in self.folder.iterdir():
+            match = _SET.match(folder.name)
+            if match:
+                found.append(_read_folder(Snapshot(folder, int(match[1]), match[2])))
+        return sorted(found, key=lambda one: one.key)
+
+    def _fits(self, one: Snapshot, own: str) -> bool:
+        """Whether it is of this rank's present parameters; of as many ranks as there were, if they all had the same."""
+        if one.world == self.world:
+            return one.digests[self.rank] == own
+        return set(one.digests.values()) == {own}
+
+    def _load(self, one: Snapshot) -> None:
+        def read(rank: int) -> dict[str, Any]:
+            state: dict[str, Any] = torch.load(one.files[rank], weights_only=True, map_location="cpu")
+            return state
+
+        if one.world == self.world:
+            self.handle.load_state_dict(read(self.rank))
+        else:
+            self.handle.load_state_dict(merge([read(rank) for rank in range(one.world)]), world_change="mean")
+        self.step, self._written, self._current = one.step, one.step, one.folder
+        self._latest = [one.key]
+        self._ended_steps = self._steps()
+        log.info("resumed the state of %s after step %d from %s", self.handle.expr, one.step, one.folder)
+
+    def _none_fits(self, found: list[Snapshot]) -> str:
+        steps = ", ".join(sorted({str(one.step) for one in found}, key=int)[-8:])
+        worlds = sorted({one.world for one in found} - {self.world})
+        other = (
+            f" Those of {worlds} ranks are of a sharded model, which only torch.distributed.checkpoint can recut."
+            * bool(worlds)
+        )
+        return (
+            f"--state: {self.folder} has the hook's state after the steps {steps or '(on other ranks)'}, and the model's "
+            f"parameters are those of none of them, nor of the beginning.{other} Resume the script from a checkpoint that was "
+            f"saved after one of these steps (--state-every {self.every} has to divide the steps between its checkpoints), or "
+            "give another folder for a new run"
+        )
+
+    def _see_one_folder(self, exchange: StoreExchange) -> None:
+        """Every rank has to see the files of the others, or a snapshot is never whole."""
+        mark = self.folder / f"run-{self.run}"
+        if self.rank == 0:
+            mark.touch()
+        exchange(b"-")
+        sees = exchange(b"1" if mark.exists() else b"0")
+        if self.rank == 0:
+            mark.unlink(missing_ok=True)
+        blind = [rank for rank, row in enumerate(sees) if row != b"1"]
+        if blind:
+            raise StateError(
+                f"--state: ranks {blind} do not see the {self.folder} of rank 0: give a folder on a shared file system"
+            )
+
+    # -- after steps
+
+    def _watch(self) -> None:
+        this = weakref.ref(self)
+
+        def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+            snapshots = this()
+            if snapshots is not None:
+                snapshots.after_step(optimizer)
+
+        self._stops.append(register_optimizer_step_post_hook(torch.compiler.disable(after_step)).remove)
+        on_save.append(this)
+        _watch_saves()
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped: of other parameters, perhaps."""
+        if not any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
+            return
+        self.step += 1
+        self._ended_steps = self._steps()
+        if self.step % self.every == 0:
+            self.write()
+
+    def script_saved(self) -> None:
+        """The script saves something now: the snapshot of this step, if there is one, is kept."""
+        if self._written == self.step:
+            (self._current / SAVED).touch()
+        elif self._warned < 0:
+            self._warned = self.step
+            log.warning(
+                "--state: the script saves after step %d, and the hook's state was saved after step %d: a run resumed from "
+                "what it saves now is refused. Let --state-every divide the steps between checkpoints",
+                self.step,
+                self._written,
+            )
+
+    def end(self) -> None:
+        """Write the state of the last step, unless a backward has begun another; watch no more."""
+        for stop in self._stops:
+            stop()
+        self._stops.clear()
+        if self._written != self.step and self._ended_steps == self._steps():
+            self.write()
+
+    def write(self) -> None:
+        """Write this rank's file of the present step."""
+        begun = time.perf_counter()
+        folder = self._place()
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"rank-{self.rank}-of-{self.world}-{digest(self.params)}.pt"
+        aside = path.with_suffix(".tmp")
+        with open(aside, "wb") as file:
+            _SAVE(self.handle.state_dict(), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+        self._written, self._current = self.step, folder
+        self._latest = [*self._latest, (self.step, self.run)][-LATEST:]
+        self._prune()
+        log.debug("%s: %d bytes in %.1f ms", path, path.stat().st_size, 1000 * (time.perf_counter() - begun))
+
+    def _place(self) -> Path:
+        return self.folder / f"step-{self.step:012d}-{self.run}"
+
+    def _steps(self) -> float:
+        """Backwards that the engine has ended."""
+        return self.handle.stats().get("steps", 0.0)
+
+    def _prune(self) -> None:
+        """Remove this rank's files of what is kept no longer; rank 0 those of ranks that are no more, too."""
+        there = self.listed()
+        marked = [one for one in there if (one.folder / SAVED).exists()][-MARKED:]
+        kept = {*self._latest, *(one.key for one in marked), *(one.key for one in there if one.step == 0)}
+        for one in there:
+            if one.key in kept or (one.run == self.run and one.step > self.step):  # which another rank writes now
+                continue
+            for rank, path in one.files.items():
+                if rank == self.rank or (self.rank == 0 and rank >= self.world):
+                    path.unlink(missing_ok=True)
+            _remove_if_empty(one.folder)
+
+
+def _read_folder(one: Snapshot) -> Snapshot:
+    for name in _names(one.folder):
+        match = _RANK.match(name)
+        if match:
+            rank, one.world = int(match[1]), int(match[2])
+            one.files[rank], one.digests[rank] = one.folder / name, match[3]
+    return one
+
+
+def _names(folder: Path) -> list[str]:
+    """What is in a folder, nothing if another rank has removed it."""
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Remove a folder that no rank has a file in: whichever rank removes its own last."""
+    names = _names(folder)
+    if not any(_RANK.match(name) for name in names):
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
+        with suppress(OSError):  # another rank was faster
+            folder.rmdir()
+
+
+def _agree_on_run(exchange: StoreExchange) -> str:
+    """A name for this run, the same on all ranks: files of two runs never make one snapshot."""
+    return exchange(secrets.token_hex(8).encode())[0].decode()
+
+
+def _newest_common(exchange: StoreExchange, keys: list[Key]) -> Key | None:
+    """The newest snapshot that fits on every rank; that of the beginning before all others.
+
+    A first step with a learning rate of zero leaves the parameters as they were: a new run must not go on from there.
+    """
+    rest = sorted(keys, key=lambda key: (key[0] != 0, key[0], key[1]))
+    rest = [key for key in rest if key[0] == 0] or rest
+    while True:
+        proposed = rest[-1] if rest else _NONE
+        rows = exchange(f"{proposed[0]:020d}{proposed[1]}".encode())
+        everyones = [(int(row[:20]), row[20:].decode()) for row in rows]
+        if len(set(everyones)) == 1:
+            return None if proposed == _NONE else proposed
+        lowest = min(everyones)
+        rest = [key for key in rest if key <= lowest]
+
+
+_SAVE = torch.save
+on_save: "list[weakref.ref[Snapshots]]" = []
+
+
+def _watch_saves() -> None:
+    """Have ``torch.save`` tell that the script saves: what frameworks and distributed checkpoints write with, too."""
+    if torch.save is not _SAVE:
+        return
+
+    def save(*args: Any, **kwargs: Any) -> None:
+        for one in on_save:
+            snapshots = one()
+            if snapshots is not None:
+                snapshots.script_saved()
+        _SAVE(*args, **kwargs)
+
+    save.__doc__, save.__module__ = _SAVE.__doc__, _SAVE.__module__
+    torch.save = save

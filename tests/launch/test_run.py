@@ -1,0 +1,145 @@
+"""``python -m commhooks run``, and the same by environment: scripts that know nothing of it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from .kit import run
+
+HOOK = "powersgd(rank=2)"
+pytestmark = [pytest.mark.gloo, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize("door", [False, True], ids=["command", "environment"])
+def test_a_loop_of_its_own(tmp_path: Path, door: bool) -> None:
+    done = run(tmp_path, "ddp_loop", hook=HOOK, door=door)
+    assert done.stats["compressed_steps"] == done.stats["steps"] == 8
+    assert done.report["world_size"] == 2 and not done.report["notes"]
+    assert "DistributedDataParallel(Sequential)" in done.err and "powersgd" in done.err.split("commhooks run:")[1]
+
+
+@pytest.mark.parametrize("script", ["hf_trainer", "lightning_fit", "accelerate_loop"])
+def test_frameworks_with_their_scripts_unchanged(tmp_path: Path, script: str) -> None:
+    pytest.importorskip(
+        {"hf": "transformers", "lightning": "lightning", "accelerate": "accelerate"}[script.split("_")[0]]
+    )
+    done = run(tmp_path, script, hook=HOOK)
+    assert done.stats["compressed_steps"] == done.stats["steps"] == 6
+
+
+def test_lightning_starts_its_processes_itself(tmp_path: Path) -> None:
+    """``python script.py``: the second process is Lightning's child, and gets the hook from the environment."""
+    pytest.importorskip("lightning")
+    done = run(tmp_path, "lightning_fit", ranks=0, hook=HOOK)
+    assert done.stats["compressed_steps"] == done.stats["steps"] == 6
+    assert done.report["world_size"] == 2
+
+
+def test_a_manual_attach_gives_the_same_bits_and_wins(tmp_path: Path) -> None:
+    run(tmp_path, "ddp_loop", hook=HOOK)
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    text = (Path(__file__).parent / "scripts" / "ddp_loop.py").read_text()
+    place = "optimizer = torch.optim"
+    attached = text.replace(place, f'import commhooks\ncommhooks.attach(model, "{HOOK}")\n{place}')
+    done = run(tmp_path, attached, hook="noop")  # the script's own wins: noop would leave ranks with different weights
+    again = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    assert not done.report["models"]
+    [note] = done.report["notes"]
+    assert "a hook of the script's own, which stays" in note and HOOK in note
+    assert note in done.err.split("commhooks run:")[0]  # logged at the time, too
+
+
+def test_a_registered_hook_wins(tmp_path: Path) -> None:
+    text = (Path(__file__).parent / "scripts" / "ddp_loop.py").read_text()
+    hook = "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook"
+    registered = text.replace("begin = 0", f"{hook}\nmodel.register_comm_hook(None, fp16_compress_hook)\nbegin = 0")
+    done = run(tmp_path, registered, hook=HOOK)
+    [note] = done.report["notes"]
+    assert "fp16_compress_hook" in note
+
+
+@pytest.mark.parametrize("door", [False, True], ids=["command", "environment"])
+@pytest.mark.parametrize(
+    ("hook", "word"), [("powersdg", "did you mean"), ("powersgd(rnk=4)", "rank"), ("powersgd(", "^")]
+)
+def test_a_bad_expression_ends_before_the_script_begins(tmp_path: Path, door: bool, hook: str, word: str) -> None:
+    script = "import pathlib, torch\npathlib.Path('began').touch()\n"
+    done = run(tmp_path, script, ranks=0, hook=hook, door=door, check=False)
+    assert done.code != 0 and word in done.err and "Traceback" not in done.err
+    assert not (tmp_path / "began").exists()
+
+
+TWO_MODELS = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+class Generator(torch.nn.Linear):
+    pass
+
+class Critic(torch.nn.Linear):
+    pass
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+models = [DistributedDataParallel(cls(64, 64)) for cls in (Generator, Critic)]
+for step in range(3):
+    for model in models:
+        model(torch.ones(2, 64)).square().mean().backward()
+"""
+
+
+def test_several_models(tmp_path: Path) -> None:
+    done = run(tmp_path, TWO_MODELS, hook=HOOK)
+    assert [model["model"].split("(")[1] for model in done.report["models"]] == ["Generator)", "Critic)"]
+    assert all(model["stats"]["compressed_steps"] == 3 for model in done.report["models"])
+    [note] = done.report["notes"]
+    assert "DistributedDataParallel(Critic) is model 2" in note
+    done = run(tmp_path, TWO_MODELS, hook=HOOK, module_pattern="*.Crit*")
+    assert done.report["models"][0]["model"] == "DistributedDataParallel(Critic)"
+    assert done.stats["compressed_steps"] == 3
+    [note] = done.report["notes"]
+    assert "Generator" in note and "--module-pattern '*.Crit*'" in note
+
+
+def test_one_process(tmp_path: Path) -> None:
+    """A script that is debugged alone has exact gradients, unless compression is asked for."""
+    done = run(tmp_path, "ddp_loop", ranks=1, hook=HOOK)
+    assert not done.report["models"] and "one process" in done.report["notes"][0]
+    exact = torch.load(tmp_path / "weights.pt", weights_only=True)
+    run(tmp_path, "ddp_loop", ranks=1)
+    assert all(torch.equal(exact[k], v) for k, v in torch.load(tmp_path / "weights.pt", weights_only=True).items())
+    done = run(tmp_path, "ddp_loop", ranks=1, hook=HOOK, single_process=True)
+    assert done.stats["compressed_steps"] == 8
+
+
+def test_a_script_that_wraps_nothing(tmp_path: Path) -> None:
+    done = run(tmp_path, "import torch\ntorch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()\n", ranks=0, hook=HOOK)
+    assert "no model was wrapped" in done.report["notes"][0]
+
+
+SEMANTICS = """
+import sys, os, other_module
+assert __name__ == "__main__" and sys.modules["__main__"].__dict__ is globals(), __name__
+assert sys.argv[1:] == ["--lr", "1", "--hook", "mine"], sys.argv
+assert os.path.samefile(sys.path[0], os.path.dirname(__file__))
+def fails():
+    raise KeyError("the script's own")
+if other_module.how == "raise":
+    fails()
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("how", ["raise", "exit"])
+def test_exit_status_and_traceback_are_the_scripts(tmp_path: Path, how: str) -> None:
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (tmp_path / "other_module.py").write_text(f"how = '{how}'\n")
+    done = run(tmp_path, SEMANTICS, "--lr", 1, "--hook", "mine", ranks=0, hook=HOOK, check=False)
+    assert done.code == (7 if how == "exit" else 1)
+    assert done.report["notes"]  # a report all the same
+    if how == "raise":
+        trace = done.err[done.err.index("Traceback") :]
+        assert trace.count('File "') == 2 and 'KeyError: "the script\'s own"' in trace  # the module, and fails()

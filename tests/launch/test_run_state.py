@@ -1,0 +1,106 @@
+"""``commhooks run --state``: killed and resumed, the script unchanged."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from commhooks.launch.snapshots import Snapshots
+from commhooks.testing import spawn
+
+from .kit import run
+
+HOOK = "powersgd(rank=2)"
+pytestmark = [pytest.mark.gloo, pytest.mark.timeout(300)]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = torch.load(folder / "weights.pt", weights_only=True)
+    return found
+
+
+@pytest.mark.parametrize("script", ["ddp_loop", "fsdp2_loop"])
+def test_killed_and_resumed_with_the_same_bits(tmp_path: Path, script: str) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    assert run(whole, script, "--save", 4, hook=HOOK).stats["compressed_steps"] == 8
+    died = run(killed, script, "--save", 4, "--kill", 6, hook=HOOK, state="state", check=False)
+    assert died.code != 0 and not (killed / "weights.pt").exists()
+    resumed = run(killed, script, "--save", 4, "--resume", hook=HOOK, state="state")
+    assert resumed.stats["compressed_steps"] == 4
+    assert [torch.equal(a, b) for a, b in zip(weights(whole).values(), weights(killed).values(), strict=True)] == [
+        True
+    ] * 4
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """A snapshot is missing a rank: it is not taken, and the run does not go on as if it had no state."""
+    run(tmp_path, "ddp_loop", "--save", 4, "--kill", 4, hook=HOOK, state="state", check=False)
+    [one] = (tmp_path / "state").glob("*/step-000000000004-*/rank-1-of-2-*.pt")
+    one.unlink()
+    done = run(tmp_path, "ddp_loop", "--resume", hook=HOOK, state="state", check=False)
+    assert done.code != 0 and "StateError" in done.err and "parameters are those of none of them" in done.err
+
+
+def test_a_save_between_snapshots_is_told_at_once(tmp_path: Path) -> None:
+    done = run(tmp_path, "ddp_loop", "--save", 4, hook=HOOK, state="state", state_every=3)
+    assert "the script saves after step 4, and the hook's state was saved after step 3" in done.err
+    steps = {int(path.name.split("-")[1]) for path in (tmp_path / "state").glob("*/step-*")}
+    assert steps == {0, 6, 8}  # the beginning, the last of every three, the end
+
+
+def trained(rank: int, world: int, folder: str, steps: int, begin: int) -> tuple[float, float, list[str]]:
+    """Train some steps with snapshots; the sum over ranks of the mean residual before and after resuming."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(48, 48), torch.nn.Linear(48, 48)), bucket_cap_mb=0.005
+    )
+    if begin:
+        model.module.load_state_dict(torch.load(f"{folder}/weights", weights_only=True))
+    handle = commhooks.attach(model, HOOK, single_process=True)
+    snapshots = Snapshots(Path(folder), handle, 1)
+    snapshots.resume()
+    resumed = _residual(handle)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(begin, begin + steps):
+        data = torch.randn(8, 48, generator=torch.Generator().manual_seed(10 * step + rank))
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        optimizer.step()
+    snapshots.end()
+    if rank == 0:
+        torch.save(model.module.state_dict(), f"{folder}/weights")
+    dist.barrier()
+    return resumed, _residual(handle), sorted(path.name for path in Path(folder).glob("step-*"))
+
+
+def _residual(handle: commhooks.CommHook) -> float:
+    """The mean over ranks of one number that all residuals enter."""
+    state = handle.state_dict()["entries"]
+    total = torch.zeros((), dtype=torch.float64)
+    for row in state.values():
+        if "residual" in row:
+            total += (row["residual"].double() * torch.arange(row["residual"].numel()).view_as(row["residual"])).sum()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def test_on_another_number_of_ranks_the_mean_residual_goes_on(tmp_path: Path) -> None:
+    (_, before, _), _ = spawn(trained, 2, str(tmp_path), 3, 0, timeout=120)
+    [(resumed, _, _)] = spawn(trained, 1, str(tmp_path), 0, 3, timeout=120)
+    assert before != 0.0 and resumed == pytest.approx(before, rel=1e-6)
+    for resumed, _, _ in spawn(trained, 3, str(tmp_path), 1, 3, timeout=120):
+        assert resumed == pytest.approx(before, rel=1e-6)
+
+
+def test_a_new_start_in_an_old_folder_is_new(tmp_path: Path) -> None:
+    (_, before, _), _ = spawn(trained, 2, str(tmp_path), 2, 0, timeout=120)
+    shutil.copy(tmp_path / "weights", tmp_path / "old")
+    (resumed, again, names), _ = spawn(trained, 2, str(tmp_path), 2, 0, timeout=120)
+    assert resumed == 0.0 and again == before
+    assert {int(name.split("-")[1]) for name in names} == {0, 1, 2}
