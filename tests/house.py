@@ -35,7 +35,7 @@ ORDER = (  # of ch-core: a module imports from its own line and from those below
     "state fsdp_states param_table state_owner",
     "transport casting",
     "scratch",
-    "bucket requests errors typing _lazy",
+    "bucket requests volume errors typing _lazy",
 )
 PACKAGES = (
     "ch_bench",

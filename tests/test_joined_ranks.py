@@ -14,6 +14,7 @@ EXPRESSIONS = [
     "error_feedback(bf16_compress)",
     "quant8(error_feedback=True)",
     "topk(density=0.1)",
+    "randomk(density=0.1)",
 ]
 LIKE = {"a.weight": torch.zeros(40, 30), "b.weight": torch.zeros(40, 30), "c.weight": torch.zeros(64, 64)}
 

@@ -92,6 +92,7 @@ HOOKS = [
     Entry("topk(density=0.1, chunk=64, exempt=False)", "residual", FP32),
     Entry("topk(density=0.2, bits=2)", "residual", FP32),
     Entry("error_feedback(topk(density=0.2, feedback=False))", "residual", FP32),
+    Entry("randomk(density=0.2)", "residual", FP32),
 ]
 BY_EXPR = {entry.expr: entry for entry in HOOKS}
 FUNCTIONS = ("allreduce", "fp16_compress", "bf16_compress", "powersgd(rank=2)", "batched_powersgd(rank=2)", "quant8")

@@ -23,3 +23,16 @@ class TestDecay(HookContract):
     expr = "topk(density=0.2, chunk=64, decay=0.95, start_iter=1)"
     first_step = 1
     conservation = 0.1  # what decays is lost, on purpose
+
+
+class TestWrapped(HookContract):
+    expr = "fp16_wrapper(topk(density=0.2, chunk=128, bits=32))"
+
+
+class TestRandomK(HookContract):
+    expr = "randomk(density=0.2)"
+
+
+class TestRandomKWithoutFeedback(HookContract):
+    expr = "bf16_wrapper(randomk(density=0.5, feedback=False, exempt=False))"
+    mean = False  # its expectation is the mean

@@ -1,6 +1,8 @@
 """The largest entries of every chunk: over simulated ranks, and on gloo processes."""
 
+import logging
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -88,7 +90,7 @@ def test_two_levels_are_the_best_two() -> None:
     assert start == chunks.total == len(found)
 
 
-@pytest.mark.parametrize("bits", [16, 2])
+@pytest.mark.parametrize("bits", [32, 16, 2])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_nothing_is_lost_with_feedback(bits: int, world: int) -> None:
     """What was applied + the mean residual = the sum of the averages."""
@@ -123,6 +125,26 @@ def test_decay_is_what_a_step_leaves_of_the_residual() -> None:
 
     (kept,) = simulate(1, body)
     assert sorted(kept.tolist()) == [0.0, 0.0] + [0.5] * 14  # the 8 was sent in full, one of the halves in the second
+
+
+@pytest.mark.parametrize("bits", [32, 16, 2])
+def test_the_residual_follows_a_loss_scale(bits: int) -> None:
+    """With scales that are powers of two, to the bit what it would have been without."""
+
+    def body(scales: tuple[float, ...], rank: SimulatedRank) -> list[torch.Tensor]:
+        engine, found = rank.engine(TopK(0.05, 100, bits, decay=0.75, exempt=False)), []
+        for step, scale in enumerate(scales):
+            engine.loss_scale = lambda: scale  # noqa: B023 - asked for in this step
+            found.append(one_step(engine, {"w": gradient(1009, rank.rank, step) * scale})["w"] / scale)
+        engine.resolve_step()
+        (residual,) = [
+            t for _, field, t in engine.state.entries() if field == "residual"
+        ]  # in the gradient's own units
+        return [*found, residual]
+
+    scaled, plain = (simulate(2, partial(body, s)) for s in ((1024.0, 1024.0, 64.0, 2.0**15), (1.0,) * 4))
+    for with_scale, without in zip(scaled, plain, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(with_scale, without, strict=True))
 
 
 @pytest.mark.parametrize("bits", [16, 2])
@@ -188,6 +210,14 @@ def test_the_bytes_are_those_of_the_formula(chunk: int, bits: int, world: int) -
         assert exact <= message <= exact + 2 * width + 4  # groups are filled up
 
 
+def test_the_caution_names_the_ranks_at_which_bf16_is_passed() -> None:
+    layout = commhooks.BucketLayout.of_shapes({"w": (1024, 4096)})
+    assert TopK(0.01).cautions(layout, 64) == []
+    assert "from 115 ranks on" in TopK(0.01).cautions(layout, 128)[0]  # 41 of 4096 entries in 28 bits, against 32 bits
+    assert "from 13 ranks on" in TopK(0.09).cautions(layout, 16)[0]
+    assert "114" in commhooks.describe("topk")
+
+
 def test_a_short_chunk_sends_fewer() -> None:
     chunks = Chunks(commhooks.BucketLayout.of_shapes({"a": (4096 + 300,), "b": (30,)}), 4096, 0.01)
     assert chunks.counts.flatten().tolist() == [41.0, 3.0, 1.0]
@@ -205,6 +235,7 @@ def test_a_short_chunk_sends_fewer() -> None:
         "topk(decay=0.9, feedback=False)",
         "topk(start_iter=-1)",
         "error_feedback(topk)",
+        "bf16_wrapper(topk)",
     ],
 )
 def test_what_cannot_be_configured(expr: str) -> None:
@@ -225,6 +256,17 @@ def train(model: nn.Module, rank: int) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+class Records(logging.Handler):
+    """Keeps warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
 def body_gloo(rank: int, world: int) -> dict[str, tuple[torch.Tensor, dict[str, float]]]:
     found = {}
     for expr in ("topk(density=0.05)", "topk(density=0.1, bits=2, chunk=100, exempt=False, decay=0.9)"):
@@ -238,6 +280,12 @@ def body_gloo(rank: int, world: int) -> dict[str, tuple[torch.Tensor, dict[str, 
         handle.assert_active()
         assert handle.stats()["payload_bytes"] - before == 3 * handle.payload_per_step()
         found[expr] = trained, handle.stats()
+    handle.detach()
+    said = Records()
+    logging.getLogger("commhooks").addHandler(said)
+    handle = commhooks.attach(model, "topk(density=0.5)")
+    assert said.texts == [f"[rank 0] {text}" for text in handle.cautions() if rank == 0]
+    assert "from 3 ranks on" in handle.cautions()[0]
     return found
 
 

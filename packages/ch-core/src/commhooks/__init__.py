@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from commhooks.registry.specs import HookSpec, Needs, Param, PluginFailure
     from commhooks.report.report import Report, ReportRow
     from commhooks.report.rows import PlanRow
-    from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Request, Requests
+    from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Request, Requests, Wire
     from commhooks.state import HookState
     from commhooks.typing import GradBucket
 
@@ -90,6 +90,7 @@ __all__ = [
     "StepContext",
     "TransportError",
     "UnknownHookError",
+    "Wire",
     "WireCast",
     "as_hook",
     "attach",
@@ -132,7 +133,7 @@ __getattr__, __dir__ = lazy(
         "registry.specs": "HookSpec Needs Param PluginFailure",
         "report.report": "Report ReportRow",
         "report.rows": "PlanRow",
-        "requests": "Request Requests AllGather AllReduce AllToAll ReduceScatter",
+        "requests": "Request Requests AllGather AllReduce AllToAll ReduceScatter Wire",
         "state": "HookState",
         "typing": "GradBucket",
     },

@@ -179,6 +179,17 @@ class CommHook:
         """
         return report(self.expr, self._bound(), self.plan(), self.reduction)
 
+    def cautions(self, world_size: int | None = None) -> list[str]:
+        """What one should know before this hook runs on this model, in sentences; those of its group are logged at attach.
+
+        Args:
+            world_size: ranks to think of; by default those of the group.
+        """
+        engine = self._bound().engine
+        if engine is None or self.reduction is None:
+            return []
+        return self.reduction.cautions(self._bound().layout, world_size or engine.transport.world_size)
+
     def payload_per_step(self) -> int:
         """Bytes given to collectives per rank in one step, from the shapes alone.
 

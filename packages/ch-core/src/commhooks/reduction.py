@@ -20,9 +20,10 @@ import torch
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout
 from commhooks.combine import parallel, plain
 from commhooks.errors import HookConfigError, HookResultError
-from commhooks.requests import Requests, StagePlan, as_tuple
+from commhooks.requests import Requests, StagePlan, as_tuple, trip_bytes
 from commhooks.scratch import Scratch
 from commhooks.state import HookState
+from commhooks.volume import BF16_BYTES, LATER, passes_bf16
 
 Stages = Generator[Requests, None, None]
 """What ``run`` returns. It yields requests, and is resumed when their tensors hold the results."""
@@ -150,6 +151,8 @@ class Reduction(ABC):
         granularity: ``"tensor"`` if each parameter is treated alone (then results do not depend on
             ``bucket_cap_mb``), ``"bucket"`` if the bucket is treated as one vector.
         collectives: kinds of requests it yields.
+        castable: kinds of requests whose numbers a 16-bit wrapper may round. An all-gather or all-to-all is rounded only if
+            it says so too (``AllGather(..., castable=True)``): the others of the same kind may carry packed bytes.
         lossy: whether the result differs from the average by more than rounding of the bucket's dtype.
         trips: how often the gradient would cross the network uncompressed: 2 for an all-reduce, 1 for a
             reduce-scatter. What a step sends is compared with it.
@@ -182,6 +185,7 @@ class Reduction(ABC):
     name: str = "reduction"
     granularity: Literal["tensor", "bucket"] = "tensor"
     collectives: frozenset[str] = frozenset({"all_reduce"})
+    castable: frozenset[str] = frozenset({"all_reduce", "reduce_scatter"})
     lossy: bool = False
     trips: int = 2
     fields: Mapping[str, Literal["local", "shared"]] = MappingProxyType({})
@@ -254,6 +258,33 @@ class Reduction(ABC):
             HookConfigError: naming the parameters.
         """
 
+    def cautions(self, layout: BucketLayout, world_size: int) -> list[str]:
+        """What one should know before this runs on a model over so many ranks, in sentences. ``attach`` logs them, and
+        ``handle.cautions()`` has them.
+
+        By default, for a reduction that gathers: that its volume grows with the number of ranks, where more crosses the
+        network than ``bf16_compress`` would send. One that overrides this adds to ``super().cautions(...)``.
+
+        Args:
+            layout: all parameters, as one virtual bucket.
+            world_size: ranks, of any number.
+        """
+        if "all_gather" not in self.collectives:
+            return []
+
+        def volume(ranks: int) -> int:
+            return trip_bytes(self.plan(layout, StepContext(world_size=ranks, step=LATER)))
+
+        first = passes_bf16(volume, layout.size, world_size)
+        if first is None:
+            return []
+        times = volume(world_size) / (BF16_BYTES * layout.size)
+        return [
+            f"{self.name} gathers every rank's message, so its volume grows with the number of ranks: over {world_size} it "
+            f"is {times:.2g} times that of bf16_compress, which it passes from {first} ranks on. Send less, or use a hook "
+            "whose volume does not grow, such as quant8 or powersgd"
+        ]
+
     def plan(self, layout: BucketLayout, ctx: StepContext) -> tuple[StagePlan, ...]:
         """Every stage's requests, from the layout alone: the generator is run on meta tensors.
 
@@ -323,6 +354,7 @@ class FunctionReduction(Reduction):
         for attribute in (
             "granularity",
             "collectives",
+            "castable",
             "lossy",
             "fields",
             "reports_sent",

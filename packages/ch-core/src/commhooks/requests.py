@@ -102,31 +102,57 @@ class ReduceScatter:
 
 @dataclass(slots=True, eq=False)
 class AllGather:
-    """Concatenate every rank's ``input`` (``n`` elements) into ``output`` (``W * n``), in rank order. Opaque bytes."""
+    """Concatenate every rank's ``input`` (``n`` elements) into ``output`` (``W * n``), in rank order.
 
-    input: torch.Tensor
-    output: torch.Tensor
-
-    kind = "all_gather"
-
-    def plan(self) -> RequestPlan:
-        return RequestPlan(self.kind, self.output.numel(), self.output.dtype)
-
-
-@dataclass(slots=True, eq=False)
-class AllToAll:
-    """Send part r of ``input`` to rank r, receive rank r's part into part r of ``output``. Opaque bytes.
-
-    Both are 1-D with the same number of elements, a multiple of W.
+    Args:
+        input: 1-D, ``n`` elements of any dtype. Its bytes are opaque, unless one of the next two says otherwise.
+        output: 1-D, ``W * n`` elements of the same dtype.
+        castable: these are floating-point numbers that a 16-bit wrapper may round; see :attr:`.Reduction.castable`.
+        wire: element type that floating-point numbers travel in; ``None`` sends ``input.dtype``.
+        sent: if given (like ``input``), filled with what the others receive of this rank, after rounding on the wire.
     """
 
     input: torch.Tensor
     output: torch.Tensor
+    castable: bool = False
+    wire: Wire | None = None
+    sent: torch.Tensor | None = None
+
+    kind = "all_gather"
+
+    def plan(self) -> RequestPlan:
+        _roundable(self)
+        return RequestPlan(self.kind, self.output.numel(), self.output.dtype, wire=self.wire)
+
+
+@dataclass(slots=True, eq=False)
+class AllToAll:
+    """Send part r of ``input`` to rank r, receive rank r's part into part r of ``output``.
+
+    Both are 1-D with the same number of elements, a multiple of W. ``castable``, ``wire`` and ``sent`` are as those of
+    :class:`AllGather`.
+    """
+
+    input: torch.Tensor
+    output: torch.Tensor
+    castable: bool = False
+    wire: Wire | None = None
+    sent: torch.Tensor | None = None
 
     kind = "all_to_all"
 
     def plan(self) -> RequestPlan:
-        return RequestPlan(self.kind, self.input.numel(), self.input.dtype)
+        _roundable(self)
+        return RequestPlan(self.kind, self.input.numel(), self.input.dtype, wire=self.wire)
+
+
+def _roundable(request: AllGather | AllToAll) -> None:
+    """Refuse to round what are no numbers, such as packed bytes."""
+    if (request.castable or request.wire is not None) and not request.input.is_floating_point():
+        raise TypeError(
+            f"{type(request).__name__} of {request.input.dtype} cannot be rounded: give castable= and wire= for floating-"
+            "point numbers only; other bytes travel as they are"
+        )
 
 
 def _reducible(tensor: torch.Tensor, op: Op) -> None:
@@ -149,6 +175,11 @@ StagePlan = tuple[RequestPlan, ...]
 def payload_bytes(stages: Iterable[StagePlan]) -> int:
     """Bytes that a rank gives to the collectives of some stages."""
     return sum(request.payload_bytes for stage in stages for request in stage)
+
+
+def trip_bytes(stages: Iterable[StagePlan]) -> int:
+    """:func:`payload_bytes` times the passes over the network: to be multiplied by (W - 1) / W, what a rank sends."""
+    return sum(request.trip_bytes for stage in stages for request in stage)
 
 
 def as_tuple(requests: object) -> tuple[Request, ...]:

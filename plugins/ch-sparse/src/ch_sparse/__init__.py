@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from commhooks import lazy
 
 if TYPE_CHECKING:
+    from ch_sparse.randomk import RandomK
     from ch_sparse.topk import TopK
 
-__all__ = ["TopK"]
+__all__ = ["RandomK", "TopK"]
 
-__getattr__, __dir__ = lazy(__name__, {"topk": "TopK"})
+__getattr__, __dir__ = lazy(__name__, {"randomk": "RandomK", "topk": "TopK"})

@@ -7,12 +7,18 @@ from commhooks import HookSpec, Needs, Param, hookimpl
 _FLOATS = Needs(dtypes=("float32", "float16", "bfloat16", "float64"))
 _EXEMPT = Param(True, "average norms, biases and what is smaller than 1 / density elements exactly")
 _START = Param(0, "committed steps that are averaged exactly before", at_least=0)
-_FEEDBACK = frozenset({"stateful", "error_feedback", "checkpointable"})
+_DENSITY = Param(0.01, "part of the entries that is sent", above=0.0, at_most=1.0)
+_FEEDBACK = Param(
+    True,
+    "keep what was not sent for the next step, in fp32",
+    brings=frozenset({"stateful", "error_feedback", "checkpointable"}),
+)
+_DECAY = Param(1.0, "what a step leaves of what was kept", above=0.0, at_most=1.0)
 
 
 @hookimpl
 def commhooks_specs() -> Iterable[HookSpec]:
-    """The largest entries."""
+    """The largest entries, and random ones."""
     return (
         HookSpec(
             "topk",
@@ -20,17 +26,36 @@ def commhooks_specs() -> Iterable[HookSpec]:
             "ch_sparse:TopK",
             "sends the largest entries of each chunk, keeps the others for later; volume grows with world size",
             params={
-                "density": Param(0.01, "part of the entries that is sent", above=0.0, at_most=1.0),
+                "density": _DENSITY,
                 "chunk": Param(4096, "elements among which the largest are chosen", at_least=16, at_most=65536),
-                "bits": Param(16, "bits of a value: bf16, or a sign and one of two levels", choices=(16, 2)),
-                "feedback": Param(True, "keep what was not sent for the next step, in fp32", brings=_FEEDBACK),
-                "decay": Param(1.0, "what a step leaves of what was kept", above=0.0, at_most=1.0),
+                "bits": Param(16, "bits of a value: fp32, bf16, or a sign and one of two levels", choices=(32, 16, 2)),
+                "feedback": _FEEDBACK,
+                "decay": _DECAY,
                 "start_iter": _START,
                 "exempt": _EXEMPT,
             },
             capabilities=frozenset({"lossy", "changes_dtype"}),
             needs=_FLOATS,
             example="topk(density=0.01, bits=2)",
+            caution="volume grows with world size, past bf16_compress's at about 1.1 / density ranks (114 at 0.01)",
             paper="https://arxiv.org/abs/2508.15706",
+        ),
+        HookSpec(
+            "randomk",
+            "reduction",
+            "ch_sparse:RandomK",
+            "averages entries that all ranks choose at random alike: no indices, one all-reduce of values",
+            params={
+                "density": _DENSITY,
+                "seed": Param(0, "of the choice, the same on all ranks"),
+                "feedback": _FEEDBACK,
+                "decay": _DECAY,
+                "start_iter": _START,
+                "exempt": _EXEMPT,
+            },
+            capabilities=frozenset({"lossy"}),
+            needs=_FLOATS,
+            example="randomk(density=0.05)",
+            paper="https://arxiv.org/abs/1809.07599",
         ),
     )

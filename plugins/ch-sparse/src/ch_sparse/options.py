@@ -11,6 +11,14 @@ def check_common(density: float, start_iter: int) -> None:
         raise HookConfigError(f"start_iter={start_iter!r}: expected 0 or a number of steps")
 
 
+def check_decay(decay: float, feedback: bool) -> None:
+    """Raise HookConfigError for a decay out of its range, or of nothing."""
+    if not 0.0 < decay <= 1.0:
+        raise HookConfigError(f"decay={decay!r}: expected a number above 0 and at most 1")
+    if decay != 1.0 and not feedback:
+        raise HookConfigError(f"decay={decay!r} without feedback: nothing is kept that could decay; leave it out")
+
+
 def exact_because(param: ParamLayout, step: int, density: float, start_iter: int, exempt: bool) -> str | None:
     """Why a parameter is averaged exactly in a step, or ``None``."""
     if step < start_iter:

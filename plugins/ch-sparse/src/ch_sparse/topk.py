@@ -10,7 +10,8 @@ value in ``bits`` bits. Every rank gathers every rank's entries and adds them up
     locally       mean = sum of the entries / W, zero elsewhere;  e = p - what was sent
 
 A message holds, of each bucket, ``bits`` per entry, ``ceil(log2(chunk))`` per entry, and with ``bits=2`` 4 bytes per chunk;
-each kind is filled up to whole bytes, and the message to an even number of them. A rank receives ``W - 1`` of them:
+each kind is filled up to whole bytes, and the message to an even number of them. Values in 32 bits are a message of
+their own. A rank receives ``W - 1`` of them:
 the volume grows with the number of ranks, and :meth:`~commhooks.Reduction.cautions` says where it passes bf16's.
 
 What is not finite is larger than all else, so at least one such entry of a chunk is sent.
@@ -23,9 +24,10 @@ import torch
 
 from ch_sparse.bits import BitPacking
 from ch_sparse.chunks import Chunks, largest
-from ch_sparse.options import check_common, exact_because
+from ch_sparse.exchange import Exchange
+from ch_sparse.options import check_common, check_decay, exact_because
 from ch_sparse.values import VALUES
-from commhooks import AllGather, Bucket, BucketLayout, HookConfigError, ParamLayout, Reduction, Stages, StepContext
+from commhooks import Bucket, BucketLayout, HookConfigError, ParamLayout, Reduction, Stages, StepContext
 
 FIELD = "residual"
 
@@ -36,7 +38,8 @@ class TopK(Reduction):
     Args:
         density: part of a chunk's entries that is sent, above 0 and at most 1.
         chunk: consecutive elements of a parameter among which the largest are chosen, 16 to 65536.
-        bits: of a value on the wire: 16 (bf16), or 2 (a sign, and one of two levels that each chunk has).
+        bits: of a value on the wire: 32 (fp32, which a 16-bit wrapper may round), 16 (bf16), or 2 (a sign, and one of two
+            levels that each chunk has).
         feedback: keep what was not sent for the next step, in fp32.
         decay: what a step leaves of what was kept; 1 loses nothing.
         start_iter: committed steps that are averaged exactly before.
@@ -70,18 +73,16 @@ class TopK(Reduction):
         exempt: bool = True,
     ) -> None:
         check_common(density, start_iter)
+        check_decay(decay, feedback)
         if isinstance(chunk, bool) or not isinstance(chunk, int) or not 16 <= chunk <= 65536:
             raise HookConfigError(f"chunk={chunk!r}: expected 16 to 65536 elements")
         if bits not in VALUES:
             raise HookConfigError(f"bits={bits!r}: expected one of {sorted(VALUES, reverse=True)}")
-        if not 0.0 < decay <= 1.0:
-            raise HookConfigError(f"decay={decay!r}: expected a number above 0 and at most 1")
-        if decay != 1.0 and not feedback:
-            raise HookConfigError(f"decay={decay!r} without feedback: nothing is kept that could decay; leave it out")
         self.density, self.chunk, self.bits, self.feedback = float(density), chunk, bits, bool(feedback)
         self.decay, self.start_iter, self.exempt = float(decay), start_iter, bool(exempt)
         self.fields = {FIELD: "local"} if feedback else {}
         self.reports_sent = not feedback
+        self.castable = frozenset({"all_gather"}) if bits == 32 else frozenset()
         self._values, self._places = VALUES[bits], BitPacking((chunk - 1).bit_length())
         self._chunks: dict[BucketLayout, Chunks] = {}
 
@@ -114,32 +115,21 @@ class TopK(Reduction):
                 place[: p.numel].add_(before.view(-1), alpha=self.decay)
 
         columns = largest(grid, chunks.k)  # (rows, k)
-        indices = chunks.entries(columns)  # (total,)
-        split = self._values.bytes(chunks)  # where the places begin in a message
-        size = split + self._places.bytes(chunks.total)
-        size += size % 2  # every rank's message begins where bf16 may
-        mine = ctx.scratch("mine", (size,), torch.uint8, bucket.device)
-        everyone = ctx.scratch("everyone", (ctx.world_size, size), torch.uint8, bucket.device)
-        mine[-1:].zero_()
-        self._values.encode(grid.gather(1, columns), chunks, mine[:split])
-        self._places.pack(indices, mine[split:][: self._places.bytes(chunks.total)])
-        yield AllGather(mine, everyone.view(-1))
+        exchange = Exchange(chunks, self._values, self._places, ctx, bucket.device)
+        yield exchange.requests(grid.gather(1, columns), columns)
 
-        if self.feedback or ctx.sent is not None:
-            at, sent = chunks.positions(indices), self._values.decode(mine[:split], chunks)
-            if self.feedback:
-                grid.view(-1).index_add_(0, at, sent, alpha=-1.0)  # e = p - what was sent
-                for p, place in parts:
-                    ctx.stage(p.name, FIELD, p.matrix_shape, device=bucket.device).view(-1).copy_(place[: p.numel])
-            if ctx.sent is not None:
-                grid.zero_().view(-1).index_copy_(0, at, sent)
-                fill(ctx.sent, parts)
+        at, sent = chunks.positions(chunks.entries(columns)), exchange.own()
+        if self.feedback:
+            grid.view(-1).index_add_(0, at, sent, alpha=-1.0)  # e = p - what was sent
+            for p, place in parts:
+                ctx.stage(p.name, FIELD, p.matrix_shape, device=bucket.device).view(-1).copy_(place[: p.numel])
+        if ctx.sent is not None:
+            grid.zero_().view(-1).index_copy_(0, at, sent)
+            fill(ctx.sent, parts)
 
         total = grid.zero_().view(-1)
-        for one in everyone:  # in rank order: a place is in a message once, so no order of adding is left to the device
-            indices = self._places.unpack(one[split:][: self._places.bytes(chunks.total)], chunks.total)
-            values = self._values.decode(one[:split], chunks)
-            total.index_add_(0, chunks.positions(indices), values, alpha=1.0 / ctx.world_size)
+        for at, values in exchange:  # a place is in a message once, so no order of adding is left to the device
+            total.index_add_(0, at, values, alpha=1.0 / ctx.world_size)
         fill(bucket, parts)
 
     def _chunks_of(self, layout: BucketLayout) -> Chunks:

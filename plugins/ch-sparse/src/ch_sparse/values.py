@@ -1,4 +1,4 @@
-"""How the chosen values travel: in bf16, or as a sign and one of two levels."""
+"""How the chosen values travel in fewer than 32 bits: in bf16, or as a sign and one of two levels."""
 
 from typing import Protocol
 
@@ -78,5 +78,5 @@ class TwoLevels:
         return torch.where((codes & 1).bool(), -value, value)
 
 
-VALUES: dict[int, Values] = {16: Half(), 2: TwoLevels()}
-"""By ``bits``."""
+VALUES: dict[int, Values | None] = {32: None, 16: Half(), 2: TwoLevels()}
+"""By ``bits``; ``None`` is fp32, a message of its own."""

@@ -135,6 +135,9 @@ def attach(
         _say_once(handle.expr)
     if never is not None:
         log.warning("%s", never)
+    if binding.engine is not None and binding.engine.transport.rank == 0:
+        for caution in handle.cautions():
+            log.warning("[rank 0] %s", caution)
     log.info("attached %s to %s", handle.expr, type(model).__name__)
     return handle
 

@@ -91,6 +91,7 @@ class Composite(Reduction):
             self.granularity = "bucket"
         own = frozenset[str]() if self.collectives is Reduction.collectives else self.collectives
         self.collectives = own.union(*(part.collectives for part in parts))
+        self.castable = frozenset().union(*(part.castable for part in parts))
         self.lossy = self.lossy or any(part.lossy for part in parts)
         self.delivers = self.delivers and all(part.delivers for part in parts)
         self.reports_sent = all(part.reports_sent for part in parts)

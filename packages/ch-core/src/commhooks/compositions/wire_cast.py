@@ -1,7 +1,8 @@
 """The wire-cast transform: what a wrapper does to a reduction.
 
-It is a map over requests. Floating-point all-reduces and reduce-scatters travel in 16 bits; the algebra, the state
-and the residual of the wrapped reduction stay as they were. All-gathers and all-to-alls carry opaque bytes.
+It is a map over requests. Floating-point all-reduces and reduce-scatters travel in 16 bits, and so do those all-gathers and
+all-to-alls that their author calls castable; the others carry opaque bytes. The algebra, the state and the residual of
+the wrapped reduction stay as they were.
 
 With ``accumulate="fp32"`` no 16-bit sum is ever made: an all-reduce becomes an all-to-all of 16-bit shards, a local
 fp32 sum and an all-gather of the 16-bit results; a reduce-scatter the first two. The volume is that of the 16-bit
@@ -57,7 +58,7 @@ class WireCast(Composite):
             raise HookConfigError(f"accumulate={accumulate!r}: expected 'wire' or 'fp32'")
         if rounding not in ("nearest", "stochastic"):
             raise HookConfigError(f"rounding={rounding!r}: expected 'nearest' or 'stochastic'")
-        if not inner.collectives & {"all_reduce", "reduce_scatter"}:
+        if not inner.collectives & inner.castable:
             raise HookConfigError(
                 f"{dtype}_wrapper({inner.name}) would change nothing: {inner.name} sends "
                 f"{sorted(inner.collectives) or 'nothing'}, whose bytes are its own. Use {inner.name} unwrapped"
@@ -94,13 +95,14 @@ class WireCast(Composite):
         return {"hook": self._alone, "config": config} if self._alone else {**super().node(), "config": config}
 
     def _cast(self, request: Request) -> Request:
-        if isinstance(request, AllReduce | ReduceScatter) and self._narrows(request):
+        if self._narrows(request):
             request.wire = self.wire
         return request
 
-    def _narrows(self, request: AllReduce | ReduceScatter) -> bool:
+    def _narrows(self, request: Request) -> bool:
         tensor = request.tensor if isinstance(request, AllReduce) else request.input
-        return request.wire is None and request.op != "max" and self.wire.narrows(tensor.dtype)
+        free = request.castable if isinstance(request, AllGather | AllToAll) else request.op != "max"
+        return free and request.wire is None and self.wire.narrows(tensor.dtype)
 
     def _accumulated(
         self, requests: tuple[Request, ...], ctx: StepContext, number: int

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from commhooks.bucket import BucketLayout
-from commhooks.requests import StagePlan, payload_bytes
+from commhooks.requests import StagePlan, payload_bytes, trip_bytes
 from commhooks.transport.base import Work
 
 _give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
@@ -99,7 +99,7 @@ class BucketPlan:
 
     def __init__(self, plan: tuple[StagePlan, ...], layout: BucketLayout, tuning: CpuTuning = TUNED) -> None:
         self.plan = plan
-        self.volumes = [(payload_bytes((stage,)), sum(r.trip_bytes for r in stage)) for stage in plan]
+        self.volumes = [(payload_bytes((stage,)), trip_bytes((stage,))) for stage in plan]
         gradient, later = layout.size * layout.dtype.itemsize, payload_bytes(plan[1:])
         self.waits = layout.device.type == "cpu" and later <= tuning.held_share * gradient
         self.ends_at_once = len(plan) < 2

@@ -4,6 +4,7 @@ for every transport alike; in which way it is sent, by :mod:`commhooks.engine.sc
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -146,13 +147,31 @@ class Stage:
 
     def _other(self, number: int, request: Request) -> None:
         if isinstance(request, AllGather):
-            self._sends(request.output.nbytes)
-            self._add(self.transport.all_gather(request.output, request.input), request.output, None)
+            self._move(number, request, self.transport.all_gather)
         elif isinstance(request, AllToAll):
-            self._sends(request.input.nbytes)
-            self._add(self.transport.all_to_all(request.output, request.input), request.output, None)
+            self._move(number, request, self.transport.all_to_all)
         elif isinstance(request, ReduceScatter):
             self._reduce_scatter(number, request)
+
+    def _move(
+        self,
+        number: int,
+        request: AllGather | AllToAll,
+        collective: Callable[[torch.Tensor, torch.Tensor], Work],
+    ) -> None:
+        """What arrives as it was sent, on its way perhaps in fewer bits."""
+        sent, received, wire = request.input, request.output, request.wire
+        decode: Decode = None
+        if wire is not None:
+            name, device = f"stage {request.kind} {number}", sent.device
+            sent = self.scratch.get(self.owner, name + " input", sent.shape, wire.dtype, device)
+            received = self.scratch.get(self.owner, name + " output", received.shape, wire.dtype, device)
+            encode(request.input, sent, 1.0, wire)
+            decode = partial(_copy, request.output, received)
+        if request.sent is not None:
+            request.sent.copy_(sent)
+        self._sends((sent if request.kind == "all_to_all" else received).nbytes)
+        self._add(collective(received, sent), received, decode)
 
     def _reduce_scatter(self, number: int, request: ReduceScatter) -> None:
         scale, wire = self._scale(request.op), request.wire
@@ -171,7 +190,7 @@ class Stage:
         encode(request.input, sent, scale, wire)
         self._sends(sent.nbytes)
         work = self.transport.reduce_scatter(received, sent, _sum(request.op))
-        self._add(work, received, lambda: _copy(request.output, received))
+        self._add(work, received, partial(_copy, request.output, received))
 
     def _scale(self, op: str) -> float:
         return 1.0 / self.transport.world_size if op == "mean" else 1.0

@@ -21,7 +21,7 @@ def zero_requests(planned: StagePlan, world_size: int, device: torch.device) -> 
         elif p.kind == "reduce_scatter":
             made.append(ReduceScatter(zeros, zeros[: p.numel // world_size].clone(), p.op, p.wire))
         elif p.kind == "all_gather":
-            made.append(AllGather(zeros[: p.numel // world_size].clone(), zeros))
+            made.append(AllGather(zeros[: p.numel // world_size].clone(), zeros, wire=p.wire))
         else:
-            made.append(AllToAll(zeros, torch.empty_like(zeros)))
+            made.append(AllToAll(zeros, torch.empty_like(zeros), wire=p.wire))
     return tuple(made)

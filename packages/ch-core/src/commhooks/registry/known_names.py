@@ -64,6 +64,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "quant8": ("ch-quant",),
     "quantize_per_channel": ("ch-quant",),
     "quantize_per_tensor": ("ch-quant",),
+    "randomk": ("ch-sparse",),
     "reduce_scatter": ("ch-fsdp",),
     "sign": ("ch-quant",),
     "topk": ("ch-sparse",),

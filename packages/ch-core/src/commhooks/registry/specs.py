@@ -158,6 +158,7 @@ class HookSpec:
         stability: `"stable"`, `"experimental"` or `"deprecated"`; `replaced_by` names the successor of the
             last.
         example: a complete expression; by default the bare name, or `name(allreduce)` for a wrapper.
+        caution: when not to use it, in one line that `describe` shows, such as how its volume grows with the ranks.
         docs, paper: links shown by `describe`.
         api: the plugin API spoken, an integer.
 
@@ -192,6 +193,7 @@ class HookSpec:
     provider: str = ""
     version: str = ""
     origin: str = ""
+    caution: str = ""
 
     def __post_init__(self) -> None:
         for name in (*self.names, *(self.params or {})):

@@ -10,8 +10,9 @@ from commhooks.engine.engine import Engine
 from commhooks.engine.residual_stats import HeldBack, held_back, together
 from commhooks.reduction import Reduction, StepContext
 from commhooks.report.rendering import as_html, as_text
-from commhooks.report.rows import LATER, PlanRow, grouped, patterns, plan_rows, reason_of
+from commhooks.report.rows import PlanRow, grouped, patterns, plan_rows, reason_of
 from commhooks.requests import StagePlan
+from commhooks.volume import LATER
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,4 +199,4 @@ def _warnings(hook: str, binding: Binding, engine: Engine, stats: Mapping[str, f
         pass  # nothing is ever sent: compressed is no word for it
     elif engine.reduction.lossy and not stats.get("compressed_steps"):
         found.append(f"none of {stats['steps']:.0f} steps was compressed: the warm-up is not over, or was rolled back")
-    return tuple(found)
+    return (*found, *engine.reduction.cautions(binding.layout, engine.transport.world_size))

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from commhooks.bucket import BucketLayout
 from commhooks.reduction import Reduction
 
-LATER = 10**6  # steps: every warm-up is over
 
 
 @dataclass(frozen=True, slots=True)

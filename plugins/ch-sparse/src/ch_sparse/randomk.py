@@ -1,0 +1,145 @@
+"""A random choice of entries that all ranks make alike: nothing but values travels, and they can be added up on the way.
+
+A parameter is cut into strata of ``round(1 / density)`` consecutive elements (the last may be shorter), and one element of
+each is chosen, with equal chances. Which, follows from ``seed``, the step and the place of the stratum in the parameter
+alone, by a hash that is integer arithmetic: no rank sends an index, the GPU's generator has no part in it, and
+results depend neither on the buckets nor on the kind of device. The chosen entries are averaged by one all-reduce, so the
+volume does not grow with the number of ranks.
+
+With ``feedback`` what is not chosen is kept: ``p = g + decay * e``, the mean of the chosen entries of ``p`` is applied, and
+``e = p`` with zeros in their places (Stich et al. 2018, arXiv:1809.07599). Without it the chosen entries are multiplied
+by the elements of a stratum, so that the expectation of the result is the mean, at the price of a high variance.
+
+What is not finite and not chosen shows itself, too: a stratum that holds a NaN or Inf sends NaN.
+"""
+
+import zlib
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from ch_sparse.options import check_common, check_decay, exact_because
+from commhooks import AllReduce, Bucket, BucketLayout, HookConfigError, ParamLayout, Reduction, Stages, StepContext
+
+FIELD = "residual"
+_MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # splitmix64's, as signed numbers
+
+_SMALL = 2.0**-100
+
+
+class RandomK(Reduction):
+    """The mean of one entry of each stratum.
+
+    Args:
+        density: part of the entries that is sent, above 0 and at most 1; ``round(1 / density)`` elements are a stratum.
+        seed: of the choice, the same on all ranks.
+        feedback: keep what was not sent for the next step, in fp32.
+        decay: what a step leaves of what was kept; 1 loses nothing.
+        start_iter: committed steps that are averaged exactly before.
+        exempt: average parameters of fewer than two dimensions, and those of fewer than ``1 / density`` elements, exactly.
+
+    Raises:
+        HookConfigError: an option out of its range, or ``decay`` without ``feedback``.
+
+    State: ``residual``, local, fp32, one per sparsified parameter, with ``feedback`` only.
+
+    Example:
+        >>> layout = BucketLayout.of_shapes({"w": (64, 64)})
+        >>> stages = RandomK(density=0.01).plan(layout, StepContext(world_size=64))
+        >>> [(r.kind, r.payload_bytes) for stage in stages for r in stage]  # 41 values in fp32, whatever the ranks
+        [('all_reduce', 164)]
+    """
+
+    name = "randomk"
+    lossy = True
+    memory_order_fields = frozenset({FIELD})
+
+    def __init__(
+        self,
+        density: float = 0.01,
+        seed: int = 0,
+        feedback: bool = True,
+        decay: float = 1.0,
+        start_iter: int = 0,
+        exempt: bool = True,
+    ) -> None:
+        check_common(density, start_iter)
+        check_decay(decay, feedback)
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise HookConfigError(f"seed={seed!r}: expected an integer, the same on all ranks")
+        self.density, self.seed, self.feedback = float(density), seed, bool(feedback)
+        self.decay, self.start_iter, self.exempt = float(decay), start_iter, bool(exempt)
+        self.size = max(1, round(1.0 / density))
+        self.fields = {FIELD: "local"} if feedback else {}
+        self._keys: dict[BucketLayout, torch.Tensor] = {}
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "density": self.density,
+            "seed": self.seed,
+            "feedback": self.feedback,
+            "decay": self.decay,
+            "start_iter": self.start_iter,
+            "exempt": self.exempt,
+        }
+
+    def phase(self, step: int) -> Hashable:
+        return step < self.start_iter
+
+    def route(self, param: ParamLayout, step: int) -> str | None:
+        return exact_because(param, step, self.density, self.start_iter, self.exempt)
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
+        keys = self._keys_of(bucket.layout)  # (rows,)
+        grid = ctx.scratch("grid", (keys.numel(), self.size), device=bucket.device)
+        places = [rows.view(-1) for rows in grid.split([self._strata(p) for p in bucket.params])]
+        for p, place in zip(bucket.params, places, strict=True):
+            place[p.numel :].zero_()
+            place[: p.numel].copy_(bucket.matrix(p).view(-1))
+            before = ctx.read(p.name, FIELD) if self.feedback else None
+            if before is not None:
+                place[: p.numel].add_(before.view(-1), alpha=self.decay)
+        chosen = hashed(keys, ctx.step).remainder_(self.size).unsqueeze(1)  # (rows, 1): columns of the grid
+        values = ctx.scratch("values", (keys.numel(),), device=bucket.device)
+        # Zero, or NaN where an entry is not finite: the small factor keeps sums of large numbers finite.
+        trace = grid.mv(torch.full((self.size,), _SMALL, device=bucket.device)).mul_(0.0)  # (rows,)
+        torch.add(grid.gather(1, chosen).view(-1), trace, out=values)
+        if not self.feedback:
+            values.mul_(self.size)
+        sent = ctx.scratch("sent", (keys.numel(),), device=bucket.device) if self.feedback else None
+        yield AllReduce(values, sent=sent)
+
+        if sent is not None:
+            grid.scatter_add_(1, chosen, sent.neg_().unsqueeze(1))  # e = p - what was sent, after rounding on the wire
+            for p, place in zip(bucket.params, places, strict=True):
+                ctx.stage(p.name, FIELD, p.matrix_shape, device=bucket.device).view(-1).copy_(place[: p.numel])
+        grid.zero_().scatter_(1, chosen, values.unsqueeze(1))
+        for p, place in zip(bucket.params, places, strict=True):
+            bucket.matrix(p).view(-1).copy_(place[: p.numel])
+
+    def _strata(self, param: ParamLayout) -> int:
+        return -(-param.numel // self.size)
+
+    def _keys_of(self, layout: BucketLayout) -> torch.Tensor:
+        """A number for each stratum of a bucket, int64: of the seed, the parameter's name and the stratum's place in it."""
+        if layout not in self._keys:
+            names = (zlib.crc32(p.name.encode()) for p in layout.params)
+            starts = [hashed(torch.arange(self._strata(p)), n) for p, n in zip(layout.params, names, strict=True)]
+            self._keys[layout] = hashed(torch.cat(starts), self.seed).to(layout.device)
+        return self._keys[layout]
+
+
+def hashed(keys: torch.Tensor, number: int) -> torch.Tensor:
+    """Random-looking int64 of ``keys`` int64 and a number: splitmix64's finalizer, the same bits on any device."""
+    golden, first, second = _MULTIPLIERS
+    offset = (number * golden + 2**63) % 2**64 - 2**63  # as int64 would overflow
+    mixed = keys * golden + offset
+    for shift, factor in ((30, first), (27, second)):
+        mixed = (mixed ^ _shifted(mixed, shift)) * factor
+    return mixed ^ _shifted(mixed, 31)
+
+
+def _shifted(numbers: torch.Tensor, by: int) -> torch.Tensor:
+    """To the right, filled with zeros: int64's own shift copies the sign."""
+    return (numbers >> by) & ((1 << (64 - by)) - 1)
