@@ -4,6 +4,8 @@ import commhooks
 from commhooks.registry.expression import canonical, nodes
 from commhooks.testing import FlatHookContract, HookContract
 
+STEPS = {"topk": 50, "randomk": 50}  # that it takes until most of a gradient has been sent
+
 
 def expressions() -> list[str]:
     """Every reduction's and wrapper's example, the bare name where a parameter decides what the hook is, and every
@@ -26,7 +28,9 @@ def expressions() -> list[str]:
 def contract(expr: str) -> type:
     name = "TestHook_" + "".join(c if c.isalnum() else "_" for c in expr)
     warm = any("needs_warmup" in commhooks.spec(n["hook"]).capabilities for n in nodes(canonical(expr)))
+    sparse = max((STEPS.get(node["hook"], 0) for node in nodes(canonical(expr))), default=0)
     inside = {"expr": expr, "first_step": 1000 if warm else 0, "__module__": __name__, "__doc__": expr}
+    inside |= {"steps": sparse} if sparse else {}
     return type(name, (HookContract,), inside)
 
 

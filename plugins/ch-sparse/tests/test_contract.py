@@ -1,14 +1,10 @@
-"""The contract of every hook, with the options that change what is sent."""
+"""The contract of every hook, with options that change what is sent. tests/test_contract.py has the defaults."""
 
 import pytest
 
 from commhooks.testing import HookContract
 
 pytestmark = pytest.mark.timeout(120)
-
-
-class TestTopK(HookContract):
-    expr = "topk(density=0.1, chunk=256)"
 
 
 class TestTwoBits(HookContract):
@@ -27,10 +23,6 @@ class TestDecay(HookContract):
 
 class TestWrapped(HookContract):
     expr = "fp16_wrapper(topk(density=0.2, chunk=128, bits=32))"
-
-
-class TestRandomK(HookContract):
-    expr = "randomk(density=0.2)"
 
 
 class TestRandomKWithoutFeedback(HookContract):

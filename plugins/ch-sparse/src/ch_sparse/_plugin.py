@@ -7,7 +7,6 @@ from commhooks import HookSpec, Needs, Param, hookimpl
 _FLOATS = Needs(dtypes=("float32", "float16", "bfloat16", "float64"))
 _EXEMPT = Param(True, "average norms, biases and what is smaller than 1 / density elements exactly")
 _START = Param(0, "committed steps that are averaged exactly before", at_least=0)
-_DENSITY = Param(0.01, "part of the entries that is sent", above=0.0, at_most=1.0)
 _FEEDBACK = Param(
     True,
     "keep what was not sent for the next step, in fp32",
@@ -26,7 +25,7 @@ def commhooks_specs() -> Iterable[HookSpec]:
             "ch_sparse:TopK",
             "sends the largest entries of each chunk, keeps the others for later; volume grows with world size",
             params={
-                "density": _DENSITY,
+                "density": Param(0.01, "part of the entries that is sent", above=0.0, at_most=1.0),
                 "chunk": Param(4096, "elements among which the largest are chosen", at_least=16, at_most=65536),
                 "bits": Param(16, "bits of a value: fp32, bf16, or a sign and one of two levels", choices=(32, 16, 2)),
                 "feedback": _FEEDBACK,
@@ -46,16 +45,15 @@ def commhooks_specs() -> Iterable[HookSpec]:
             "ch_sparse:RandomK",
             "averages entries that all ranks choose at random alike: no indices, one all-reduce of values",
             params={
-                "density": _DENSITY,
+                "density": Param(0.05, "part of the entries that is sent", above=0.0, at_most=1.0),
                 "seed": Param(0, "of the choice, the same on all ranks"),
                 "feedback": _FEEDBACK,
                 "decay": _DECAY,
                 "start_iter": _START,
                 "exempt": _EXEMPT,
             },
-            capabilities=frozenset({"lossy"}),
+            capabilities=frozenset({"lossy", "stateful", "checkpointable"}),
             needs=_FLOATS,
-            example="randomk(density=0.05)",
             paper="https://arxiv.org/abs/1809.07599",
         ),
     )

@@ -22,7 +22,7 @@ import torch
 from ch_sparse.options import check_common, check_decay, exact_because
 from commhooks import AllReduce, Bucket, BucketLayout, HookConfigError, ParamLayout, Reduction, Stages, StepContext
 
-FIELD = "residual"
+FIELD, DRAWN = "residual", "drawn"
 _MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # splitmix64's, as signed numbers
 
 _SMALL = 2.0**-100
@@ -42,7 +42,9 @@ class RandomK(Reduction):
     Raises:
         HookConfigError: an option out of its range, or ``decay`` without ``feedback``.
 
-    State: ``residual``, local, fp32, one per sparsified parameter, with ``feedback`` only.
+    State: ``residual``, local, fp32, one per sparsified parameter, with ``feedback``. Without it ``drawn``, shared, one number
+    per sparsified parameter: how many steps have chosen. The choice follows from ``ctx.step``, which counts the steps that
+    were used, for hooks that have state.
 
     Example:
         >>> layout = BucketLayout.of_shapes({"w": (64, 64)})
@@ -57,7 +59,7 @@ class RandomK(Reduction):
 
     def __init__(
         self,
-        density: float = 0.01,
+        density: float = 0.05,
         seed: int = 0,
         feedback: bool = True,
         decay: float = 1.0,
@@ -71,7 +73,7 @@ class RandomK(Reduction):
         self.density, self.seed, self.feedback = float(density), seed, bool(feedback)
         self.decay, self.start_iter, self.exempt = float(decay), start_iter, bool(exempt)
         self.size = max(1, round(1.0 / density))
-        self.fields = {FIELD: "local"} if feedback else {}
+        self.fields = {FIELD: "local"} if feedback else {DRAWN: "shared"}
         self._keys: dict[BucketLayout, torch.Tensor] = {}
 
     def config(self) -> dict[str, Any]:
@@ -107,6 +109,8 @@ class RandomK(Reduction):
         torch.add(grid.gather(1, chosen).view(-1), trace, out=values)
         if not self.feedback:
             values.mul_(self.size)
+            for p in bucket.params:
+                ctx.stage(p.name, DRAWN, (1,), torch.int64, bucket.device).fill_(ctx.step + 1)
         sent = ctx.scratch("sent", (keys.numel(),), device=bucket.device) if self.feedback else None
         yield AllReduce(values, sent=sent)
 

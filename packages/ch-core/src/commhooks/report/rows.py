@@ -8,7 +8,6 @@ from commhooks.bucket import BucketLayout
 from commhooks.reduction import Reduction
 
 
-
 @dataclass(frozen=True, slots=True)
 class PlanRow:
     """How one parameter is treated.
