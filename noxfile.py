@@ -294,6 +294,20 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def race(session: nox.Session) -> None:
+    """Every hook and outer optimizer until all-reduce's loss is reached. `-- --link 50mbit,200mbit,1gbit` (needs root)."""
+    install(session, *PROJECTS, tools=["matplotlib>=3.8"])
+    session.run("python", "-m", "ch_bench.outer.race", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(name="outer-quality")
+def outer_quality(session: nox.Session) -> None:
+    """Loss of outer optimizers at equal tokens, against bytes; resumes. `-- --size small --seeds 3 --record`."""
+    install(session, *PROJECTS, tools=["matplotlib>=3.8"])
+    session.run("python", "-m", "ch_bench.outer.quality", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
 def convergence(session: nox.Session) -> None:
     """Every hook's training on real data beside a bf16 all-reduce; resumes. `-- --tasks gpt --seeds 1` for less."""
     install(session, *PROJECTS, tools=["matplotlib>=3.8", "pytest>=8", "numpy>=1.26"])

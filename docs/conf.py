@@ -27,6 +27,7 @@ PUBLIC = (
     "ch_fsdp",
     "ch_ft",
     "ch_powersgd",
+    "ch_outer",
     "ch_quant",
     "ch_sparse",
     "ch_bench",

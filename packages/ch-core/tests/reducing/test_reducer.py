@@ -169,6 +169,10 @@ def test_what_is_refused() -> None:
         Reducer(Plain(), {"w": torch.eye(2).to_sparse()}, transport=one)
     with pytest.raises(HookNotSupportedError, match="DDP"):
         Reducer(lambda state, bucket: bucket, {"w": torch.zeros(2)}, transport=one)
+    moving = SimulatedTransport(SimulatedGroup(1), 0)
+    moving.elastic = True
+    with pytest.raises(HookNotSupportedError, match="come and go"):
+        Reducer(Plain(), {"w": torch.zeros(2)}, transport=moving)
     handle = commhooks.create(Plain())
     reducer = Reducer(handle, {"w": torch.zeros(2)}, transport=one)
     with pytest.raises(AttachError, match="in place already"):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ch_outer.joining import joined
 from commhooks import Exchange, Reducer, StateError
 
 
@@ -81,8 +82,6 @@ class Fragment:
     def land(self, outer: Optimizer) -> None:
         """The exchange has come: move the start, and bring the parameters there."""
         self.receive()
-        if self.since is None:
-            return
         self.since = None
         there = {name: self._exact_end(name) for name in self._left}
         for name, start in self.starts.items():
@@ -106,6 +105,28 @@ class Fragment:
         """
         left, start = self._left[name].to(self.starts[name].dtype), self.starts[name]
         return start - (start - left), left
+
+    def drop(self) -> None:
+        """Forget the exchange under way: its group is lost."""
+        self.reducer.abandon()
+        self._exchange = self.since = None
+        self._left.clear()
+
+    def join(self, given: Mapping[str, Any], *, behind: bool) -> None:
+        """Go on from another member's start and shared state.
+
+        Args:
+            given: its :meth:`state_dict`.
+            behind: whether this rank has missed what moved that start, or is new: it begins there, without residuals.
+        """
+        self.check(given)
+        for name, start in self.starts.items():
+            start.copy_(given["start"][name])
+            if behind:
+                mine = local(self.params[name])
+                mine.copy_(start)
+        own = self.reducer.state_dict()
+        self.reducer.load_state_dict(joined(own, given["reducer"], behind=behind))
 
     # -- checkpoints
 
@@ -141,9 +162,9 @@ class Fragment:
 
     def load_state_dict(self, saved: Mapping[str, Any], world_change: str) -> None:
         """Go on from :meth:`state_dict`, which :meth:`check` has passed."""
-        self.reducer.abandon()
+        self.drop()
         self.reducer.load_state_dict(saved["reducer"], world_change=world_change)
-        self._exchange, self.since = None, saved["since"]
+        self.since = saved["since"]
         for name, start in self.starts.items():
             start.copy_(saved["start"][name])
             if self.since is not None:

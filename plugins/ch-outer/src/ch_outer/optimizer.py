@@ -10,13 +10,14 @@ from torch.optim import Optimizer
 
 from ch_ddp import WrappedOptimizer
 from ch_outer.fragment import Fragment, local, start_of
+from ch_outer.joining import hand_over
 from ch_outer.parts import buffers_of, divide, trained
 from ch_outer.schedule import Schedule
 from commhooks import HookConfigError, Plain, Reducer, StateError
 from commhooks.adapters import Transport, digest
 
 OuterFactory = Callable[[Sequence[torch.Tensor]], Optimizer]
-_KEYS = ("inner", "outer", "count", "fragments", "schedule")
+_KEYS = ("inner", "outer", "count", "landed", "fragments", "schedule")
 
 
 def _nesterov(starts: Sequence[torch.Tensor]) -> Optimizer:
@@ -55,6 +56,7 @@ class OuterOptimizer(WrappedOptimizer):
     Attributes:
         outer: the outer optimizer, of the starts in model order; its learning rate may be scheduled.
         count: inner steps done, skipped ones included.
+        landed: exchanges that have moved a start.
         schedule: when what is exchanged.
 
     Raises:
@@ -108,13 +110,14 @@ class OuterOptimizer(WrappedOptimizer):
         super().__init__(optim)
         starts = {name: start_of(param) for name, param in params.items()}
         self.outer = (outer or _nesterov)(list(starts.values()))
-        self.count, self.rounds, self._model = 0, 0, model
+        self.count, self.landed, self._model = 0, 0, model
         where: dict[str, Any] = {
             "process_group": process_group,
             "transport": transport,
             "timeout": timeout,
             "verify_ranks": verify_ranks,
         }
+        self._device = next(iter(starts.values())).device
         facts = self._facts(starts, mix, buffers)
         self._fragments = []
         for names in parts:
@@ -171,12 +174,11 @@ class OuterOptimizer(WrappedOptimizer):
 
     def _land(self, index: int) -> None:
         self._fragments[index].land(self.outer)
-        if index == len(self._fragments) - 1:
-            self.rounds += 1
-            if self._buffers is not None:
-                mean = self._buffers.average(found := buffers_of(self._model))
-                for name, buffer in found.items():
-                    buffer.copy_(mean[name])
+        self.landed += 1
+        if index == len(self._fragments) - 1 and self._buffers is not None:
+            mean = self._buffers.average(found := buffers_of(self._model))
+            for name, buffer in found.items():
+                buffer.copy_(mean[name])
 
     def _inner(self, closure: Callable[[], Any] | None) -> Any:
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)  # both set by a GradScaler, around this call
@@ -252,11 +254,38 @@ class OuterOptimizer(WrappedOptimizer):
                 for mine, before in own:
                     mine.copy_(before)
 
+    def move(self, process_group: dist.ProcessGroup) -> None:
+        """Go on over another group of ranks: those that are left when one was lost, and newcomers.
+
+        Every rank of the new group makes this call, a newcomer after it has made an optimizer over a group of its own (the
+        options are the same everywhere). What is under way is dropped. The rank with most exchanges behind it gives start,
+        outer optimizer and counts to all, and what the reductions share. Who is behind it (an exchange may have come on one
+        rank and failed on another), or new, begins at the start; the others keep what they have moved, and their residuals.
+
+        Raises:
+            RankMismatchError: the optimizers do not belong together.
+        """
+        with torch.no_grad():
+            for fragment in self._fragments:
+                fragment.drop()
+                fragment.reducer.move(process_group)
+            if self._buffers is not None:
+                self._buffers.move(process_group)
+        handed = hand_over(self.state_dict(), (self.landed, self.count), process_group, self._device)
+        behind = self.landed < handed["landed"] or self.count == 0
+        self.outer.load_state_dict(handed["outer"])
+        self.count, self.landed = handed["count"], handed["landed"]
+        with torch.no_grad():
+            for fragment, given in zip(self._fragments, handed["fragments"], strict=True):
+                fragment.join(given, behind=behind)
+
     def stats(self) -> dict[str, float]:
         """The exchanges' figures added up (see :meth:`commhooks.CommHook.stats`), and ``rounds_done``: whole rounds."""
         reducers = [f.reducer for f in self._fragments] + ([self._buffers] if self._buffers is not None else [])
         rows = [reducer.stats() for reducer in reducers]
-        return {key: sum(row[key] for row in rows) for key in rows[0]} | {"rounds_done": float(self.rounds)}
+        return {key: sum(row[key] for row in rows) for key in rows[0]} | {
+            "rounds_done": float(self.landed // len(self._fragments))
+        }
 
     # -- checkpoints
 
@@ -270,7 +299,7 @@ class OuterOptimizer(WrappedOptimizer):
             "inner": self.optim.state_dict(),
             "outer": self.outer.state_dict(),
             "count": self.count,
-            "rounds": self.rounds,
+            "landed": self.landed,
             "fragments": [fragment.state_dict() for fragment in self._fragments],
             "schedule": str(self.schedule),
         }
@@ -302,7 +331,7 @@ class OuterOptimizer(WrappedOptimizer):
             fragment.load_state_dict(saved, world_change)
         self.optim.load_state_dict(state_dict["inner"])
         self.outer.load_state_dict(state_dict["outer"])
-        self.count, self.rounds = state_dict["count"], state_dict["rounds"]
+        self.count, self.landed = state_dict["count"], state_dict["landed"]
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

@@ -100,7 +100,7 @@ class Reducer:
 
     Raises:
         HookConfigError: a bad expression, no tensors, tensors of several devices.
-        HookNotSupportedError: a foreign hook function, which needs DDP.
+        HookNotSupportedError: a foreign hook function, which needs DDP; a transport whose members come and go.
         RankMismatchError: the ranks do not agree.
 
     Example:
@@ -147,6 +147,11 @@ class Reducer:
             transport = ProcessGroupTransport(group, free=True)
             group = transport.group
             refuse_lost(group)
+        elif transport.elastic:
+            raise HookNotSupportedError(
+                "a reducer averages over ranks that stay: over a manager, whose members come and go, a round needs its vote. "
+                "Use ch_ft.DistributedDataParallel there, or a reducer inside each group"
+            )
         else:
             group = None
         engine = Engine(self.handle.reduction, transport, self.handle.state, timeout=timeout)  # type: ignore[arg-type]
@@ -231,6 +236,17 @@ class Reducer:
         """Go on from :meth:`state_dict`, on every rank: see :meth:`.CommHook.load_state_dict`."""
         self.handle.load_state_dict(state, world_change=world_change)
 
+    def move(self, process_group: dist.ProcessGroup) -> None:
+        """Go on over another group of ranks, when one was lost or another joins: every rank of the new group calls this.
+
+        What is under way is dropped. The state stays each rank's own, and may differ in what ranks share: bring them to one
+        with :meth:`load_state_dict` before the next round.
+        """
+        refuse_lost(process_group)
+        self.abandon()
+        self._engine.move(ProcessGroupTransport(process_group, free=True))
+        self._binding.group = process_group
+
     def close(self) -> None:
         """Let go of the handle, which may then be put in place elsewhere."""
         self.abandon()
@@ -240,7 +256,7 @@ class Reducer:
         rows, engine = rows_of(self.tensors.items()), self._engine
         if self._binding.group is not None:
             verify(self.handle, rows, timeout, facts=facts)
-        elif engine.transport.world_size > 1 and not engine.transport.elastic:  # whose members agree by themselves
+        elif engine.transport.world_size > 1:
 
             def everyone(message: bytes) -> list[bytes]:
                 mine = torch.tensor(list(message), dtype=torch.uint8, device="cpu")

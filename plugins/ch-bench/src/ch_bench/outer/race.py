@@ -1,0 +1,249 @@
+"""The race against the clock: who is first at the loss that all-reduce has after so many steps, over a slow link.
+
+    python -m ch_bench.outer.race --link 50mbit,200mbit,1gbit [--steps 1000] [--seeds 3] [--record]
+
+The demo's GPT (0.85 M parameters) on real text, two processes between network namespaces whose uplinks are shaped (root and
+iproute2), equal batches for all. The learning rate has no horizon: a warm-up, then the inverse root of the step. PyTorch's
+all-reduce trains for ``--steps``; the mean of its last three held-out evaluations is what each other runner trains until
+it reaches, or until ``--limit`` seconds: then its time is a lower bound.
+
+**The clock** stands still while held-out text is evaluated, and only at places where no message is under way, so that no
+runner's messages travel for nothing; what is evaluated was copied when it was due. Seconds are those of the slower rank.
+**Bytes** are what a rank's interface has sent while the clock ran. **The floor** is all-reduce's loss curve at the median speed
+of a step without communication (``noop``); utilization is the time of the same steps at that speed over the clock's.
+
+Every finished runner is in ``race.json`` at once, and is not run again.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ch_bench import gpt, launch, text
+from ch_bench.links import netns
+from ch_bench.outer import race_report
+from ch_bench.outer.race_runners import NOOP, REFERENCE, RUNNERS, Runner, start
+
+WINDOWS = 128  # of held-out text
+NOOP_STEPS = 60
+WARM = 50  # steps of the learning rate's warm-up
+Record = dict[str, Any]
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description="Train until the loss of all-reduce is reached, over shaped links.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--link", default="50mbit,200mbit,1gbit", help="comma-separated rates")
+    parser.add_argument("--steps", type=int, default=1000, help="of all-reduce, whose loss is the goal")
+    parser.add_argument("--evaluate", type=int, default=20, help="steps between evaluations")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds of the clock for every runner")
+    parser.add_argument("--seeds", type=int, default=1, help="seeds of weights and data")
+    parser.add_argument(
+        "--only", nargs="+", metavar="WORD", help="runners whose name has one of these, and what they need"
+    )
+    parser.add_argument("--width", type=int, default=128, help="width of the model")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the model")
+    parser.add_argument("--batch", type=int, default=8, help="windows per rank and step")
+    parser.add_argument("--context", type=int, default=64, help="characters per window")
+    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate of AdamW")
+    parser.add_argument(
+        "--out", type=Path, default=Path("race-out"), help="folder for race.json, the table and the plots"
+    )
+    parser.add_argument("--record", action="store_true", help="keep table, plots and runs under docs/measured")
+    args = parser.parse_args(argv)
+    try:
+        args.rates = [rate for rate in args.link.split(",") if netns.parse_rate(rate)]
+    except ValueError as error:
+        parser.error(str(error))
+    if args.steps < 3 * args.evaluate or args.evaluate < 1:
+        parser.error("legal are --evaluate >= 1 and --steps of at least three evaluations")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run who is missing, link by link, and show the tables; exit code 1 if a rank failed."""
+    args = parse(argv)
+    if reason := netns.why_not():
+        print(f"skipped: {reason}")
+        return 0
+    path = args.out / "race.json"
+    records: dict[str, Record] = json.loads(path.read_text()) if path.exists() else {}
+    failed = 0
+    for seed, rate, runner in itertools.product(range(args.seeds), args.rates, chosen(args.only)):
+        key = _key(args, rate, seed, runner)
+        if key in records:
+            continue
+        reference = records.get(_key(args, rate, seed, RUNNERS[0]))
+        try:
+            records[key] = run(args, rate, seed, runner, reference["goal"] if reference else None)
+        except launch.WorkerFailed as error:
+            print(f"{rate}, {runner.label}, seed {seed}: {error}", file=sys.stderr)
+            failed = 1
+            if runner.label in (REFERENCE, NOOP):
+                return 1  # nothing to compare the others with
+            continue
+        _write(path, records)
+        print(race_report.line(records[key]), flush=True)
+    wanted = [_key(args, rate, seed, r) for seed in range(args.seeds) for rate in args.rates for r in chosen(args.only)]
+    found = [records[key] for key in wanted if key in records]
+    print(race_report.tables(found))
+    race_report.draw(found, args.out)
+    if args.record:
+        race_report.record(found, args.out, sys.argv[1:] if argv is None else argv)
+    return failed
+
+
+def chosen(only: list[str] | None) -> list[Runner]:
+    """The runners, those first that the others are measured by."""
+    return [r for r in RUNNERS if r.label in (REFERENCE, NOOP) or not only or any(word in r.label for word in only)]
+
+
+def _key(args: argparse.Namespace, rate: str, seed: int, runner: Runner) -> str:
+    model = f"{args.width}x{args.layers}, {args.batch}x{args.context}, lr {args.lr:g}"
+    limit = "" if runner.label in (REFERENCE, NOOP) else f", limit {args.limit:g}"
+    return f"{rate}, {model}, {args.steps} steps by {args.evaluate}, seed {seed}{limit}: {runner.label}"
+
+
+def _write(path: Path, records: dict[str, Record]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".new")
+    beside.write_text(json.dumps(records, indent=0) + "\n")
+    beside.replace(path)
+
+
+def run(args: argparse.Namespace, rate: str, seed: int, runner: Runner, goal: float | None) -> Record:
+    """One runner on one link: its record. ``goal`` is ``None`` for all-reduce, which sets it."""
+    beside = args.out / "run.json"
+    beside.parent.mkdir(parents=True, exist_ok=True)
+    settings = {
+        k: getattr(args, k) for k in ("steps", "evaluate", "limit", "width", "layers", "batch", "context", "lr")
+    }
+    with netns.Network(2, rate) as net:
+        verified = net.verify()
+        launch.launch(worker, 2, settings, runner.as_dict(), seed, goal, beside, enter=net.enter)
+    record: Record = json.loads(beside.read_text())
+    beside.unlink()
+    return {"link": rate, "verified_bits": verified, "seed": seed, "label": runner.label, "settings": settings} | record
+
+
+def worker(
+    rank: int,
+    world: int,
+    device: torch.device,
+    settings: dict[str, Any],
+    who: Record,
+    seed: int,
+    goal: float | None,
+    path: Path,
+) -> None:
+    """One rank of one runner; rank 0 leaves the record in ``path``."""
+    runner = Runner(**who)
+    data = text.load()
+    torch.manual_seed(seed)
+    net = gpt.GPT(
+        data.vocab, settings["context"], settings["width"], settings["layers"], max(1, settings["width"] // 32)
+    )
+    make = _optimizer(settings["lr"])
+    race = _Race(
+        start(runner, net.to(device), make),
+        text.Batches(data.train, settings["batch"], settings["context"], rank, seed),
+    )
+    twin = gpt.GPT(
+        data.vocab, settings["context"], settings["width"], settings["layers"], max(1, settings["width"] // 32)
+    )
+    held = text.validation(data.val, settings["context"], WINDOWS)
+    seconds_per_step = []
+    rows: list[tuple[int, float, float, float]] = []  # steps, seconds, bytes, held-out
+    waiting: list[tuple[int, float, float, dict[str, torch.Tensor]]] = []
+    last = NOOP_STEPS if runner.label == NOOP else settings["steps"] if goal is None else 1 << 30
+    arrived = False
+    dist.barrier()
+    for step in range(1, last + 1):
+        before = race.seconds
+        race.step(step, settings["lr"])
+        seconds_per_step.append(race.seconds - before)
+        if step % settings["evaluate"] == 0 and runner.label != NOOP:
+            waiting.append((step, race.seconds, race.sent, race.running.snapshot()))
+        if waiting and race.running.safe:
+            for at, seconds, sent, weights in waiting:
+                twin.load_state_dict(weights)
+                rows.append((at, *_together(twin, held, seconds, sent, rank, world)))
+            waiting.clear()
+            dist.barrier()  # the clock goes on on both ranks at once
+            arrived = goal is not None and any(_mean_of_three(rows[:end]) <= goal for end in range(3, len(rows) + 1))
+            if arrived or (goal is not None and rows[-1][1] > settings["limit"]):
+                break
+    if rank == 0:
+        found = {
+            "goal": _mean_of_three(rows) if goal is None and rows else goal,
+            "arrived": goal is None or arrived,
+            "rows": [[at, round(s, 4), sent, round(loss, 5)] for at, s, sent, loss in rows],
+            "step_seconds": statistics.median(seconds_per_step[10:]),
+            "parameters": gpt.count_parameters(net),
+            "when": time.strftime("%Y-%m-%d"),
+        }
+        path.write_text(json.dumps(found))
+
+
+class _Race:
+    """A runner and its clock: seconds and bytes count while it steps, and not in between."""
+
+    def __init__(self, running: Any, batches: text.Batches) -> None:
+        self.running, self.batches = running, batches
+        self.seconds = self.sent = 0.0
+
+    def step(self, step: int, lr: float) -> None:
+        """One step at the scheduled learning rate."""
+        x, y = self.batches[step]
+        optimizer = self.running.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(step / WARM, (WARM / step) ** 0.5)
+        sent, begun = netns.sent_here(), time.perf_counter()
+        optimizer.zero_grad()
+        self.running.model(x, y).backward()
+        optimizer.step()
+        self.seconds += time.perf_counter() - begun
+        self.sent += netns.sent_here() - sent
+
+
+def _net(settings: dict[str, Any], vocab: int) -> gpt.GPT:
+    width = settings["width"]
+    return gpt.GPT(vocab, settings["context"], width, settings["layers"], heads=max(1, width // 32))
+
+
+def _optimizer(lr: float) -> Any:
+    return lambda params: torch.optim.AdamW(params, lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
+
+
+@torch.no_grad()
+def _together(
+    net: torch.nn.Module, held: tuple[torch.Tensor, torch.Tensor], seconds: float, sent: float, rank: int, world: int
+) -> tuple[float, float, float]:
+    """Seconds and bytes of the slower rank, and the held-out loss, of which each rank computes a part."""
+    x, y = (one[rank::world] for one in held)
+    clock = torch.tensor([seconds, sent], dtype=torch.float64)
+    loss = torch.zeros(1, dtype=torch.float64)
+    for part_x, part_y in zip(x.split(16), y.split(16), strict=True):
+        loss += net(part_x, part_y) * len(part_x)
+    dist.all_reduce(clock, dist.ReduceOp.MAX)
+    dist.all_reduce(loss)
+    return clock[0].item(), clock[1].item(), loss.item() / len(held[0])
+
+
+def _mean_of_three(rows: list[tuple[int, float, float, float]]) -> float:
+    return statistics.mean(row[3] for row in rows[-3:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
