@@ -189,7 +189,7 @@ def worker(
             "goal": _mean_of_three(rows) if goal is None and rows else goal,
             "arrived": goal is None or arrived,
             "rows": [[at, round(s, 4), sent, round(loss, 5)] for at, s, sent, loss in rows],
-            "step_seconds": statistics.median(seconds_per_step[10:]),
+            "step_seconds": statistics.median(seconds_per_step[len(seconds_per_step) // 5 :]),
             "parameters": gpt.count_parameters(net),
             "when": time.strftime("%Y-%m-%d"),
         }

@@ -1,0 +1,70 @@
+"""The programs about ranks far apart: they resume, and their tables say what the runs say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ch_bench.links import netns
+from ch_bench.outer import quality, race, race_report
+from ch_bench.outer.quality_cells import Method, methods
+
+pytestmark = pytest.mark.timeout(110)
+TINY = ["--width", "32", "--layers", "1", "--batch", "2", "--context", "16"]
+
+
+def test_the_quality_study_trains_resumes_and_finds_the_front(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["--size", "pilot", "--steps", "30", "--seeds", "1", "--methods", "2", "--out", str(tmp_path)]
+    assert quality.main(words) == 0
+    first = capsys.readouterr().out
+    assert "all runs are there" in first
+    records = json.loads((tmp_path / "quality.json").read_text())
+    base, outer = records.values()
+    assert [row[0] for row in base["held_out"]] == [6, 12, 18, 24, 30]
+    assert outer["wire_bytes"] * 20 < base["wire_bytes"]  # H = 30, in bf16
+    assert base["held_out"][-1][1] < base["held_out"][0][1]
+    assert quality.main(words) == 0
+    again = capsys.readouterr().out
+    assert "seed 0:" in first
+    assert "seed 0:" not in again  # nothing was run twice
+    rows = quality.rows(records.values())
+    assert [row["front"] for row in rows] == [base["held_out"][-1][1] < outer["held_out"][-1][1], True]
+    assert methods()[0] == Method()
+    assert len(set(methods())) == len(methods())
+
+
+def finished(label: str, arrived: bool, *rows: tuple[float, ...]) -> dict[str, Any]:
+    settings = {"link": "50mbit", "seed": 0, "verified_bits": 48e6, "goal": 2.0, "step_seconds": 0.01}
+    return settings | {"label": label, "arrived": arrived, "rows": list(rows)}
+
+
+def test_who_does_not_arrive_is_a_lower_bound() -> None:
+    found = [
+        finished("torch allreduce", True, (100, 20.0, 1e8, 2.0)),
+        finished("noop", True),
+        finished("quick", True, (200, 4.0, 1e6, 1.9)),
+        finished("slow", False, (300, 30.0, 1e6, 2.5)),
+    ]
+    lines = race_report.tables(found).splitlines()
+    assert "floor 1.0 s" in lines[0]
+    assert lines[4] == "| quick | 1 | 4.0 | 4.00 | 5.00 × | 200 | 1.0 | 50 % |"
+    assert lines[5].startswith("| torch allreduce | 1 | 20.0 | 20.00 | 1.00 × |")
+    assert lines[6].startswith("| slow | 1 | > 30.0 | > 30.00 | < 0.67 × | > 300 |")
+
+
+@pytest.mark.timeout(300)  # three times two processes
+@pytest.mark.skipif(bool(netns.why_not()), reason=f"no network namespaces: {netns.why_not()}")
+def test_the_race_is_run_over_a_shaped_link_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["--link", "200mbit", "--steps", "12", "--evaluate", "4", "--limit", "20", *TINY, "--out", str(tmp_path)]
+    words += ["--only", "torch fp16"]
+    assert race.main(words) == 0
+    out = capsys.readouterr().out
+    assert "| torch fp16 |" in out
+    records = json.loads((tmp_path / "race.json").read_text())
+    reference, noop, half = records.values()
+    assert half["rows"][-1][2] / half["rows"][-1][0] < 0.75 * reference["rows"][-1][2] / reference["rows"][-1][0]
+    assert noop["rows"] == []
+    assert (tmp_path / "race-200mbit.png").exists()
+    assert race.main(words) == 0
+    assert "s a step\n" not in capsys.readouterr().out
