@@ -5,7 +5,7 @@
 A small GPT is sharded as PyTorch's HSDP does, over pairs of ranks ("inside the node") that are replicated; commhooks
 reduces between the two replicas of each shard. Every hook starts from the same weights and sees the same text. Printed
 are the bytes that rank 0 sends per step, as a bandwidth-optimal collective would, on each axis, and the held-out loss
-over the seeds.
+over the seeds. A HOOK of the form "quant8 / quant4" is two: the first on the shard axis, the second between the replicas.
 Everything runs on CPU over gloo; for two nodes of eight GPUs the mesh would be (2, 8) and nothing else would change.
 """
 
@@ -30,6 +30,7 @@ import commhooks
 from ch_bench import bench_report, gpt, launch, text
 
 HOOKS = ["allreduce", "bf16_compress(accumulate='fp32')", "powersgd(rank=4)", "bf16_wrapper(powersgd(rank=4))"]
+HOOKS += ["quant4 / quant4", "quant8 / quant4"]  # on the shard axis / between the replicas
 CONTEXT, BATCH, WINDOWS = 64, 8, 64
 
 
@@ -48,7 +49,7 @@ def train(expr: str, seed: int, device: torch.device, args: argparse.Namespace) 
     rank, world = dist.get_rank(), dist.get_world_size()
     data = text.load()
     model = build(data.vocab, args.width, seed, device)
-    handle = commhooks.attach(model, expr)
+    handles = attach(model, expr)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, args.steps))
     batches = text.Batches(data.train, BATCH, CONTEXT, rank, seed)
@@ -58,14 +59,24 @@ def train(expr: str, seed: int, device: torch.device, args: argparse.Namespace) 
         model(x, y).backward()
         optimizer.step()
         schedule.step()
-    stats = handle.stats()
-    if expr != "allreduce" and stats["compressed_steps"] != args.steps:
-        raise RuntimeError(f"{expr} compressed {stats['compressed_steps']:.0f} of {args.steps} steps")
+    stats: dict[str, float] = {}
+    for handle in handles:
+        stats |= handle.stats()
+        if expr != "allreduce" and stats["compressed_steps"] != args.steps:
+            raise RuntimeError(f"{handle.expr} compressed {stats['compressed_steps']:.0f} of {args.steps} steps")
     x, y = (t[rank::world].to(device) for t in text.validation(data.val, CONTEXT, WINDOWS))
     with torch.no_grad():
         loss = model(x, y)
     dist.all_reduce(loss)
     return {"hook": expr, "seed": seed, "loss": loss.item() / world, "steps": args.steps, "stats": stats}
+
+
+def attach(model: FSDPModule, expr: str) -> list[commhooks.CommHook]:
+    """One handle where it fits, or one for each axis: "SHARD / REPLICATE"."""
+    if " / " not in expr:
+        return [commhooks.attach(model, expr)]
+    shard, _, replicate = expr.partition(" / ")
+    return [commhooks.attach(model, shard, axis="shard"), commhooks.attach(model, replicate, axis="replicate")]
 
 
 def warmup_cosine(step: int, steps: int) -> float:

@@ -4,9 +4,10 @@ import pytest
 
 from commhooks.api.usable import why_not
 from commhooks.errors import HookConfigError, PluginLoadError
-from commhooks.reduction import FunctionReduction, Plain, Reduction
+from commhooks.reduction import Plain, Reduction
 from commhooks.registry.builder import Builder
 from commhooks.registry.expression import canonical
+from commhooks.registry.function import FunctionReduction
 from commhooks.registry.specs import HookSpec, Needs, Param
 
 HOOKS = """

@@ -1,13 +1,15 @@
 """The contract kit: it passes correct methods of every kind, and fails wrong ones with a word on what to set."""
 
+import contextlib
 import re
 
 import pytest
 import torch
 
 import commhooks
-from commhooks import AllReduce, HookSpec, Reduction
+from commhooks import AllReduce, HookSpec, ReduceScatter, Reduction
 from commhooks.testing import HookContract
+from commhooks.testing.contract_scatter import Scattering
 
 
 class Coarse(Reduction):
@@ -84,7 +86,47 @@ class Momentum(Reduction):
             residual.sub_(sent)
 
 
-METHODS = (Coarse, Aliased, WrongUnits, Vote, Momentum)
+class CoarseParts(Coarse):
+    """The same where each rank keeps a part; its residual is of whole parameters."""
+
+    name = "coarse_parts"
+    fields = {"residual": "local"}
+    reports_sent = False
+    shift, keeps = 0, True
+
+    def run_scatter(self, shards, ctx):
+        kept = []
+        for p in shards.params:
+            whole = shards.whole(p)
+            before, after = (
+                ctx.read(p.name, "residual"),
+                ctx.stage(p.name, "residual", whole.shape, device=shards.device),
+            )
+            kept.append((p, shards.cut(p, before) if before is not None and self.keeps else None, shards.cut(p, after)))
+        for r, part in enumerate(shards.vectors()):
+            for vector, (_, before, after) in zip(part, kept, strict=True):
+                n = after[r].numel()
+                if before is not None:
+                    vector[:n].add_(before[r])
+                exact = vector[:n].clone()
+                vector.round_()
+                after[r].copy_(exact - vector[:n])
+        yield ReduceScatter(shards.storage.roll(self.shift), shards.output)
+
+
+class Forgetful(CoarseParts):
+    """Stages a residual and never reads it."""
+
+    name, keeps = "forgetful", False
+
+
+class Shifted(CoarseParts):
+    """Each rank gets numbers that belong a place further on."""
+
+    name, shift = "shifted", 1
+
+
+METHODS = (Coarse, Aliased, WrongUnits, Vote, Momentum, CoarseParts, Forgetful, Shifted)
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +180,30 @@ def test_a_report_in_other_units_is_found() -> None:
 def test_a_residual_is_checked_in_16_bits(dtype: torch.dtype) -> None:
     message = failure("test_input_is_sent_plus_residual", expr="error_feedback(wrong_units)", dtypes=(dtype,))
     assert str(dtype) in message
+
+
+PARTS = [name for name in dir(Scattering) if name.startswith("test_")]
+
+
+@pytest.mark.parametrize("check", PARTS)
+@pytest.mark.parametrize("expr", ["coarse_parts", "coarse"])
+def test_a_reduction_that_leaves_parts_passes_and_one_without_is_refused(expr: str, check: str) -> None:
+    made = type("Case", (HookContract,), {"expr": expr})()
+    applies = (expr == "coarse") == (check == "test_without_run_scatter_it_is_refused")
+    with contextlib.nullcontext() if applies else pytest.raises(pytest.skip.Exception):
+        getattr(made, check)()
+
+
+@pytest.mark.parametrize(
+    ("check", "expr"),
+    [
+        ("test_a_part_is_the_average_on_uneven_shards", "shifted"),
+        ("test_parts_and_residuals_add_up_to_what_was_given", "shifted"),
+        ("test_parts_and_residuals_add_up_to_what_was_given", "forgetful"),
+    ],
+)
+def test_wrong_parts_are_found(check: str, expr: str) -> None:
+    assert "exact average" in failure(check, expr=expr)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,8 @@ def test_gradients_are_the_mean_over_participants(address: str, kind: str) -> No
         return weight.grad.clone(), optimizer.step()
 
     for gradient, committed in together(address, body, init_sync=False):
-        torch.testing.assert_close(gradient, torch.full((4, 4), 1.5))
+        rounded = {"rtol": 5e-3, "atol": 0.0} if kind.startswith("quant8") else {}
+        torch.testing.assert_close(gradient, torch.full((4, 4), 1.5), **rounded)
         assert committed
 
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from commhooks.report.report import Report, ReportRow
     from commhooks.report.rows import PlanRow
     from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Request, Requests, Wire
+    from commhooks.shards import ShardLayout, Shards
     from commhooks.state import HookState
     from commhooks.typing import GradBucket
 
@@ -84,6 +85,8 @@ __all__ = [
     "ReportRow",
     "Request",
     "Requests",
+    "ShardLayout",
+    "Shards",
     "SlotTakenError",
     "Stages",
     "StateError",
@@ -134,6 +137,7 @@ __getattr__, __dir__ = lazy(
         "report.report": "Report ReportRow",
         "report.rows": "PlanRow",
         "requests": "Request Requests AllGather AllReduce AllToAll ReduceScatter Wire",
+        "shards": "ShardLayout Shards",
         "state": "HookState",
         "typing": "GradBucket",
     },

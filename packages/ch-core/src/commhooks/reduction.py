@@ -8,10 +8,8 @@ Control flow may depend on the layout and on ``ctx.step`` alone, never on number
 :meth:`Reduction.plan` know every collective before it happens, by running the generator on meta tensors.
 """
 
-import functools
-import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
+from collections.abc import Collection, Generator, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -19,9 +17,10 @@ import torch
 
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout
 from commhooks.combine import parallel, plain
-from commhooks.errors import HookConfigError, HookResultError
+from commhooks.errors import HookConfigError, HookNotSupportedError, HookResultError
 from commhooks.requests import Requests, StagePlan, as_tuple, trip_bytes
 from commhooks.scratch import Scratch
+from commhooks.shards import Shards, plain_scatter
 from commhooks.state import HookState
 from commhooks.volume import BF16_BYTES, LATER, passes_bf16
 
@@ -247,6 +246,33 @@ class Reduction(ABC):
         inner = ctx.child("fit", sent=ctx.sent.select(fit))
         return parallel(self.run(bucket.select(fit), inner), plain(bucket.select(plainly), ctx.sent.select(plainly)))
 
+    # -- where each rank keeps a part of the average
+
+    @property
+    def scatters(self) -> bool:
+        """Whether it has a :meth:`run_scatter`; without, a place where each rank keeps a part refuses it by name."""
+        return type(self).run_scatter is not Reduction.run_scatter
+
+    def run_scatter(self, shards: Shards, ctx: StepContext) -> Stages:
+        """:meth:`run` as a reduce-scatter: yield requests; leave this rank's part of the average in ``shards.output``.
+
+        Optional. Residuals are local, under the parameter's name and of its whole shape (:meth:`.Shards.cut`), so that the
+        same state goes on under another number of ranks.
+        """
+        raise HookNotSupportedError(
+            f"{self.name} cannot leave each rank a part of the average: it has no run_scatter()"
+        )
+
+    def start_scatter(self, shards: Shards, ctx: StepContext) -> Stages:
+        """The generator to drive: :meth:`run_scatter` over the parameters that fit, plain averaging over the others."""
+        plainly = self.routes(shards.layout.part, ctx.step) if self.lossy or self.fields else {}
+        if not plainly:
+            return self.run_scatter(shards, ctx)
+        exact = plain_scatter(shards.select(plainly), ctx.scratch)
+        if len(plainly) == len(shards.params):
+            return exact
+        return parallel(self.run_scatter(shards.select({p.name for p in shards.params} - plainly.keys()), ctx), exact)
+
     def label(self, param: ParamLayout, step: int) -> str:
         """What treats a parameter that is not averaged plainly, for ``handle.plan()``."""
         return self.name
@@ -332,6 +358,9 @@ class Plain(Reduction):
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
         return plain(bucket, ctx.sent)
 
+    def run_scatter(self, shards: Shards, ctx: StepContext) -> Stages:
+        return plain_scatter(shards, ctx.scratch)
+
 
 def plain_only_reason(param: ParamLayout) -> str | None:
     """Why no lossy method may touch this parameter, or ``None``."""
@@ -340,58 +369,3 @@ def plain_only_reason(param: ParamLayout) -> str | None:
     if param.numel == 0:
         return "empty"
     return None
-
-
-class FunctionReduction(Reduction):
-    """A generator function ``f(bucket, ctx, **config)`` as a reduction."""
-
-    lossy = True
-
-    def __init__(self, function: Callable[..., Stages], /, **config: Any) -> None:
-        self.function = function
-        self.name = function.__name__
-        self._config = config
-        for attribute in (
-            "granularity",
-            "collectives",
-            "castable",
-            "lossy",
-            "fields",
-            "reports_sent",
-            "trips",
-            "route",
-            "phase",
-            "memory_order_fields",
-            "scaled_fields",
-        ):
-            if hasattr(function, attribute):
-                setattr(self, attribute, getattr(function, attribute))
-
-    def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
-        return self.function(bucket, ctx, **self._config)
-
-    def config(self) -> dict[str, Any]:
-        return dict(self._config)
-
-
-def as_reduction(target: object, /, **config: Any) -> Reduction:
-    """A :class:`Reduction` from a reduction, a class or factory of one, or a generator function.
-
-    Raises:
-        HookConfigError: ``target`` is none of these, or does not take ``config``.
-    """
-    if isinstance(target, Reduction):
-        if config:
-            raise HookConfigError(f"{target!r} is configured already; it takes no further {sorted(config)}")
-        return target
-    if isinstance(target, functools.partial) and not target.args:
-        return as_reduction(target.func, **{**target.keywords, **config})
-    if inspect.isgeneratorfunction(target):
-        return FunctionReduction(target, **config)
-    made = target(**config) if callable(target) else target
-    if not isinstance(made, Reduction):
-        raise HookConfigError(
-            f"{target!r} is not a reduction: expected a generator function (bucket, ctx), a Reduction, or something "
-            f"that returns one; got {type(made).__name__}"
-        )
-    return made

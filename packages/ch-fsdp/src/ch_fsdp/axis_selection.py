@@ -45,18 +45,19 @@ def choose_axes(reduction: Reduction, axis: str | None, has_replicas: bool) -> t
     """
     if axis not in (None, "shard", "replicate"):
         raise HookConfigError(f"axis={axis!r}: expected 'shard', 'replicate' or None")
-    if axis == "replicate" or (axis is None and not fits_flat(reduction)):
+    parted = fits_flat(reduction) or reduction.scatters
+    if axis == "replicate" or (axis is None and not (parted if not has_replicas else fits_flat(reduction))):
         if has_replicas:
             return ("replicate",)
         raise HookNotSupportedError(
             f"{reduction!r} reduces between replicas, and there is none: all {dist.get_world_size()} ranks share one "
             f"shard mesh, where each rank keeps only a part of the sum. Use {_INSIDE}"
         )
-    if axis == "shard" and not fits_flat(reduction):
+    if axis == "shard" and not parted:
         raise HookNotSupportedError(
-            f"{reduction!r} cannot run on the shard axis: a reduce-scatter leaves each rank a part of the sum, while "
-            "it needs whole parameters, their names and shapes, and the same result on every rank. Use "
-            "axis='replicate', or bf16_compress(accumulate='fp32') on this axis"
+            f"{reduction!r} cannot run on the shard axis: a reduce-scatter leaves each rank a part of the sum, and it has "
+            "no run_scatter(): it needs the same result on every rank. Use axis='replicate', or a hook that can leave "
+            "parts, such as quant4, quant8 or bf16_compress(accumulate='fp32')"
         )
     if axis == "shard" or not has_replicas:
         return ("shard",)
@@ -178,6 +179,11 @@ def check_groups(groups: list[ParamGroup], axes: tuple[str, ...], reduction: Red
             raise AttachError(f"{group.name} is on the meta device: materialise its parameters before attaching")
         if "shard" in axes:
             shard_axis.check_free(group)
+            if not fits_flat(reduction) and group.tensor_parallel:
+                raise HookNotSupportedError(
+                    f"{group.name}: {', '.join(group.tensor_parallel)} are cut by tensor parallelism too, and {reduction!r} "
+                    "on the shard axis keeps what belongs to whole parameters. Use axis='replicate', or bf16_compress here"
+                )
         if "replicate" in axes:
             replicate_axis.check_free(group)
             native_mesh.check_ready(group)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ch_fsdp.axis_selection import check_groups, choose_axes, find_replicas, one_shard_group, reduction_of
-from ch_fsdp.flat_reduction import flat_layout
+from ch_fsdp.flat_reduction import fits_flat, flat_layout
 from ch_fsdp.native_mesh import hand_back, take_over
 from ch_fsdp.private_ends import BackwardEnds
 from ch_fsdp.replicate_axis import ReplicateHook, broadcast, kept_back
@@ -61,7 +61,8 @@ class FSDP2Binding(Binding):
         self.other_axes = (self._shard_group,) if self._replicas is not None and self._shard_group is not None else ()
         self._shard: ShardAxis | None = None
         if "shard" in axes and self._shard_group is not None:
-            self._shard = ShardAxis(self.reduction, self._shard_group, self._timeout)
+            state = None if fits_flat(self.reduction) else self._state_of(handle)
+            self._shard = ShardAxis(self.reduction, self._shard_group, self._timeout, state)
         engines: dict[str, Engine] = {}
         if self._shard is not None:
             engines["shard"] = self._shard.engine
@@ -73,7 +74,14 @@ class FSDP2Binding(Binding):
         self._turns = Turns(self.groups, fixed=self._managed is not None) if self._replicates else None
         self.steps = Steps(engines, self._inspect, relay, self._turns, self._due)
         self.engine: Engine | None = engines.get("replicate") or engines["shard"]
-        self.layout = shards_layout(self.groups) if self._replicates else unsharded_layout(self.groups)
+        self._named = not self._replicates and not fits_flat(self.reduction)
+        self.layout = (
+            shards_layout(self.groups)
+            if self._replicates
+            else whole_layout(self.groups)
+            if self._named
+            else unsharded_layout(self.groups)
+        )
         self._ready = False
         # A managed axis asks the optimizer itself: the manager's vote comes before.
         self._outcome = watch_outcome(self.engine, options, model.parameters()) if self._managed is None else None
@@ -117,6 +125,9 @@ class FSDP2Binding(Binding):
             self._outcome.close()
         for comm in self._comms:
             comm.remove()
+        if self._named:
+            for group, included in zip(self.groups, self._included, strict=True):
+                group.includes_unused = included
         self._ends.close()
         if self._turns is None:
             return
@@ -187,10 +198,13 @@ class FSDP2Binding(Binding):
         return [g.shards(g.reduce_dtype) for g in due]
 
     def _replicate_engine(self, handle: CommHook, replicas: dist.ProcessGroup) -> Engine:
+        return Engine(self.reduction, ProcessGroupTransport(replicas), self._state_of(handle), timeout=self._timeout)
+
+    def _state_of(self, handle: CommHook) -> HookState:
         state = handle.state if handle.reduction is not None else HookState()
         if not isinstance(state, HookState):
             raise AttachError(f"the state of {handle.expr} is a HookState; got {type(state).__name__}")
-        return Engine(self.reduction, ProcessGroupTransport(replicas), state, timeout=self._timeout)
+        return state
 
     def _place(self, handle: CommHook) -> None:
         """Put comms and hooks into torch's slots. Several groups in a module need no setter, only their own."""
@@ -204,6 +218,10 @@ class FSDP2Binding(Binding):
             for group in self.groups:
                 group.includes_unused = True
                 take_over(group)
+        if self._named:  # which parameters had no gradient could not be told, as above
+            self._included = [group.includes_unused for group in self.groups]
+            for group in self.groups:
+                group.includes_unused = True
         if self._shard is not None:
             self._comms = [ShardScatter(g, self._shard, self.steps, handle.expr) for g in self.groups]
         # torch reduce-scatters nothing over one rank, and calls nobody.
@@ -270,3 +288,11 @@ def shards_layout(groups: list[ParamGroup]) -> BucketLayout:
 def unsharded_layout(groups: list[ParamGroup]) -> BucketLayout:
     """The flat gradients of all groups as one virtual bucket."""
     return flat_layout({g.name: g.unsharded_numel() for g in groups}, groups[0].reduce_dtype, groups[0].device)
+
+
+def whole_layout(groups: list[ParamGroup]) -> BucketLayout:
+    """The parameters of all groups, unsharded, as one virtual bucket in model order."""
+    shapes = {name: shape for group in groups for name, shape in group.global_shapes().items()}
+    order = {name.partition("[")[0]: at for group in groups for name, at in group.order().items()}
+    ordered = {name: shapes[name] for name in sorted(shapes, key=order.__getitem__)}
+    return BucketLayout.of_shapes(ordered, groups[0].reduce_dtype, groups[0].device)

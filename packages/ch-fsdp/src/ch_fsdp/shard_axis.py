@@ -10,11 +10,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ch_fsdp.flat_reduction import FlatSum, flat_bucket, flat_version, is_cast
+from ch_fsdp.flat_reduction import fits_flat, flat_bucket, flat_version, is_cast
 from ch_fsdp.step_boundary import Steps
 from ch_fsdp.torch_internals import ParamGroup, premultiplier
-from commhooks import AttachError, HookNotSupportedError, Reduction, SlotTakenError
-from commhooks.adapters import Engine, ProcessGroupTransport
+from commhooks import (
+    AttachError,
+    Bucket,
+    HookNotSupportedError,
+    HookResultError,
+    HookState,
+    Reduction,
+    SlotTakenError,
+)
+from commhooks.adapters import Engine, ProcessGroupTransport, Scattered
 
 Op = dist.ReduceOp
 
@@ -23,16 +31,18 @@ class ShardAxis:
     """What all reduce-scatters of one model share.
 
     Args:
-        reduction: plain averaging or a cast of it.
+        reduction: plain averaging, a cast of it, or one that ``scatters``.
         group: the ranks over which the model is sharded.
         timeout: seconds that one collective may take.
+        state: of a reduction that keeps something.
     """
 
-    def __init__(self, reduction: Reduction, group: dist.ProcessGroup, timeout: float) -> None:
+    def __init__(
+        self, reduction: Reduction, group: dist.ProcessGroup, timeout: float, state: HookState | None = None
+    ) -> None:
         self.group = group
-        self.cast = is_cast(reduction)
-        self.flat, self.reduction = flat_version(reduction, scatter=True)
-        self.engine = Engine(self.reduction, ProcessGroupTransport(group), timeout=timeout)
+        self.form: _Flat | _Named = _Flat(reduction) if fits_flat(reduction) else _Named(reduction)
+        self.engine = Engine(self.form.reduction, ProcessGroupTransport(group), state, timeout=timeout)
         self.called: set[str] = set()
 
     def follow(self, group: dist.ProcessGroup, name: str, holder: str) -> AttachError | None:
@@ -46,23 +56,62 @@ class ShardAxis:
         self.engine.move(ProcessGroupTransport(group))
         return None
 
-    def factors(self, op: Any) -> None:
-        """Make the sum mean what torch's ``op`` means.
 
-        ``AVG`` on a 16-bit wire divides before the cast, so that no sum overflows; without a cast it divides the
-        sum, which is to the bit what gloo does.
-        """
-        flat, world = self.flat, self.group.size()
+class _Flat:
+    """Plain averaging and its casts, on the flat gradient.
+
+    ``AVG`` on a 16-bit wire divides before the cast, so that no sum overflows; without a cast it divides the sum, which
+    is to the bit what gloo does.
+    """
+
+    def __init__(self, reduction: Reduction) -> None:
+        self.cast = is_cast(reduction)
+        self.flat, self.reduction = flat_version(reduction, scatter=True)
+
+    def bucket(self, group: ParamGroup, parts: torch.Tensor, output: torch.Tensor, op: Any) -> Bucket:
+        flat = self.flat
         flat.op, flat.premultiply, flat.divide = "sum", 1.0, 1.0
         if op == Op.AVG:
             if self.cast:
                 flat.op = "mean"
             else:
-                flat.divide = float(world)
-        elif op == Op.PREMUL_SUM:
-            flat.premultiply = premultiplier(op)
-        elif op != Op.SUM:
-            raise HookNotSupportedError(f"FSDP2 asked for {op}; the hooks here know AVG, SUM and PREMUL_SUM")
+                flat.divide = float(parts.numel() // output.numel())
+        else:
+            flat.premultiply = _factor(op)
+        flat.output = output
+        return flat_bucket(group.name, parts)
+
+    def release(self) -> None:
+        self.flat.output = None
+
+
+class _Named:
+    """A reduction that leaves each rank a part of the average, on named chunks of parameters; a sum is W averages."""
+
+    def __init__(self, reduction: Reduction) -> None:
+        self.reduction = Scattered(reduction)
+
+    def bucket(self, group: ParamGroup, parts: torch.Tensor, output: torch.Tensor, op: Any) -> Bucket:
+        layout = group.parts(parts.dtype)
+        if layout.part.numel != output.numel():
+            raise HookResultError(
+                f"{group.name}: FSDP2 gave {output.numel()} elements for each rank, its trainable parameters have "
+                f"{layout.part.numel}: some had no gradient. Call set_reduce_scatter_unused_params(True), or upgrade torch"
+            )
+        self.reduction.factor = 1.0 if op == Op.AVG else _factor(op) * (parts.numel() // output.numel())
+        return self.reduction.bucket(layout, parts, output)
+
+    def release(self) -> None:
+        self.reduction.release()
+
+
+def _factor(op: Any) -> float:
+    """What a sum is multiplied by."""
+    if op == Op.PREMUL_SUM:
+        return premultiplier(op)
+    if op == Op.SUM:
+        return 1.0
+    raise HookNotSupportedError(f"FSDP2 asked for {op}; the hooks here know AVG, SUM and PREMUL_SUM")
 
 
 class ShardScatter:
@@ -104,13 +153,17 @@ class ShardScatter:
                 self.replaced(output_tensor, input_tensor, group, op, async_op=False)
                 return
         self.axis.called.add(self.group.name)
-        self.axis.factors(op)
-        flat: FlatSum = self.axis.flat
-        flat.output = output_tensor
+        form = self.axis.form
         try:
-            self.steps.run("shard", flat_bucket(self.group.name, input_tensor))
+            bucket = form.bucket(self.group, input_tensor, output_tensor, op)
+        except HookResultError as error:  # as above
+            self.steps.keep(error)
+            self.replaced(output_tensor, input_tensor, group, op, async_op=False)
+            return
+        try:
+            self.steps.run("shard", bucket)
         finally:
-            flat.output = None
+            form.release()
 
 
 def check_free(group: ParamGroup) -> None:

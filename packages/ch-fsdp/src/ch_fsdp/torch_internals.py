@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from commhooks import BucketLayout, HookNotSupportedError, ParamLayout
+from commhooks import BucketLayout, HookNotSupportedError, ParamLayout, ShardLayout
 
 REPLICATE = ("replicate", "dp_replicate")  # names of the mesh dimension that says which ranks are replicas
 TRIED = "2.10, 2.13 and 2.15"
@@ -67,6 +67,7 @@ class ParamGroup:
         self.torch_group = self._group = group
         self._names = names
         self._layouts: dict[tuple[torch.dtype, tuple[int, ...]], BucketLayout] = {}
+        self._parts: dict[tuple[torch.dtype, tuple[int, ...]], ShardLayout] = {}
         self._held: list[tuple[dict[int, Any], dict[int, Any]]] = []  # hooks of parameters, and what was in them
 
     # what is in torch's two slots
@@ -239,6 +240,25 @@ class ParamGroup:
                 offset += math.prod(p.padded_sharded_param_size)
             self._layouts[key] = BucketLayout(entries, offset, dtype, self.device)
         return self._layouts[key]
+
+    def parts(self, dtype: torch.dtype) -> ShardLayout:
+        """How a reduce-scatter's input is cut: each part has a padded chunk of every trainable parameter, by its name.
+
+        Valid as :meth:`shards` is.
+        """
+        packed = self._packed()
+        key = (dtype, tuple(map(id, packed)))
+        if key not in self._parts:
+            padded = {self._fqn(p): tuple(p.padded_sharded_param_size) for p in packed}
+            part = BucketLayout.of_shapes(padded, dtype, self.device)
+            dims = {self._fqn(p): p.fsdp_placement.dim for p in packed}
+            self._parts[key] = ShardLayout(part, self.global_shapes(), dims)
+        return self._parts[key]
+
+    @property
+    def tensor_parallel(self) -> list[str]:
+        """Parameters that are cut by tensor parallelism as well."""
+        return [self._fqn(p) for p in self._group.fsdp_params if "x" in coordinate(p.sharded_param)]
 
     # what torch does after its hook, where the average comes later
 

@@ -97,9 +97,10 @@ def gather(vectors: Sequence[torch.Tensor], chunk: Chunk, out: torch.Tensor) -> 
 
 
 def scatter(vectors: Sequence[torch.Tensor], chunk: Chunk, x: torch.Tensor) -> None:
-    """Copy the numbers of a chunk to where they belong."""
+    """Copy the numbers of a chunk to where they belong; those beyond a vector's end are dropped."""
     for number, start, stop, row, rows in chunk.pieces:
-        vectors[number][start:stop].copy_(x[row : row + rows].view(-1)[: stop - start])
+        place = vectors[number][start:stop]
+        place.copy_(x[row : row + rows].view(-1)[: place.numel()])
 
 
 def scatter_add(vectors: Sequence[torch.Tensor], chunk: Chunk, x: torch.Tensor, factor: float = 1.0) -> None:
@@ -109,8 +110,9 @@ def scatter_add(vectors: Sequence[torch.Tensor], chunk: Chunk, x: torch.Tensor, 
 
 
 def gather_add(vectors: Sequence[torch.Tensor | None], chunk: Chunk, x: torch.Tensor) -> None:
-    """Add the numbers of a chunk to ``x``; a vector that is ``None`` is zero."""
+    """Add the numbers of a chunk to ``x``; a vector that is ``None``, and what is beyond its end, is zero."""
     for number, start, stop, row, rows in chunk.pieces:
         vector = vectors[number]
         if vector is not None:
-            x[row : row + rows].view(-1)[: stop - start].add_(vector[start:stop])
+            found = vector[start:stop]
+            x[row : row + rows].view(-1)[: found.numel()].add_(found)

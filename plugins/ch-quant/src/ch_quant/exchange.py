@@ -76,20 +76,22 @@ class Exchange:
 
     # -- the first stage
 
-    def send(self, parts: Sequence[Vectors], feedback: Feedback | None = None) -> AllToAll:
+    def send(self, parts: Sequence[Vectors], feedback: Sequence[Feedback] | None = None) -> AllToAll:
         """Pack every part; ``received`` has this rank's part of every rank when the request is done.
 
         Args:
             parts: the vectors of each of the W parts: the same list W times, where it is cut here.
-            feedback: adds what was kept to the numbers, and keeps what is lost; of vectors that are cut here.
+            feedback: of each part; adds what was kept to the numbers, and keeps what is lost. Vectors of it may be shorter
+                than those of the part, whose rest is padding.
         """
         shape = (self.ctx.world_size, self.bytes)
         self._sent, self._received = (self._scratch(name, shape) for name in ("sent", "received"))
         if self._numbers:
             noise = self._noise("send")
             for number, (vectors, message) in enumerate(zip(parts, self._sent, strict=True)):
+                kept = feedback[number] if feedback is not None else None
                 for chunk in self._chunks(number):
-                    self._pack(vectors, chunk, message, noise, feedback)
+                    self._pack(vectors, chunk, message, noise, kept)
         return AllToAll(self._sent.view(-1), self._received.view(-1))
 
     def take(self, vectors: Vectors) -> None:
@@ -197,18 +199,21 @@ def all_reduce(exchange: Exchange, vectors: Vectors, feedback: Feedback | None =
         [('all_to_all', 2112), ('all_gather', 2112)]
     """
     parts = [vectors] * exchange.ctx.world_size
-    yield exchange.send(parts, feedback)
+    yield exchange.send(parts, [feedback] * exchange.ctx.world_size if feedback is not None else None)
     yield exchange.share(feedback)
     exchange.deliver(parts)
 
 
-def reduce_scatter(exchange: Exchange, parts: Sequence[Vectors], own: Vectors) -> Stages:
+def reduce_scatter(
+    exchange: Exchange, parts: Sequence[Vectors], own: Vectors, feedback: Sequence[Feedback] | None = None
+) -> Stages:
     """The first stage alone: leave the mean over ranks of part r in rank r's ``own``.
 
     Args:
         exchange: made with ``parts=1`` and the sizes of one part.
         parts: the vectors of each of the W parts, of any float dtype.
         own: vectors of the same sizes; may be those of this rank's part.
+        feedback: of each part.
     """
-    yield exchange.send(parts)
+    yield exchange.send(parts, feedback)
     exchange.take(own)

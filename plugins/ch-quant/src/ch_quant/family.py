@@ -1,13 +1,14 @@
 """``quant``: average with a few bits a number on the wire; and its presets."""
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
 
 from ch_quant.codec import Codec
-from ch_quant.exchange import Exchange, Feedback, all_reduce
+from ch_quant.exchange import Exchange, Feedback, all_reduce, reduce_scatter
 from ch_quant.packing import WIDTHS
-from commhooks import Bucket, HookConfigError, ParamLayout, Reduction, Stages, StepContext
+from commhooks import Bucket, HookConfigError, ParamLayout, Reduction, Shards, Stages, StepContext
 
 FIELD = "residual"
 DRAWN = "drawn"
@@ -109,18 +110,49 @@ class Quantized(Reduction):
             rotated=self.rotation is not None,
             seed=bucket.params[0].name,
         )
-        if DRAWN in self.fields:
-            for p in bucket.params:
-                ctx.stage(p.name, DRAWN, (1,), torch.int64, bucket.device).fill_(ctx.step + 1)
+        self._draw(bucket.params, ctx, bucket.device)
         yield from all_reduce(exchange, vectors, self._feedback(bucket, ctx) if self.error_feedback else None)
 
+    def run_scatter(self, shards: Shards, ctx: StepContext) -> Stages:
+        """The first stage alone: what a rank keeps is rounded once, and arrives in fp32."""
+        exchange = Exchange(
+            self.codec,
+            [p.numel for p in shards.params],
+            ctx,
+            shards.device,
+            parts=1,
+            rotated=self.rotation is not None,
+            seed=shards.params[0].name,
+        )
+        self._draw(shards.params, ctx, shards.device)
+        if not self.error_feedback:
+            yield from reduce_scatter(exchange, shards.vectors(), shards.own())
+            return
+        kept = [self._kept(shards.whole(p), ctx, shards.device) for p in shards.params]
+        none = [None] * shards.world_size
+        before = [
+            shards.cut(p, old) if old is not None else none for p, (old, _) in zip(shards.params, kept, strict=True)
+        ]
+        after = [shards.cut(p, new) for p, (_, new) in zip(shards.params, kept, strict=True)]
+        parts = [Feedback(b, a) for b, a in zip(zip(*before, strict=True), zip(*after, strict=True), strict=True)]
+        yield from reduce_scatter(exchange, shards.vectors(), shards.own(), parts)
+        for p, (_, new), pieces in zip(shards.params, kept, after, strict=True):
+            shards.join(p, pieces, new)
+
+    def _draw(self, params: Iterable[ParamLayout], ctx: StepContext, device: torch.device) -> None:
+        if DRAWN in self.fields:
+            for p in params:
+                ctx.stage(p.name, DRAWN, (1,), torch.int64, device).fill_(ctx.step + 1)
+
+    def _kept(self, p: ParamLayout, ctx: StepContext, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """A parameter's residual of the last step, and the place for the new one, of its shape in memory."""
+        return ctx.read(p.name, FIELD), ctx.stage(p.name, FIELD, p.matrix_shape, device=device)
+
     def _feedback(self, bucket: Bucket, ctx: StepContext) -> Feedback:
-        before, after = [], []
-        for p in bucket.params:
-            kept = ctx.read(p.name, FIELD)
-            before.append(kept.view(-1) if kept is not None else None)
-            after.append(ctx.stage(p.name, FIELD, p.matrix_shape, device=bucket.device).view(-1))
-        return Feedback(before, after)
+        kept = [self._kept(p, ctx, bucket.device) for p in bucket.params]
+        return Feedback(
+            [old.view(-1) if old is not None else None for old, _ in kept], [new.view(-1) for _, new in kept]
+        )
 
 
 def quant8(**options: Any) -> Quantized:

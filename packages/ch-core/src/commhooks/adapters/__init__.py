@@ -120,6 +120,7 @@ if TYPE_CHECKING:
     from commhooks.adapters.managed import Layouts, ManagedAxis, ManagerAdapter, manager_adapter
     from commhooks.adapters.optimizer_watch import OptimizerWatch, watch_outcome
     from commhooks.agreement import Fingerprint, StoreExchange, agree_along
+    from commhooks.compositions.scattered import Scattered
     from commhooks.engine.engine import Engine
     from commhooks.engine.group import EngineGroup
     from commhooks.engine.immediate import Immediate
@@ -147,6 +148,7 @@ __all__ = [
     "OptimizerWatch",
     "ProcessGroupTransport",
     "ProcessGroupWork",
+    "Scattered",
     "SideStream",
     "StepOutcome",
     "StepVerdict",
@@ -171,6 +173,7 @@ __getattr__, __dir__ = lazy(
         "adapters.managed": "Layouts ManagedAxis ManagerAdapter manager_adapter",
         "adapters.optimizer_watch": "OptimizerWatch watch_outcome",
         "agreement": "Fingerprint StoreExchange agree_along",
+        "compositions.scattered": "Scattered",
         "engine.engine": "Engine",
         "engine.group": "EngineGroup",
         "engine.immediate": "Immediate",

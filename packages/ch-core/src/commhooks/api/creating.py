@@ -8,9 +8,10 @@ import torch.distributed as dist
 
 from commhooks.errors import AttachError, HookConfigError
 from commhooks.handle import CommHook
-from commhooks.reduction import Reduction, as_reduction
+from commhooks.reduction import Reduction
 from commhooks.registry.builder import Builder
 from commhooks.registry.expression import Node, canonical
+from commhooks.registry.function import as_reduction
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

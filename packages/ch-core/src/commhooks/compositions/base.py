@@ -8,6 +8,7 @@ from commhooks.errors import HookConfigError
 from commhooks.reduction import Reduction, Stages, StepContext
 from commhooks.registry.expression import unparse
 from commhooks.registry.hook_function import as_hook
+from commhooks.shards import Shards
 
 Make = Callable[[list[Reduction]], Reduction]
 
@@ -55,7 +56,9 @@ class Composite(Reduction):
     that drives ``self.inner.start(bucket, ctx)``; with options also ``__init__`` and
     :meth:`~commhooks.reduction.Reduction.config`. What the class declares (``lossy``, ``fields``, ``collectives``) is
     added to what the parts declare; a wrapper after which a part's report is no longer what was sent sets
-    ``self.reports_sent = False``. One that chooses among several parts says which in :meth:`part_for`.
+    ``self.reports_sent = False``. One with a :meth:`~commhooks.reduction.Reduction.run_scatter` that drives
+    ``part.start_scatter(shards, ctx)`` works where its parts do on a sharded gradient. One that chooses among several
+    parts says which in :meth:`part_for`.
 
     Args:
         parts: the reductions that it is made of; by themselves they average plainly what does not fit them.
@@ -124,6 +127,13 @@ class Composite(Reduction):
 
     def start(self, bucket: Bucket, ctx: StepContext) -> Stages:
         return self.run(bucket, ctx)  # the parts average plainly what does not fit them
+
+    @property
+    def scatters(self) -> bool:
+        return super().scatters and all(part.scatters for part in self.parts)
+
+    def start_scatter(self, shards: Shards, ctx: StepContext) -> Stages:
+        return self.run_scatter(shards, ctx)
 
     def node(self) -> dict[str, Any]:
         inner = [part.node() for part in self.parts]

@@ -16,6 +16,7 @@ from commhooks.compositions.base import Composite, composed
 from commhooks.errors import HookConfigError
 from commhooks.reduction import Reduction, Stages, StepContext
 from commhooks.requests import payload_bytes
+from commhooks.shards import Shards
 
 log = logging.getLogger("commhooks")
 
@@ -109,6 +110,12 @@ class Policy(Composite):
             sent = ctx.sent.select(names) if ctx.sent is not None else None
             parts.append(self.parts[number].start(bucket.select(names), ctx.child(f"rule {number}", sent=sent)))
         return parallel(*parts)
+
+    def run_scatter(self, shards: Shards, ctx: StepContext) -> Stages:
+        groups = self.groups(shards.layout.part).items()
+        return parallel(
+            *(self.parts[n].start_scatter(shards.select(names), ctx.child(f"rule {n}")) for n, names in groups)
+        )
 
 
 def policy(rules: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> Any:

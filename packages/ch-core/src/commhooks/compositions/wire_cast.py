@@ -20,6 +20,7 @@ from commhooks.compositions.base import Composite
 from commhooks.errors import HookConfigError
 from commhooks.reduction import Reduction, Stages, StepContext
 from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Request, Requests, Wire, as_tuple
+from commhooks.shards import Shards
 
 _DEFAULTS = {"accumulate": "wire", "rounding": "nearest"}
 NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -77,7 +78,12 @@ class WireCast(Composite):
         return self.run_with_plain(bucket, ctx, {p.name for p in bucket.params if p.kind != "dense"})  # sparse, complex
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
-        inner = self.inner.start(bucket, ctx)
+        return self._rounded(self.inner.start(bucket, ctx), ctx)
+
+    def run_scatter(self, shards: Shards, ctx: StepContext) -> Stages:
+        return self._rounded(self.inner.start_scatter(shards, ctx), ctx)
+
+    def _rounded(self, inner: Stages, ctx: StepContext) -> Stages:
         try:
             for number, requests in enumerate(inner):
                 if self.accumulate == "fp32":

@@ -116,7 +116,7 @@ class Builder:
     def _leaf(self, spec: HookSpec, node: Node, full: Node, config: Mapping[str, Any]) -> Built:
         target = self.registry.target(spec)
         if spec.kind == "reduction":
-            from commhooks.reduction import as_reduction  # imports torch
+            from commhooks.registry.function import as_reduction  # imports torch
 
             value = _call(spec, functools.partial(as_reduction, target), (), config)
             return Built(value, spec.kind, node, full)

@@ -3,10 +3,11 @@
 from commhooks.testing.contract_gloo import Processes
 from commhooks.testing.contract_metadata import Describing
 from commhooks.testing.contract_numerics import Numbers
+from commhooks.testing.contract_scatter import Scattering
 from commhooks.testing.contract_state import Surviving
 
 
-class HookContract(Describing, Numbers, Surviving, Processes):
+class HookContract(Describing, Numbers, Scattering, Surviving, Processes):
     """Proves a hook in five lines, in a file that pytest collects::
 
         from commhooks.testing import HookContract

@@ -13,14 +13,17 @@ SIZES = [2, 3, 4]
 VICTIM = "beta_1"
 
 
-def killed_and_restarted(folder: Path, place: str, replicas: int, hook: str) -> quorum.Outcome:
-    """Replicas train; one is killed at ``place`` and started again with other weights; all stop at one step."""
+def killed_and_restarted(folder: Path, place: str, replicas: int, hook: str, limit: float = 60.0) -> quorum.Outcome:
+    """Replicas train; one is killed at ``place`` and started again with other weights; all stop at one step.
+
+    ``limit``: seconds after which the run is given up.
+    """
     with quorum.lighthouse(heartbeat=1.0, join_timeout=0.5) as address:
         tasks = [
             Task(name, str(folder), address, hook, seed=i, replicas=replicas, die=place if name == VICTIM else None)
             for i, name in enumerate(quorum.NAMES[:replicas])
         ]
-        return quorum.run(folder, tasks)
+        return quorum.run(folder, tasks, limit=limit)
 
 
 def verify(outcome: quorum.Outcome, place: str, replicas: int, hook: str) -> None:

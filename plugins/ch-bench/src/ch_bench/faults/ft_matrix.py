@@ -70,7 +70,7 @@ from the start of its new process to that commit, the other processes and the li
 def row(place: str, replicas: int, hook: str) -> tuple[list[str], str]:
     """The cells of one case, and what is wrong with it."""
     with tempfile.TemporaryDirectory() as folder:
-        outcome = scenario.killed_and_restarted(Path(folder), place, replicas, hook)
+        outcome = scenario.killed_and_restarted(Path(folder), place, replicas, hook, limit=200.0)
         try:
             scenario.verify(outcome, place, replicas, hook)
         except (AssertionError, IndexError) as error:

@@ -1,0 +1,101 @@
+"""A reduction as the reduce-scatter of sharded gradients: what an adapter gives an :class:`~commhooks.adapters.Engine`."""
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from commhooks.bucket import Bucket, BucketLayout
+from commhooks.errors import HookNotSupportedError
+from commhooks.reduction import Reduction, Stages, StepContext
+from commhooks.shards import ShardLayout, Shards
+
+
+class Scattered(Reduction):
+    """:meth:`.Reduction.run_scatter` of a reduction, for buckets that :meth:`bucket` makes.
+
+    Args:
+        inner: one that ``scatters``.
+
+    Attributes:
+        factor: by which the average is multiplied at the end: W for a sum.
+
+    Raises:
+        HookNotSupportedError: ``inner`` cannot leave each rank a part.
+
+    Example:
+        >>> from commhooks.reduction import Plain
+        >>> made, cut = Scattered(Plain()), ShardLayout.of(BucketLayout.of_shapes({"w": (3, 2)}), 2)
+        >>> bucket = made.bucket(cut, torch.ones(8), torch.zeros(4))
+        >>> [r.kind for stage in made.plan(bucket.layout, StepContext(world_size=2)) for r in stage]
+        ['reduce_scatter']
+    """
+
+    trips = 1
+
+    def __init__(self, inner: Reduction) -> None:
+        if not inner.scatters:
+            raise HookNotSupportedError(
+                f"{inner!r} cannot leave each rank a part of the average: it has no run_scatter()"
+            )
+        self.inner, self.name, self.factor = inner, inner.name, 1.0
+        self.granularity, self.lossy = inner.granularity, inner.lossy
+        self.collectives = (inner.collectives - {"all_reduce", "all_gather"}) | {"reduce_scatter"}
+        self.fields, self.scaled_fields = inner.fields, inner.scaled_fields
+        self.memory_order_fields = inner.memory_order_fields
+        self._layouts: dict[BucketLayout, ShardLayout] = {}
+        self._buckets: dict[tuple[int, int, str, torch.dtype], BucketLayout] = {}
+        self._output: torch.Tensor | None = None
+
+    def bucket(self, layout: ShardLayout, storage: torch.Tensor, output: torch.Tensor, *, index: int = 0) -> Bucket:
+        """What to run next: see :class:`~commhooks.Shards`. One at a time: the output is that of the last made.
+
+        Args:
+            layout: how the parameters are cut; give the same object every time.
+            storage: this rank's gradient, ``(W * n,)``.
+            output: ``(n,)``, for this rank's part of the average.
+            index: position in the step, equal on all ranks.
+        """
+        self._output = output
+        world = storage.numel() // max(output.numel(), 1)
+        key = (id(layout), world, str(storage.device), storage.dtype)
+        if key not in self._buckets:
+            whole = layout.bucket(world)
+            self._buckets[key] = BucketLayout(whole.params, whole.numel, storage.dtype, storage.device)
+            self._layouts[self._buckets[key]] = layout
+        return Bucket(self._buckets[key], storage, index)
+
+    def release(self) -> None:
+        """Hold the last bucket's output no longer."""
+        self._output = None
+
+    def phase(self, step: int) -> Hashable:
+        return self.inner.phase(step)
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
+        cut = self._layouts.get(bucket.layout)
+        dry = bucket.storage.is_meta
+        if dry:  # planned from shapes alone; the layouts that are known are those of a real device
+            known = (
+                c for b, c in self._layouts.items() if b.params == bucket.params and b.numel == bucket.layout.numel
+            )
+            cut = next(known, None) or ShardLayout.of(bucket.layout, ctx.world_size)
+        assert cut is not None  # noqa: S101 - bucket() has made it
+        n = cut.part.numel
+        storage = bucket.storage.new_empty(ctx.world_size * n) if dry else bucket.storage
+        output = self._output if self._output is not None and not dry else storage.new_empty(n)
+        yield from self.inner.start_scatter(Shards(cut, storage, output, bucket.index), ctx)
+        if self.factor != 1.0:
+            output.mul_(self.factor)
+
+    def start(self, bucket: Bucket, ctx: StepContext) -> Stages:
+        return self.run(bucket, ctx)  # the inner one averages plainly what does not fit it
+
+    def config(self) -> dict[str, Any]:
+        return self.inner.config()
+
+    def node(self) -> dict[str, Any]:
+        return self.inner.node()
+
+    def __repr__(self) -> str:
+        return repr(self.inner)

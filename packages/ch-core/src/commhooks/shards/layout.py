@@ -1,0 +1,140 @@
+"""A gradient that the ranks share out: each keeps the average of one part of it (a reduce-scatter).
+
+FSDP cuts every parameter into W chunks along a dimension, pads them to the size of the first, and lays the r-th chunks of all
+parameters one after another: part r, which is rank r's. All parts have the same layout, whatever is padding in them.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from commhooks.bucket import BucketLayout, ParamLayout, contiguous_stride
+
+
+class ShardLayout:
+    """How parameters are cut into W parts: the same on every rank, with no numbers in it.
+
+    Args:
+        part: names, padded shapes and offsets of one part; names are the parameters' own.
+        whole: name -> the shape of the parameter, of which a part holds a chunk.
+        dims: name -> the dimension that is cut; 0 if not given. Along another one the chunks are equal.
+
+    Attributes:
+        part, whole, dims: as given.
+    """
+
+    __slots__ = ("_whole", "dims", "part", "whole")
+
+    def __init__(
+        self, part: BucketLayout, whole: Mapping[str, tuple[int, ...]], dims: Mapping[str, int] | None = None
+    ) -> None:
+        self.part, self.whole, self.dims = part, dict(whole), dict(dims or {})
+        self._whole = {n: ParamLayout(n, shape, contiguous_stride(shape), 0) for n, shape in self.whole.items()}
+
+    @staticmethod
+    def of(layout: BucketLayout, world_size: int) -> "ShardLayout":
+        """Parameters of these shapes, cut along dimension 0 as FSDP2 does.
+
+        >>> cut = ShardLayout.of(BucketLayout.of_shapes({"w": (5, 2), "b": (3,)}), 2)
+        >>> [(p.name, p.shape, p.offset) for p in cut.part.params], cut.bucket(2).numel
+        ([('w', (3, 2), 0), ('b', (2,), 6)], 16)
+        """
+        whole = {p.name: p.shape or (1,) for p in layout.params}
+        shapes = {name: (-(-shape[0] // world_size), *shape[1:]) for name, shape in whole.items()}
+        return ShardLayout(BucketLayout.of_shapes(shapes, layout.dtype, layout.device), whole)
+
+    def bucket(self, world_size: int) -> BucketLayout:
+        """All parts as one bucket: what a rank has before the reduce-scatter."""
+        part = self.part
+        params = [
+            ParamLayout(p.name, p.shape, p.stride, r * part.numel + p.offset)
+            for r in range(world_size)
+            for p in part.params
+        ]
+        return BucketLayout(params, world_size * part.numel, part.dtype, part.device)
+
+    def select(self, names: frozenset[str]) -> "ShardLayout":
+        """Some of the parameters, in the same places."""
+        return ShardLayout(self.part.select(names), self.whole, self.dims)
+
+    def whole_param(self, name: str) -> ParamLayout:
+        """The parameter that is cut, row-major."""
+        return self._whole[name]
+
+
+@dataclass(slots=True)
+class Shards:
+    """W parts of a gradient, and the place for one average.
+
+    Attributes:
+        layout: how the parameters are cut.
+        storage: ``(W * n,)``: this rank's gradient, part r for rank r, with zeros in the padding. May be overwritten.
+        output: ``(n,)``, this rank's part of the average when the reduction has ended. Nobody looks at its padding.
+        index: position in the step, equal on all ranks.
+
+    Example:
+        >>> cut = ShardLayout.of(BucketLayout.of_shapes({"w": (3, 2)}), 2)
+        >>> shards = Shards(cut, torch.arange(8.0), torch.zeros(4))
+        >>> [[v.tolist() for v in part] for part in shards.vectors()]
+        [[[0.0, 1.0, 2.0, 3.0]], [[4.0, 5.0, 6.0, 7.0]]]
+        >>> [piece.tolist() for piece in shards.cut(shards.params[0], torch.arange(6.0))]
+        [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0]]
+    """
+
+    layout: ShardLayout
+    storage: torch.Tensor
+    output: torch.Tensor
+    index: int = 0
+
+    @property
+    def params(self) -> tuple[ParamLayout, ...]:
+        """Of one part: padded shapes, and offsets in it."""
+        return self.layout.part.params
+
+    @property
+    def device(self) -> torch.device:
+        return self.storage.device
+
+    @property
+    def world_size(self) -> int:
+        return self.storage.numel() // max(self.output.numel(), 1)
+
+    def vectors(self) -> list[list[torch.Tensor]]:
+        """Each part's parameters as live 1-D views, padding included: the same sizes in every part."""
+        return [self._split(part) for part in self.storage.view(self.world_size, -1)]
+
+    def own(self) -> list[torch.Tensor]:
+        """The places for this rank's averages: live 1-D views of :attr:`output`, of the same sizes."""
+        return self._split(self.output)
+
+    def select(self, names: Iterable[str]) -> "Shards":
+        """Some of the parameters, over the same memory."""
+        return Shards(self.layout.select(frozenset(names)), self.storage, self.output, self.index)
+
+    def whole(self, param: ParamLayout) -> ParamLayout:
+        """The parameter of which ``param`` is a chunk: what is kept for it has its shape, on every rank, whatever W is."""
+        return self.layout.whole_param(param.name)
+
+    def cut(self, param: ParamLayout, kept: torch.Tensor) -> list[torch.Tensor]:
+        """A tensor with a number for every element of the whole parameter, as W vectors without padding: what belongs to
+        the numbers of :meth:`vectors`. The last ones are shorter, or empty. Views, if dimension 0 is cut; else copies.
+        """
+        dim, whole = self.layout.dims.get(param.name, 0), self.whole(param)
+        if dim == 0:
+            flat, size = kept.view(-1), param.numel
+            bounds = [min(r * size, flat.numel()) for r in range(self.world_size + 1)]
+            return [flat[a:b] for a, b in itertools.pairwise(bounds)]
+        return [c.contiguous().view(-1) for c in kept.view(whole.shape).chunk(self.world_size, dim)]
+
+    def join(self, param: ParamLayout, pieces: Sequence[torch.Tensor], kept: torch.Tensor) -> None:
+        """Put what :meth:`cut` gave back into ``kept``, where it gave copies."""
+        dim = self.layout.dims.get(param.name, 0)
+        if dim:
+            chunks = kept.view(self.whole(param).shape).chunk(self.world_size, dim)
+            for chunk, piece in zip(chunks, pieces, strict=True):
+                chunk.copy_(piece.view(chunk.shape))
+
+    def _split(self, part: torch.Tensor) -> list[torch.Tensor]:
+        return [part[p.offset : p.offset + p.numel] for p in self.params]

@@ -1,0 +1,121 @@
+"""The part of the contract about sharded gradients, for reductions with a ``run_scatter()``, over simulated ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from commhooks.bucket import BucketLayout
+from commhooks.compositions.scattered import Scattered
+from commhooks.errors import HookNotSupportedError
+from commhooks.shards import ShardLayout
+from commhooks.simulate import SimulatedRank, simulate
+from commhooks.state import HookState
+from commhooks.testing.contract_case import Case
+from commhooks.testing.gradients import all_ranks, average, distance
+
+SHAPES = {"w": (65, 40), "b": (65,), "rows": (5, 64), "column": (129, 1), "square": (96, 96)}
+"""Uneven on any number of ranks above one: padded, and on five ranks some have none of ``rows``'s."""
+
+
+class Scattering(Case):
+    """Checks of what each rank keeps. A reduction without ``run_scatter()`` is refused, and that is checked in their place."""
+
+    def test_a_part_is_the_average_on_uneven_shards(self) -> None:
+        self._needs_parts()
+        if not (self.mean and self.averages):
+            pytest.skip("it leaves something else than the mean, on purpose")
+        for dtype in (torch.float32, torch.bfloat16):
+            for world in (1, *self.world_sizes, 5):
+                ranks = all_ranks(self._like(dtype), world, 0)
+                steps = self.steps if self.local_fields else 1
+                wholes = [whole for whole, _ in self._run(world, [ranks] * steps)]
+                total = {n: torch.stack([w[n].double() for w in wholes]).mean(0) for n in SHAPES}
+                self.near(distance(total, average(ranks)), self.allowed(dtype), f"parts on {world} ranks, {dtype}")
+
+    def test_parts_and_residuals_add_up_to_what_was_given(self) -> None:
+        """Summed over the steps, the averages are what was delivered and what the ranks keep, on average over them."""
+        self._needs_parts()
+        if "residual" not in self.local_fields:
+            pytest.skip("keeps no residual")
+        world, like = 3, self._like(torch.float32)
+        given = [all_ranks(like, world, step) for step in range(4)]
+        found = self._run(world, given)
+        kept = found[-1][1]
+        wanted = {n: torch.stack([average(ranks)[n].double() for ranks in given]).sum(0) for n in SHAPES}
+        got = {n: torch.stack([whole[n].double() for whole, _ in found]).sum(0) for n in SHAPES}
+        for state in kept:
+            for name, field, tensor in state.entries():
+                if field == "residual":
+                    got[name] += tensor.double().view(SHAPES[name]) / world
+        self.near(distance(got, wanted), self.conserved(), "delivered parts and residuals of whole parameters")
+
+    def test_a_step_that_is_rolled_back_leaves_no_trace_in_parts(self) -> None:
+        self._needs_parts()
+        world, like = 2, self._like(torch.float32)
+        given = [all_ranks(like, world, step) for step in (0, 1)]
+        troubled = self._run(world, [given[0], given[1], given[1]], dropped=1)
+        straight = self._run(world, given)
+        for name in SHAPES:
+            assert torch.equal(troubled[-1][0][name], straight[-1][0][name]), f"{name}: a dropped step left a trace"
+
+    def test_without_run_scatter_it_is_refused(self) -> None:
+        if self.reduction.scatters:
+            pytest.skip("it has a run_scatter()")
+        with pytest.raises(HookNotSupportedError, match="run_scatter"):
+            Scattered(self.reduction)
+
+    def _needs_parts(self) -> None:
+        if not self.reduction.scatters:
+            pytest.skip("has no run_scatter(): where each rank keeps a part of the average it is refused by name")
+
+    def _like(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        return {name: torch.zeros(shape, dtype=dtype) for name, shape in SHAPES.items()}
+
+    def _run(
+        self, world: int, steps: list[list[dict[str, torch.Tensor]]], dropped: int | None = None
+    ) -> list[tuple[dict[str, torch.Tensor], list[HookState]]]:
+        """For every step, the parts of all ranks put together, and all ranks' state after the last."""
+        dtype = steps[0][0]["w"].dtype
+        cut = ShardLayout.of(BucketLayout.of_shapes(SHAPES, dtype), world)
+
+        def body(rank: SimulatedRank) -> tuple[list[torch.Tensor], HookState]:
+            handle = self.make()
+            assert handle.reduction is not None
+            assert isinstance(handle.state, HookState)
+            scattered, state = Scattered(handle.reduction), handle.state
+            engine, parts = rank.engine(scattered, state), []
+            for number, step in enumerate(steps):
+                output = torch.full((cut.part.numel,), 7.0, dtype=dtype)
+                engine.run(scattered.bucket(cut, _packed(cut, step[rank.rank], world), output))
+                error = engine.finish()
+                if error is not None:
+                    raise error
+                if number == dropped:
+                    engine.rollback()
+                engine.resolve_step(force=True)
+                parts.append(output)
+            return parts, state
+
+        ranks = simulate(world, body)
+        states = [state for _, state in ranks]
+        return [(_whole(cut, [parts[number] for parts, _ in ranks]), states) for number in range(len(steps))]
+
+
+def _packed(cut: ShardLayout, gradients: dict[str, torch.Tensor], world: int) -> torch.Tensor:
+    """One rank's gradients as W padded parts."""
+    parts = torch.zeros(world, cut.part.numel, dtype=cut.part.dtype)
+    for p in cut.part.params:
+        flat: Any = gradients[p.name].reshape(-1)
+        for r, piece in enumerate(flat.split(p.numel)):
+            parts[r, p.offset : p.offset + piece.numel()] = piece
+    return parts.view(-1)
+
+
+def _whole(cut: ShardLayout, parts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The parameters of which each rank holds a part."""
+    found = {}
+    for p in cut.part.params:
+        flat = torch.cat([part[p.offset : p.offset + p.numel] for part in parts])
+        found[p.name] = flat[: cut.whole_param(p.name).numel].view(SHAPES[p.name])
+    return found

@@ -1,0 +1,247 @@
+"""Reductions that leave each rank a part, on FSDP2's shard axis: alone, and beside the replicate axis with other bits."""
+
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+import commhooks
+from commhooks import HookNotSupportedError, StateError
+from commhooks.testing import spawn
+
+from .fsdp_kit import batch, flat_params, gpt, grads, line, shard2, square, train
+
+pytest.importorskip("ch_quant")
+pytestmark = [pytest.mark.timeout(180), pytest.mark.gloo]
+
+FOUR = "quant4(block=16, error_feedback=True)"
+BF16 = torch.bfloat16
+
+
+def backward(model: nn.Module, rank: int, step: int = 77) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(*batch(step, rank)).backward()
+    return grads(model)
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    x, y = (torch.cat([v.double().reshape(-1) for v in d.values()]) for d in (a, b))
+    return float((x - y).norm() / y.norm())
+
+
+def body_near(rank: int, world: int) -> None:
+    """Uneven shards (65 rows, 33 rows): each bit width as near as it promises, with the bytes that it promises."""
+    mesh = line(world)
+    exact = backward(shard2(gpt(), mesh), rank)
+    for name, limit, share in (
+        ("quant8(block=16)", 1e-2, 0.36),
+        ("quant4(block=16)", 1.2e-1, 0.24),
+        ("quant4(block=16, exempt=False)", 1.2e-1, 0.17),
+        ("warmup(quant4(block=16), steps=1)", 1e-6, 1.0),
+        ("policy({'*.qkv.*': quant8(block=16), '*': bf16_compress})", 1e-2, 0.5),
+    ):
+        model = shard2(gpt(), mesh)
+        handle = commhooks.attach(model, name)
+        found = backward(model, rank)
+        assert distance(found, exact) <= limit, name
+        stats = handle.stats()
+        whole = sum(group.unsharded_numel() for group in handle.binding.groups) * 4
+        assert stats["shard_payload_bytes"] <= share * whole, (name, stats["shard_payload_bytes"] / whole)
+        assert (stats["compressed_steps"] == 1) == (limit > 1e-6)
+        for n, p in model.named_parameters():
+            assert p.grad is not None, n
+        handle.detach()
+        assert distance(backward(model, rank), exact) == 0
+
+
+def body_feedback(rank: int, world: int) -> None:
+    """What was held back is delivered: the mean of the gradients applied so far comes near the exact one."""
+    mesh = line(world)
+    exact = backward(shard2(gpt(), mesh), rank)
+    model = shard2(gpt(), mesh)
+    handle = commhooks.attach(model, FOUR)
+    once = backward(model, rank)
+    total = {name: g.clone() for name, g in once.items()}
+    for _ in range(7):
+        for name, g in backward(model, rank).items():
+            total[name] += g
+    assert distance({name: g / 8 for name, g in total.items()}, exact) < distance(once, exact) / 4
+    handle.commit()
+    shapes = {name: tuple(t.shape) for name, field, t in handle.state.entries() if field == "residual"}
+    own = {name: p.shape for name, p in model.named_parameters()}
+    assert shapes
+    assert all(shape == tuple(own[name]) for name, shape in shapes.items()), "whole parameters, on every rank"
+
+
+def body_cases(rank: int, world: int) -> None:
+    """Mixed precision, sums and factors, another dimension, unused and frozen parameters."""
+    mesh = line(world)
+
+    def pair(case: str, setup: Any = lambda m: None, made: Any = None, limit: float = 2e-2, **options: Any) -> None:
+        mine, torchs = ((made or (lambda: shard2(gpt(), mesh, **options)))() for _ in range(2))
+        for model in (mine, torchs):
+            setup(model)
+        handle = commhooks.attach(mine, "quant8(block=16, error_feedback=True)")
+        for step in (1, 2):
+            a, b = backward(mine, rank, step), backward(torchs, rank, step)
+            assert 0 < distance(a, b) < limit, case
+        assert handle.stats()["compressed_steps"] == 2, case
+
+    pair("reduce in bf16", mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16))
+    pair("reduce in fp32", mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32))
+    pair("reduce in fp16", mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+    pair("sums", lambda m: [x.set_force_sum_reduction_for_comms(True) for x in (m, *m.blocks)])
+    pair("frozen", lambda m: [p.requires_grad_(False) for p in m.blocks[0].parameters()])
+
+    def another() -> Any:
+        placed = lambda p: Shard(1) if p.ndim == 2 and p.shape[1] % world == 0 else None  # noqa: E731
+        return shard2(gpt(), mesh, shard_placement_fn=placed)
+
+    pair("another dimension", made=another)
+
+
+def body_unused(rank: int, world: int) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+            return self.b(self.a(x)) if both else self.a(x)
+
+    model = fully_shard(Two(), mesh=line(world))
+    handle = commhooks.attach(model, "quant8(block=16)")
+    for both in (True, False, True):
+        model.zero_grad()
+        model(torch.ones(2, 32), both).sum().backward()
+        assert model.a.weight.grad is not None
+    assert handle.stats()["steps"] == 3
+
+
+def body_refused(rank: int, world: int) -> None:
+    model = shard2(gpt(), line(world))
+    for hook in ("powersgd(rank=2)", "error_feedback(bf16_compress)", "warmup(powersgd(rank=2), steps=3)"):
+        with pytest.raises(HookNotSupportedError, match=r"has no run_scatter\(\)"):
+            commhooks.attach(model, hook, axis="shard")
+
+
+def test_near_the_average_with_the_bytes_promised() -> None:
+    spawn(body_near, 2)
+
+
+@pytest.mark.soak
+def test_near_the_average_on_three() -> None:
+    spawn(body_near, 3)
+
+
+def test_feedback_on_uneven_shards() -> None:
+    spawn(body_feedback, 3)
+
+
+def test_cases() -> None:
+    spawn(body_cases, 2)
+
+
+def test_unused_parameters_and_refusals() -> None:
+    spawn(body_unused, 2)
+    spawn(body_refused, 2)
+
+
+# -- both axes
+
+
+def attached(model: nn.Module, shard: str, replicate: str) -> tuple[Any, Any]:
+    return commhooks.attach(model, shard, axis="shard"), commhooks.attach(model, replicate, axis="replicate")
+
+
+def steps(model: nn.Module, handles: Any, optimizer: torch.optim.Optimizer, rank: int, first: int, last: int) -> None:
+    for step in range(first, last):
+        optimizer.zero_grad()
+        model(*batch(step, rank)).backward()
+        optimizer.step()
+
+
+def body_both_axes(rank: int, world: int) -> tuple[list[float], list[float], dict[str, float]]:
+    """8 bits inside the node, 4 between; and a run that is saved and resumed, to the same bits."""
+    exact = shard2(gpt(), square())
+    plain = train(exact, 12, rank)
+    model = shard2(gpt(), square())
+    shard, replicate = attached(model, "quant8(block=16)", FOUR)
+    found = train(model, 12, rank)
+    both = {"shard": shard.stats()["shard_payload_bytes"], "replicate": replicate.stats()["replicate_payload_bytes"]}
+    assert set(shard.stats()) & {"replicate_payload_bytes"} == set()
+    shard.assert_active()
+    replicate.assert_active()
+    replicate.detach()
+    shard.detach()
+    return plain, found, both
+
+
+def body_resume(rank: int, world: int) -> None:
+    straight = shard2(gpt(), square())
+    handles = attached(straight, FOUR, FOUR)
+    optimizer = torch.optim.SGD(straight.parameters(), lr=0.1)
+    steps(straight, handles, optimizer, rank, 0, 3)
+    files = []
+    for handle in handles:
+        files.append(io.BytesIO())
+        torch.save(handle.state_dict(), files[-1])
+        files[-1].seek(0)
+    weights = {name: p.detach().clone() for name, p in straight.state_dict().items()}
+    steps(straight, handles, optimizer, rank, 3, 6)
+
+    again = shard2(gpt(seed=1), square())
+    resumed = attached(again, FOUR, FOUR)
+    again.load_state_dict(weights)
+    for handle, file in zip(resumed, files, strict=True):
+        handle.load_state_dict(torch.load(file, weights_only=True))
+    steps(again, resumed, torch.optim.SGD(again.parameters(), lr=0.1), rank, 3, 6)
+    assert torch.equal(flat_params(again), flat_params(straight))
+    saved = resumed[0].state_dict()
+    with pytest.raises(StateError, match=r"rank \d of 2, this is rank \d of 2"):
+        resumed[0].load_state_dict({**saved, "rank": 1 - saved["rank"]})
+
+
+def body_other_count(rank: int, world: int) -> None:
+    """A state of three shards, merged, goes on over two: residuals are of whole parameters."""
+    model = shard2(gpt(), line(world))
+    handle = commhooks.attach(model, FOUR)
+    backward(model, rank)
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, handle.state_dict())
+    merged = commhooks.checkpoint.merge(everyone)
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        two = shard2(gpt(), DeviceMesh.from_group(pair, "cpu"))
+        fewer = commhooks.attach(two, FOUR, axis="shard")
+        with pytest.raises(StateError, match="world_change='mean'"):
+            fewer.load_state_dict(merged)
+        fewer.load_state_dict(merged, world_change="mean")
+        held = {name: t for name, _, t in fewer.state.entries()}
+        assert all(torch.equal(held[name], entry["residual"]) for name, entry in merged["entries"].items())
+        backward(two, rank)
+        fewer.detach()
+    dist.barrier()
+
+
+def test_both_axes_with_other_bits() -> None:
+    for plain, found, both in spawn(body_both_axes, 4, timeout=150):
+        assert sum(found) == pytest.approx(sum(plain), rel=1e-2)
+        assert found[-1] == pytest.approx(plain[-1], rel=3e-2)
+        assert 0 < both["replicate"] < both["shard"]
+
+
+def test_saved_and_resumed_to_the_same_bits() -> None:
+    spawn(body_resume, 4, timeout=150)
+
+
+def test_another_number_of_shards() -> None:
+    spawn(body_other_count, 3, timeout=150)
