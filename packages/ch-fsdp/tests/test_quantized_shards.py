@@ -1,6 +1,7 @@
 """Reductions that leave each rank a part, on FSDP2's shard axis: alone, and beside the replicate axis with other bits."""
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.tensor import Shard
 
 import commhooks
 from commhooks import HookNotSupportedError, StateError
+from commhooks.checkpoint import dcp
 from commhooks.testing import spawn
 
 from .fsdp_kit import batch, flat_params, gpt, grads, line, shard2, square, train
@@ -230,6 +232,26 @@ def body_other_count(rank: int, world: int) -> None:
         backward(two, rank)
         fewer.detach()
     dist.barrier()
+
+
+def body_dcp(rank: int, world: int, folder: str) -> None:
+    """One distributed checkpoint of the mesh: a key for each replica, and every rank gets its own back."""
+    model = shard2(gpt(), square())
+    handle = commhooks.attach(model, FOUR, axis="shard")
+    backward(model, rank)
+    with pytest.raises(StateError, match="key="):
+        dcp.sharded(handle)
+    replica = model.blocks[0].qkv.weight.device_mesh.get_local_rank("replicate")
+    dcp.save(handle, folder, key=f"replica_{replica}")
+    held = {name: t.clone() for name, _, t in handle.state.entries()}
+    backward(model, rank, 78)
+    dcp.load(handle, folder, key=f"replica_{replica}")
+    assert held
+    assert all(torch.equal(t, held[name]) for name, _, t in handle.state.entries())
+
+
+def test_one_distributed_checkpoint(tmp_path: Path) -> None:
+    spawn(body_dcp, 4, str(tmp_path), timeout=150)
 
 
 def test_both_axes_with_other_bits() -> None:

@@ -32,7 +32,7 @@ def native(store: dist.Store, rank: int, world: int) -> dist.ProcessGroup:
     return group
 
 
-def train(address: str, store: dist.Store, number: int, stop: int) -> dict[int, tuple[int, float]]:
+def train(address: str, store: dist.Store, number: int, stop: int, hook: str) -> dict[int, tuple[int, float]]:
     """One replica, which leaves at step ``stop``: committed step -> participants, sum of the parameters after it."""
     group = native(store, number, 3)
     net = copy.deepcopy(NET)
@@ -42,9 +42,7 @@ def train(address: str, store: dist.Store, number: int, stop: int) -> dict[int, 
         load_state_dict=net.load_state_dict, quorum_timeout=20, min_replicas=2,
     ) as member:  # fmt: skip
         manager = member.manager
-        model = ch_ft.DistributedDataParallel(
-            manager, net, hook="powersgd(rank=2)", process_group=group, bucket_cap_mb=0.0005
-        )
+        model = ch_ft.DistributedDataParallel(manager, net, hook=hook, process_group=group, bucket_cap_mb=0.0005)
         optimizer = ch_ft.OptimizerWrapper(manager, torch.optim.SGD(net.parameters(), lr=0.05))
         while manager.current_step() < stop:
             optimizer.zero_grad()
@@ -60,12 +58,13 @@ def train(address: str, store: dist.Store, number: int, stop: int) -> dict[int, 
 
 
 @pytest.mark.timeout(100)
-def test_replicas_train_and_go_on_without_one_that_left() -> None:
+@pytest.mark.parametrize("hook", ["powersgd(rank=2)", "quant4(block=16, error_feedback=True)"])
+def test_replicas_train_and_go_on_without_one_that_left(hook: str) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # Each needs a connection of its own, because all of them wait on the store at once.
     stores = [dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False) for _ in range(3)]
     with quorum.lighthouse(min_replicas=2, heartbeat=1.0, join_timeout=3.0) as address, ThreadPoolExecutor(3) as pool:
-        running = [pool.submit(train, address, stores[n], n, stop) for n, stop in enumerate((12, 12, 6))]
+        running = [pool.submit(train, address, stores[n], n, stop, hook) for n, stop in enumerate((12, 12, 6))]
         logs = [future.result(timeout=80) for future in running]
     for step in set(logs[0]) | set(logs[1]):
         assert len({log[step] for log in logs if step in log}) == 1, step
