@@ -26,6 +26,8 @@ VARIANTS = {  # of a hook, in place of its example
     "quant": ("quant(bits=3)", "quant4(rotation='hadamard')"),
     "quant8": ("quant8", "quant8(error_feedback=True)"),
     "quant4": ("quant4", "quant4(error_feedback=True)"),
+    "topk": ("topk", "topk(bits=2)"),
+    "randomk": ("randomk",),
     "bf16_wrapper": (f"bf16_wrapper({POWERSGD})",),
     "fp16_wrapper": (f"fp16_wrapper({POWERSGD})",),
     "warmup": (f"warmup({POWERSGD}, steps=20)",),
