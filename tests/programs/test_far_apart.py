@@ -53,7 +53,8 @@ def test_who_does_not_arrive_is_a_lower_bound() -> None:
     assert lines[6].startswith("| slow | 1 | > 30.0 | > 30.00 | < 0.67 × | > 300 |")
 
 
-@pytest.mark.timeout(300)  # three times two processes
+@pytest.mark.soak  # three times two processes between namespaces
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(bool(netns.why_not()), reason=f"no network namespaces: {netns.why_not()}")
 def test_the_race_is_run_over_a_shaped_link_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     words = ["--link", "200mbit", "--steps", "12", "--evaluate", "4", "--limit", "20", *TINY, "--out", str(tmp_path)]
