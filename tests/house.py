@@ -21,7 +21,7 @@ LARGEST = 20  # modules in one folder
 ORDER = (  # of ch-core: a module imports from its own line and from those below it
     "cli testing __main__",
     "launch",
-    "api",
+    "api telemetry",
     "checkpoint",
     "handle",
     "report",

@@ -207,3 +207,99 @@ def test_two_packages_with_one_command_are_refused_by_name(tmp_path, publish):
 def test_own_commands_are_those_that_the_parser_has():
     usage = commhooks("--help").stdout
     assert all(f"\n    {name} " in usage for name in OWN)
+
+
+LONG = """
+from commhooks import HookSpec, hookimpl, Param
+
+@hookimpl
+def commhooks_specs():
+    return [
+        HookSpec("a_hook_with_quite_a_long_name", "ddp", "math:floor", "does what its long summary says " * 3),
+        HookSpec("short", "reduction", "math:floor", "sends few bytes", params={"rank": Param(4, "of it")}),
+    ]
+"""
+
+
+@pytest.fixture
+def narrow(tmp_path, publish):
+    """The command in a terminal of 80 columns, with hooks of long and short names."""
+    publish("acme", {"commhooks": {"p": "acme_long_cli"}}, acme_long_cli=LONG)
+    environ = {"PYTHONPATH": str(tmp_path), "COMMHOOKS_PLUGINS": "acme", "COLUMNS": "80"}
+    return lambda *words: commhooks(*words, **environ)
+
+
+def test_no_name_is_cut_in_a_terminal_of_80_columns(narrow):
+    lines = narrow("list").stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    names = [hook["name"] for hook in json.loads(narrow("list", "--json").stdout)["hooks"]]
+    assert "a_hook_with_quite_a_long_name" in names
+    table = [line for line in lines[1:] if not line.startswith((" ", "left out"))]
+    assert [line.split()[0] for line in table] == names
+    said = " ".join(" ".join(line.split()) for line in lines)
+    assert said.count("does") == 3  # the whole summary, over several lines
+
+
+def test_the_doctor_keeps_its_status_in_80_columns(narrow):
+    lines = narrow("doctor", "--no-smoke").stdout.splitlines()
+    rows = [line for line in lines if line.split()[:1] == ["loaded"]]
+    assert any(row.split()[1] == "acme/a_hook_with_quite_a_long_name" for row in rows)
+    assert "…" not in "".join(lines)
+
+
+def test_list_takes_a_word(narrow):
+    def names(*words):
+        return [hook["name"] for hook in json.loads(narrow("list", *words, "--json").stdout)["hooks"]]
+
+    assert names("FEW bytes") == ["short"]
+    assert names("acme") == ["a_hook_with_quite_a_long_name", "short"]
+    assert names("a_hook*") == ["a_hook_with_quite_a_long_name"]
+    assert names("nothing of the kind") == []
+
+
+def test_describe_takes_an_expression(narrow):
+    text = narrow("describe", "error_feedback(short(rank=7))").stdout
+    assert text.startswith("error_feedback(short(rank=7))\n\nerror_feedback (wrapper): ")
+    assert "rank=7  an int: of it (given; default 4)" in text
+    levels = json.loads(narrow("describe", "error_feedback(short(rank=7))", "--json").stdout)["levels"]
+    assert [level["name"] for level in levels] == ["error_feedback", "short"]
+    assert levels[1]["given"] == {"rank": 7}
+    wrong = narrow("describe", "short(rnak=7)")
+    assert wrong.returncode == 1
+    assert "did you mean 'rank'" in wrong.stderr
+    assert json.loads(narrow("describe", "short", "--json").stdout)["name"] == "short"
+
+
+def test_version():
+    run = commhooks("--version")
+    assert run.returncode == 0
+    assert run.stdout.split()[0] == "commhooks"
+    assert run.stdout.split()[1][0].isdigit()
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(150)
+def test_doctor_of_one_hook_or_expression():
+    run = commhooks("doctor", "warmup(allreduce, steps=2)", "--json", COMMHOOKS_DISABLE="ch-fsdp")
+    [row] = json.loads(run.stdout)["hooks"]
+    assert (row["id"], row["example"]) == ("ch-core/warmup", "warmup(allreduce, steps=2)")
+    assert row["status"] == "ok", row
+    unknown = commhooks("doctor", "powersdg")
+    assert unknown.returncode == 1
+    assert "powersgd" in unknown.stderr
+
+
+WARNS = """
+import logging, warnings
+warnings.warn("somebody else's warning")
+logging.getLogger("somebody").warning("somebody else's log")
+"""
+
+
+def test_other_libraries_are_not_heard(tmp_path, publish):
+    publish("acme", {"commhooks": {"p": "acme_warns"}}, acme_warns=WARNS)
+    environ = {"PYTHONPATH": str(tmp_path), "COMMHOOKS_PLUGINS": "acme"}
+    for command in (("env",), ("doctor", "--no-smoke")):
+        run = commhooks(*command, **environ)
+        assert "acme 1.0" in run.stdout or "acme: 1.0" in run.stdout or "acme " in run.stdout
+        assert run.stderr == ""

@@ -20,7 +20,7 @@ from commhooks.testing import spawn
 pytestmark = pytest.mark.timeout(120)
 
 
-def together(world: int, fields: Any) -> list[str]:
+def together(world: int, fields: Any, says: Any = lambda rank: "") -> list[str]:
     """What each of ``world`` ranks, run as threads that exchange through a table, is told."""
     table: dict[tuple[int, int], bytes] = {}
     barrier = threading.Barrier(world, timeout=20)
@@ -40,7 +40,7 @@ def together(world: int, fields: Any) -> list[str]:
             return rows
 
         try:
-            agree("the hook", fields(rank), exchange)
+            agree("the hook", fields(rank), exchange, says=says(rank))
         except RankMismatchError as error:
             said[rank] = str(error)
 
@@ -75,6 +75,18 @@ def test_lists_of_different_length_and_several_fields() -> None:
     said = together(3, lambda rank: {"names": ["a", "b"][: 2 - (rank == 0)], "rank": [str(rank)], "same": ["s"]})
     assert "names: rank 0 (nothing); ranks 1, 2 b" in said[1]
     assert "rank: rank 0 0; rank 1 1; rank 2 2" in said[1]
+
+
+def test_the_other_rank_s_expression_is_told() -> None:
+    def says(rank: int) -> str:
+        return f"powersgd(rank={8 if rank == 1 else 4})"
+
+    said = together(3, lambda rank: {"hook": [f"config.rank = {says(rank)[-2]}"]}, says)
+    assert len(set(said)) == 1
+    assert "expression: ranks 0, 2 powersgd(rank=4); rank 1 powersgd(rank=8)" in said[0]
+    assert "config.rank = 8" in said[0]
+    alike = together(2, lambda rank: {"torch": [str(rank)]}, lambda rank: "powersgd")
+    assert "expression" not in alike[0]
 
 
 # -- over real processes

@@ -30,13 +30,14 @@ Exchange = Callable[[bytes], list[bytes]]
 _ROUNDS = WeakIdKeyDictionary()  # process group -> number of agreements made over it
 
 
-def agree(what: str, fields: Fingerprint, exchange: Exchange) -> None:
+def agree(what: str, fields: Fingerprint, exchange: Exchange, *, says: str = "") -> None:
     """Compare the ranks' fingerprints.
 
     Args:
         what: for the error.
         fields: field name -> lines; every rank has the same field names.
         exchange: to every rank.
+        says: what this rank calls what it has; told with the error where the ranks say different things.
 
     Raises:
         RankMismatchError: on every rank, naming the differing fields, their values and the ranks.
@@ -55,6 +56,7 @@ def agree(what: str, fields: Fingerprint, exchange: Exchange) -> None:
     if not differing:
         return
     lines = [f"  {name}: {_difference(fields[name], exchange)}" for name in differing]
+    lines = [*([f"  expression: {said}"] if says and (said := _said(says, exchange)) else []), *lines]
     raise RankMismatchError(
         f"the ranks disagree on {what}, so nothing has been communicated or changed:\n"
         + "\n".join(lines)
@@ -103,10 +105,24 @@ def _difference(lines: Sequence[str], exchange: Exchange) -> str:
             high = middle
         else:
             low = middle
-    mine = lines[low] if low < len(lines) else "(nothing)"
+    return _by_rank(_lines(lines[low] if low < len(lines) else "(nothing)", exchange))
+
+
+def _said(mine: str, exchange: Exchange) -> str:
+    """What the ranks say, with who says what; nothing where all say the same."""
+    ranks = _lines(mine, exchange)
+    return _by_rank(ranks) if len(ranks) > 1 else ""
+
+
+def _lines(mine: str, exchange: Exchange) -> dict[str, list[int]]:
+    """Every rank's line, and whose it is."""
     ranks: dict[str, list[int]] = {}
     for rank, line in enumerate(exchange(mine.encode()[:LINE_BYTES].ljust(LINE_BYTES, b"\0"))):
         ranks.setdefault(line.rstrip(b"\0").decode(errors="replace"), []).append(rank)
+    return ranks
+
+
+def _by_rank(ranks: Mapping[str, list[int]]) -> str:
     return "; ".join(f"rank{'s' * (len(who) > 1)} {_ranges(who)} {line}" for line, who in ranks.items())
 
 

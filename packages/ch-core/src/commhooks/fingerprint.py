@@ -88,7 +88,8 @@ def verify(handle: Any, rows: Rows, timeout: float, *, watched: bool = False, fa
     group = handle.binding.group
     if group is None or dist.get_world_size(group) == 1:
         return
-    agree(handle.expr, {**fingerprint(handle, rows, watched=watched), **(facts or {})}, StoreExchange(group, timeout))
+    fields = {**fingerprint(handle, rows, watched=watched), **(facts or {})}
+    agree(handle.expr, fields, StoreExchange(group, timeout), says=handle.expr)
 
 
 def verify_state(

@@ -216,7 +216,7 @@ def adapter_for(model: object) -> Adapter:
                 f"the adapter for {type(model).__name__} comes with {provider}, not installed here (or left out by "
                 f"COMMHOOKS_DISABLE or COMMHOOKS_PLUGINS): {how_to_install(provider)}"
             )
-    kinds = ", ".join(sorted(name.rsplit(".", 1)[-1] for name in known))
+    kinds = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in known}))  # several libraries call theirs alike
     raise AttachError(
         f"cannot attach to {type(model).__name__}: it is not wrapped for data parallelism. Wrap it first, e.g. "
         f"model = torch.nn.parallel.DistributedDataParallel(model); installed adapters: {kinds}"

@@ -55,12 +55,17 @@ def list_hooks(pattern: str = "*", *, kind: str | None = None, provider: str | N
 def describe(name: str, kind: str | None = None) -> str:
     """A text block on one hook: what it does, its options with what they accept, needs, provider, example.
 
+    Args:
+        name: a name, or an expression: then a block for each of its levels, with the options that are set.
+        kind: of the innermost level.
+
     Raises:
         UnknownHookError, AmbiguousHookError: as `get`.
+        HookConfigError: an expression is malformed, or sets an option that is unknown or out of range.
     """
-    from commhooks.registry.description import text
+    from commhooks.registry.description import expression_text
 
-    return text(spec(name, kind))
+    return expression_text(name, kind)
 
 
 def failures() -> list[PluginFailure]:

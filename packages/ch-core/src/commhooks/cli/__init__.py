@@ -6,8 +6,12 @@ load no torch, and every command works while a plugin is broken.
 
 import argparse
 import json
+import logging
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any
 
 from commhooks.errors import CommHooksError, UnknownHookError
@@ -25,8 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words and not words[0].startswith("-") and words[0] not in OWN:
             return _run_command(words[0], words[1:])
-        arguments = _parser().parse_args(words)
-        status: int = arguments.run(arguments)
+        with _others_silent():
+            arguments = _parser().parse_args(words)
+            status: int = arguments.run(arguments)
         return status
     except CommHooksError as error:
         if "--json" in words:
@@ -37,6 +42,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `commhooks list | head`
         sys.stderr.close()
         return 0
+
+
+@contextmanager
+def _others_silent() -> Iterator[None]:
+    """What other libraries warn of when they are imported is no part of a report on hooks; errors are."""
+    last = logging.lastResort
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        level = last.level if last is not None else 0
+        if last is not None:
+            last.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            if last is not None:
+                last.setLevel(level)
 
 
 def _run_command(name: str, words: list[str]) -> int:
@@ -61,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_added(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"commhooks {version('ch-core')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
@@ -72,13 +94,14 @@ def _parser() -> argparse.ArgumentParser:
     from commhooks.cli import doctor, env, listing
 
     sub = command("list", listing.run_list, "Every installed hook and every plugin that failed.")
-    sub.add_argument("pattern", nargs="?", default="*", help="shell pattern of names")
+    sub.add_argument("word", nargs="?", default="*", help="a part of a name or summary, or a shell pattern of names")
     sub.add_argument("--kind", help="reduction, ddp, fsdp or wrapper")
-    sub = command("describe", listing.run_describe, "One hook: what it does, its options, what it needs.")
-    sub.add_argument("name", help="a name, an alias, or provider/name")
+    sub = command("describe", listing.run_describe, "A hook: what it does, its options, what it needs.")
+    sub.add_argument("name", help="a name, an alias, provider/name, or an expression")
     sub.add_argument("--kind", help="reduction, ddp, fsdp or wrapper")
     command("env", env.run, "Versions and plugins, as a block to paste into an issue.")
     sub = command("doctor", doctor.run, "Load everything, try each hook on one gloo rank, say what is wrong.")
+    sub.add_argument("name", nargs="?", help="try this hook or expression alone")
     sub.add_argument("-v", "--verbose", action="store_true", help="print tracebacks")
     sub.add_argument("--timeout", type=float, default=60.0, help="seconds that one hook may take (default 60)")
     sub.add_argument("--no-smoke", action="store_true", help="load only; start no process group")

@@ -19,7 +19,8 @@ from commhooks.cli import smoke
 from commhooks.cli.listing import console_of, table_of
 from commhooks.errors import CommHooksError
 from commhooks.registry.commands import choose
-from commhooks.registry.expression import Node, parse
+from commhooks.registry.description import described
+from commhooks.registry.expression import Node, parse, unparse
 from commhooks.registry.expression import nodes as nodes_of
 from commhooks.registry.known_names import KNOWN_ADAPTERS
 from commhooks.registry.metadata import editable_roots, entries
@@ -34,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"{plugin['dist']} imports torch while hooks are listed" for plugin in plugins if plugin["imported_torch"]
     ]
     problems += _unseen()
-    hooks, commands = _hooks(arguments), _commands()
+    hooks, commands = _hooks(arguments), [] if arguments.name else _commands()
     failures = [asdict(failure) for failure in REGISTRY.failures()]
     ok = not failures and not problems and not any(each["status"] == "failed" for each in [*hooks, *commands])
     found = {
@@ -55,11 +56,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _hooks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Every hook with a status: ok, failed, loaded (not tried), or unusable (it says so itself)."""
     rows, tried, nodes = [], [], []
-    for spec in REGISTRY.specs():
+    for spec, asked in _asked(arguments.name):
         row: dict[str, Any] = {
             "id": spec.id,
             "kind": spec.kind,
-            "example": spec.example,
+            "example": unparse(asked) if asked is not None else spec.example,
             "status": "loaded",
             "why": "",
         }
@@ -74,7 +75,7 @@ def _hooks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         context = {"backend": "gloo", "device": "cpu", "dtype": "float32", "world_size": 1}
         answers = REGISTRY.ask("commhooks_check", spec=spec, config={}, context=context)
         reasons = [str(reason) for _, found in answers for reason in found or ()]
-        node = _node(spec)
+        node = asked if asked is not None else _node(spec)
         if reasons:
             row.update(status="unusable", why="; ".join(reasons))
         elif spec.kind == "fsdp":
@@ -93,6 +94,18 @@ def _hooks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         if sys.stderr.isatty():
             print(f"\r{row['id']:<40}", end="", file=sys.stderr, flush=True)
     return rows
+
+
+def _asked(name: str | None) -> list[tuple[HookSpec, Node | None]]:
+    """The hooks to try, and as what if not as their own example: all of them, or what was named.
+
+    Raises:
+        UnknownHookError, AmbiguousHookError, HookConfigError: nothing is.
+    """
+    if name is None:
+        return [(spec, None) for spec in REGISTRY.specs()]
+    [(spec, given), *inside] = described(name)
+    return [(spec, parse(name) if given or inside else None)]
 
 
 def _commands() -> list[dict[str, Any]]:
@@ -149,16 +162,17 @@ _COLOURS = {"ok": "green", "failed": "red", "unusable": "yellow", "loaded": "dim
 
 def _show(found: dict[str, Any], verbose: bool) -> None:
     console = console_of()
-    table = table_of("plugin", "version", "import")
-    for plugin in found["plugins"]:
-        table.add_row(escape(plugin["dist"]), escape(plugin["version"]), f"{plugin['seconds'] * 1e3:.1f} ms")
-    console.print(table)
+    plugins = [
+        (escape(plugin["dist"]), escape(plugin["version"]), f"{plugin['seconds'] * 1e3:.1f} ms")
+        for plugin in found["plugins"]
+    ]
+    console.print(table_of("plugin", "version", "import", rows=plugins, whole=("plugin", "version", "import")))
     console.print()
-    table = table_of("hook", "kind", "tried as", "status")
-    for hook in found["hooks"]:
-        status = f"[{_COLOURS[hook['status']]}]{hook['status']}[/]"
-        table.add_row(escape(hook["id"]), hook["kind"], escape(hook["example"]), status)
-    console.print(table)
+    hooks = [
+        (f"[{_COLOURS[hook['status']]}]{hook['status']}[/]", escape(hook["id"]), hook["kind"], escape(hook["example"]))
+        for hook in found["hooks"]
+    ]
+    console.print(table_of("status", "hook", "kind", "tried as", rows=hooks, whole=("status", "hook", "kind")))
     tried = [*found["hooks"], *found["commands"]]
     lines = [(each["status"], each["id"], each["why"], "") for each in tried if each["why"]]
     for failure in found["failures"]:

@@ -60,7 +60,7 @@ class ActiveBucket:
             self._complete(self.pending, timeout, counters)
         if not self.failed:
             try:
-                return self._resume()
+                return self._resume(counters)
             except BaseException as error:  # Ctrl-C too: raised in the hook it would leave DDP and the peers stuck
                 self.fail(error)
         due = self.due
@@ -96,19 +96,22 @@ class ActiveBucket:
         reduced, pending.reduced = pending.reduced, []  # buckets of one round share a stage, and look once
         self.verdict.look(reduced)
 
-    def _resume(self) -> tuple[Request, ...] | None:
+    def _resume(self, counters: Counters) -> tuple[Request, ...] | None:
         """The generator's next requests, checked against the plan; ``None`` when it ended."""
         assert self.stages is not None  # noqa: S101 - it has failed otherwise
         expected, name = self.due, self.verdict.name
+        begun = time.perf_counter()
         with profiled(name, "stage", self.stage):
             try:
                 requests = as_tuple(next(self.stages))
             except StopIteration:
                 if expected is None:
+                    counters.decode_seconds += time.perf_counter() - begun
                     return None
                 raise HookResultError(
                     f"{name} ended after {self.stage} stages; its plan has {len(self.plan.plan)}"
                 ) from None
+        counters.encode_seconds += time.perf_counter() - begun
         found = tuple(r.plan() for r in requests)
         if found != expected:
             raise HookResultError(

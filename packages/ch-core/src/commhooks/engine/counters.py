@@ -31,12 +31,16 @@ class Counters:
 
     Attributes:
         gradient_bytes: of the buckets of the present step.
+        encode_seconds: host time of reductions up to their last request, and of what merges, casts and starts it.
+        decode_seconds: of reductions after that.
     """
 
     steps: int = 0
     compressed_steps: int = 0
     hook_seconds: float = 0.0
     wait_seconds: float = 0.0
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
     traffic: Traffic = field(default_factory=Traffic)
     gradient_bytes: float = 0.0
     _before: tuple[float, int] = (0.0, 0)
@@ -64,4 +68,6 @@ class Counters:
             "rounds": float(self.traffic.rounds),
             "hook_seconds": self.hook_seconds,
             "wait_seconds": self.wait_seconds,
+            "encode_seconds": self.encode_seconds,
+            "decode_seconds": self.decode_seconds,
         }

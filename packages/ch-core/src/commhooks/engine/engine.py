@@ -22,6 +22,7 @@ from commhooks.bucket import Bucket, BucketLayout
 from commhooks.engine.active_bucket import ActiveBucket
 from commhooks.engine.counters import Counters
 from commhooks.engine.open_steps import OpenSteps
+from commhooks.engine.sampling import Sampling
 from commhooks.engine.schedule import TUNED, CpuTuning
 from commhooks.engine.sender import RequestBatch, Sender
 from commhooks.engine.status import ENCODE
@@ -72,6 +73,7 @@ class Engine:
         on_reduced: called with each bucket that holds its average.
         loss_scale: of the gradients of the step that begins.
         last: the last step's buckets.
+        sampling: measures how good some steps are; ``None``: none.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Engine:
         self.on_reduced: Callable[[Bucket], None] | None = None
         self.loss_scale: Callable[[], float] | None = None
         self.last = LastStep()
+        self.sampling: Sampling | None = None
         self._live: list[ActiveBucket] = []
         self._slots = 0
         self.state.driven_by(self)
@@ -160,6 +163,8 @@ class Engine:
             if beside:
                 self.sender.send_status(self.verdict, self.open_steps.clock(self.participating))
             self._drain()
+            if self.sampling is not None and self.in_step:
+                self.sampling.ended(self.reduction, self.state)  # before the verdict is received: its event covers this
             if not beside:
                 self.sender.send_status(self.verdict, self.open_steps.clock(self.participating))
             self.verdict.decide(self.sender.timeout)
@@ -195,6 +200,8 @@ class Engine:
         for live in self._live:
             live.close()
         self._live, self._slots = [], 0
+        if self.sampling is not None:
+            self.sampling.abandon()
         self.verdict.abandon()
         self.state.rollback()
 
@@ -247,6 +254,8 @@ class Engine:
         if doubt is not None:
             self.verdict.fail(doubt, ENCODE)
         self.last.clear()
+        if self.sampling is not None:  # the verdict on the last step has been read: what it samples has come, too
+            self.sampling.begins(self.reduction, self.state, self.counters)
         self.counters.begin()
 
     def _activate(self, bucket: Bucket) -> ActiveBucket:
@@ -264,6 +273,8 @@ class Engine:
         self.counters.gradient_bytes += bucket.layout.size * bucket.dtype.itemsize
         self.sender.device = bucket.device
         self.last.layouts.append(bucket.layout)
+        if self.sampling is not None and self.participating:
+            ctx.sent = self.sampling.takes(bucket, self.reduction, self.state)
         live = ActiveBucket(self._slots, bucket, self.verdict)
         try:  # what the plan raises is the same on every rank: it follows from layout and step
             live.plan = self.sender.plan_of(self.reduction, bucket.layout, ctx)

@@ -1,5 +1,6 @@
 """The one way from an engine to its transport: every stage, the status and the engine's own short messages."""
 
+import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -84,6 +85,7 @@ class Sender:
         """Start what has been asked for as one stage; the batch is empty afterwards."""
         if not batch.buckets:
             return
+        begun = time.perf_counter()
         requests, buckets = tuple(batch.requests), batch.buckets
         batch.requests, batch.buckets = [], []
         self.counters.traffic.rounds += bool(requests)
@@ -96,6 +98,7 @@ class Sender:
                 bucket.pending = stage
             stage.start(requests)
         self.counters.traffic.wire_bytes += stage.wire_bytes
+        self.counters.encode_seconds += time.perf_counter() - begun
 
     def send_status(self, verdict: StepVerdict, clock: int | None) -> None:
         """Send this rank's part of a step's verdict; a step without collectives sends none, as nobody else takes part.

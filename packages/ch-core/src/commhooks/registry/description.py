@@ -1,8 +1,34 @@
 """`describe`: one hook as a block of plain text, and as JSON-able data for the CLI."""
 
+from collections.abc import Mapping
 from typing import Any
 
+from commhooks.registry.builder import Builder
+from commhooks.registry.expression import nodes, parse, unparse
 from commhooks.registry.specs import HookSpec
+
+
+def described(what: str, kind: str | None = None) -> list[tuple[HookSpec, dict[str, Any]]]:
+    """The levels of an expression, outermost first, each with the options that it is given, checked.
+
+    Raises:
+        UnknownHookError, AmbiguousHookError, HookConfigError: as ``commhooks.create``.
+    """
+    builder, found = Builder(), []
+    for node in nodes(parse(what)):
+        inside = "inner" in node or "rules" in node
+        spec = builder.spec(node, "wrapper" if inside else kind)
+        builder.config(spec, node["config"])
+        found.append((spec, dict(node["config"])))
+    return found
+
+
+def expression_text(what: str, kind: str | None = None) -> str:
+    """The block of every level of an expression; of a bare name, just its own."""
+    levels, node = described(what, kind), parse(what)
+    if len(levels) == 1 and not levels[0][1]:
+        return text(levels[0][0])
+    return "\n\n".join([unparse(node), *(text(spec, given) for spec, given in levels)])
 
 
 def record(spec: HookSpec) -> dict[str, Any]:
@@ -43,8 +69,13 @@ def record(spec: HookSpec) -> dict[str, Any]:
     }
 
 
-def text(spec: HookSpec) -> str:
-    """The block that `commhooks.describe` returns."""
+def text(spec: HookSpec, given: Mapping[str, Any] | None = None) -> str:
+    """The block that `commhooks.describe` returns.
+
+    Args:
+        spec: of the hook.
+        given: options that are set; they stand in the place of the defaults, marked.
+    """
     lines = [f"{spec.name} ({spec.kind}): {spec.summary}", f"  from      {spec.provider} {spec.version}"]
     lines += [f"  example   {spec.example}"]
     facts = {
@@ -66,9 +97,11 @@ def text(spec: HookSpec) -> str:
         return "\n".join([*lines, "  options   read from its code when it is created"])
     if not spec.params:
         return "\n".join([*lines, "  options   none"])
-    width = max(len(f"{name}={param.default!r}") for name, param in spec.params.items())
+    shown = {name: f"{name}={(given or {}).get(name, param.default)!r}" for name, param in spec.params.items()}
+    width = max(map(len, shown.values()))
     lines += ["  options"]
     for name, param in spec.params.items():
         brings = f" (then: {', '.join(sorted(param.brings))})" if param.brings else ""
-        lines.append(f"    {f'{name}={param.default!r}':<{width}}  {param.accepts()}: {param.doc}{brings}")
+        was = f" (given; default {param.default!r})" if name in (given or {}) else ""
+        lines.append(f"    {shown[name]:<{width}}  {param.accepts()}: {param.doc}{brings}{was}")
     return "\n".join(lines)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from ch_bench import bench_report, gpt, launch, text, training
-from ch_bench.cost import peers
+from ch_bench.cost import any_model, peers
 from ch_bench.links import netns
 
 WIDTH, LAYERS, HEADS, CONTEXT = 384, 6, 6, 64
@@ -76,6 +76,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--link", default="", help="comma-separated rates, as in 1gbit,200mbit; default: loopback")
     parser.add_argument("--budget", type=float, default=240.0, help="seconds per link, in which the steps must fit")
     parser.add_argument("--width", type=int, default=WIDTH, help="width of the model (384 is the claim's)")
+    parser.add_argument("--model", help="time another model, module:callable; see python -m commhooks advise --help")
+    parser.add_argument("--hooks", nargs="+", metavar="EXPR", help="time these hooks instead, without PyTorch's own")
     parser.add_argument("--out", type=Path, default=Path("bench-out"), help="folder for bench.json and bench.txt")
     parser.add_argument(
         "--record", nargs="?", const="bench", metavar="NAME", help="keep the output as docs/measured/NAME-DATE.md"
@@ -97,6 +99,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.link and netns.why_not():
         console.print(f"skipped: --link {args.link}: {netns.why_not()}")
         return 0
+    if args.model or args.hooks:
+        return any_model.run(args, console)
     args.out.mkdir(parents=True, exist_ok=True)
     results = []
     for rate in args.rates:

@@ -1,0 +1,71 @@
+"""Where samples go."""
+
+import csv
+from collections.abc import Callable, Mapping
+from os import PathLike, makedirs
+from pathlib import Path
+from typing import Any
+
+Writer = Callable[[int, Mapping[str, float]], None]
+"""Given the number of a step and its figures."""
+
+COLUMNS = (
+    "payload_bytes",
+    "wire_bytes",
+    "ratio",
+    "relative_error",
+    "cosine",
+    "residual_norm",
+    "hook_seconds",
+    "encode_seconds",
+    "wait_seconds",
+    "decode_seconds",
+)
+"""What a sample may have; a figure that is not known is left out."""
+
+
+def csv_file(path: "str | PathLike[str]") -> Writer:
+    """Lines of ``step`` and :data:`COLUMNS` in a file, one written through at a time; a resumed run goes on in it.
+
+    Example:
+        >>> import tempfile
+        >>> name = tempfile.mkdtemp() + "/figures.csv"
+        >>> csv_file(name)(7, {"ratio": 3.5})
+        >>> print(open(name).read().splitlines()[1])
+        7,,,3.5,,,,,,,
+    """
+    file = Path(path)
+
+    def write(step: int, figures: Mapping[str, float]) -> None:
+        makedirs(file.parent, exist_ok=True)
+        fresh = not file.exists() or not file.stat().st_size
+        with file.open("a", newline="") as target:
+            lines = csv.writer(target, lineterminator="\n")
+            if fresh:
+                lines.writerow(["step", *COLUMNS])
+            lines.writerow([step, *(figures.get(name, "") for name in COLUMNS)])
+
+    return write
+
+
+def tensorboard(where: Any, prefix: str = "commhooks/") -> Writer:
+    """Scalars of TensorBoard.
+
+    Args:
+        where: a ``SummaryWriter`` that there is already (Lightning's is ``logger.experiment``), or the folder of a new one.
+        prefix: of the names.
+
+    Raises:
+        ImportError: a folder was given, and ``tensorboard`` is not installed.
+    """
+    writer = where
+    if isinstance(where, str | PathLike):
+        from torch.utils.tensorboard import SummaryWriter  # needs the package tensorboard
+
+        writer = SummaryWriter(str(where))
+
+    def write(step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            writer.add_scalar(prefix + name, value, step)
+
+    return write

@@ -1,0 +1,176 @@
+"""Is the network your limit, and which hook would help?
+
+    torchrun --nproc-per-node 2 -m commhooks advise --model my_module:make
+    python -m commhooks advise --nproc 2
+
+Started on your machines as your training is, it takes a minute at most: it times a step without communication, the messages
+that hooks send over your network, and the arithmetic of each hook on your model; then it runs each hook on the real model
+with the messages timed instead of sent, and says what a step would take. It recommends, and switches nothing.
+
+`my_module:make` returns `(module, batch)`, where `module(*batch)` is the loss, or `(module, batch, optimizer)` with
+`optimizer(parameters)`. Without a launcher it starts ranks on this machine; `--link` then puts them on a shaped network
+(root and iproute2).
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ch_bench import launch
+from ch_bench.advise.link import Network
+from ch_bench.advise.predict import HOOKS, Advice, advise
+from ch_bench.advise.workload import load
+from ch_bench.links import netns
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", default="gpt", help="module:callable, or gpt, mlp, convnet of ch_bench.advise.models"
+    )
+    parser.add_argument("--hooks", nargs="+", default=list(HOOKS), metavar="EXPR", help=f"default: {', '.join(HOOKS)}")
+    parser.add_argument("--seconds", type=float, default=60.0, help="that the probe may take (default 60)")
+    parser.add_argument("--bucket-cap-mb", type=float, help="DDP's")
+    parser.add_argument("--nproc", type=int, default=2, help="ranks, where no launcher has started them (default 2)")
+    parser.add_argument("--link", help="shape the network of those ranks, as in 200mbit")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args(argv)
+    try:
+        netns.parse_rate(args.link or "1gbit")
+    except ValueError as error:
+        parser.error(str(error))
+    if args.seconds <= 0 or args.nproc < 2:
+        parser.error("legal are --seconds > 0 and --nproc >= 2: one rank sends nothing")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Probe, predict, print on rank 0; 1 if a rank failed."""
+    args = parse(argv)
+    if launch.under_torchrun():
+        launch.run_here(worker, vars(args), None)
+        return 0
+    if args.link and netns.why_not():
+        print(f"--link {args.link}: {netns.why_not()}", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory(prefix="commhooks-") as folder:
+        path = Path(folder, "advice.json")
+        with netns.Network(args.nproc, args.link) if args.link else nullcontext() as net:
+            try:
+                launch.launch(worker, args.nproc, vars(args), path, enter=net.enter if net else None)
+            except launch.WorkerFailed as error:
+                print(error, file=sys.stderr)
+                return 1
+        show(json.loads(path.read_text()), args.json)
+    return 0
+
+
+def worker(rank: int, world: int, device: torch.device, args: dict[str, Any], path: Path | None) -> None:
+    """One rank; rank 0 prints, or leaves what it found in ``path``."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as the training will be run
+    work = load(args["model"], device, args["bucket_cap_mb"])
+    console = Console(stderr=True)
+    with console.status("") if rank == 0 and console.is_terminal else nullcontext() as status:
+        tell = (lambda what: status.update(what)) if status is not None else (lambda what: None)
+        advice = advise(work, args["hooks"], seconds=args["seconds"], tell=tell)
+    if rank == 0:
+        found = {"model": args["model"], "device": str(device), **as_dict(advice)}
+        if path is None:
+            show(found, args["json"])
+        else:
+            path.write_text(json.dumps(found))
+
+
+def as_dict(advice: Advice) -> dict[str, Any]:
+    """Plain values, for JSON."""
+    return {
+        **{key: value for key, value in asdict(advice).items() if key != "network"},
+        "network": network_dict(advice.network),
+    }
+
+
+def network_dict(network: Network) -> dict[str, Any]:
+    """What was measured of the network, and the latency and bandwidth of each collective."""
+    rows = []
+    for (kind, dtype), curve in network.curves.items():
+        sent = curve.sizes[-1] - curve.sizes[0]
+        busy = curve.work(curve.sizes[-1])
+        rate = 8 * sent / busy if busy > 0 else None
+        rows.append({"collective": kind, "dtype": dtype, "latency": curve.latency, "bits": rate, **asdict(curve)})
+    return {"together": network.together, "burst": network.burst, "spare": network.spare, "collectives": rows}
+
+
+def show(found: dict[str, Any], as_json: bool) -> None:
+    """The tables, in a terminal of 80 columns too."""
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return
+    console = Console() if sys.stdout.isatty() else Console(width=80)
+    console.print(
+        f"{found['model']}: {found['parameters'] / 1e6:.1f} M parameters on {found['world_size']} ranks ({found['device']}); "
+        f"a step without communication takes {_ms(found['alone'])}\n",
+        highlight=False,
+    )
+    console.print(_network_table(found["network"]))
+    console.print()
+    console.print(_hook_table(found))
+    console.print(f"\n[bold]use {found['recommended']}[/]", highlight=False)
+    for reason in found["reasons"]:
+        console.print(f"  {reason}.", highlight=False)
+
+
+def _network_table(network: dict[str, Any]) -> Table:
+    table = _table("collective", "latency", "payload a second", "largest tried")
+    for row in network["collectives"]:
+        name = row["collective"] + (f" of {row['dtype']}" if row["dtype"] else "")
+        rate = "–" if row["bits"] is None else f"{row['bits'] / 8e6:.0f} MB"
+        table.add_row(name, f"{row['latency'] * 1e3:.2f} ms", rate, f"{row['sizes'][-1] / 1e6:.2f} MB")
+    return table
+
+
+def _hook_table(found: dict[str, Any]) -> Table:
+    plain = next(one for one in found["predictions"] if one["hook"] == "allreduce")
+    width = max(len(one["hook"]) for one in found["predictions"])
+    table = _table("hook", "a step", "waiting", "arithmetic", "payload", "against allreduce")
+    table.columns[0].min_width = min(width, 30)
+    for one in found["predictions"]:
+        faster = plain["seconds"] / one["seconds"]
+        said = "·" if one is plain else f"{faster:.2f}× as fast"
+        style = "bold green" if one["hook"] == found["recommended"] else "" if faster >= 1 else "red"
+        cells = (
+            _ms(one["seconds"]),
+            _ms(one["waiting"]),
+            _ms(one["arithmetic"]),
+            f"{one['payload'] / 1e6:.2f} MB",
+            said,
+        )
+        table.add_row(Text(one["hook"]), *cells, style=style)
+    return table
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column(first, overflow="fold")
+    for name in others:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
