@@ -236,6 +236,19 @@ def build(session: nox.Session) -> None:
         session.log(f"{wheel.name}: {packages.pop()}")
 
 
+@nox.session(name="gpu-kit")
+def gpu_kit(session: nox.Session) -> None:
+    """dist/gpu-kit: all that a machine with a GPU and no network needs. `python run.py --out FOLDER` there, or here."""
+    session.install("build>=1.2", "hatchling>=1.25")
+    folder = ROOT / "dist" / "gpu-kit"
+    shutil.rmtree(folder, ignore_errors=True)
+    for name, path in PROJECTS.items():
+        if name != "ch-template":
+            session.run("python", "-m", "build", "--wheel", "--outdir", str(folder), str(path))
+    shutil.copy(PROJECTS["ch-bench"] / "src" / "ch_bench" / "gpu_kit" / "run.py", folder)
+    session.log(f"copy {folder} there, and: python run.py --out record")
+
+
 @nox.session
 def demo(session: nox.Session) -> None:
     """Train a small GPT on real text over two gloo processes, once per hook. `-- --help` shows the flags."""

@@ -11,7 +11,7 @@ import commhooks
 from commhooks.bucket import Bucket, BucketLayout
 from commhooks.compositions.wire_cast import WireCast
 from commhooks.engine.engine import Engine
-from commhooks.engine.zero_requests import zero_requests
+from commhooks.engine.void_requests import void_requests
 from commhooks.errors import HookConfigError
 from commhooks.handle import CommHook
 from commhooks.reduction import Plain, Reduction, StepContext
@@ -165,7 +165,7 @@ def test_the_author_may_say_how_numbers_travel() -> None:
     )  # fp16 holds it, bf16 does not
     (stage,) = Gathered(half).plan(BucketLayout.of_shapes({"w": (5,)}), StepContext(world_size=3))
     assert [request.payload_bytes for request in stage] == [2 * 15, 4 * 12, 2 * 15]
-    for planned, zero in zip(stage, zero_requests(stage, 3, torch.device("cpu")), strict=True):
+    for planned, zero in zip(stage, void_requests(stage, 3, torch.device("cpu")), strict=True):
         assert zero.plan() == planned  # a rank whose hook raised sends as many bytes
 
 

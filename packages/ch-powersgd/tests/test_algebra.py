@@ -1,12 +1,17 @@
 """Orthonormal columns, whatever is put in; factors side by side in one tensor."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ch_powersgd.orthonormal import Columns, gaussian
+from ch_powersgd import PowerSGD
+from ch_powersgd.orthonormal import Columns, gaussians
 from ch_powersgd.workspace import Factor
+from commhooks import AllReduce, Bucket, HookState, StepContext
 
 CPU = torch.device("cpu")
 
@@ -47,7 +52,7 @@ def test_a_dependent_column_becomes_zero_or_noise() -> None:
     assert y[1].count_nonzero() == 0
     assert y[2].count_nonzero() == 0
     torch.testing.assert_close((y @ y.T).diagonal(), torch.tensor([1.0, 0.0, 0.0, 1.0]))
-    noise = gaussian(0, "w", 0, (4, 50), CPU).unsqueeze(0)
+    noise = gaussians(0, [("w", (4, 50))], 0, CPU)[0].unsqueeze(0)
     filled = orthonormalised(x, noise)[0]
     torch.testing.assert_close(filled @ filled.T, torch.eye(4), atol=1e-6, rtol=0)
 
@@ -85,7 +90,7 @@ def test_long_columns_of_equal_numbers_do_not_grow(rank: int, length: int) -> No
 def test_what_is_not_finite_stays_so(bad: float, rank: int) -> None:
     x = torch.randn(2, rank, 20)
     x[0, :, 7] = bad
-    y = orthonormalised(x, gaussian(0, "w", 0, (rank, 20), CPU).expand(2, -1, -1))
+    y = orthonormalised(x, gaussians(0, [("w", (rank, 20))], 0, CPU)[0].expand(2, -1, -1))
     assert not y[0].isfinite().any()
     assert y[1].isfinite().all()
 
@@ -112,20 +117,53 @@ def test_a_factor_does_not_depend_on_its_neighbours_to_the_bit() -> None:
 
 
 def test_noise_depends_on_seed_key_and_step_only() -> None:
-    same = gaussian(1, "w", 2, (2, 9), CPU)
-    assert torch.equal(same, gaussian(1, "w", 2, (2, 9), CPU))
+    same = gaussians(1, [("w", (2, 9))], 2, CPU)[0]
+    assert torch.equal(same, gaussians(1, [("w", (2, 9))], 2, CPU)[0])
     for other in ((2, "w", 2), (1, "v", 2), (1, "w", 3)):
-        assert not torch.equal(same, gaussian(*other, (2, 9), CPU))
+        assert not torch.equal(same, gaussians(other[0], [(other[1], (2, 9))], other[2], CPU)[0])
 
 
 def test_random_columns_do_not_depend_on_torchs_defaults() -> None:
     cpu = torch.device("cpu")
-    expected = gaussian(0, "w", 0, (2, 8), cpu)
+    expected = gaussians(0, [("w", (2, 8))], 0, cpu)[0]
     torch.set_default_dtype(torch.float16)
     try:
         with torch.device("meta"):
-            found = gaussian(0, "w", 0, (2, 8), cpu)
+            found = gaussians(0, [("w", (2, 8))], 0, cpu)[0]
     finally:
         torch.set_default_dtype(torch.float32)
     assert found.device == cpu
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("allowed", ["tf32", "bf16"])
+def test_what_is_decoded_and_what_is_kept_back_are_exact_products(allowed: str) -> None:
+    """With reduced precision allowed by the user, the products of decoding are made without it, and the user's choice stays."""
+    backend: Any = torch.backends.mkldnn.matmul
+    before = backend.fp32_precision
+    found: list[tuple[str, str]] = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found.append((func.overloadpacket.__name__, backend.fp32_precision))
+            return func(*args, **(kwargs or {}))
+
+    bucket = Bucket.from_tensors({"w": torch.randn(64, 48)})
+    gradient = bucket.view("w").clone()
+    state = HookState()
+    backend.fp32_precision = allowed
+    try:
+        with Products():
+            for request in PowerSGD(rank=4).start(bucket, StepContext(state=state)):
+                assert isinstance(request, AllReduce)
+                if request.sent is not None:  # a group of one rank
+                    request.sent.copy_(request.tensor)
+        assert backend.fp32_precision == allowed
+    finally:
+        backend.fp32_precision = before
+    state.commit()
+    assert [precision for name, precision in found if name == "addmm"] == ["ieee"]  # e = D - P Q^T
+    assert [precision for name, precision in found if name == "mm"] == [allowed, allowed, "ieee"]  # P, Q, and P Q^T
+    residual = state.read("w", "residual")
+    assert residual is not None
+    torch.testing.assert_close(bucket.view("w") + residual, gradient, atol=1e-6, rtol=0)

@@ -84,7 +84,9 @@ class FSDP2Binding(Binding):
         )
         self._ready = False
         # A managed axis asks the optimizer itself: the manager's vote comes before.
-        self._outcome = watch_outcome(self.engine, options, model.parameters()) if self._managed is None else None
+        self._outcome = (
+            watch_outcome(self.engine, options, model.parameters(), model) if self._managed is None else None
+        )
         self._ends = BackwardEnds(model, self.steps.end, self.steps.abandon, replicas=self._replicates)
         self._place(handle)  # last: nothing after it can fail, and leave hooks in a model that has no handle
 

@@ -6,6 +6,7 @@ column that depends on the ones before it, to the precision of fp32, is zeroed o
 """
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 
@@ -108,16 +109,26 @@ class Columns:
         self._wide, self._spare = self._spare, self._wide
 
 
-def gaussian(seed: int, key: str, step: int, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """Random columns ``(rank, length)``, each of length one: the same on all ranks, whatever bucket they are in.
+def gaussians(
+    seed: int, wanted: Sequence[tuple[str, tuple[int, int]]], step: int, device: torch.device
+) -> list[torch.Tensor]:
+    """Random columns ``(rank, length)`` for each ``(key, shape)``, each of length one: the same on all ranks and devices,
+    whatever bucket they are in. Drawn on the host, and brought to a GPU in one copy that it does not wait for.
 
-    >>> cpu = torch.device("cpu")
-    >>> torch.equal(gaussian(0, "w", 0, (2, 3), cpu), gaussian(0, "w", 0, (2, 3), cpu))
+    >>> first, cpu = [("w", (2, 3))], torch.device("cpu")
+    >>> torch.equal(gaussians(0, first, 0, cpu)[0], gaussians(0, [("b", (1, 2)), *first], 0, cpu)[1])
     True
     """
-    if device.type == "meta":
-        return torch.empty(shape, dtype=torch.float32, device=device)
-    digest = hashlib.blake2b(f"{seed}/{step}/{key}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    columns = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-    return torch.nn.functional.normalize(columns, dim=-1).to(device)
+    if device.type == "meta" or not wanted:
+        return [torch.empty(shape, dtype=torch.float32, device=device) for _, shape in wanted]
+    generator, drawn = torch.Generator(), []
+    for key, shape in wanted:
+        digest = hashlib.blake2b(f"{seed}/{step}/{key}".encode(), digest_size=8).digest()
+        generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+        columns = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        drawn.append(torch.nn.functional.normalize(columns, dim=-1))
+    if device.type == "cpu":
+        return drawn
+    flat = torch.cat([columns.view(-1) for columns in drawn]).pin_memory().to(device, non_blocking=True)
+    parts = flat.split([columns.numel() for columns in drawn])
+    return [part.view(shape) for part, (_, shape) in zip(parts, wanted, strict=True)]

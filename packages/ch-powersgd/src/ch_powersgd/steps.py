@@ -5,11 +5,13 @@ is done at once. The shapes in the comments are of one matrix; built in scratch,
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from ch_powersgd.config import PowerSGDConfig
-from ch_powersgd.orthonormal import gaussian
+from ch_powersgd.orthonormal import gaussians
 from ch_powersgd.workspace import Matrix, Stack, Workspace
 from commhooks import Bucket, ParamLayout, StepContext
 
@@ -33,15 +35,13 @@ class Steps:
 
     def recall_q(self) -> None:
         """Fill Q from the last step; what there is none for (or of another rank) is drawn."""
-        warm, seed = self.config.warm_start, self.config.seed
-        sources = []
-        for key, stack, q in self._factors.matrices_q:
-            found = self.ctx.read(key, "q") if warm else None
-            if found is None or found.shape != q.shape:
-                step = 0 if warm else self.ctx.step
-                found = gaussian(seed, key, step, (stack.rank, stack.cols), q.device)
-            sources.append(found)
-        torch._foreach_copy_([q for _, _, q in self._factors.matrices_q], sources)
+        warm, made = self.config.warm_start, self._factors.matrices_q
+        kept = [self.ctx.read(key, "q") if warm else None for key, _, _ in made]
+        fits = [found is not None and found.shape == q.shape for found, (_, _, q) in zip(kept, made, strict=True)]
+        wanted = [(key, (stack.rank, stack.cols)) for (key, stack, _), fit in zip(made, fits, strict=True) if not fit]
+        drawn = iter(gaussians(self.config.seed, wanted, 0 if warm else self.ctx.step, self.bucket.device))
+        sources = [q if q is not None and fit else next(drawn) for q, fit in zip(kept, fits, strict=True)]
+        torch._foreach_copy_([q for _, _, q in made], sources)
 
     def orthonormalise_q(self) -> None:
         """Columns that Q has lost are replaced, so that the next gradient can fill them."""
@@ -104,10 +104,11 @@ class Steps:
         for matrix in self._matrices:
             got = matrix.q if self._averaged else matrix.sent
             targets = zip(matrix.blocks, self._new_residual(matrix), self._decoded(matrix), strict=True)
-            for (d, left), e, g in targets:
-                if e is not None:
-                    matrix.less_product(d, left, got, out=e)  # (n, cols) - (n, rank) (rank, cols)
-                matrix.outer_product(left, matrix.q, out=g)  # D is gone where g is d
+            with exact_products(self.bucket.device):
+                for (d, left), e, g in targets:
+                    if e is not None:
+                        matrix.less_product(d, left, got, out=e)  # (n, cols) - (n, rank) (rank, cols)
+                    matrix.outer_product(left, matrix.q, out=g)  # D is gone where g is d
             if not matrix.in_place:
                 self._scatter(matrix)
 
@@ -145,6 +146,24 @@ class Steps:
 
     def _scratch(self, name: str, numel: int) -> torch.Tensor:
         return self.ctx.scratch(name, (numel,), self.space.dtype, self.bucket.device)
+
+
+@contextmanager
+def exact_products(device: torch.device) -> Iterator[None]:
+    """Products of fp32 in fp32, whatever the user allows elsewhere: in TF32 what is decoded and what is kept back would each
+    be off by a thousandth of itself, and what is lost between them would never be sent.
+    """
+    backends: Any = torch.backends
+    backend = backends.cuda.matmul if device.type == "cuda" else backends.mkldnn.matmul
+    before = backend.fp32_precision
+    if before in ("ieee", "none"):
+        yield
+        return
+    backend.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        backend.fp32_precision = before
 
 
 def pieces(stack: Stack, home: torch.Tensor) -> Iterator[tuple[ParamLayout, torch.Tensor]]:

@@ -16,7 +16,7 @@ from itertools import groupby
 
 import torch
 
-from ch_powersgd.orthonormal import Columns, gaussian
+from ch_powersgd.orthonormal import Columns, gaussians
 from commhooks import Bucket, BucketLayout, ParamLayout
 
 Blocks = list[tuple[torch.Tensor, torch.Tensor]]
@@ -214,9 +214,9 @@ class Workspace:
         """Columns for where Q has none, as :attr:`Factors.q_columns`: the same at every step, so made once."""
         if not self._noise:
             flat = torch.empty(self.q.numel, dtype=self.dtype, device=self._device)
-            for stack, view in zip(self.stacks, self.q.views(flat), strict=True):
-                for key, target in zip(stack.keys, view.unbind(0), strict=True):
-                    target.copy_(gaussian(seed, key, -1, (stack.rank, stack.cols), self._device))
+            targets = [t for view in self.q.views(flat) for t in view.unbind(0)]
+            wanted = [(key, (stack.rank, stack.cols)) for stack in self.stacks for key in stack.keys]
+            torch._foreach_copy_(targets, gaussians(seed, wanted, -1, self._device))
             self._noise = self.q.by_rank(flat)
         return self._noise
 

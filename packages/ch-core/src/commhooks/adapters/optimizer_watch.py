@@ -26,11 +26,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from commhooks.adapters.backward import NO_BACKWARD, backward_id
 from commhooks.adapters.base import AttachOptions
-from commhooks.bucket import dense
+from commhooks.adapters.numbers_seen import Image, hold_numbers
 from commhooks.engine.engine import Engine
+from commhooks.engine.host_copy import HostCopy
 from commhooks.errors import CommHooksError, HookConfigError, StateError
-
-_SAMPLE = 64  # numbers of a tensor that are looked at
 
 
 class OptimizerWatch:
@@ -65,7 +64,9 @@ class OptimizerWatch:
         self._behind = 0  # optimizer steps before this period
         self._steps: dict[int, int] = {}  # by optimizer
         self._task: list[int | None] = [None]  # of the backward that was looked at last
-        self._image: _Image | None = _Image(self._params)  # until an optimizer is seen to step
+        self._image: Image | None = Image(self._params)  # until an optimizer is seen to step
+        self._scale: tuple[int, int, HostCopy] | None = None  # which tensor, at which version
+        self.late_error: Callable[[], BaseException | None] | None = None
         self.begin()
         this = weakref.ref(self)  # torch and the parameters must not keep alive what nobody else does
         self._removable: list[Any] = [
@@ -77,8 +78,27 @@ class OptimizerWatch:
         weakref.finalize(self, _remove, self._removable).atexit = False  # nobody may call close()
 
     def scale(self) -> float:
-        """The loss scale of the step that begins. On CUDA the host waits for it."""
-        return float(self.scaler.get_scale()) if self.scaler is not None and self.scaler.is_enabled() else 1.0
+        """The loss scale of the step that begins. On CUDA the host waits for what was started before the forward; for all
+        of it where the scale has changed since, as in the first step.
+        """
+        if self.scaler is None or not self.scaler.is_enabled():
+            return 1.0
+        tensor = self._scale_tensor()
+        if tensor is not None and self._scale is not None and self._scale[:2] == (id(tensor), tensor._version):
+            return self._scale[2].values()[0]
+        return float(self.scaler.get_scale())
+
+    def forward_begins(self) -> None:
+        """Send for the loss scale: by now the scaler has updated it, and what the device still has to do for this step is
+        behind it.
+        """
+        tensor = self._scale_tensor()
+        if tensor is not None and (self._scale is None or self._scale[:2] != (id(tensor), tensor._version)):
+            self._scale = (id(tensor), tensor._version, HostCopy(tensor))
+
+    def _scale_tensor(self) -> torch.Tensor | None:
+        found = getattr(self.scaler, "_scale", None)
+        return found if isinstance(found, torch.Tensor) else None
 
     # -- what the engine asks and says
 
@@ -87,7 +107,7 @@ class OptimizerWatch:
         self._behind = self.clock()
         self._steps = {}
         self._stepped = False  # for certain
-        self._held_back: torch.Tensor | None = None  # by a GradScaler that ran a fused step; 0 if one of them was run
+        self._held_back: list[HostCopy] = []  # by a GradScaler that ran fused steps; 0 of each that was run
         self._had: list[torch.Tensor] = []
         self._finished = False
         self._verdict: bool | None = None
@@ -122,6 +142,10 @@ class OptimizerWatch:
         self._behind = clock
         self._steps.clear()
 
+    def also_remove(self, hook: Any) -> None:
+        """:meth:`close` removes this one, too."""
+        self._removable.append(hook)
+
     def close(self) -> None:
         """Leave optimizers and parameters alone."""
         _remove(self._removable)
@@ -137,6 +161,9 @@ class OptimizerWatch:
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._counts(optimizer):
             return None
+        error = self.late_error() if self.late_error is not None else None
+        if error is not None:  # on CUDA backward() does not wait for it; no parameter has been changed yet
+            raise error
         if optimizer in self._stepping:
             self._stepping.clear()  # its last step raised
         if not self._stepping and self._holds_ours(optimizer):
@@ -154,8 +181,7 @@ class OptimizerWatch:
         if not isinstance(found, torch.Tensor):
             self._stepped, self._image = True, None
         elif not self._stepped:
-            before, found = self._held_back, found.detach().clone()
-            self._held_back = found if before is None else torch.minimum(before.to(found.device), found)
+            self._held_back.append(HostCopy(found))
 
     def _counts(self, optimizer: Any) -> bool:
         return optimizer is self._given() or self._holds_ours(optimizer)
@@ -204,7 +230,7 @@ class OptimizerWatch:
             self._verdict = False
         elif gone and beginning:
             self._verdict, self._doubt = False, _partly_gone(len(gone), len(self._had))
-        elif not gone and (beginning or self._on_cpu()) and not _hold_numbers(self._had):
+        elif not gone and (beginning or self._on_cpu()) and not hold_numbers(self._had):
             self._verdict = False
 
     def _look_for_nothing(self) -> None:
@@ -212,7 +238,7 @@ class OptimizerWatch:
         if self._verdict is not None or not self._had or self._steps or self._closures:
             return
         dropped = self._had[0].grad is None and all(p.grad is None for p in self._had)
-        if dropped or (self._on_cpu() and not _hold_numbers(self._had)):
+        if dropped or (self._on_cpu() and not hold_numbers(self._had)):
             self._look(beginning=False)
 
     def _on_cpu(self) -> bool:
@@ -221,8 +247,8 @@ class OptimizerWatch:
     def _used(self) -> bool:
         if self._stepped or self._closures or self._stepping:
             return True
-        if self._held_back is not None:  # On CUDA this waits for the fused optimizer; nothing else tells.
-            if bool(self._held_back.item()):
+        if self._held_back:  # On CUDA this waits for the fused optimizer, and for nothing after it.
+            if all(any(found.values()) for found in self._held_back):
                 return False
             self._stepped, self._image = True, None
             return True
@@ -235,65 +261,6 @@ class OptimizerWatch:
             held = {id(p) for optimizer in self._known for group in optimizer.param_groups for p in group["params"]}
             self._watched = size, [p for p in self._params if id(p) in held] or self._params
         return self._watched[1]
-
-
-class _Image:
-    """A few numbers of each parameter, as they were, bit for bit.
-
-    Not version counters: ``.data`` passes them by, and a broadcast of what is there already (``DDP.join`` ends with
-    one) counts as a change. No evidence once an optimizer steps: what else changes parameters then (clipping them, a
-    new start of some) uses no gradients.
-    """
-
-    def __init__(self, params: list[torch.Tensor]) -> None:
-        self._params = params
-        self._addresses: list[int] = []
-        self._bits: list[torch.Tensor] = []
-
-    @torch.no_grad()
-    def take(self) -> None:
-        self._addresses, self._bits = self._now()
-
-    @torch.no_grad()
-    def differs(self) -> bool:
-        addresses, bits = self._now()
-        return addresses != self._addresses or not all(map(torch.equal, bits, self._bits))
-
-    def _now(self) -> tuple[list[int], list[torch.Tensor]]:
-        """Addresses, and the samples of all parameters of a device as one tensor of bytes."""
-        local = [_local(p).detach() for p in self._params]
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for tensor in local:
-            by_device.setdefault(tensor.device, []).append(_sample(tensor).view(torch.uint8))
-        return [tensor.data_ptr() for tensor in local], [torch.cat(samples) for samples in by_device.values()]
-
-
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of a few numbers in the middle of where a tensor lies in memory."""
-    if not dense(tensor):
-        return tensor.new_empty(0)
-    count = min(tensor.numel(), _SAMPLE)
-    return tensor.as_strided((count,), (1,), tensor.storage_offset() + (tensor.numel() - count) // 2)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor; another tensor itself."""
-    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return found
-
-
-@torch.no_grad()
-def _hold_numbers(params: list[torch.Tensor]) -> bool:
-    """Whether a gradient is not zero. Mostly a few numbers of the first one tell; on CUDA the host waits for them."""
-    gradients = (_dense_part(p.grad) for p in params if p.grad is not None)  # no further than needed
-    if any(bool(_sample(gradient).any()) for gradient in gradients):
-        return True
-    return any(bool(_dense_part(p.grad).any()) for p in params if p.grad is not None)
-
-
-def _dense_part(gradient: torch.Tensor) -> torch.Tensor:
-    gradient = _local(gradient)
-    return gradient._values() if gradient.is_sparse else gradient
 
 
 def _partly_gone(gone: int, had: int) -> CommHooksError:
@@ -342,13 +309,35 @@ def _remove(hooks: list[Any]) -> None:
 
 
 def watch_outcome(
-    engine: Engine | None, options: AttachOptions, params: Iterable[torch.Tensor]
+    engine: Engine | None,
+    options: AttachOptions,
+    params: Iterable[torch.Tensor],
+    module: torch.nn.Module | None = None,
 ) -> OptimizerWatch | None:
-    """Have the optimizer and scaler given to ``attach`` decide which of an engine's steps count."""
+    """Have the optimizer and scaler given to ``attach`` decide which of an engine's steps count.
+
+    Args:
+        engine: whose steps; ``None``: nobody asks.
+        options: as an adapter is given them.
+        params: the model's.
+        module: whose forward begins a step; given, the host does not wait for it when it asks for the loss scale.
+    """
     if options.optimizer is None and options.scaler is None:
         return None
     watch = OptimizerWatch(options.optimizer, options.scaler, params)
     if engine is not None:
         engine.open_steps.outcome = watch
         engine.loss_scale = watch.scale if options.scaler is not None else None
+        watch.late_error = _late_error(weakref.ref(engine))
+    if module is not None and options.scaler is not None:
+        begins = _relay(weakref.ref(watch), OptimizerWatch.forward_begins)
+        watch.also_remove(module.register_forward_pre_hook(lambda *_: begins()))
     return watch
+
+
+def _late_error(of: "weakref.ref[Engine]") -> Callable[[], BaseException | None]:
+    def error() -> BaseException | None:
+        engine = of()
+        return engine.verdict.take_error() if engine is not None else None
+
+    return error

@@ -8,6 +8,8 @@ exists only for parameters that are not averaged exactly.
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from commhooks.bucket import Bucket, ParamLayout
 from commhooks.compositions.base import Composite, composed
 from commhooks.errors import HookConfigError
@@ -60,14 +62,20 @@ class ErrorFeedback(Composite):
         sent = Bucket(bucket.layout, storage, bucket.index, bucket.is_last)
         kept = []
         for p, gradient in bucket.views():
-            wanted = ctx.stage(p.name, FIELD, p.shape, device=bucket.device).copy_(gradient)  # g, then p = g + e
-            before = ctx.read(p.name, FIELD)
-            if before is not None:
-                gradient.copy_(wanted.add_(before))
-            kept.append((wanted, sent.view(p)))
+            wanted = ctx.stage(p.name, FIELD, p.shape, device=bucket.device)
+            kept.append((gradient, wanted, ctx.read(p.name, FIELD), sent.view(p)))
+        # On a GPU all parameters at once, in few launches; on a CPU one after another, while it is in the cache.
+        together = [kept] if bucket.device.type != "cpu" else [[one] for one in kept]
+        for part in together:
+            torch._foreach_copy_([wanted for _, wanted, _, _ in part], [gradient for gradient, *_ in part])  # g
+            added = [(gradient, wanted, before) for gradient, wanted, before, _ in part if before is not None]
+            if added:
+                gradients, wanteds, befores = (list(each) for each in zip(*added, strict=True))
+                torch._foreach_add_(wanteds, befores)  # p = g + e
+                torch._foreach_copy_(gradients, wanteds)
         yield from self.inner.start(bucket, ctx.child("inner", sent=sent))
-        for wanted, contribution in kept:
-            wanted.sub_(contribution)  # e' = p - C(p)
+        for part in together:  # e' = p - C(p)
+            torch._foreach_sub_([wanted for _, wanted, _, _ in part], [contribution for *_, contribution in part])
 
 
 def error_feedback(hook: Any) -> Any:

@@ -11,7 +11,7 @@ from commhooks.engine.schedule import BucketPlan
 from commhooks.engine.stage import Stage
 from commhooks.engine.status import BETWEEN, DECODE, ENCODE
 from commhooks.engine.verdict import StepVerdict
-from commhooks.engine.zero_requests import zero_requests
+from commhooks.engine.void_requests import make_void, void_requests
 from commhooks.errors import HookResultError
 from commhooks.reduction import Stages
 from commhooks.requests import Request, StagePlan, as_tuple
@@ -32,7 +32,7 @@ class ActiveBucket:
         stages: the generator, as soon as there is one.
         stage: how many stages it has asked for.
         pending: the last of them, until it is done.
-        failed: whether its reduction raised here: it sends zeros until the plan ends, or the others would wait.
+        failed: whether its reduction raised here: it sends NaN until the plan ends, or the others would wait.
         done: whether it has ended.
     """
 
@@ -64,11 +64,13 @@ class ActiveBucket:
             except BaseException as error:  # Ctrl-C too: raised in the hook it would leave DDP and the peers stuck
                 self.fail(error)
         due = self.due
-        return None if due is None else zero_requests(due, self.verdict.world_size, self.bucket.device)
+        return None if due is None else void_requests(due, self.verdict.world_size, self.bucket.device)
 
     def end(self) -> None:
         """It has asked for everything, and everything has come."""
         self.done = True
+        if self.failed:  # half decoded, perhaps: nobody may take it for an average
+            make_void(self.bucket.storage)
         # A finite P and Q may overflow when multiplied out in fp16; opaque payloads show nothing before decoding.
         if self.plan.opaque or self.bucket.dtype == torch.float16:
             self.verdict.look((self.bucket.storage,))

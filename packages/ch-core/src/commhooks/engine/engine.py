@@ -27,7 +27,7 @@ from commhooks.engine.schedule import TUNED, CpuTuning
 from commhooks.engine.sender import RequestBatch, Sender
 from commhooks.engine.status import ENCODE
 from commhooks.engine.verdict import Phase, StepVerdict
-from commhooks.errors import CommHooksError, TransportError
+from commhooks.errors import CommHooksError, HookNotSupportedError, TransportError
 from commhooks.reduction import Reduction, StepContext
 from commhooks.requests import StagePlan
 from commhooks.state import HookState
@@ -116,7 +116,7 @@ class Engine:
         """
         begun = time.perf_counter()
         if not self.in_step:
-            self._begin()
+            self._begin(bucket.device)
         live, sender = self._activate(bucket), self.sender
         try:
             if not live.plan.coalesces:
@@ -239,9 +239,15 @@ class Engine:
 
     # -- the lockstep rule
 
-    def _begin(self) -> None:
+    def _begin(self, device: torch.device) -> None:
         if self.failure is not None:
             raise self.failure
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # Replayed, a step would be committed never, and its state written to the same of two buffers every time.
+            raise HookNotSupportedError(
+                f"{self.reduction.name} cannot be captured in a CUDA graph: the host decides after each step what becomes "
+                "of it. detach() the hook before the capture, or capture the parts of the model without their backward"
+            )
         late = self.verdict.take_error()
         doubt = self.open_steps.answer(self.gather)
         looks = bool(self.reduction.fields)  # one without state has nothing to undo

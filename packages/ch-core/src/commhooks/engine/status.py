@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch
 
+from commhooks.engine.host_copy import HostCopy
 from commhooks.errors import CommHooksError, RankMismatchError, RemoteHookError
 from commhooks.requests import AllGather, AllReduce, Request
 
@@ -83,7 +84,7 @@ class Status:
             self.vector[world] = torch.stack(unread).sum().isfinite().logical_not()
         if not math.isfinite(sum(s for s in sums if isinstance(s, float))):
             self.vector[world] = 1
-        self._event: torch.cuda.Event | None = None
+        self._copy: HostCopy | None = None
         self._values: list[float] | None = None
 
     def message(self) -> AllReduce:
@@ -92,19 +93,11 @@ class Status:
 
     def received(self) -> None:
         """The message, if there was one, has come. On CUDA it is read only when needed."""
-        if self.vector.is_cuda:
-            # In the message's own dtype, on the host: the user's defaults may be others.
-            host = torch.empty(self.vector.shape, dtype=self.vector.dtype, device="cpu", pin_memory=True)
-            host.copy_(self.vector, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-            self.vector = host
+        self._copy = HostCopy(self.vector)
 
     def _read(self) -> list[float]:
         if self._values is None:
-            if self._event is not None:
-                self._event.synchronize()
-            self._values = self.vector.tolist()
+            self._values = (self._copy or HostCopy(self.vector)).values()
         return self._values
 
     def failed(self) -> dict[int, int]:
@@ -150,7 +143,7 @@ class Status:
 
     def _texts(self, own: BaseException | None, carry_out: Exchange) -> dict[int, str]:
         mine = b"" if own is None else f"{type(own).__name__}: {own}".encode()[:TEXT_BYTES]
-        device = self.vector.device if self._event is None else torch.device("cuda")
+        device = self.vector.device
         text = torch.tensor(list(mine.ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8, device=device)
         everyone = torch.empty(self.world * TEXT_BYTES, dtype=torch.uint8, device=device)
         carry_out(AllGather(text, everyone))

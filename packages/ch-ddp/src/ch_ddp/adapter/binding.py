@@ -56,7 +56,7 @@ class DDPBinding(Binding):
         self._driver.finalize = partial(_finalize, self._model)
         if isinstance(self._driver, DDPDriver):
             self._driver.follow(model)
-        self._outcome = watch_outcome(self.engine, options, model.module.parameters())
+        self._outcome = watch_outcome(self.engine, options, model.module.parameters(), model.module)
         self._slot.driver, self._slot.holder = self._driver, handle.expr
         self._slot.watch = SyncWatch(model, handle.expr, module)
         self._slot.follow = self._follow if options.process_group is None else None

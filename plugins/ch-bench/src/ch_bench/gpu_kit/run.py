@@ -1,0 +1,35 @@
+"""The kit's one file that is run as it lies: `python run.py --out FOLDER`, beside the wheels of this project.
+
+Puts the wheels where Python finds them, in the folder of the record, and runs `python -m ch_bench.gpu_kit` with the same
+words. It needs no network, no pip and nothing but the standard library; what the kit needs is torch, numpy, pluggy and
+pytest.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+
+def main() -> int:
+    """The kit's exit status."""
+    wheels = sorted(Path(__file__).resolve().parent.glob("*.whl"))
+    if not wheels:
+        print(f"no wheels beside {__file__}: make the folder with `nox -s gpu-kit`", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="gpu-kit-") as site:
+        for wheel in wheels:
+            with zipfile.ZipFile(wheel) as file:
+                file.extractall(site)
+        inherited = os.environ.get("PYTHONPATH")
+        path = os.pathsep.join([site, *([inherited] if inherited else [])])
+        words = [sys.executable, "-m", "ch_bench.gpu_kit", *sys.argv[1:]]
+        return subprocess.run(
+            words, env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}, check=False
+        ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""The GPU kit on CPU tensors: every part as it runs on a GPU, with tiny shapes, so that it is ready when there is one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ch_bench.gpu_kit import record
+from ch_bench.gpu_kit.__main__ import main
+from ch_bench.gpu_kit.parts import PARTS
+from ch_bench.gpu_kit.rows import Dead, Rows, Skipped, latest, write
+
+ROOT = Path(__file__).resolve().parents[3]
+ONLY_THERE = {  # what cannot be had on CPU tensors, or with one rank
+    "environment/device",
+    "environment/driver",
+    "order/control: a side stream that does not wait",
+    "order/control: a collective that is not waited for",
+    "waits/control: an .item() is told",
+    "graphs/plain",
+    "graphs/allreduce",
+    "graphs/bf16_compress",
+    "graphs/powersgd(rank=4)",
+}
+
+
+@pytest.mark.timeout(400)  # of a loaded machine; 40 s of a free core
+@pytest.mark.gloo
+def test_every_part_finds_what_it_looks_for(tmp_path: Path) -> None:
+    words = [
+        sys.executable,
+        "-m",
+        "ch_bench.gpu_kit",
+        "--device",
+        "cpu",
+        "--tiny",
+        "--out",
+        str(tmp_path),
+        "--minutes",
+        "6",
+    ]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=390)
+    rows = latest(tmp_path / "rows.jsonl")
+    wrong = {name: row.get("error") for name, row in rows.items() if row["verdict"] not in ("ok", "skipped")}
+    assert (done.returncode, wrong) == (0, {}), done.stdout + done.stderr + (tmp_path / "log.txt").read_text()[-4000:]
+    skipped = {name for name, row in rows.items() if row["verdict"] == "skipped" and "FSDP" not in name}
+    assert {name for name in skipped if "ch-ft" not in name} == ONLY_THERE
+    assert {row["part"] for row in rows.values()} == {part.name for part in PARTS}
+    said = (tmp_path / "record.md").read_text()
+    assert all(f"## {part.title}" in said for part in PARTS)
+    assert len(json.loads((tmp_path / "record.json").read_text())["rows"]) == len(rows)
+    again = subprocess.run(words, capture_output=True, text=True, timeout=100)  # nothing is left to do
+    assert again.returncode == 0
+    assert len(again.stdout.splitlines()) == 1, again.stdout
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Rows:
+    return Rows(tmp_path / "rows.jsonl", "costs", 1)
+
+
+def verdict(rows: Rows, name: str) -> Any:
+    return latest(rows.path)[f"costs/{name}"]["verdict"]
+
+
+def fail(error: Exception) -> Any:
+    raise error
+
+
+def test_what_is_known_is_not_asked_again_and_what_failed_is_in_the_next_run(rows: Rows) -> None:
+    asked = []
+    for run in (1, 1, 2):
+        again = Rows(rows.path, "costs", run)
+        again.row("known", lambda run=run: asked.append(("known", run)) or {"x": 1})
+        again.row("broken", lambda run=run: asked.append(("broken", run)) or fail(ValueError("no")))
+        again.row("nowhere", fail, Skipped("not here"))
+    assert asked == [("known", 1), ("broken", 1), ("broken", 2)]
+    assert [verdict(rows, name) for name in ("known", "broken", "nowhere")] == ["ok", "failed", "skipped"]
+
+
+def test_a_row_that_ends_its_process_is_tried_twice_and_then_left(rows: Rows) -> None:
+    for tries in (1, 2):
+        write(rows.path, {"part": "costs", "name": "hangs", "verdict": "begun", "run": 1, "tries": tries})
+    rows.row("hangs", lambda: {"x": 1})
+    assert verdict(rows, "hangs") == "failed"
+
+
+def test_a_cuda_error_ends_the_process(rows: Rows) -> None:
+    with pytest.raises(Dead):
+        rows.row("dies", fail, RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert verdict(rows, "dies") == "failed"
+
+
+def test_a_cut_run_has_a_record(rows: Rows, tmp_path: Path) -> None:
+    rows.row("first", lambda: {"ms": 1.25})
+    write(rows.path, {"part": "costs", "name": "second", "verdict": "begun", "run": 1, "tries": 1})
+    with rows.path.open("a") as file:
+        file.write('{"part": "costs", "na')  # cut in the middle of a line
+    record.write(tmp_path, rows.path)
+    said = (tmp_path / "record.md").read_text()
+    assert "| first | 1.25 |" in said
+    assert "**second**: did not end" in said
+    assert said.count("Has not run.") == len(PARTS) - 1
+
+
+def test_a_part_that_hangs_is_ended_and_the_others_run(tmp_path: Path) -> None:
+    assert main(["--device", "cpu", "--tiny", "--out", str(tmp_path), "--parts", "environment", "--minutes", "0"]) == 1
+    assert "no time was left" in (tmp_path / "record.md").read_text()
+
+
+@pytest.mark.packaging
+@pytest.mark.timeout(300)
+def test_the_folder_of_wheels_runs_without_rich_and_without_pip(tmp_path: Path) -> None:
+    kit, hidden = tmp_path / "kit", tmp_path / "hidden"
+    sources = [path.parent for path in ROOT.glob("p*/ch-*/pyproject.toml")]
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", kit, *sources]
+    subprocess.run([str(word) for word in pip], check=True, timeout=200)
+    (kit / "run.py").write_text((ROOT / "plugins/ch-bench/src/ch_bench/gpu_kit/run.py").read_text())
+    for name in ("rich", "matplotlib", "hypothesis", "lightning"):
+        (hidden / name).mkdir(parents=True)
+        (hidden / name / "__init__.py").write_text("raise ImportError('not on that machine')")
+    words = [
+        sys.executable,
+        "run.py",
+        "--device",
+        "cpu",
+        "--tiny",
+        "--parts",
+        "environment,waits",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    done = subprocess.run(
+        words, cwd=kit, env={"PYTHONPATH": str(hidden), "PATH": ""}, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "out" / "log.txt").read_text()[-3000:]
+    found = latest(tmp_path / "out" / "rows.jsonl")
+    assert "powersgd" in found["environment/hooks"]["values"]["hooks"]
