@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import commhooks
 from ch_bench.shapes import gpt_shapes
 from commhooks import Bucket, BucketLayout, HookState, StepContext
-from commhooks.scratch import Scratch
 
 HOOKS = [
     "allreduce",
@@ -89,10 +88,11 @@ def operations(hook: str, buckets: list[dict[str, tuple[int, ...]]]) -> Counter[
         layout = BucketLayout.of_shapes(shapes, device="meta")
         made.append(Bucket(layout, torch.empty(layout.numel, device="meta"), index))
 
-    scratch = Scratch()
+    contexts = [StepContext(0, 2, state=state, owner=bucket.index) for bucket in made]  # with scratch that lives on
 
     def step() -> None:
-        contexts = [StepContext(0, 2, state.step, state=state, scratch=scratch, owner=b.index) for b in made]
+        for ctx in contexts:
+            ctx.step = state.step
         live = [reduction.start(bucket, ctx) for bucket, ctx in zip(made, contexts, strict=True)]
         while live:
             live = [one for one in live if next(one, None) is not None]

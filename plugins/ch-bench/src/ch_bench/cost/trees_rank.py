@@ -34,7 +34,7 @@ def main() -> None:
         if expression is None:
             model.register_comm_hook(None, noop_hook)
         else:
-            model.handle = commhooks.attach(model, expression)
+            commhooks.attach(model, expression)  # in place as long as the model lives
         models.append((model, torch.optim.SGD(model.parameters(), lr=1e-3)))
     for line in sys.stdin:
         step, hook = map(int, line.split())
