@@ -1,0 +1,232 @@
+"""The error of one exchange, on gradients recorded in training, beside bf16.
+
+    OMP_NUM_THREADS=1 python -m ch_bench.convergence.vnmse [--record]
+
+``vNMSE = |result - mean|^2 / |mean|^2`` over all numbers that a hook compresses (norms, biases and small parameters
+are averaged exactly by all of them), with the mean over W = 4 ranks in fp64. Gradients of the GPT (Adam) and of the CNN
+(SGD) of the convergence study at three steps of an exact run, the figure is the mean over the steps; and normal numbers,
+independent from rank to rank. The mean of those has a quarter of a rank's square, and so has the error of the first
+stage: with gradients that agree more, it is smaller.
+
+"One stage" is the all-to-all and the sum alone, a reduce-scatter; "both" is the whole all-reduce.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from datetime import date
+from functools import partial
+from pathlib import Path
+
+import matplotlib
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+import commhooks
+from ch_bench import bench_report
+from ch_bench.convergence.study_tasks import SETTINGS, TASKS, Task
+from ch_quant import Exchange, Quantized
+from commhooks import Bucket, BucketLayout, Reduction, Stages, StepContext
+from commhooks.testing import SimulatedRanks
+
+RANKS, SMALLEST = 4, 128
+STEPS = {"gpt": (5, 40, 120), "cnn": (5, 60, 200)}
+Gradients = list[dict[str, torch.Tensor]]  # of every rank, by parameter
+MIXED = {  # 8 bits for about a quarter of the numbers, 4 for the others
+    "GPT": "policy({'*.qkv.weight': quant8, '*': quant4%s})",
+    "CNN": "policy({'[0-4].weight': quant8, '*': quant4%s})",
+    "normal": "policy({'a': quant8, '*': quant4%s})",
+}
+ROWS = [  # label, bits as plotted, expression; a %s stands for the rotation's option
+    ("bf16", 16.0, "bf16_compress"),
+    ("bf16, fp32 sums", 16.0, "bf16_compress(accumulate='fp32')"),
+    ("8 bits", 8.0, "quant8%s"),
+    ("5 bits (8, 4)", 5.0, ""),
+    ("4 bits", 4.0, "quant4%s"),
+    ("3 bits", 3.0, "quant(bits=3)%s"),
+    ("2 bits", 2.0, "quant2(error_feedback=False)%s"),
+    ("1 bit", 1.0, "sign(error_feedback=False)%s"),
+]
+
+
+class FirstStage(Reduction):
+    """The first stage of a quantized average: leaves this rank's part of the mean, and zeros elsewhere."""
+
+    name, lossy, granularity = "first_stage", True, "bucket"
+    collectives = frozenset({"all_to_all"})
+
+    def __init__(self, whole: Quantized) -> None:
+        self.whole = whole
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
+        vectors = [bucket.matrix(p).view(-1) for p in bucket.params]
+        exchange = Exchange(
+            self.whole.codec,
+            [len(v) for v in vectors],
+            ctx,
+            bucket.device,
+            parts=ctx.world_size,
+            rotated=self.whole.rotation is not None,
+        )
+        yield exchange.send([vectors] * ctx.world_size)
+        for vector in vectors:
+            vector.zero_()
+        exchange.take(vectors)
+
+
+def recorded(task: str) -> list[Gradients]:
+    """Every rank's gradients at `STEPS` of an exact run, those that a hook compresses."""
+    found, made = [], TASKS[task](SETTINGS[task], 0, "iid")
+    assert isinstance(made, Task)
+    optimizer, params = made.optimizer(), dict(made.model.named_parameters())
+    for step in range(max(STEPS[task]) + 1):
+        every = [torch.autograd.grad(made.loss(made.model, r, step), list(params.values())) for r in range(RANKS)]
+        if step in STEPS[task]:
+            named = [dict(zip(params, one, strict=True)) for one in every]
+            found.append([{n: g for n, g in one.items() if g.dim() > 1 and g.numel() >= SMALLEST} for one in named])
+        for number, p in enumerate(params.values()):
+            p.grad = torch.stack([one[number] for one in every]).mean(0)
+        optimizer.step()
+    return found
+
+
+def normal() -> list[Gradients]:
+    """Independent normal numbers: 1/4 of them in ``a``."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a": (256, 256), "b": (384, 512)}
+    return [[{n: torch.randn(s, generator=generator) for n, s in shapes.items()} for _ in range(RANKS)]]
+
+
+def error(samples: list[Gradients], make: "partial[commhooks.CommHook]", part: bool = False) -> tuple[float, float]:
+    """vNMSE, mean over the samples, and bits per number and trip; ``part``: each rank has its part of the result alone."""
+    found = 0.0
+    for every in samples:
+        ranks = SimulatedRanks(make, RANKS, every[0], buckets=1)
+        step = ranks.step(every)
+        for failure in step.errors:
+            if failure is not None:
+                raise failure
+        results = step.gradients if part else step.gradients[:1]
+        apart = size = 0.0
+        for name in every[0]:
+            mean = torch.stack([one[name].double() for one in every]).mean(0)
+            result = torch.stack([one[name].double() for one in results]).sum(0)
+            apart, size = apart + float((result - mean).square().sum()), size + float(mean.square().sum())
+        found += apart / size / len(samples)
+    numbers = sum(g.numel() for g in samples[0][0].values())
+    reduction = commhooks.create(make().built).reduction
+    assert reduction is not None
+    plan = reduction.plan(BucketLayout.of_tensors(samples[0][0]), StepContext(world_size=RANKS))
+    payload = sum(request.payload_bytes for stage in plan for request in stage)
+    return found, 8 * payload / numbers / max(1, len(plan))
+
+
+def handle(expr: str, first: bool) -> commhooks.CommHook:
+    """A handle of an expression, or of the first stage of the hook that it names."""
+    made = commhooks.create(expr)
+    if not first:
+        return made
+    assert isinstance(made.reduction, Quantized)
+    return commhooks.create(FirstStage(made.reduction))
+
+
+def expression(template: str, data: str, rotated: bool) -> str:
+    """A row's expression for some data."""
+    option = "rotation='hadamard'"
+    text = template or MIXED[data]
+    if "%s" not in text:
+        return text
+    return (text % (f"({option})" if rotated else "")).replace(")(", ", ")
+
+
+Figures = dict[tuple[str, str, bool, bool], float]  # row, data, rotated, first stage alone -> vNMSE
+
+
+def measure(data: dict[str, list[Gradients]]) -> tuple[Figures, dict[str, float]]:
+    """All errors, and the bits of each row on the first data."""
+    figures: Figures = {}
+    bits: dict[str, float] = {}
+    for label, _, template in ROWS:
+        for name, samples in data.items():
+            for rotated in (False, True):
+                expr = expression(template, name, rotated)
+                if rotated and expr == expression(template, name, False):
+                    continue
+                for first in (False, True):
+                    if first and not expr.startswith(("quant", "sign")):
+                        continue
+                    made = error(samples, partial(handle, expr, first), first)
+                    figures[label, name, rotated, first] = made[0]
+                    if not first and name == next(iter(data)):
+                        bits.setdefault(label, made[1])
+    return figures, bits
+
+
+def table(figures: Figures, bits: dict[str, float], data: Sequence[str]) -> Table:
+    """Rows of `ROWS`, columns by data and rotation."""
+    made = Table(title=f"vNMSE of one exchange, W = {RANKS}: one stage | both stages; bits with scales")
+    made.add_column("")
+    made.add_column("bits", justify="right")
+    for name in data:
+        made.add_column(name, justify="right")
+        made.add_column(f"{name}, rotated", justify="right")
+
+    def cell(label: str, name: str, rotated: bool) -> str:
+        both, one = figures.get((label, name, rotated, False)), figures.get((label, name, rotated, True))
+        if both is None:
+            return ""
+        return (f"{one:.2e} | " if one is not None else "") + f"{both:.2e}"
+
+    for label, _, _ in ROWS:
+        made.add_row(
+            label, f"{bits[label]:.3g}", *(cell(label, name, rotated) for name in data for rotated in (False, True))
+        )
+    return made
+
+
+def draw(figures: Figures, data: Sequence[str], path: Path) -> None:
+    """Error of both stages against bits, one line for each kind of data and rotation."""
+    with matplotlib.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        axes = figure.subplots()
+        for name, colour in zip(data, ("#0072b2", "#d55e00", "#999999"), strict=False):
+            for rotated, dash in ((False, "-"), (True, "--")):
+                points = [(b, figures.get((label, name, rotated, False))) for label, b, _ in ROWS if b < 16]
+                line = [(b, f) for b, f in points if f is not None]
+                label = name + (", rotated" if rotated else "")
+                axes.plot(*zip(*line, strict=True), color=colour, linestyle=dash, marker="o", markersize=4, label=label)
+            exact = figures["bf16", name, False, False]
+            axes.axhline(exact, color=colour, linewidth=0.8, linestyle=":")
+        axes.set(yscale="log", xlabel="bits of a code", xticks=[1, 2, 3, 4, 5, 8])
+        axes.set_ylabel("vNMSE of the whole exchange (dotted: bf16)")
+        axes.set_title(f"Error of one quantized all-reduce, {RANKS} ranks", loc="left", fontweight="bold")
+        axes.grid(color="#e4e4e4", linewidth=0.8)
+        axes.legend(frameon=False)
+        figure.savefig(path, dpi=110)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and draw; ``--record`` keeps both in docs/measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out/vnmse"), help="folder of the picture")
+    parser.add_argument("--record", action="store_true", help="keep table and picture in docs/measured")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    console = Console(record=True, width=None if sys.stdout.isatty() else 196)
+    data = {"GPT": recorded("gpt"), "CNN": recorded("cnn"), "normal": normal()}
+    figures, bits = measure(data)
+    console.print(table(figures, bits, list(data)))
+    folder = bench_report.MEASURED if args.record else args.out
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"vnmse-{date.today().isoformat()}" if args.record else "vnmse"
+    draw(figures, list(data), folder / f"{name}.png")
+    if args.record:
+        command = "OMP_NUM_THREADS=1 python -m ch_bench.convergence.vnmse --record"
+        console.print(f"recorded: {bench_report.record('vnmse', command, console)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
