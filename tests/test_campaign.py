@@ -63,5 +63,6 @@ def test_a_case_is_the_same_for_ever() -> None:
 @pytest.mark.campaign
 @pytest.mark.timeout(420)
 def test_three_minutes_with_a_fixed_seed() -> None:
-    run = campaign("--seed", "2026-11-22", "--minutes", "3", timeout=410)
+    # No more cases than have been tried: how far three minutes go depends on the machine.
+    run = campaign("--seed", "2026-11-22", "--minutes", "3", "--cases", "400", timeout=410)
     assert run.returncode == 0, run.stdout[-20000:]
