@@ -1,0 +1,229 @@
+"""How costs grow: `python -m ch_bench.cost.scale` (half an hour on two quiet cores; `--small` for a try).
+
+    OMP_NUM_THREADS=1 python -m ch_bench.cost.scale --out docs/measured/scale.md
+
+Measured over gloo processes: a step of each hook against the number of parameters (with the slope), of buckets, and of ranks.
+Without other ranks, up to 256 of them: planning, what one rank sends, and its own part of a step. ``docs/scale.md`` carries this
+on to 1 000 ranks.
+"""
+
+import argparse
+import gc
+import math
+import platform
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from ch_bench.cost.table import measure_step
+from ch_bench.gpu_kit.models import ShapesOnly, made_up
+from ch_bench.shapes import gpt_shapes
+from commhooks import Bucket, BucketLayout, StepContext
+from commhooks.requests import RequestPlan
+from commhooks.testing import spawn
+
+HOOKS = ["allreduce", "bf16_compress", "powersgd(rank=1)", "powersgd(rank=4)", "quant8"]
+GATHERING = ["quantize_per_tensor", "quant8(error_feedback=True)", "topk", "bf16_compress(accumulate='fp32')"]
+LARGE_HOOKS = ["powersgd(rank=4)"]
+GPTS = {  # parameters in millions -> layers, width, vocabulary, context
+    1: (2, 192, 96, 128),
+    11: (6, 384, 96, 128),
+    30: (6, 640, 96, 128),
+    100: (8, 1024, 96, 128),
+    300: (24, 1024, 96, 128),
+}
+BUCKETS = (1, 3, 10, 40)
+WORLDS = (2, 4, 8, 32, 64, 256)
+"""Simulated; of real processes, :data:`RANKS`."""
+RANKS = (2, 4)
+
+
+def against_parameters(hooks: Sequence[str], millions: Sequence[int], steps: int) -> list[str]:
+    """Milliseconds of a step in one bucket over two ranks, and the exponent of the growth between the two largest."""
+    lines = [f"| hook | {' | '.join(f'{m} M' for m in millions)} | slope |", "|---" * (len(millions) + 2) + "|"]
+    for hook in hooks:
+        sizes = [m for m in millions if m < 300 or hook in LARGE_HOOKS]
+        found = [measure_step(hook, GPTS[m], 2, 1, max(3, steps // max(1, m // 30))) for m in sizes]
+        slope = math.log(found[-1] / found[-2]) / math.log(sizes[-1] / sizes[-2]) if len(found) > 1 else math.nan
+        cells = [f"{each:.1f}" for each in found] + [""] * (len(millions) - len(found))
+        lines.append(f"| `{hook}` | {' | '.join(cells)} | {slope:.2f} |")
+        print(lines[-1], flush=True)
+    return lines
+
+
+def against_buckets(
+    hooks: Sequence[str], buckets: Sequence[int], sizes: tuple[int, int, int, int], steps: int
+) -> list[str]:
+    """Milliseconds of a step over two ranks, by the number of buckets."""
+    lines = [f"| hook | {' | '.join(f'{n} buckets' for n in buckets)} |", "|---" * (len(buckets) + 1) + "|"]
+    for hook in hooks:
+        lines.append(f"| `{hook}` | {' | '.join(f'{measure_step(hook, sizes, 2, n, steps):.1f}' for n in buckets)} |")
+        print(lines[-1], flush=True)
+    return lines
+
+
+def against_ranks(
+    hooks: Sequence[str], ranks: Sequence[int], sizes: tuple[int, int, int, int], steps: int
+) -> list[str]:
+    """Milliseconds of a step in one bucket, by the number of processes: on this machine they share the cores."""
+    lines = [f"| hook | {' | '.join(f'{n} ranks' for n in ranks)} |", "|---" * (len(ranks) + 1) + "|"]
+    for hook in hooks:
+        lines.append(f"| `{hook}` | {' | '.join(f'{measure_step(hook, sizes, n, 1, steps):.1f}' for n in ranks)} |")
+        print(lines[-1], flush=True)
+    return lines
+
+
+def planned(hooks: Sequence[str], worlds: Sequence[int], sizes: tuple[int, int, int, int]) -> list[str]:
+    """What one rank sends in a step, in MB, and what planning takes, from the plan alone."""
+    lines = [f"| hook | {' | '.join(f'{w} ranks' for w in worlds)} | planning, ms |", "|---" * (len(worlds) + 2) + "|"]
+    layout = BucketLayout.of_shapes(gpt_shapes(*sizes))
+    for hook in hooks:
+        reduction = commhooks.create(hook).reduction
+        assert reduction is not None
+        reduction.plan(layout, StepContext(world_size=worlds[0]))  # imports what it needs
+        cells, begun = [], time.perf_counter()
+        for world in worlds:
+            plan = reduction.plan(layout, StepContext(world_size=world))
+            cells.append(f"{sum(wire_bytes(r, world) for stage in plan for r in stage) / 1e6:.2f}")
+        took = 1e3 * (time.perf_counter() - begun) / len(worlds)
+        lines.append(f"| `{hook}` | {' | '.join(cells)} | {took:.1f} |")
+        print(lines[-1], flush=True)
+    return lines
+
+
+def wire_bytes(request: RequestPlan, world: int) -> float:
+    """What a bandwidth-optimal algorithm sends for one request, per rank.
+
+    >>> wire_bytes(RequestPlan("all_reduce", 100, torch.float32), 4)
+    600.0
+    """
+    return request.trip_bytes * (world - 1) / world
+
+
+def own_work(hooks: Sequence[str], worlds: Sequence[int], numel: int) -> list[str]:
+    """Milliseconds of one rank's own part of a step, what it makes of all others' messages included: the reduction alone, on
+    requests that are answered at once with what this rank sent.
+    """
+    lines = [f"| hook | {' | '.join(f'{w} ranks' for w in worlds)} |", "|---" * (len(worlds) + 1) + "|"]
+    for hook in hooks:
+        cells = [f"{_own(hook, world, numel):.2f}" for world in worlds]
+        lines.append(f"| `{hook}` | {' | '.join(cells)} |")
+        print(lines[-1], flush=True)
+    return lines
+
+
+def _own(hook: str, world: int, numel: int) -> float:
+    reduction = commhooks.create(hook).reduction
+    assert reduction is not None
+    side = math.isqrt(numel)
+    bucket = Bucket.from_tensors({"w": torch.randn(side, side)})
+    ctx = StepContext(0, world)
+    times = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        for requests in reduction.start(bucket, ctx):
+            for request in requests if isinstance(requests, tuple) else (requests,):
+                _answer(request)
+        times.append(1e3 * (time.perf_counter() - begun))
+    return statistics.median(times)
+
+
+def _answer(request: commhooks.Request) -> None:
+    """As if all ranks had sent the same."""
+    if isinstance(request, commhooks.AllReduce):
+        if request.sent is not None:
+            request.sent.copy_(request.tensor)
+    elif isinstance(request, commhooks.AllGather):
+        request.output.view(-1, request.input.numel()).copy_(request.input.view(1, -1))
+    elif isinstance(request, commhooks.AllToAll):
+        request.output.copy_(request.input)
+    else:
+        request.output.copy_(request.input[: request.output.numel()])
+
+
+def agreeing(ranks: Sequence[int], sizes: tuple[int, int, int, int]) -> list[str]:
+    """Milliseconds of ``attach``, in which all ranks compare hook, versions and shapes over the group's store, and without."""
+    lines = ["| ranks | with agreement | without |", "|---|---|---|"]
+    for world in ranks:
+        found = spawn(_attaching, world, sizes, timeout=300)
+        lines.append(f"| {world} | {max(told for told, _ in found):.0f} | {max(alone for _, alone in found):.0f} |")
+        print(lines[-1], flush=True)
+    return lines
+
+
+def _attaching(rank: int, world: int, sizes: tuple[int, int, int, int]) -> tuple[float, float]:
+    given = made_up(gpt_shapes(*sizes), torch.float32, torch.device("cpu"))
+    model = DistributedDataParallel(ShapesOnly(given))
+    found = []
+    for verify in (True, True, False):  # the first imports what is needed
+        dist.barrier()
+        begun = time.perf_counter()
+        handle = commhooks.attach(model, "powersgd(rank=4)", verify_ranks=verify)
+        found.append(1e3 * (time.perf_counter() - begun))
+        handle.detach()
+    return found[1], found[2]
+
+
+def views(sizes: tuple[int, int, int, int], buckets: int) -> list[str]:
+    """What is kept per parameter besides numbers: layouts, names and views of one model's buckets."""
+    shapes = gpt_shapes(*sizes)
+    names = list(shapes)
+    gc.collect()
+    tracemalloc.start()
+    made = []
+    for part in range(buckets):
+        mine = {name: shapes[name] for name in names[part::buckets]}
+        bucket = Bucket(layout := BucketLayout.of_shapes(mine, device="meta"), torch.empty(layout.numel, device="meta"))
+        made.append((bucket, [bucket.cached(("scale", p.name), partial(bucket.matrix, p)) for p in bucket.params]))
+    size = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return [
+        f"{len(names)} parameters in {buckets} buckets: {size / len(names):.0f} bytes of Python objects per parameter."
+    ]
+
+
+def record(args: argparse.Namespace) -> str:
+    """All tables, as Markdown."""
+    small = args.small
+    gpt = GPTS[1 if small else 11]
+    hooks, steps = (HOOKS[:1], 3) if small else (HOOKS, 20)
+    millions = (1,) if small else (*(m for m in GPTS if m < 300), *((300,) if args.largest else ()))
+    parts: list[tuple[str, Callable[[], list[str]]]] = [
+        ("ms of a step, by parameters (two ranks, one bucket)", lambda: against_parameters(hooks, millions, steps)),
+        ("ms of a step, by buckets", lambda: against_buckets(hooks, BUCKETS[:2] if small else BUCKETS, gpt, steps)),
+        ("ms of a step, by processes", lambda: against_ranks(hooks, RANKS[:1] if small else RANKS, gpt, steps)),
+        ("MB that a rank sends in a step", lambda: planned([*HOOKS, *GATHERING], WORLDS[: 3 if small else None], gpt)),
+        ("ms of a rank's own work, 1 M parameters", lambda: own_work(HOOKS, WORLDS, 1 << (12 if small else 20))),
+        ("ms of attach, by processes", lambda: agreeing(RANKS[:1] if small else RANKS, gpt)),
+        ("registry of views", lambda: views(gpt, 4)),
+    ]
+    lines = []
+    for title, make in parts:
+        print(f"== {title}", flush=True)
+        lines += [f"## {title}", "", *make(), ""]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, print, and write the record if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="tiny shapes, few steps")
+    parser.add_argument("--largest", action="store_true", help="300 M parameters, too")
+    parser.add_argument("--out", type=Path, help="write the tables, with machine and versions, to this file")
+    chosen = parser.parse_args(argv)
+    found = record(chosen)
+    if chosen.out is not None:
+        about = f"torch {torch.__version__}, Python {platform.python_version()}, {platform.system()}"
+        chosen.out.write_text(f"# How costs grow\n\n{__doc__}\n{about}, gloo {dist.is_gloo_available()}.\n\n{found}\n")
+
+
+if __name__ == "__main__":
+    main()
