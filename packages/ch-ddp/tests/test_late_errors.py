@@ -64,7 +64,7 @@ def gradient(model: nn.Module) -> torch.Tensor:
 def test_nothing_finite_is_left_of_a_failed_step_and_the_next_backward_tells(
     model: DistributedDataParallel, where: str
 ) -> None:
-    handle = commhooks.attach(model, Fails(where))
+    handle = commhooks.attach(model, Fails(where), single_process=True)
     for _ in range(3):
         model.zero_grad()
         model(torch.ones(2, 8)).sum().backward()
@@ -81,7 +81,7 @@ def test_nothing_finite_is_left_of_a_failed_step_and_the_next_backward_tells(
 def test_a_scaler_skips_the_failed_step(model: DistributedDataParallel, where: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    commhooks.attach(model, Fails(where), scaler=scaler)
+    commhooks.attach(model, Fails(where), scaler=scaler, single_process=True)
     told = None
     for step in range(4):
         optimizer.zero_grad()
@@ -103,7 +103,7 @@ def test_an_optimizer_that_was_given_raises_before_it_changes_anything(
     model: DistributedDataParallel, where: str
 ) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    commhooks.attach(model, Fails(where), optimizer=optimizer)
+    commhooks.attach(model, Fails(where), optimizer=optimizer, single_process=True)
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.ones(2, 8)).sum().backward()
@@ -122,7 +122,7 @@ def test_an_optimizer_that_was_given_raises_before_it_changes_anything(
 
 def test_a_capture_is_refused(model: DistributedDataParallel, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a device that says it is a GPU, and a stream that says it is captured."""
-    handle = commhooks.attach(model, "allreduce")
+    handle = commhooks.attach(model, "allreduce", single_process=True)
     engine = handle.binding.engine if handle.binding is not None else None
     assert engine is not None
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -138,7 +138,7 @@ def test_the_scale_is_sent_for_when_the_forward_begins(
     """``get_scale()`` would wait for the forward and the backward so far; it is asked in the first step only."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-    handle = commhooks.attach(model, "powersgd(min_compression_rate=0.1)", scaler=scaler)
+    handle = commhooks.attach(model, "powersgd(min_compression_rate=0.1)", scaler=scaler, single_process=True)
     asked: list[int] = []
     scales: list[float] = []
     ask = scaler.get_scale

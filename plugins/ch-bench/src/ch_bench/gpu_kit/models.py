@@ -69,7 +69,7 @@ def ddp(
 
 def attach(model: nn.Module, hook: Any, **more: Any) -> commhooks.CommHook:
     """:func:`commhooks.attach`, which compresses with one rank as well."""
-    return commhooks.attach(model, hook, **more)
+    return commhooks.attach(model, hook, single_process=True, **more)
 
 
 def batch(setting: Setting, device: torch.device, step: int, rank: int = 0) -> torch.Tensor:
