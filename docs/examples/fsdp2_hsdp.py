@@ -12,6 +12,7 @@ Everything runs on CPU over gloo; for two nodes of eight GPUs the mesh would be 
 import argparse
 import json
 import math
+import shlex
 import statistics
 import sys
 import tempfile
@@ -138,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(record=True, width=120)
     console.print(table(runs))
     if args.record:
-        command = " ".join(["python docs/examples/fsdp2_hsdp.py", *words])
+        command = shlex.join(["python", "docs/examples/fsdp2_hsdp.py", *words])
         console.print(f"recorded in {bench_report.record('fsdp2-hsdp', command, console)}")
     return 0
 
