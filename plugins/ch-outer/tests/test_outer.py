@@ -136,6 +136,33 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing() -> None:
         copy.deepcopy(optimizer)
 
 
+def test_a_damaged_state_changes_nothing_in_the_middle_of_an_exchange() -> None:
+    """The first fragment's residual has been loaded when the second's is refused: it is put back."""
+    options: dict[str, Any] = {
+        "every": 6,
+        "fragments": 2,
+        "overlap": 3,
+        "exchange": "quant8(error_feedback=True, exempt=False)",
+    }
+
+    def body(rank: SimulatedRank, disturbed: bool) -> list[torch.Tensor]:
+        model = make()
+        optimizer = OuterOptimizer(adam(model), model, transport=rank.transport, **options)
+        train(model, optimizer, rank.rank, range(7))
+        saved = copy.deepcopy(optimizer.state_dict())
+        train(model, optimizer, rank.rank, range(7, 13))
+        if disturbed:
+            _, row = next(iter(saved["fragments"][1]["reducer"]["entries"].items()))
+            row["residual"] = torch.full((1,), torch.nan)
+            with pytest.raises(StateError):
+                optimizer.load_state_dict(saved)
+        train(model, optimizer, rank.rank, range(13, 22))
+        return values(model)
+
+    for found, wanted in zip(simulate(2, lambda r: body(r, True)), simulate(2, lambda r: body(r, False)), strict=True):
+        assert same(found, wanted)
+
+
 def test_a_skipped_step_of_a_scaler_counts_so_that_ranks_stay_together() -> None:
     """One rank overflows and the other does not: both come to the exchange at the same call."""
 

@@ -160,11 +160,9 @@ class Fragment:
                         f"{tuple(self.starts[name].shape)}: a state of shards fits the same sharding only"
                     )
 
-    def load_state_dict(self, saved: Mapping[str, Any], world_change: str) -> None:
-        """Go on from :meth:`state_dict`, which :meth:`check` has passed."""
-        self.drop()
-        self.reducer.load_state_dict(saved["reducer"], world_change=world_change)
-        self.since = saved["since"]
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`, which :meth:`check` has passed, and whose ``"reducer"`` the reducer has loaded."""
+        self._exchange, self.since = None, saved["since"]
         for name, start in self.starts.items():
             start.copy_(saved["start"][name])
             if self.since is not None:

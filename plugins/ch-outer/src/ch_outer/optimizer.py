@@ -13,7 +13,7 @@ from ch_outer.fragment import Fragment, local, start_of
 from ch_outer.joining import hand_over
 from ch_outer.parts import buffers_of, divide, trained
 from ch_outer.schedule import Schedule
-from commhooks import HookConfigError, Plain, Reducer, StateError
+from commhooks import CommHooksError, HookConfigError, Plain, Reducer, StateError
 from commhooks.adapters import Transport, digest
 
 OuterFactory = Callable[[Sequence[torch.Tensor]], Optimizer]
@@ -305,7 +305,8 @@ class OuterOptimizer(WrappedOptimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], *, world_change: str = "error") -> None:
-        """Go on from :meth:`state_dict`, on every rank; the model's own state is loaded beside it.
+        """Go on from :meth:`state_dict`, on every rank; the model's own state is loaded beside it. One that is refused
+        changes nothing.
 
         Args:
             state_dict: this rank's.
@@ -325,13 +326,30 @@ class OuterOptimizer(WrappedOptimizer):
                 f"the state was saved with {state_dict['schedule']}, this is {self.schedule}: give the same every=, "
                 "fragments= and overlap="
             )
-        for fragment, saved in zip(self._fragments, state_dict["fragments"], strict=True):
+        parts = list(zip(self._fragments, state_dict["fragments"], strict=True))
+        for fragment, saved in parts:
             fragment.check(saved)
-        for fragment, saved in zip(self._fragments, state_dict["fragments"], strict=True):
-            fragment.load_state_dict(saved, world_change)
+        self._load_reducers([saved["reducer"] for _, saved in parts], world_change)
+        with torch.no_grad():
+            for fragment, saved in parts:
+                fragment.load_state_dict(saved)
         self.optim.load_state_dict(state_dict["inner"])
         self.outer.load_state_dict(state_dict["outer"])
         self.count, self.landed = state_dict["count"], state_dict["landed"]
+
+    def _load_reducers(self, states: Sequence[Mapping[str, Any]], world_change: str) -> None:
+        """All or none: ranks that refuse one state, all alike, go on with what they had."""
+        for fragment in self._fragments:
+            fragment.receive()  # a reduction's state is open while its exchange is under way
+        reducers = [fragment.reducer for fragment in self._fragments]
+        before = [reducer.state_dict() for reducer in reducers]
+        for index, reducer in enumerate(reducers):
+            try:
+                reducer.load_state_dict(states[index], world_change=world_change)
+            except CommHooksError:
+                for loaded, own in zip(reducers[:index], before, strict=False):
+                    loaded.load_state_dict(own)
+                raise
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
