@@ -250,6 +250,13 @@ def gpu_kit(session: nox.Session) -> None:
 
 
 @nox.session
+def screens(session: nox.Session) -> None:
+    """Render the command line as a terminal of 80 columns shows it, to look at: SVG and PNG in screens/."""
+    install(session, *PROJECTS, tools=["matplotlib>=3.8"])
+    session.run("python", "-m", "ch_bench.screens", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
 def demo(session: nox.Session) -> None:
     """Train a small GPT on real text over two gloo processes, once per hook. `-- --help` shows the flags."""
     install(session, *PROJECTS, tools=["matplotlib>=3.8"])

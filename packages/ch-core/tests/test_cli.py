@@ -237,7 +237,8 @@ def test_no_name_is_cut_in_a_terminal_of_80_columns(narrow):
     table = [line for line in lines[1:] if not line.startswith((" ", "left out"))]
     assert [line.split()[0] for line in table] == names
     said = " ".join(" ".join(line.split()) for line in lines)
-    assert said.count("does") == 3  # the whole summary, over several lines
+    whole = " ".join(" ".join(["does what its long summary says"] * 3).split())
+    assert f"a_hook_with_quite_a_long_name ddp acme {whole}" in said  # over several lines
 
 
 def test_the_doctor_keeps_its_status_in_80_columns(narrow):
@@ -259,6 +260,7 @@ def test_list_takes_a_word(narrow):
 
 def test_describe_takes_an_expression(narrow):
     text = narrow("describe", "error_feedback(short(rank=7))").stdout
+    assert max(map(len, text.splitlines())) <= 80
     assert text.startswith("error_feedback(short(rank=7))\n\nerror_feedback (wrapper): ")
     assert "rank=7  an int: of it (given; default 4)" in text
     levels = json.loads(narrow("describe", "error_feedback(short(rank=7))", "--json").stdout)["levels"]

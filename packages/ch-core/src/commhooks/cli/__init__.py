@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
+from commhooks.cli.terminal import hanging
 from commhooks.errors import CommHooksError, UnknownHookError
 from commhooks.registry.commands import OWN, Command, choose
 from commhooks.registry.registry import REGISTRY
@@ -110,8 +111,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _added() -> str:
-    """What `--help` says of the subcommands that packages add."""
-    lines = [f"  {command.id if twice else command.name:<18} {command.summary}" for command, twice in _listed()]
+    """What `--help` says of the subcommands that packages add: those of one package have one summary, the package's."""
+    named: dict[tuple[str, str], list[str]] = {}
+    for command, twice in _listed():
+        named.setdefault((command.provider, command.summary), []).append(command.id if twice else command.name)
+    lines = [hanging(f"  {', '.join(names):<18} {summary}", 21) for (_, summary), names in named.items()]
     return "\n".join(["from packages:", *lines]) if lines else ""
 
 

@@ -174,7 +174,11 @@ def _show(found: dict[str, Any], verbose: bool) -> None:
     ]
     console.print(table_of("status", "hook", "kind", "tried as", rows=hooks, whole=("status", "hook", "kind")))
     tried = [*found["hooks"], *found["commands"]]
-    lines = [(each["status"], each["id"], each["why"], "") for each in tried if each["why"]]
+    said: dict[tuple[str, str], list[str]] = {}
+    for each in tried:
+        if each["why"]:
+            said.setdefault((each["status"], each["why"]), []).append(each["id"])
+    lines = [(status, ", ".join(ids), why, "") for (status, why), ids in said.items()]
     for failure in found["failures"]:
         where = f"{failure['dist']} {failure['version']} ({failure['entry']}, {failure['phase']})"
         lines.append(("failed", where, failure["error"], failure["traceback"]))

@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -13,15 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from commhooks.api import lookup
+from commhooks.cli.terminal import block, width
 from commhooks.registry.description import described, record
 from commhooks.registry.registry import REGISTRY
 from commhooks.registry.specs import HookSpec
 
 
 def console_of() -> Console:
-    """A console as wide as the terminal; in a file or a pipe as wide as COLUMNS says, or wide enough."""
-    told = os.environ.get("COLUMNS", "")
-    return Console() if sys.stdout.isatty() else Console(width=int(told) if told.isdigit() else 160)
+    """A console as wide as the terminal."""
+    return Console(width=width())
 
 
 def table_of(*columns: str, rows: Sequence[Sequence[str]], whole: Sequence[str] = ()) -> Table:
@@ -35,9 +33,9 @@ def table_of(*columns: str, rows: Sequence[Sequence[str]], whole: Sequence[str] 
     """
     table = Table(box=None, header_style="bold", pad_edge=False)
     for place, column in enumerate(columns):
-        width = max([len(column), *(len(Text.from_markup(row[place])) for row in rows)])
+        longest = max([len(column), *(len(Text.from_markup(row[place])) for row in rows)])
         kept = column in whole
-        table.add_column(column, no_wrap=kept, min_width=width if kept else None, overflow="fold")
+        table.add_column(column, no_wrap=kept, min_width=longest if kept else None, overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table
@@ -93,5 +91,5 @@ def run_describe(arguments: argparse.Namespace) -> int:
         levels = [{**record(spec), "given": config} for spec, config in found]
         print(json.dumps(levels[0] if len(levels) == 1 else {"expression": arguments.name, "levels": levels}, indent=2))
     else:
-        print(lookup.describe(arguments.name, arguments.kind))
+        print(block(lookup.describe(arguments.name, arguments.kind)))
     return 0

@@ -14,7 +14,8 @@ from ch_bench.advise.link import Curve, Key, Network
 from ch_bench.advise.workload import slowest
 from commhooks.adapters import ProcessGroupTransport, Work
 
-SMALLEST, FACTOR = 256, 4  # bytes; each size is so many times the last
+SMALLEST, SHORT, FACTOR = 256, 1 << 16, 4  # bytes; each size is so many times the last, of short ones its square
+ENOUGH = 1 << 20  # bytes: with less nothing would be known of the bandwidth, so up to it all are tried, late or not
 LONGEST = 0.5  # seconds: a larger message is not tried if it would take longer, but extrapolated
 WARM = 3  # messages one after another, of which the last is timed: a token bucket is empty by then
 REST = 0.15  # seconds in which one fills up again
@@ -58,10 +59,10 @@ def _curve(
     """Sizes and times, and the seconds by which a message after a rest is faster; ``None`` if none was long enough."""
     ends = time.perf_counter() + budget
     sizes, seconds, cpu, gains = [], [], [], []
-    size = SMALLEST
+    size, left = SMALLEST, budget
     while True:
         start = _message(transport, key, size, device)
-        repeats = 5 if size < 1 << 20 else 3
+        repeats = (5 if size < 1 << 20 else 3) if left > 0 else 2
         found = [_timed(start, WARM) for _ in range(repeats)]
         rested = [_timed(start, 1, rest=REST)[0] for _ in range(repeats)] if size >= 1 << 17 else [0.0]
         warm, used = median(one[0] for one in found), median(one[1] for one in found)
@@ -71,9 +72,9 @@ def _curve(
         seconds.append(warm)
         cpu.append(used)
         gains += [max(0.0, warm - rest)] if rest else []
-        if size >= largest or left <= 0 or warm * FACTOR > LONGEST:
+        if size >= largest or warm * FACTOR > LONGEST or (left <= 0 and size >= ENOUGH):
             break
-        size = min(size * FACTOR, max(largest, SMALLEST * FACTOR))
+        size = min(size * (FACTOR if size >= SHORT else FACTOR**2), max(largest, SMALLEST * FACTOR))
     # A bucket of tokens gives every message that is larger than itself the same; noise gives one of them something.
     burst = min(gains[-2:]) if len(gains) > 1 else None
     sure = burst if burst is None or burst > max(0.002, 0.05 * seconds[-1]) else 0.0
