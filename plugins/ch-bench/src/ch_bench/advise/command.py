@@ -119,7 +119,7 @@ def show(found: dict[str, Any], as_json: bool) -> None:
         return
     console = Console() if sys.stdout.isatty() else Console(width=80)
     console.print(
-        f"{found['model']}: {found['parameters'] / 1e6:.1f} M parameters on {found['world_size']} ranks ({found['device']}); "
+        f"{found['model']}: {found['parameters']:,} parameters on {found['world_size']} ranks ({found['device']}); "
         f"a step without communication takes {_ms(found['alone'])}\n",
         highlight=False,
     )

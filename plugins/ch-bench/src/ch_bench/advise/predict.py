@@ -90,6 +90,8 @@ def advise(work: Workload, hooks: Sequence[str], *, seconds: float = 60.0, tell:
         tell(f"arithmetic of {hook}")
         left = max(0.0, slowest([ends - time.perf_counter()], work.device)[0])
         predictions.append(_predict(work, hook, network, left / (len(hooks) - number)))
+    again = median(slowest(_train(work, "noop", _count(work, 5, seconds / 8)), work.device))
+    alone = min(alone, again)  # what disturbs a machine comes and goes, and makes no step shorter
     recommended, reasons = recommend(alone, predictions)
     parameters = sum(p.numel() for p in work.model.parameters() if p.requires_grad)
     return Advice(alone, tuple(predictions), recommended, reasons, network, parameters, dist.get_world_size())
@@ -110,8 +112,10 @@ def recommend(alone: float, predictions: Sequence[Prediction]) -> tuple[str, tup
     chosen = min(near, key=lambda one: (one.lossy, -one.payload))  # the more it sends, the less it loses
     share = max(0.0, plain.seconds - alone) / plain.seconds
     reasons = [
-        f"Communication is {share:.0%} of a step with allreduce: {plain.seconds * 1e3:.0f} ms, "
-        f"{alone * 1e3:.0f} ms of them without any"
+        f"Communication is {share:.0%} of a step with allreduce: {plain.seconds * 1e3:.1f} ms, "
+        f"{alone * 1e3:.1f} ms of them without any"
+        if share
+        else "A step with allreduce takes no longer than one without any communication"
     ]
     if chosen.lossy and chosen.seconds > exact.seconds * (1 - WORTH):
         reasons.append(
