@@ -33,5 +33,5 @@ def convnet() -> tuple[nn.Module, tuple[Any, ...]]:
 
     body = [*block(3, 64, 1), *block(64, 128, 2), *block(128, 128, 1), *block(128, 256, 2), *block(256, 256, 2)]
     return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 100)), (
-        torch.randn(8, 3, 64, 64),
+        torch.randn(2, 3, 64, 64),
     )

@@ -36,7 +36,7 @@ def probe(sent: Sequence[Sent], group: dist.ProcessGroup, device: torch.device, 
         key = (one.kind, one.dtype)
         largest[key] = max(largest.get(key, 0), one.size)
     largest.setdefault(("all_reduce", "float32"), SMALLEST * FACTOR)
-    share = budget / (len(largest) + 1)
+    share = slowest([budget], device)[0] / (len(largest) + 1)  # or one rank would try again where another is late
     curves, bursts = {}, []
     for key in sorted(largest):
         curves[key], burst = _curve(transport, key, largest[key], device, share)
@@ -72,7 +72,8 @@ def _curve(
         seconds.append(warm)
         cpu.append(used)
         gains += [max(0.0, warm - rest)] if rest else []
-        if size >= largest or warm * FACTOR > LONGEST or (left <= 0 and size >= ENOUGH):
+        slow = warm * FACTOR > LONGEST and size >= SHORT  # a short one that was slow was disturbed
+        if size >= largest or slow or (left <= 0 and size >= ENOUGH):
             break
         size = min(size * (FACTOR if size >= SHORT else FACTOR**2), max(largest, SMALLEST * FACTOR))
     # A bucket of tokens gives every message that is larger than itself the same; noise gives one of them something.
