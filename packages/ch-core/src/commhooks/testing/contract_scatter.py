@@ -31,7 +31,21 @@ class Scattering(Case):
                 steps = self.steps if self.local_fields else 1
                 wholes = [whole for whole, _ in self._run(world, [ranks] * steps)]
                 total = {n: torch.stack([w[n].double() for w in wholes]).mean(0) for n in SHAPES}
-                self.near(distance(total, average(ranks)), self.allowed(dtype), f"parts on {world} ranks, {dtype}")
+                allowed = max(self.allowed(dtype), 1.25 * self._error_of_run(ranks, dtype, steps))
+                self.near(distance(total, average(ranks)), allowed, f"parts on {world} ranks, {dtype}")
+
+    def _error_of_run(self, ranks: list[dict[str, torch.Tensor]], dtype: torch.dtype, steps: int) -> float:
+        """What ``run`` leaves of the same gradients: parts, of which less is sent, are to be as near."""
+        whole = self.ranks(len(ranks), self._like(dtype))
+        total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+        for _ in range(steps):
+            done = whole.step(ranks)
+            for error in done.errors:
+                if error is not None:
+                    raise error
+            for name, found in done.gradients[0].items():
+                total[name] += found.double() / steps
+        return distance(total, average(ranks))
 
     def test_parts_and_residuals_add_up_to_what_was_given(self) -> None:
         """Summed over the steps, the averages are what was delivered and what the ranks keep, on average over them."""
