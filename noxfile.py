@@ -24,7 +24,13 @@ nox.options.reuse_existing_virtualenvs = True
 ROOT = Path(__file__).parent
 FT_TOOLS = ["torchft>=0.2.0", "parameterized"]  # ch-ft's optional extra, installed for real in tests
 NIGHTLY = "torchft-nightly==2026.10.26"  # pinned: its manager and tests move
-FRAMEWORKS = ["lightning>=2.4", "pytorch-lightning>=2.4", "accelerate>=1", "transformers>=4.50"]  # tried for real
+FRAMEWORKS = [
+    "lightning>=2.4",
+    "pytorch-lightning>=2.4",
+    "accelerate>=1",
+    "transformers>=4.50",
+    "jsonargparse[signatures]>=4",
+]
 TEST_TOOLS = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6", "numpy>=1.26", "hatchling>=1.25"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # two ranks on two cores, not two times two threads
 

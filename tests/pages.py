@@ -19,6 +19,7 @@ DOCS = ROOT / "docs"
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SHELL = re.compile(r"^```\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ELSEWHERE = {
+    "docs/frameworks.md": "needs the frameworks and two processes: tests/frameworks/test_recipes.py",
     "docs/packages/fsdp.md": "needs a device mesh: tests/programs/test_fsdp_examples.py",
     "packages/ch-fsdp/README.md": "needs a device mesh: tests/programs/test_fsdp_examples.py",
     "docs/packages/ft.md": "needs a lighthouse: the tests of ch-ft",

@@ -27,6 +27,7 @@ class Framework(NamedTuple):
     name: str
     package: str  # that must be installed
     script: str  # SCRIPTS / f"{script}_hook.py", and _plain.py without the hook
+    sums: bool = False  # gradients are summed over the ranks, not averaged
 
 
 FRAMEWORKS = (
@@ -34,6 +35,7 @@ FRAMEWORKS = (
     Framework("Fabric", "lightning", "fabric"),
     Framework("Accelerate", "accelerate", "accelerate"),
     Framework("Hugging Face Trainer", "transformers", "transformers"),
+    Framework("torchtitan (FSDP2)", "torchtitan", "titan", sums=True),
 )
 
 
@@ -53,26 +55,47 @@ def changed(script: str) -> int:
     return sum(1 for line in difflib.ndiff(plain, hooked) if line.startswith("+ ") and line[2:].strip())
 
 
-def train(script: str, ranks: int, out: Path, folder: Path, *arguments: str, kill_after: int = 0) -> None:
-    """Run a script over some ranks; what it held is in `out`."""
-    out.mkdir()
-    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
-    program = [HERE / "observe.py", out, kill_after, SCRIPTS / f"{script}_hook.py", folder, *arguments]
-    command = [*launch, f"--nproc-per-node={ranks}", *map(str, program)]
+class Run(NamedTuple):
+    """A framework's script, with the adapter, or as it is under `commhooks run`."""
+
+    script: str
+    by_run: bool
+
+    def train(self, ranks: int, out: Path, folder: Path, *arguments: str, kill_after: int = 0) -> None:
+        """Run the script over some ranks; what it held is in `out`."""
+        out.mkdir()
+        options = ("--hook", "powersgd(rank=2)", "--state", folder / "state")
+        launcher = ["-m", "commhooks", "run", *options] if self.by_run else []
+        script = SCRIPTS / f"{self.script}_{'plain' if self.by_run else 'hook'}.py"
+        launch(ranks, [*launcher, HERE / "observe.py", out, kill_after, script, folder, *arguments], bool(kill_after))
+
+
+def launch(ranks: int, program: list[Any], killed: bool) -> None:
+    torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, f"--nproc-per-node={ranks}", *map(str, program)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env, check=False)
-    if (done.returncode != 0) != bool(kill_after):
-        raise SystemExit(f"{script} over {ranks} ranks ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+    if (done.returncode != 0) != killed:
+        raise SystemExit(f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
 
 
 def held(out: Path, when: str, ranks: int) -> list[dict[str, Any]]:
     return [torch.load(out / f"{when}-{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
-def residuals(kept: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Parameter -> mean over ranks of the residual: all of it that enters the averaged update."""
-    rows = [{name: row["residual"] for name, row in each["state"]["entries"].items()} for each in kept]
-    return {name: torch.stack([row[name].double() for row in rows]).mean(0) for name in rows[0]}
+def owed(kept: list[dict[str, Any]], sums: bool) -> dict[str, torch.Tensor]:
+    """Parameter -> mean (or sum) over ranks of the residual: all of it that enters the update."""
+    rows = [
+        {name.partition("[")[0]: row["residual"] for name, row in each["state"]["entries"].items() if "residual" in row}
+        for each in kept
+    ]
+    total = {name: torch.stack([row[name].double() for row in rows]).sum(0) for name in rows[0]}
+    return total if sums else {name: tensor / len(kept) for name, tensor in total.items()}
+
+
+def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """But for the rounding of one fp32 number per element."""
+    return one.keys() == other.keys() and all(torch.allclose(one[n], other[n], rtol=1e-6, atol=1e-12) for n in one)
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -86,14 +109,15 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def claims(script: str, folder: Path) -> Iterator[tuple[str, bool]]:
+def claims(run: Run, sums: bool, folder: Path) -> Iterator[tuple[str, bool]]:
     """What must hold, and whether it does."""
     runs = {name: folder / name for name in ("whole", "killed", "resumed", "three")}
     checkpoints = folder / "checkpoints"
-    train(script, 2, runs["whole"], folder / "elsewhere")
-    train(script, 2, runs["killed"], checkpoints, kill_after=KILLED)
-    train(script, 2, runs["resumed"], checkpoints, "--resume")
-    saved, loaded = held(runs["killed"], "saved", 2), held(runs["resumed"], "loaded", 2)
+    run.train(2, runs["whole"], folder / "elsewhere")
+    run.train(2, runs["killed"], checkpoints, kill_after=KILLED)
+    run.train(2, runs["resumed"], checkpoints, "--resume")
+    loaded = held(runs["resumed"], "loaded", 2)
+    saved = loaded if run.by_run else held(runs["killed"], "saved", 2)  # `run` saves at every step
     whole, resumed = held(runs["whole"], "end", 2), held(runs["resumed"], "end", 2)
     stats = [each["stats"] for each in whole]
     yield "every step compressed", all(each["compressed_steps"] == each["steps"] == STEPS for each in stats)
@@ -103,35 +127,38 @@ def claims(script: str, folder: Path) -> Iterator[tuple[str, bool]]:
     yield "each rank's own residual", equal(loaded, saved) and not equal(*apart)
     yield "same bits as uninterrupted", equal([e["weights"] for e in resumed], [e["weights"] for e in whole])
     yield "same state as uninterrupted", equal([e["state"] for e in resumed], [e["state"] for e in whole])
-    train(script, 3, runs["three"], checkpoints, "--resume")
-    there, here = residuals(saved), residuals(held(runs["three"], "loaded", 3))
-    yield "mean residual kept on 3 ranks", all(torch.equal(here[name].float(), there[name].float()) for name in there)
+    run.train(3, runs["three"], checkpoints, "--resume")
+    there, here = owed(saved, sums), owed(held(runs["three"], "loaded", 3), sums)
+    yield f"{'sum' if sums else 'mean'} of the residuals kept on 3 ranks", close(there, here)
     ended = held(runs["three"], "end", 3)
     yield "trains on with 3 ranks", all(each["state"]["step"] == STEPS for each in ended)
 
 
-def row(framework: Framework) -> tuple[str, bool]:
+def row(framework: Framework, by_run: bool) -> tuple[str, bool]:
     """A line of the table, and whether all claims held."""
     print(framework.name, flush=True)
+    lines = 0 if by_run else changed(framework.script)
     with tempfile.TemporaryDirectory() as folder:
         found = []
-        for claim, holds in claims(framework.script, Path(folder)):
+        for claim, holds in claims(Run(framework.script, by_run), framework.sums, Path(folder)):
             print(f"  {'yes' if holds else 'NO '}  {claim}", flush=True)
             found.append(holds)
     cells = ["yes" if holds else "**no**" for holds in found]
-    return f"| {framework.name} {version(framework)} | {changed(framework.script)} | {' | '.join(cells)} |", all(found)
+    how = "`commhooks run`" if by_run else "adapter"
+    return f"| {framework.name} {version(framework)} | {how} | {lines} | {' | '.join(cells)} |", all(found)
 
 
 HEAD = (
-    "| framework | lines changed | 20 of 20 steps compressed | two buckets or more | saved at step 10 | each rank's own "
-    "residual back | same weights as uninterrupted | same hook state | mean residual kept on 3 ranks | trains on |\n"
-    "|---|---|---|---|---|---|---|---|---|---|"
+    "| framework | by | lines changed | 20 of 20 steps compressed | two buckets or more | saved at step 10 | each rank's own "
+    "residual back | same weights as uninterrupted | same hook state | residuals kept on 3 ranks | trains on |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", metavar="NAME", help="frameworks whose script's name has NAME in it")
+    parser.add_argument("--by-run", action="store_true", help="scripts as they are, under `commhooks run`")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write the table there")
     chosen = parser.parse_args()
     rows, missing, sound = [], [], True
@@ -141,7 +168,7 @@ def main() -> int:
         if not installed(framework):
             missing.append(framework.name)
             continue
-        line, holds = row(framework)
+        line, holds = row(framework, chosen.by_run)
         rows.append(line)
         sound = sound and holds
     where = f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, gloo"

@@ -1,5 +1,7 @@
 """Runs a script of these tests unchanged and keeps, per rank, what its hook held: `observe.py OUT KILL_AFTER script ...`.
 
+The hook is the script's own, or that of `python -m commhooks run ... observe.py OUT KILL_AFTER script ...`.
+
 KILL_AFTER is the optimizer step after which the process kills itself with SIGKILL, 0 for never. Written to OUT:
 `saved-R.pt` and `loaded-R.pt`, the hook's state when the framework saved and after it loaded, and `end-R.pt`, weights,
 statistics and the hook's state at the end.
@@ -30,6 +32,11 @@ def keep(when: str, **more: Any) -> None:
     torch.save({"state": state, **more}, Path(out, f"{when}-{rank}.pt"))
 
 
+def local(parameter: torch.nn.Parameter) -> torch.Tensor:
+    whole: Any = parameter.detach()
+    return whole.to_local() if hasattr(whole, "to_local") else whole
+
+
 def noting(function: Any) -> Any:
     def attach(model: torch.nn.Module, *given: Any, **options: Any) -> commhooks.CommHook:
         attached.append((model, function(model, *given, **options)))
@@ -51,12 +58,16 @@ def around(owner: Any, name: str, when: str) -> None:
 
 def count(optimizer: torch.optim.Optimizer, given: Any, options: Any) -> None:
     global steps
-    steps += 1
+    steps += not hasattr(optimizer, "optimizers")  # a container of others, which have counted
     if steps == int(kill_after):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 commhooks.attach = noting(commhooks.attach)
+launcher = sys.modules.get("commhooks.launch.session")
+if launcher is not None:
+    setattr(launcher, "attach", commhooks.attach)  # noqa: B010
+    around(commhooks.CommHook, "load_state_dict", "loaded")
 around(dcp, "sharded", "saved")
 around(dcp, "load", "loaded")
 around(HeldHook, "gather", "saved")
@@ -69,7 +80,7 @@ if attached:
     handle.assert_active()
     keep(
         "end",
-        weights=[p.detach().clone() for p in model.parameters()],
+        weights=[local(p).clone() for p in model.parameters()],
         stats={**handle.stats(), "calls": handle.binding.calls},
     )
 else:

@@ -205,6 +205,11 @@ else:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_callbacks_earlier_path_names_the_present_one() -> None:
+    with pytest.raises(ImportError, match=r"write ch_ddp\.frameworks\.lightning\.CommHookCallback"):
+        from ch_ddp.lightning import CommHookCallback  # noqa: F401
+
+
 # -- each framework: ten steps in one go, or five, saved, and five more in a new trainer
 
 

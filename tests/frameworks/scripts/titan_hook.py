@@ -55,7 +55,7 @@ checkpointer = config.checkpoint.build(
     sd_adapter=None,
     base_folder=folder,
 )
-checkpointer.load()
+checkpointer.load(step=10 if "--resume" in sys.argv else -1)
 while trainer.step < 20:
     generator = torch.Generator().manual_seed(1000 * trainer.step + dist.get_rank())
     numbers = torch.randn(8, 64, generator=generator)

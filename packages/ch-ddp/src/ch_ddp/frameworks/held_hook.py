@@ -36,7 +36,7 @@ class HeldHook:
     def __init__(self, what: What, options: Mapping[str, Any]) -> None:
         self.what = what
         self.options = dict(options)
-        self.alone = not self.options.pop("single_process", False)
+        self.even_alone = bool(self.options.get("single_process", False))
         self.handle: CommHook | None = None
         self._told = False
 
@@ -47,7 +47,8 @@ class HeldHook:
             model: the wrapped model.
             scaler: the trainer's ``GradScaler``, if it has one: residuals are kept unscaled.
         """
-        if self.alone and not (dist.is_initialized() and dist.get_world_size() > 1):
+        # Not left to attach(): a process that trains alone has no wrapped model that it could attach to.
+        if not self.even_alone and not (dist.is_initialized() and dist.get_world_size() > 1):
             if not self._told:
                 log.warning("%s is not attached: this process trains alone, and has nobody to reduce with", self.what)
             self._told = True

@@ -1,0 +1,62 @@
+"""A model that sums what its replicas have (torchtitan): the sum of residuals is what another mesh must be given."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+
+import commhooks
+from commhooks import CommHook
+from commhooks.checkpoint import dcp, gather, load_gathered
+from commhooks.testing import spawn
+
+from .fsdp_kit import batch, gpt, shard2
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.gloo]
+
+
+def built(replicas: int, shards: int, factor: float | None) -> tuple[Any, CommHook]:
+    mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    model = shard2(gpt(), mesh)
+    for module in model.modules():
+        if factor is not None and isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(factor)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no PREMUL_SUM
+    return model, commhooks.attach(model, "error_feedback(bf16_compress)")
+
+
+def owed(handle: CommHook, replicas: int, sums: bool) -> float:
+    """The residuals of all ranks: their sum, or of each shard the mean over replicas."""
+    rows = [row["residual"].double() for row in handle.state_dict()["entries"].values()]
+    total = torch.stack([row.sum() for row in rows]).sum() / (1 if sums else replicas)
+    dist.all_reduce(total)
+    return float(total)
+
+
+def body(rank: int, world: int, folder: str) -> None:
+    for factor in (1.0, None):
+        model, handle = built(2, 2, factor)
+        for step in range(3):
+            model(*batch(step, rank)).backward()
+        assert handle.binding is not None
+        assert handle.binding.sums == (factor == 1.0)
+        before = owed(handle, 2, factor == 1.0)
+        assert before != 0.0
+        dcp.save(handle, f"{folder}/{factor}")
+        every = [gather(handle)]
+        dist.broadcast_object_list(every)
+        for replicas, shards in ((4, 1), (2, 2)):
+            _, other = built(replicas, shards, factor)
+            dcp.load(other, f"{folder}/{factor}", world_change="mean")
+            assert owed(other, replicas, factor == 1.0) == pytest.approx(before, rel=1e-4)
+            _, other = built(replicas, shards, factor)
+            load_gathered(other, every[0], world_change="mean")
+            assert owed(other, replicas, factor == 1.0) == pytest.approx(before, rel=1e-4)
+            assert other.state_dict()["step"] == 3
+
+
+def test_what_is_owed_is_kept_on_every_mesh(tmp_path: Any) -> None:
+    spawn(body, 4, str(tmp_path), timeout=220)

@@ -1,0 +1,26 @@
+"""The torchtitan override; `tests/frameworks/matrix.py --only titan` trains with it where torchtitan is installed."""
+
+import importlib.util
+
+import pytest
+
+from ch_fsdp.titan import attach
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is not None, reason="torchtitan is installed")
+def test_without_torchtitan_it_says_what_to_install() -> None:
+    with pytest.raises(ImportError, match=r"pip install 'torchtitan>=0\.3'"):
+        attach(None, "powersgd(rank=4)")
+
+
+def test_the_override_is_the_config_of_a_checkpointer_that_attaches() -> None:
+    pytest.importorskip("torchtitan")
+    from torchtitan.components.checkpointer import CheckpointManager
+
+    from ch_fsdp.titan import CommHookCheckpointManager
+
+    before = CheckpointManager.Config(enable=True, folder="there", interval=7)
+    config = attach(before, "powersgd(rank=4)", axis="replicate")
+    assert (config.hook, config.attach_options) == ("powersgd(rank=4)", {"axis": "replicate"})
+    assert (config.enable, config.folder, config.interval) == (True, "there", 7)
+    assert config._owner is CommHookCheckpointManager
