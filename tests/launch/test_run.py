@@ -1,5 +1,8 @@
 """``python -m commhooks run``, and the same by environment: scripts that know nothing of it."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -143,3 +146,13 @@ def test_exit_status_and_traceback_are_the_scripts(tmp_path: Path, how: str) -> 
     if how == "raise":
         trace = done.err[done.err.index("Traceback") :]
         assert trace.count('File "') == 2 and 'KeyError: "the script\'s own"' in trace  # the module, and fails()
+
+
+def test_the_door_costs_nothing_unless_it_is_asked_for(tmp_path: Path) -> None:
+    """An installation has the line that opens it; without the variable, nothing of this project is imported."""
+    code = "import sys; print(*sorted({name.split('.')[0] for name in sys.modules} & {'commhooks', 'torch'}))"
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("COMMHOOKS_")}
+    for hook, told in ((None, ""), ("powersgd", "commhooks")):
+        given = environ if hook is None else {**environ, "COMMHOOKS_HOOK": hook}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=given)
+        assert done.stdout.strip() == told, done.stderr
