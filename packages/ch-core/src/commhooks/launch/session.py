@@ -55,7 +55,8 @@ class Session:
 
     def found(self, model: torch.nn.Module) -> None:
         """A model is about to make its first forward with gradients: attach, unless there is a reason not to."""
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        if dist.is_initialized():  # a manager's members may have no default group
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         name, settings = name_of(model), self.settings
         if not any(fnmatchcase(one, settings.module_pattern) for one in names_of(model)):
             self._note(
@@ -93,12 +94,18 @@ class Session:
         for served in self.served:
             _last_snapshot(served)
         if self.rank == 0 and (self.served or self.notes or self.always):
-            report = self.report()
-            sys.stderr.write(text(report) + "\n")
-            if self.settings.report:
-                path = Path(self.settings.report)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(report, indent=1) + "\n")
+            try:
+                self._write_report()
+            except Exception:  # the script's own end, or error, must not be hidden by this one
+                log.exception("commhooks run: the report could not be written")
+
+    def _write_report(self) -> None:
+        report = self.report()
+        sys.stderr.write(text(report) + "\n")
+        if self.settings.report:
+            path = Path(self.settings.report)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(report, indent=1) + "\n")
 
     def report(self) -> dict[str, Any]:
         """What became of the hook, as data."""

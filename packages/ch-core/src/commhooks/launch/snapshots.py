@@ -73,18 +73,22 @@ class Snapshots:
         every: optimizer steps from one snapshot to the next.
 
     Raises:
-        StateError: the hook keeps its state itself, so nothing is known of it.
+        StateError: the hook keeps its state itself, so nothing is known of it; or its ranks are a manager's.
     """
 
     def __init__(self, folder: Path, handle: CommHook, every: int) -> None:
         binding = handle.binding
         if binding is None or not isinstance(handle.state, HookState):
             raise StateError(f"--state: {handle.expr} keeps its state itself; save and load it in the script")
+        if binding.group is None:
+            raise StateError(
+                f"--state: the members that {handle.expr} runs over come and go; save its state in the script"
+            )
         self.folder, self.handle, self.every = folder, handle, every
         self.params = list(binding.params)
         self._ids = {id(p) for p in self.params}
-        group = None if binding.other_axes else binding.group
-        self.group: dist.ProcessGroup = group if group is not None else dist.distributed_c10d._get_default_group()
+        everyone: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
+        self.group = everyone if binding.other_axes else binding.group  # a mesh is taken to hold all ranks
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.step = 0
         self.run = _NONE[1]
