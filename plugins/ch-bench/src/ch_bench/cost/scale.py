@@ -27,7 +27,6 @@ from ch_bench.cost.table import measure_step
 from ch_bench.gpu_kit.models import ShapesOnly, made_up
 from ch_bench.shapes import gpt_shapes
 from commhooks import Bucket, BucketLayout, StepContext
-from commhooks.requests import RequestPlan
 from commhooks.testing import spawn
 
 HOOKS = ["allreduce", "bf16_compress", "powersgd(rank=1)", "powersgd(rank=4)", "quant8"]
@@ -92,20 +91,20 @@ def planned(hooks: Sequence[str], worlds: Sequence[int], sizes: tuple[int, int, 
         cells, begun = [], time.perf_counter()
         for world in worlds:
             plan = reduction.plan(layout, StepContext(world_size=world))
-            cells.append(f"{sum(wire_bytes(r, world) for stage in plan for r in stage) / 1e6:.2f}")
+            cells.append(f"{wire_bytes(sum(r.trip_bytes for stage in plan for r in stage), world) / 1e6:.2f}")
         took = 1e3 * (time.perf_counter() - begun) / len(worlds)
         lines.append(f"| `{hook}` | {' | '.join(cells)} | {took:.1f} |")
         print(lines[-1], flush=True)
     return lines
 
 
-def wire_bytes(request: RequestPlan, world: int) -> float:
-    """What a bandwidth-optimal algorithm sends for one request, per rank.
+def wire_bytes(trip_bytes: float, world: int) -> float:
+    """What a bandwidth-optimal algorithm sends per rank, where the payload crosses the network as often as it has to.
 
-    >>> wire_bytes(RequestPlan("all_reduce", 100, torch.float32), 4)
+    >>> wire_bytes(2 * 400, 4)  # an all-reduce of 100 fp32 numbers
     600.0
     """
-    return request.trip_bytes * (world - 1) / world
+    return trip_bytes * (world - 1) / world
 
 
 def own_work(hooks: Sequence[str], worlds: Sequence[int], numel: int) -> list[str]:
