@@ -210,7 +210,9 @@ def _place(group: dist.ProcessGroup | None) -> RankId | None:
 def _same_hook(found: Saved, holder: CheckpointTarget) -> None:
     if found.config is not None and holder.config is not None:
         if not alike(found.config, holder.config):
-            options = " with other options, or of another provider" if found.expr == holder.expr else ""
+            options = ""
+            if found.expr == holder.expr:
+                options = f" with other options, or of another provider{_other_options(found.config, holder.config)}"
             raise StateError(f"the state was saved by {shown(found.expr)}{options}; this hook is {shown(holder.expr)}")
         if not alike(found.config, holder.config, ignored=()):
             log.warning("the state of %s was saved by another version of its package", holder.expr)
@@ -223,6 +225,20 @@ def _same_hook(found: Saved, holder: CheckpointTarget) -> None:
         if found.fields.get(field, locality) != locality:
             saved = found.fields[field]
             raise StateError(f"field {shown(field)} was saved as {saved}; {holder.expr} keeps it {locality}")
+
+
+def _other_options(saved: dict[str, Any], own: dict[str, Any]) -> str:
+    """The outermost hook's options that differ, in words."""
+    before, now = saved.get("config"), own.get("config")
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return ""
+    missing = object()
+    told = [
+        f"{name}={shown(before[name]) if name in before else 'unknown'} there, {shown(value)} here"
+        for name, value in now.items()
+        if not alike(before.get(name, missing), value)
+    ]
+    return f" ({'; '.join(told)})" if told else ""
 
 
 def alike(saved: object, own: object, ignored: tuple[str, ...] = ("version",)) -> bool:

@@ -93,7 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     console = Console(record=True, width=None if sys.stdout.isatty() else 110)
-    table = Table(title=f"ms for {args.numbers / 1e6:.1f} M fp32 numbers on one core, least of {args.repetitions}")
+    table = Table(
+        title=f"ms of a core for {args.numbers / 1e6:.1f} M fp32 numbers on one core, least of {args.repetitions}"
+    )
     for name in ("", "send", "share", "deliver", "together"):
         table.add_column(name, justify="right" if name else "left")
     there, back = cast(args.numbers, args.repetitions)
