@@ -85,7 +85,7 @@ def record(handle: CommHook, to: "Writer | str | PathLike[str]", *, every: int =
         >>> from torch.nn.parallel import DistributedDataParallel
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> model = DistributedDataParallel(torch.nn.Linear(64, 64))
-        >>> handle = commhooks.attach(model, "powersgd(rank=4)")
+        >>> handle = commhooks.attach(model, "powersgd(rank=4)", single_process=True)
         >>> with telemetry.record(handle, lambda step, figures: print(step, sorted(figures)[:2]), every=2):
         ...     for _ in range(3):
         ...         model(torch.randn(1, 64)).sum().backward()
