@@ -154,18 +154,6 @@ def test_counts_are_the_formula() -> None:
     assert stats["steps"] == stats["compressed_steps"] == 1
 
 
-def test_a_direct_exchange_is_counted_as_what_it_sends() -> None:
-    def body(rank: SimulatedRank) -> dict[str, float]:
-        rank.transport.free = True  # as over gloo
-        engine = rank.engine(WireCast(Plain(), "bf16"))
-        step(engine, buckets(rank.rank))
-        return engine.counters.as_dict()
-
-    stats = simulate(4, body)[0]
-    assert stats["payload_bytes"] == 2 * 3 * (1 + 2 + 3)
-    assert stats["wire_bytes"] == (stats["payload_bytes"] + 4 * (4 + 1)) * 3  # everything to three others
-
-
 class Unplanned(Reduction):
     """Asks for something else than it planned, because it looks at numbers."""
 

@@ -119,3 +119,16 @@ def test_switched_off_every_message_is_one_all_reduce_and_the_average_the_same(n
     assert [kind for kind, _ in messages] == ["all_reduce"] * 3
     assert by_choice != messages
     assert torch.equal(plain[0], tuned[0])
+
+
+def test_a_direct_exchange_is_counted_as_what_it_sends() -> None:
+    def body(rank: SimulatedRank) -> dict[str, float]:
+        rank.transport.free = True
+        engine = rank.engine(WireCast(Plain(), "bf16"))
+        engine.submit(Bucket.from_tensors({"w": torch.ones(18)}))
+        assert engine.finish() is None
+        return engine.counters.as_dict()
+
+    stats = simulate(4, body)[0]
+    assert stats["payload_bytes"] == 2 * 18
+    assert stats["wire_bytes"] == (2 * 18 + 4 * (4 + 1)) * 3  # the status, too: everything to three others
