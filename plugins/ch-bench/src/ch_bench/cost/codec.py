@@ -73,12 +73,13 @@ def stages(numel: int, row: Row, repetitions: int) -> tuple[float, float, float]
     exchange = Exchange(codec, [each] * VECTORS, ctx, torch.device("cpu"), parts=2, rotated=row.rotated)
     fed = Feedback([torch.zeros_like(v) for v in vectors], kept) if row.feedback else None
     parts = [vectors, vectors]
-    first = exchange.send(parts, fed)
+    both = [fed] * 2 if fed is not None else None
+    first = exchange.send(parts, both)
     first.output.copy_(first.input)
     second = exchange.share(fed)
     second.output.view(2, -1).copy_(second.input)
     return (
-        least(lambda: exchange.send(parts, fed), repetitions),
+        least(lambda: exchange.send(parts, both), repetitions),
         least(lambda: exchange.share(fed), repetitions),
         least(lambda: exchange.deliver(parts), repetitions),
     )
