@@ -56,7 +56,7 @@ def body_names(rank: int, world: int) -> list[tuple[str, float]]:
         stats = handle.stats()
         expected = unsharded_bytes(world, 4 if name == "allreduce" else 2)
         assert stats["shard_payload_bytes"] == stats["payload_bytes"] == expected == handle.payload_per_step(), name
-        status = 4 * (world + 1) * (world - 1)  # exchanged directly
+        status = 4 * (world + 1) * 2 * (world - 1) / world  # round a ring
         assert stats["wire_bytes"] == expected * (world - 1) / world + status
         assert stats["rounds"] == 3  # two blocks and the rest
         assert stats["compressed_steps"] == (name != "allreduce")
