@@ -114,7 +114,10 @@ def test_a_block_that_is_not_finite_arrives_so_and_no_other_does(codec: Codec, v
 def test_the_ends_of_the_range(codec: Codec, value: float) -> None:
     _, theirs = coded(codec, torch.full((3, codec.block), value), None if codec.rounding == "nearest" else 5)
     if abs(value) > 3.3e38 and not theirs.isfinite().all():
-        assert codec.rounding == "stochastic" or codec.bits == 1  # the scale is the number, or more: bf16 makes it Inf
+        assert codec.rounding == "stochastic" or codec.bits in (
+            1,
+            3,
+        )  # the scale is the number, or more: bf16 makes it Inf
         return
     assert theirs.isfinite().all()
     assert torch.allclose(theirs.abs().amax(), torch.tensor(abs(value)), rtol=0.5, atol=1e-34)
