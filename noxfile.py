@@ -119,8 +119,10 @@ def pytest(session: nox.Session, *arguments: str, names: Iterable[str] = ()) -> 
 @nox.session
 def tests(session: nox.Session) -> None:
     """All packages in one environment, all tests short of soak: what CI and the README run."""
-    install(session, *PROJECTS, tools=[*TEST_TOOLS, *FT_TOOLS, *FRAMEWORKS, "matplotlib>=3.8"])
-    pytest(session, *([] if chosen_paths(session) else ["tests"]), "-m", "not soak and not nccl", names=PROJECTS)
+    install(session, *PROJECTS, tools=[*TEST_TOOLS, *FT_TOOLS, *FRAMEWORKS, "matplotlib>=3.8", "pytest-xdist>=3.6"])
+    # Two at a time, a module or a class in one process: many tests wait for processes of their own.
+    everything = [] if chosen_paths(session) else ["tests", "-n", "2", "--dist", "loadscope"]
+    pytest(session, *everything, "-m", "not soak and not nccl", names=PROJECTS)
 
 
 def package_tests(name: str) -> None:

@@ -57,6 +57,14 @@ def test_given_as_an_object() -> None:
     assert handle.reduction.name == "clip(half)"
 
 
+def test_a_state_serves_the_object_and_its_expression() -> None:
+    by_name = commhooks.create("error_feedback(clip(half, limit=2.0))")
+    given = commhooks.create(by_name.reduction)
+    assert given.full == by_name.full  # provider and version, too
+    given.load_state_dict(by_name.state_dict())
+    by_name.load_state_dict(given.state_dict())
+
+
 def test_bad_dtype() -> None:
     with pytest.raises(commhooks.HookConfigError, match="dtype must be one of"):
         commhooks.create("half(dtype='int4')")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from commhooks.errors import AttachError, HookConfigError
+from commhooks.errors import AttachError, CommHooksError, HookConfigError
 from commhooks.handle import CommHook
 from commhooks.reduction import Reduction
 from commhooks.registry.builder import Builder
@@ -71,7 +71,8 @@ def as_handle(
         made = as_reduction(what)
     built = made if made is not None else what
     if isinstance(built, Reduction):
-        return CommHook(node=built.node(), built=built, process_group=process_group)
+        node = built.node()
+        return CommHook(node=node, built=built, process_group=process_group, full=_registered(node, built))
     if not callable(built):
         raise AttachError(
             f"cannot attach {type(what).__name__}: give an expression such as 'powersgd(rank=4)', a dict, a "
@@ -79,6 +80,18 @@ def as_handle(
         )
     name = getattr(built, "__name__", type(built).__name__)
     return CommHook(node={"hook": name, "config": {}}, built=built, process_group=process_group)
+
+
+def _registered(node: Node, given: Reduction) -> Node | None:
+    """An object's node with every option, provider and version: those of what the registry builds of its expression, if that is
+    the same. So a state serves the object and the expression alike. ``None`` for one that the registry does not have.
+    """
+    try:
+        made = Builder().build(canonical(node))
+    except CommHooksError:
+        return None
+    same = type(made.value) is type(given) and made.value.node() == node
+    return made.full if same else None
 
 
 def _carried(what: object, state: object) -> Reduction | None:
