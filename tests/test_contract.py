@@ -5,6 +5,7 @@ from commhooks.registry.expression import canonical, nodes
 from commhooks.testing import FlatHookContract, HookContract
 
 STEPS = {"topk": 50, "randomk": 50}  # that it takes until most of a gradient has been sent
+NOISE = {"quant": 0.3, "quant4": 0.2}  # of one step with 3 and 4 bits, without feedback
 
 
 def expressions() -> list[str]:
@@ -31,6 +32,8 @@ def contract(expr: str) -> type:
     sparse = max((STEPS.get(node["hook"], 0) for node in nodes(canonical(expr))), default=0)
     inside = {"expr": expr, "first_step": 1000 if warm else 0, "__module__": __name__, "__doc__": expr}
     inside |= {"steps": sparse} if sparse else {}
+    noise = max((NOISE.get(node["hook"], 0.0) for node in nodes(canonical(expr))), default=0.0)
+    inside |= {"tolerance": noise} if noise else {}
     return type(name, (HookContract,), inside)
 
 

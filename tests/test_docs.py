@@ -75,15 +75,15 @@ def plugin(tmp_path_factory) -> tuple[Path, Path]:
 def test_the_plugin_of_the_page_is_found(plugin):
     folder, site = plugin
     listed = python("-m", "commhooks", "list", cwd=folder, path=site)
-    assert all(name in listed for name in ("rounded", "topk", "ef_sign", "clamped"))
-    assert "fraction of entries sent" in python("-m", "commhooks", "describe", "topk", cwd=folder, path=site)
+    assert all(name in listed for name in ("rounded", "largest", "ef_sign", "clamped"))
+    assert "fraction of entries sent" in python("-m", "commhooks", "describe", "largest", cwd=folder, path=site)
 
 
 @pytest.mark.packaging
 def test_the_command_of_the_page_runs(plugin):
     folder, site = plugin
     assert "payload" in python("-m", "commhooks", "--help", cwd=folder, path=site)
-    words = ("payload", "topk(rate=0.01)", 1024, 1024, "--ranks", 4)
+    words = ("payload", "largest(rate=0.01)", 1024, 1024, "--ranks", 4)
     said = python("-m", "commhooks", *words, cwd=folder, path=site)
     assert int(said) == 4 * int(0.01 * 1024 * 1024) * 8  # of every rank, a value and an index
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ch_outer import OuterOptimizer, plain_sgd
+from ch_outer import OuterOptimizer, Schedule, plain_sgd
 from ch_outer.parts import divide
 from commhooks import Plain
 from commhooks.simulate import SimulatedGroup, SimulatedRank, SimulatedTransport, simulate
@@ -162,3 +162,8 @@ def test_one_worker_at_rate_1_without_momentum_is_the_inner_optimizer(fragments:
         assert same(values(plain), values(wrapped)), step
         rounds_that_round += not same([s - (s - p) for s, p in zip(start, values(plain), strict=True)], values(plain))
     assert rounds_that_round > 20  # the arithmetic that had to be exact was not trivially so
+
+
+def test_the_fragments_take_turns() -> None:
+    assert Schedule(10, 4).due(10) == [3]
+    assert [f for count in range(1, 11) for f in Schedule(10, 4).due(count)] == [0, 1, 2, 3]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import commhooks
-from ch_outer import OuterOptimizer, Schedule, diloco, muloco, nesterov, plain_sgd, sparseloco, streaming_diloco
+from ch_outer import OuterOptimizer, diloco, muloco, nesterov, plain_sgd, sparseloco, streaming_diloco
 from commhooks import HookConfigError, Plain, RankMismatchError, StateError
 from commhooks.simulate import SimulatedGroup, SimulatedRank, SimulatedTransport, simulate
 
@@ -384,11 +384,6 @@ def test_finishing_leaves_all_ranks_the_same_parameters() -> None:
     (here_before, here), (there_before, there) = simulate(2, body)
     assert same(here, there)
     assert not same(here_before, there_before)
-
-
-def test_the_fragments_take_turns() -> None:
-    assert Schedule(10, 4).due(10) == [3]
-    assert [f for count in range(1, 11) for f in Schedule(10, 4).due(count)] == [0, 1, 2, 3]
 
 
 def test_sparseloco_is_top_k_with_a_decaying_residual() -> None:

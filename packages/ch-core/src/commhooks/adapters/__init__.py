@@ -16,7 +16,8 @@ the step and gives the error to raise, the same decision on every rank; in betwe
 inside the wrapper's hook. A backward that was cut short by an exception is :meth:`~Engine.abandon`-ed before the next. On
 CUDA, run the engine inside a :class:`SideStream`, unless the wrapper calls you on a stream of its own. Several engines that
 end their steps together, one an axis of a mesh, are an :class:`EngineGroup`; a single bucket without any step, as in a plain
-function, is :class:`Immediate`.
+function, is :class:`Immediate`. Where each rank wants its own part of the average only (a sharded model), drive the engine with
+:class:`Scattered` around the reduction, and with the buckets that it makes.
 
 **When a backward ends**: :func:`backward_id` tells one from another (:data:`NO_BACKWARD`: none runs), and
 :func:`at_end_of_backward` and :func:`after_backward` call back, before and after the wrapper's own callback.

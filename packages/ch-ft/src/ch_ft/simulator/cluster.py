@@ -214,7 +214,6 @@ class SimulatedManager:
 
     def __init__(self, cluster: SimulatedCluster, name: str) -> None:
         self.cluster, self.name = cluster, name
-        self.process_group = SimulatedMembers(self.members, self.bring)
         self.quorum: _Quorum | None = None
         self._step = 0
         self._error: Exception | None = None
@@ -293,6 +292,11 @@ class SimulatedManager:
         """
         self.cluster.leave(self.name, return_at)
         raise SimulatedDeath(self.name)
+
+    @property
+    def process_group(self) -> SimulatedMembers:
+        """For collectives that are no sums. Made when asked for: held, it would keep its manager alive."""
+        return SimulatedMembers(self.members, self.bring)
 
     # -- for the cluster
 
