@@ -5,7 +5,7 @@ from commhooks.registry.expression import canonical, nodes
 from commhooks.testing import FlatHookContract, HookContract
 
 STEPS = {"topk": 50, "randomk": 50}  # that it takes until most of a gradient has been sent
-NOISE = {"quant": 0.3, "quant4": 0.2}  # of one step with 3 and 4 bits, without feedback
+NOISE = {"quant": 0.5, "quant4": 0.2}  # of one step with 3 and 4 bits, without feedback
 
 
 def expressions() -> list[str]:
