@@ -14,3 +14,4 @@ for (batch,) in loader:
     optimizer.zero_grad()
     accelerator.backward(torch.nn.functional.mse_loss(model(batch), batch))
     optimizer.step()
+accelerator.end_training()

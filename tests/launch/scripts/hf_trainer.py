@@ -12,3 +12,5 @@ arguments = TrainingArguments(
     disable_tqdm=True, ddp_bucket_cap_mb=1,
 )  # fmt: skip
 Trainer(model=GPT2LMHeadModel(config), args=arguments, train_dataset=data).train()
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()  # gloo may abort a process that ends without it
