@@ -1,6 +1,7 @@
 """``python -m commhooks run --hook EXPR script.py ARGS``."""
 
 import argparse
+import gc
 import os
 import sys
 
@@ -66,6 +67,10 @@ def main(words: list[str]) -> int:
         running.main = script.run(given.script, given.words, module=given.module)
     finally:
         running.end()
+        # Models go now, as those of a script that python runs itself: process groups whose threads outlive the interpreter's
+        # modules end the process with an abort.
+        running.main = None
+        gc.collect()
     return 0
 
 
