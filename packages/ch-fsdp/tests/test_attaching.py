@@ -29,6 +29,22 @@ def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
     return every
 
 
+def body_compiled(rank: int, world: int) -> None:
+    """The hook of a compiled model is its own's: same numbers, and the averaging was the hook's."""
+    plain, compiled = shard2(gpt(), line(2)), torch.compile(shard2(gpt(), line(2)), backend="eager")
+    handles = [commhooks.attach(model, "bf16_compress") for model in (plain, compiled)]
+    for step in range(2):
+        for model in (plain, compiled):
+            model(*batch(step, rank)).backward()
+    assert [handle.stats()["steps"] for handle in handles] == [2, 2]
+    for ours, same in zip(plain.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(same.grad.to_local(), ours.grad.to_local())
+
+
+def test_a_compiled_model_is_unwrapped() -> None:
+    spawn(body_compiled, 2)
+
+
 # -- which ranks are replicas
 
 

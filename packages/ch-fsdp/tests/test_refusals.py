@@ -123,7 +123,6 @@ CASES: list[tuple[Make, Any, dict[str, Any], type[Exception], str]] = [
         HookNotSupportedError,
         "not sharded",
     ),
-    (lambda: torch.compile(fsdp2(), backend="eager"), "bf16_compress", {}, AttachError, r"model\._orig_mod"),
 ]
 
 

@@ -3,6 +3,7 @@
 import copy
 import random
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -207,3 +208,30 @@ def test_the_local_residual_survives_a_departure() -> None:
     print("\nworst loss after one of four members left:", {k: f"{before[k]:.5f} -> {v:.5f}" for k, v in after.items()})
     assert after["local"] < 2 * after["plain"]
     assert after["averaged"] > 2 * after["local"]
+
+
+def test_no_forward_is_taken_for_running_afterwards() -> None:
+    """Forwards of members overlap, torch keeps one variable for all, and torch.compile reads it."""
+    first_in, second_in, first_out = (threading.Event() for _ in range(3))
+
+    def overlap(module: torch.nn.Module, inputs: object) -> None:
+        if threading.current_thread().name == "a":
+            first_in.set()
+            assert second_in.wait(20)
+        else:
+            second_in.set()
+            assert first_out.wait(20)
+
+    def body(manager: SimulatedManager) -> None:
+        module = torch.nn.Linear(2, 1)
+        module.register_forward_pre_hook(overlap)
+        model = DistributedDataParallel(manager, module)
+        manager.start_quorum()
+        assert manager.name == "a" or first_in.wait(20)
+        loss = model(torch.ones(1, 2)).sum()
+        first_out.set()
+        loss.backward()
+
+    with SimulatedCluster() as cluster:
+        cluster.run(dict.fromkeys("ab", body))
+    assert DistributedDataParallel._active_ddp_module is None

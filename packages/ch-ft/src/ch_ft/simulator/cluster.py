@@ -6,12 +6,14 @@ alone, not on timing. It is no fault-tolerance engine: nothing here survives any
 
 import copy
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
+from torch.nn.parallel import DistributedDataParallel
 
 from ch_ft.protocols import Work
 from ch_ft.simulator.group import Post, SimulatedMembers
@@ -131,11 +133,14 @@ class SimulatedCluster:
                     self.closed = True
                     self.changed.notify_all()
 
+        active = DistributedDataParallel._active_ddp_module
         threads = [threading.Thread(target=main, args=(name,), name=name, daemon=True) for name in bodies]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+        # Forwards of two threads may restore it in the wrong order, and torch.compile reads it.
+        DistributedDataParallel._active_ddp_module = active
         if errors:
             raise errors[0]
         return results
@@ -222,6 +227,8 @@ class SimulatedManager:
         self._healing = False
         self._loads: dict[str, Callable[[Any], None]] = {}
         self._saves: dict[str, Callable[[], Any]] = {}
+        # For collectives that are no sums. It knows its manager weakly: it would keep it alive.
+        self.process_group = SimulatedMembers(weakref.proxy(self))
 
     # -- Reducer
 
@@ -292,11 +299,6 @@ class SimulatedManager:
         """
         self.cluster.leave(self.name, return_at)
         raise SimulatedDeath(self.name)
-
-    @property
-    def process_group(self) -> SimulatedMembers:
-        """For collectives that are no sums. Made when asked for: held, it would keep its manager alive."""
-        return SimulatedMembers(self.members, self.bring)
 
     # -- for the cluster
 

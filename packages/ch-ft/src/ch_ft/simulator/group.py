@@ -1,41 +1,48 @@
 """The process group of a simulated manager, as far as :class:`ch_ft.protocols.MemberGroup` goes."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 Post = tuple[Any, ...]
 """What a member brings to a collective."""
 
-Bring = Callable[[tuple[object, ...], Post, Callable[[list[Post]], None]], Any]
-"""``(key, post, hold)``: with the others' posts of the same key, in the order of the members, ``hold`` carries it out."""
+
+class Member(Protocol):
+    """Whose group it is."""
+
+    def members(self) -> int: ...
+
+    def bring(self, key: tuple[object, ...], post: Post, hold: Callable[[list[Post]], None], /) -> Any:
+        """With the others' posts of the same key, in the order of the members, ``hold`` carries it out."""
 
 
 class SimulatedMembers:
     """All-gather and all-to-all of one quorum's members.
 
     Args:
-        size: how many there are.
-        bring: takes part in a collective, and returns its work.
+        member: takes part in a collective, and returns its work.
     """
 
-    def __init__(self, size: Callable[[], int], bring: Bring) -> None:
-        self.size = size
-        self._bring = bring
+    def __init__(self, member: Member) -> None:
+        self._member = member
+
+    def size(self) -> int:
+        return self._member.members()
 
     def allgather(
         self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any, /
     ) -> Any:
         (outputs,), (mine,) = output_tensors, input_tensors
-        return self._bring(("all_gather", mine.numel(), str(mine.dtype)), (outputs, mine), _gather)
+        return self._member.bring(("all_gather", mine.numel(), str(mine.dtype)), (outputs, mine), _gather)
 
     def alltoall_base(
         self, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any, /
     ) -> Any:
         received = output.split(output_sizes or output.numel() // self.size())
         sent = input.split(input_sizes or input.numel() // self.size())
-        return self._bring(("all_to_all", str(input.dtype)), (received, sent), _exchange)
+        return self._member.bring(("all_to_all", str(input.dtype)), (received, sent), _exchange)
 
 
 def _gather(posts: list[Post]) -> None:
