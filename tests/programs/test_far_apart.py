@@ -8,7 +8,8 @@ import pytest
 
 from ch_bench.links import netns
 from ch_bench.outer import quality, race, race_report
-from ch_bench.outer.quality_cells import Method, methods
+from ch_bench.outer.method import Method
+from ch_bench.outer.quality_cells import methods
 
 pytestmark = pytest.mark.timeout(110)
 TINY = ["--width", "32", "--layers", "1", "--batch", "2", "--context", "16"]

@@ -12,38 +12,9 @@ from ch_outer import OuterOptimizer, diloco, muloco, nesterov, plain_sgd, sparse
 from commhooks import HookConfigError, Plain, RankMismatchError, StateError
 from commhooks.simulate import SimulatedGroup, SimulatedRank, SimulatedTransport, simulate
 
+from .outer_kit import adam, batch, make, same, train, values
+
 pytestmark = pytest.mark.timeout(90)
-
-
-def make(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
-def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    x = torch.randn(16, 6, generator=generator)
-    return x, torch.stack([x.sum(1).sin(), x[:, 0] * x[:, 1]], 1)
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        x, y = batch(rank, step)
-        (model(x) - y).square().mean().backward()
-        optimizer.step()
-
-
-def values(model: nn.Module) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def alone() -> SimulatedTransport:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ch_bench import gpt, text
-from ch_outer import OuterOptimizer
+from ch_bench.outer.method import FOUR_BITS, SPARSE, Method
 from commhooks.simulate import SimulatedRank, simulate
 
 
@@ -33,30 +33,6 @@ SIZES = {
 }
 
 
-@dataclass(frozen=True)
-class Method:
-    """An outer optimizer; ``every=0``: the exact mean of the gradients at every step."""
-
-    every: int = 0
-    exchange: str = "allreduce"
-    rate: float = 0.7
-    momentum: float = 0.9
-    fragments: int = 1
-    overlap: int = 0
-    mix: float = 0.0
-
-    @property
-    def label(self) -> str:
-        """What tables call it."""
-        if not self.every:
-            return "all-reduce at every step"
-        parts = f", {self.fragments} fragments" if self.fragments > 1 else ""
-        over = f", overlap {self.overlap}, mix {self.mix:g}" if self.overlap else ""
-        return f"H={self.every}, {self.exchange}, rate {self.rate:g}, momentum {self.momentum:g}{parts}{over}"
-
-
-SPARSE = "topk(density=0.02, bits=2, decay=0.95)"
-FOUR_BITS = "quant4"
 EXCHANGES = ("bf16_compress", FOUR_BITS, SPARSE)
 STEPS_OUT = ((0.7, 0.9), (1.0, 0.5), (1.0, 0.0), (0.9, 0.7))
 
@@ -97,7 +73,7 @@ class Cell:
         workers = self.size.workers if self.method.every else 1
         rows, sent = simulate(workers, body)[0]
         return {
-            "method": asdict(self.method),
+            "method": self.method.as_dict(),
             "label": self.method.label,
             "size": asdict(self.size),
             "seed": self.seed,
@@ -149,19 +125,8 @@ def _held_out(net: gpt.GPT, data: text.Text, size: Size) -> float:
 def _outer(cell: Cell, data: text.Text, rank: SimulatedRank) -> tuple[list[tuple[int, float]], float]:
     size, method = cell.size, cell.method
     net, inner = _start(cell, data.vocab)
-    step_out = partial(torch.optim.SGD, lr=method.rate, momentum=method.momentum, nesterov=method.momentum > 0)
-    optimizer = OuterOptimizer(
-        inner,
-        net,
-        every=method.every,
-        exchange=method.exchange,
-        outer=lambda starts: step_out(list(starts)),
-        fragments=method.fragments,
-        overlap=method.overlap,
-        mix=method.mix,
-        transport=rank.transport,
-        timeout=3600.0,  # of four workers that take turns, each step of one
-    )
+    # The time-out is of four workers that take turns, each step of one.
+    optimizer = method.outer(inner, net, transport=rank.transport, timeout=3600.0)
     batches = text.Batches(data.train, size.batch, size.context, rank.rank, cell.seed)
     rows = []
     for step in range(size.steps):

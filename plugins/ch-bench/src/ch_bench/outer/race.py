@@ -4,15 +4,15 @@
 
 The demo's GPT (0.85 M parameters) on real text, two processes between network namespaces whose uplinks are shaped (root and
 iproute2), equal batches for all. The learning rate has no horizon: a warm-up, then the inverse root of the step. PyTorch's
-all-reduce trains for ``--steps``; the mean of its last three held-out evaluations is what each other runner trains until
+all-reduce trains for ``--steps``; the mean of its last three held-out evaluations is what each other method trains until
 it reaches, or until ``--limit`` seconds: then its time is a lower bound.
 
 **The clock** stands still while held-out text is evaluated, and only at places where no message is under way, so that no
-runner's messages travel for nothing; what is evaluated was copied when it was due. Seconds are those of the slower rank.
+method's messages travel for nothing; what is evaluated was copied when it was due. Seconds are those of the slower rank.
 **Bytes** are what a rank's interface has sent while the clock ran. **The floor** is all-reduce's loss curve at the median speed
 of a step without communication (``noop``); utilization is the time of the same steps at that speed over the clock's.
 
-Every finished runner is in ``race.json`` at once, and is not run again.
+Every finished method is in ``race.json`` at once, and is not run again.
 """
 
 import argparse
@@ -30,7 +30,8 @@ import torch.distributed as dist
 from ch_bench import gpt, launch, text
 from ch_bench.links import netns
 from ch_bench.outer import race_report
-from ch_bench.outer.race_runners import NOOP, REFERENCE, RUNNERS, Runner, start
+from ch_bench.outer.method import Method
+from ch_bench.outer.race_methods import METHODS, NOOP, REFERENCE, start
 
 WINDOWS = 128  # of held-out text
 NOOP_STEPS = 60
@@ -47,10 +48,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--link", default="50mbit,200mbit,1gbit", help="comma-separated rates")
     parser.add_argument("--steps", type=int, default=1000, help="of all-reduce, whose loss is the goal")
     parser.add_argument("--evaluate", type=int, default=20, help="steps between evaluations")
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds of the clock for every runner")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds of the clock for every method")
     parser.add_argument("--seeds", type=int, default=1, help="seeds of weights and data")
     parser.add_argument(
-        "--only", nargs="+", metavar="WORD", help="runners whose name has one of these, and what they need"
+        "--only", nargs="+", metavar="WORD", help="methods whose name has one of these, and what they need"
     )
     parser.add_argument("--width", type=int, default=128, help="width of the model")
     parser.add_argument("--layers", type=int, default=4, help="layers of the model")
@@ -80,17 +81,17 @@ def main(argv: list[str] | None = None) -> int:
     path = args.out / "race.json"
     records: dict[str, Record] = json.loads(path.read_text()) if path.exists() else {}
     failed = 0
-    for seed, rate, runner in itertools.product(range(args.seeds), args.rates, chosen(args.only)):
-        key = _key(args, rate, seed, runner)
+    for seed, rate, method in itertools.product(range(args.seeds), args.rates, chosen(args.only)):
+        key = _key(args, rate, seed, method)
         if key in records:
             continue
-        reference = records.get(_key(args, rate, seed, RUNNERS[0]))
+        reference = records.get(_key(args, rate, seed, METHODS[0]))
         try:
-            records[key] = run(args, rate, seed, runner, reference["goal"] if reference else None)
+            records[key] = run(args, rate, seed, method, reference["goal"] if reference else None)
         except launch.WorkerFailed as error:
-            print(f"{rate}, {runner.label}, seed {seed}: {error}", file=sys.stderr)
+            print(f"{rate}, {method.label}, seed {seed}: {error}", file=sys.stderr)
             failed = 1
-            if runner.label in (REFERENCE, NOOP):
+            if method.label in (REFERENCE, NOOP):
                 return 1  # nothing to compare the others with
             continue
         _write(path, records)
@@ -104,15 +105,15 @@ def main(argv: list[str] | None = None) -> int:
     return failed
 
 
-def chosen(only: list[str] | None) -> list[Runner]:
-    """The runners, those first that the others are measured by."""
-    return [r for r in RUNNERS if r.label in (REFERENCE, NOOP) or not only or any(word in r.label for word in only)]
+def chosen(only: list[str] | None) -> list[Method]:
+    """The methods, those first that the others are measured by."""
+    return [r for r in METHODS if r.label in (REFERENCE, NOOP) or not only or any(word in r.label for word in only)]
 
 
-def _key(args: argparse.Namespace, rate: str, seed: int, runner: Runner) -> str:
+def _key(args: argparse.Namespace, rate: str, seed: int, method: Method) -> str:
     model = f"{args.width}x{args.layers}, {args.batch}x{args.context}, lr {args.lr:g}"
-    limit = "" if runner.label in (REFERENCE, NOOP) else f", limit {args.limit:g}"
-    return f"{rate}, {model}, {args.steps} steps by {args.evaluate}, seed {seed}{limit}: {runner.label}"
+    limit = "" if method.label in (REFERENCE, NOOP) else f", limit {args.limit:g}"
+    return f"{rate}, {model}, {args.steps} steps by {args.evaluate}, seed {seed}{limit}: {method.label}"
 
 
 def _write(path: Path, records: dict[str, Record]) -> None:
@@ -122,8 +123,8 @@ def _write(path: Path, records: dict[str, Record]) -> None:
     beside.replace(path)
 
 
-def run(args: argparse.Namespace, rate: str, seed: int, runner: Runner, goal: float | None) -> Record:
-    """One runner on one link: its record. ``goal`` is ``None`` for all-reduce, which sets it."""
+def run(args: argparse.Namespace, rate: str, seed: int, method: Method, goal: float | None) -> Record:
+    """One method on one link: its record. ``goal`` is ``None`` for all-reduce, which sets it."""
     beside = args.out / "run.json"
     beside.parent.mkdir(parents=True, exist_ok=True)
     settings = {
@@ -131,10 +132,10 @@ def run(args: argparse.Namespace, rate: str, seed: int, runner: Runner, goal: fl
     }
     with netns.Network(2, rate) as net:
         verified = net.verify()
-        launch.launch(worker, 2, settings, runner.as_dict(), seed, goal, beside, enter=net.enter)
+        launch.launch(worker, 2, settings, method.as_dict(), seed, goal, beside, enter=net.enter)
     record: Record = json.loads(beside.read_text())
     beside.unlink()
-    return {"link": rate, "verified_bits": verified, "seed": seed, "label": runner.label, "settings": settings} | record
+    return {"link": rate, "verified_bits": verified, "seed": seed, "label": method.label, "settings": settings} | record
 
 
 def worker(
@@ -147,8 +148,8 @@ def worker(
     goal: float | None,
     path: Path,
 ) -> None:
-    """One rank of one runner; rank 0 leaves the record in ``path``."""
-    runner = Runner(**who)
+    """One rank of one method; rank 0 leaves the record in ``path``."""
+    method = Method(**who)
     data = text.load()
     torch.manual_seed(seed)
     net = gpt.GPT(
@@ -156,7 +157,7 @@ def worker(
     )
     make = _optimizer(settings["lr"])
     race = _Race(
-        start(runner, net.to(device), make),
+        start(method, net.to(device), make),
         text.Batches(data.train, settings["batch"], settings["context"], rank, seed),
     )
     twin = gpt.GPT(
@@ -166,14 +167,14 @@ def worker(
     seconds_per_step = []
     rows: list[tuple[int, float, float, float]] = []  # steps, seconds, bytes, held-out
     waiting: list[tuple[int, float, float, dict[str, torch.Tensor]]] = []
-    last = NOOP_STEPS if runner.label == NOOP else settings["steps"] if goal is None else 1 << 30
+    last = NOOP_STEPS if method.label == NOOP else settings["steps"] if goal is None else 1 << 30
     arrived = False
     dist.barrier()
     for step in range(1, last + 1):
         before = race.seconds
         race.step(step, settings["lr"])
         seconds_per_step.append(race.seconds - before)
-        if step % settings["evaluate"] == 0 and runner.label != NOOP:
+        if step % settings["evaluate"] == 0 and method.label != NOOP:
             waiting.append((step, race.seconds, race.sent, race.running.snapshot()))
         if waiting and race.running.safe:
             for at, seconds, sent, weights in waiting:
@@ -197,7 +198,7 @@ def worker(
 
 
 class _Race:
-    """A runner and its clock: seconds and bytes count while it steps, and not in between."""
+    """A method and its clock: seconds and bytes count while it steps, and not in between."""
 
     def __init__(self, running: Any, batches: text.Batches) -> None:
         self.running, self.batches = running, batches

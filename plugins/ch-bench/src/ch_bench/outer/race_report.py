@@ -11,13 +11,13 @@ from matplotlib.figure import Figure
 
 from ch_bench.bench_report import machine, shareable
 from ch_bench.checkout import docs
-from ch_bench.outer.race_runners import NOOP, REFERENCE
+from ch_bench.outer.race_methods import NOOP, REFERENCE
 
 Record = dict[str, Any]
 
 
 def line(record: Record) -> str:
-    """A finished runner in one line."""
+    """A finished method in one line."""
     head = f"{record['link']}, seed {record['seed']}, {record['label']}"
     if not record["rows"]:
         return f"{head}: {1000 * record['step_seconds']:.1f} ms a step"
@@ -57,7 +57,7 @@ def _table(runs: dict[str, list[Record]], link: str) -> str:
         f"**{link}** ({arrived:.0f} Mbit/s arrived in a plain transfer), goal {goals} nats, "
         f"{1000 * per_step:.1f} ms a step without communication, floor {bound:.1f} s",
         "",
-        "| runner | seeds | seconds | × floor | sooner than DDP | steps | MB sent | utilization |",
+        "| method | seeds | seconds | × floor | sooner than DDP | steps | MB sent | utilization |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     ddp = mean(one["rows"][-1][1] for one in runs[REFERENCE])

@@ -1,0 +1,65 @@
+"""A way to train far apart: an exchange at every step, or an outer optimizer's."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ch_outer import OuterOptimizer
+
+SPARSE = "topk(density=0.02, bits=2, decay=0.95)"
+FOUR_BITS = "quant4"
+
+
+@dataclass(frozen=True)
+class Method:
+    """What the workers exchange and when.
+
+    Attributes:
+        every: inner steps of a round; 0: no outer optimizer, the exchange takes place at every step.
+        exchange: an expression of a hook, or a name of :mod:`ch_bench.cost.peers` where those run.
+        rate: of the outer SGD, as ``momentum`` (Nesterov's).
+        fragments: parts that are exchanged at steps of their own.
+        overlap: steps that an exchange has time for.
+        mix: share of the local value that stays on arrival.
+    """
+
+    every: int = 0
+    exchange: str = "allreduce"
+    rate: float = 1.0
+    momentum: float = 0.5
+    fragments: int = 1
+    overlap: int = 0
+    mix: float = 0.0
+
+    @property
+    def label(self) -> str:
+        """What tables call it."""
+        if not self.every:
+            return self.exchange
+        parts = f", {self.fragments} fragments" if self.fragments > 1 else ""
+        over = f", overlap {self.overlap}, mix {self.mix:g}" if self.overlap else ""
+        return f"H={self.every}, {self.exchange}, rate {self.rate:g}, momentum {self.momentum:g}{parts}{over}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    def outer(self, inner: torch.optim.Optimizer, net: torch.nn.Module, **options: Any) -> OuterOptimizer:
+        """The outer optimizer around `inner`; `options` are more of its own."""
+
+        def sgd(starts: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+            return torch.optim.SGD(list(starts), lr=self.rate, momentum=self.momentum, nesterov=self.momentum > 0)
+
+        return OuterOptimizer(
+            inner,
+            net,
+            every=self.every,
+            exchange=self.exchange,
+            outer=sgd,
+            fragments=self.fragments,
+            overlap=self.overlap,
+            mix=self.mix,
+            **options,
+        )
