@@ -123,3 +123,17 @@ def shard1(model: nn.Module, strategy: Any, **options: Any) -> FullyShardedDataP
 def flat_params(model: nn.Module) -> torch.Tensor:
     """All full parameters of an FSDP2 or plain model, one vector."""
     return torch.cat([whole(p.detach()).reshape(-1) for p in model.parameters()])
+
+
+def one_backward(model: nn.Module, rank: int, step: int = 77) -> dict[str, torch.Tensor]:
+    """The full gradients of one batch."""
+    model.zero_grad()
+    model(*batch(step, rank)).backward()
+    return grads(model)
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Of all gradients, relative to ``b``."""
+    assert a.keys() == b.keys()
+    x, y = (torch.cat([v.double().reshape(-1) for v in d.values()]) for d in (a, b))
+    return float((x - y).norm() / y.norm())

@@ -17,7 +17,7 @@ from commhooks import HookNotSupportedError, StateError
 from commhooks.checkpoint import dcp
 from commhooks.testing import spawn
 
-from .fsdp_kit import batch, flat_params, gpt, grads, line, shard2, square, train
+from .fsdp_kit import batch, distance, flat_params, gpt, line, one_backward, shard2, square, train
 
 pytest.importorskip("ch_quant")
 pytestmark = [pytest.mark.timeout(180), pytest.mark.gloo]
@@ -26,22 +26,10 @@ FOUR = "quant4(block=16, error_feedback=True)"
 BF16 = torch.bfloat16
 
 
-def backward(model: nn.Module, rank: int, step: int = 77) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    model(*batch(step, rank)).backward()
-    return grads(model)
-
-
-def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    assert a.keys() == b.keys()
-    x, y = (torch.cat([v.double().reshape(-1) for v in d.values()]) for d in (a, b))
-    return float((x - y).norm() / y.norm())
-
-
 def body_near(rank: int, world: int) -> None:
     """Uneven shards (65 rows, 33 rows): each bit width as near as it promises, with the bytes that it promises."""
     mesh = line(world)
-    exact = backward(shard2(gpt(), mesh), rank)
+    exact = one_backward(shard2(gpt(), mesh), rank)
     for name, limit, share in (
         ("quant8(block=16)", 1e-2, 0.36),
         ("quant4(block=16)", 1.2e-1, 0.24),
@@ -51,7 +39,7 @@ def body_near(rank: int, world: int) -> None:
     ):
         model = shard2(gpt(), mesh)
         handle = commhooks.attach(model, name)
-        found = backward(model, rank)
+        found = one_backward(model, rank)
         assert distance(found, exact) <= limit, name
         stats = handle.stats()
         whole = sum(group.unsharded_numel() for group in handle.binding.groups) * 4
@@ -60,19 +48,19 @@ def body_near(rank: int, world: int) -> None:
         for n, p in model.named_parameters():
             assert p.grad is not None, n
         handle.detach()
-        assert distance(backward(model, rank), exact) == 0
+        assert distance(one_backward(model, rank), exact) == 0
 
 
 def body_feedback(rank: int, world: int) -> None:
     """What was held back is delivered: the mean of the gradients applied so far comes near the exact one."""
     mesh = line(world)
-    exact = backward(shard2(gpt(), mesh), rank)
+    exact = one_backward(shard2(gpt(), mesh), rank)
     model = shard2(gpt(), mesh)
     handle = commhooks.attach(model, FOUR)
-    once = backward(model, rank)
+    once = one_backward(model, rank)
     total = {name: g.clone() for name, g in once.items()}
     for _ in range(7):
-        for name, g in backward(model, rank).items():
+        for name, g in one_backward(model, rank).items():
             total[name] += g
     assert distance({name: g / 8 for name, g in total.items()}, exact) < distance(once, exact) / 4
     handle.commit()
@@ -92,7 +80,7 @@ def body_cases(rank: int, world: int) -> None:
             setup(model)
         handle = commhooks.attach(mine, "quant8(block=16, error_feedback=True)")
         for step in (1, 2):
-            a, b = backward(mine, rank, step), backward(torchs, rank, step)
+            a, b = one_backward(mine, rank, step), one_backward(torchs, rank, step)
             assert 0 < distance(a, b) < limit, case
         assert handle.stats()["compressed_steps"] == 2, case
 
@@ -216,7 +204,7 @@ def body_other_count(rank: int, world: int) -> None:
     """A state of three shards, merged, goes on over two: residuals are of whole parameters."""
     model = shard2(gpt(), line(world))
     handle = commhooks.attach(model, FOUR)
-    backward(model, rank)
+    one_backward(model, rank)
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, handle.state_dict())
     merged = commhooks.checkpoint.merge(everyone)
@@ -229,7 +217,7 @@ def body_other_count(rank: int, world: int) -> None:
         fewer.load_state_dict(merged, world_change="mean")
         held = {name: t for name, _, t in fewer.state.entries()}
         assert all(torch.equal(held[name], entry["residual"]) for name, entry in merged["entries"].items())
-        backward(two, rank)
+        one_backward(two, rank)
         fewer.detach()
     dist.barrier()
 
@@ -238,13 +226,13 @@ def body_dcp(rank: int, world: int, folder: str) -> None:
     """One distributed checkpoint of the mesh: a key for each replica, and every rank gets its own back."""
     model = shard2(gpt(), square())
     handle = commhooks.attach(model, FOUR, axis="shard")
-    backward(model, rank)
+    one_backward(model, rank)
     with pytest.raises(StateError, match="key="):
         dcp.sharded(handle)
     replica = model.blocks[0].qkv.weight.device_mesh.get_local_rank("replicate")
     dcp.save(handle, folder, key=f"replica_{replica}")
     held = {name: t.clone() for name, _, t in handle.state.entries()}
-    backward(model, rank, 78)
+    one_backward(model, rank, 78)
     dcp.load(handle, folder, key=f"replica_{replica}")
     assert held
     assert all(torch.equal(t, held[name]) for name, _, t in handle.state.entries())

@@ -12,24 +12,12 @@ from torch.distributed.tensor import Shard
 import commhooks
 from commhooks.testing import spawn
 
-from .fsdp_kit import batch, flat_params, gpt, grads, line, shard2, single, square, train
+from .fsdp_kit import batch, distance, flat_params, gpt, grads, line, one_backward, shard2, single, square, train
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.gloo]
 
 STEPS = 4
 BF16 = torch.bfloat16
-
-
-def one_backward(model: nn.Module, rank: int, step: int = 77) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    model(*batch(step, rank)).backward()
-    return grads(model)
-
-
-def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    assert a.keys() == b.keys()
-    x, y = (torch.cat([v.double().reshape(-1) for v in d.values()]) for d in (a, b))
-    return float((x - y).norm() / y.norm())
 
 
 def unsharded_bytes(world: int, itemsize: int) -> int:
