@@ -199,7 +199,7 @@ class CommHook:
         engine = self._bound().engine
         if engine is None:
             raise AttachError(f"{self.expr} is a foreign hook: its collectives are its own and cannot be planned")
-        plans = [engine.plan(layout) for layout in engine.last.layouts or [self._bound().layout]]
+        plans = [engine.plan(layout) for layout in engine.buckets.layouts or [self._bound().layout]]
         return sum(map(payload_bytes, plans))
 
     def assert_active(self) -> None:

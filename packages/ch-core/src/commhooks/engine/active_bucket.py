@@ -1,6 +1,7 @@
 """A bucket under way: its generator, its plan, and the stage that it waits for."""
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -66,14 +67,23 @@ class ActiveBucket:
         due = self.due
         return None if due is None else void_requests(due, self.verdict.world_size, self.bucket.device)
 
-    def end(self) -> None:
-        """It has asked for everything, and everything has come."""
+    def end(self, use: Callable[[Bucket], None] | None) -> None:
+        """It has asked for everything, and everything has come.
+
+        Args:
+            use: who uses each average at once, if somebody does: called with the bucket unless it failed.
+        """
         self.done = True
         if self.failed:  # half decoded, perhaps: nobody may take it for an average
             make_void(self.bucket.storage)
         # A finite P and Q may overflow when multiplied out in fp16; opaque payloads show nothing before decoding.
         if self.plan.opaque or self.bucket.dtype == torch.float16:
             self.verdict.look((self.bucket.storage,))
+        if use is not None and not self.failed:
+            try:
+                use(self.bucket)
+            except BaseException as error:
+                self.fail(error)
 
     def fail(self, error: BaseException) -> None:
         """Its reduction raised on this rank."""

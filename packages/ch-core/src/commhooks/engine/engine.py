@@ -13,7 +13,6 @@ follows the drain, or is sent beside the last messages where nothing is left to 
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
@@ -26,31 +25,13 @@ from commhooks.engine.sampling import Sampling
 from commhooks.engine.schedule import TUNED, CpuTuning
 from commhooks.engine.sender import RequestBatch, Sender
 from commhooks.engine.status import ENCODE
+from commhooks.engine.step_buckets import StepBuckets
 from commhooks.engine.verdict import Phase, StepVerdict
 from commhooks.errors import CommHooksError, HookNotSupportedError, TransportError
 from commhooks.reduction import Reduction, StepContext
 from commhooks.requests import StagePlan
 from commhooks.state import HookState
 from commhooks.transport.base import Transport
-
-
-@dataclass(slots=True)
-class LastStep:
-    """The buckets of the last step, in the order in which they came.
-
-    Attributes:
-        layouts: of all.
-        keep: whether the buckets stay readable after the step.
-        buckets: those that hold their average, if they are kept.
-    """
-
-    layouts: list[BucketLayout] = field(default_factory=list)
-    keep: bool = False
-    buckets: list[Bucket] = field(default_factory=list)
-
-    def clear(self) -> None:
-        self.layouts.clear()
-        self.buckets.clear()
 
 
 class Engine:
@@ -72,7 +53,7 @@ class Engine:
         participating: whether this rank's numbers count in the running step.
         on_reduced: called with each bucket that holds its average.
         loss_scale: of the gradients of the step that begins.
-        last: the last step's buckets.
+        buckets: of the running step, or the last one.
         sampling: measures how good some steps are; ``None``: none.
     """
 
@@ -96,10 +77,8 @@ class Engine:
         self.participating = True
         self.on_reduced: Callable[[Bucket], None] | None = None
         self.loss_scale: Callable[[], float] | None = None
-        self.last = LastStep()
+        self.buckets = StepBuckets()
         self.sampling: Sampling | None = None
-        self._live: list[ActiveBucket] = []
-        self._slots = 0
         self.state.driven_by(self)
 
     @property
@@ -125,7 +104,7 @@ class Engine:
             if not live.plan.coalesces or bucket.is_last or sender.held.enough(sender.tuning):
                 sender.start(sender.held)
             used = self.on_reduced is not None
-            older = [one for one in self._live if one is not live]
+            older = [one for one in self.buckets.under_way if one is not live]
             self._advance([one for one in older if not one.plan.waits or (used and one.due is None)])
         except Exception as error:
             self._lose(error)
@@ -139,7 +118,7 @@ class Engine:
         begun = time.perf_counter()
         try:
             self.sender.start(self.sender.held)
-            self._advance(list(self._live))
+            self._advance(self.buckets.under_way)
         except Exception as error:
             self._lose(error)
         self.counters.hook_seconds += time.perf_counter() - begun
@@ -158,7 +137,7 @@ class Engine:
         # Where members come and go, one more message under way keeps a group alive from which a peer has gone. Where
         # something of a bucket is still to run, it may fail, and the others have to be told.
         delivers = self.reduction.delivers and not self.transport.elastic and self.on_reduced is None
-        beside = delivers and all(live.due is None for live in self._live)
+        beside = delivers and all(live.due is None for live in self.buckets.under_way)
         try:
             if beside:
                 self.sender.send_status(self.verdict, self.open_steps.clock(self.participating))
@@ -175,7 +154,7 @@ class Engine:
             error = self.verdict.error(self.sender.carry_out)
         except Exception as lost:
             self._lose(lost)
-        self._slots = 0
+        self.buckets.drained()
         self.counters.end(self.reduction.trips)
         self.counters.hook_seconds += time.perf_counter() - begun
         return error
@@ -188,7 +167,7 @@ class Engine:
             self._drain()
         except Exception as error:
             self._lose(error)
-        self._slots = 0  # nothing else is live: the next bucket may use the same scratch
+        self.buckets.drained()
         self.counters.hook_seconds += time.perf_counter() - begun
 
     def abandon(self) -> None:
@@ -197,9 +176,7 @@ class Engine:
         Collectives that this rank started and others did not are ended by the transport's timeout.
         """
         self.sender.forget()
-        for live in self._live:
-            live.close()
-        self._live, self._slots = [], 0
+        self.buckets.abandon()
         if self.sampling is not None:
             self.sampling.abandon()
         self.verdict.abandon()
@@ -259,7 +236,7 @@ class Engine:
                 self.verdict.fail(error, ENCODE)
         if doubt is not None:
             self.verdict.fail(doubt, ENCODE)
-        self.last.clear()
+        self.buckets.begin()
         if self.sampling is not None:  # the verdict on the last step has been read: what it samples has come, too
             self.sampling.begins(self.reduction, self.state, self.counters)
         self.counters.begin()
@@ -271,24 +248,21 @@ class Engine:
             self.state.step,
             state=self.state,
             scratch=self.sender.scratch,
-            owner=self._slots,
+            owner=self.buckets.count,
             participating=self.participating,
             shared=self.reduction.shared_fields,
             absent=bucket.unused,
         )
         self.counters.gradient_bytes += bucket.layout.size * bucket.dtype.itemsize
         self.sender.device = bucket.device
-        self.last.layouts.append(bucket.layout)
         if self.sampling is not None and self.participating:
             ctx.sent = self.sampling.takes(bucket, self.reduction, self.state)
-        live = ActiveBucket(self._slots, bucket, self.verdict)
+        live = self.buckets.add(bucket, self.verdict)
         try:  # what the plan raises is the same on every rank: it follows from layout and step
             live.plan = self.sender.plan_of(self.reduction, bucket.layout, ctx)
             live.stages = self.reduction.start(bucket, ctx)  # a run() that is no generator function may raise here
         except Exception as error:
             live.fail(error)
-        self._slots += 1
-        self._live.append(live)
         return live
 
     def _advance(self, lives: list[ActiveBucket], held: RequestBatch | None = None) -> None:
@@ -304,28 +278,18 @@ class Engine:
                 self.counters.traffic.add(*live.plan.volumes[live.stage])
                 asked.add(live, requests)
             else:
-                self._end(live)
-        self._live = [one for one in self._live if not one.done]
+                live.end(self.on_reduced if self.participating else None)
+        self.buckets.ended()
         if held is None:
             self.sender.start(asked)
-
-    def _end(self, live: ActiveBucket) -> None:
-        live.end()
-        if self.last.keep:
-            self.last.buckets.append(live.bucket)
-        if self.on_reduced is not None and self.participating and not live.failed:
-            try:
-                self.on_reduced(live.bucket)
-            except BaseException as error:
-                live.fail(error)
 
     def _drain(self) -> None:
         """Advance every live bucket to its end; the last, a stage behind, sends while the others work."""
         self.sender.start(self.sender.held)
-        newest = self._slots - 1  # by number: which of the others have ended already may differ between ranks
-        while self._live:
-            self._advance([live for live in self._live if live.slot < newest])
-            self._advance([live for live in self._live if live.slot == newest])
+        newest = self.buckets.count - 1  # by number: which of the others have ended already may differ between ranks
+        while self.buckets.under_way:
+            self._advance([live for live in self.buckets.under_way if live.slot < newest])
+            self._advance([live for live in self.buckets.under_way if live.slot == newest])
 
     def _lose(self, error: Exception) -> NoReturn:
         """The transport failed. The engine is dead: nobody knows what the others received."""

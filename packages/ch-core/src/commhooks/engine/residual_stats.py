@@ -34,9 +34,9 @@ def held_back(engine: Engine) -> dict[str, HeldBack]:
     The gradient is left out where it is gone, and with FSDP2, whose gradients would otherwise live on, in the first call:
     from then on the engine keeps them.
     """
-    engine.last.keep = True
+    engine.buckets.keep = True
     state, found = engine.state, {}
-    shown = {p.name: (bucket, p) for bucket in engine.last.buckets for p in bucket.params}
+    shown = {p.name: (bucket, p) for bucket in engine.buckets.kept for p in bucket.params}
     for name in sorted({name for name, field in state.held() if field == "residual"}):
         residual = state.newest(name, "residual")
         norm = torch.linalg.vector_norm(residual.double()).item()

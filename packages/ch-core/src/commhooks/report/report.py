@@ -98,7 +98,7 @@ def report(hook: str, binding: Binding, rows: Sequence[PlanRow], reduction: Redu
     if engine is None or reduction is None:
         made = tuple(_foreign(binding.layout, group) for group in grouped(rows))
         return Report(hook, 0, 0, stats, made, _total(made, None, None), ())
-    layouts = engine.last.layouts or [binding.layout]
+    layouts = engine.buckets.layouts or [binding.layout]
     held = held_back(engine)
     made = tuple(_row(engine, layouts, group, held) for group in grouped(rows))
     total = _total(made, ratio_of(engine, layouts), together(held, held))

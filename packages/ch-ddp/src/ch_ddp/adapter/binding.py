@@ -133,7 +133,7 @@ class DDPBinding(Binding):
         transport = ProcessGroupTransport(self.group, free=True)
         self.engine = Engine(handle.reduction, transport, handle.state, timeout=self._timeout)
         # Kept, buckets that DDP makes anew for every backward would only hold memory that it has given back.
-        self.engine.last.keep = not getattr(self._model(), "lazy_bucket_allocation", False)
+        self.engine.buckets.keep = not getattr(self._model(), "lazy_bucket_allocation", False)
         return DDPDriver(self.engine, self.names)
 
 

@@ -181,7 +181,7 @@ class DDPDriver:
         if index == 0:
             self._buckets.clear()  # DDP has rebuilt them, or it is a sparse one
         bucket = Bucket(layout, buffer, index, is_last, unused)
-        if self.engine.last.keep:
+        if self.engine.buckets.keep:
             self._buckets[index] = bucket
         return bucket
 

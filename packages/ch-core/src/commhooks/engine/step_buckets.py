@@ -1,0 +1,56 @@
+"""The buckets of one step: those under way, and what is kept of those that have ended."""
+
+from commhooks.bucket import Bucket, BucketLayout
+from commhooks.engine.active_bucket import ActiveBucket
+from commhooks.engine.verdict import StepVerdict
+
+
+class StepBuckets:
+    """The buckets of the running step, or of the last one, in the order in which they came.
+
+    Attributes:
+        layouts: of all.
+        under_way: those that have not ended.
+        count: the number that the next one gets; buckets that are under way together have different ones.
+        keep: whether the buckets stay readable after the step.
+        kept: those that hold their average, if they are kept.
+    """
+
+    __slots__ = ("count", "keep", "kept", "layouts", "under_way")
+
+    def __init__(self) -> None:
+        self.layouts: list[BucketLayout] = []
+        self.under_way: list[ActiveBucket] = []
+        self.count = 0
+        self.keep = False
+        self.kept: list[Bucket] = []
+
+    def begin(self) -> None:
+        """The first bucket of another step has come."""
+        self.layouts.clear()
+        self.kept.clear()
+
+    def add(self, bucket: Bucket, verdict: StepVerdict) -> ActiveBucket:
+        """The next bucket of the step that this verdict is on."""
+        live = ActiveBucket(self.count, bucket, verdict)
+        self.count += 1
+        self.layouts.append(bucket.layout)
+        self.under_way.append(live)
+        return live
+
+    def ended(self) -> None:
+        """Some of those under way may have ended."""
+        if self.keep:
+            self.kept += [live.bucket for live in self.under_way if live.done]
+        self.under_way = [live for live in self.under_way if not live.done]
+
+    def drained(self) -> None:
+        """Nothing is under way: the next bucket may use the same scratch."""
+        self.count = 0
+
+    def abandon(self) -> None:
+        """None of those under way will end."""
+        for live in self.under_way:
+            live.close()
+        self.under_way = []
+        self.count = 0
