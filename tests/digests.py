@@ -63,6 +63,12 @@ HOOKS: list[Any] = [
     f"warmup({P}, steps=2)",
     f"warmup(bf16_compress, {P}, steps=2)",
     f"warmup(bf16_wrapper({P}), steps=1)",
+    "quant2",
+    "quant4",
+    "quant(bits=3, rotation='hadamard', rounding='stochastic')",
+    "sign",
+    "topk",
+    "randomk",
     {"*.bias": "allreduce", "2.*": "bf16_compress", "*": P},
     {"*.bias": "allreduce", "*": f"bf16_wrapper({P})"},
     {"*.bias": "fp16_compress", "*": "quant8(error_feedback=True)"},
@@ -239,6 +245,20 @@ def on_shard_axis(what: Any) -> dict[str, Any]:
     return trained(model, commhooks.attach(model, what, axis="shard"))
 
 
+def on_reducer(what: Any) -> dict[str, Any]:
+    """Without a model, a stage at a time."""
+    like = {name: p.detach() for name, p in net().named_parameters()}
+    reducer = commhooks.Reducer(what, like)
+    steps, messages = [], []
+    for step in range(STEPS):
+        with Messages() as seen:
+            exchange = reducer.start(gradients(like, dist.get_rank(), step))
+            exchange.advance()
+            steps.append(digest(exchange.wait()))
+        messages.append(seen.seen)
+    return {"steps": steps, "messages": messages, "state": state_of(reducer.handle), "stats": figures(reducer)}
+
+
 def on_fsdp1(strategy: str, what: Any) -> dict[str, Any]:
     model = FullyShardedDataParallel(
         net(),
@@ -257,6 +277,7 @@ def process(rank: int, world: int, only: str) -> dict[str, Any]:
         cases[f"ddp {what}"] = lambda what=what: on_ddp(what)
         if what not in ("noop", "post_local_sgd"):
             cases[f"replicate axis {what}"] = lambda what=what: on_replicate_axis(what)
+            cases[f"reducer {what}"] = lambda what=what: on_reducer(what)
     for name in SIMPLE:
         cases[f"registered {name}"] = lambda name=name: registered(name)
     for what in ("allreduce", "bf16_compress", "fp16_compress", "bf16_compress(accumulate='fp32')"):
