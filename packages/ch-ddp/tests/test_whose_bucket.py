@@ -15,7 +15,7 @@ import ch_ddp
 import commhooks
 from ch_ddp.hook_function import as_hook
 from commhooks.bucket import Bucket
-from commhooks.reduction import Reduction, StepContext
+from commhooks.reduction import Plain, Reduction, StepContext
 from commhooks.requests import AllReduce
 from commhooks.state import HookState
 from commhooks.testing import spawn
@@ -146,6 +146,14 @@ def hooks_of_users(group: list[dist.ProcessGroup]) -> dict[str, Callable[[Any, A
     def then(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return plain(None, bucket).then(lambda future: future.value())
 
+    def waits_for_what_follows(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future = half(None, bucket).then(lambda done: done.value().mul(1.0))
+        future.wait()
+        return future
+
+    def two_rounds_and_what_follows(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return twice_hook(None, bucket).then(lambda one: one.value()).then(lambda two: two.value().mul(1.0))
+
     def by_bucket(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return plain(None, bucket) if bucket.is_last() else half(None, bucket)
 
@@ -204,26 +212,82 @@ def test_hooks_of_users_may_wait_and_may_send_buckets_to_several_hooks() -> None
     assert spawn(used_by_hooks, 2, timeout=120.0) == [[], []]
 
 
-def waited_for(rank: int, world: int) -> str:
+WAYS: dict[str, Callable[[torch.futures.Future[Any]], Any]] = {
+    "wait": lambda future: future.wait(),
+    "then, wait": lambda future: future.then(lambda done: done.value()).wait(),
+    "then, then, wait": lambda future: future.then(lambda done: done.value()).then(lambda done: done.value()).wait(),
+}
+
+
+def waited_for(rank: int, world: int) -> list[str]:
+    return [_waited_for(twice_hook, wait) for wait in WAYS.values()]
+
+
+def _waited_for(hook: Callable[..., Any], wait: Callable[[torch.futures.Future[Any]], Any]) -> str:
     def waits(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        future = twice_hook(None, bucket)
-        future.wait()
+        future = hook(None, bucket)
+        wait(future)
         return future
 
     model = DistributedDataParallel(deep(), bucket_cap_mb=0.0001)
     model.register_comm_hook(None, waits)
     try:
         for step in range(2):
-            step_of(model, rank, step)
-    except commhooks.HookNotSupportedError as error:
-        return str(error)
+            step_of(model, dist.get_rank(), step)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
     return ""
 
 
 def test_waiting_for_a_bucket_that_only_the_last_completes_is_an_error() -> None:
-    for text in spawn(waited_for, 2):
-        assert "twice_hook" in text
-        assert "instead of waiting" in text
+    for texts in spawn(waited_for, 2):
+        for text in texts:
+            assert text.startswith("HookNotSupportedError: twice_hook ends all buckets of a step together")
+            assert "instead of waiting" in text
+
+
+class NoPlan(Plain):
+    """Plain averaging that fails before anything is sent, as soon as the model has several buckets."""
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
+        if bucket.buffer.is_meta and bucket.buffer.numel() < 200:
+            raise ArithmeticError("as told")
+        yield from super().run(bucket, ctx)
+
+
+def waited_for_a_failure(rank: int, world: int) -> list[str]:
+    return [_waited_for(as_hook(NoPlan(), "no_plan"), wait) for wait in WAYS.values()]
+
+
+def test_who_waits_for_a_bucket_that_has_failed_gets_the_error_of_its_step() -> None:
+    for texts in spawn(waited_for_a_failure, 2):
+        assert len(texts) == 3
+        assert all("ArithmeticError: as told" in text for text in texts), texts
+
+
+def followed_by_an_error(rank: int, world: int) -> list[str]:
+    def fails(done: torch.futures.Future[Any]) -> torch.Tensor:
+        raise ArithmeticError("as told")
+
+    found = []
+    for hook in (ch_ddp.allreduce_hook, twice_hook):
+
+        def follows(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            return hook(None, bucket).then(fails)  # noqa: B023
+
+        model = DistributedDataParallel(deep(), bucket_cap_mb=0.0001)
+        model.register_comm_hook(None, follows)
+        try:
+            step_of(model, rank, 0)
+        except Exception as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_follows_a_bucket_may_raise() -> None:
+    for texts in spawn(followed_by_an_error, 2):
+        assert len(texts) == 2
+        assert all("as told" in text for text in texts)
 
 
 # -- names, where none are given

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ch_ddp.adapter.arrivals import Arrivals, arrivals_of
-from ch_ddp.adapter.futures import LateFuture, Promise, behind_backward, future_for
+from ch_ddp.adapter.futures import HookFuture, Promise, behind_backward, future_for
 from ch_ddp.adapter.gradient_digest import differing, digest
 from ch_ddp.adapter.layout import bucket_layout
 from ch_ddp.adapter.owners import models_of, named_by_position
@@ -80,7 +80,7 @@ class DDPDriver:
         if (begins or task != self._task) and task != NO_BACKWARD and (behind or self._hook is not None):
             at_end_of_backward(partial(self._end, buffer))  # no last bucket may come
         self.index, self._task = index, task
-        future = future_for(buffer) if self._hook is None or self._delivers else LateFuture.of(buffer, self._hook)
+        future = future_for(buffer) if self._hook is None else HookFuture.of(buffer, self._hook)
         self._futures.append((future, buffer))
         with self._side.on(buffer):
             try:
@@ -113,14 +113,20 @@ class DDPDriver:
             self._futures.pop()[0].set_result(bucket.storage)
             return
         live = self.engine.submit(bucket)
-        if self._delivers and live.pending is not None and live.due is None:
-            promise = Promise(*self._futures.pop())
+        future, buffer = self._futures[-1]
+        if not isinstance(future, HookFuture):
+            return
+        arrives = self._delivers and live.pending is not None and live.due is None
+        if arrives or live.done:  # done at once: it has failed, or sends nothing
+            self._futures.pop()
+            promise = Promise(future, buffer)
             self._promises.append(promise)
-            if bucket.buffer.is_cuda:
-                live.pending.wait(None)  # the side stream waits, not the host
-                promise.keep()
-            else:
+            if live.pending is not None and not buffer.is_cuda:
                 live.pending.then(promise.keep)
+                return
+            if live.pending is not None:
+                live.pending.wait(None)  # the side stream waits, not the host
+            promise.keep()
 
     def _end(self, buffer: torch.Tensor) -> None:
         """The backward has ended; perhaps without a last bucket for this driver."""

@@ -1,6 +1,8 @@
 """When DDP calls a hook, and the futures that it, or a user's hook, is given for a bucket."""
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -22,20 +24,29 @@ def future_for(tensor: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
     return torch.futures.Future(devices=[tensor.device]) if tensor.is_cuda else torch.futures.Future()
 
 
-class LateFuture(torch.futures.Future[torch.Tensor]):
-    """A bucket's future that the step's last bucket completes: who brings the buckets must not wait for it."""
+class HookFuture(torch.futures.Future[Any]):
+    """A bucket's future as a user's hook gets it, or what follows from one.
+
+    Until something of its own completes it, that is the step's last bucket: who brings the buckets must not wait for it.
+    ``torch.futures.wait_all`` and ``collect_all`` wait inside torch, where nobody can tell: they hang.
+    """
 
     _hook, _thread = "", 0
+    _devices: tuple[torch.device, ...] = ()
 
     @classmethod
-    def of(cls, buffer: torch.Tensor, hook: str) -> "LateFuture":
+    def of(cls, buffer: torch.Tensor, hook: str) -> "HookFuture":
         """For this bucket of the hook of this name, brought by the present thread."""
         future = cls(devices=[buffer.device]) if buffer.is_cuda else cls()
-        future._hook, future._thread = hook, threading.get_ident()
+        future._hook, future._thread, future._devices = hook, threading.get_ident(), (buffer.device,) * buffer.is_cuda
         return future
 
-    def wait(self) -> torch.Tensor:
-        """The bucket's average.
+    def comes_alone(self) -> None:
+        """Something of its own completes it."""
+        self._thread = 0
+
+    def wait(self) -> Any:
+        """The bucket's average, or what was made of it.
 
         Raises:
             HookNotSupportedError: it would never come, because the thread that brings the last bucket waits for it.
@@ -48,12 +59,32 @@ class LateFuture(torch.futures.Future[torch.Tensor]):
             )
         return super().wait()
 
+    def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
+        """What ``callback`` makes of it. As torch's, but not to be waited for either where this one is not."""
+        if self._thread == 0:
+            return super().then(callback)
+        # torch's own would be a plain future, whose wait() nobody can refuse.
+        after = HookFuture(devices=list(self._devices))
+        after._hook, after._thread, after._devices = self._hook, self._thread, self._devices
+
+        def follow(done: torch.futures.Future[Any]) -> None:
+            try:
+                result = callback(done)
+            except Exception as error:
+                after.set_exception(error)
+            else:
+                after.set_result(result)
+
+        self.add_done_callback(follow)
+        return after
+
 
 class Promise:
-    """A bucket's future, completed by its message or by who gives that up: whichever comes first."""
+    """A bucket's future, completed by its message or by who gives that up: whichever comes first. It may be waited for."""
 
-    def __init__(self, future: "torch.futures.Future[torch.Tensor]", buffer: torch.Tensor) -> None:
+    def __init__(self, future: HookFuture, buffer: torch.Tensor) -> None:
         self.future, self.buffer = future, buffer
+        future.comes_alone()
         self._kept, self._lock = False, threading.Lock()
 
     def keep(self) -> None:
