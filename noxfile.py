@@ -120,8 +120,11 @@ def pytest(session: nox.Session, *arguments: str, names: Iterable[str] = ()) -> 
 def tests(session: nox.Session) -> None:
     """All packages in one environment, all tests short of soak: what CI and the README run."""
     install(session, *PROJECTS, tools=[*TEST_TOOLS, *FT_TOOLS, *FRAMEWORKS, "matplotlib>=3.8", "pytest-xdist>=3.6"])
-    # Two at a time, a module or a class in one process: many tests wait for processes of their own.
-    everything = [] if chosen_paths(session) else ["tests", "-n", "2", "--dist", "loadscope"]
+    # Two at a time, a module or a class in one process: many tests wait for processes of their own. A test that hangs ends
+    # its process, and xdist would wait for ever for what is left of the module: it ends the run, naming the test.
+    everything = (
+        [] if chosen_paths(session) else ["tests", "-n", "2", "--dist", "loadscope", "--max-worker-restart", "0"]
+    )
     pytest(session, *everything, "-m", "not soak and not nccl", names=PROJECTS)
 
 
