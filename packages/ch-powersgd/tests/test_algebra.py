@@ -1,5 +1,6 @@
 """Orthonormal columns, whatever is put in; factors side by side in one tensor."""
 
+import math
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ def test_a_dependent_column_becomes_zero_or_noise() -> None:
     assert y[1].count_nonzero() == 0
     assert y[2].count_nonzero() == 0
     torch.testing.assert_close((y @ y.T).diagonal(), torch.tensor([1.0, 0.0, 0.0, 1.0]))
-    noise = gaussians(0, [("w", (4, 50))], 0, CPU)[0].unsqueeze(0)
+    noise = gaussians(0, {"w": (4, 50)}, 0, CPU)["w"].unsqueeze(0)
     filled = orthonormalised(x, noise)[0]
     torch.testing.assert_close(filled @ filled.T, torch.eye(4), atol=1e-6, rtol=0)
 
@@ -90,7 +91,7 @@ def test_long_columns_of_equal_numbers_do_not_grow(rank: int, length: int) -> No
 def test_what_is_not_finite_stays_so(bad: float, rank: int) -> None:
     x = torch.randn(2, rank, 20)
     x[0, :, 7] = bad
-    y = orthonormalised(x, gaussians(0, [("w", (rank, 20))], 0, CPU)[0].expand(2, -1, -1))
+    y = orthonormalised(x, gaussians(0, {"w": (rank, 20)}, 0, CPU)["w"].expand(2, -1, -1))
     assert not y[0].isfinite().any()
     assert y[1].isfinite().all()
 
@@ -104,32 +105,29 @@ def test_epsilon_damps_columns_that_are_shorter() -> None:
 def test_a_factor_does_not_depend_on_its_neighbours_to_the_bit() -> None:
     torch.manual_seed(1)
     sizes = [(1, 3, 37), (1, 2, 64), (2, 3, 5), (1, 3, 37)]
-    together = Factor(sizes)
-    flat = torch.randn(together.numel)
-    parts = [view.clone() for view in together.views(flat)]
-    for same in together.by_rank(flat):
-        Columns(same).orthonormalise()
-    for size, part, whole in zip(sizes, parts, together.views(flat), strict=True):
-        alone, other = Factor([size]), part.flatten()
-        (same,) = alone.by_rank(other)
-        Columns(same).orthonormalise()
-        assert torch.equal(alone.views(other)[0], whole)
+    together = Factor(torch.randn(sum(map(math.prod, sizes))), sizes)
+    parts = [view.clone() for view in together.stacks]
+    together.orthonormalise()
+    for size, part, whole in zip(sizes, parts, together.stacks, strict=True):
+        alone = Factor(part.flatten(), [size])
+        alone.orthonormalise()
+        assert torch.equal(alone.stacks[0], whole)
 
 
 def test_noise_depends_on_seed_key_and_step_only() -> None:
-    same = gaussians(1, [("w", (2, 9))], 2, CPU)[0]
-    assert torch.equal(same, gaussians(1, [("w", (2, 9))], 2, CPU)[0])
-    for other in ((2, "w", 2), (1, "v", 2), (1, "w", 3)):
-        assert not torch.equal(same, gaussians(other[0], [(other[1], (2, 9))], other[2], CPU)[0])
+    same = gaussians(1, {"w": (2, 9)}, 2, CPU)["w"]
+    assert torch.equal(same, gaussians(1, {"w": (2, 9)}, 2, CPU)["w"])
+    for seed, key, step in ((2, "w", 2), (1, "v", 2), (1, "w", 3)):
+        assert not torch.equal(same, gaussians(seed, {key: (2, 9)}, step, CPU)[key])
 
 
 def test_random_columns_do_not_depend_on_torchs_defaults() -> None:
     cpu = torch.device("cpu")
-    expected = gaussians(0, [("w", (2, 8))], 0, cpu)[0]
+    expected = gaussians(0, {"w": (2, 8)}, 0, cpu)["w"]
     torch.set_default_dtype(torch.float16)
     try:
         with torch.device("meta"):
-            found = gaussians(0, [("w", (2, 8))], 0, cpu)[0]
+            found = gaussians(0, {"w": (2, 8)}, 0, cpu)["w"]
     finally:
         torch.set_default_dtype(torch.float32)
     assert found.device == cpu

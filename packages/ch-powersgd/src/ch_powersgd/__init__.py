@@ -12,13 +12,7 @@ if TYPE_CHECKING:
     from ch_powersgd.reduction import BatchedPowerSGD, PowerSGD
     from ch_powersgd.state import PowerSGDState
 
-__all__ = [
-    "BatchedPowerSGD",
-    "PowerSGD",
-    "PowerSGDState",
-    "batched_powerSGD_hook",
-    "powerSGD_hook",
-]
+__all__ = ["BatchedPowerSGD", "PowerSGD", "PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
 __getattr__, __dir__ = lazy(
     __name__,

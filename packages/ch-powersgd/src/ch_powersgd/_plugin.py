@@ -2,33 +2,29 @@
 
 from collections.abc import Iterable
 
-from ch_powersgd.config import PowerSGDConfig
+from ch_powersgd.config import PARAMS
 from commhooks import HookSpec, hookimpl
 
-
-def _spec(name: str, target: str, summary: str) -> HookSpec:
-    return HookSpec(
-        name,
-        "reduction",
-        f"ch_powersgd:{target}",
-        summary,
-        hook=f"ch_powersgd:{name.replace('powersgd', 'powerSGD')}_hook",
-        state="ch_powersgd:PowerSGDState",
-        params=PowerSGDConfig.params(),
-        capabilities=frozenset({"lossy", "stateful", "error_feedback", "checkpointable"}),
-        example=f"{name}(rank=4)",
-        paper="https://arxiv.org/abs/1905.13727",
-    )
+_SUMMARIES = {
+    "PowerSGD": "sends a low-rank approximation of each weight's gradient, with error feedback",
+    "BatchedPowerSGD": "low-rank approximation of a whole bucket as one square matrix; depends on bucket_cap_mb",
+}
 
 
 @hookimpl
 def commhooks_specs() -> Iterable[HookSpec]:
     """PowerSGD per parameter, and the variant that treats a bucket as one matrix."""
-    return (
-        _spec("powersgd", "PowerSGD", "sends a low-rank approximation of each weight's gradient, with error feedback"),
-        _spec(
-            "batched_powersgd",
-            "BatchedPowerSGD",
-            "low-rank approximation of a whole bucket as one square matrix; depends on bucket_cap_mb",
-        ),
-    )
+    for target, summary in _SUMMARIES.items():
+        name = target.lower().replace("batched", "batched_")
+        yield HookSpec(
+            name,
+            "reduction",
+            f"ch_powersgd:{target}",
+            summary,
+            hook=f"ch_powersgd:{name.replace('powersgd', 'powerSGD')}_hook",
+            state="ch_powersgd:PowerSGDState",
+            params=PARAMS,
+            capabilities=frozenset({"lossy", "stateful", "error_feedback", "checkpointable"}),
+            example=f"{name}(rank=4)",
+            paper="https://arxiv.org/abs/1905.13727",
+        )

@@ -4,49 +4,34 @@ Each carries the function that makes its reduction from the state (``hook.reduct
 travels instead of casting the bucket.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 
-from ch_powersgd.reduction import BatchedPowerSGD, PowerSGD
+from ch_powersgd.reduction import PowerSGD
 from ch_powersgd.state import PowerSGDState
 from commhooks import GradBucket, HookConfigError, as_hook
 
-TensorFuture = torch.futures.Future[torch.Tensor]
+
+def _reduction(hook: str, batched: bool, state: Any) -> PowerSGD:
+    if isinstance(state, PowerSGDState):
+        return state.reduction(batched)
+    raise HookConfigError(
+        f"{hook} was given a {type(state).__module__}.{type(state).__name__}; its state is this package's, which takes the "
+        "arguments of PyTorch's and keeps its memory by parameter: from ch_powersgd import PowerSGDState; "
+        f"model.register_comm_hook(PowerSGDState(process_group, ...), {hook})"
+    )
 
 
-def _of(state: Any, hook: str) -> PowerSGDState:
-    if not isinstance(state, PowerSGDState):
-        if type(state).__module__.startswith("torch."):
-            raise HookConfigError(
-                f"{hook} was given PyTorch's {type(state).__name__}, which keeps its memory by bucket: import this "
-                "package's instead, with the same arguments: from ch_powersgd import PowerSGDState"
-            )
-        raise HookConfigError(
-            f"the state of {hook} is a ch_powersgd.PowerSGDState, got {type(state).__name__}: "
-            f"model.register_comm_hook(PowerSGDState(process_group, ...), {hook})"
-        )
-    return state
-
-
-def _per_matrix(state: Any) -> PowerSGD:
-    return _of(state, "powerSGD_hook").reduction()
-
-
-def _per_bucket(state: Any) -> BatchedPowerSGD:
-    return _of(state, "batched_powerSGD_hook").batched_reduction()
-
-
+_per_matrix = partial(_reduction, "powerSGD_hook", False)
+_per_bucket = partial(_reduction, "batched_powerSGD_hook", True)
 _PER_MATRIX = as_hook(_per_matrix, "powerSGD_hook")
 _PER_BUCKET = as_hook(_per_bucket, "batched_powerSGD_hook")
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """PowerSGD of each gradient matrix; any number of buckets.
-
-    Args:
-        state: serves one model.
-        bucket: torch's bucket.
 
     Returns:
         A future of the averaged gradient, in the bucket's own buffer and dtype.
@@ -67,15 +52,12 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
         (4, (13.0, 8320, 640))
         >>> dist.destroy_process_group()
     """
-    return _PER_MATRIX(_of(state, "powerSGD_hook"), bucket)
+    return _PER_MATRIX(state, bucket)
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """PowerSGD of each bucket as one near-square matrix: see :class:`~ch_powersgd.BatchedPowerSGD`.
-
-    Args and errors as for :func:`powerSGD_hook`; ``batch_tensors_with_same_shape`` has no meaning here.
-    """
-    return _PER_BUCKET(_of(state, "batched_powerSGD_hook"), bucket)
+    """:func:`powerSGD_hook` with each bucket as one near-square matrix: see :class:`~ch_powersgd.BatchedPowerSGD`."""
+    return _PER_BUCKET(state, bucket)
 
 
 powerSGD_hook.reduction = _per_matrix  # type: ignore[attr-defined]

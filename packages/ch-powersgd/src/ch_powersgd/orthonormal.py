@@ -6,7 +6,8 @@ column that depends on the ones before it, to the precision of fp32, is zeroed o
 """
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -24,29 +25,20 @@ class Columns:
     Args:
         parts: batches ``(matrices, rank, length)``, the columns being the rows of the last two dimensions; fp32 or
             fp64. They are changed in place.
-
-    Example:
-        >>> x = torch.tensor([[[3.0, 0.0, 4.0], [0.0, 2.0, 0.0], [3.0, 2.0, 4.0]]])  # the third is the sum
-        >>> Columns([x]).orthonormalise()
-        >>> (x @ x.mT).round(decimals=4)[0]
-        tensor([[1., 0., 0.],
-                [0., 1., 0.],
-                [0., 0., 0.]])
     """
 
     def __init__(self, parts: list[torch.Tensor]) -> None:
-        self.parts = parts
-        self.rank = rank = parts[0].shape[1]
-        self._counts = [part.shape[0] for part in parts]
+        self.parts, self.rank = parts, parts[0].shape[1]
+        self._counts = [len(part) for part in parts]
         pairs = [[torch.empty_like(part, dtype=torch.float64) for part in parts] for _ in range(2)]
         self._wide, self._spare = ([(wide, wide.mT) for wide in each] for each in pairs)
-        count, device = sum(self._counts), parts[0].device
-        self._gram = torch.empty((count, rank, rank), dtype=torch.float64, device=device)  # products of all columns
-        self._grams = torch.split_with_sizes(self._gram, self._counts)
+        wide = pairs[0][0]
+        self._gram = wide.new_empty((sum(self._counts), self.rank, self.rank))  # products of all columns
+        self._grams = self._gram.split_with_sizes(self._counts)
         self._squares = self._gram.diagonal(dim1=-2, dim2=-1)  # (matrices, rank)
-        self._eye = torch.eye(rank, dtype=torch.float64, device=device).expand_as(self._gram)
-        self._gap = self._gram.new_empty((count, rank, 1))
-        self._gaps = torch.split_with_sizes(self._gap, self._counts)
+        self._eye = torch.eye(self.rank, dtype=wide.dtype, device=wide.device).expand_as(self._gram)
+        self._gap = self._gram.new_empty((*self._squares.shape, 1))
+        self._gaps = self._gap.split_with_sizes(self._counts)
 
     def orthonormalise(self, noise: list[torch.Tensor] | None = None, epsilon: float = 0.0) -> None:
         """Make the columns orthonormal, in place.
@@ -59,8 +51,7 @@ class Columns:
         torch._foreach_copy_([wide for wide, _ in self._wide], self.parts)
         self._multiply()
         whiten, length, dependent = self._whiten()
-        whiten.masked_fill_(dependent, 0.0)
-        self._apply(whiten)
+        self._apply(whiten.masked_fill_(dependent, 0.0))
         if noise is not None:
             self._gap.copy_(dependent)
             torch._foreach_addcmul_([wide for wide, _ in self._wide], self._gaps, noise)
@@ -68,10 +59,10 @@ class Columns:
             self._multiply()
             self._squares.add_(_SHIFT)
             self._apply(self._inverse_root()[0])
-        wide = [wide for wide, _ in self._wide]
+        made = [wide for wide, _ in self._wide]
         if epsilon:
-            torch._foreach_mul_(wide, torch.split_with_sizes(length / (length + epsilon), self._counts))
-        torch._foreach_copy_(self.parts, wide)
+            torch._foreach_mul_(made, (length / (length + epsilon)).split_with_sizes(self._counts))
+        torch._foreach_copy_(self.parts, made)
 
     def _multiply(self) -> None:
         """All columns of a matrix with each other."""
@@ -100,35 +91,34 @@ class Columns:
         return inverse, lower.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
 
     def _apply(self, left: torch.Tensor) -> None:
-        parts = torch.split_with_sizes(left, self._counts)
-        for part, (wide, _), (out, _) in zip(parts, self._wide, self._spare, strict=True):
-            if self.rank == 1:
-                torch.mul(part, wide, out=out)
-            else:
-                torch.bmm(part, wide, out=out)
+        """``X <- left X``."""
+        product = torch.mul if self.rank == 1 else torch.bmm
+        for part, (wide, _), (out, _) in zip(left.split_with_sizes(self._counts), self._wide, self._spare, strict=True):
+            product(part, wide, out=out)
         self._wide, self._spare = self._spare, self._wide
 
 
-def gaussians(
-    seed: int, wanted: Sequence[tuple[str, tuple[int, int]]], step: int, device: torch.device
-) -> list[torch.Tensor]:
-    """Random columns ``(rank, length)`` for each ``(key, shape)``, each of length one: the same on all ranks and devices,
-    whatever bucket they are in. Drawn on the host, and brought to a GPU in one copy that it does not wait for.
+def cut(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Views of these shapes, one after another."""
+    parts = flat.split_with_sizes([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    >>> first, cpu = [("w", (2, 3))], torch.device("cpu")
-    >>> torch.equal(gaussians(0, first, 0, cpu)[0], gaussians(0, [("b", (1, 2)), *first], 0, cpu)[1])
-    True
+
+def gaussians(
+    seed: int, shapes: Mapping[str, Sequence[int]], step: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Random columns ``(rank, length)`` by key, each of length one: the same on all ranks and devices, whatever bucket they
+    are in. Drawn on the host, and brought to a GPU in one copy that it does not wait for.
     """
-    if device.type == "meta" or not wanted:
-        return [torch.empty(shape, dtype=torch.float32, device=device) for _, shape in wanted]
-    generator, drawn = torch.Generator(), []
-    for key, shape in wanted:
+    if device.type == "meta":
+        return {key: torch.empty(shape, dtype=torch.float32, device=device) for key, shape in shapes.items()}
+    generator, drawn = torch.Generator(), {}
+    for key, shape in shapes.items():
         digest = hashlib.blake2b(f"{seed}/{step}/{key}".encode(), digest_size=8).digest()
         generator.manual_seed(int.from_bytes(digest, "little") >> 1)
         columns = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-        drawn.append(torch.nn.functional.normalize(columns, dim=-1))
-    if device.type == "cpu":
+        drawn[key] = torch.nn.functional.normalize(columns, dim=-1)
+    if device.type == "cpu" or not drawn:
         return drawn
-    flat = torch.cat([columns.view(-1) for columns in drawn]).pin_memory().to(device, non_blocking=True)
-    parts = flat.split([columns.numel() for columns in drawn])
-    return [part.view(shape) for part, (_, shape) in zip(parts, wanted, strict=True)]
+    flat = torch.cat([columns.view(-1) for columns in drawn.values()]).pin_memory().to(device, non_blocking=True)
+    return dict(zip(drawn, cut(flat, list(shapes.values())), strict=True))

@@ -1,15 +1,14 @@
 """PowerSGD: gradients as products of two thin matrices (Vogels, Karimireddy, Jaggi, NeurIPS 2019).
 
-For every gradient matrix G of rank i, with residual e and Q kept from the step before::
+For every gradient matrix G ``(rows, cols)``, with residual e and Q kept from the step before::
 
     D   = G + e                  what is to be sent
-    P   = D orth(Q)              all-reduced (mean)
-    Q_i = D^T orth(P)            all-reduced (mean) to Q
+    P   = D orth(Q)              (rows, rank), all-reduced (mean)
+    Q_i = D^T orth(P)            (cols, rank), all-reduced (mean) to Q
     G  <- orth(P) Q^T            the averaged gradient, the same on all ranks
     e  <- D - orth(P) Q_i^T      what this rank did not get across
 
-On the wire: one fp32 tensor of all P's, ``rank * rows`` elements each, and one of all Q's, ``rank * cols`` each; the
-parameters that are not compressed travel beside the P's.
+On the wire: one fp32 tensor of all P's and one of all Q's; the parameters that are not compressed travel beside the P's.
 
 Two things differ from the paper's code. Q is orthonormalised before it is used, so that P has the unit of the
 gradient and survives a 16-bit wire. The residual is the rank's own, and is counted after rounding on the wire, so
@@ -17,22 +16,23 @@ that input = sent + residual holds exactly; ``residual="averaged"`` subtracts wh
 PyTorch's hook does.
 """
 
-from collections.abc import Hashable
+import math
+from collections.abc import Hashable, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
 from ch_powersgd.config import PowerSGDConfig
 from ch_powersgd.steps import Steps
-from ch_powersgd.workspace import Stack, Workspace, square, stacked
+from ch_powersgd.workspace import Stack, Workspace, batches
 from commhooks import AllReduce, Bucket, BucketLayout, ParamLayout, Plain, Reduction, Stages, StepContext
 
 
 class PowerSGD(PowerSGDConfig, Reduction):
     """Rank-``rank`` approximation of each gradient matrix, with error feedback and warm start.
 
-    Its options, their limits and defaults are those of :class:`~ch_powersgd.config.PowerSGDConfig`:
-    ``rank=1, start_iter=0, min_compression_rate=2, residual="local", error_feedback=True, warm_start=True, epsilon=0,
-    seed=0``.
+    Args:
+        rank, start_iter, min_compression_rate, residual, error_feedback, warm_start, epsilon, seed: in this order; their
+            defaults, limits and meaning are in ``ch_powersgd.config``, and ``commhooks describe powersgd`` prints them.
 
     Raises:
         HookConfigError: a value out of range.
@@ -65,23 +65,19 @@ class PowerSGD(PowerSGDConfig, Reduction):
         super().__post_init__()
         self._spaces: dict[BucketLayout, Workspace] = {}
 
-    def config(self) -> dict[str, Any]:
-        return self.options()
-
-    # -- the algorithm
-
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
-        steps = Steps(self, self._space(bucket.layout), bucket, ctx)
+        if bucket.layout not in self._spaces:
+            self._spaces[bucket.layout] = Workspace(self.stacks(bucket.layout), bucket.dtype, bucket.device)
+        steps = Steps(self, self._spaces[bucket.layout], bucket, ctx)
 
         steps.recall_q()
-        steps.orthonormalise_q()
         steps.project()  # P = D Q
-        yield AllReduce(steps.p)
+        yield AllReduce(steps.p.flat)
 
-        steps.orthonormalise_p()
+        steps.p.orthonormalise(epsilon=self.epsilon)
         steps.project_back()  # Q_i = D^T P
-        own = steps.sent if self.error_feedback and self.residual == "local" else None
-        yield AllReduce(steps.q, sent=own)
+        own = steps.sent.flat if self.error_feedback and self.residual == "local" else None
+        yield AllReduce(steps.q.flat, sent=own)
 
         if self.warm_start:
             steps.remember_q()
@@ -97,36 +93,38 @@ class PowerSGD(PowerSGDConfig, Reduction):
             return f"warm-up until step {self.start_iter}"
         if len(param.shape) < 2:
             return "0-d" if not param.shape else "1-D"
-        return self.not_worth(*param.matrix_shape)
+        return self.not_worth(self._stack([param], *param.matrix_shape))
 
-    def not_worth(self, n: int, m: int) -> str | None:
-        """Why a matrix ``(n, m)`` is too small to be compressed, or ``None``."""
-        rank = min(n, m, self.rank)
+    def not_worth(self, stack: Stack) -> str | None:
+        """Why a matrix is too small to be compressed, or ``None``."""
+        n, m, rank = stack.rows, stack.cols, stack.rank
         if (n + m) * rank * self.min_compression_rate < n * m:
             return None
         return f"({n}+{m})*{rank}*{self.min_compression_rate:g} >= {n}*{m}"
 
     def stacks(self, layout: BucketLayout) -> list[Stack]:
-        """The matrices of a bucket."""
-        return stacked(layout.params, self.rank, layout.device)
+        """The matrices of a bucket: one stack per parameter; where launching kernels is what costs, small matrices of one
+        shape are together. On a CPU nothing is launched, and gathering them would be one more pass over memory.
+        """
+        together: dict[object, list[ParamLayout]] = {}
+        for p in layout.params:
+            together.setdefault(p.matrix_shape if batches(layout.device, p.numel) else p.name, []).append(p)
+        return [self._stack(same, *same[0].matrix_shape, count=len(same)) for same in together.values()]
 
-    def _space(self, layout: BucketLayout) -> Workspace:
-        if layout not in self._spaces:
-            self._spaces[layout] = Workspace(self.stacks(layout), layout)
-        return self._spaces[layout]
+    def _stack(self, params: Sequence[ParamLayout], rows: int, cols: int, count: int = 1) -> Stack:
+        return Stack(tuple(params), count, rows, cols, min(rows, cols, self.rank))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_spaces": {}}
 
 
 class BatchedPowerSGD(PowerSGD):
-    """PowerSGD of a whole bucket as one near-square matrix: two products a bucket instead of two a parameter.
+    """:class:`PowerSGD` of a whole bucket as one near-square matrix: two products a bucket instead of two a parameter.
 
     The bucket's gradients, biases too, are laid one after another into a matrix of ``ceil(sqrt(numel))`` columns, the
-    end padded with zeros. The matrix has no meaning, so the approximation is poorer than :class:`PowerSGD`'s, and
-    **the result depends on the buckets** (``bucket_cap_mb``). The residual is kept per parameter, Q under the name
-    of the bucket's first. The options are :class:`PowerSGD`'s; a bucket too small for ``min_compression_rate`` is
-    averaged plainly.
+    end padded with zeros. The matrix has no meaning, so the approximation is poorer, and **the result depends on the
+    buckets** (``bucket_cap_mb``). The residual is kept per parameter, Q under the name of the bucket's first. A bucket
+    too small for ``min_compression_rate`` is averaged plainly.
 
     Example:
         >>> from commhooks.reduction import StepContext
@@ -142,8 +140,9 @@ class BatchedPowerSGD(PowerSGD):
         return f"warm-up until step {self.start_iter}" if step < self.start_iter else None
 
     def stacks(self, layout: BucketLayout) -> list[Stack]:
-        return square(layout.params, layout.size, self.rank)
+        cols = math.isqrt(layout.size - 1) + 1
+        return [self._stack(layout.params, -(-layout.size // cols), cols)]
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
-        (stack,) = self._space(bucket.layout).stacks
-        return Plain().run(bucket, ctx) if self.not_worth(stack.rows, stack.cols) else super().run(bucket, ctx)
+        (stack,) = self.stacks(bucket.layout)
+        return Plain().run(bucket, ctx) if self.not_worth(stack) else super().run(bucket, ctx)

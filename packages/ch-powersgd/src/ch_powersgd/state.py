@@ -1,32 +1,28 @@
 """The state of PowerSGD's hooks, with the parameter names and defaults of PyTorch's."""
 
 import logging
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch.distributed as dist
 
 from ch_powersgd.config import TORCH_NAMES, PowerSGDConfig, checked
 from ch_powersgd.reduction import BatchedPowerSGD, PowerSGD
-from commhooks import Bucket, BucketLayout, HookConfigError, HookState, Param, Reduction, Stages, StepContext
+from commhooks import Bucket, BucketLayout, HookConfigError, HookState, Param, Stages, StepContext
 
 log = logging.getLogger("commhooks")
+_FREQUENCY = Param(10_000, "compressed steps between two lines of statistics in the log", at_least=1)
 
 
+@dataclass(eq=False, repr=False)
 class PowerSGDState(HookState):
     """Configuration and memory of :func:`~ch_powersgd.powerSGD_hook` on one model.
 
     Args:
         process_group: the group to average over; ``None`` is the default group, looked up at the first backward.
-        matrix_approximation_rank: rank of P and Q.
-        start_powerSGD_iter: steps of plain averaging before the first compressed one.
-        min_compression_rate: compress a matrix ``(n, m)`` if ``(n + m) * rank * rate < n * m``.
-        use_error_feedback: add what was not sent to the next gradient.
-        warm_start: go on from the last Q.
-        orthogonalization_epsilon: added to the length of P's columns before they are normalised.
-        random_seed: of the first Q.
         compression_stats_logging_frequency: compressed steps between two lines of statistics in the log.
-        batch_tensors_with_same_shape: not read: matrices of one shape are batched where that saves launches.
-        residual: ``"local"``, or ``"averaged"`` as in PyTorch.
+        matrix_approximation_rank, ...: the options of :class:`~ch_powersgd.PowerSGD` under PyTorch's names (``rank``,
+            ``start_iter``, ``epsilon`` and ``seed`` have longer ones), with PyTorch's defaults.
 
     Raises:
         HookConfigError: a value out of range; a ``ValueError`` also where PyTorch raises one (a start below 2 with
@@ -41,44 +37,29 @@ class PowerSGDState(HookState):
         2
     """
 
-    def __init__(
-        self,
-        process_group: dist.ProcessGroup | None = None,
-        matrix_approximation_rank: int = 1,
-        start_powerSGD_iter: int = 1_000,
-        min_compression_rate: float = 2,
-        use_error_feedback: bool = True,
-        warm_start: bool = True,
-        orthogonalization_epsilon: float = 0,
-        random_seed: int = 0,
-        compression_stats_logging_frequency: int = 10_000,
-        batch_tensors_with_same_shape: bool = False,
-        residual: Literal["local", "averaged"] = "local",
-    ) -> None:
-        given = {name: value for name, value in locals().items() if name in TORCH_NAMES}
+    process_group: dist.ProcessGroup | None = None
+    matrix_approximation_rank: int = 1
+    start_powerSGD_iter: int = 1_000
+    min_compression_rate: float = 2
+    use_error_feedback: bool = True
+    warm_start: bool = True
+    orthogonalization_epsilon: float = 0
+    random_seed: int = 0
+    compression_stats_logging_frequency: int = 10_000
+    batch_tensors_with_same_shape: bool = False
+    residual: Literal["local", "averaged"] = "local"
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self.process_group = process_group
-        self.config = PowerSGDConfig.from_torch(given)
-        self.compression_stats_logging_frequency: int = checked(
-            "compression_stats_logging_frequency",
-            compression_stats_logging_frequency,
-            Param(10_000, "compressed steps between two lines of statistics in the log", at_least=1),
-        )
-        if (use_error_feedback or warm_start) and start_powerSGD_iter < 2:
+        PowerSGDConfig.from_torch(vars(self))
+        checked("compression_stats_logging_frequency", self.compression_stats_logging_frequency, _FREQUENCY)
+        if (self.use_error_feedback or self.warm_start) and self.start_powerSGD_iter < 2:
             raise HookConfigError(
-                f"start_powerSGD_iter={start_powerSGD_iter}: with error feedback or warm start PyTorch's state takes 2 "
+                f"start_powerSGD_iter={self.start_powerSGD_iter}: with error feedback or warm start PyTorch's state takes 2 "
                 "or more, and so does this one; commhooks.attach(model, 'powersgd(start_iter=0)') has no such limit"
             )
-        self.total_numel_before_compression = 0
-        self.total_numel_after_compression = 0
+        self.total_numel_before_compression = self.total_numel_after_compression = 0
         self.next_stats_report = 0
-
-    def __getattr__(self, name: str) -> Any:
-        """The options, under PyTorch's names."""
-        ours = TORCH_NAMES.get(name)
-        if ours is None or "config" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(self.config, ours)
 
     @property
     def iter(self) -> int:
@@ -91,54 +72,37 @@ class PowerSGDState(HookState):
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after else 0.0), before, after
 
-    def reduction(self) -> PowerSGD:
-        """What ``powerSGD_hook`` runs."""
-        return _PowerSGD(self)
-
-    def batched_reduction(self) -> BatchedPowerSGD:
-        """What ``batched_powerSGD_hook`` runs."""
-        return _BatchedPowerSGD(self)
-
-    def count(self, before: int, after: int, is_last: bool) -> None:
-        """Add one bucket to the statistics, and log them when it is time."""
-        self.total_numel_before_compression += before
-        self.total_numel_after_compression += after
-        if is_last and self.step >= self.next_stats_report:
-            rate, total, sent = self.compression_stats()
-            log.info("PowerSGD, step %d: %d elements sent as %d, rate %.1f", self.step, total, sent, rate)
-            self.next_stats_report = self.step + self.compression_stats_logging_frequency
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "process_group": None}
+    def reduction(self, batched: bool = False) -> PowerSGD:
+        """What ``powerSGD_hook`` (or ``batched_powerSGD_hook``) runs."""
+        return (_CountedBatched if batched else _Counted)(self)
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
-        if "config" not in kept:  # pickled by 0.1.0, which held each option by itself
-            given = {name: kept[name] for name in TORCH_NAMES}
-            kept = {name: value for name, value in kept.items() if name not in given}
-            kept["config"] = PowerSGDConfig.from_torch(given)
-        super().__setstate__(kept)
+        config = kept.pop("config", None)  # of versions that held the options there
+        given = {name: getattr(config, ours) for name, ours in TORCH_NAMES.items()} if config is not None else {}
+        super().__setstate__({**kept, **given})
 
 
-class _Counting(Reduction):
-    """Mixed into a reduction: counts the elements of every compressed bucket into the state."""
+class _Counted(PowerSGD):
+    """Counts the elements of every compressed bucket into the state, and logs them when it is time."""
 
     def __init__(self, state: PowerSGDState) -> None:
-        super().__init__(**state.config.options())
+        super().__init__(**PowerSGDConfig.from_torch(vars(state)).config())
         self._state = state
         self._sent: dict[BucketLayout, int] = {}
 
     def start(self, bucket: Bucket, ctx: StepContext) -> Stages:
-        if ctx.step >= self._state.config.start_iter and bucket.device.type != "meta":
-            if bucket.layout not in self._sent:
-                stages = self.plan(bucket.layout, ctx)
-                self._sent[bucket.layout] = sum(request.numel for stage in stages for request in stage)
-            self._state.count(bucket.layout.size, self._sent[bucket.layout], bucket.is_last)
+        state, layout = self._state, bucket.layout
+        if self.phase(ctx.step) and bucket.device.type != "meta":
+            if layout not in self._sent:
+                self._sent[layout] = sum(request.numel for stage in self.plan(layout, ctx) for request in stage)
+            state.total_numel_before_compression += layout.size
+            state.total_numel_after_compression += self._sent[layout]
+            if bucket.is_last and state.step >= state.next_stats_report:
+                rate, total, sent = state.compression_stats()
+                log.info("PowerSGD, step %d: %d elements sent as %d, rate %.1f", state.step, total, sent, rate)
+                state.next_stats_report = state.step + state.compression_stats_logging_frequency
         return super().start(bucket, ctx)
 
 
-class _PowerSGD(_Counting, PowerSGD):
-    pass
-
-
-class _BatchedPowerSGD(_Counting, BatchedPowerSGD):
+class _CountedBatched(_Counted, BatchedPowerSGD):
     pass

@@ -1,45 +1,43 @@
 """What PowerSGD works on in one bucket: its matrices, the factors P and Q of each, and every view of them.
 
 Factors are stored as rows: the P of a ``rows x cols`` matrix is ``(rank, rows)``, its Q ``(rank, cols)``. Skinny
-products are two to three times faster that way round, and a factor's columns are contiguous. All P's of a bucket lie
-in one flat tensor (all Q's in another), sorted so that factors of one size are neighbours.
+products are two to three times faster that way round, and a factor's columns are contiguous.
 
 A matrix that is one parameter in the bucket is worked on where it lies and, on a CPU, in blocks of rows that stay in a
 core's cache from one pass to the next. Others, and those narrower than fp32, are built in scratch.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 
 import torch
 
-from ch_powersgd.orthonormal import Columns, gaussians
-from commhooks import Bucket, BucketLayout, ParamLayout
-
-Blocks = list[tuple[torch.Tensor, torch.Tensor]]
-Product = Callable[..., torch.Tensor]
+from ch_powersgd.orthonormal import Columns, cut, gaussians
+from commhooks import Bucket, ParamLayout
 
 _BLOCK = 1 << 16  # elements of a matrix that are added, multiplied and decoded at once on a CPU
 _SMALL = 1 << 20  # elements of a matrix whose passes over memory take no longer than launching a kernel
 
+Make = Callable[..., torch.Tensor]
+
+
+def batches(device: torch.device, numel: int) -> bool:
+    """Whether launching a kernel costs more there than gathering a matrix of so many elements."""
+    return device.type != "cpu" and numel < _SMALL
+
 
 @dataclass(frozen=True)
 class Stack:
-    """``count`` matrices ``(rows, cols)`` that are multiplied at once, and the parameters that fill them.
+    """``count`` matrices ``(rows, cols)`` that are multiplied at once, with P and Q of ``rank`` columns.
 
-    The gradients of ``params`` lie one after another in the stack's ``count * rows * cols`` elements; what they leave
-    is padding, and zero.
-
-    Attributes:
-        keys: one state key per matrix, for its Q.
-        rank: columns of P and Q.
+    The gradients of ``params`` lie one after another in the stack; what they leave is padding, and zero.
     """
 
-    keys: tuple[str, ...]
     params: tuple[ParamLayout, ...]
+    count: int
     rows: int
     cols: int
     rank: int
@@ -47,96 +45,58 @@ class Stack:
     @property
     def numel(self) -> int:
         """Elements, padding included."""
-        return len(self.keys) * self.rows * self.cols
+        return self.count * self.rows * self.cols
 
     @property
     def direct(self) -> bool:
         """Whether one parameter, as it lies in the bucket, is the whole stack."""
         return len(self.params) == 1 and self.params[0].matrix_shape == (self.rows, self.cols)
 
+    def pieces(self, home: torch.Tensor) -> Iterator[tuple[ParamLayout, torch.Tensor]]:
+        """The stack's elements by parameter, each in its own ``(rows, cols)``."""
+        used = [p.numel for p in self.params]
+        parts = home.view(-1).split_with_sizes([*used, self.numel - sum(used)])
+        return ((p, part.view(p.matrix_shape)) for p, part in zip(self.params, parts, strict=False))
 
-def stacked(params: Sequence[ParamLayout], rank: int, device: torch.device) -> list[Stack]:
-    """One stack per parameter; small matrices of one shape together where launching kernels is what costs.
-
-    On a CPU nothing is launched, and gathering the matrices would be one more pass over memory.
-    """
-    together: dict[object, list[ParamLayout]] = {}
-    for p in params:
-        together.setdefault(p.matrix_shape if batches(device) and p.numel < _SMALL else p.name, []).append(p)
-    return [_stack(tuple(p.name for p in same), same, *same[0].matrix_shape, rank) for same in together.values()]
-
-
-def batches(device: torch.device) -> bool:
-    """Whether a kernel's launch costs more there than gathering a small matrix."""
-    return device.type != "cpu"
-
-
-def square(params: Sequence[ParamLayout], numel: int, rank: int) -> list[Stack]:
-    """All parameters, one after another, as one near-square matrix."""
-    cols = math.isqrt(numel - 1) + 1
-    return [_stack((params[0].name,), params, -(-numel // cols), cols, rank)]
-
-
-def _stack(keys: tuple[str, ...], params: Sequence[ParamLayout], rows: int, cols: int, rank: int) -> Stack:
-    return Stack(keys, tuple(params), rows, cols, min(rows, cols, rank))
+    def block_rows(self, device: torch.device) -> list[int]:
+        """Rows of each block of a matrix, as even as can be; one block where there is no cache to stay in."""
+        block = 2 * _BLOCK if self.rank == 1 else _BLOCK  # vectors are multiplied faster: fewer calls
+        wanted = round(self.rows * self.cols / block) if device.type == "cpu" else 1
+        n = -(-self.rows // min(max(wanted, 1), self.rows))
+        return [min(n, self.rows - start) for start in range(0, self.rows, n)]
 
 
 class Factor:
-    """Where the P (or Q) of each stack lies in one flat tensor.
+    """The P (or Q) of each stack in one flat tensor, sorted so that those of one size are neighbours.
 
     Args:
+        flat: what is cut up.
         sizes: per stack ``(count, rank, length)``.
 
-    Example:
-        >>> f = Factor([(1, 2, 5), (1, 2, 3), (2, 2, 5)])
-        >>> f.numel
-        36
-        >>> [tuple(v.shape) for v in f.views(torch.zeros(36))]
-        [(1, 2, 5), (1, 2, 3), (2, 2, 5)]
-    """
-
-    def __init__(self, sizes: Sequence[tuple[int, int, int]]) -> None:
-        order = sorted(range(len(sizes)), key=lambda i: sizes[i][1:])
-        self._sizes = [sizes[i] for i in order]
-        self._lengths = [math.prod(size) for size in self._sizes]
-        self._position = {stack: position for position, stack in enumerate(order)}
-        self.numel = sum(self._lengths)
-
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Per stack, in the order given: ``(count, rank, length)``."""
-        parts = torch.split_with_sizes(flat, self._lengths)
-        return [parts[self._position[i]].view(self._sizes[self._position[i]]) for i in range(len(parts))]
-
-    def by_rank(self, flat: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Neighbours of one size as one batch ``(matrices, rank, length)``, those of one rank together."""
-        sizes = [
-            (sum(size[0] for size in same), *shape) for shape, same in groupby(self._sizes, key=lambda size: size[1:])
-        ]
-        parts = torch.split_with_sizes(flat, [math.prod(size) for size in sizes])
-        batches = [part.view(size) for part, size in zip(parts, sizes, strict=True)]
-        return [list(same) for _, same in groupby(batches, key=lambda batch: batch.shape[1])]
-
-
-class Factors:
-    """P, Q and the Q that this rank sent, of all matrices of a bucket, cut up.
-
     Attributes:
-        of: the flat tensors that are cut up: all P's, all Q's, and the Q's as sent.
-        stacks: P, Q and sent Q of each stack, ``(count, rank, length)``.
-        matrices_q: of every matrix its key, its stack and its Q ``(rank, cols)``.
-        p_columns, q_columns: to be made orthonormal, by rank.
+        stacks: one view per stack, of its size.
+        matrices: each ``(rank, length)``, in the order of the stacks.
+        by_rank: neighbours of one size as one batch ``(matrices, rank, length)``, those of one rank together.
     """
 
-    def __init__(self, space: "Workspace", p: torch.Tensor, q: torch.Tensor, sent: torch.Tensor) -> None:
-        self.of = (p, q, sent)
-        self.stacks = list(zip(space.p.views(p), space.q.views(q), space.q.views(sent), strict=True))
-        self.p_columns = [Columns(same) for same in space.p.by_rank(p)]
-        self.q_columns = [Columns(same) for same in space.q.by_rank(q)]
-        self.matrices_q = [
-            (key, stack, one)
-            for stack, (_, part, _) in zip(space.stacks, self.stacks, strict=True)
-            for key, one in zip(stack.keys, part.unbind(0), strict=True)
-        ]
+    def __init__(self, flat: torch.Tensor, sizes: Sequence[tuple[int, int, int]]) -> None:
+        self.flat = flat
+        order = sorted(range(len(sizes)), key=lambda i: sizes[i][1:])
+        views = dict(zip(order, cut(flat, [sizes[i] for i in order]), strict=True))
+        self.stacks = [views[i] for i in range(len(sizes))]
+        neighbours = groupby((sizes[i] for i in order), key=lambda size: size[1:])
+        batches = cut(flat, [(sum(size[0] for size in same), *shape) for shape, same in neighbours])
+        self.by_rank = [list(same) for _, same in groupby(batches, key=lambda batch: batch.shape[1])]
+        self.matrices = [one for stack in self.stacks for one in stack.unbind(0)]
+
+    @cached_property
+    def _columns(self) -> list[Columns]:
+        return [Columns(same) for same in self.by_rank]
+
+    def orthonormalise(self, noise: "Factor | None" = None, epsilon: float = 0.0) -> None:
+        """:meth:`Columns.orthonormalise` of every matrix; ``noise`` is of the same sizes."""
+        for i, columns in enumerate(self._columns):
+            columns.orthonormalise(noise.by_rank[i] if noise is not None else None, epsilon)
 
 
 class Matrix:
@@ -150,87 +110,74 @@ class Matrix:
         product, outer_product, less_product: ``a b``; ``a b`` over a length of ``rank``; ``d - a b``.
     """
 
-    __slots__ = (
-        "_residuals", "blocks", "d", "in_place", "less_product", "outer_product", "p", "product", "q", "right", "sent",
-        "stack",
-    )  # fmt: skip
-
-    def __init__(
-        self, stack: Stack, d: torch.Tensor, p: torch.Tensor, q: torch.Tensor, sent: torch.Tensor, blocks: Blocks
-    ) -> None:
-        self.stack, self.d, self.p, self.q, self.sent, self.right, self.blocks = stack, d, p, q, sent, q.mT, blocks
+    def __init__(self, stack: Stack, d: torch.Tensor, factors: Sequence[torch.Tensor], lengths: list[int]) -> None:
+        self.stack, self.d, (self.p, self.q, self.sent), self._lengths = stack, d, factors, lengths
+        self.right = self.q.mT
         self.in_place = d.dim() == 2
-        self.product: Product = torch.mm if self.in_place else torch.bmm
+        self.product: Make = torch.mm if self.in_place else torch.bmm
         by_vectors = self.in_place and stack.rank == 1  # elementwise is faster than a product over a length of one
-        self.outer_product: Product = torch.mul if by_vectors else self.product
+        self.outer_product: Make = torch.mul if by_vectors else self.product
         subtract = torch.addmm if self.in_place else torch.baddbmm
-        self.less_product: Product = partial(torch.addcmul, value=-1) if by_vectors else partial(subtract, alpha=-1)
-        self._residuals: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
+        self.less_product: Make = partial(torch.addcmul, value=-1) if by_vectors else partial(subtract, alpha=-1)
+        self._cuts = [(d, self._cut(d))]
+        self.blocks = list(zip(self._cut(d), self._cut(self.p.mT), strict=True))
 
-    def rows_of(self, residual: torch.Tensor) -> Sequence[torch.Tensor]:
-        """A residual ``(rows, cols)``, in blocks. The committed and the staged one take turns: each is cut up once."""
-        for tensor, rows in self._residuals:
-            if tensor is residual:
+    def rows_of(self, whole: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+        """``d`` or a residual, in blocks. The committed residual and the staged one take turns: each is cut up once."""
+        if whole is None or len(self.blocks) == 1:
+            return [whole] * len(self.blocks)
+        for tensor, rows in self._cuts:
+            if tensor is whole:
                 return rows
-        rows = residual.split_with_sizes([len(d) for d, _ in self.blocks])
-        self._residuals = [*self._residuals[-1:], (residual, rows)]
-        return rows
+        self._cuts = [self._cuts[0], *self._cuts[1:][-1:], (whole, self._cut(whole))]
+        return self._cuts[-1][1]
+
+    def _cut(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
+        return whole.split_with_sizes(self._lengths) if len(self._lengths) > 1 else [whole]
 
 
 class Workspace:
-    """The buckets of one layout: stacks, factors and views.
+    """The buckets of one layout: stacks, and what is the same at every step and therefore made once.
 
     Attributes:
         dtype: of algebra and state: fp32, or fp64 for fp64 gradients.
-        p, q: where the factors of each stack lie.
+        keys: the state key of every matrix.
         largest: elements of the largest stack.
     """
 
-    def __init__(self, stacks: list[Stack], layout: BucketLayout) -> None:
-        self.stacks, self._device = stacks, layout.device
-        self.dtype = torch.promote_types(layout.dtype, torch.float32)
-        self.p = Factor([(len(s.keys), s.rank, s.rows) for s in stacks])
-        self.q = Factor([(len(s.keys), s.rank, s.cols) for s in stacks])
+    def __init__(self, stacks: list[Stack], dtype: torch.dtype, device: torch.device) -> None:
+        self.stacks, self.device = stacks, device
+        self.dtype = torch.promote_types(dtype, torch.float32)
+        self.keys = [p.name for stack in stacks for p in stack.params[: stack.count]]
         self.largest = max(s.numel for s in stacks)
-        self._in_place = [layout.dtype == self.dtype and s.direct for s in stacks]
-        self._noise: list[list[torch.Tensor]] = []
-        self._factors: Factors | None = None
+        self._direct = [i for i, s in enumerate(stacks) if s.direct and dtype == self.dtype]
+        p, q = [(s.count, s.rank, s.rows) for s in stacks], [(s.count, s.rank, s.cols) for s in stacks]
+        self._sizes = {name: (sum(map(math.prod, s)), s) for name, s in (("p", p), ("q", q), ("q sent", q))}
+        self._factors: tuple[Factor, ...] = ()
+        self._noise: Factor | None = None
 
-    def factors(self, p: torch.Tensor, q: torch.Tensor, sent: torch.Tensor) -> Factors:
-        """The views of these flat tensors, which are the same at every step: made once."""
-        if self._factors is None or not all(a is b for a, b in zip(self._factors.of, (p, q, sent), strict=True)):
-            self._factors = Factors(self, p, q, sent)
+    def factors(self, scratch: Make) -> tuple[Factor, ...]:
+        """P, Q, and Q as this rank sent it, over scratch that is the same at every step."""
+        flats = [scratch(name, (numel,)) for name, (numel, _) in self._sizes.items()]
+        if [id(factor.flat) for factor in self._factors] != [id(flat) for flat in flats]:
+            sizes = (s for _, s in self._sizes.values())
+            self._factors = tuple(map(Factor, flats, sizes))
         return self._factors
 
-    def in_place(self, bucket: Bucket, factors: Factors) -> dict[int, Matrix]:
+    def in_place(self, bucket: Bucket, factors: tuple[Factor, ...]) -> dict[int, Matrix]:
         """Number of the stack -> matrix, of those that are worked on in the bucket; kept as long as the bucket is."""
 
-        def make() -> dict[int, Matrix]:
-            return {i: self._view(i, bucket, factors) for i, here in enumerate(self._in_place) if here}
+        def view(i: int) -> Matrix:
+            stack, of_stack = self.stacks[i], [factor.stacks[i][0] for factor in factors]
+            return Matrix(stack, bucket.matrix(stack.params[0]), of_stack, stack.block_rows(self.device))
 
-        return bucket.cached(self, make, factors)
+        return bucket.cached(self, lambda: {i: view(i) for i in self._direct}, factors)
 
-    def noise(self, seed: int) -> list[list[torch.Tensor]]:
-        """Columns for where Q has none, as :attr:`Factors.q_columns`: the same at every step, so made once."""
-        if not self._noise:
-            flat = torch.empty(self.q.numel, dtype=self.dtype, device=self._device)
-            targets = [t for view in self.q.views(flat) for t in view.unbind(0)]
-            wanted = [(key, (stack.rank, stack.cols)) for stack in self.stacks for key in stack.keys]
-            torch._foreach_copy_(targets, gaussians(seed, wanted, -1, self._device))
-            self._noise = self.q.by_rank(flat)
+    def noise(self, seed: int) -> Factor:
+        """Columns for where Q has none."""
+        if self._noise is None:
+            numel, sizes = self._sizes["q"]
+            self._noise = Factor(torch.empty(numel, dtype=self.dtype, device=self.device), sizes)
+            shapes = {key: q.shape for key, q in zip(self.keys, self._noise.matrices, strict=True)}
+            torch._foreach_copy_(self._noise.matrices, [*gaussians(seed, shapes, -1, self.device).values()])
         return self._noise
-
-    def _view(self, number: int, bucket: Bucket, factors: Factors) -> Matrix:
-        stack, d = self.stacks[number], bucket.matrix(self.stacks[number].params[0])
-        p, q, sent = (factor[0] for factor in factors.stacks[number])
-        lengths = block_rows(stack, on_cpu=self._device.type == "cpu")
-        blocks = zip(d.split_with_sizes(lengths), p.t().split_with_sizes(lengths), strict=True)
-        return Matrix(stack, d, p, q, sent, list(blocks))
-
-
-def block_rows(stack: Stack, *, on_cpu: bool) -> list[int]:
-    """Rows of each block of a matrix, as even as can be; one block where there is no cache to stay in."""
-    block = 2 * _BLOCK if stack.rank == 1 else _BLOCK  # vectors are multiplied faster: fewer calls
-    wanted = round(stack.rows * stack.cols / block) if on_cpu else 1
-    n = -(-stack.rows // min(max(wanted, 1), stack.rows))
-    return [min(n, stack.rows - start) for start in range(0, stack.rows, n)]
