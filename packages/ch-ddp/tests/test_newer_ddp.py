@@ -1,5 +1,6 @@
 """What newer versions of torch let DDP do: finalisation by hand, buckets that live for one backward."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ch_ddp
 import commhooks
+from ch_ddp.hook_function import as_hook
 from commhooks.reduction import Plain
 from commhooks.testing import spawn
 
@@ -96,6 +98,51 @@ def test_a_failed_backward_that_is_finalised_by_hand_leaves_the_model_usable() -
     good, bad = spawn(fails_by_hand, 2)
     assert good == ["", "", "RemoteHookError", "", ""]
     assert bad == ["", "", "ArithmeticError", "", ""]
+
+
+def fails_beside(rank: int, world: int, kind: str, failing: int) -> list[str]:
+    """Two models in one loss, of which one fails: its error keeps the caller from finalising both."""
+    towers, reductions = [wrapped(), wrapped()], [Fails(), Fails()]
+    for model, reduction in zip(towers, reductions, strict=True):
+        if kind == "attached":
+            commhooks.attach(model, reduction)
+        elif kind == "called by a function of the user's":
+            commhooks.attach(model, partial(called, as_hook(reduction)))
+        else:
+            model.register_comm_hook(None, as_hook(reduction))
+        model.require_manual_backward_finalization = True
+    found = []
+    for step in range(5):
+        reductions[failing].armed = step == 2
+        for model in towers:
+            model.zero_grad()
+        torch.manual_seed(100 * step + rank)
+        x = torch.randn(4, 8)
+        try:
+            (towers[0](x) * towers[1](x)).pow(2).sum().backward()
+            for model in towers:
+                model.finalize_backward()
+            mine = torch.cat([gradients(model) for model in towers])
+            everyone = [torch.empty_like(mine) for _ in range(world)]
+            torch.distributed.all_gather(everyone, mine)
+            found.append("same" if torch.equal(*everyone) else "differ")
+        except Exception as error:
+            found.append(type(error).__name__)
+    return found
+
+
+def called(hook: Any, state: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = hook(None, bucket)
+    return future
+
+
+@by_hand
+@pytest.mark.parametrize("kind", ["attached", "registered", "called by a function of the user's"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_of_one_model_leaves_the_others_of_its_backward_usable(kind: str, failing: int) -> None:
+    good, bad = spawn(fails_beside, 2, kind, failing)
+    assert good == ["same", "same", "RemoteHookError", "same", "same"]
+    assert bad == ["same", "same", "ArithmeticError", "same", "same"]
 
 
 def freed(rank: int, world: int) -> tuple[bool, int]:

@@ -3,16 +3,20 @@
 No parameter's name is seen there, so parameters are keyed by their position in model order and their shape.
 """
 
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ch_ddp.adapter.by_hand import Finalizer
 from ch_ddp.adapter.driver import DDPDriver
 from ch_ddp.adapter.futures import behind_backward
-from ch_ddp.adapter.owners import Numbered
+from ch_ddp.adapter.owners import Numbered, models_of
 from commhooks import AttachError, GradBucket, HookState, Reduction
 from commhooks.adapters import Engine, ProcessGroupTransport
 
@@ -57,17 +61,17 @@ class BareHook:
 
     def _driver(self, state: object, bucket: GradBucket) -> DDPDriver:
         """The driver of this state, or, where the state is a group, of the model that the parameters belong to."""
+        params = bucket.parameters()
         if isinstance(state, HookState):
             driver: DDPDriver | None = state.drivers.get(self)  # kept there, so that it lives as long as the state
             if driver is None:
-                driver = state.drivers[self] = self._new(state)
+                driver = state.drivers[self] = self._new(state, params[0])
             return driver
-        params = bucket.parameters()
         found: DDPDriver | None = self._of_param.get(params[0])
         if found is not None and not found.uses_group(state):
             found = None  # the model was wrapped anew over another group, or its buckets go over several
         if found is None:
-            found = self._running(state, bucket) or self._new(state)
+            found = self._running(state, bucket) or self._new(state, params[0])
         self._open = [one for one in self._open if one.index is not None and one is not found]
         if not bucket.is_last():
             self._open.append(found)
@@ -84,9 +88,11 @@ class BareHook:
                 return one
         return None
 
-    def _new(self, state: object) -> DDPDriver:
+    def _new(self, state: object, param: torch.Tensor) -> DDPDriver:
         engine = self._engine(state)
-        return DDPDriver(engine, None if isinstance(state, HookState) else Numbered(), hook=self.__name__)
+        driver = DDPDriver(engine, None if isinstance(state, HookState) else Numbered(), hook=self.__name__)
+        driver.finalizer = Finalizer(partial(_having, weakref.ref(param)))
+        return driver
 
     def _engine(self, state: object) -> Engine:
         # First, because what makes a reduction from a state knows best what is wrong with it.
@@ -101,6 +107,11 @@ class BareHook:
             )
         transport = ProcessGroupTransport(group, free=True)
         return Engine(made, transport, kept, timeout=None)  # the group has a timeout of its own
+
+
+def _having(param: "weakref.ref[torch.Tensor]") -> list[DistributedDataParallel]:
+    found = param()
+    return [] if found is None else models_of([found])
 
 
 def as_hook(reduction: Reduction | Callable[[Any], Reduction], name: str | None = None) -> BareHook:

@@ -4,7 +4,7 @@ import hashlib
 
 import torch
 
-from ch_ddp.adapter import acquire_slot, averaged, model_layout
+from ch_ddp.adapter import Finalizer, acquire_slot, averaged, model_layout
 from ch_ft import agreement, healing
 from ch_ft.ddp import DistributedDataParallel
 from ch_ft.ddp_drivers import ManagedDriver
@@ -43,6 +43,7 @@ class ManagedBinding(Binding):
         names = {id(p): name for name, p in model.module.named_parameters()}
         self._slot = acquire_slot(model, model.plain)
         self._driver = ManagedDriver(self.engine, names, self._agree if options.verify_ranks else lambda: None)
+        self._driver.finalizer = Finalizer.of(model)
         self._driver.follow(model)
         self._slot.driver, self._slot.holder = self._driver, handle.expr
         self.engine.outcome.optimizer = watch

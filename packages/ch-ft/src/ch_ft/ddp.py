@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
-from ch_ddp.adapter import acquire_slot
+from ch_ddp.adapter import Finalizer, acquire_slot
 from ch_ft.ddp_drivers import PlainDriver
 from ch_ft.failfast import FailFast
 from ch_ft.plain_average import Averaging
@@ -88,7 +88,7 @@ class DistributedDataParallel(TorchDDP):
 
     def plain(self) -> PlainDriver:
         """What the trampoline calls while no hook is attached."""
-        return PlainDriver(Averaging(self.manager, self.fail_fast))
+        return PlainDriver(Averaging(self.manager, self.fail_fast), Finalizer.of(self))
 
     def full_manager(self) -> Manager:
         """The manager, as what a hook needs.

@@ -4,11 +4,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ch_ddp.adapter import DDPDriver, TensorFuture, behind_backward, future_for
+from ch_ddp.adapter import DDPDriver, Finalizer, TensorFuture, behind_backward, future_for, raise_finalized
 from ch_ft.managed_engine import ManagedEngine
 from ch_ft.plain_average import Averaging
 from commhooks import GradBucket
-from commhooks.adapters import raise_after_backward
 
 
 class PlainDriver:
@@ -16,10 +15,11 @@ class PlainDriver:
 
     Args:
         averaging: where.
+        finalizer: of the model.
     """
 
-    def __init__(self, averaging: Averaging) -> None:
-        self.averaging = averaging
+    def __init__(self, averaging: Averaging, finalizer: Finalizer) -> None:
+        self.averaging, self._finalizer = averaging, finalizer
         self.calls = 0
         self._futures: list[tuple[TensorFuture, torch.Tensor]] = []
 
@@ -38,8 +38,9 @@ class PlainDriver:
             for done, reduced in self._futures:
                 done.set_result(reduced)
             self._futures.clear()
+            self._finalizer.ready()
         if error is not None:
-            raise_after_backward(error)
+            raise_finalized(error)
         return future
 
     def check(self) -> None:
@@ -81,6 +82,8 @@ class ManagedDriver(DDPDriver):
         for future, buffer in self._futures:
             future.set_result(buffer)
         self._futures.clear()
+        if self.finalizer is not None:
+            self.finalizer.ready()
         raised = None if error is None else self.engine.lost(error)
         if raised is not None:
-            raise_after_backward(raised)
+            raise_finalized(raised)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from commhooks import lazy
 
 if TYPE_CHECKING:
+    from ch_ddp.adapter.by_hand import Finalizer, raise_finalized
     from ch_ddp.adapter.driver import DDPDriver, TensorFuture
     from ch_ddp.adapter.foreign import ForeignDriver
     from ch_ddp.adapter.futures import behind_backward, future_for
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DDPDriver",
+    "Finalizer",
     "ForeignDriver",
     "TensorFuture",
     "acquire_slot",
@@ -20,11 +22,13 @@ __all__ = [
     "behind_backward",
     "future_for",
     "model_layout",
+    "raise_finalized",
 ]
 
 __getattr__, __dir__ = lazy(
     __name__,
     {
+        "by_hand": "Finalizer raise_finalized",
         "driver": "DDPDriver TensorFuture",
         "foreign": "ForeignDriver",
         "futures": "behind_backward future_for",

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ch_ddp.adapter.by_hand import Finalizer
 from ch_ddp.adapter.driver import DDPDriver
 from ch_ddp.adapter.foreign import ForeignDriver
 from ch_ddp.adapter.foreign_control import Control
@@ -51,9 +52,10 @@ class DDPBinding(Binding):
         self.engine: Engine | None = None
         self._timeout = options.timeout
         self._model = weakref.ref(model)
+        self._finalizer = Finalizer.of(model)
         self._slot = acquire_slot(model, self.plain)
         self._driver = self._make(handle)
-        self._driver.finalize = partial(_finalize, self._model)
+        self._driver.finalizer = self._finalizer
         if isinstance(self._driver, DDPDriver):
             self._driver.follow(model)
         self._outcome = watch_outcome(self.engine, options, model.module.parameters(), model.module)
@@ -117,7 +119,7 @@ class DDPBinding(Binding):
         group = self.group if model is None else model.process_group
         engine = Engine(Plain(), ProcessGroupTransport(group), timeout=self._timeout, sends_status=False)
         driver = DDPDriver(engine, self.names)
-        driver.finalize = partial(_finalize, self._model)
+        driver.finalizer = self._finalizer
         return driver
 
     def _make(self, handle: CommHook) -> Driver:
@@ -141,14 +143,6 @@ def _go_over(of: "weakref.ref[DistributedDataParallel]", driver: DDPDriver) -> N
     model, engine = of(), driver.engine
     if model is not None and not driver.uses_group(model.process_group):
         engine.move(ProcessGroupTransport(model.process_group, free=engine.transport.free))
-
-
-def _finalize(of: "weakref.ref[DistributedDataParallel]") -> None:
-    """Finalise a backward that its caller would (torch 2.15), but for the error that is about to be raised from it."""
-    model = of()
-    if model is not None and getattr(model, "require_manual_backward_finalization", False):
-        finalize: Any = model.finalize_backward
-        finalize()
 
 
 def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) -> DDPBinding:

@@ -1,6 +1,6 @@
 """Turns the hook calls of one DDP model into steps of one engine."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ch_ddp.adapter.arrivals import Arrivals, arrivals_of
+from ch_ddp.adapter.by_hand import Finalizer, raise_finalized
 from ch_ddp.adapter.futures import HookFuture, Promise, behind_backward, future_for
 from ch_ddp.adapter.gradient_digest import differing, digest
 from ch_ddp.adapter.layout import bucket_layout
@@ -20,7 +21,6 @@ from commhooks.adapters import (
     SideStream,
     at_end_of_backward,
     backward_id,
-    raise_after_backward,
 )
 
 TensorFuture = torch.futures.Future[torch.Tensor]
@@ -39,7 +39,7 @@ class DDPDriver:
     def __init__(self, engine: Engine, names: Mapping[int, str] | None = None, *, hook: str | None = None) -> None:
         self.engine = engine
         self.calls = self.check_every = 0
-        self.finalize: Callable[[], None] | None = None  # ends DDP's own step before an error is raised
+        self.finalizer: Finalizer | None = None
         self.index: int | None = None  # of the newest bucket; None between steps
         self._names: Mapping[int, str] = names if names is not None else {}
         self._by_position = names is None
@@ -199,6 +199,8 @@ class DDPDriver:
         return differing(self.engine.reduction.name, self.engine.gather(mine))
 
     def _finish(self, error: BaseException | None) -> None:
+        if self.finalizer is not None:
+            self.finalizer.ready()
         for future, buffer in self._futures:
             with self._side.on(buffer):
                 future.set_result(buffer)
@@ -207,7 +209,7 @@ class DDPDriver:
         self._futures.clear()
         self._promises.clear()
         if error is not None:
-            raise_after_backward(error, self.finalize)
+            raise_finalized(error)
 
 
 def _without_gradient(param: torch.Tensor) -> bool:

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
+from ch_ddp.adapter.by_hand import Finalizer, raise_finalized
 from ch_ddp.adapter.foreign_control import Control
 from ch_ddp.adapter.futures import behind_backward, future_for
 from ch_ddp.adapter.gradient_digest import differing, digest
 from ch_ddp.adapter.layout import bucket_layout
 from ch_ddp.adapter.result_checks import annotate, checked, refuse_annotations
 from commhooks import AttachError, Bucket, BucketLayout, GradBucket, HookResultError, HookTimeoutError, RemoteHookError
-from commhooks.adapters import NO_BACKWARD, at_end_of_backward, backward_id, raise_after_backward
+from commhooks.adapters import NO_BACKWARD, at_end_of_backward, backward_id
 
 TensorFuture = torch.futures.Future[torch.Tensor]
 _SHARE = 0.75  # of the deadline for the hook's futures; what is left is for telling the others
@@ -57,7 +58,7 @@ class ForeignDriver:
         self.on_reduced: Callable[[Bucket], None] | None = None  # called with each bucket's result before DDP has it
         self.names: Mapping[int, str] = {}
         self.control: Control | None = None  # none where there is no other rank
-        self.finalize: Callable[[], None] | None = None  # ends DDP's own step before an error is raised
+        self.finalizer: Finalizer | None = None
         self.give_up: Callable[[], None] | None = None  # called when its collectives are left unmatched
         self.calls = self.steps = self.check_every = 0
         self.error: BaseException | None = None  # for good: the handle is dead
@@ -116,9 +117,11 @@ class ForeignDriver:
 
     def _finish(self) -> None:
         """Wait for the hook's futures, agree with the other ranks, and complete DDP's."""
+        if self.finalizer is not None:
+            self.finalizer.ready()
         if self._refused:
             self._complete(good=False)
-            raise_after_backward(self._refusal(), self.finalize)
+            raise_finalized(self._refusal())
             return
         self._await_all([one for one in self._pending if one.value is None])
         wrong = self._agree()
@@ -129,9 +132,9 @@ class ForeignDriver:
         if self.error is not None:
             if self._unmatched and self.give_up is not None:
                 self.give_up()
-            raise_after_backward(self.error, self.finalize)
+            raise_finalized(self.error)
         elif wrong is not None:
-            raise_after_backward(wrong, self.finalize)
+            raise_finalized(wrong)
 
     def _await_all(self, buckets: list[_Pending]) -> None:
         """Have the results of some buckets, or an error."""
