@@ -1,6 +1,7 @@
 """Where a hook goes on an FSDP2 model: which axes, over which shard group, and what is refused, with the reason."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch.distributed as dist
 
@@ -73,17 +74,44 @@ def one_shard_group(groups: list[ParamGroup]) -> dist.ProcessGroup | None:
     """
     if not any(group.trainable for group in groups):
         raise AttachError("this FSDP2 model has no trainable parameters")
-    by_name: dict[str, list[str]] = {}
+    return _same_for_all(
+        groups,
+        lambda group: group.shard_group,
+        lambda over: over.group_name,
+        "the parameter groups are sharded over different meshes ({}): one handle serves one shard mesh. Attach to a "
+        "submodule whose groups share a mesh",
+        lambda name: f" over group {name or 'none'}",
+    )
+
+
+def _same_for_all(
+    groups: list[ParamGroup],
+    of: Callable[[ParamGroup], dist.ProcessGroup | None],
+    key: Callable[[dist.ProcessGroup], Any],
+    refusal: str,
+    shown: Callable[[Any], str] = lambda ranks: f": {f'{len(ranks)} ranks' if ranks else 'none'}",
+) -> dist.ProcessGroup | None:
+    """The process group that every parameter group has.
+
+    Args:
+        groups: the parameter groups.
+        of: gives that of one; ``None``: it has none.
+        key: the same of two process groups that count as one.
+        refusal: the error's text, around what the groups have.
+        shown: a key in that text, ``None`` included.
+
+    Raises:
+        HookNotSupportedError: they have not the same.
+    """
+    found: dict[Any, list[str]] = {}
     for group in groups:
-        sharded_over = group.shard_group
-        by_name.setdefault(sharded_over.group_name if sharded_over is not None else "none", []).append(group.name)
-    if len(by_name) > 1:
-        named = "; ".join(f"{', '.join(names)} over group {key}" for key, names in by_name.items())
+        over = of(group)
+        found.setdefault(None if over is None else key(over), []).append(group.name)
+    if len(found) > 1:
         raise HookNotSupportedError(
-            f"the parameter groups are sharded over different meshes ({named}): one handle serves one shard mesh. "
-            "Attach to a submodule whose groups share a mesh"
+            refusal.format("; ".join(f"{', '.join(names)}{shown(one)}" for one, names in found.items()))
         )
-    return groups[0].shard_group
+    return of(groups[0])
 
 
 def find_replicas(groups: list[ParamGroup], options: AttachOptions) -> dist.ProcessGroup | None:
@@ -106,7 +134,7 @@ def find_replicas(groups: list[ParamGroup], options: AttachOptions) -> dist.Proc
                 "axis='shard': this model is replicated, not sharded (torch's replicate): leave axis out"
             )
         return None
-    native = native_mesh.replicas_of(groups)
+    native = _native(groups)
     if options.process_group is not None:
         if native is not None and _ranks(options.process_group) != _ranks(native):
             raise HookConfigError(  # without the ranks: all ranks of the mesh must raise one and the same error
@@ -130,26 +158,30 @@ def find_replicas(groups: list[ParamGroup], options: AttachOptions) -> dist.Proc
     return None
 
 
+def _native(groups: list[ParamGroup]) -> dist.ProcessGroup | None:
+    """Between whom torch itself all-reduces the gradients; ``None`` on a 1-D mesh."""
+    return _same_for_all(
+        groups,
+        lambda group: group.native_replicas,
+        _ranks,
+        "the parameter groups have different replicas by their 2-D meshes ({}): one handle reduces between the same ranks. "
+        "Use one mesh for all fully_shard calls, or attach to a submodule whose groups share one",
+    )
+
+
 def _declared(groups: list[ParamGroup]) -> dist.ProcessGroup | None:
     """The replicas that the groups' meshes declare, the same for all groups."""
-    found: dict[tuple[int, ...], list[ParamGroup]] = {}
-    for group in groups:
-        declared = group.declared_replicas
-        found.setdefault(tuple(_ranks(declared)) if declared is not None else (), []).append(group)
-    if len(found) > 1:
-        named = "; ".join(
-            f"{', '.join(one.name for one in some)}: {f'{len(ranks)} ranks' if ranks else 'none'}"
-            for ranks, some in found.items()
-        )
-        raise HookNotSupportedError(
-            f"the parameter groups' meshes declare different replicas ({named}). Give attach(process_group=...) the group "
-            "of ranks that hold the same shard, or use one mesh for all fully_shard calls"
-        )
-    return groups[0].declared_replicas
+    return _same_for_all(
+        groups,
+        lambda group: group.declared_replicas,
+        _ranks,
+        "the parameter groups' meshes declare different replicas ({}). Give attach(process_group=...) the group of ranks "
+        "that hold the same shard, or use one mesh for all fully_shard calls",
+    )
 
 
-def _ranks(group: dist.ProcessGroup) -> list[int]:
-    return sorted(dist.get_process_group_ranks(group))
+def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
 def _refuse_other_replicas(groups: list[ParamGroup], options: AttachOptions) -> None:

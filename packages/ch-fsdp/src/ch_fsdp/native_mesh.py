@@ -9,11 +9,8 @@ Of a replicated model (``replicate`` in ``torch.distributed._composable.replicat
 
 from typing import Any
 
-import torch.distributed as dist
-
 from ch_fsdp.replicate_axis import kept_back
 from ch_fsdp.torch_internals import ParamGroup, missing, need
-from commhooks import HookNotSupportedError
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import (
@@ -44,26 +41,6 @@ class Unsharded(DataParallelMeshInfo):
     """
 
     native: DDPMeshInfo
-
-
-def replicas_of(groups: list[ParamGroup]) -> dist.ProcessGroup | None:
-    """Between whom torch itself all-reduces the gradients; ``None`` on a 1-D mesh.
-
-    Raises:
-        HookNotSupportedError: not the same ranks for all groups.
-    """
-    found: dict[tuple[int, ...], list[str]] = {}
-    for group in groups:
-        native = group.native_replicas
-        ranks = tuple(dist.get_process_group_ranks(native)) if native is not None else ()
-        found.setdefault(ranks, []).append(group.name)
-    if len(found) > 1:
-        named = "; ".join(f"{', '.join(names)}: {len(ranks) or 'none'}" for ranks, names in found.items())
-        raise HookNotSupportedError(
-            f"the parameter groups have different replicas by their 2-D meshes ({named}): one handle reduces between "
-            "the same ranks. Use one mesh for all fully_shard calls, or attach to a submodule whose groups share one"
-        )
-    return groups[0].native_replicas
 
 
 def check_ready(group: ParamGroup) -> None:

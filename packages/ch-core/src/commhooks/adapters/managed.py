@@ -14,9 +14,8 @@ from commhooks.adapters.base import AttachOptions
 from commhooks.bucket import BucketLayout
 from commhooks.engine.engine import Engine
 from commhooks.errors import AttachError
-from commhooks.registry.discovery import load_target
+from commhooks.registry.by_class import class_names, offered_for
 from commhooks.registry.known_names import KNOWN_MANAGERS
-from commhooks.registry.metadata import how_to_install
 from commhooks.registry.registry import manager_adapters
 
 
@@ -52,18 +51,10 @@ def manager_adapter(manager: object) -> ManagerAdapter:
         AttachError: none has, or its package is not installed.
     """
     known = manager_adapters()
-    names = [f"{cls.__module__}.{cls.__qualname__}" for cls in type(manager).__mro__]
-    for name in names:
-        if name in known:
-            found: ManagerAdapter = load_target(known[name])
-            return found
-    for name in names:
-        if name in KNOWN_MANAGERS:
-            provider = KNOWN_MANAGERS[name]
-            raise AttachError(
-                f"what reduces over {names[0]} comes with {provider}, not installed here (or left out by COMMHOOKS_DISABLE "
-                f"or COMMHOOKS_PLUGINS): {how_to_install(provider)}"
-            )
+    what = f"what reduces over {class_names(manager)[0]}"
+    found: ManagerAdapter | None = offered_for(manager, known, KNOWN_MANAGERS, what)
+    if found is not None:
+        return found
     raise AttachError(
         f"manager={type(manager).__name__}: expected a manager of groups of ranks; known here: "
         f"{', '.join(sorted(known)) or 'none (install ch-ft)'}"

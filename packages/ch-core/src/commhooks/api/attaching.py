@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,9 +14,8 @@ from commhooks.errors import AttachError
 from commhooks.fingerprint import rows_of_model, verify
 from commhooks.handle import CommHook
 from commhooks.reduction import Reduction
-from commhooks.registry.discovery import load_target
+from commhooks.registry.by_class import class_names, offered_for
 from commhooks.registry.known_names import KNOWN_ADAPTERS
-from commhooks.registry.metadata import how_to_install
 from commhooks.registry.registry import adapters
 from commhooks.report.report import never_compresses
 from commhooks.state import HookState
@@ -167,19 +166,18 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     itself if there is none.
     """
     claimed = {*adapters(), *KNOWN_ADAPTERS}
-    inner: object = model
+    return next((part for part in inside(model) if claimed.intersection(class_names(part))), model)
+
+
+def inside(model: object) -> Iterator[torch.nn.Module]:
+    """The model and what is wrapped in it, one in another."""
     seen: set[int] = set()
-    while isinstance(inner, torch.nn.Module) and id(inner) not in seen:
-        if claimed.intersection(_class_names(inner)):
-            return inner
-        seen.add(id(inner))
-        inside = (getattr(inner, name, None) for name in _INSIDE)
-        inner = next((one for one in inside if isinstance(one, torch.nn.Module)), None)
-    return model
-
-
-def _class_names(model: object) -> list[str]:
-    return [f"{cls.__module__}.{cls.__qualname__}" for cls in type(model).__mro__]
+    part: object = model
+    while isinstance(part, torch.nn.Module) and id(part) not in seen:
+        yield part
+        seen.add(id(part))
+        wrapped = (getattr(part, name, None) for name in _INSIDE)
+        part = next((one for one in wrapped if isinstance(one, torch.nn.Module)), None)
 
 
 def _check_manager(model: torch.nn.Module, adapter: Adapter, options: AttachOptions) -> None:
@@ -203,19 +201,9 @@ def adapter_for(model: object) -> Adapter:
         AttachError: none has: the model is not wrapped for data parallelism, or its package is not installed.
     """
     known = adapters()
-    names = _class_names(model)
-    for name in names:
-        target = known.get(name)
-        if target is not None:
-            adapter: Adapter = load_target(target)
-            return adapter
-    for name in names:
-        provider = KNOWN_ADAPTERS.get(name)
-        if provider is not None:
-            raise AttachError(
-                f"the adapter for {type(model).__name__} comes with {provider}, not installed here (or left out by "
-                f"COMMHOOKS_DISABLE or COMMHOOKS_PLUGINS): {how_to_install(provider)}"
-            )
+    found: Adapter | None = offered_for(model, known, KNOWN_ADAPTERS, f"the adapter for {type(model).__name__}")
+    if found is not None:
+        return found
     kinds = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in known}))  # several libraries call theirs alike
     raise AttachError(
         f"cannot attach to {type(model).__name__}: it is not wrapped for data parallelism. Wrap it first, e.g. "

@@ -4,6 +4,7 @@ import argparse
 import gc
 import os
 import sys
+from typing import Any
 
 from commhooks.errors import CommHooksError
 from commhooks.launch.door import open_door
@@ -63,13 +64,14 @@ def main(words: list[str]) -> int:
 
     running = session()
     running.always = True
+    its_globals: dict[str, Any] | None = None
     try:
-        running.main = script.run(given.script, given.words, module=given.module)
+        its_globals = script.run(given.script, given.words, module=given.module)
     finally:
         running.end()
-        # Models go now, as those of a script that python runs itself: process groups whose threads outlive the interpreter's
-        # modules end the process with an abort.
-        running.main = None
+        # Models go now, after the report and before the interpreter's modules, as those of a script that python runs
+        # itself: process groups whose threads outlive the modules end the process with an abort.
+        del its_globals
         gc.collect()
     return 0
 

@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.api.attaching import attach, serves_alone, unwrapped
+from commhooks.api.attaching import attach, inside, serves_alone, unwrapped
 from commhooks.errors import SlotTakenError
 from commhooks.handle import CommHook
 from commhooks.launch.report import described, text
@@ -46,7 +45,6 @@ class Session:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.always = False  # report even if no model was wrapped
-        self.main: object = None  # the script's globals, which live until the end
         self.served: list[Served] = []
         self.notes: list[str] = []
         self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -142,7 +140,7 @@ def _gone(served: "weakref.ref[Served]") -> None:
 def names_of(model: torch.nn.Module) -> set[str]:
     """What ``--module-pattern`` is compared with: the classes of the model, of what it wraps, and their bases."""
     names = set()
-    for part in _inside(model):
+    for part in inside(model):
         for cls in type(part).__mro__:
             if cls.__module__ != "torch.nn.modules.module" and cls is not object:
                 names |= {cls.__name__, f"{cls.__module__}.{cls.__qualname__}"}
@@ -151,17 +149,8 @@ def names_of(model: torch.nn.Module) -> set[str]:
 
 def name_of(model: torch.nn.Module) -> str:
     """``DistributedDataParallel(GPT)``."""
-    names = [type(part).__name__ for part in _inside(model)]
+    names = [type(part).__name__ for part in inside(model)]
     return "(".join(names) + ")" * (len(names) - 1)
-
-
-def _inside(model: object) -> Iterator[torch.nn.Module]:
-    """The model and what is wrapped in it, one in another."""
-    while isinstance(model, torch.nn.Module):
-        yield model
-        model = next(
-            (found for one in ("module", "_orig_mod") if (found := getattr(model, one, None)) is not None), None
-        )
 
 
 def _plain(name: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from commhooks.errors import HookNotSupportedError
 from commhooks.registry.discovery import load_target
-from commhooks.registry.metadata import how_to_install
+from commhooks.registry.metadata import not_installed
 from commhooks.registry.registry import REGISTRY
 
 if TYPE_CHECKING:
@@ -38,6 +38,6 @@ def as_hook(reduction: Any, name: str | None = None) -> "Callable[[Any, GradBuck
         hook: Callable[[Any, GradBucket], Future[Tensor]] = load_target(maker)(reduction, name)
         return hook
     raise HookNotSupportedError(
-        f"a (state, bucket) function of {getattr(reduction, 'name', reduction)!r:.80} is made by ch-ddp, which is not "
-        "installed here (or left out by COMMHOOKS_DISABLE or COMMHOOKS_PLUGINS): " + how_to_install("ch-ddp")
+        f"a (state, bucket) function of {getattr(reduction, 'name', reduction)!r:.80} is made by ch-ddp, which is "
+        + not_installed("ch-ddp")
     )

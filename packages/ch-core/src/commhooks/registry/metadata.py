@@ -85,6 +85,11 @@ def how_to_install(dist: str) -> str:
     return f"pip install {dist}" + (f", or in a clone: pip install {cloned}" if cloned else "")
 
 
+def not_installed(dist: str) -> str:
+    """What to do about a package of this project that would be needed: the end of a sentence that names it."""
+    return f"not installed here (or left out by COMMHOOKS_DISABLE or COMMHOOKS_PLUGINS): {how_to_install(dist)}"
+
+
 def editable_roots() -> dict[str, Path]:
     """The source folder of each distribution that pip installed editable, by distribution name."""
     roots: dict[str, Path] = {}
