@@ -25,6 +25,7 @@ def sharded(*meshes: DeviceMesh) -> nn.Sequential:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in meshes))
     for layer, mesh in zip(model, meshes, strict=True):
         fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=meshes[0])
     return model
 
 
@@ -42,5 +43,7 @@ def test_two_shard_groups_are_refused_with_their_names() -> None:
 def test_replicas_of_some_groups_only_are_refused_with_their_numbers() -> None:
     whole = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
     model = sharded(whole, whole["shard"])
-    with pytest.raises(HookNotSupportedError, match=r"different replicas by their 2-D meshes \(.*: 1 ranks; .*: none\)"):
+    with pytest.raises(
+        HookNotSupportedError, match=r"different replicas by their 2-D meshes \(.*: 1 ranks; .*: none\)"
+    ):
         commhooks.attach(model, "bf16_compress", single_process=True)

@@ -11,14 +11,14 @@ Control flow may depend on the layout and on ``ctx.step`` alone, never on number
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Hashable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout
 from commhooks.combine import parallel, plain
 from commhooks.errors import HookConfigError, HookNotSupportedError, HookResultError
-from commhooks.requests import Requests, StagePlan, as_tuple, trip_bytes
+from commhooks.requests import Requests, StagePlan, as_tuple, refusal, trip_bytes
 from commhooks.scratch import Scratch
 from commhooks.shards import Shards, plain_scatter
 from commhooks.state import HookState
@@ -237,14 +237,27 @@ class Reduction(ABC):
     def run_with_plain(self, bucket: Bucket, ctx: StepContext, plainly: Collection[str]) -> Stages:
         """:meth:`run`, and at the same time plain averaging of the parameters named in ``plainly``."""
         if not plainly:
-            return self.run(bucket, ctx)
+            return self._stages(bucket, ctx)
         if len(plainly) == len(bucket.params):
             return plain(bucket, ctx.sent)
         fit = [p.name for p in bucket.params if p.name not in plainly]
         if ctx.sent is None:
-            return parallel(self.run(bucket.select(fit), ctx), plain(bucket.select(plainly)))
+            return parallel(self._stages(bucket.select(fit), ctx), plain(bucket.select(plainly)))
         inner = ctx.child("fit", sent=ctx.sent.select(fit))
-        return parallel(self.run(bucket.select(fit), inner), plain(bucket.select(plainly), ctx.sent.select(plainly)))
+        return parallel(
+            self._stages(bucket.select(fit), inner), plain(bucket.select(plainly), ctx.sent.select(plainly))
+        )
+
+    def _stages(self, bucket: Bucket, ctx: StepContext) -> Stages:
+        """:meth:`run`, which is easily written without a single ``yield``."""
+        stages: object = self.run(bucket, ctx)
+        if not hasattr(stages, "__next__"):
+            raise HookResultError(
+                f"{self.name}: run() returned {type(stages).__name__}, and has to be a generator: it yields its requests, such "
+                "as AllReduce(bucket.buffer), and goes on when they hold the result. One that asks for nothing ends with "
+                "`yield from ()`"
+            )
+        return cast(Stages, stages)
 
     # -- where each rank keeps a part of the average
 
@@ -316,14 +329,20 @@ class Reduction(ABC):
 
         Raises:
             HookConfigError: the generator cannot be run without numbers.
+            HookResultError: it asks for what no transport can carry.
         """
         meta = BucketLayout(layout.params, layout.numel, layout.dtype, "meta")
         bucket = Bucket(meta, torch.empty(layout.numel, dtype=layout.dtype, device="meta"))
         dry = StepContext(ctx.rank, ctx.world_size, ctx.step, participating=ctx.participating)
-        stages = []
+        stages: list[StagePlan] = []
         try:
             for requests in self.start(bucket, dry):
-                stages.append(tuple(r.plan() for r in as_tuple(requests)))
+                asked = as_tuple(requests)
+                for request in asked:
+                    why = refusal(request, ctx.world_size)
+                    if why is not None:
+                        raise HookResultError(f"{self.name}, stage {len(stages)}: {why}")
+                stages.append(tuple(r.plan() for r in asked))
         except HookResultError:
             raise
         except Exception as error:

@@ -6,7 +6,7 @@ travel together; when it is resumed the tensors hold the result. Nothing here co
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -146,6 +146,10 @@ class AllToAll:
         return RequestPlan(self.kind, self.input.numel(), self.input.dtype, wire=self.wire)
 
 
+Request = AllReduce | ReduceScatter | AllGather | AllToAll
+"""One collective that a reduction asks for."""
+
+
 def _roundable(request: AllGather | AllToAll) -> None:
     """Refuse to round what are no numbers, such as packed bytes."""
     if (request.castable or request.wire is not None) and not request.input.is_floating_point():
@@ -155,6 +159,36 @@ def _roundable(request: AllGather | AllToAll) -> None:
         )
 
 
+def refusal(request: Request, world_size: int) -> str | None:
+    """Why no transport of so many ranks can carry a request: what was given, what is legal, what to do; ``None`` if one can.
+
+    Example:
+        >>> refusal(AllGather(torch.zeros(3), torch.zeros(3)), 2)
+        'AllGather: output has 3 elements for an input of 3 over 2 ranks; it needs 6, ctx.world_size times the input'
+    """
+    name = type(request).__name__
+    if isinstance(request, AllReduce | ReduceScatter) and request.op not in get_args(Op):
+        return (
+            f"{name}(op={request.op!r}): an op is one of {', '.join(map(repr, get_args(Op)))}; 'mean' divides by the number "
+            "of ranks before it sums"
+        )
+    if isinstance(request, AllReduce):
+        return None
+    given, filled = request.input.numel(), request.output.numel()
+    sizes = f"{name}: output has {filled} elements for an input of {given} over {world_size} ranks; it needs "
+    if isinstance(request, AllGather):
+        return None if filled == world_size * given else f"{sizes}{world_size * given}, ctx.world_size times the input"
+    if given % world_size:
+        return (
+            f"{name}: an input of {given} elements cannot be cut into {world_size} equal parts, one for each rank; pad it to "
+            "a multiple of ctx.world_size"
+        )
+    if isinstance(request, ReduceScatter):
+        part = given // world_size
+        return None if filled == part else f"{sizes}{part}, the input divided by ctx.world_size"
+    return None if filled == given else f"{sizes}{given}, as many as the input"
+
+
 def _reducible(tensor: torch.Tensor, op: Op) -> None:
     """Refuse what a transport would fail on, while the rank's own generator is still to blame and can be replaced."""
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
@@ -162,9 +196,6 @@ def _reducible(tensor: torch.Tensor, op: Op) -> None:
     if not tensor.is_sparse and not tensor.is_contiguous():
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous")
 
-
-Request = AllReduce | ReduceScatter | AllGather | AllToAll
-"""One collective that a reduction asks for."""
 
 Requests = Request | tuple[Request, ...]
 """What a reduction may yield, one request or several that are sent together."""

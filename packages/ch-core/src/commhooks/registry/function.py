@@ -56,6 +56,11 @@ def as_reduction(target: object, /, **config: Any) -> Reduction:
         return as_reduction(target.func, **{**target.keywords, **config})
     if inspect.isgeneratorfunction(target):
         return FunctionReduction(target, **config)
+    if inspect.isfunction(target) and [*inspect.signature(target).parameters][:2] == ["bucket", "ctx"]:
+        raise HookConfigError(
+            f"{target.__name__}(bucket, ctx) has no yield, and has to be a generator function: it yields its requests, such as "
+            "AllReduce(bucket.buffer), and goes on when they hold the result"
+        )
     made = target(**config) if callable(target) else target
     if not isinstance(made, Reduction):
         raise HookConfigError(

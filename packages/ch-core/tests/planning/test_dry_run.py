@@ -1,0 +1,73 @@
+"""What the dry run on meta tensors refuses, before anything travels."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from commhooks.bucket import Bucket, BucketLayout
+from commhooks.errors import HookConfigError, HookResultError
+from commhooks.reduction import Reduction, StepContext
+from commhooks.registry.function import as_reduction
+from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter
+
+LAYOUT = BucketLayout.of_shapes({"w": (3, 2)})
+
+
+class Asks(Reduction):
+    """Yields what it was told to make of a bucket's size and the number of ranks."""
+
+    name = "asks"
+
+    def __init__(self, make: Callable[[int, int], Any]) -> None:
+        self.make = make
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
+        yield AllReduce(bucket.buffer)
+        yield self.make(6, ctx.world_size)
+
+
+def of(numel: int) -> torch.Tensor:
+    return torch.zeros(numel, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda n, w: AllReduce(of(n), op="avg"), r"AllReduce\(op='avg'\): an op is one of 'mean', 'sum', 'max'"),
+        (lambda n, w: ReduceScatter(of(n), of(n // w), op="min"), r"ReduceScatter\(op='min'\): an op is one of"),
+        (
+            lambda n, w: AllGather(of(n), of(n)),
+            r"6 elements for an input of 6 over 3 ranks; it needs 18, ctx.world_size",
+        ),
+        (lambda n, w: ReduceScatter(of(n), of(n)), r"output has 6 .* over 3 ranks; it needs 2, the input divided by"),
+        (lambda n, w: ReduceScatter(of(n + 1), of(2)), r"an input of 7 elements cannot be cut into 3 equal parts"),
+        (lambda n, w: AllToAll(of(n), of(n * w)), r"AllToAll: output has 18 .* it needs 6, as many as the input"),
+        (
+            lambda n, w: AllToAll(of(4), of(4)),
+            r"AllToAll: an input of 4 elements cannot be cut into 3 equal parts, one for each rank; pad it",
+        ),
+    ],
+)
+def test_the_dry_run_refuses_what_no_transport_can_carry(make: Callable[[int, int], Any], text: str) -> None:
+    with pytest.raises(HookResultError, match=rf"asks, stage 1: .*{text}"):
+        Asks(make).plan(LAYOUT, StepContext(world_size=3))
+
+
+class NoYield(Reduction):
+    name, lossy = "no_yield", True
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Any:
+        AllReduce(bucket.buffer)
+
+
+def no_yield(bucket: Bucket, ctx: StepContext) -> None:
+    AllReduce(bucket.buffer)
+
+
+def test_a_run_without_a_yield_is_told_to_yield() -> None:
+    with pytest.raises(HookResultError, match=r"no_yield: run\(\) returned NoneType, and has to be a generator"):
+        NoYield().plan(LAYOUT, StepContext())
+    with pytest.raises(HookConfigError, match=r"no_yield\(bucket, ctx\) has no yield"):
+        as_reduction(no_yield)
