@@ -130,6 +130,40 @@ def test_doctor_names_mistakes(tmp_path, publish):
     assert "commhooks.ddp: new = a:b" in problems
 
 
+TARGETS = """
+from commhooks import hookimpl
+
+@hookimpl
+def commhooks_adapter():
+    return [("acme.Model", "acme_targets:no_adapter"), ("acme.Other", "math:floor")]
+
+@hookimpl
+def commhooks_manager():
+    return [("acme.Manager", "math:pi")]
+
+@hookimpl
+def commhooks_wraps():
+    return ["collections:NoSuchModel", "not_installed_anywhere.models:Model", "collections:OrderedDict"]
+"""
+
+
+def test_doctor_tries_adapters_and_what_is_wrapped(tmp_path, publish):
+    publish("acme", {"commhooks": {"p": "acme_targets"}}, acme_targets=TARGETS)
+    run = commhooks("doctor", "--json", "--no-smoke", PYTHONPATH=str(tmp_path), COMMHOOKS_PLUGINS="acme")
+    assert run.returncode == 1
+    rows = {row["id"].partition(": ")[2]: row for row in json.loads(run.stdout)["targets"] if "acme" in row["id"]}
+    failed = {name: row["why"] for name, row in rows.items() if row["status"] == "failed"}
+    assert failed.keys() == {
+        "adapter of acme.Model = acme_targets:no_adapter",
+        "manager of acme.Manager = math:pi",
+        "wraps = collections:NoSuchModel",
+    }
+    assert "has no attribute 'no_adapter'" in failed["adapter of acme.Model = acme_targets:no_adapter"]
+    assert "not callable" in failed["manager of acme.Manager = math:pi"]
+    assert "nothing to wrap" in rows["wraps = not_installed_anywhere.models:Model"]["why"]
+    assert not rows["adapter of acme.Other = math:floor"]["why"]
+
+
 COMMAND = """
 import sys
 from commhooks.errors import HookConfigError

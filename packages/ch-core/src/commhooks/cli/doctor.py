@@ -7,6 +7,7 @@ editable install.
 """
 
 import argparse
+import importlib.util
 import json
 import sys
 from dataclasses import asdict
@@ -20,6 +21,7 @@ from commhooks.cli.listing import console_of, table_of
 from commhooks.errors import CommHooksError
 from commhooks.registry.commands import choose
 from commhooks.registry.description import described
+from commhooks.registry.discovery import load_target
 from commhooks.registry.expression import Node, parse, unparse
 from commhooks.registry.expression import nodes as nodes_of
 from commhooks.registry.known_names import KNOWN_ADAPTERS
@@ -35,14 +37,16 @@ def run(arguments: argparse.Namespace) -> int:
         f"{plugin['dist']} imports torch while hooks are listed" for plugin in plugins if plugin["imported_torch"]
     ]
     problems += _unseen()
-    hooks, commands = _hooks(arguments), [] if arguments.name else _commands()
+    hooks = _hooks(arguments)
+    commands, targets = ([], []) if arguments.name else (_commands(), _targets())
     failures = [asdict(failure) for failure in REGISTRY.failures()]
-    ok = not failures and not problems and not any(each["status"] == "failed" for each in [*hooks, *commands])
+    ok = not failures and not problems and not any(each["status"] == "failed" for each in [*hooks, *commands, *targets])
     found = {
         "ok": ok,
         "plugins": plugins,
         "hooks": hooks,
         "commands": commands,
+        "targets": targets,
         "failures": failures,
         "problems": problems,
     }
@@ -122,6 +126,32 @@ def _commands() -> list[dict[str, Any]]:
     return rows
 
 
+def _targets() -> list[dict[str, Any]]:
+    """What plugins name besides hooks, with a status: loaded, or failed. Each is met in training only, at its first use."""
+    named: list[tuple[str, str, str]] = []
+    for question, what in (("commhooks_adapter", "adapter"), ("commhooks_manager", "manager")):
+        for plugin, pairs in REGISTRY.ask(question):
+            named += [(plugin, f"{what} of {cls}", target) for cls, target in pairs]
+    for plugin, target in REGISTRY.ask("commhooks_hook_function"):
+        named.append((plugin, "hook function", target))
+    for plugin, wrapped in REGISTRY.ask("commhooks_wraps"):
+        named += [(plugin, "wraps", target) for target in wrapped]
+    return [{"id": f"{plugin}: {what} = {target}"} | _loaded(plugin, what, target) for plugin, what, target in named]
+
+
+def _loaded(plugin: str, what: str, target: str) -> dict[str, str]:
+    top = target.partition(":")[0].partition(".")[0]
+    if what == "wraps" and importlib.util.find_spec(top) is None:
+        return {"status": "loaded", "why": f"{top} is not installed: there is nothing to wrap"}
+    try:
+        found = load_target(target, f"{plugin} ({what})")
+    except CommHooksError as error:
+        return {"status": "failed", "why": str(error)}
+    if not callable(found):
+        return {"status": "failed", "why": f"{target!r} is a {type(found).__name__}, not callable"}
+    return {"status": "loaded", "why": ""}
+
+
 def _node(spec: HookSpec) -> Node | str:
     """The hook's example, pinned to its provider; or what is wrong with the example."""
     try:
@@ -173,7 +203,7 @@ def _show(found: dict[str, Any], verbose: bool) -> None:
         for hook in found["hooks"]
     ]
     console.print(table_of("status", "hook", "kind", "tried as", rows=hooks, whole=("status", "hook", "kind")))
-    tried = [*found["hooks"], *found["commands"]]
+    tried = [*found["hooks"], *found["commands"], *found["targets"]]
     said: dict[tuple[str, str], list[str]] = {}
     for each in tried:
         if each["why"]:
