@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from commhooks import (
     AllGather,
+    AllReduce,
     Bucket,
     BucketLayout,
     Composite,
@@ -16,11 +18,49 @@ from commhooks import (
     StepContext,
     WireCast,
 )
+from commhooks.compositions.error_feedback import error_feedback
 from commhooks.compositions.policy import policy
 from commhooks.compositions.warmup import warmup
+from commhooks.engine.residual_stats import residual_figures
 from commhooks.registry.expression import canonical
+from commhooks.simulate import SimulatedRank, simulate
 
 SHAPES = {"norm.weight": (5,), "up.weight": (7, 6), "up.bias": (7,), "down.weight": (6, 7), "down.bias": (6,)}
+
+
+class Large(Reduction):
+    """Sends what is larger than 1, and says so."""
+
+    name, lossy, reports_sent = "large", True, True
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
+        bucket.buffer.mul_(bucket.buffer > 1)
+        if ctx.sent is not None:
+            ctx.sent.buffer.copy_(bucket.buffer)
+        yield AllReduce(bucket.buffer)
+
+
+def test_what_error_feedback_holds_back_is_told_of_transposed_parameters_too() -> None:
+    """A parameter lies in a bucket in the order of its memory, and its residual has the parameter's own shape."""
+
+    def held(like: torch.Tensor) -> dict[str, float]:
+        def body(rank: SimulatedRank) -> dict[str, float]:
+            engine = rank.engine(error_feedback(Large()))
+            for _ in range(2):  # from the first figures on the engine keeps its buckets
+                bucket = Bucket(BucketLayout.of_tensors({"w": like}), torch.zeros(like.numel()))
+                gradient = torch.randn(like.shape, generator=torch.Generator().manual_seed(rank.rank))
+                bucket.view("w").copy_(gradient)
+                engine.submit(bucket)
+                assert engine.finish() is None
+                figures = residual_figures(engine)
+                engine.rollback()
+            return figures
+
+        return simulate(2, body)[0]
+
+    plain, turned = held(torch.empty(8, 6)), held(torch.empty(6, 8).t())
+    assert plain.keys() == turned.keys() == {"residual_norm/w", "relative_error/w"}
+    assert all(turned[key] == pytest.approx(value, rel=1e-5) for key, value in plain.items())
 
 
 class Kept(Reduction):

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 
 from commhooks.engine.engine import Engine
+from commhooks.engine.sampling import ordered
+from commhooks.engine.verdict import Phase
 
 
 class HeldBack(NamedTuple):
@@ -36,6 +38,7 @@ def held_back(engine: Engine) -> dict[str, HeldBack]:
     """
     engine.buckets.keep = True
     state, found = engine.state, {}
+    step = state.step if engine.verdict.phase is Phase.DECIDED else max(state.step - 1, 0)  # the one that made them
     shown = {p.name: (bucket, p) for bucket in engine.buckets.kept for p in bucket.params}
     for name in sorted({name for name, field in state.held() if field == "residual"}):
         residual = state.newest(name, "residual")
@@ -43,11 +46,13 @@ def held_back(engine: Engine) -> dict[str, HeldBack]:
         whole = None
         if name in shown:
             bucket, param = shown[name]
-            gradient = bucket.storage.narrow(0, param.offset, param.numel).double()
+            gradient = ordered(bucket, param, engine.reduction, step).double()
             if (
                 norm == 0 or gradient.any()
             ):  # zeroed in place since, or nothing was sent: neither tells what was held back
-                whole = torch.linalg.vector_norm(gradient + residual.reshape(-1).double()).item() / state.scale
+                whole = (
+                    torch.linalg.vector_norm(gradient + residual.double().reshape(gradient.shape)).item() / state.scale
+                )
         found[name] = HeldBack(norm / state.scale, whole)
     return found
 

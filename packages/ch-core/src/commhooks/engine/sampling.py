@@ -83,7 +83,9 @@ class Sampling:
             for p in bucket.params:
                 held = state.read(p.name, FIELD)
                 if held is not None:
-                    _like(before, p, reduction, state.step).add_(held.view_as(_like(before, p, reduction, state.step)))
+                    ordered(before, p, reduction, state.step).add_(
+                        held.view_as(ordered(before, p, reduction, state.step))
+                    )
         else:
             return None  # nobody can tell what it holds back
         self._wanted.append(_Wanted(bucket, before, sent))
@@ -139,7 +141,7 @@ class Sampling:
         self._before = self._sums = self._event = None
 
 
-def _like(bucket: Bucket, p: ParamLayout, reduction: Reduction, step: int) -> torch.Tensor:
+def ordered(bucket: Bucket, p: ParamLayout, reduction: Reduction, step: int) -> torch.Tensor:
     """A parameter of a bucket in the order in which the reduction keeps its residual."""
     return bucket.matrix(p) if FIELD in reduction.memory_order(p, step) else bucket.view(p)
 
@@ -155,7 +157,7 @@ def _rows(one: _Wanted, reduction: Reduction, state: HookState) -> list[tuple[to
             wanted = one.before.matrix(p)
             back = wanted - one.sent.matrix(p)
         elif (p.name, FIELD) in held:
-            wanted = _like(one.before, p, reduction, state.step)
+            wanted = ordered(one.before, p, reduction, state.step)
             back = state.newest(p.name, FIELD).view_as(wanted)
         else:
             continue
