@@ -338,7 +338,7 @@ def body_refused(rank: int, world: int) -> None:
     for block in mixed.blocks:
         fully_shard(block, mesh=mesh["shard"])
     fully_shard(mixed, mesh=mesh)
-    with pytest.raises(HookNotSupportedError, match=r"root: 2; blocks\.0, blocks\.1: none"):
+    with pytest.raises(HookNotSupportedError, match=r"root: 2 ranks; blocks\.0, blocks\.1: none"):
         commhooks.attach(mixed, POWERSGD)
     handle = commhooks.attach(model, POWERSGD, process_group=mesh["replicate"].get_group())  # the same ranks
     assert slots(model) != before
