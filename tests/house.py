@@ -44,7 +44,12 @@ PACKAGES = (
     "commhooks",
 )  # the same, of packages
 READ_CHECKPOINTS = {("commhooks.state", "commhooks.checkpoint"), ("commhooks.handle", "commhooks.checkpoint")}
-FACES = {"commhooks.checkpoint.dcp", "commhooks.errors", "commhooks.simulate"}  # public modules that are no packages
+FACES = {  # public modules that are no packages
+    "commhooks.checkpoint.dcp",
+    "commhooks.errors",
+    "commhooks.simulate",
+    *(f"ch_ddp.frameworks.{name}" for name in ("accelerate", "fabric", "lightning", "ray", "transformers")),
+}
 REASONS = r"because|so that|otherwise|would|without|cannot|must not|or else|no longer|never|may |might|until|while "
 
 

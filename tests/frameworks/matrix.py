@@ -26,8 +26,11 @@ STEPS, SAVED, KILLED = 20, 10, 13
 class Framework(NamedTuple):
     name: str
     package: str  # that must be installed
-    script: str  # SCRIPTS / f"{script}_hook.py", and _plain.py without the hook
+    script: str  # SCRIPTS / f"{script}_hook.py"; up to its first "_", and with _plain.py, the one without the hook
     sums: bool = False  # gradients are summed over the ranks, not averaged
+    starts: bool = False  # its own ranks; as many as RANKS says
+    how: str = "adapter"
+    lines: int = 2  # that may be changed in the script
 
 
 FRAMEWORKS = (
@@ -36,6 +39,9 @@ FRAMEWORKS = (
     Framework("Accelerate", "accelerate", "accelerate"),
     Framework("Hugging Face Trainer", "transformers", "transformers"),
     Framework("torchtitan (FSDP2)", "torchtitan", "titan", sums=True),
+    Framework("a loop over `fully_shard`, torch", "torch", "fsdp2", how="`attach`, `checkpoint.dcp`", lines=5),
+    Framework("Ray Train", "ray", "ray", starts=True, lines=6),
+    Framework("Ray Train", "ray", "ray_environment", starts=True, how="its `runtime_env`"),
 )
 
 
@@ -51,29 +57,44 @@ def version(framework: Framework) -> str:
 
 def changed(script: str) -> int:
     """Lines of the plain script that the hook adds or changes, empty ones left out."""
-    plain, hooked = ((SCRIPTS / f"{script}_{which}.py").read_text().splitlines() for which in ("plain", "hook"))
+    names = plain_of(script), f"{script}_hook.py"
+    plain, hooked = ((SCRIPTS / name).read_text().splitlines() for name in names)
     return sum(1 for line in difflib.ndiff(plain, hooked) if line.startswith("+ ") and line[2:].strip())
+
+
+def plain_of(script: str) -> str:
+    return f"{script.partition('_')[0]}_plain.py"
 
 
 class Run(NamedTuple):
     """A framework's script, with the adapter, or as it is under `commhooks run`."""
 
-    script: str
+    framework: Framework
     by_run: bool
+
+    @property
+    def in_its_checkpoints(self) -> bool:
+        """Whether the framework's checkpoints hold the hook's state, or `--state` keeps it, after every step."""
+        return not self.by_run and not self.framework.script.endswith("_environment")
 
     def train(self, ranks: int, out: Path, folder: Path, *arguments: str, kill_after: int = 0) -> None:
         """Run the script over some ranks; what it held is in `out`."""
         out.mkdir()
         options = ("--hook", "powersgd(rank=2)", "--state", folder / "state")
         launcher = ["-m", "commhooks", "run", *options] if self.by_run else []
-        script = SCRIPTS / f"{self.script}_{'plain' if self.by_run else 'hook'}.py"
-        launch(ranks, [*launcher, HERE / "observe.py", out, kill_after, script, folder, *arguments], bool(kill_after))
+        name, starts = self.framework.script, self.framework.starts
+        script = SCRIPTS / (plain_of(name) if self.by_run else f"{name}_hook.py")
+        program = [*launcher, HERE / "observe.py", script, folder, *arguments]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        observed = {"OBSERVED_OUT": str(out), "OBSERVED_KILL": str(kill_after)}
+        observed |= {"OBSERVED_BY": "ray" if starts else "torchrun", "RANKS": str(ranks), "PYTHONPATH": str(HERE)}
+        observed |= {"RAY_worker_niceness": "0"}  # Ray gives its workers what others leave of a busy machine
+        launch([*([] if starts else torchrun), *program], observed, bool(kill_after))
 
 
-def launch(ranks: int, program: list[Any], killed: bool) -> None:
-    torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, f"--nproc-per-node={ranks}", *map(str, program)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+def launch(program: list[Any], observed: dict[str, str], killed: bool) -> None:
+    command = [sys.executable, "-W", "ignore", *map(str, program)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **observed}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env, check=False)
     if (done.returncode != 0) != killed:
         raise SystemExit(f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
@@ -109,15 +130,16 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def claims(run: Run, sums: bool, folder: Path) -> Iterator[tuple[str, bool]]:
+def claims(run: Run, folder: Path) -> Iterator[tuple[str, bool]]:
     """What must hold, and whether it does."""
+    sums = run.framework.sums
     runs = {name: folder / name for name in ("whole", "killed", "resumed", "three")}
     checkpoints = folder / "checkpoints"
     run.train(2, runs["whole"], folder / "elsewhere")
     run.train(2, runs["killed"], checkpoints, kill_after=KILLED)
     run.train(2, runs["resumed"], checkpoints, "--resume")
     loaded = held(runs["resumed"], "loaded", 2)
-    saved = loaded if run.by_run else held(runs["killed"], "saved", 2)  # `run` saves at every step
+    saved = held(runs["killed"], "saved", 2) if run.in_its_checkpoints else loaded
     whole, resumed = held(runs["whole"], "end", 2), held(runs["resumed"], "end", 2)
     stats = [each["stats"] for each in whole]
     yield "every step compressed", all(each["compressed_steps"] == each["steps"] == STEPS for each in stats)
@@ -140,11 +162,11 @@ def row(framework: Framework, by_run: bool) -> tuple[str, bool]:
     lines = 0 if by_run else changed(framework.script)
     with tempfile.TemporaryDirectory() as folder:
         found = []
-        for claim, holds in claims(Run(framework.script, by_run), framework.sums, Path(folder)):
+        for claim, holds in claims(Run(framework, by_run), Path(folder)):
             print(f"  {'yes' if holds else 'NO '}  {claim}", flush=True)
             found.append(holds)
     cells = ["yes" if holds else "**no**" for holds in found]
-    how = "`commhooks run`" if by_run else "adapter"
+    how = "`commhooks run`" if by_run else framework.how
     return f"| {framework.name} {version(framework)} | {how} | {lines} | {' | '.join(cells)} |", all(found)
 
 
@@ -164,6 +186,8 @@ def main() -> int:
     rows, missing, sound = [], [], True
     for framework in FRAMEWORKS:
         if chosen.only and chosen.only not in framework.script:
+            continue
+        if chosen.by_run and framework.script.endswith("_environment"):  # of which another entry has the plain script
             continue
         if not installed(framework):
             missing.append(framework.name)

@@ -1,10 +1,11 @@
-"""Runs a script of these tests unchanged and keeps, per rank, what its hook held: `observe.py OUT KILL_AFTER script ...`.
+"""Runs a script of these tests unchanged and keeps, per rank, what its hook held: `observe.py script ...`.
 
-The hook is the script's own, or that of `python -m commhooks run ... observe.py OUT KILL_AFTER script ...`.
+The hook is the script's own, or that of `python -m commhooks run ... observe.py script ...`. Where Ray starts the ranks, what it
+is given to run on them is watched there; this file is then found by `PYTHONPATH`.
 
-KILL_AFTER is the optimizer step after which the process kills itself with SIGKILL, 0 for never. Written to OUT:
-`saved-R.pt` and `loaded-R.pt`, the hook's state when the framework saved and after it loaded, and `end-R.pt`, weights,
-statistics and the hook's state at the end.
+Variables: `OBSERVED_BY`, `torchrun` or `ray`; `OBSERVED_OUT`, the folder; and `OBSERVED_KILL`, the optimizer step after which
+a rank kills itself with SIGKILL, 0 for never. Written are `saved-R.pt` and `loaded-R.pt`, the hook's state when the framework
+saved and after it loaded, and `end-R.pt`, weights, statistics and the hook's state at the end.
 """
 
 import os
@@ -21,15 +22,23 @@ import commhooks
 from ch_ddp.frameworks import HeldHook
 from commhooks.checkpoint import dcp
 
-out, kill_after, script, *arguments = sys.argv[1:]
-rank = int(os.environ.get("RANK", "0"))
 attached: list[tuple[torch.nn.Module, commhooks.CommHook]] = []
 steps = 0
 
 
 def keep(when: str, **more: Any) -> None:
     state = attached[-1][1].state_dict() if attached else None
-    torch.save({"state": state, **more}, Path(out, f"{when}-{rank}.pt"))
+    rank = os.environ.get("RANK", "0")  # a worker of Ray's is told late which it is
+    torch.save({"state": state, **more}, Path(os.environ["OBSERVED_OUT"], f"{when}-{rank}.pt"))
+
+
+def keep_end() -> None:
+    if not attached:
+        return keep("end", weights=None, stats=None)
+    model, handle = attached[-1]
+    handle.assert_active()
+    weights = [local(p).clone() for p in model.parameters()]
+    return keep("end", weights=weights, stats={**handle.stats(), "calls": handle.binding.calls})
 
 
 def local(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -59,29 +68,48 @@ def around(owner: Any, name: str, when: str) -> None:
 def count(optimizer: torch.optim.Optimizer, given: Any, options: Any) -> None:
     global steps
     steps += not hasattr(optimizer, "optimizers")  # a container of others, which have counted
-    if steps == int(kill_after):
+    if steps == int(os.environ["OBSERVED_KILL"]):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-commhooks.attach = noting(commhooks.attach)
-launcher = sys.modules.get("commhooks.launch.session")
-if launcher is not None:
-    setattr(launcher, "attach", commhooks.attach)  # noqa: B010
-    around(commhooks.CommHook, "load_state_dict", "loaded")
-around(dcp, "sharded", "saved")
-around(dcp, "load", "loaded")
-around(HeldHook, "gather", "saved")
-around(HeldHook, "load_gathered", "loaded")
-register_optimizer_step_post_hook(count)
-sys.argv = [script, *arguments]
-runpy.run_path(script, run_name="__main__")
-if attached:
-    model, handle = attached[-1]
-    handle.assert_active()
-    keep(
-        "end",
-        weights=[local(p).clone() for p in model.parameters()],
-        stats={**handle.stats(), "calls": handle.binding.calls},
-    )
-else:
-    keep("end", weights=None, stats=None)
+def watch() -> None:
+    commhooks.attach = noting(commhooks.attach)
+    if os.environ.get("COMMHOOKS_HOOK"):
+        from commhooks.launch import session
+
+        setattr(session, "attach", commhooks.attach)  # noqa: B010
+        around(commhooks.CommHook, "load_state_dict", "loaded")
+    around(dcp, "sharded", "saved")
+    around(dcp, "load", "loaded")
+    around(HeldHook, "gather", "saved")
+    around(HeldHook, "load_gathered", "loaded")
+    register_optimizer_step_post_hook(count)
+
+
+def watch_ray() -> None:
+    from ray.train.torch import TorchTrainer
+
+    begin = TorchTrainer.__init__
+
+    def init(self: Any, train: Any, **options: Any) -> None:
+        def watched(config: dict[str, Any]) -> None:
+            import observe  # the worker's, not this one by value
+
+            observe.watch()
+            train(config)
+            observe.keep_end()
+
+        begin(self, watched, **options)
+
+    TorchTrainer.__init__ = init
+
+
+if __name__ == "__main__":
+    sys.argv = sys.argv[1:]
+    if os.environ["OBSERVED_BY"] == "ray":
+        watch_ray()
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        watch()
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        keep_end()

@@ -1,4 +1,4 @@
-"""The recipes of docs/frameworks.md run as they stand, each as a script over two processes; a hook costs two lines."""
+"""The recipes of docs/frameworks.md run as they stand, each as a script over two processes; a hook costs few lines."""
 
 import importlib.util
 import os
@@ -56,8 +56,8 @@ def test_the_recipe_runs(title: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("framework", matrix.FRAMEWORKS, ids=lambda framework: framework.script)
-def test_a_hook_costs_two_lines(framework: matrix.Framework) -> None:
-    assert matrix.changed(framework.script) <= 2
+def test_a_hook_costs_few_lines(framework: matrix.Framework) -> None:
+    assert matrix.changed(framework.script) <= framework.lines
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from ch_bench.advise.emulated import EmulatedTransport
-from ch_bench.advise.link import Clock, Curve, Network, Wire
+from ch_bench.advise.link import Curve, Network
 from ch_bench.advise.predict import Prediction, recommend
+from ch_bench.advise.replay import Note, Recorder, Replay, Sent
 from commhooks import Bucket, Reduction, get, list_hooks
 from commhooks.adapters import Engine
 
@@ -18,74 +19,77 @@ SECOND = 1e6  # bytes
 CURVE = Curve((0.0, SECOND, 2 * SECOND), (0.5, 1.5, 2.5), (0.0, 0.0, 0.0))  # half a second, and one for a megabyte
 
 
-def wire(**options: float) -> Wire:
-    made = Wire(Network({("all_reduce", "float32"): CURVE}, **{"spare": 8.0, **options}))
-    made.begin(0.0)
-    return made
+def posts(*megabytes: float, after: float = 0.0) -> list[Note]:
+    """Compute for a while, and post messages one after another."""
+    times = (after, *([0.0] * (len(megabytes) - 1)))
+    sent = [Sent("all_reduce", "float32", int(size * SECOND)) for size in megabytes]
+    return [Note(seconds, number, one) for number, (seconds, one) in enumerate(zip(times, sent, strict=True))]
 
 
-def post(made: Wire, megabytes: float):
-    return made.post(megabytes * SECOND, "all_reduce", "float32")
+def ends(*notes: Note, curve: Curve = CURVE, **options: float) -> float:
+    """When a step ends, and both of two ranks with it, that did the same."""
+    network = Network({("all_reduce", "float32"): curve}, **{"spare": 8.0, **options})
+    (first, _), (second, _) = Replay.of(network, [[*notes, Note(0.0, -1, None)]] * 2)
+    assert first == second
+    return first
 
 
 def test_a_message_alone_takes_what_was_measured():
-    made = wire()
-    assert made.finish(post(made, 1.0)) == pytest.approx(1.5)
-    assert made.finish(post(made, 5.0)) == pytest.approx(1.5 + 5.5)  # beyond the largest that was tried
+    assert ends(*posts(1.0), wait(0)) == pytest.approx(1.5)
+    assert ends(*posts(5.0), wait(0)) == pytest.approx(5.5)  # beyond the largest that was tried
+
+
+def wait(number: int, after: float = 0.0) -> Note:
+    return Note(after, number, None)
 
 
 def test_computing_hides_a_message():
-    made = wire()
-    message = post(made, 2.0)
-    assert made.computed(1.0) == pytest.approx(0.0)
-    assert made.finish(message) == pytest.approx(2.5)
-    late = post(made, 1.0)
-    made.computed(10.0)
-    assert made.finish(late) == pytest.approx(2.5 + 10.0)  # it has come long ago
+    assert ends(*posts(2.0), wait(0, after=1.0)) == pytest.approx(2.5)
+    assert ends(*posts(1.0), wait(0, after=10.0)) == pytest.approx(10.0)  # it has come long ago
 
 
 @pytest.mark.parametrize(("together", "end"), [(2.0, 2.5), (1.0, 1.5), (1.5, 2.0)])
 def test_messages_share_the_network(together, end):
-    made = wire(together=together)
-    first, second = post(made, 1.0), post(made, 1.0)
-    assert made.finish(second) == pytest.approx(end)
-    assert made.finish(first) == pytest.approx(end)  # the same time, or before
+    both = posts(1.0, 1.0)
+    assert ends(*both, wait(1), together=together) == pytest.approx(end)
+    assert ends(*both, wait(1), wait(0), together=together) == pytest.approx(end)  # the same time, or before
 
 
 def test_others_go_on_while_one_is_on_its_way():
-    made = wire(together=1.0)
-    first, second, third = (post(made, size) for size in (1.0, 1.0, 0.3))
-    assert made.finish(first) == pytest.approx(1.5)  # half a second of it on its way, in which the third has gone
-    assert made.finish(second) == pytest.approx(1.5)
-    assert made.finish(third) == pytest.approx(1.8)
+    three = posts(1.0, 1.0, 0.3)
+    assert ends(*three, wait(0), together=1.0) == pytest.approx(1.5)  # half a second of it on its way
+    assert ends(*three, wait(0), wait(2), together=1.0) == pytest.approx(1.8)  # in which the third has gone
 
 
 def test_no_more_than_two_go_at_a_time():
-    made = wire(together=1.0)
-    messages = [post(made, 1.0) for _ in range(4)]
-    assert made.finish(messages[-1]) == pytest.approx(2.5)  # two rounds of a second, and a latency
+    four = posts(1.0, 1.0, 1.0, 1.0)
+    assert ends(*four, wait(3), together=1.0) == pytest.approx(2.5)  # two rounds of a second, and a latency
 
 
 def test_an_idle_network_gives_a_burst_and_earns_it_again():
-    made = wire(burst=0.4)
-    assert made.finish(post(made, 1.0)) == pytest.approx(0.6 + 0.5)
-    begun = made.now
-    made.computed(10.0)
-    assert made.finish(post(made, 1.0)) == pytest.approx(begun + 10.0 + 0.6 + 0.5)
-    assert made.finish(post(made, 1.0)) <= begun + 10.0 + 1.1 + 1.5  # the latency has earned some
+    once = [*posts(1.0), wait(0)]
+    assert ends(*once, burst=0.4) == pytest.approx(0.6 + 0.5)
+    later = Note(10.0, 1, Sent("all_reduce", "float32", int(SECOND)))
+    assert ends(*once, later, wait(1), burst=0.4) == pytest.approx(1.1 + 10.0 + 0.6 + 0.5)
 
 
 def test_messages_take_the_core_that_the_rank_computes_on():
     busy = Curve((0.0, SECOND), (0.0, 1.0), (0.0, 1.0))  # keeps a core busy while it is under way
-    made = Wire(Network({("all_reduce", "float32"): busy}, spare=0.0))
-    made.begin(0.0)
-    message = post(made, 1.0)
-    assert made.computed(1.0) == pytest.approx(1.0)  # a core shared by two: it takes twice as long
-    assert made.finish(message) == pytest.approx(2.0)  # and the work of both is done
-    free = Wire(Network({("all_reduce", "float32"): busy}, spare=1.0))
-    free.begin(0.0)
-    post(free, 1.0)
-    assert free.computed(1.0) == pytest.approx(0.0)
+    one = [*posts(1.0), wait(0, after=1.0)]
+    assert ends(*one, curve=busy, spare=0.0) == pytest.approx(2.0)  # a core shared by two, the work of both
+    assert ends(*one, curve=busy, spare=1.0) == pytest.approx(1.0)
+
+
+def test_a_message_begins_when_the_last_rank_has_posted_it():
+    network = Network({("all_reduce", "float32"): CURVE}, spare=1.0)
+    end = Note(1.0, -1, None)
+    quick, slow = ([*posts(1.0, after=seconds), wait(0), end] for seconds in (1.0, 3.0))
+    assert Replay.of(network, [quick, slow]) == [(pytest.approx(5.5), pytest.approx(waited)) for waited in (3.5, 1.5)]
+
+
+def test_starting_a_message_takes_the_rank_time():
+    slow = Curve(CURVE.sizes, CURVE.seconds, CURVE.cpu, start=0.25)
+    assert ends(*posts(1.0, 1.0), curve=slow) == pytest.approx(0.5)
 
 
 def hooks() -> list[str]:
@@ -100,23 +104,21 @@ def test_a_hook_sends_over_the_emulated_group_what_it_plans(world):
     for name in hooks():
         reduction = create(name).reduction
         assert isinstance(reduction, Reduction)
-        clock = Clock(Wire(Network({("all_reduce", "float32"): CURVE})))
-        transport = EmulatedTransport(1, world, clock)
+        recorder = Recorder()
+        transport = EmulatedTransport(1, world, recorder)
         engine = Engine(reduction, transport)
         torch.manual_seed(0)
         for _ in range(2):
-            clock.begin()
+            recorder.begin()
             bucket = Bucket.from_tensors({"w": torch.randn(96, 80), "b": torch.randn(80)})
             engine.submit(bucket)
             assert engine.finish() is None, name
             assert bool(bucket.storage.isfinite().all()), name
-            virtual = clock.tick()
+            notes = recorder.end()
         counted = sum(stage[0] for stage in [(engine.counters.traffic.payload_bytes,)])
         assert (counted > 0) == (name != "noop")
-        assert clock.waited == pytest.approx(virtual, abs=5.0)
-        assert (clock.waited > 0.4) == (name != "noop"), (
-            name
-        )  # at least one latency, of half a second that nobody spent
+        waited = [seconds for _, seconds in Replay.of(Network({("all_reduce", "float32"): CURVE}), [notes] * world)]
+        assert (min(waited) > 0.4) == (name != "noop"), name  # at least one latency, of half a second
     assert callable(get("allreduce"))
 
 

@@ -68,7 +68,7 @@ def commhooks_specs() -> Iterable[HookSpec]:
                 "subgroup_size": Param(0, "ranks of a subgroup; 0: those of one machine", at_least=0),
             },
             capabilities=frozenset({"stateful", "checkpointable", "needs_warmup", "skips_sync"}),
-            example="post_local_sgd(start_iter=1000, subgroup_size=1)",
+            example="post_local_sgd(start_iter=100, subgroup_size=1)",
             paper="https://arxiv.org/abs/1808.07217",
         ),
         HookSpec(

@@ -1,9 +1,11 @@
 """The command line as a terminal of 80 columns shows it: one SVG per command and, with matplotlib, one PNG, to look at.
 
-    python -m ch_bench.screens [--out screens] [--columns 80] [COMMAND ...]
+    python -m ch_bench.screens [--out screens] [--columns 80] [--pages docs/_build/html] [COMMAND ...]
 
 Each command is run in a pseudo-terminal of that width. 1 if a line is wider than the terminal, where it would be broken in
-the middle of a word: only what is meant to be copied in one piece may be wider (`env`, errors).
+the middle of a word: only what is meant to be copied in one piece may be wider (`env`, errors). With `--pages` the built
+documentation too, a PNG a page as a window of 1200 pixels shows it, where Chromium is installed; pages longer than 10,000
+pixels are cut.
 """
 
 import argparse
@@ -11,6 +13,7 @@ import os
 import re
 import select
 import shlex
+import shutil
 import struct
 import subprocess
 import sys
@@ -31,6 +34,7 @@ COMMANDS = (
     "commhooks advise --seconds 10",
 )
 MAY_BE_WIDE = ("env",)
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 INK, PAPER = "#e0e0e0", "#1b1d22"
 
 
@@ -40,6 +44,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("commands", nargs="*", default=list(COMMANDS), help="for example 'commhooks list'")
     parser.add_argument("--out", type=Path, default=Path("screens"))
     parser.add_argument("--columns", type=int, default=80)
+    parser.add_argument("--pages", type=Path, metavar="FOLDER", help="built documentation to render as well")
     return parser.parse_args(argv)
 
 
@@ -58,7 +63,25 @@ def main(argv: list[str] | None = None) -> int:
         beyond = worst > args.columns and words[1] not in MAY_BE_WIDE
         wide += beyond
         print(f"{name}: {len(lines)} lines, the widest {worst}{'  TOO WIDE' if beyond else ''}", flush=True)
+    if args.pages is not None:
+        photograph(args.pages, args.out)
     return int(wide > 0)
+
+
+def photograph(pages: Path, out: Path) -> None:
+    """A PNG of each page of a built documentation, its reference left out; says so where there is no Chromium."""
+    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if browser is None:
+        print(f"no pictures of {pages}: none of {', '.join(BROWSERS)} is installed (Debian: apt-get install chromium)")
+        return
+    for page in sorted([*pages.glob("*.html"), *pages.glob("packages/*.html")]):
+        picture = out.absolute() / f"page-{page.stem}.png"
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1200,10000"]
+        command = [browser, *flags, f"--screenshot={picture}", page.absolute().as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        if not picture.exists():
+            raise RuntimeError(f"{page}: {done.stderr}")
+        print(picture.name, flush=True)
 
 
 def in_terminal(words: list[str], columns: int, rows: int = 60) -> Text:

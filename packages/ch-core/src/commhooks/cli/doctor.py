@@ -213,7 +213,8 @@ def _show(found: dict[str, Any], verbose: bool) -> None:
         where = f"{failure['dist']} {failure['version']} ({failure['entry']}, {failure['phase']})"
         lines.append(("failed", where, failure["error"], failure["traceback"]))
     for status, where, why, trace in lines:
-        console.print(f"\n[{_COLOURS[status]}]{status}[/] {escape(where)}: {escape(why)}", soft_wrap=True)
+        copied = status != "loaded"  # an error goes into an issue in one piece
+        console.print(f"\n[{_COLOURS[status]}]{status}[/] {escape(where)}: {escape(why)}", soft_wrap=copied)
         if verbose and trace:
             console.print(escape(trace), soft_wrap=True)
     for problem in found["problems"]:

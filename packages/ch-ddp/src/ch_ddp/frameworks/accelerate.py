@@ -14,6 +14,8 @@ from ch_ddp.frameworks.held_hook import HeldHook, What
 from ch_ddp.frameworks.optional_bases import bases
 from commhooks import AttachError
 
+__all__ = ["CommHookKwargs"]
+
 _BASES = bases("DistributedDataParallelKwargs", "accelerate.utils")
 
 if TYPE_CHECKING:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ch_ddp.frameworks.held_hook import HeldHook, What
 from ch_ddp.frameworks.optional_bases import bases
 
+__all__ = ["CommHookDDPStrategy"]
+
 _BASES = bases("DDPStrategy", "lightning.fabric.strategies", "lightning_fabric.strategies")
 
 if TYPE_CHECKING:

@@ -10,6 +10,8 @@ from ch_ddp.frameworks.held_hook import HeldHook, What
 from ch_ddp.frameworks.optional_bases import bases
 from commhooks import CommHook
 
+__all__ = ["CommHookCallback"]
+
 _BASES = bases("Callback", "lightning.pytorch.callbacks", "pytorch_lightning.callbacks")
 
 if TYPE_CHECKING:

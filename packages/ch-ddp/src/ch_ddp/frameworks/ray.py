@@ -11,6 +11,8 @@ import torch
 
 from ch_ddp.frameworks.held_hook import HeldHook, What
 
+__all__ = ["prepare_model"]
+
 
 def prepare_model(
     model: torch.nn.Module, what: What, attach_options: Mapping[str, Any] | None = None, **options: Any

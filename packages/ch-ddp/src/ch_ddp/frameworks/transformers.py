@@ -18,6 +18,8 @@ from ch_ddp.frameworks.held_hook import HeldHook, What
 from ch_ddp.frameworks.optional_bases import bases
 from commhooks import CommHook, StateError
 
+__all__ = ["CommHookCallback"]
+
 _BASES = bases("TrainerCallback", "transformers.trainer_callback")
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -128,7 +129,7 @@ def show(found: dict[str, Any], as_json: bool) -> None:
     console.print(_hook_table(found))
     console.print(f"\n[bold]use {found['recommended']}[/]", highlight=False)
     for reason in found["reasons"]:
-        console.print(f"  {reason}.", highlight=False)
+        console.print(Padding(Text(f"{reason}."), (0, 0, 0, 2)))  # further lines of it indented as the first
 
 
 def _network_table(network: dict[str, Any]) -> Table:
@@ -148,15 +149,15 @@ def _hook_table(found: dict[str, Any]) -> Table:
     for one in found["predictions"]:
         faster = plain["seconds"] / one["seconds"]
         said = "·" if one is plain else f"{faster:.2f}× as fast"
-        style = "bold green" if one["hook"] == found["recommended"] else "" if faster >= 1 else "red"
+        taken = "bold green" if one["hook"] == found["recommended"] else ""
         cells = (
             _ms(one["seconds"]),
             _ms(one["waiting"]),
             _ms(one["arithmetic"]),
             f"{one['payload'] / 1e6:.2f} MB",
-            said,
+            Text(said, style="" if taken or faster >= 1 else "bright_red"),
         )
-        table.add_row(Text(one["hook"]), *cells, style=style)
+        table.add_row(Text(one["hook"]), *cells, style=taken)
     return table
 
 

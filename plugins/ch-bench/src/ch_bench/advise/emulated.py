@@ -1,26 +1,11 @@
-"""A transport whose messages are not sent but timed: the engine and the hook run as they are."""
+"""A transport whose messages are not sent but noted: the engine and the hook run as they are."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
-from ch_bench.advise.link import Clock
+from ch_bench.advise.replay import Recorder, Sent
 from commhooks.adapters import Work
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """One message that a hook has sent: what is probed is what hooks send.
-
-    Attributes:
-        kind, dtype: as in :data:`~ch_bench.advise.link.Key`.
-        size: bytes of the full-size tensor.
-    """
-
-    kind: str
-    dtype: str
-    size: int
 
 
 class _Waits:
@@ -36,7 +21,7 @@ class EmulatedTransport:
 
     Args:
         rank, world_size: in the group that it stands for.
-        clock: what messages cost; ``None``: nothing.
+        recorder: what notes the messages, and the waiting for them; ``None``: nothing.
 
     Attributes:
         sent: every message since it was last cleared.
@@ -45,8 +30,8 @@ class EmulatedTransport:
     free = True  # sends as a process group's does: direct exchanges, halves
     elastic = False
 
-    def __init__(self, rank: int, world_size: int, clock: Clock | None = None) -> None:
-        self.rank, self.world_size, self.clock = rank, world_size, clock
+    def __init__(self, rank: int, world_size: int, recorder: Recorder | None = None) -> None:
+        self.rank, self.world_size, self.recorder = rank, world_size, recorder
         self.sent: list[Sent] = []
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
@@ -71,11 +56,11 @@ class EmulatedTransport:
         adds = kind in ("all_reduce", "reduce_scatter")
         one = Sent(kind, str(tensor.dtype).removeprefix("torch.") if adds else "", tensor.numel() * tensor.itemsize)
         self.sent.append(one)
-        clock = self.clock
-        if clock is None:
+        recorder = self.recorder
+        if recorder is None:
             deliver()
             return _Waits(lambda: None)
-        with clock.stopped():
+        number = recorder.post(one)
+        with recorder.stopped():
             deliver()  # the network's threads would do it
-        message = clock.wire.post(one.size, one.kind, one.dtype)
-        return _Waits(lambda: clock.wait(message))
+        return _Waits(lambda: recorder.wait(number))

@@ -9,9 +9,10 @@ from typing import Any
 import torch.distributed as dist
 
 import commhooks
-from ch_bench.advise.emulated import EmulatedTransport, Sent
-from ch_bench.advise.link import Clock, Network, Wire
+from ch_bench.advise.emulated import EmulatedTransport
+from ch_bench.advise.link import Network
 from ch_bench.advise.probe import probe
+from ch_bench.advise.replay import Note, Recorder, Replay, Sent
 from ch_bench.advise.workload import Workload, slowest
 
 HOOKS = ("allreduce", "bf16_compress", "quant8", "powersgd(rank=4)", "powersgd(rank=1)")
@@ -99,8 +100,16 @@ def advise(work: Workload, hooks: Sequence[str], *, seconds: float = 60.0, tell:
 
 def measure(work: Workload, hook: str, *, steps: int = 10, seconds: float = 30.0) -> list[float]:
     """Seconds of real steps with a hook, each that of the slowest rank."""
-    count = min(steps, _count(work, steps, seconds, hook))
-    return slowest(_train(work, hook, count), work.device)
+    handle = commhooks.attach(work.model, hook)
+    try:
+        for _ in range(WARM_UP):
+            work.step()
+        taken = [_timed(work)]
+        count = max(2, min(steps, int(seconds / slowest(taken, work.device)[0])))
+        taken += [_timed(work) for _ in range(count - 1)]
+    finally:
+        handle.detach()
+    return slowest(taken, work.device)
 
 
 def recommend(alone: float, predictions: Sequence[Prediction]) -> tuple[str, tuple[str, ...]]:
@@ -145,30 +154,31 @@ def _train(work: Workload, hook: str, count: int) -> list[float]:
     try:
         for _ in range(WARM_UP):
             work.step()
-        seconds = []
-        for _ in range(count):
-            begun = time.perf_counter()
-            work.step()
-            seconds.append(time.perf_counter() - begun)
-        return seconds
+        return [_timed(work) for _ in range(count)]
     finally:
         handle.detach()
 
 
-def _count(work: Workload, most: int, budget: float, hook: str = "noop") -> int:
+def _timed(work: Workload) -> float:
+    begun = time.perf_counter()
+    work.step()
+    return time.perf_counter() - begun
+
+
+def _count(work: Workload, most: int, budget: float) -> int:
     """Steps that fit, the same number on every rank; at least 2."""
-    one = max(slowest(_train(work, hook, 1), work.device))
+    one = max(slowest(_train(work, "noop", 1), work.device))
     return max(2, min(most, int(budget / one) - WARM_UP))
 
 
-def _emulated(work: Workload, hook: str, clock: Clock | None) -> tuple[commhooks.CommHook, EmulatedTransport]:
+def _emulated(work: Workload, hook: str, recorder: Recorder | None) -> tuple[commhooks.CommHook, EmulatedTransport]:
     """A handle in place whose messages are not sent."""
     handle = commhooks.attach(work.model, hook)
     binding = handle.binding
     if binding is None or binding.engine is None:
         handle.detach()
         raise commhooks.HookNotSupportedError(f"{hook} is a foreign hook, whose messages nobody can predict")
-    transport = EmulatedTransport(dist.get_rank(), dist.get_world_size(), clock)
+    transport = EmulatedTransport(dist.get_rank(), dist.get_world_size(), recorder)
     binding.engine.move(transport)
     return handle, transport
 
@@ -186,29 +196,35 @@ def _messages(work: Workload, hook: str) -> list[Sent]:
 
 
 def _predict(work: Workload, hook: str, network: Network, budget: float) -> Prediction:
-    clock = Clock(Wire(network))
-    handle, _ = _emulated(work, hook, clock)
-    steps: list[float] = []
-    waits: list[float] = []
+    recorder = Recorder()
+    handle, _ = _emulated(work, hook, recorder)
+    steps: list[tuple[float, float]] = []
     own: list[float] = []
     try:
         count = WARM_UP + 1
         while len(steps) < count:
             dist.barrier()  # ranks on one machine disturb one another, as they would in training
             begun, before = time.perf_counter(), handle.stats()
-            clock.begin()
+            recorder.begin()
             work.step()
-            steps.append(clock.tick())
-            waits.append(clock.waited)
+            notes = recorder.end()
             own.append(_own(handle.stats(), before))
+            steps.append(max(Replay.of(network, _of_all_ranks(notes))))
             if len(steps) == WARM_UP + 1:  # how many more fit, on all ranks alike
                 count += max(2, min(7, int(budget / slowest([time.perf_counter() - begun], work.device)[0])))
         lossy = handle.reduction is not None and handle.reduction.lossy
         payload = float(handle.payload_per_step())
     finally:
         handle.detach()
-    seconds, waiting, arithmetic = (median(slowest(values[WARM_UP:], work.device)) for values in (steps, waits, own))
+    seconds, waiting = (median(column) for column in zip(*steps[WARM_UP:], strict=True))
+    arithmetic = median(slowest(own[WARM_UP:], work.device))
     return Prediction(hook, seconds, waiting, arithmetic, payload, lossy)
+
+
+def _of_all_ranks(notes: list[Note]) -> list[list[Note]]:
+    everyone: list[list[Note]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, notes)
+    return everyone
 
 
 def _own(after: dict[str, Any], before: dict[str, Any]) -> float:

@@ -3,10 +3,10 @@
     python -m ch_bench.advise.validate [--links loopback,1gbit,200mbit,50mbit] [--models gpt,mlp,convnet] [--record]
 
 Two ranks, one thread each, in network namespaces whose uplinks are shaped (root and iproute2). For each model and link the
-ranks advise, as `commhooks advise` does, and then train with each hook. A cell is a model, a link and a hook; it is
-good if prediction and measurement differ by at most 20 % of the measurement. The advice is good if the hook that was
-recommended is the fastest that was measured, or within 5 % of it. A machine that is busy with something else makes both
-worthless.
+ranks train with each hook, advise, as `commhooks advise` does, and train with each hook once more. A cell is a model, a link
+and a hook; it is good if prediction and measurement differ by at most 20 % of the measurement. The advice is good if the hook
+that was recommended is the fastest that was measured, or within 5 % of it. A machine that is busy with something else makes
+both worthless.
 """
 
 import argparse
@@ -80,12 +80,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def worker(rank: int, world: int, device: torch.device, model: str, args: dict[str, Any], path: Path) -> None:
-    """One rank: advise, then train with each hook."""
+    """One rank: train with each hook, before and after advising: a machine is not the same from minute to minute."""
     work = load(model, device)
-    advice = advise(work, args["hooks"], seconds=args["seconds"])
+    hooks = list(dict.fromkeys(["allreduce", *args["hooks"]]))
+    before = {hook: measure(work, hook, steps=args["steps"] // 2, seconds=15.0) for hook in hooks}
+    advice = advise(work, hooks, seconds=args["seconds"])
     cells = []
     for one in advice.predictions:
-        measured = measure(work, one.hook, steps=args["steps"])
+        measured = before[one.hook] + measure(work, one.hook, steps=args["steps"] - args["steps"] // 2, seconds=15.0)
         cells.append({**asdict(one), "measured": median(measured), "all": measured})
     if rank == 0:
         network = asdict(advice.network)
