@@ -232,6 +232,7 @@ def test_no_forward_is_taken_for_running_afterwards() -> None:
         first_out.set()
         loss.backward()
 
+    before = DistributedDataParallel._active_ddp_module
     with SimulatedCluster() as cluster:
         cluster.run(dict.fromkeys("ab", body))
-    assert DistributedDataParallel._active_ddp_module is None
+    assert DistributedDataParallel._active_ddp_module is before
