@@ -212,7 +212,8 @@ def train(task: Task, log: Log) -> None:
     dying(local, task, log)
     model, optimizer = build(task, local, module)
     inner = optimizer.optim
-    manager.register_state_dict_fn("model", module.load_state_dict, module.state_dict)
+    weights = module.state_dict()  # once: the manager asks beside the forward, and FSDP2's reshards what that runs on
+    manager.register_state_dict_fn("model", module.load_state_dict, lambda: weights)
     manager.register_state_dict_fn("optim", inner.load_state_dict, inner.state_dict)
     parts: dict[str, Any] = {"manager": manager, "model": module, "optim": inner}
     parts |= {"hook": model.handle} if getattr(model, "handle", None) is not None else {}
