@@ -60,6 +60,9 @@ def main() -> int:
         if chosen.there:
             [packages] = clone.glob(".venv/lib/python3*/site-packages")
             (packages / "there.pth").write_text(f"{chosen.there}\n")
+            torchrun = clone / ".venv" / "bin" / "torchrun"  # which came with torch into the other environment
+            torchrun.write_text(f'#!/bin/sh\nexec {clone}/.venv/bin/python -m torch.distributed.run "$@"\n')
+            torchrun.chmod(0o755)
         step(f"{install}{' --no-deps --no-build-isolation' if chosen.there else ''}", 1)
         (clone / "train.py").write_text(found(SCRIPT, "docs/run.md"))
         (clone / "my_module.py").write_text(found(MODULE, "docs/network.md"))
@@ -69,7 +72,7 @@ def main() -> int:
     there = " Torch and the other dependencies were there already." if chosen.there else ""
     load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     about = f"{platform.system()}, Python {platform.python_version()}, {load} at the end.{there}"
-    text = "\n".join(lines)
+    text = "\n".join(line.rstrip() for line in lines)
     if chosen.record:
         page = ROOT / "docs" / "measured" / f"newcomer-{date.today().isoformat()}.md"
         head = f"# From an empty folder to advice\n\n`python tests/programs/newcomer.py`: {total:.0f} s in all. {about}"

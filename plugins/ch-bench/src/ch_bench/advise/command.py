@@ -129,7 +129,9 @@ def show(found: dict[str, Any], as_json: bool) -> None:
     console.print(_hook_table(found))
     console.print(f"\n[bold]use {found['recommended']}[/]", highlight=False)
     for reason in found["reasons"]:
-        console.print(Padding(Text(f"{reason}."), (0, 0, 0, 2)))  # further lines of it indented as the first
+        console.print(
+            Padding(Text(f"{reason}."), (0, 0, 0, 2), expand=False)
+        )  # further lines of it indented as the first
 
 
 def _network_table(network: dict[str, Any]) -> Table:
