@@ -14,21 +14,20 @@ What is not finite and not chosen shows itself, too: a stratum that holds a NaN 
 """
 
 import zlib
-from collections.abc import Hashable
 from typing import Any
 
 import torch
 
-from ch_sparse.options import check_common, check_decay, exact_because
-from commhooks import AllReduce, Bucket, BucketLayout, HookConfigError, ParamLayout, Reduction, Stages, StepContext
+from ch_sparse.base import Sparse, fill
+from commhooks import AllReduce, Bucket, BucketLayout, HookConfigError, ParamLayout, Stages, StepContext
 
-FIELD, DRAWN = "residual", "drawn"
+DRAWN = "drawn"
 _MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # splitmix64's, as signed numbers
 
 _SMALL = 2.0**-100
 
 
-class RandomK(Reduction):
+class RandomK(Sparse):
     """The mean of one entry of each stratum.
 
     Args:
@@ -54,8 +53,6 @@ class RandomK(Reduction):
     """
 
     name = "randomk"
-    lossy = True
-    memory_order_fields = frozenset({FIELD})
 
     def __init__(
         self,
@@ -66,42 +63,23 @@ class RandomK(Reduction):
         start_iter: int = 0,
         exempt: bool = True,
     ) -> None:
-        check_common(density, start_iter)
-        check_decay(decay, feedback)
+        super().__init__(density, feedback, decay, start_iter, exempt)
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise HookConfigError(f"seed={seed!r}: expected an integer, the same on all ranks")
-        self.density, self.seed, self.feedback = float(density), seed, bool(feedback)
-        self.decay, self.start_iter, self.exempt = float(decay), start_iter, bool(exempt)
-        self.size = max(1, round(1.0 / density))
-        self.fields = {FIELD: "local"} if feedback else {DRAWN: "shared"}
+        self.seed, self.size = seed, max(1, round(1.0 / density))
+        if not feedback:
+            self.fields = {DRAWN: "shared"}
         self._keys: dict[BucketLayout, torch.Tensor] = {}
 
     def config(self) -> dict[str, Any]:
-        return {
-            "density": self.density,
-            "seed": self.seed,
-            "feedback": self.feedback,
-            "decay": self.decay,
-            "start_iter": self.start_iter,
-            "exempt": self.exempt,
-        }
-
-    def phase(self, step: int) -> Hashable:
-        return step < self.start_iter
-
-    def route(self, param: ParamLayout, step: int) -> str | None:
-        return exact_because(param, step, self.density, self.start_iter, self.exempt)
+        return super().config() | {"seed": self.seed}
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
         keys = self._keys_of(bucket.layout)  # (rows,)
         grid = ctx.scratch("grid", (keys.numel(), self.size), device=bucket.device)
-        places = [rows.view(-1) for rows in grid.split([self._strata(p) for p in bucket.params])]
-        for p, place in zip(bucket.params, places, strict=True):
-            place[p.numel :].zero_()
-            place[: p.numel].copy_(bucket.matrix(p).view(-1))
-            before = ctx.read(p.name, FIELD) if self.feedback else None
-            if before is not None:
-                place[: p.numel].add_(before.view(-1), alpha=self.decay)
+        rows = grid.split([self._strata(p) for p in bucket.params])
+        places = [(p, mine.view(-1)) for p, mine in zip(bucket.params, rows, strict=True)]
+        self.load(bucket, places, ctx)
         chosen = hashed(keys, ctx.step).remainder_(self.size).unsqueeze(1)  # (rows, 1): columns of the grid
         values = ctx.scratch("values", (keys.numel(),), device=bucket.device)
         # Zero, or NaN where an entry is not finite: the small factor keeps sums of large numbers finite.
@@ -116,11 +94,9 @@ class RandomK(Reduction):
 
         if sent is not None:
             grid.scatter_add_(1, chosen, sent.neg_().unsqueeze(1))  # e = p - what was sent, after rounding on the wire
-            for p, place in zip(bucket.params, places, strict=True):
-                ctx.stage(p.name, FIELD, p.matrix_shape, device=bucket.device).view(-1).copy_(place[: p.numel])
+            self.keep(places, ctx, bucket.device)
         grid.zero_().scatter_(1, chosen, values.unsqueeze(1))
-        for p, place in zip(bucket.params, places, strict=True):
-            bucket.matrix(p).view(-1).copy_(place[: p.numel])
+        fill(bucket, places)
 
     def _strata(self, param: ParamLayout) -> int:
         return -(-param.numel // self.size)

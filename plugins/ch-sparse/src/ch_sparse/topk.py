@@ -17,22 +17,17 @@ the volume grows with the number of ranks, and :meth:`~commhooks.Reduction.cauti
 What is not finite is larger than all else, so at least one such entry of a chunk is sent.
 """
 
-from collections.abc import Hashable
 from typing import Any
 
-import torch
-
+from ch_sparse.base import Sparse, fill
 from ch_sparse.bits import BitPacking
 from ch_sparse.chunks import Chunks, largest
 from ch_sparse.exchange import Exchange
-from ch_sparse.options import check_common, check_decay, exact_because
 from ch_sparse.values import VALUES
-from commhooks import Bucket, BucketLayout, HookConfigError, ParamLayout, Reduction, Stages, StepContext
-
-FIELD = "residual"
+from commhooks import Bucket, BucketLayout, HookConfigError, Stages, StepContext
 
 
-class TopK(Reduction):
+class TopK(Sparse):
     """The mean of each rank's largest entries.
 
     Args:
@@ -59,8 +54,6 @@ class TopK(Reduction):
 
     name = "topk"
     collectives = frozenset({"all_gather"})
-    lossy = True
-    memory_order_fields = frozenset({FIELD})
 
     def __init__(
         self,
@@ -72,47 +65,25 @@ class TopK(Reduction):
         start_iter: int = 0,
         exempt: bool = True,
     ) -> None:
-        check_common(density, start_iter)
-        check_decay(decay, feedback)
+        super().__init__(density, feedback, decay, start_iter, exempt)
         if isinstance(chunk, bool) or not isinstance(chunk, int) or not 16 <= chunk <= 65536:
             raise HookConfigError(f"chunk={chunk!r}: expected 16 to 65536 elements")
         if bits not in VALUES:
             raise HookConfigError(f"bits={bits!r}: expected one of {sorted(VALUES, reverse=True)}")
-        self.density, self.chunk, self.bits, self.feedback = float(density), chunk, bits, bool(feedback)
-        self.decay, self.start_iter, self.exempt = float(decay), start_iter, bool(exempt)
-        self.fields = {FIELD: "local"} if feedback else {}
+        self.chunk, self.bits = chunk, bits
         self.reports_sent = not feedback
         self.castable = frozenset({"all_gather"}) if bits == 32 else frozenset()
         self._values, self._places = VALUES[bits], BitPacking((chunk - 1).bit_length())
         self._chunks: dict[BucketLayout, Chunks] = {}
 
     def config(self) -> dict[str, Any]:
-        return {
-            "density": self.density,
-            "chunk": self.chunk,
-            "bits": self.bits,
-            "feedback": self.feedback,
-            "decay": self.decay,
-            "start_iter": self.start_iter,
-            "exempt": self.exempt,
-        }
-
-    def phase(self, step: int) -> Hashable:
-        return step < self.start_iter
-
-    def route(self, param: ParamLayout, step: int) -> str | None:
-        return exact_because(param, step, self.density, self.start_iter, self.exempt)
+        return super().config() | {"chunk": self.chunk, "bits": self.bits}
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
         chunks = self._chunks_of(bucket.layout)
         grid = ctx.scratch("grid", (chunks.rows, self.chunk), device=bucket.device)
-        parts = list(zip(bucket.params, chunks.places(grid), strict=True))
-        for p, place in parts:
-            place[p.numel :].zero_()
-            place[: p.numel].copy_(bucket.matrix(p).view(-1))
-            before = ctx.read(p.name, FIELD) if self.feedback else None
-            if before is not None:
-                place[: p.numel].add_(before.view(-1), alpha=self.decay)
+        places = list(zip(bucket.params, chunks.places(grid), strict=True))
+        self.load(bucket, places, ctx)
 
         columns = largest(grid, chunks.k)  # (rows, k)
         exchange = Exchange(chunks, self._values, self._places, ctx, bucket.device)
@@ -121,24 +92,17 @@ class TopK(Reduction):
         at, sent = chunks.positions(chunks.entries(columns)), exchange.own()
         if self.feedback:
             grid.view(-1).index_add_(0, at, sent, alpha=-1.0)  # e = p - what was sent
-            for p, place in parts:
-                ctx.stage(p.name, FIELD, p.matrix_shape, device=bucket.device).view(-1).copy_(place[: p.numel])
+            self.keep(places, ctx, bucket.device)
         if ctx.sent is not None:
             grid.zero_().view(-1).index_copy_(0, at, sent)
-            fill(ctx.sent, parts)
+            fill(ctx.sent, places)
 
         total = grid.zero_().view(-1)
         for at, values in exchange:  # a place is in a message once, so no order of adding is left to the device
             total.index_add_(0, at, values, alpha=1.0 / ctx.world_size)
-        fill(bucket, parts)
+        fill(bucket, places)
 
     def _chunks_of(self, layout: BucketLayout) -> Chunks:
         if layout not in self._chunks:
             self._chunks[layout] = Chunks(layout, self.chunk, self.density)
         return self._chunks[layout]
-
-
-def fill(bucket: Bucket, parts: list[tuple[ParamLayout, torch.Tensor]]) -> None:
-    """Copy to a bucket what its parameters' chunks hold."""
-    for p, place in parts:
-        bucket.matrix(p).view(-1).copy_(place[: p.numel])
