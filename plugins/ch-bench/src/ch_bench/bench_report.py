@@ -5,6 +5,9 @@ import os
 import platform
 import random
 import re
+import shlex
+import sys
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -185,16 +188,27 @@ def machine() -> dict[str, Any]:
     return {"cpu": model, "cores": os.cpu_count(), "gpu": gpu, "system": platform.system(), **versions}
 
 
-def shareable(words: list[str]) -> list[str]:
-    """The command line without folders of this machine."""
-    return [word for i, word in enumerate(words) if word != "--out" and (i == 0 or words[i - 1] != "--out")]
+def command(module: str, argv: Sequence[str] | None = None, *, environment: str = "") -> str:
+    """A program's command line, without folders of this machine.
+
+    >>> command("ch_bench.cost.codec", ["--out", "x", "--hooks", "topk(bits=2)"], environment="OMP_NUM_THREADS=1")
+    "OMP_NUM_THREADS=1 python -m ch_bench.cost.codec --hooks 'topk(bits=2)'"
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    kept = [word for i, word in enumerate(words) if word != "--out" and (i == 0 or words[i - 1] != "--out")]
+    return " ".join([*([environment] if environment else []), "python -m", module, *map(shlex.quote, kept)])
 
 
-def record(name: str, command: str, console: Console) -> Path:
-    """Keep what was printed as ``docs/measured/NAME-DATE.md``."""
+def heading(title: str, made_by: str, *notes: str) -> str:
+    """How every record begins: what it is, the command that made it, the machine, and ``notes``, an item each."""
+    items = [*(f"{key}: {value}" for key, value in machine().items()), *notes]
+    return "\n".join([f"# {title}", "", f"    {made_by}", "", *(f"- {item}" for item in items), ""])
+
+
+def record(name: str, made_by: str, console: Console) -> Path:
+    """Keep what was printed, and the command that made it, as ``docs/measured/NAME-DATE.md``."""
     MEASURED.mkdir(exist_ok=True)
     path = MEASURED / f"{name}-{date.today().isoformat()}.md"
-    about = "\n".join(f"- {key}: {value}" for key, value in machine().items())
     raw = "\n".join(line.rstrip() for line in console.export_text(clear=False).splitlines())
-    path.write_text(f"# {name}, {date.today().isoformat()}\n\n    {command}\n\n{about}\n\n```text\n{raw}\n```\n")
+    path.write_text(f"{heading(f'{name}, {date.today().isoformat()}', made_by)}\n```text\n{raw}\n```\n")
     return path.relative_to(MEASURED.parent.parent)

@@ -74,8 +74,8 @@ def main(argv: list[str] | None = None) -> int:
         json.dumps({"machine": bench_report.machine(), "cells": cells, "advices": advices}, indent=1)
     )
     if args.record:
-        words = ["python -m ch_bench.advise.validate", *bench_report.shareable(argv or sys.argv[1:])]
-        console.print(f"recorded: {bench_report.record(args.record, ' '.join(words), console)}")
+        command = bench_report.command("ch_bench.advise.validate", argv)
+        console.print(f"recorded: {bench_report.record(args.record, command, console)}")
     return 0 if good else 1
 
 

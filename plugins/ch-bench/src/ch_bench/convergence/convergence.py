@@ -80,9 +80,8 @@ def main(argv: list[str] | None = None) -> int:
     name = f"convergence-{date.today().isoformat()}" if args.record else "convergence"
     folder = bench_report.MEASURED if args.record else args.out
     pictures = study_plot.draw(report, folder, name)
-    words = bench_report.shareable(sys.argv[1:] if argv is None else argv)
-    command = " ".join(["python -m ch_bench.convergence.convergence", *words])
-    (folder / f"{name}.md").write_text(report.markdown(command, name, pictures, bench_report.machine()))
+    command = bench_report.command("ch_bench.convergence.convergence", argv)
+    (folder / f"{name}.md").write_text(report.markdown(command, name, pictures))
     if args.record:
         cache.extract(folder / f"{name}.json", wanted)
     console.print(f"written: {folder.name}/{name}.md, .json, {', '.join(p.name for p in pictures)}")

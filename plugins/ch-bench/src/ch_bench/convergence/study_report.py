@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ch_bench.bench_report import heading
 from ch_bench.convergence.study_cells import BASELINE, LEFT_OUT, PANELS, RESIDUAL, Cell
 from ch_bench.convergence.study_tasks import TASKS
 
@@ -184,8 +185,8 @@ class Report:
         colour = {WORSE: "red", BETTER: "green", MIXED: "", "": ""}
         for (task, kind), rows in self.panels.items():
             table = Table(title=self.titles(task, kind), box=box.SIMPLE_HEAD)
-            for i, heading in enumerate(self.headings(task)):
-                table.add_column(heading, justify="right" if i else "left", overflow="fold", min_width=0 if i else 30)
+            for i, name in enumerate(self.headings(task)):
+                table.add_column(name, justify="right" if i else "left", overflow="fold", min_width=0 if i else 30)
             for row in rows:
                 table.add_row(*(f"[{colour[v]}]{text}[/]" if colour[v] else text for text, v in self.line(row)))
             console.print(table)
@@ -201,12 +202,10 @@ class Report:
 
     # -- as a page
 
-    def markdown(self, command: str, name: str, pictures: list[Any], machine: dict[str, Any]) -> str:
+    def markdown(self, command: str, name: str, pictures: list[Any]) -> str:
         """The page for docs/measured."""
-        lines = [f"# {name}", "", f"    {command}", "", *(f"- {k}: {v}" for k, v in machine.items())]
-        lines.append(f"- sum of the runs' times: {self.seconds / 60:.1f} minutes, as many at a time as there are cores")
-        lines += [f"- raw records: {name}.json", ""]
-        lines += ["<!-- tables -->", ""]
+        times = f"sum of the runs' times: {self.seconds / 60:.1f} minutes, as many at a time as there are cores"
+        lines = [heading(name, command, times, f"raw records: {name}.json"), "<!-- tables -->", ""]
         for (task, kind), rows in self.panels.items():
             lines += [f"## {self.titles(task, kind)}", "", *_table(self.headings(task), [_marked(r) for r in rows]), ""]
         if self.panels:

@@ -223,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = f"vnmse-{date.today().isoformat()}" if args.record else "vnmse"
     draw(figures, list(data), folder / f"{name}.png")
     if args.record:
-        command = "OMP_NUM_THREADS=1 python -m ch_bench.convergence.vnmse --record"
+        command = bench_report.command("ch_bench.convergence.vnmse", argv, environment="OMP_NUM_THREADS=1")
         console.print(f"recorded: {bench_report.record('vnmse', command, console)}")
     return 0
 

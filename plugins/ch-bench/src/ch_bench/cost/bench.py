@@ -112,13 +112,8 @@ def main(argv: list[str] | None = None) -> int:
         bench_report.show(results[-1], console)
     bench_report.write(results, console, args.out)
     if args.record:
-        words = [
-            "python",
-            "-m",
-            "ch_bench.cost.bench",
-            *bench_report.shareable(sys.argv[1:] if argv is None else argv),
-        ]
-        console.print(f"recorded: {bench_report.record(args.record, ' '.join(words), console)}")
+        command = bench_report.command("ch_bench.cost.bench", argv)
+        console.print(f"recorded: {bench_report.record(args.record, command, console)}")
     return 0
 
 

@@ -117,8 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--numel", type=int, default=65_536)
     parser.add_argument("--out", type=Path, default=HERE, help="where plot and table go")
     parser.add_argument("--record", action="store_true", help="keep the output as docs/measured/NAME-DATE.md")
-    words = sys.argv[1:] if argv is None else argv
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)  # the ranks are threads
     console = Console(record=True, width=110)
     errors = measure(args.worlds, args.numel)
@@ -127,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
     (args.out / "fsdp_accumulation.md").write_text(markdown(args.worlds, errors))
     plot(args.worlds, errors, args.out / "fsdp_accumulation.png")
     if args.record:
-        command = " ".join(["python -m ch_bench.cost.fsdp_accumulation", *bench_report.shareable(words)])
+        command = bench_report.command("ch_bench.cost.fsdp_accumulation", argv)
         console.print(f"recorded in {bench_report.record('fsdp-accumulation', command, console)}")
     return 0
 

@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         table.add_row(name, *cells, f"{ratio:.4f}", f"{low:.4f} … {high:.4f}")
     console.print(table)
     if args.record:
-        command = f"python -m ch_bench.cost.launching --hook '{args.hook}' --steps {args.steps}"
+        command = bench_report.command("ch_bench.cost.launching", argv)
         console.print(f"recorded: {bench_report.record(args.record, command, console)}")
     return int(certain > args.limit)
 

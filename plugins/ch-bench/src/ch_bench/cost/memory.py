@@ -9,7 +9,6 @@ what the allocator keeps counts as well; from it the figure of plain DDP with th
 
 import argparse
 import gc
-import platform
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from ch_bench.bench_report import command, heading
 from commhooks.testing import spawn
 
 PYTORCH = "PyTorch's powerSGD_hook, rank 4"
@@ -100,11 +100,10 @@ def main() -> None:
     found = table()
     print(found)
     if chosen.out is not None:
-        about = f"torch {torch.__version__}, Python {platform.python_version()}, {platform.system()}, 2 gloo processes"
+        about = heading("Memory beside the model", command("ch_bench.cost.memory"), "2 gloo processes")
         chosen.out.write_text(
-            "# Memory beside the model\n\n"
-            "`python -m ch_bench.cost.memory --out FILE`: bytes per parameter over plain DDP with the same buckets, resident "
-            f"memory of a process, {LAYERS} layers of {WIDTH} x {WIDTH} in fp32.\n\n{about}.\n\n{found}\n"
+            f"{about}\nBytes per parameter over plain DDP with the same buckets, resident memory of a process, "
+            f"{LAYERS} layers of {WIDTH} x {WIDTH} in fp32.\n\n{found}\n"
         )
 
 

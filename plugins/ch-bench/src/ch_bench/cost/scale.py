@@ -10,7 +10,6 @@ on to 1 000 ranks.
 import argparse
 import gc
 import math
-import platform
 import statistics
 import time
 import tracemalloc
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from ch_bench.bench_report import command, heading
 from ch_bench.cost.table import measure_step
 from ch_bench.gpu_kit.models import ShapesOnly, made_up
 from ch_bench.shapes import gpt_shapes
@@ -220,8 +220,8 @@ def main(argv: list[str] | None = None) -> None:
     chosen = parser.parse_args(argv)
     found = record(chosen)
     if chosen.out is not None:
-        about = f"torch {torch.__version__}, Python {platform.python_version()}, {platform.system()}"
-        chosen.out.write_text(f"# How costs grow\n\n{__doc__}\n{about}, gloo {dist.is_gloo_available()}.\n\n{found}\n")
+        about = heading("How costs grow", command("ch_bench.cost.scale", argv, environment="OMP_NUM_THREADS=1"))
+        chosen.out.write_text(f"{about}\n{__doc__}\n{found}\n")
 
 
 if __name__ == "__main__":

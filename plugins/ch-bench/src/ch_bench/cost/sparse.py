@@ -103,8 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         table.add_row(expr, *(f"{t:.1f}" for t in (case.send, case.deliver, case.send + case.deliver)))
     console.print(table)
     if args.record:
-        words = [] if argv is None and len(sys.argv) == 1 else bench_report.shareable(list(argv or sys.argv[1:]))
-        command = " ".join(["OMP_NUM_THREADS=1 python -m ch_bench.cost.sparse", *words])
+        command = bench_report.command("ch_bench.cost.sparse", argv, environment="OMP_NUM_THREADS=1")
         console.print(f"recorded: {bench_report.record('sparse', command, console)}")
     return 0
 

@@ -16,7 +16,6 @@ PyTorch's hooks stand below ours; from outside only their step can be timed.
 """
 
 import argparse
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import commhooks
+from ch_bench.bench_report import command, heading
 from ch_bench.cost import memory
 from ch_bench.gpu_kit.models import PYTORCHS, ShapesOnly, made_up, register_torch
 from ch_bench.shapes import gpt_shapes
@@ -164,8 +164,8 @@ def main(argv: list[str] | None = None) -> None:
     sizes, steps = (SMALL, 3) if chosen.small else (GPT, STEPS)
     found = table(chosen.hooks or hooks(), sizes, steps, with_memory=not chosen.small)
     if chosen.out is not None:
-        about = f"torch {torch.__version__}, Python {platform.python_version()}, {platform.system()}, 2 gloo processes"
-        chosen.out.write_text(f"# What every hook costs\n\n{__doc__}\n{about}.\n\n{found}\n")
+        about = heading("What every hook costs", command("ch_bench.cost.table", argv), "2 gloo processes")
+        chosen.out.write_text(f"{about}\n{__doc__}\n{found}\n")
 
 
 if __name__ == "__main__":

@@ -59,8 +59,8 @@ def main(argv: list[str] | None = None) -> int:
     samples = found["samples"]
     console.print(f"samples written: {samples}; at most {LIMIT:.0%} of CPU time: {shares['cpu'] <= LIMIT}")
     if args.record:
-        words = ["python -m ch_bench.cost.telemetry", *bench_report.shareable(argv or sys.argv[1:])]
-        console.print(f"recorded: {bench_report.record(args.record, ' '.join(words), console)}")
+        command = bench_report.command("ch_bench.cost.telemetry", argv)
+        console.print(f"recorded: {bench_report.record(args.record, command, console)}")
     return int(shares["cpu"] > LIMIT)
 
 

@@ -104,8 +104,8 @@ def main() -> int:
     console = Console(record=True, width=110)
     console.print(table(json.loads(ran.stdout.splitlines()[-1]), args.members))
     if args.record:
-        words = f"python -m ch_bench.links.manager_bytes --members {args.members}"
-        console.print(f"recorded in {bench_report.record('manager-bytes', words, console)}")
+        command = bench_report.command("ch_bench.links.manager_bytes")
+        console.print(f"recorded in {bench_report.record('manager-bytes', command, console)}")
     return 0
 
 

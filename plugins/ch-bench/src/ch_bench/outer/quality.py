@@ -21,7 +21,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from ch_bench.bench_report import machine, shareable
+from ch_bench.bench_report import command, heading
 from ch_bench.checkout import docs
 from ch_bench.outer import quality_cells
 from ch_bench.outer.quality_cells import Cell
@@ -169,11 +169,9 @@ def record(text: str, found: list[Record], left: int, words: list[str]) -> None:
     folder = docs() / "measured"
     draw(found, quality_cells.parameters(size), folder / f"{name}.png")
     (folder / f"{name}.json").write_text(json.dumps(found, indent=0) + "\n")
-    command = " ".join(["python -m ch_bench.outer.quality", *shareable(words)])
-    facts = "\n".join(f"- {key}: {value}" for key, value in machine().items())
-    note = f"\n- {left} runs of the command were not finished\n" if left else "\n"
-    page = f"# {name}\n\n    {command}\n\n{facts}{note}- raw records: {name}.json\n\n{text}\n\n![{name}]({name}.png)\n"
-    (folder / f"{name}.md").write_text(page)
+    notes = [f"{left} runs of the command were not finished"] if left else []
+    about = heading(name, command("ch_bench.outer.quality", words), *notes, f"raw records: {name}.json")
+    (folder / f"{name}.md").write_text(f"{about}\n{text}\n\n![{name}]({name}.png)\n")
     print(f"recorded: docs/measured/{name}.md")
 
 

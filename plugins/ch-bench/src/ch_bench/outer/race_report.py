@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from ch_bench.bench_report import machine, shareable
+from ch_bench.bench_report import command, heading
 from ch_bench.checkout import docs
 from ch_bench.outer.race_methods import NOOP, REFERENCE
 
@@ -107,9 +107,7 @@ def record(found: list[Record], out: Path, words: list[str]) -> None:
     folder = docs() / "measured"
     pictures = draw(found, folder, name)
     (folder / f"{name}.json").write_text(json.dumps(found, indent=0) + "\n")
-    facts = "\n".join(f"- {key}: {value}" for key, value in machine().items())
-    command = " ".join(["python -m ch_bench.outer.race", *shareable(words)])
+    about = heading(name, command("ch_bench.outer.race", words), f"raw records: {name}.json")
     shown = "\n\n".join(f"![{path.stem}]({path.name})" for path in pictures)
-    page = f"# {name}\n\n    {command}\n\n{facts}\n- raw records: {name}.json\n\n{tables(found)}\n\n{shown}\n"
-    (folder / f"{name}.md").write_text(page)
+    (folder / f"{name}.md").write_text(f"{about}\n{tables(found)}\n\n{shown}\n")
     print(f"recorded: docs/measured/{name}.md")
