@@ -1,6 +1,6 @@
 """One row on one side: forks the ranks, waits for them with a hard limit, and prints what happened as JSON.
 
-python tests/faults/case.py B3.1 ours
+python tests/faults/case.py B3.1 ours [quant4]
 """
 
 import faulthandler
@@ -112,8 +112,9 @@ def slowness() -> float:
     return min(12.0, max(1.0, (time.monotonic() - wall) / 0.15))
 
 
-def main(name: str, side: str) -> int:
+def main(name: str, side: str, compressor: str = "powersgd") -> int:
     row = ROWS[name]
+    kit.COMPRESSOR = compressor
     kit.SLOWNESS = slowness()
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         pids = []
@@ -148,7 +149,7 @@ def main(name: str, side: str) -> int:
 def serve() -> None:
     """Run the cases that are asked for on stdin, each in a process forked from this one, which has imported all.
 
-    A line of JSON per case: ``{"row", "side", "stdout", "stderr"}``, the last two names of files. The answer is the
+    A line of JSON per case: ``{"row", "side", "compressor", "stdout", "stderr"}``, the last two names of files. The answer is the
     exit code.
     """
     for line in sys.stdin:
@@ -157,7 +158,7 @@ def serve() -> None:
         if pid == 0:
             for number, key in ((1, "stdout"), (2, "stderr")):
                 os.dup2(os.open(asked[key], os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-            code = main(asked["row"], asked["side"])
+            code = main(asked["row"], asked["side"], asked["compressor"])
             sys.stdout.flush()
             os._exit(code)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
@@ -167,4 +168,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--serve"]:
         serve()
     else:
-        sys.exit(main(sys.argv[1], sys.argv[2]))
+        sys.exit(main(*sys.argv[1:]))

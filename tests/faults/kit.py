@@ -20,7 +20,25 @@ import commhooks
 
 SIDES = ("torch", "ours")
 DEADLINE = 4.0  # seconds: attach(timeout=)
+COMPRESSOR = "powersgd"  # the hook of this project in the rows of PowerSGD; set by case.py
+QUANT4 = {  # what a row asks of PowerSGD -> what it asks of quant4: something that ranks, too, can differ in
+    ("rank", 1): "block=64",
+    ("seed", 1): "rotation='hadamard'",
+    ("error_feedback", False): "error_feedback=False",
+    ("warm_start", False): "rounding='stochastic'",
+    ("start_iter", 3): "exempt=False",
+}
 SLOWNESS = 1.0  # by what limits and deadlines are stretched; set by case.py
+
+
+def compressor(**options: Any) -> str:
+    """The expression of the hook that compresses, with these options of PowerSGD's, or what corresponds to them."""
+    if COMPRESSOR == "powersgd":
+        config = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        return f"powersgd({config})" if config else "powersgd"
+    given = [QUANT4[item] for item in options.items() if item in QUANT4]
+    fed = [] if "error_feedback=False" in given else ["error_feedback=True"]
+    return f"quant4({', '.join(given + fed)})"
 
 
 def deadline() -> float:
@@ -104,8 +122,7 @@ class Run:
     def builtin(self, model: DistributedDataParallel, name: str, **options: Any) -> Any:
         """Install a built-in hook; returns the handle, or PyTorch's state."""
         if self.ours:
-            config = ", ".join(f"{key}={value!r}" for key, value in options.items())
-            return commhooks.attach(model, f"{name}({config})" if config else name, timeout=deadline())
+            return commhooks.attach(model, compressor(**options) if name == "powersgd" else name, timeout=deadline())
         if name != "powersgd":
             model.register_comm_hook(None, TORCH_HOOKS[name])
             return None

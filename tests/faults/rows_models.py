@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from kit import Run, Silent, big, deadline, gradient, row, torch_state
+from kit import Run, Silent, big, compressor, deadline, gradient, row, torch_state
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 
 POWER = {"rank": 2, "start_iter": 2, "min_compression_rate": 1}
-EXPR = "powersgd(rank=2, start_iter=2, min_compression_rate=1)"
 
 
 def saved(run: Run, state: Any) -> str:
@@ -44,14 +43,14 @@ def resume(run: Run) -> str:
         model.register_comm_hook(state, waited)
     else:
         model = run.model()
-        state = commhooks.attach(model, EXPR, timeout=deadline())
+        state = commhooks.attach(model, compressor(**POWER), timeout=deadline())
     for seed in range(4):
         run.step(model, seed)
     path = saved(run, state)
     fresh = run.model()
     loaded = torch.load(path, weights_only=run.ours)
     if run.ours:
-        handle = commhooks.attach(fresh, EXPR, timeout=deadline())
+        handle = commhooks.attach(fresh, compressor(**POWER), timeout=deadline())
         handle.load_state_dict(loaded)
     else:
         fresh.register_comm_hook(loaded, waited)
@@ -170,7 +169,7 @@ def shared(run: Run) -> str:
     first, second = run.model(many=False), run.model(many=False)
     state = run.builtin(first, "powersgd", **POWER)
     if run.ours:
-        commhooks.attach(second, EXPR, state=state.state, timeout=deadline())
+        commhooks.attach(second, compressor(**POWER), state=state.state, timeout=deadline())
     else:
         second.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     for seed in range(4):

@@ -1,12 +1,14 @@
 """B5, B7, B8: numbers that are not finite, accumulation, unused parameters, several buckets."""
 
+import kit
 import torch
-from kit import Run, Silent, big, deadline, gradient, row, torch_state
+from kit import Run, Silent, big, compressor, deadline, gradient, row, torch_state
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import commhooks
 
+THIN = {"powersgd": 1e-3, "quant4": 4e-3}  # what is lost of a gradient of rank 1, all of whose entries are equal
 POWER = {"rank": 2, "start_iter": 2, "min_compression_rate": 1}
 
 
@@ -56,7 +58,7 @@ def scaler_overflow(run: Run) -> str:
     if run.ours:
         commhooks.attach(
             model,
-            "powersgd(rank=2, start_iter=2, min_compression_rate=1)",
+            compressor(**POWER),
             optimizer=optimizer,
             scaler=scaler,
             timeout=deadline(),
@@ -83,8 +85,7 @@ def loss_scale(run: Run) -> str:
         optimizer = torch.optim.SGD(model.parameters(), 0.0)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=10**6)
         if run.ours:
-            hook = "powersgd(rank=2, start_iter=2, min_compression_rate=1)"
-            commhooks.attach(model, hook, optimizer=optimizer, scaler=scaler, timeout=deadline())
+            commhooks.attach(model, compressor(**POWER), optimizer=optimizer, scaler=scaler, timeout=deadline())
         else:
             run.builtin(model, "powersgd", **POWER)
         found = []
@@ -125,7 +126,7 @@ def thin(run: Run) -> str:
         model.zero_grad()
         x = torch.full((1, 80), 1.0 + seed)
         model(x).sum().backward()
-        run.expect(gradient(model), torch.full((16 * 80,), 1.0 + seed), 1e-3, f"step {seed}")
+        run.expect(gradient(model), torch.full((16 * 80,), 1.0 + seed), THIN[kit.COMPRESSOR], f"step {seed}")
     return "right"
 
 

@@ -3,6 +3,7 @@
     python tests/faults/run.py                    # all rows; writes docs/measured/faults.json and docs/faults.md
     python tests/faults/run.py --row B7           # the rows of B7, printed, nothing written (--update: written)
     python tests/faults/run.py --row B3.1 --side ours
+    python tests/faults/run.py --compressor quant4 --update   # with quant4 in the rows of PowerSGD; a record of its own
     python tests/faults/run.py --table            # the page again, from the record
 
 The outcomes, best first: right result; typed error (a CommHooksError, or the hook's own exception); error (whatever
@@ -12,12 +13,15 @@ came out of torch); silent (a wrong result without an error); hang (until the ha
 import argparse
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -38,6 +42,7 @@ TOPICS = {
     "B11": "one state for two models",
     "B12": "what models and frameworks do besides",
 }
+COMPRESSORS = ("powersgd", "quant4")
 RECORD, TABLE = ROOT / "docs" / "measured" / "faults.json", ROOT / "docs" / "faults.md"
 
 
@@ -53,13 +58,13 @@ class Server:
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
 
-    def run(self, name: str, side: str) -> tuple[int, str, str]:
+    def run(self, name: str, side: str, compressor: str) -> tuple[int, str, str]:
         """Exit code, output and errors of one case."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with tempfile.TemporaryDirectory(prefix="faults-") as folder:
             files = {key: str(Path(folder, key)) for key in ("stdout", "stderr")}
-            self.process.stdin.write(json.dumps({"row": name, "side": side} | files) + "\n")
+            self.process.stdin.write(json.dumps({"row": name, "side": side, "compressor": compressor} | files) + "\n")
             self.process.stdin.flush()
             code = int(self.process.stdout.readline() or 70)
             return code, *(Path(path).read_text(errors="replace") for path in files.values())
@@ -80,12 +85,12 @@ def _order(name: str) -> list[int]:
     return [int(part) for part in name[1:].split(".")]
 
 
-def run_case(name: str, side: str, server: Server | None = None) -> dict[str, Any]:
+def run_case(name: str, side: str, compressor: str = COMPRESSORS[0], server: Server | None = None) -> dict[str, Any]:
     """One row on one side: its outcome, exit code, seconds and the end of stderr."""
     own = server if server is not None else Server()
     begun = time.monotonic()
     try:
-        code, out, errors = own.run(name, side)
+        code, out, errors = own.run(name, side, compressor)
     finally:
         if server is None:
             own.close()
@@ -94,7 +99,8 @@ def run_case(name: str, side: str, server: Server | None = None) -> dict[str, An
     result: dict[str, Any] = json.loads(lines[-1]) if lines else nothing
     for rank in result["ranks"].values():
         rank["text"], rank["seconds"] = scrub(rank["text"])[:400], round(rank["seconds"], 2)
-    result["command"] = f"python tests/faults/run.py --row {name} --side {side}"
+    words = "" if compressor == COMPRESSORS[0] else f" --compressor {compressor}"
+    result["command"] = f"python tests/faults/run.py --row {name} --side {side}{words}"
     result["exit_code"], result["seconds"] = code, round(time.monotonic() - begun, 1)
     result["stderr_end"] = scrub(errors)[-500:]
     return result
@@ -107,7 +113,7 @@ def scrub(text: str) -> str:
     return re.sub(r"0x[0-9a-f]{6,}", "0x…", text)
 
 
-def run_all(rows: list[str], sides: list[str], jobs: int) -> list[dict[str, Any]]:
+def run_all(rows: list[str], sides: list[str], compressor: str, jobs: int) -> list[dict[str, Any]]:
     results = []
     servers = [Server() for _ in range(jobs)]
     idle: SimpleQueue[Server] = SimpleQueue()
@@ -117,7 +123,7 @@ def run_all(rows: list[str], sides: list[str], jobs: int) -> list[dict[str, Any]
     def one(name: str, side: str) -> dict[str, Any]:
         server = idle.get()
         try:
-            return run_case(name, side, server)
+            return run_case(name, side, compressor, server)
         finally:
             idle.put(server)
 
@@ -179,6 +185,33 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, ""])
 
 
+def page(results: list[dict[str, Any]], compressor: str) -> str:
+    """The record of a run with another hook in the rows of PowerSGD."""
+    lines = [
+        f"# faults-{compressor}, {date.today().isoformat()}",
+        "",
+        f"    python tests/faults/run.py --compressor {compressor} --update",
+        "",
+        f"- python: {platform.python_version()}",
+        f"- torch: {version('torch')}",
+        "",
+        f"The fault table with `{compressor}` and its error feedback in the place of PowerSGD; two gloo ranks. What the ranks",
+        "differ in in B4.3 to B4.7 is `block`, `rotation`, `error_feedback`, `rounding` and `exempt`; B8.4 and B11.2 are",
+        "PowerSGD's alone, and run as they are.",
+        "",
+        f"In all: {_count(results)}.",
+        "",
+        "| row | fault | what comes out |",
+        "| --- | --- | --- |",
+    ]
+    for result in results:
+        title = result.get("title", "")
+        if result["row"] not in ("B8.4", "B11.2"):
+            title = title.replace("PowerSGD", compressor)
+        lines.append(f"| {result['row']} | {title} | {_cell(result)} |")
+    return "\n".join([*lines, ""])
+
+
 def _cell(result: dict[str, Any]) -> str:
     text = re.sub(r"\s+", " ", describe(result))
     text = text.replace("Got the following error when running the callback: RuntimeError: ", "")
@@ -200,6 +233,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--row", action="append", default=[], help="a row or a topic: B3.1, B3; may be repeated")
     parser.add_argument("--side", choices=("torch", "ours"), help="one side only")
+    parser.add_argument(
+        "--compressor",
+        choices=COMPRESSORS,
+        default=COMPRESSORS[0],
+        help="another hook in the rows of PowerSGD, of this project alone; --update keeps a record of its own",
+    )
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
     parser.add_argument("--update", action="store_true", help="put the chosen rows into the record, and make the table")
     parser.add_argument("--table", action="store_true", help="run nothing: make the page from the record")
@@ -211,10 +250,14 @@ def main() -> int:
     chosen = [n for n in names() if not options.row or any(n == r or n.startswith(r + ".") for r in options.row)]
     if not chosen:
         parser.error(f"no row {options.row}; rows are {', '.join(names())}")
-    sides = [options.side] if options.side else ["torch", "ours"]
-    results = run_all(chosen, sides, options.jobs)
-    whole = options.update or (not options.row and not options.side)
-    if options.update and RECORD.exists():
+    other = options.compressor != COMPRESSORS[0]
+    sides = ["ours"] if other else [options.side] if options.side else ["torch", "ours"]
+    results = run_all(chosen, sides, options.compressor, options.jobs)
+    whole = not other and (options.update or (not options.row and not options.side))
+    if other and options.update:
+        path = RECORD.with_name(f"faults-{options.compressor}-{date.today().isoformat()}.md")
+        path.write_text(page(results, options.compressor))
+    elif options.update and RECORD.exists():
         new = {(r["row"], r["side"]): r for r in results}
         old = json.loads(RECORD.read_text())
         results = [new.pop((r["row"], r["side"]), r) for r in old] + list(new.values())

@@ -39,6 +39,12 @@ def test_a_fault_ends_as_promised(name: str) -> None:
         assert all(rank["seconds"] < 8.0 * result["slowness"] for rank in result["ranks"].values())
 
 
+@pytest.mark.parametrize("name", ["B4.4", "B5.2", "B6.3", "B11.1"])
+def test_a_fault_of_the_quantized_exchange_ends_as_promised(name: str) -> None:
+    result = run.run_case(name, "ours", "quant4")
+    assert result["outcome"] == ("right" if name == "B5.2" else "typed error"), result
+
+
 def test_the_record_has_enough_rows_and_ours_keep_the_promise() -> None:
     """The table in docs/ is made from a record of a whole run."""
     results = json.loads(run.RECORD.read_text())

@@ -26,7 +26,7 @@ def test_the_paper_data_column_from_shapes_alone() -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("world", [2, 4])
 def test_counted_bytes_agree_with_the_interface(world: int) -> None:
-    hooks = ["allreduce", "bf16_compress", "powersgd(rank=32)"]
+    hooks = ["allreduce", "bf16_compress", "quant4", "powersgd(rank=32)"]
     words = [sys.executable, "-m", "ch_bench.links.wire_bytes", "--json", "--nproc", str(world), "--hooks", *hooks]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, capture_output=True, text=True, timeout=100, env=env)

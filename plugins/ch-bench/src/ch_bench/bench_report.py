@@ -31,6 +31,10 @@ CLAIMS = [  # ours, PyTorch's, limit of the ratio of their costs
     ("bf16_compress", "torch bf16", 1.0),
     ("fp16_compress", "torch fp16", 1.0),
 ]  # fmt: skip
+STEP_CLAIMS = {  # on a shaped link: ours, the baseline, limit of the ratio of their whole steps
+    "1gbit": (("quant4", "bf16_compress", 0.65), ("quant8", "bf16_compress", 1.0)),
+    "200mbit": (("quant4", "bf16_compress", 0.4), ("quant8", "bf16_compress", 1.0)),
+}
 BASELINES = ("bf16_compress", "allreduce")  # the honest one first: nobody has to send fp32
 
 
@@ -52,6 +56,20 @@ class Costs:
     def ratio(self, ours: str, theirs: str) -> tuple[float, float, float]:
         """Ratio of two costs, formed in each block: median and interval."""
         return interval([a / b for a, b in zip(self.blocks[ours], self.blocks[theirs], strict=True)])
+
+    def step_ratio(self, ours: str, theirs: str) -> tuple[float, float, float]:
+        """Ratio of two whole steps, formed in each block: median and interval."""
+        return interval([a / b for a, b in zip(self.steps[ours], self.steps[theirs], strict=True)])
+
+    def claims(self, link: str | None) -> list[tuple[str, str, str, float, tuple[float, float, float]]]:
+        """What is compared, ours, theirs, the limit, and the ratio with its interval, of the claims whose hooks were timed."""
+        costs = [("cost", *claim, self.ratio) for claim in CLAIMS]
+        steps = [("step", *claim, self.step_ratio) for claim in STEP_CLAIMS.get(link or "", ())]
+        return [
+            (what, ours, theirs, limit, ratio(ours, theirs))
+            for what, ours, theirs, limit, ratio in (*costs, *steps)
+            if ours in self.runs and theirs in self.runs
+        ]
 
     def speed_up(self, label: str, baseline: str) -> float:
         """How many times shorter the whole step is than the baseline's."""
@@ -95,7 +113,7 @@ def show(result: dict[str, Any], console: Console) -> None:
             f"[bold red]The machine was busy before this began[/] (load {result['load_before']:.1f} on "
             f"{os.cpu_count()} cores): the intervals are wide and the times mean little. Repeat when it is quiet."
         )
-    console.print(_cost_table(costs), _claim_table(costs), sep="\n")
+    console.print(_cost_table(costs), _claim_table(costs, result["link"]), sep="\n")
     if not result["link"]:
         console.print(_break_even_table(costs))
         console.print("On loopback compression may look slower than none: the wire is as fast as memory there.")
@@ -129,17 +147,16 @@ def _times(speed_up: float, itself: bool) -> str:
     return f"[green]{speed_up:.2f}× faster[/]" if speed_up >= 1 else f"[red]{1 / speed_up:.2f}× slower[/]"
 
 
-def _claim_table(costs: Costs) -> Table:
-    table = Table(title="Cost beside PyTorch's own hook", box=box.SIMPLE_HEAD)
-    for name in ("ours", "PyTorch's"):
+def _claim_table(costs: Costs, link: str | None) -> Table:
+    table = Table(title="Costs beside PyTorch's own hooks, and whole steps beside bf16_compress", box=box.SIMPLE_HEAD)
+    for name in ("ratio of", "ours", "theirs"):
         table.add_column(name)
     for name in ("ratio", "interval", "limit", "claim"):
         table.add_column(name, justify="right", no_wrap=True)
-    for ours, theirs, limit in CLAIMS:
-        ratio, low, high = costs.ratio(ours, theirs)
+    for what, ours, theirs, limit, (ratio, low, high) in costs.claims(link):
         verdict = "[bold green]HOLDS[/]" if high <= limit else "[bold red]FAILS[/]"
         undecided = " (limit inside)" if low <= limit < high else ""
-        table.add_row(ours, theirs, f"{ratio:.2f}", f"{low:.2f} … {high:.2f}", f"{limit:.1f}", verdict + undecided)
+        table.add_row(what, ours, theirs, f"{ratio:.2f}", f"{low:.2f} … {high:.2f}", f"{limit:g}", verdict + undecided)
     return table
 
 
@@ -170,9 +187,9 @@ def bandwidth(bits: float | None) -> str:
 def write(results: list[dict[str, Any]], console: Console, out: Path) -> None:
     """Leave ``bench.json`` (raw times and the claims) and ``bench.txt`` (what was printed) in ``out``."""
     for result in results:
-        costs = Costs(result)
-        fields = ("ours", "theirs", "limit", "ratio", "low", "high")
-        result["claims"] = [dict(zip(fields, (*claim, *costs.ratio(*claim[:2])), strict=True)) for claim in CLAIMS]
+        fields = ("what", "ours", "theirs", "limit", "ratio", "low", "high")
+        found = Costs(result).claims(result["link"])
+        result["claims"] = [dict(zip(fields, (*claim, *ratio), strict=True)) for *claim, ratio in found]
     (out / "bench.json").write_text(json.dumps({"machine": machine(), "results": results}, indent=1))
     (out / "bench.txt").write_text(console.export_text(clear=False))
 

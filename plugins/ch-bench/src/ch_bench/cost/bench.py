@@ -56,6 +56,9 @@ CANDIDATES = [
     Candidate("torch bf16"),
     Candidate("fp16_compress"),
     Candidate("torch fp16"),
+    Candidate("quant8"),
+    Candidate("quant4"),
+    Candidate("quant4(error_feedback=True)"),
     *(c for rank in (1, 4) for c in (
         Candidate(f"powersgd(rank={rank})", 1),
         Candidate(f"powersgd(rank={rank})", 3),
@@ -78,6 +81,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=WIDTH, help="width of the model (384 is the claim's)")
     parser.add_argument("--model", help="time another model, module:callable; see python -m commhooks advise --help")
     parser.add_argument("--hooks", nargs="+", metavar="EXPR", help="time these hooks instead, without PyTorch's own")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        help="of the hooks timed by default, these, and those they are compared with",
+    )
     parser.add_argument("--out", type=Path, default=Path("bench-out"), help="folder for bench.json and bench.txt")
     parser.add_argument(
         "--record", nargs="?", const="bench", metavar="NAME", help="keep the output as docs/measured/NAME-DATE.md"
@@ -87,6 +96,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         args.rates = [rate for rate in args.link.split(",") if netns.parse_rate(rate)] if args.link else [None]
     except ValueError as error:
         parser.error(str(error))
+    if unknown := set(args.only or ()) - {c.label for c in CANDIDATES}:
+        parser.error(f"no {sorted(unknown)} in the table; there are {[c.label for c in CANDIDATES]}")
     if args.blocks < 2 or args.steps < 1 or args.nproc < 2:
         parser.error("legal are --blocks >= 2, --steps >= 1, --nproc >= 2")
     return args
@@ -132,9 +143,14 @@ def worker(rank: int, world: int, device: torch.device, args: dict[str, Any], pa
     """One rank: warm up, then blocks of interleaved steps; rank 0 leaves the records in ``path``."""
     data = text.load()
     batches = text.Batches(data.train, 1, CONTEXT, rank, seed=0)
-    runs, attached = zip(*(_start(c, data.vocab, device, args["width"]) for c in CANDIDATES), strict=True)
+    wanted = {"noop", *bench_report.BASELINES, *(args["only"] or ())}
+    candidates = [c for c in CANDIDATES if not args["only"] or c.label in wanted]
+    runs, attached = zip(*(_start(c, data.vocab, device, args["width"]) for c in candidates), strict=True)
     for step in range(WARM_UP):
         _round(runs, batches, step, device)
+        if step == 2:
+            for run, candidate in zip(runs, candidates, strict=True):
+                _check_buckets(run, candidate)
     fastest = [min(run.seconds[-2:]) for run in runs]
     steps = _fit(args["steps"], args["budget"] / args["blocks"] / sum(fastest), device)
     for run in runs:
@@ -146,10 +162,13 @@ def worker(rank: int, world: int, device: torch.device, args: dict[str, Any], pa
     if rank == 0:
         numel = gpt.count_parameters(runs[0].model)
         records = []
-        for candidate, run, peer, past, times in zip(CANDIDATES, runs, attached, before, seconds, strict=True):
+        for candidate, run, peer, past, times in zip(candidates, runs, attached, before, seconds, strict=True):
             payload = peer.payload(numel) if peer else _per_step(run, past, "payload_bytes")
             wire = peer.payload(numel) * 2 * (world - 1) / world if peer else _per_step(run, past, "wire_bytes")
-            if run.expr.startswith(("powersgd", "bf16", "fp16")) and _per_step(run, past, "compressed_steps") != 1:
+            if (
+                run.expr.startswith(("powersgd", "bf16", "fp16", "quant"))
+                and _per_step(run, past, "compressed_steps") != 1
+            ):
                 raise RuntimeError(f"{candidate.label} did not compress every timed step")
             blocks = [times[i : i + steps] for i in range(0, len(times), steps)]
             records.append(
@@ -177,9 +196,6 @@ def _round(runs: tuple[training.Run, ...], batches: text.Batches, step: int, dev
     x, y = (t.to(device) for t in batches[step])
     for run in random.Random(step).sample(runs, len(runs)):
         training.timed_step(run, x, y)
-    if step == 2:
-        for run, candidate in zip(runs, CANDIDATES, strict=True):
-            _check_buckets(run, candidate)
 
 
 def _check_buckets(run: training.Run, candidate: Candidate) -> None:
