@@ -16,6 +16,11 @@ class TestQuant4Feedback(HookContract):
     expr = "quant4(error_feedback=True)"
 
 
+class TestQuant4FeedbackIn8Bits(HookContract):
+    expr = "quant4(error_feedback=True, residual='int8')"
+    conservation = 5e-3  # the residual is rounded, too
+
+
 class TestQuant4Rotated(HookContract):
     expr = "quant4(rotation='hadamard', error_feedback=True)"
 

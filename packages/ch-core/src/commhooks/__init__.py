@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from commhooks.fsdp_states import DefaultState, LowPrecisionState
     from commhooks.handle import CommHook
+    from commhooks.packed import Packed
     from commhooks.reduction import Plain, Reduction, Stages, StepContext
     from commhooks.registry.expression import canonical
     from commhooks.registry.hook_function import as_hook
@@ -70,6 +71,7 @@ __all__ = [
     "HookTimeoutError",
     "LowPrecisionState",
     "Needs",
+    "Packed",
     "Param",
     "ParamLayout",
     "Plain",
@@ -137,6 +139,7 @@ __getattr__, __dir__ = lazy(
         "report.report": "Report ReportRow",
         "report.rows": "PlanRow",
         "requests": "Request Requests AllGather AllReduce AllToAll ReduceScatter Wire",
+        "packed": "Packed",
         "shards": "ShardLayout Shards",
         "state": "HookState",
         "typing": "GradBucket",

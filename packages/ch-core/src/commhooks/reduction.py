@@ -18,6 +18,7 @@ import torch
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout
 from commhooks.combine import parallel, plain
 from commhooks.errors import HookConfigError, HookNotSupportedError, HookResultError
+from commhooks.packed import Packed
 from commhooks.requests import Requests, StagePlan, as_tuple, refusal, trip_bytes
 from commhooks.scratch import Scratch
 from commhooks.shards import Shards, plain_scatter
@@ -92,8 +93,8 @@ class StepContext:
         return converted if converted is not None else self._state.read(name, field)
 
     def committed(self, name: str, field: str) -> torch.Tensor | None:
-        """The committed state tensor, also where this rank takes no part; for a composition that looks after it."""
-        return self._state.read(name, field)
+        """The committed state in fp32, also where this rank takes no part; for a composition that looks after it."""
+        return self._state.numbers(name, field)
 
     def convert(self, name: str, field: str, tensor: torch.Tensor) -> None:
         """Put ``tensor`` in place of a committed one, in this step and, once it is committed, for good."""
@@ -162,6 +163,7 @@ class Reduction(ABC):
         memory_order_fields: those that hold a parameter as :meth:`.Bucket.matrix` shows it, in the order of its memory;
             the others have its own shape. Where one reduction takes over from another, their common fields are turned
             from one into the other.
+        packed_fields: those that are held in 8 bits, and how: see :class:`~commhooks.Packed`.
         reports_sent: whether :meth:`run`, when ``ctx.sent`` is a bucket (of the layout it was given), leaves in it
             what this rank contributed: in the gradient's units, before the division by W, after all rounding. The
             ``sent`` of an :class:`~commhooks.requests.AllReduce` of the gradient itself is just that. It is what
@@ -190,6 +192,7 @@ class Reduction(ABC):
     fields: Mapping[str, Literal["local", "shared"]] = MappingProxyType({})
     scaled_fields: Mapping[str, int] = MappingProxyType({"residual": 1})
     memory_order_fields: frozenset[str] = frozenset()
+    packed_fields: Mapping[str, Packed] = MappingProxyType({})
     reports_sent: bool = False
     delivers: bool = False
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from commhooks.errors import StateError
+from commhooks.packed import Packed, numbers_of
 from commhooks.param_table import ParamTable, few, position_name, translate
 from commhooks.state_owner import RankId, StateWriter
 
@@ -42,6 +43,7 @@ class HookState:
         scale: loss scale in whose units the fields of :attr:`scaled` are held; :meth:`entries` gives them unscaled.
         scaled: fields that follow the loss scale, and by which power: 1 for the gradient's units, 2 for its square.
             An engine adds :attr:`Reduction.scaled_fields <commhooks.reduction.Reduction.scaled_fields>`.
+        packed: fields that are held in 8 bits, of the reduction; :meth:`entries` gives them in fp32.
 
     Example:
         >>> import torch
@@ -59,6 +61,7 @@ class HookState:
     """
 
     scaled: Mapping[str, int] = {"residual": 1}
+    packed: Mapping[str, Packed] = {}
 
     def __init__(self) -> None:
         self.step = 0
@@ -101,8 +104,14 @@ class HookState:
         return found
 
     def newest(self, name: str, field: str) -> torch.Tensor:
-        """What the last step has staged, if that is still open, else what is committed."""
-        return self._staged.get((name, field), self._committed.get((name, field)))  # type: ignore[return-value]
+        """What the last step has staged, if that is still open, else what is committed; one of :meth:`held`, unpacked."""
+        store = self._staged if (name, field) in self._staged else self._committed
+        return numbers_of(store, self.packed, (name, field))
+
+    def numbers(self, name: str, field: str) -> torch.Tensor | None:
+        """The committed numbers, or ``None``: :meth:`read`, unpacked."""
+        held = (name, field) in self._committed
+        return numbers_of(self._committed, self.packed, (name, field)) if held else None
 
     def held(self) -> set[tuple[str, str]]:
         """``(parameter name, field)`` of everything staged or committed."""
@@ -165,15 +174,19 @@ class HookState:
             return
         if not 0.0 < scale < float("inf"):
             raise ValueError(f"the loss scale is {scale}; expected a positive finite number")
+        powers = dict(self.scaled) | {p.scales: self.scaled[f] for f, p in self.packed.items() if f in self.scaled}
         held = {id(tensor): (field, tensor) for _, field, tensor in self._all()}
         for field, tensor in held.values():
-            if field in self.scaled:
-                tensor.mul_((scale / self.scale) ** self.scaled[field])
+            if field in powers and tensor.is_floating_point():  # codes follow through their scales
+                tensor.mul_((scale / self.scale) ** powers[field])
         self.scale = scale
 
     def entries(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """``(parameter name, field, tensor)`` of everything that is certain, unscaled, in sorted order."""
-        for (name, field), tensor in sorted(self._certain()[0].items(), key=lambda entry: entry[0]):
+        """``(parameter name, field, tensor)`` of everything that is certain, unscaled and unpacked, in sorted order."""
+        store = self._certain()[0]
+        parts = {packed.scales for packed in self.packed.values()}
+        for name, field in sorted(key for key in store if key[1] not in parts):
+            tensor = numbers_of(store, self.packed, (name, field))
             in_units = field in self.scaled and self.scale != 1.0
             yield name, field, tensor / self.scale ** self.scaled[field] if in_units else tensor
 
@@ -332,6 +345,7 @@ class HookState:
         self.rollback()  # a step that the engine before has not seen the end of
         self.resolve(False)
         self.scaled = {**engine.reduction.scaled_fields, **self.scaled}
+        self.packed = dict(engine.reduction.packed_fields)
         transport = engine.transport
         here = RankId(transport.rank, transport.world_size)
         there, fields = self._place, engine.reduction.fields

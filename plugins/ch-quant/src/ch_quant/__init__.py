@@ -11,8 +11,9 @@ from commhooks import lazy
 if TYPE_CHECKING:
     from ch_quant.affine import AffineGather, quantize_per_channel, quantize_per_tensor
     from ch_quant.codec import Codec
-    from ch_quant.exchange import Exchange, Feedback, all_reduce, reduce_scatter
+    from ch_quant.exchange import Exchange, all_reduce, reduce_scatter
     from ch_quant.family import Quantized, quant2, quant4, quant8, sign
+    from ch_quant.feedback import Feedback, PackedFeedback
     from ch_quant.hooks import quant8_hook, quantization_perchannel_hook, quantization_pertensor_hook
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Codec",
     "Exchange",
     "Feedback",
+    "PackedFeedback",
     "Quantized",
     "all_reduce",
     "quant2",
@@ -39,7 +41,8 @@ __getattr__, __dir__ = lazy(
     {
         "affine": "AffineGather quantize_per_channel quantize_per_tensor",
         "codec": "Codec",
-        "exchange": "Exchange Feedback all_reduce reduce_scatter",
+        "exchange": "Exchange all_reduce reduce_scatter",
+        "feedback": "Feedback PackedFeedback",
         "family": "Quantized quant2 quant4 quant8 sign",
         "hooks": "quant8_hook quantization_perchannel_hook quantization_pertensor_hook",
     },

@@ -103,10 +103,10 @@ def scatter(vectors: Sequence[torch.Tensor], chunk: Chunk, x: torch.Tensor) -> N
         place.copy_(x[row : row + rows].view(-1)[: place.numel()])
 
 
-def scatter_add(vectors: Sequence[torch.Tensor], chunk: Chunk, x: torch.Tensor, factor: float = 1.0) -> None:
-    """Add ``factor`` times the numbers of a chunk where they belong."""
+def scatter_add(vectors: Sequence[torch.Tensor], chunk: Chunk, x: torch.Tensor) -> None:
+    """Add the numbers of a chunk where they belong."""
     for number, start, stop, row, rows in chunk.pieces:
-        vectors[number][start:stop].add_(x[row : row + rows].view(-1)[: stop - start], alpha=factor)
+        vectors[number][start:stop].add_(x[row : row + rows].view(-1)[: stop - start])
 
 
 def gather_add(vectors: Sequence[torch.Tensor | None], chunk: Chunk, x: torch.Tensor) -> None:

@@ -23,19 +23,13 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ch_quant import rotation
-from ch_quant.blocks import Chunk, Cut, cut, gather, gather_add, scatter, scatter_add, whole
+from ch_quant.blocks import Chunk, Cut, cut, gather, scatter, whole
 from ch_quant.codec import Codec, Workspace
+from ch_quant.feedback import Residuals
 from ch_quant.noise import generator
 from commhooks import AllGather, AllToAll, Stages, StepContext
 
 Vectors = Sequence[torch.Tensor]
-
-
-class Feedback:
-    """The residual of each vector: what was kept (``None``: nothing yet), and what is to be kept, fp32, of its size."""
-
-    def __init__(self, before: Sequence[torch.Tensor | None], after: Vectors) -> None:
-        self.before, self.after = before, after
 
 
 class Exchange:
@@ -76,7 +70,7 @@ class Exchange:
 
     # -- the first stage
 
-    def send(self, parts: Sequence[Vectors], feedback: Sequence[Feedback] | None = None) -> AllToAll:
+    def send(self, parts: Sequence[Vectors], feedback: Sequence[Residuals] | None = None) -> AllToAll:
         """Pack every part; ``received`` has this rank's part of every rank when the request is done.
 
         Args:
@@ -101,7 +95,7 @@ class Exchange:
 
     # -- the second stage
 
-    def share(self, feedback: Feedback | None = None) -> AllGather:
+    def share(self, feedback: Residuals | None = None) -> AllGather:
         """Pack the mean of this rank's part, in the place of :meth:`take`."""
         self._own = self._scratch("own", (self.bytes,))
         noise = self._noise("share")
@@ -110,7 +104,7 @@ class Exchange:
             self._work.encode(mean, scales, packed, noise)
             if feedback is not None:
                 lost = mean.sub_(self._work.decoded(chunk.rows, scales))  # m - C(m)
-                scatter_add(feedback.after, chunk, self._plain(lost), factor=self.ctx.world_size)
+                feedback.keep_more(chunk, self._plain(lost).mul_(self.ctx.world_size), self._work.spare)
         return AllGather(self._own, self._received.view(-1))
 
     def deliver(self, parts: Sequence[Vectors]) -> None:
@@ -132,21 +126,22 @@ class Exchange:
         chunk: Chunk,
         message: torch.Tensor,
         noise: torch.Generator | None,
-        feedback: Feedback | None,
+        feedback: Residuals | None,
     ) -> None:
         x = whole(vectors, chunk, self.codec.block) if feedback is None else None
         if x is None:
             x = self._work.x[: chunk.rows]
             gather(vectors, chunk, x)
         if feedback is not None:
-            gather_add(feedback.before, chunk, x)  # p = g + e
+            feedback.add_to(chunk, x, self._work.spare)  # p = g + e
         rotated = x
         if self.rotated:
             rotated = rotation.rotate(x, self._work.total[: chunk.rows], self._work.spare[: chunk.rows])
         scales, packed = self._split(message, chunk)
         self._work.encode(rotated, scales, packed, noise)
         if feedback is not None:
-            scatter(feedback.after, chunk, x.sub_(self._plain(self._work.decoded(chunk.rows, scales))))  # p - C(p)
+            lost = x.sub_(self._plain(self._work.decoded(chunk.rows, scales)))  # p - C(p)
+            feedback.keep(chunk, lost, self._work.spare)
 
     def _means(self) -> Iterator[tuple[Chunk, torch.Tensor]]:
         """Chunks of this rank's part and their means over the ranks, still rotated, in fp32, in rank order."""
@@ -183,7 +178,7 @@ class Exchange:
         return self.ctx.scratch(name, shape, torch.uint8, self._device)
 
 
-def all_reduce(exchange: Exchange, vectors: Vectors, feedback: Feedback | None = None) -> Stages:
+def all_reduce(exchange: Exchange, vectors: Vectors, feedback: Residuals | None = None) -> Stages:
     """Both stages: leave the mean over ranks in ``vectors``, of an exchange that cuts them into W parts.
 
     Example:
@@ -205,7 +200,7 @@ def all_reduce(exchange: Exchange, vectors: Vectors, feedback: Feedback | None =
 
 
 def reduce_scatter(
-    exchange: Exchange, parts: Sequence[Vectors], own: Vectors, feedback: Sequence[Feedback] | None = None
+    exchange: Exchange, parts: Sequence[Vectors], own: Vectors, feedback: Sequence[Residuals] | None = None
 ) -> Stages:
     """The first stage alone: leave the mean over ranks of part r in rank r's ``own``.
 

@@ -1,14 +1,15 @@
 """``quant``: average with a few bits a number on the wire; and its presets."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 
 from ch_quant.codec import Codec
-from ch_quant.exchange import Exchange, Feedback, all_reduce, reduce_scatter
+from ch_quant.exchange import Exchange, all_reduce, reduce_scatter
+from ch_quant.feedback import Feedback, PackedFeedback, Residuals
 from ch_quant.packing import WIDTHS
-from commhooks import Bucket, HookConfigError, ParamLayout, Reduction, Shards, Stages, StepContext
+from commhooks import Bucket, HookConfigError, Packed, ParamLayout, Reduction, Shards, Stages, StepContext
 
 FIELD = "residual"
 DRAWN = "drawn"
@@ -22,16 +23,18 @@ class Quantized(Reduction):
         block: numbers that share a scale, a multiple of 16. Each parameter starts a block of its own.
         rounding: ``"nearest"``, or ``"stochastic"``: without bias, and with more noise.
         rotation: ``"hadamard"`` rotates each block before it is rounded; ``block`` is a power of two then.
-        error_feedback: keep what both roundings lost for the next step, in fp32.
+        error_feedback: keep what both roundings lost for the next step.
+        residual: in what it is kept: ``"fp32"``, or ``"int8"`` with a scale for each block (LoCo, arXiv:2407.04480):
+            2.1 bytes a number instead of 8, and about a two-hundredth of a block's largest is forgotten in a step.
         exempt: average parameters of fewer than two dimensions, and those smaller than a block, exactly.
         name: a preset's, which says the bits.
 
     Raises:
         HookConfigError: an option that is none of these.
 
-    State: ``residual``, local, fp32, one per quantized parameter, with ``error_feedback`` only. ``drawn``, shared, one
-    number per quantized parameter, with stochastic rounding only: in how many steps it was rounded so. What is drawn
-    follows from ``ctx.step``, which counts the steps that were used, for hooks that have state.
+    State: ``residual``, local, one per quantized parameter, with ``error_feedback`` only. ``drawn``, shared, one number
+    per quantized parameter, with stochastic rounding only: in how many steps it was rounded so. What is drawn follows from
+    ``ctx.step``, which counts the steps that were used, for hooks that have state.
 
     Example:
         >>> from commhooks import BucketLayout
@@ -53,6 +56,7 @@ class Quantized(Reduction):
         rounding: Literal["nearest", "stochastic"] = "nearest",
         rotation: Literal["hadamard"] | None = None,
         error_feedback: bool = False,
+        residual: Literal["fp32", "int8"] = "fp32",
         exempt: bool = True,
         name: str = "quant",
     ) -> None:
@@ -66,13 +70,20 @@ class Quantized(Reduction):
             raise HookConfigError(f"rotation={rotation!r}: expected None or 'hadamard'")
         if rotation and block & (block - 1):
             raise HookConfigError(f"block={block}: rotation='hadamard' takes a power of two, such as 128")
+        if residual not in ("fp32", "int8"):
+            raise HookConfigError(f"residual={residual!r}: expected 'fp32' or 'int8'")
+        if residual != "fp32" and not error_feedback:
+            raise HookConfigError(f"residual={residual!r} without error_feedback: nothing is kept; leave it out")
         if error_feedback and rounding == "stochastic" and bits <= 2:
             raise HookConfigError(
                 f"bits={bits} with rounding='stochastic' may lose more than a gradient has, so that error feedback would "
                 "grow without bound: use rounding='nearest', or error_feedback=False"
             )
         self.name, self.codec = name, Codec(bits, block, rounding)
-        self.rotation, self.error_feedback, self.exempt = rotation, bool(error_feedback), bool(exempt)
+        self.rotation, self.error_feedback, self.residual = rotation, bool(error_feedback), residual
+        self.exempt = bool(exempt)
+        self.packed = Packed("residual_scale", block) if residual == "int8" else None
+        self.packed_fields = {FIELD: self.packed} if self.packed is not None else {}
         # Which rank keeps what the second rounding lost depends on the parts, so on the bucket; and so does what is drawn.
         self.granularity = "bucket" if error_feedback or rounding == "stochastic" else "tensor"
         self.fields = {}
@@ -89,6 +100,7 @@ class Quantized(Reduction):
             "rounding": self.codec.rounding,
             "rotation": self.rotation,
             "error_feedback": self.error_feedback,
+            "residual": self.residual,
             "exempt": self.exempt,
         }
 
@@ -128,7 +140,7 @@ class Quantized(Reduction):
         if not self.error_feedback:
             yield from reduce_scatter(exchange, shards.vectors(), shards.own())
             return
-        kept = [self._kept(shards.whole(p), ctx, shards.device) for p in shards.params]
+        kept = self._wholes([shards.whole(p) for p in shards.params], ctx, shards.device)
         none = [None] * shards.world_size
         before = [
             shards.cut(p, old) if old is not None else none for p, (old, _) in zip(shards.params, kept, strict=True)
@@ -138,21 +150,47 @@ class Quantized(Reduction):
         yield from reduce_scatter(exchange, shards.vectors(), shards.own(), parts)
         for p, (_, new), pieces in zip(shards.params, kept, after, strict=True):
             shards.join(p, pieces, new)
+            if self.packed is not None:
+                self.packed.pack(new, *self.packed.stage(ctx, p.name, FIELD, new.shape, new.device))
 
     def _draw(self, params: Iterable[ParamLayout], ctx: StepContext, device: torch.device) -> None:
         if DRAWN in self.fields:
             for p in params:
                 ctx.stage(p.name, DRAWN, (1,), torch.int64, device).fill_(ctx.step + 1)
 
-    def _kept(self, p: ParamLayout, ctx: StepContext, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """A parameter's residual of the last step, and the place for the new one, of its shape in memory."""
-        return ctx.read(p.name, FIELD), ctx.stage(p.name, FIELD, p.matrix_shape, device=device)
-
-    def _feedback(self, bucket: Bucket, ctx: StepContext) -> Feedback:
-        kept = [self._kept(p, ctx, bucket.device) for p in bucket.params]
-        return Feedback(
-            [old.view(-1) if old is not None else None for old, _ in kept], [new.view(-1) for _, new in kept]
+    def _feedback(self, bucket: Bucket, ctx: StepContext) -> Residuals:
+        """The residuals of a bucket's parameters, of their shapes in memory."""
+        packed = self.packed
+        if packed is None:
+            old = [ctx.read(p.name, FIELD) for p in bucket.params]
+            new = [ctx.stage(p.name, FIELD, p.matrix_shape, device=bucket.device) for p in bucket.params]
+            return Feedback([e.view(-1) if e is not None else None for e in old], [e.view(-1) for e in new])
+        return PackedFeedback(
+            packed,
+            [packed.held(ctx, p.name, FIELD) for p in bucket.params],
+            [packed.stage(ctx, p.name, FIELD, p.matrix_shape, bucket.device) for p in bucket.params],
         )
+
+    def _wholes(
+        self, params: Sequence[ParamLayout], ctx: StepContext, device: torch.device
+    ) -> list[tuple[torch.Tensor | None, torch.Tensor]]:
+        """Residuals of the last step, and the places for the new ones, fp32, where ranks have parts of parameters.
+
+        Parts end where no block ends, so that 8 bits are unpacked as a whole; a place is for both then.
+        """
+        packed = self.packed
+        if packed is None:
+            return [(ctx.read(p.name, FIELD), ctx.stage(p.name, FIELD, p.matrix_shape, device=device)) for p in params]
+        room = ctx.scratch("residuals", (sum(p.numel for p in params),), device=device)
+        found: list[tuple[torch.Tensor | None, torch.Tensor]] = []
+        for p, flat in zip(params, room.split([p.numel for p in params]), strict=True):
+            held, place = packed.held(ctx, p.name, FIELD), flat.view(p.matrix_shape)
+            if held is not None and held[1] is not None:
+                packed.unpack(held[0], held[1], place)
+            elif held is not None:
+                place.copy_(held[0])
+            found.append((place if held is not None else None, place))
+        return found
 
 
 def quant8(**options: Any) -> Quantized:

@@ -104,6 +104,7 @@ def expected(
     meta = BucketLayout(layout.params, layout.numel, dtype, "meta")
     bucket = Bucket(meta, torch.empty(layout.numel, dtype=dtype, device="meta"))
     state = HookState()
+    state.packed = reduction.packed_fields
     stages = reduction.start(bucket, StepContext(0, world_size, step, state=state))
     try:
         for _ in stages:

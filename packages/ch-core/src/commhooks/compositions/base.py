@@ -102,6 +102,7 @@ class Composite(Reduction):
         powers = {field: self.scaled_fields[field] for field in self.fields if field in self.scaled_fields}
         self.scaled_fields = {f: power for part in parts for f, power in part.scaled_fields.items()} | powers
         self.fields = {f: kind for part in parts for f, kind in part.fields.items()} | dict(self.fields)
+        self.packed_fields = {f: how for part in parts for f, how in part.packed_fields.items()}
         self.memory_order_fields = self.memory_order_fields.union(*(part.memory_order_fields for part in parts))
 
     def part_for(self, param: ParamLayout, step: int) -> Reduction:

@@ -81,7 +81,7 @@ class Sampling:
             sent = Bucket(bucket.layout, torch.zeros_like(bucket.storage), bucket.index, bucket.is_last)
         elif FIELD in reduction.fields:
             for p in bucket.params:
-                held = state.read(p.name, FIELD)
+                held = state.numbers(p.name, FIELD)
                 if held is not None:
                     ordered(before, p, reduction, state.step).add_(
                         held.view_as(ordered(before, p, reduction, state.step))

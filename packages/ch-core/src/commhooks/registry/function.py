@@ -31,6 +31,7 @@ class FunctionReduction(Reduction):
             "phase",
             "memory_order_fields",
             "scaled_fields",
+            "packed_fields",
         ):
             if hasattr(function, attribute):
                 setattr(self, attribute, getattr(function, attribute))

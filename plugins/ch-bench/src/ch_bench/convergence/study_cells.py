@@ -25,7 +25,7 @@ VARIANTS = {  # of a hook, in place of its example
     "powersgd": ("powersgd(rank=1)", "powersgd(rank=2)", POWERSGD),
     "quant": ("quant(bits=3)", "quant4(rotation='hadamard')"),
     "quant8": ("quant8", "quant8(error_feedback=True)"),
-    "quant4": ("quant4", "quant4(error_feedback=True)"),
+    "quant4": ("quant4", "quant4(error_feedback=True)", "quant4(error_feedback=True, residual='int8')"),
     "topk": ("topk", "topk(bits=2)"),
     "randomk": ("randomk",),
     "bf16_wrapper": (f"bf16_wrapper({POWERSGD})",),

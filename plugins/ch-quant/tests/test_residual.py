@@ -1,0 +1,113 @@
+"""A residual in 8 bits: how much it takes and forgets, and that a loss scale and a checkpoint do not see the codes."""
+
+import pytest
+import torch
+
+import commhooks
+from commhooks import HookState
+from commhooks.simulate import SimulatedRank, simulate
+from commhooks.testing import SimulatedRanks
+
+SHAPE = (96, 70)  # 52 blocks of 128 and a half
+EXPR = "quant4(error_feedback=True, residual='int8')"
+
+
+def gradient(rank: int, step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return {"w": torch.randn(SHAPE, generator=generator) + 0.1}
+
+
+def ranks_of(expr: str, world: int = 3) -> SimulatedRanks:
+    return SimulatedRanks(lambda: commhooks.create(expr), world, {"w": torch.zeros(SHAPE)}, buckets=1)
+
+
+def held(state: HookState) -> int:
+    return sum(t.numel() * t.element_size() for t in state._committed.values())
+
+
+def test_it_takes_a_quarter_of_fp32_and_is_seen_as_fp32() -> None:
+    packed, plain = ranks_of(EXPR), ranks_of("quant4(error_feedback=True)")
+    for ranks in (packed, plain):
+        ranks.step([gradient(rank, 0) for rank in range(3)])
+        ranks.settle()
+    a, b = packed.engines[0].state, plain.engines[0].state
+    assert held(a) < 0.26 * held(b)
+    ((name, field, shown),) = list(a.entries())
+    exact = b.read("w", "residual")
+    assert exact is not None
+    assert (name, field, shown.dtype) == ("w", "residual", torch.float32)
+    assert shown.shape == exact.shape
+    blocks = torch.nn.functional.pad(exact.view(-1), (0, 64)).view(-1, 128).abs().amax(1, keepdim=True)
+    error = torch.nn.functional.pad((shown - exact).view(-1), (0, 64)).view(-1, 128).abs()
+    assert bool((error <= blocks / 100).all())  # half a level is a 254th, and the part that a rank owns is rounded twice
+    assert error.any()
+
+
+def test_what_it_forgets_stays_small_over_many_steps() -> None:
+    steps = 60
+
+    def body(rank: SimulatedRank) -> tuple[torch.Tensor, torch.Tensor]:
+        reduction = commhooks.create(EXPR).reduction
+        assert reduction is not None
+        engine = rank.engine(reduction)
+        total = torch.zeros(SHAPE)
+        for step in range(steps):
+            bucket = commhooks.Bucket.from_tensors(gradient(rank.rank, step))
+            engine.submit(bucket)
+            engine.finish()
+            total += bucket.view("w")
+        engine.resolve_step()
+        return total, next(tensor for _, _, tensor in engine.state.entries())
+
+    ranks = simulate(3, body)
+    truth = torch.stack([gradient(rank, step)["w"] for step in range(steps) for rank in range(3)]).sum(0) / 3
+    kept = torch.stack([residual for _, residual in ranks]).mean(0).view(SHAPE)
+    forgotten = float((ranks[0][0] + kept - truth).norm() / truth.norm())
+    assert 0.0 < forgotten < 1e-2  # and what error feedback would give without a residual: 0.05 and more
+
+
+def test_a_loss_scale_multiplies_the_scales_alone() -> None:
+    ranks = ranks_of(EXPR, 2)
+    ranks.step([gradient(rank, 0) for rank in range(2)])
+    ranks.settle()
+    state = ranks.engines[0].state
+    before = [tensor.clone() for _, _, tensor in state.entries()]
+    codes, scales = state.read("w", "residual"), state.read("w", "residual_scale")
+    assert codes is not None
+    assert scales is not None
+    was = codes.clone(), scales.clone()
+    state.rescale(64.0)
+    assert torch.equal(codes, was[0])
+    assert torch.equal(scales, 64.0 * was[1])
+    assert [torch.equal(a, b) for a, (_, _, b) in zip(before, state.entries(), strict=True)] == [True]
+
+
+def test_a_resumed_run_has_the_bits_of_the_one_that_went_on() -> None:
+    went_on, resumed = ranks_of(EXPR, 2), ranks_of(EXPR, 2)
+    for step in range(3):
+        went_on.step([gradient(rank, step) for rank in range(2)])
+    resumed.load(went_on.save())
+    for step in range(3, 6):
+        every = [gradient(rank, step) for rank in range(2)]
+        a, b = went_on.step([dict(g) for g in every]), resumed.step(every)
+        assert torch.equal(a.gradients[0]["w"], b.gradients[0]["w"])
+
+
+def test_it_goes_on_from_another_hooks_residual_in_fp32() -> None:
+    """A warm-up whose first hook keeps a residual in fp32, of the same name."""
+    ranks = ranks_of(f"warmup(quant8(error_feedback=True), {EXPR}, steps=2)", 2)
+    truth, total = torch.zeros(SHAPE), torch.zeros(SHAPE)
+    for step in range(4):
+        every = [gradient(rank, step) for rank in range(2)]
+        truth += (every[0]["w"] + every[1]["w"]) / 2
+        total += ranks.step(every).gradients[0]["w"]
+    ranks.settle()
+    kept = torch.stack([next(t for _, _, t in e.state.entries()) for e in ranks.engines]).mean(0).view(SHAPE)
+    assert ranks.engines[0].state.read("w", "residual").dtype == torch.int8  # type: ignore[union-attr]
+    assert float((total + kept - truth).norm() / truth.norm()) < 5e-3
+
+
+@pytest.mark.parametrize("expr", ["quant4(residual='int8')", "quant4(error_feedback=True, residual='fp16')"])
+def test_what_cannot_be_kept(expr: str) -> None:
+    with pytest.raises(commhooks.HookConfigError, match="residual"):
+        commhooks.create(expr)
