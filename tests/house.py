@@ -32,7 +32,7 @@ ORDER = (  # of ch-core: a module imports from its own line and from those below
     "registry",
     "agreement fingerprint",
     "reduction combine",
-    "state fsdp_states param_table state_owner",
+    "state fsdp_states packed param_table state_owner",
     "transport casting",
     "scratch shards",
     "bucket requests volume errors typing _lazy",

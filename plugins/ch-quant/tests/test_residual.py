@@ -39,7 +39,9 @@ def test_it_takes_a_quarter_of_fp32_and_is_seen_as_fp32() -> None:
     assert shown.shape == exact.shape
     blocks = torch.nn.functional.pad(exact.view(-1), (0, 64)).view(-1, 128).abs().amax(1, keepdim=True)
     error = torch.nn.functional.pad((shown - exact).view(-1), (0, 64)).view(-1, 128).abs()
-    assert bool((error <= blocks / 100).all())  # half a level is a 254th, and the part that a rank owns is rounded twice
+    assert bool(
+        (error <= blocks / 100).all()
+    )  # half a level is a 254th, and the part that a rank owns is rounded twice
     assert error.any()
 
 

@@ -1,13 +1,9 @@
 """A state field in 8 bits: int8 codes, and a scale for each block of them in a field of its own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from commhooks.reduction import StepContext
 
 _LEVELS = 127
 _SMALLEST = 1e-36  # a scale whose reciprocal is finite
@@ -19,10 +15,10 @@ Key = tuple[str, str]
 class Packed:
     """How a field is held in 8 bits: ``x = code * scale``, off by at most ``max|x| / 254`` of its block.
 
-    The field itself is int8, of the shape that it would have in fp32; ``scales`` names another field, fp32, ``(blocks,)``. A
-    reduction that declares this in :attr:`Reduction.packed_fields <commhooks.Reduction.packed_fields>` reads and stages the
-    field with :meth:`held` and :meth:`stage`; whoever else looks at the state (checkpoints, figures, another hook that takes
-    over) is given fp32, and a loss scale multiplies the scales alone.
+    The field itself is int8, of the shape that it would have in fp32; ``scales`` names another field, fp32, ``(blocks,)``.
+    A reduction that declares this in :attr:`Reduction.packed_fields <commhooks.Reduction.packed_fields>` reads and stages
+    the field with :meth:`.StepContext.read_packed` and :meth:`.StepContext.stage_packed`. Whoever else looks at the state
+    (checkpoints, figures, another hook that takes over) is given fp32, and a loss scale multiplies the scales alone.
 
     Args:
         scales: the field of the scales. It is not declared in ``fields``: it is a part of the other.
@@ -64,26 +60,9 @@ class Packed:
             torch.mul(there, factor, out=numbers)
         return found
 
-    def held(self, ctx: "StepContext", name: str, field: str) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """A parameter's committed codes and scales, or ``None`` if there are none.
-
-        Without scales the first are no codes but numbers in fp32: of a checkpoint, or of a hook that keeps them so.
-        """
-        codes = ctx.read(name, field)
-        if codes is None:
-            return None
-        return codes, ctx.read(name, self.scales) if codes.dtype == torch.int8 else None
-
-    def stage(
-        self, ctx: "StepContext", name: str, field: str, shape: Sequence[int], device: torch.device | str = "cpu"
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and scales to fill: the parameter's new field once this step is committed."""
-        codes = ctx.stage(name, field, shape, torch.int8, device)
-        return codes, ctx.stage(name, self.scales, (self.blocks(codes.numel()),), device=device)
-
     def _chunks(
         self, numbers: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
-    ) -> "list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]":
+    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Live views of blocks ``(rows, block)`` and their scales ``(rows, 1)``; the last block may be shorter."""
         whole = numbers.numel() // self.block * self.block
         step = max(1, _TOGETHER // self.block) * self.block if numbers.device.type == "cpu" else max(whole, 1)

@@ -7,9 +7,11 @@
 A rank reads with `sent_here` what its interface counts.
 
 Inside, every rank has an interface ``IFACE`` (Gloo is told to use it) with a token bucket filter on what it sends, as a
-network card of that speed would have. Needs root and iproute2: `why_not` gives the reason where it cannot be had.
+network card of that speed would have, and TCP with Linux's default congestion control (cubic). Needs root and iproute2:
+`why_not` gives the reason where it cannot be had.
 """
 
+import contextlib
 import ctypes
 import os
 import re
@@ -131,6 +133,7 @@ class Network:
             _ip("-n", name, "address", "add", f"{self.address(rank)}/24", "dev", IFACE)
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", name, "link", "set", IFACE, "up")
+            within(name, _use_cubic)
             if self.rate:
                 shape = ["tbf", "rate", self.rate, "burst", "128kb", "latency", "50ms"]
                 _command("tc", "-n", name, "qdisc", "add", "dev", IFACE, "root", *shape)
@@ -179,6 +182,14 @@ def within(name: str, make: Callable[[], T]) -> T:
         raise made[0]
     result: T = made[0]
     return result
+
+
+def _use_cubic() -> None:
+    """Linux's default congestion control, whatever this machine has set: BBR takes a link that is used in bursts, as by
+    collectives one after another, for a slower one, and a measurement would depend on the machine.
+    """
+    with contextlib.suppress(OSError), open("/proc/sys/net/ipv4/tcp_congestion_control", "w") as control:
+        control.write("cubic")
 
 
 def _setns(name: str) -> None:
