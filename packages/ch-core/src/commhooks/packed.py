@@ -1,6 +1,6 @@
 """A state field in 8 bits: int8 codes, and a scale for each block of them in a field of its own."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -84,3 +84,11 @@ def numbers_of(store: Mapping[Key, torch.Tensor], packed: Mapping[str, Packed], 
     if how is None or found.dtype != torch.int8:
         return found
     return how.unpack(found, store[key[0], how.scales])
+
+
+def unpacked(store: Mapping[Key, torch.Tensor], packed: Mapping[str, Packed]) -> Iterator[tuple[Key, torch.Tensor]]:
+    """The entries of a store as :func:`numbers_of` gives them; scales are no entries of their own."""
+    scales = {how.scales for how in packed.values()}
+    for key in store:
+        if key[1] not in scales:
+            yield key, numbers_of(store, packed, key)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from commhooks.errors import StateError
-from commhooks.packed import Packed, numbers_of
+from commhooks.packed import Packed, numbers_of, unpacked
 from commhooks.param_table import ParamTable, few, position_name, translate
 from commhooks.state_owner import RankId, StateWriter
 
@@ -42,8 +42,7 @@ class HookState:
             Where no names are seen (``register_comm_hook``), they are called by position and shape, ``"0:50x50"``.
         scale: loss scale in whose units the fields of :attr:`scaled` are held; :meth:`entries` gives them unscaled.
         scaled: fields that follow the loss scale, and by which power: 1 for the gradient's units, 2 for its square.
-            An engine adds :attr:`Reduction.scaled_fields <commhooks.reduction.Reduction.scaled_fields>`.
-        packed: fields that are held in 8 bits, of the reduction; :meth:`entries` gives them in fp32.
+            An engine adds the reduction's ``scaled_fields``, and sets ``packed``, the fields that it holds in 8 bits.
 
     Example:
         >>> import torch
@@ -110,8 +109,7 @@ class HookState:
 
     def numbers(self, name: str, field: str) -> torch.Tensor | None:
         """The committed numbers, or ``None``: :meth:`read`, unpacked."""
-        held = (name, field) in self._committed
-        return numbers_of(self._committed, self.packed, (name, field)) if held else None
+        return numbers_of(self._committed, self.packed, (name, field)) if (name, field) in self._committed else None
 
     def held(self) -> set[tuple[str, str]]:
         """``(parameter name, field)`` of everything staged or committed."""
@@ -174,7 +172,7 @@ class HookState:
             return
         if not 0.0 < scale < float("inf"):
             raise ValueError(f"the loss scale is {scale}; expected a positive finite number")
-        powers = dict(self.scaled) | {p.scales: self.scaled[f] for f, p in self.packed.items() if f in self.scaled}
+        powers = {**self.scaled, **{p.scales: self.scaled.get(field, 0) for field, p in self.packed.items()}}
         held = {id(tensor): (field, tensor) for _, field, tensor in self._all()}
         for field, tensor in held.values():
             if field in powers and tensor.is_floating_point():  # codes follow through their scales
@@ -183,10 +181,7 @@ class HookState:
 
     def entries(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """``(parameter name, field, tensor)`` of everything that is certain, unscaled and unpacked, in sorted order."""
-        store = self._certain()[0]
-        parts = {packed.scales for packed in self.packed.values()}
-        for name, field in sorted(key for key in store if key[1] not in parts):
-            tensor = numbers_of(store, self.packed, (name, field))
+        for (name, field), tensor in sorted(unpacked(self._certain()[0], self.packed), key=lambda entry: entry[0]):
             in_units = field in self.scaled and self.scale != 1.0
             yield name, field, tensor / self.scale ** self.scaled[field] if in_units else tensor
 
