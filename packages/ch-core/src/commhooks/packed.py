@@ -1,7 +1,8 @@
 """A state field in 8 bits: int8 codes, and a scale for each block of them in a field of its own."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -11,14 +12,24 @@ _TOGETHER = 1 << 18  # numbers treated at a time, which a core's caches hold
 Key = tuple[str, str]
 
 
+class Entries(Protocol):
+    """What a :class:`~commhooks.StepContext` can do with a state."""
+
+    def read(self, name: str, field: str, /) -> torch.Tensor | None: ...
+
+    def stage(
+        self, name: str, field: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, /
+    ) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True)
 class Packed:
     """How a field is held in 8 bits: ``x = code * scale``, off by at most ``max|x| / 254`` of its block.
 
     The field itself is int8, of the shape that it would have in fp32; ``scales`` names another field, fp32, ``(blocks,)``.
     A reduction that declares this in :attr:`Reduction.packed_fields <commhooks.Reduction.packed_fields>` reads and stages
-    the field with :meth:`.StepContext.read_packed` and :meth:`.StepContext.stage_packed`. Whoever else looks at the state
-    (checkpoints, figures, another hook that takes over) is given fp32, and a loss scale multiplies the scales alone.
+    the field with :meth:`held` and :meth:`stage`. Whoever else looks at the state (checkpoints, figures, another hook that
+    takes over) is given fp32, and a loss scale multiplies the scales alone.
 
     Args:
         scales: the field of the scales. It is not declared in ``fields``: it is a part of the other.
@@ -59,6 +70,23 @@ class Packed:
         for numbers, there, factor in self._chunks(found.view(-1), codes.view(-1), scales):
             torch.mul(there, factor, out=numbers)
         return found
+
+    def held(self, ctx: Entries, name: str, field: str) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """A parameter's committed codes and scales, or ``None``.
+
+        Without scales the first are no codes but numbers: of a checkpoint, or of a hook before that keeps them in fp32.
+        """
+        codes = ctx.read(name, field)
+        if codes is None:
+            return None
+        return codes, ctx.read(name, self.scales) if codes.dtype == torch.int8 else None
+
+    def stage(
+        self, ctx: Entries, name: str, field: str, shape: Sequence[int], device: torch.device | str = "cpu"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and scales to fill: the parameter's new field once this step is committed."""
+        codes = ctx.stage(name, field, shape, torch.int8, device)
+        return codes, ctx.stage(name, self.scales, (self.blocks(codes.numel()),), torch.float32, device)
 
     def _chunks(
         self, numbers: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor

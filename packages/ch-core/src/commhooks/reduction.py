@@ -114,23 +114,6 @@ class StepContext:
             return self._scratch.get((self._owner, name), "staged " + field, shape, dtype, torch.device(device))
         return self._state.stage(name, field, shape, dtype, device)
 
-    def read_packed(self, name: str, field: str, how: Packed) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Committed codes and scales of a field that is held in 8 bits, or ``None``.
-
-        Without scales the first are no codes but numbers: of a checkpoint, or of a hook before that keeps them in fp32.
-        """
-        codes = self.read(name, field)
-        if codes is None:
-            return None
-        return codes, self.read(name, how.scales) if codes.dtype == torch.int8 else None
-
-    def stage_packed(
-        self, name: str, field: str, how: Packed, shape: Sequence[int], device: torch.device | str = "cpu"
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and scales to fill, as :meth:`stage` gives a tensor."""
-        codes = self.stage(name, field, shape, torch.int8, device)
-        return codes, self.stage(name, how.scales, (how.blocks(codes.numel()),), device=device)
-
     def scratch(
         self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> torch.Tensor:

@@ -151,7 +151,7 @@ class Quantized(Reduction):
         for p, (_, new), pieces in zip(shards.params, kept, after, strict=True):
             shards.join(p, pieces, new)
             if self.packed is not None:
-                self.packed.pack(new, *ctx.stage_packed(p.name, FIELD, self.packed, new.shape, new.device))
+                self.packed.pack(new, *self.packed.stage(ctx, p.name, FIELD, new.shape, new.device))
 
     def _draw(self, params: Iterable[ParamLayout], ctx: StepContext, device: torch.device) -> None:
         if DRAWN in self.fields:
@@ -167,8 +167,8 @@ class Quantized(Reduction):
             return Feedback([e.view(-1) if e is not None else None for e in old], [e.view(-1) for e in new])
         return PackedFeedback(
             packed,
-            [ctx.read_packed(p.name, FIELD, packed) for p in bucket.params],
-            [ctx.stage_packed(p.name, FIELD, packed, p.matrix_shape, bucket.device) for p in bucket.params],
+            [packed.held(ctx, p.name, FIELD) for p in bucket.params],
+            [packed.stage(ctx, p.name, FIELD, p.matrix_shape, bucket.device) for p in bucket.params],
         )
 
     def _wholes(
@@ -184,7 +184,7 @@ class Quantized(Reduction):
         room = ctx.scratch("residuals", (sum(p.numel for p in params),), device=device)
         found: list[tuple[torch.Tensor | None, torch.Tensor]] = []
         for p, flat in zip(params, room.split([p.numel for p in params]), strict=True):
-            held, place = ctx.read_packed(p.name, FIELD, packed), flat.view(p.matrix_shape)
+            held, place = packed.held(ctx, p.name, FIELD), flat.view(p.matrix_shape)
             if held is not None and held[1] is not None:
                 packed.unpack(held[0], held[1], place)
             elif held is not None:
