@@ -75,8 +75,8 @@ def main(argv: list[str] | None = None) -> int:
         cells.append(f"{calls[0]:>5.0f}  {calls[1] - calls[0]:>+4.0f}")
         console.print("  ".join(cells), highlight=False)
     if args.record:
-        words = ["python -m ch_bench.cost.adapters", *bench_report.shareable(argv or sys.argv[1:])]
-        console.print(f"recorded: {bench_report.record(args.record, ' '.join(words), console)}")
+        command = bench_report.command("ch_bench.cost.adapters", argv)
+        console.print(f"recorded: {bench_report.record(args.record, command, console)}")
     return int(certain)
 
 
