@@ -1,10 +1,14 @@
 """FSDP2 inside replica groups, torchft's real Manager between them: a replica is killed with SIGKILL and started again."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 import ch_ft
 import commhooks
@@ -67,3 +71,33 @@ def replay(outcome: quorum.Outcome, last: int) -> dict[int, str]:
         if dist.is_initialized():
             dist.destroy_process_group()
     return found
+
+
+def test_what_is_sent_to_a_newcomer_is_made_before_the_forward() -> None:
+    """An asynchronous quorum asks in a thread of its own, and FSDP2's state_dict() reshards: it is made once."""
+
+    def asked_inside(ask: Callable[[], dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+
+        def in_a_thread(module: nn.Module, inputs: object) -> None:
+            thread = threading.Thread(target=lambda: found.append(ask()))
+            thread.start()
+            thread.join()
+
+        model.get_submodule("2").register_forward_pre_hook(in_a_thread)  # after FSDP2's own: its weights are gathered
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.randn(4, 48)).square().mean().backward()
+            optimizer.step()
+        return found
+
+    torch.manual_seed(0)
+    model = member.sharded(member.net(0))
+    weights = model.state_dict()
+    sent = asked_inside(lambda: weights, model)[-1]
+    now = model.state_dict()
+    assert all(torch.equal(sent[name].to_local(), now[name].to_local()) for name in now)
+    other = member.sharded(member.net(0))
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        asked_inside(other.state_dict, other)
+    dist.destroy_process_group()

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -396,31 +396,3 @@ def test_without_ch_ft_it_says_what_to_install() -> None:
     command = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=55, env=environment)
     assert done.returncode == 0, done.stderr
-
-
-def test_what_is_sent_to_a_newcomer_is_made_before_the_forward() -> None:
-    """An asynchronous quorum asks in a thread of its own, and FSDP2's state_dict() reshards: it is made once."""
-
-    def asked_inside(ask: Callable[[], dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-
-        def in_a_thread(module: nn.Module, inputs: object) -> None:
-            thread = threading.Thread(target=lambda: found.append(ask()))
-            thread.start()
-            thread.join()
-
-        model[2].register_forward_pre_hook(in_a_thread)  # after FSDP2's own: its weights are gathered
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(2):
-            model(batch("a", step)).square().mean().backward()
-            optimizer.step()
-        return found
-
-    model = sharded(net())
-    weights = model.state_dict()
-    sent = asked_inside(lambda: weights, model)[-1]
-    now = model.state_dict()
-    assert all(torch.equal(sent[name].to_local(), now[name].to_local()) for name in now)
-    other = sharded(net())
-    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
-        asked_inside(other.state_dict, other)
