@@ -22,6 +22,7 @@ PUBLIC = (
     "commhooks.checkpoint",
     "commhooks.checkpoint.dcp",
     "commhooks.simulate",
+    "commhooks.numerics",
     "commhooks.telemetry",
     "commhooks.testing",
     "ch_ddp",

@@ -34,7 +34,7 @@ ORDER = (  # of ch-core: a module imports from its own line and from those below
     "reduction combine",
     "state fsdp_states packed param_table state_owner",
     "transport casting",
-    "scratch shards",
+    "numerics scratch shards",
     "bucket requests volume errors typing _lazy",
 )
 PACKAGES = (

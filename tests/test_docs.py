@@ -61,7 +61,7 @@ def plugin(tmp_path_factory) -> tuple[Path, Path]:
     """The package of `docs/extension.md`: its sources as written there, and where pip installed it."""
     folder = tmp_path_factory.mktemp("extension")
     files = FILE.findall((DOCS / "extension.md").read_text())
-    assert len(files) == 11
+    assert len(files) == 12
     for name, content in files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content)

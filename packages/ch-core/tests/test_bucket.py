@@ -1,13 +1,17 @@
 """Buckets: views, strides, pieces and splitting."""
 
+import copy
 import dataclasses
+import gc
+import pickle
+import weakref
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride
+from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride, per_layout
 
 SHAPES = st.dictionaries(
     st.text("abcdef.", min_size=1, max_size=6),
@@ -78,3 +82,31 @@ def test_errors_say_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="dtype and device"):
         Bucket.from_tensors({"a": torch.ones(1), "b": torch.ones(1, dtype=torch.float64)})
     assert contiguous_stride(()) == ()
+
+
+class Counting:
+    made = 0
+
+    @per_layout
+    def sizes(self, layout: BucketLayout, factor: int = 1) -> list[int]:
+        type(self).made += 1
+        return [factor * p.numel for p in layout.params]
+
+
+def test_what_is_made_of_a_layout_is_made_once_by_each_object() -> None:
+    a, b = (BucketLayout.of_shapes({"w": shape}) for shape in ((2, 3), (4,)))
+    one, other = Counting(), Counting()
+    first = one.sizes(a, factor=2)
+    assert one.sizes(BucketLayout.of_shapes({"w": (2, 3)})) is first
+    assert (first, one.sizes(b), other.sizes(a), Counting.made) == ([12], [4], [6], 3)
+    for again in (copy.copy(one), pickle.loads(pickle.dumps(one))):
+        assert again.sizes(a) == [6]
+
+
+def test_what_is_made_of_a_layout_is_freed_with_its_object() -> None:
+    one = Counting()
+    one.sizes(BucketLayout.of_shapes({"w": (2, 3)}))
+    seen = weakref.ref(one)
+    del one
+    gc.collect()
+    assert seen() is None

@@ -7,12 +7,28 @@ from typing import Any, ClassVar, Literal
 import pytest
 import torch
 
-from commhooks import AllReduce, Bucket, HookState, Reduction
+from commhooks import AllReduce, Bucket, HookState, Reduction, StepContext
 from commhooks.engine.verdict import Phase
 from commhooks.errors import StateError
 from commhooks.simulate import SimulatedRank, simulate
 
 # -- the state: tentative steps
+
+
+def test_what_other_options_have_left_reads_as_nothing_where_a_shape_is_given() -> None:
+    state = HookState()
+    ctx = StepContext(state=state)
+    assert ctx.read("w", "q", (2, 3)) is None
+    ctx.stage("w", "q", (2, 3)).fill_(1.0)
+    state.commit()
+    kept = ctx.read("w", "q")
+    assert kept is not None
+    assert ctx.read("w", "q", (2, 3)) is kept
+    assert ctx.read("w", "q", [2, 3]) is kept
+    assert ctx.read("w", "q", (1, 3)) is None
+    ctx.convert("w", "q", torch.ones(1, 3))
+    assert ctx.read("w", "q", (2, 3)) is None
+    assert ctx.read("w", "q", (1, 3)) is not None
 
 
 def staged(state: HookState, value: float) -> None:

@@ -2,10 +2,12 @@
 
 import inspect
 import pickle
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import pytest
 
-from commhooks import errors
+from commhooks import Options, Plain, errors, option
 from commhooks.registry.specs import HookSpec, Param, PluginFailure
 
 ERRORS = [e for e in vars(errors).values() if inspect.isclass(e) and issubclass(e, errors.CommHooksError)]
@@ -68,3 +70,68 @@ def test_params_accept_what_they_say(param, good, bad):
             param.check(value)
         assert str(caught.value) == param.accepts()
     assert type(Param(1.0, "").check(2)) is float
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Told(Options):
+    rate: float = option(0.5, "part that is sent", above=0.0, at_most=1.0)
+    kind: Literal["a", "b"] = option("a", "which of the two")
+    level: Literal[1, None] = option(1, "one or none")
+    kept: ClassVar[int] = 3
+
+
+class Sends(Told, Plain):
+    name = "sends"
+    granularity: Literal["tensor", "bucket"] = "bucket"
+
+
+def test_options_are_declared_once():
+    params = Told.params()
+    assert params["rate"] == Param(0.5, "part that is sent", above=0.0, at_most=1.0)
+    assert params["kind"].choices == ("a", "b")
+    assert list(params) == ["rate", "kind", "level"]
+    made = Sends(1, level=None)
+    assert type(made.rate) is float
+    assert made.config() == {"rate": 1.0, "kind": "a", "level": None}
+    assert repr(made) == "sends(rate=1.0, kind='a', level=None)"
+    assert Sends(**made.config()).config() == made.config()
+    assert pickle.loads(pickle.dumps(made)).config() == made.config()
+    assert made.granularity == "bucket"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"rate": 0}, r"^rate=0: expected a float > 0 and <= 1 \(part that is sent\)$"),
+        ({"rate": True}, r"^rate=True: expected a float"),
+        ({"kind": "c"}, r"^kind='c': expected one of 'a', 'b' \(which of the two\)$"),
+        ({"level": 2}, r"^level=2: expected one of 1, None"),
+    ],
+)
+def test_an_option_out_of_range_is_refused_by_name(given, said):
+    with pytest.raises(errors.HookConfigError, match=said):
+        Sends(**given)
+
+
+def test_a_forgotten_decorator_or_flag_is_found():
+    class Forgotten(Options):
+        rate: float = option(0.5, "part that is sent")
+
+    with pytest.raises(errors.HookConfigError, match=r"Forgotten.rate is no field: write @dataclass"):
+        Forgotten.params()
+
+    @dataclass(frozen=True)
+    class Compared(Options):
+        rate: float = option(0.5, "part that is sent")
+
+    with pytest.raises(errors.HookConfigError, match=r"Compared compares by value: write @dataclass"):
+        Compared.params()
+
+
+def test_a_literal_whose_values_cannot_be_read_is_found():
+    @dataclass(frozen=True, eq=False, repr=False)
+    class Postponed(Options):
+        kind: 'Literal["a", "b"]' = option("a", "which of the two")  # noqa: RUF009
+
+    with pytest.raises(errors.HookConfigError, match="kind: the values of a Literal cannot be read"):
+        Postponed.params()

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ch_powersgd import PowerSGD
-from ch_powersgd.orthonormal import Columns, gaussians
+from ch_powersgd.orthonormal import Columns
 from ch_powersgd.workspace import Factor
 from commhooks import AllReduce, Bucket, HookState, StepContext
+from commhooks.numerics import seeded_normals
 
 CPU = torch.device("cpu")
 
@@ -53,7 +54,7 @@ def test_a_dependent_column_becomes_zero_or_noise() -> None:
     assert y[1].count_nonzero() == 0
     assert y[2].count_nonzero() == 0
     torch.testing.assert_close((y @ y.T).diagonal(), torch.tensor([1.0, 0.0, 0.0, 1.0]))
-    noise = gaussians(0, {"w": (4, 50)}, 0, CPU)["w"].unsqueeze(0)
+    noise = seeded_normals("0/0", {"w": (4, 50)}, CPU, unit=True)["w"].unsqueeze(0)
     filled = orthonormalised(x, noise)[0]
     torch.testing.assert_close(filled @ filled.T, torch.eye(4), atol=1e-6, rtol=0)
 
@@ -91,7 +92,7 @@ def test_long_columns_of_equal_numbers_do_not_grow(rank: int, length: int) -> No
 def test_what_is_not_finite_stays_so(bad: float, rank: int) -> None:
     x = torch.randn(2, rank, 20)
     x[0, :, 7] = bad
-    y = orthonormalised(x, gaussians(0, {"w": (rank, 20)}, 0, CPU)["w"].expand(2, -1, -1))
+    y = orthonormalised(x, seeded_normals("0/0", {"w": (rank, 20)}, CPU, unit=True)["w"].expand(2, -1, -1))
     assert not y[0].isfinite().any()
     assert y[1].isfinite().all()
 
@@ -112,26 +113,6 @@ def test_a_factor_does_not_depend_on_its_neighbours_to_the_bit() -> None:
         alone = Factor(part.flatten(), [size])
         alone.orthonormalise()
         assert torch.equal(alone.stacks[0], whole)
-
-
-def test_noise_depends_on_seed_key_and_step_only() -> None:
-    same = gaussians(1, {"w": (2, 9)}, 2, CPU)["w"]
-    assert torch.equal(same, gaussians(1, {"w": (2, 9)}, 2, CPU)["w"])
-    for seed, key, step in ((2, "w", 2), (1, "v", 2), (1, "w", 3)):
-        assert not torch.equal(same, gaussians(seed, {key: (2, 9)}, step, CPU)[key])
-
-
-def test_random_columns_do_not_depend_on_torchs_defaults() -> None:
-    cpu = torch.device("cpu")
-    expected = gaussians(0, {"w": (2, 8)}, 0, cpu)["w"]
-    torch.set_default_dtype(torch.float16)
-    try:
-        with torch.device("meta"):
-            found = gaussians(0, {"w": (2, 8)}, 0, cpu)["w"]
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert found.device == cpu
-    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("allowed", ["tf32", "bf16"])

@@ -388,7 +388,7 @@ def test_a_large_matrix_is_worked_on_in_blocks_on_a_cpu_though_it_was_planned_on
         engine = rank.engine(reduction)
         engine.submit(bucket)
         assert engine.finish() is None
-        space = reduction._spaces[bucket.layout]
+        space = reduction._space(bucket.layout, bucket)
         matrix = space.in_place(bucket, space._factors)[0]
         return [len(d) for d, _ in matrix.blocks]
 

@@ -73,3 +73,11 @@ def test_pytorchs_state_is_refused_with_the_import_to_change(hook: Any) -> None:
             model(torch.ones(1, 4)).sum().backward()
     finally:
         dist.destroy_process_group()
+
+
+def test_an_option_that_was_set_later_is_checked_under_pytorchs_name() -> None:
+    state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
+    assert repr(state.reduction()).startswith("powersgd(rank=2, start_iter=3, ")
+    state.matrix_approximation_rank = 0
+    with pytest.raises(HookConfigError, match="matrix_approximation_rank=0: expected an int >= 1"):
+        state.reduction()

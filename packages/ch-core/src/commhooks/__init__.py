@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from commhooks.api.lookup import describe, failures, get, list_hooks, refresh, register, spec, unregister
     from commhooks.api.reducing import Exchange, Reducer
     from commhooks.api.usable import why_not
-    from commhooks.bucket import Bucket, BucketLayout, ParamLayout
+    from commhooks.bucket import Bucket, BucketLayout, ParamLayout, per_layout
     from commhooks.compositions.base import Composite, composed
     from commhooks.compositions.wire_cast import WireCast
     from commhooks.errors import (
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from commhooks.registry.expression import canonical
     from commhooks.registry.hook_function import as_hook
     from commhooks.registry.hookspecs import hookimpl
+    from commhooks.registry.options import Options, option
     from commhooks.registry.specs import HookSpec, Needs, Param, PluginFailure
     from commhooks.report.report import Report, ReportRow
     from commhooks.report.rows import PlanRow
@@ -71,6 +72,7 @@ __all__ = [
     "HookTimeoutError",
     "LowPrecisionState",
     "Needs",
+    "Options",
     "Packed",
     "Param",
     "ParamLayout",
@@ -108,6 +110,8 @@ __all__ = [
     "hookimpl",
     "lazy",
     "list_hooks",
+    "option",
+    "per_layout",
     "refresh",
     "register",
     "spec",
@@ -125,7 +129,7 @@ __getattr__, __dir__ = lazy(
         "api.lookup": "describe failures get list_hooks refresh register spec unregister",
         "api.reducing": "Exchange Reducer",
         "api.usable": "why_not",
-        "bucket": "Bucket BucketLayout ParamLayout",
+        "bucket": "Bucket BucketLayout ParamLayout per_layout",
         "compositions.base": "Composite composed",
         "errors": "TransportError AmbiguousHookError AttachError CommHooksError HookConfigError HookNotSupportedError "
         "HookResultError HookTimeoutError PluginLoadError RankMismatchError RemoteHookError "
@@ -135,6 +139,7 @@ __getattr__, __dir__ = lazy(
         "reduction": "Plain Reduction Stages StepContext",
         "registry.hook_function": "as_hook",
         "registry.hookspecs": "hookimpl",
+        "registry.options": "Options option",
         "registry.specs": "HookSpec Needs Param PluginFailure",
         "report.report": "Report ReportRow",
         "report.rows": "PlanRow",

@@ -11,11 +11,15 @@ collectives of a reduction.
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
+S = TypeVar("S")
 T = TypeVar("T")
+P = ParamSpec("P")
 
 _RUNS, _SELECTED = object(), object()  # keys of what every bucket keeps
 
@@ -353,3 +357,31 @@ class Bucket:
 
     def _flat(self, p: ParamLayout) -> torch.Tensor:
         return self.storage.narrow(0, p.offset, p.numel)
+
+
+def per_layout(make: Callable[Concatenate[S, BucketLayout, P], T]) -> Callable[Concatenate[S, BucketLayout, P], T]:
+    """A method ``(self, layout, ...)`` whose result is made once for each layout, as long as its object lives.
+
+    For what a reduction works out of shapes and names alone. The results are not copied or pickled with the reduction;
+    they must not refer to it, or it would never be freed. Further arguments are used when a result is made.
+
+    >>> class Mine:
+    ...     @per_layout
+    ...     def rows(self, layout):
+    ...         print("made")
+    ...         return [p.matrix_shape[0] for p in layout.params]
+    >>> mine, layout = Mine(), BucketLayout.of_shapes({"w": (4, 2)})
+    >>> mine.rows(layout), mine.rows(BucketLayout.of_shapes({"w": (4, 2)}))
+    made
+    ([4], [4])
+    """
+    kept: WeakKeyDictionary[S, dict[BucketLayout, T]] = WeakKeyDictionary()
+
+    @wraps(make)
+    def method(self: S, layout: BucketLayout, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        made = kept.setdefault(self, {})
+        if layout not in made:
+            made[layout] = make(self, layout, *args, **kwargs)
+        return made[layout]
+
+    return method

@@ -81,8 +81,10 @@ class StepContext:
         self._absent = absent  # parameters that this rank has no gradient for
         self._converted: dict[tuple[str, str], torch.Tensor] = {}
 
-    def read(self, name: str, field: str) -> torch.Tensor | None:
+    def read(self, name: str, field: str, shape: Sequence[int] | None = None) -> torch.Tensor | None:
         """The committed state tensor of a parameter, or ``None``. Not to be written to.
+
+        With ``shape`` one of another shape, which other options have left, reads as ``None`` too.
 
         A joined rank sends zeros and commits nothing: its local fields read as ``None`` and stay as they are. So it is
         for a single parameter that this rank has not used: DDP drops its average where no other rank has used it either.
@@ -90,7 +92,8 @@ class StepContext:
         if not self._takes_part(name, field):
             return None
         converted = self._converted.get((name, field))
-        return converted if converted is not None else self._state.read(name, field)
+        found = converted if converted is not None else self._state.read(name, field)
+        return found if shape is None or found is None or found.shape == tuple(shape) else None
 
     def committed(self, name: str, field: str) -> torch.Tensor | None:
         """The committed state in fp32, also where this rank takes no part; for a composition that looks after it."""

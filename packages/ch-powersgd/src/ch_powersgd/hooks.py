@@ -24,10 +24,8 @@ def _reduction(hook: str, batched: bool, state: Any) -> PowerSGD:
     )
 
 
-_per_matrix = partial(_reduction, "powerSGD_hook", False)
-_per_bucket = partial(_reduction, "batched_powerSGD_hook", True)
-_PER_MATRIX = as_hook(_per_matrix, "powerSGD_hook")
-_PER_BUCKET = as_hook(_per_bucket, "batched_powerSGD_hook")
+_PER_MATRIX = as_hook(partial(_reduction, "powerSGD_hook", False), "powerSGD_hook")
+_PER_BUCKET = as_hook(partial(_reduction, "batched_powerSGD_hook", True), "batched_powerSGD_hook")
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -60,5 +58,5 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
     return _PER_BUCKET(state, bucket)
 
 
-powerSGD_hook.reduction = _per_matrix  # type: ignore[attr-defined]
-batched_powerSGD_hook.reduction = _per_bucket  # type: ignore[attr-defined]
+powerSGD_hook.reduction = _PER_MATRIX.reduction  # type: ignore[attr-defined]
+batched_powerSGD_hook.reduction = _PER_BUCKET.reduction  # type: ignore[attr-defined]

@@ -1,13 +1,9 @@
-"""Orthonormal columns for P and Q, and the random ones that they start from.
+"""Orthonormal columns for P and Q.
 
 Orthonormalising is Cholesky-QR, twice: X <- L^-1 X with L L^T = X X^T, whose precision does not depend on how long each
 column is. All of it is done in fp64, because squaring squares the condition number. Nothing branches on numbers: a
 column that depends on the ones before it, to the precision of fp32, is zeroed or replaced, and NaN stays NaN.
 """
-
-import hashlib
-import math
-from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -96,29 +92,3 @@ class Columns:
         for part, (wide, _), (out, _) in zip(left.split_with_sizes(self._counts), self._wide, self._spare, strict=True):
             product(part, wide, out=out)
         self._wide, self._spare = self._spare, self._wide
-
-
-def cut(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Views of these shapes, one after another."""
-    parts = flat.split_with_sizes([math.prod(shape) for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def gaussians(
-    seed: int, shapes: Mapping[str, Sequence[int]], step: int, device: torch.device
-) -> dict[str, torch.Tensor]:
-    """Random columns ``(rank, length)`` by key, each of length one: the same on all ranks and devices, whatever bucket they
-    are in. Drawn on the host, and brought to a GPU in one copy that it does not wait for.
-    """
-    if device.type == "meta":
-        return {key: torch.empty(shape, dtype=torch.float32, device=device) for key, shape in shapes.items()}
-    generator, drawn = torch.Generator(), {}
-    for key, shape in shapes.items():
-        digest = hashlib.blake2b(f"{seed}/{step}/{key}".encode(), digest_size=8).digest()
-        generator.manual_seed(int.from_bytes(digest, "little") >> 1)
-        columns = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-        drawn[key] = torch.nn.functional.normalize(columns, dim=-1)
-    if device.type == "cpu" or not drawn:
-        return drawn
-    flat = torch.cat([columns.view(-1) for columns in drawn.values()]).pin_memory().to(device, non_blocking=True)
-    return dict(zip(drawn, cut(flat, list(shapes.values())), strict=True))

@@ -19,12 +19,12 @@ PyTorch's hook does.
 import math
 from collections.abc import Hashable, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 from ch_powersgd.config import PowerSGDConfig
 from ch_powersgd.steps import Steps
 from ch_powersgd.workspace import Stack, Workspace, batches
-from commhooks import AllReduce, Bucket, BucketLayout, ParamLayout, Plain, Reduction, Stages, StepContext
+from commhooks import AllReduce, Bucket, BucketLayout, ParamLayout, Plain, Reduction, Stages, StepContext, per_layout
 
 
 class PowerSGD(PowerSGDConfig, Reduction):
@@ -61,14 +61,8 @@ class PowerSGD(PowerSGDConfig, Reduction):
     fields = MappingProxyType({"residual": "local", "q": "shared"})
     memory_order_fields = frozenset({"residual"})
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._spaces: dict[BucketLayout, Workspace] = {}
-
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
-        if bucket.layout not in self._spaces:
-            self._spaces[bucket.layout] = Workspace(self.stacks(bucket.layout), bucket.dtype, bucket.device)
-        steps = Steps(self, self._spaces[bucket.layout], bucket, ctx)
+        steps = Steps(self, self._space(bucket.layout, bucket), bucket, ctx)
 
         steps.recall_q()
         steps.project()  # P = D Q
@@ -114,8 +108,9 @@ class PowerSGD(PowerSGDConfig, Reduction):
     def _stack(self, params: Sequence[ParamLayout], rows: int, cols: int, count: int = 1) -> Stack:
         return Stack(tuple(params), count, rows, cols, min(rows, cols, self.rank))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_spaces": {}}
+    @per_layout
+    def _space(self, layout: BucketLayout, like: Bucket) -> Workspace:
+        return Workspace(self.stacks(layout), like.dtype, like.device)
 
 
 class BatchedPowerSGD(PowerSGD):

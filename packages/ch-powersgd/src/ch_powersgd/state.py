@@ -6,12 +6,21 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from ch_powersgd.config import TORCH_NAMES, PowerSGDConfig, checked
+from ch_powersgd.config import PowerSGDConfig
 from ch_powersgd.reduction import BatchedPowerSGD, PowerSGD
 from commhooks import Bucket, BucketLayout, HookConfigError, HookState, Param, Stages, StepContext
 
 log = logging.getLogger("commhooks")
 _FREQUENCY = Param(10_000, "compressed steps between two lines of statistics in the log", at_least=1)
+_PARAMS = PowerSGDConfig.params()
+_OURS = {  # PyTorch's names of PowerSGD's options
+    "matrix_approximation_rank": "rank",
+    "start_powerSGD_iter": "start_iter",
+    "use_error_feedback": "error_feedback",
+    "orthogonalization_epsilon": "epsilon",
+    "random_seed": "seed",
+    "batch_tensors_with_same_shape": "batch",
+} | {name: name for name in ("min_compression_rate", "residual", "warm_start")}
 
 
 @dataclass(eq=False, repr=False)
@@ -51,8 +60,8 @@ class PowerSGDState(HookState):
 
     def __post_init__(self) -> None:
         super().__init__()
-        PowerSGDConfig.from_torch(vars(self))
-        checked("compression_stats_logging_frequency", self.compression_stats_logging_frequency, _FREQUENCY)
+        self.options()
+        _FREQUENCY.checked("compression_stats_logging_frequency", self.compression_stats_logging_frequency)
         if (self.use_error_feedback or self.warm_start) and self.start_powerSGD_iter < 2:
             raise HookConfigError(
                 f"start_powerSGD_iter={self.start_powerSGD_iter}: with error feedback or warm start PyTorch's state takes 2 "
@@ -72,13 +81,17 @@ class PowerSGDState(HookState):
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after else 0.0), before, after
 
+    def options(self) -> dict[str, Any]:
+        """PowerSGD's options as they are now, each checked under PyTorch's name for it."""
+        return {ours: _PARAMS[ours].checked(theirs, getattr(self, theirs)) for theirs, ours in _OURS.items()}
+
     def reduction(self, batched: bool = False) -> PowerSGD:
         """What ``powerSGD_hook`` (or ``batched_powerSGD_hook``) runs."""
         return (_CountedBatched if batched else _Counted)(self)
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         config = kept.pop("config", None)  # of versions that held the options there
-        given = {name: getattr(config, ours) for name, ours in TORCH_NAMES.items()} if config is not None else {}
+        given = {theirs: getattr(config, ours) for theirs, ours in _OURS.items()} if config is not None else {}
         super().__setstate__({**kept, **given})
 
 
@@ -86,7 +99,7 @@ class _Counted(PowerSGD):
     """Counts the elements of every compressed bucket into the state, and logs them when it is time."""
 
     def __init__(self, state: PowerSGDState) -> None:
-        super().__init__(**PowerSGDConfig.from_torch(vars(state)).config())
+        super().__init__(**state.options())
         self._state = state
         self._sent: dict[BucketLayout, int] = {}
 

@@ -4,17 +4,14 @@ The products are what PowerSGD costs, and they move far more memory than they ca
 is done at once. The shapes in the comments are of one matrix; built in scratch, ``count`` of them are worked on at once.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 
 from ch_powersgd.config import PowerSGDConfig
-from ch_powersgd.orthonormal import gaussians
 from ch_powersgd.workspace import Matrix, Stack, Workspace
 from commhooks import Bucket, ParamLayout, StepContext
+from commhooks.numerics import exact_products, seeded_normals
 
 
 class Steps:
@@ -36,15 +33,11 @@ class Steps:
         """Q of the last step; what there is none for (or of another rank) is drawn. Columns that Q has lost are replaced,
         so that the next gradient can fill them.
         """
-        warm, seed, kept, missing = self.config.warm_start, self.config.seed, {}, {}
-        for key, q in zip(self.space.keys, self.q.matrices, strict=True):
-            found = self.ctx.read(key, "q") if warm else None
-            if found is not None and found.shape == q.shape:
-                kept[key] = found
-            else:
-                missing[key] = q.shape  # (rank, cols)
-        kept |= gaussians(seed, missing, 0 if warm else self.ctx.step, self.space.device)
-        torch._foreach_copy_(self.q.matrices, [kept[key] for key in self.space.keys])
+        warm, seed, shapes = self.config.warm_start, self.config.seed, self.space.shapes
+        found = {key: self.ctx.read(key, "q", shape) if warm else None for key, shape in shapes.items()}
+        missing = {key: shapes[key] for key, q in found.items() if q is None}
+        drawn = seeded_normals(f"{seed}/{0 if warm else self.ctx.step}", missing, self.space.device, unit=True)
+        torch._foreach_copy_(self.q.matrices, [drawn[key] if q is None else q for key, q in found.items()])
         self.q.orthonormalise(self.space.noise(seed))
 
     def project(self) -> None:
@@ -53,14 +46,14 @@ class Steps:
         for number, stack in enumerate(self.space.stacks):
             matrix = in_place.get(number)
             e = self._residual(stack.params[0]) if matrix is not None else None
-            matrix = matrix or self._gathered(number, stack)
+            matrix = matrix or Matrix(stack, self._gathered(number, stack), self._factors, number)
             for (d, left), rest in zip(matrix.blocks, matrix.rows_of(e), strict=True):
                 if rest is not None:
                     d.add_(rest)
                 matrix.product(d, matrix.right, out=left)  # (n, cols) (cols, rank)
             self._matrices.append(matrix)
 
-    def _gathered(self, number: int, stack: Stack) -> Matrix:
+    def _gathered(self, number: int, stack: Stack) -> torch.Tensor:
         """``D = G + e``, built where the residual is staged if that is one parameter's, else in scratch."""
         staged = stack.direct and self.config.error_feedback
         home = self._new_residual(stack.params[0]) if staged else self._scratch(f"d {number}", (stack.numel,))
@@ -71,8 +64,7 @@ class Steps:
             else:
                 d.copy_(self.bucket.matrix(param))
         home.view(-1)[sum(p.numel for p in stack.params) :].zero_()  # what the padding holds would reach P
-        d = home.view(-1, stack.rows, stack.cols)
-        return Matrix(stack, d, [factor.stacks[number] for factor in self._factors], [stack.rows])
+        return home.view(-1, stack.rows, stack.cols)
 
     def project_back(self) -> None:
         """``Q_i = D^T P``."""
@@ -81,8 +73,8 @@ class Steps:
 
     def remember_q(self) -> None:
         """Stage Q for the next step."""
-        made = zip(self.space.keys, self.q.matrices, strict=True)
-        torch._foreach_copy_([self._stage(key, "q", q.shape) for key, q in made], self.q.matrices)
+        staged = [self._stage(key, "q", shape) for key, shape in self.space.shapes.items()]
+        torch._foreach_copy_(staged, self.q.matrices)
 
     def decode(self) -> None:
         """``P Q^T`` takes the place of G; ``e = D - P Q_i^T``, or D minus the average, is staged."""
@@ -115,27 +107,7 @@ class Steps:
                 self._new_residual(param).copy_(d)
 
     def _residual(self, param: ParamLayout) -> torch.Tensor | None:
-        """The residual of the last step ``(rows, cols)``, if there is one and it fits."""
-        found = self.ctx.read(param.name, "residual") if self.config.error_feedback else None
-        return found if found is not None and found.shape == param.matrix_shape else None
+        return self.ctx.read(param.name, "residual", param.matrix_shape) if self.config.error_feedback else None
 
     def _new_residual(self, param: ParamLayout) -> torch.Tensor:
         return self._stage(param.name, "residual", param.matrix_shape)
-
-
-@contextmanager
-def exact_products(device: torch.device) -> Iterator[None]:
-    """Products of fp32 in fp32, whatever the user allows elsewhere: in TF32 what is decoded and what is kept back would each
-    be off by a thousandth of itself, and what is lost between them would never be sent.
-    """
-    backends: Any = torch.backends
-    backend = backends.cuda.matmul if device.type == "cuda" else backends.mkldnn.matmul
-    before = backend.fp32_precision
-    if before in ("ieee", "none"):
-        yield
-        return
-    backend.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        backend.fp32_precision = before

@@ -15,8 +15,9 @@ from itertools import groupby
 
 import torch
 
-from ch_powersgd.orthonormal import Columns, cut, gaussians
+from ch_powersgd.orthonormal import Columns
 from commhooks import Bucket, ParamLayout
+from commhooks.numerics import cut, seeded_normals
 
 _BLOCK = 1 << 16  # elements of a matrix that are added, multiplied and decoded at once on a CPU
 _SMALL = 1 << 20  # elements of a matrix whose passes over memory take no longer than launching a kernel
@@ -54,9 +55,7 @@ class Stack:
 
     def pieces(self, home: torch.Tensor) -> Iterator[tuple[ParamLayout, torch.Tensor]]:
         """The stack's elements by parameter, each in its own ``(rows, cols)``."""
-        used = [p.numel for p in self.params]
-        parts = home.view(-1).split_with_sizes([*used, self.numel - sum(used)])
-        return ((p, part.view(p.matrix_shape)) for p, part in zip(self.params, parts, strict=False))
+        return zip(self.params, cut(home.view(-1), [p.matrix_shape for p in self.params]), strict=True)
 
     def block_rows(self, device: torch.device) -> list[int]:
         """Rows of each block of a matrix, as even as can be; one block where there is no cache to stay in."""
@@ -110,10 +109,11 @@ class Matrix:
         product, outer_product, less_product: ``a b``; ``a b`` over a length of ``rank``; ``d - a b``.
     """
 
-    def __init__(self, stack: Stack, d: torch.Tensor, factors: Sequence[torch.Tensor], lengths: list[int]) -> None:
-        self.stack, self.d, (self.p, self.q, self.sent), self._lengths = stack, d, factors, lengths
+    def __init__(self, stack: Stack, d: torch.Tensor, factors: Sequence[Factor], number: int) -> None:
+        self.stack, self.d, self.in_place = stack, d, d.dim() == 2
+        self._lengths = stack.block_rows(d.device) if self.in_place else [stack.rows]
+        self.p, self.q, self.sent = (f.stacks[number][0] if self.in_place else f.stacks[number] for f in factors)
         self.right = self.q.mT
-        self.in_place = d.dim() == 2
         self.product: Make = torch.mm if self.in_place else torch.bmm
         by_vectors = self.in_place and stack.rank == 1  # elementwise is faster than a product over a length of one
         self.outer_product: Make = torch.mul if by_vectors else self.product
@@ -141,16 +141,16 @@ class Workspace:
 
     Attributes:
         dtype: of algebra and state: fp32, or fp64 for fp64 gradients.
-        keys: the state key of every matrix.
+        shapes: of every matrix's Q, ``(rank, cols)``, by the name that it is kept under.
         largest: elements of the largest stack.
     """
 
     def __init__(self, stacks: list[Stack], dtype: torch.dtype, device: torch.device) -> None:
         self.stacks, self.device = stacks, device
         self.dtype = torch.promote_types(dtype, torch.float32)
-        self.keys = [p.name for stack in stacks for p in stack.params[: stack.count]]
+        self.shapes = {p.name: (stack.rank, stack.cols) for stack in stacks for p in stack.params[: stack.count]}
         self.largest = max(s.numel for s in stacks)
-        self._direct = [i for i, s in enumerate(stacks) if s.direct and dtype == self.dtype]
+        self._direct = {i: s for i, s in enumerate(stacks) if s.direct and dtype == self.dtype}
         p, q = [(s.count, s.rank, s.rows) for s in stacks], [(s.count, s.rank, s.cols) for s in stacks]
         self._sizes = {name: (sum(map(math.prod, s)), s) for name, s in (("p", p), ("q", q), ("q sent", q))}
         self._factors: tuple[Factor, ...] = ()
@@ -167,17 +167,16 @@ class Workspace:
     def in_place(self, bucket: Bucket, factors: tuple[Factor, ...]) -> dict[int, Matrix]:
         """Number of the stack -> matrix, of those that are worked on in the bucket; kept as long as the bucket is."""
 
-        def view(i: int) -> Matrix:
-            stack, of_stack = self.stacks[i], [factor.stacks[i][0] for factor in factors]
-            return Matrix(stack, bucket.matrix(stack.params[0]), of_stack, stack.block_rows(self.device))
+        def matrices() -> dict[int, Matrix]:
+            return {i: Matrix(s, bucket.matrix(s.params[0]), factors, i) for i, s in self._direct.items()}
 
-        return bucket.cached(self, lambda: {i: view(i) for i in self._direct}, factors)
+        return bucket.cached(self, matrices, factors)
 
     def noise(self, seed: int) -> Factor:
         """Columns for where Q has none."""
         if self._noise is None:
             numel, sizes = self._sizes["q"]
             self._noise = Factor(torch.empty(numel, dtype=self.dtype, device=self.device), sizes)
-            shapes = {key: q.shape for key, q in zip(self.keys, self._noise.matrices, strict=True)}
-            torch._foreach_copy_(self._noise.matrices, [*gaussians(seed, shapes, -1, self.device).values()])
+            drawn = seeded_normals(f"{seed}/-1", self.shapes, self.device, unit=True)
+            torch._foreach_copy_(self._noise.matrices, [*drawn.values()])
         return self._noise

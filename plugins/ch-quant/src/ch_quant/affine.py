@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from commhooks import AllGather, Bucket, BucketLayout, HookConfigError, Reduction, Stages, StepContext
+from commhooks import AllGather, Bucket, BucketLayout, HookConfigError, Reduction, Stages, StepContext, per_layout
 
 LEVELS = 255
 SMALLEST = 1.2e-38  # a scale that division survives
@@ -48,7 +48,6 @@ class AffineGather(Reduction):
         if bucket_size is not None and (isinstance(bucket_size, bool) or bucket_size < 1):
             raise HookConfigError(f"bucket_size={bucket_size!r}: expected a positive number of elements")
         self.bucket_size, self.name = bucket_size, name
-        self._rows: dict[BucketLayout, Rows] = {}
 
     def config(self) -> dict[str, Any]:
         return {} if self.bucket_size is None else {"bucket_size": self.bucket_size}
@@ -69,12 +68,9 @@ class AffineGather(Reduction):
                 x.add_(decode(*parts), alpha=1.0 / ctx.world_size)  # a sum may overflow where the mean fits
         bucket.buffer = total.to(bucket.dtype)
 
+    @per_layout
     def _rows_of(self, layout: BucketLayout) -> "Rows":
-        if layout not in self._rows:
-            self._rows[layout] = Rows(
-                [p.numel for p in sorted(layout.params, key=lambda p: p.offset)], self.bucket_size
-            )
-        return self._rows[layout]
+        return Rows([p.numel for p in sorted(layout.params, key=lambda p: p.offset)], self.bucket_size)
 
 
 class Rows:

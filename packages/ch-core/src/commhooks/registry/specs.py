@@ -114,6 +114,17 @@ class Param:
                 raise ValueError(self.accepts())
         return value
 
+    def checked(self, name: str, value: Value) -> Value:
+        """:meth:`check` of a value that was given as ``name``.
+
+        Raises:
+            HookConfigError: with the name, the value, the accepted ones and the meaning.
+        """
+        try:
+            return self.check(value)
+        except ValueError:
+            raise HookConfigError(f"{name}={value!r}: expected {self.accepts()} ({self.doc})") from None
+
 
 def _article(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
