@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ch_sparse.base import Sparse, fill
-from commhooks import AllReduce, Bucket, BucketLayout, HookConfigError, ParamLayout, Stages, StepContext
+from commhooks import AllReduce, Bucket, BucketLayout, HookConfigError, ParamLayout, Stages, StepContext, per_layout
 
 DRAWN = "drawn"
 _MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # splitmix64's, as signed numbers
@@ -69,7 +69,6 @@ class RandomK(Sparse):
         self.seed, self.size = seed, max(1, round(1.0 / density))
         if not feedback:
             self.fields = {DRAWN: "shared"}
-        self._keys: dict[BucketLayout, torch.Tensor] = {}
 
     def config(self) -> dict[str, Any]:
         return super().config() | {"seed": self.seed}
@@ -101,13 +100,12 @@ class RandomK(Sparse):
     def _strata(self, param: ParamLayout) -> int:
         return -(-param.numel // self.size)
 
+    @per_layout
     def _keys_of(self, layout: BucketLayout) -> torch.Tensor:
         """A number for each stratum of a bucket, int64: of the seed, the parameter's name and the stratum's place in it."""
-        if layout not in self._keys:
-            names = (zlib.crc32(p.name.encode()) for p in layout.params)
-            starts = [hashed(torch.arange(self._strata(p)), n) for p, n in zip(layout.params, names, strict=True)]
-            self._keys[layout] = hashed(torch.cat(starts), self.seed).to(layout.device)
-        return self._keys[layout]
+        names = (zlib.crc32(p.name.encode()) for p in layout.params)
+        starts = [hashed(torch.arange(self._strata(p)), n) for p, n in zip(layout.params, names, strict=True)]
+        return hashed(torch.cat(starts), self.seed).to(layout.device)
 
 
 def hashed(keys: torch.Tensor, number: int) -> torch.Tensor:

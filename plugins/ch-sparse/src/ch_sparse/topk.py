@@ -24,7 +24,7 @@ from ch_sparse.bits import BitPacking
 from ch_sparse.chunks import Chunks, largest
 from ch_sparse.exchange import Exchange
 from ch_sparse.values import VALUES
-from commhooks import Bucket, BucketLayout, HookConfigError, Stages, StepContext
+from commhooks import Bucket, BucketLayout, HookConfigError, Stages, StepContext, per_layout
 
 
 class TopK(Sparse):
@@ -74,7 +74,6 @@ class TopK(Sparse):
         self.reports_sent = not feedback
         self.castable = frozenset({"all_gather"}) if bits == 32 else frozenset()
         self._values, self._places = VALUES[bits], BitPacking((chunk - 1).bit_length())
-        self._chunks: dict[BucketLayout, Chunks] = {}
 
     def config(self) -> dict[str, Any]:
         return super().config() | {"chunk": self.chunk, "bits": self.bits}
@@ -102,7 +101,6 @@ class TopK(Sparse):
             total.index_add_(0, at, values, alpha=1.0 / ctx.world_size)
         fill(bucket, places)
 
+    @per_layout
     def _chunks_of(self, layout: BucketLayout) -> Chunks:
-        if layout not in self._chunks:
-            self._chunks[layout] = Chunks(layout, self.chunk, self.density)
-        return self._chunks[layout]
+        return Chunks(layout, self.chunk, self.density)
