@@ -83,9 +83,8 @@ class Sampling:
             for p in bucket.params:
                 held = state.numbers(p.name, FIELD)
                 if held is not None:
-                    ordered(before, p, reduction, state.step).add_(
-                        held.view_as(ordered(before, p, reduction, state.step))
-                    )
+                    gradient = ordered(before, p, reduction, state.step)
+                    gradient.add_(held.view_as(gradient))
         else:
             return None  # nobody can tell what it holds back
         self._wanted.append(_Wanted(bucket, before, sent))
