@@ -56,6 +56,16 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
+def loop(
+    model: Callable[..., Any], optimizer: Any, steps: int, backward: Callable[..., Any] = torch.Tensor.backward
+) -> None:
+    """Where the framework leaves it to its user."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        backward(model(data(step)))
+        optimizer.step()
+
+
 def lightning(model: Timed, hook: str, adapter: bool, steps: int) -> None:
     """The Trainer."""
     import lightning as L
@@ -97,10 +107,7 @@ def fabric(model: Timed, hook: str, adapter: bool, steps: int) -> None:
     wrapped, optimizer = run.setup(model, sgd(model))
     if not adapter:
         commhooks.attach(wrapped, hook)
-    for step in range(steps):
-        optimizer.zero_grad()
-        run.backward(wrapped(data(step)))
-        optimizer.step()
+    loop(wrapped, optimizer, steps, run.backward)
 
 
 def accelerate(model: Timed, hook: str, adapter: bool, steps: int) -> None:
@@ -113,10 +120,7 @@ def accelerate(model: Timed, hook: str, adapter: bool, steps: int) -> None:
     wrapped, optimizer = accelerator.prepare(model, sgd(model))
     if not adapter:
         commhooks.attach(wrapped, hook)
-    for step in range(steps):
-        optimizer.zero_grad()
-        accelerator.backward(wrapped(data(step)))
-        optimizer.step()
+    loop(wrapped, optimizer, steps, accelerator.backward)
 
 
 def transformers(model: Timed, hook: str, adapter: bool, steps: int) -> None:
@@ -208,11 +212,7 @@ def ray(model: Timed, hook: str, adapter: bool, steps: int) -> None:
     else:
         wrapped = prepare_model(model)
         commhooks.attach(wrapped, hook)
-    optimizer = sgd(model)
-    for step in range(steps):
-        optimizer.zero_grad()
-        wrapped(data(step)).backward()
-        optimizer.step()
+    loop(wrapped, sgd(model), steps)
 
 
 def pairs(train: Callable[..., None], hook: str, blocks: int, steps: int) -> Iterator[list[Any]]:
