@@ -51,6 +51,7 @@ class StepContext:
         "_scratch",
         "_shared",
         "_state",
+        "_whole",
         "participating",
         "rank",
         "sent",
@@ -79,6 +80,7 @@ class StepContext:
         self._owner = owner
         self._shared = shared
         self._absent = absent  # parameters that this rank has no gradient for
+        self._whole = participating and not absent
         self._converted: dict[tuple[str, str], torch.Tensor] = {}
 
     def read(self, name: str, field: str, shape: Sequence[int] | None = None) -> torch.Tensor | None:
@@ -89,11 +91,14 @@ class StepContext:
         A joined rank sends zeros and commits nothing: its local fields read as ``None`` and stay as they are. So it is
         for a single parameter that this rank has not used: DDP drops its average where no other rank has used it either.
         """
-        if not self._takes_part(name, field):
+        if not (self._whole or self._takes_part(name, field)):
             return None
-        converted = self._converted.get((name, field))
-        found = converted if converted is not None else self._state.read(name, field)
-        return found if shape is None or found is None or found.shape == tuple(shape) else None
+        found = self._converted.get((name, field)) if self._converted else None
+        if found is None:
+            found = self._state.read(name, field)
+        if found is None or shape is None or found.shape == shape or found.shape == tuple(shape):
+            return found
+        return None
 
     def committed(self, name: str, field: str) -> torch.Tensor | None:
         """The committed state in fp32, also where this rank takes no part; for a composition that looks after it."""
@@ -113,7 +118,7 @@ class StepContext:
         device: torch.device | str = "cpu",
     ) -> torch.Tensor:
         """An uninitialised tensor to fill: the parameter's new state once this step is committed."""
-        if not self._takes_part(name, field):
+        if not (self._whole or self._takes_part(name, field)):
             return self._scratch.get((self._owner, name), "staged " + field, shape, dtype, torch.device(device))
         return self._state.stage(name, field, shape, dtype, device)
 

@@ -148,6 +148,7 @@ class AllToAll:
 
 Request = AllReduce | ReduceScatter | AllGather | AllToAll
 """One collective that a reduction asks for."""
+_KINDS = frozenset(get_args(Request))
 
 
 def _roundable(request: AllGather | AllToAll) -> None:
@@ -216,8 +217,10 @@ def trip_bytes(stages: Iterable[StagePlan]) -> int:
 def as_tuple(requests: object) -> tuple[Request, ...]:
     """The yielded value as a tuple of requests; ``TypeError`` for anything else."""
     found = requests if isinstance(requests, tuple) else (requests,)
+    if _KINDS.issuperset(map(type, found)):  # asked for every bucket, often with dozens of requests
+        return found
     for r in found:
-        if not isinstance(r, AllReduce | ReduceScatter | AllGather | AllToAll):
+        if not isinstance(r, Request):
             raise TypeError(
                 f"a reduction yielded {type(r).__name__}; it may yield AllReduce, ReduceScatter, AllGather, AllToAll, "
                 "or a tuple of them"

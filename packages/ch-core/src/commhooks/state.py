@@ -97,8 +97,13 @@ class HookState:
         found = self._staged.get(key)
         if found is None:
             found = self._spare.pop(key, None)
-        if found is None or found.shape != tuple(shape) or found.dtype != dtype or found.device != torch.device(device):
-            found = torch.empty(tuple(shape), dtype=dtype, device=device)
+        if found is None or found.shape != shape or found.dtype != dtype or found.device != device:
+            shape, device = (
+                torch.Size(shape),
+                torch.device(device),
+            )  # given as a list or as text they differ from equal ones
+            if found is None or found.shape != shape or found.dtype != dtype or found.device != device:
+                found = torch.empty(shape, dtype=dtype, device=device)
         self._staged[key] = found
         return found
 
@@ -127,10 +132,12 @@ class HookState:
             self._base = Base(dict(self._committed), self.step)
         if self._base is not None:
             self._base.presumed = presumed
-        for key, tensor in self._staged.items():
-            old = self._committed.get(key)
-            self._committed[key] = tensor
-            self._put_aside(key, old)
+        replaced = {key: self._committed[key] for key in self._staged if key in self._committed}
+        self._committed.update(self._staged)
+        if self._base is None:
+            self._spare.update(replaced)
+        else:
+            self._put_aside(replaced)
         self._staged.clear()
         self.step += 1
 
@@ -148,14 +155,12 @@ class HookState:
             dropped = base.entries
         else:
             dropped, self._committed, self.step = self._committed, base.entries, base.step
-        for key, tensor in dropped.items():
-            self._put_aside(key, tensor)
+        self._put_aside(dropped)
 
-    def _put_aside(self, key: tuple[str, str], tensor: torch.Tensor | None) -> None:
-        """A later step may write to this tensor, unless it still is, or may again become, the state."""
-        base = self._base.entries.get(key) if self._base is not None else None
-        if tensor is not None and tensor is not base and tensor is not self._committed.get(key):
-            self._spare[key] = tensor
+    def _put_aside(self, dropped: Mapping[tuple[str, str], torch.Tensor]) -> None:
+        """Later steps may write to these tensors, unless they still are, or may again become, the state."""
+        base, held = self._base.entries if self._base is not None else {}, self._committed
+        self._spare.update({k: t for k, t in dropped.items() if t is not held.get(k) and t is not base.get(k)})
 
     def rollback(self) -> None:
         """Drop what was staged: the step never was."""

@@ -25,6 +25,7 @@ from ch_powersgd.config import PowerSGDConfig
 from ch_powersgd.steps import Steps
 from ch_powersgd.workspace import Stack, Workspace, batches
 from commhooks import AllReduce, Bucket, BucketLayout, ParamLayout, Plain, Reduction, Stages, StepContext, per_layout
+from commhooks.numerics import exact_products
 
 
 class PowerSGD(PowerSGDConfig, Reduction):
@@ -75,7 +76,8 @@ class PowerSGD(PowerSGDConfig, Reduction):
 
         if self.warm_start:
             steps.remember_q()
-        steps.decode()  # G = P Q^T, e = D - P Q_i^T
+        with exact_products(bucket.device):
+            steps.decode()  # G = P Q^T, e = D - P Q_i^T
 
     # -- what is compressed
 

@@ -11,7 +11,7 @@ import torch
 from ch_powersgd.config import PowerSGDConfig
 from ch_powersgd.workspace import Matrix, Stack, Workspace
 from commhooks import Bucket, ParamLayout, StepContext
-from commhooks.numerics import exact_products, seeded_normals
+from commhooks.numerics import seeded_normals
 
 
 class Steps:
@@ -86,11 +86,10 @@ class Steps:
                 e = None if self._averaged else matrix.d  # the average is known when it has been rounded
                 g = self._scratch("decoded", (self.space.largest,))[: stack.numel].view(matrix.d.shape)
             got = matrix.q if self._averaged else matrix.sent
-            with exact_products(self.bucket.device):
-                for (d, left), rest, block in zip(matrix.blocks, matrix.rows_of(e), matrix.rows_of(g), strict=True):
-                    if rest is not None:
-                        matrix.less_product(d, left, got, out=rest)  # (n, cols) - (n, rank) (rank, cols)
-                    matrix.outer_product(left, matrix.q, out=block)  # D is gone where g is d
+            for (d, left), rest, block in zip(matrix.blocks, matrix.rows_of(e), matrix.rows_of(g), strict=True):
+                if rest is not None:
+                    matrix.less_product(d, left, got, out=rest)  # (n, cols) - (n, rank) (rank, cols)
+                matrix.outer_product(left, matrix.q, out=block)  # D is gone where g is d
             if not matrix.in_place:
                 self._scatter(stack, matrix.d, g)
 

@@ -86,6 +86,8 @@ class Status:
             self.vector[world] = 1
         self._copy: HostCopy | None = None
         self._values: list[float] | None = None
+        self._failed: dict[int, int] = {}
+        self._clocks: dict[int, int] = {}
 
     def message(self) -> AllReduce:
         """What makes it common to all ranks."""
@@ -98,26 +100,31 @@ class Status:
     def _read(self) -> list[float]:
         if self._values is None:
             self._values = (self._copy or HostCopy(self.vector)).values()
+            mine = list(enumerate(int(value) for value in self._values[: self.world]))
+            self._failed = {rank: value % _CODES for rank, value in mine if value % _CODES}
+            self._clocks = {rank: value // _CODES - 1 for rank, value in mine if value >= _CODES}
         return self._values
 
+    @property
     def failed(self) -> dict[int, int]:
         """Rank -> code of those whose reduction raised."""
-        codes = (int(value) % _CODES for value in self._read()[: self.world])
-        return {rank: code for rank, code in enumerate(codes) if code}
+        self._read()
+        return self._failed
 
+    @property
     def clocks(self) -> dict[int, int]:
         """Rank -> steps behind it, of those that count."""
-        clocks = (int(value) // _CODES for value in self._read()[: self.world])
-        return {rank: clock - 1 for rank, clock in enumerate(clocks) if clock}
+        self._read()
+        return self._clocks
 
     def incomplete(self) -> bool:
         """Whether a rank did not count: it had run out of input."""
-        return len(self.clocks()) < self.world
+        return len(self.clocks) < self.world
 
     def good(self) -> bool:
         """No rank failed, all are at the same step, and everything reduced was finite."""
         bad = self._read()[self.world]
-        return not self.failed() and len(set(self.clocks().values())) <= 1 and bad == 0 and math.isfinite(bad)
+        return not self._failed and len(set(self._clocks.values())) <= 1 and bad == 0 and math.isfinite(bad)
 
     def error(self, name: str, own: BaseException | None, carry_out: Exchange | None) -> BaseException | None:
         """The error that this rank raises for the step, ``None`` if it was good or only not finite.
@@ -127,7 +134,7 @@ class Status:
             own: what was raised on this rank.
             carry_out: for the texts, which are exchanged only if some rank failed; ``None`` goes without.
         """
-        failed = self.failed()
+        failed = self.failed
         if failed:
             texts = self._texts(own, carry_out) if self.world > 1 and carry_out is not None else {}
             if own is not None:
@@ -138,7 +145,7 @@ class Status:
             )
         if own is not None:  # over a manager nobody hears what a healing member says; it knows its own error
             return own
-        clocks = self.clocks()
+        clocks = self.clocks
         return out_of_step(name, clocks) if len(set(clocks.values())) > 1 else None
 
     def _texts(self, own: BaseException | None, carry_out: Exchange) -> dict[int, str]:

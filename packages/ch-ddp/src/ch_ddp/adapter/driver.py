@@ -1,6 +1,6 @@
 """Turns the hook calls of one DDP model into steps of one engine."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -53,7 +53,9 @@ class DDPDriver:
         self._task = NO_BACKWARD
         self._side = SideStream()
         self._arrivals: Arrivals | None = None
-        self._searches = "local" in engine.reduction.fields.values()  # for the model, unless it is given
+        self._keeps = self._searches = (
+            "local" in engine.reduction.fields.values()
+        )  # searches for the model, unless given
 
     def follow(self, model: DistributedDataParallel) -> None:
         """Whose gradients are averaged; without it the model is looked for when its first bucket comes."""
@@ -175,9 +177,7 @@ class DDPDriver:
             layout = self._layouts[key] = bucket_layout(grad_bucket, self._names)
             if self._searches:
                 self._searches, self._arrivals = False, arrivals_of(models_of(params), whole=False)
-        # DDP drops the average of what no rank has used, and what of a residual was in it.
-        none = self._arrivals.none_of if self._arrivals is not None else _without_gradient
-        unused = frozenset(entry.name for entry, p in zip(layout.params, params, strict=True) if none(p))
+        unused = frozenset(self._unused(layout, params)) if self._keeps else frozenset[str]()
         index, is_last = self._count, grad_bucket.is_last()
         self._count += 1
         found = self._buckets.get(index)
@@ -190,6 +190,15 @@ class DDPDriver:
         if self.engine.buckets.keep:
             self._buckets[index] = bucket
         return bucket
+
+    def _unused(self, layout: BucketLayout, params: Sequence[torch.Tensor]) -> list[str]:
+        """Names of the parameters without a gradient. DDP drops the average of what no rank has used, and with it what was
+        in it of a residual.
+        """
+        found = self._arrivals
+        if found is None:
+            return [entry.name for entry, p in zip(layout.params, params, strict=True) if p.grad is None]
+        return [entry.name for entry, p in zip(layout.params, params, strict=True) if found.none_of(p)]
 
     def _compare(self) -> BaseException | None:
         """Every :attr:`check_every` steps, whether all ranks hold the same reduced gradients."""
@@ -210,10 +219,6 @@ class DDPDriver:
         self._promises.clear()
         if error is not None:
             raise_finalized(error)
-
-
-def _without_gradient(param: torch.Tensor) -> bool:
-    return param.grad is None
 
 
 def _as_ours(error: Exception) -> CommHooksError:
