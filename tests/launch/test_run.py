@@ -122,6 +122,19 @@ def test_a_script_that_wraps_nothing(tmp_path: Path) -> None:
     assert "no model was wrapped" in done.report["notes"][0]
 
 
+def test_a_script_that_starts_its_ranks_itself(tmp_path: Path) -> None:
+    """The report is the ranks', in the file too: the process that only starts them has nothing to say after them."""
+    loop = TWO_MODELS.replace('dist.init_process_group("gloo")', "")
+    ranks = "def train(rank, store):\n    dist.init_process_group('gloo', init_method=store, rank=rank, world_size=2)\n"
+    head, body = loop.split("\ntorch.manual_seed(0)")
+    body = "".join(f"    {line}\n" for line in ("torch.manual_seed(0)" + body).splitlines())
+    start = "if __name__ == '__main__':\n    import pathlib\n    store = pathlib.Path('store').absolute().as_uri()\n"
+    script = f"{head}\n{ranks}{body}{start}    torch.multiprocessing.spawn(train, (store,), nprocs=2)\n"
+    done = run(tmp_path, script, ranks=0, hook=HOOK)
+    assert [model["stats"]["compressed_steps"] for model in done.report["models"]] == [3, 3]
+    assert done.err.count("commhooks run:") == 1 and "no model was wrapped" not in done.err
+
+
 SEMANTICS = """
 import sys, os, other_module
 assert __name__ == "__main__" and sys.modules["__main__"].__dict__ is globals(), __name__

@@ -4,6 +4,7 @@ import argparse
 import gc
 import os
 import sys
+import tempfile
 from typing import Any
 
 from commhooks.errors import CommHooksError
@@ -59,9 +60,16 @@ def main(words: list[str]) -> int:
     except (CommHooksError, ValueError) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 2
-    from commhooks.launch import script
-    from commhooks.launch.session import session
+    with tempfile.TemporaryDirectory(prefix="commhooks-") as reports:
+        _run(given, reports)
+    return 0
 
+
+def _run(given: argparse.Namespace, reports: str) -> None:
+    from commhooks.launch import script
+    from commhooks.launch.session import REPORTS, session
+
+    os.environ[REPORTS] = reports
     running = session()
     running.always = True
     its_globals: dict[str, Any] | None = None
@@ -73,7 +81,6 @@ def main(words: list[str]) -> int:
         # itself: process groups whose threads outlive the modules end the process with an abort.
         del its_globals
         gc.collect()
-    return 0
 
 
 def _check(settings: Settings) -> None:

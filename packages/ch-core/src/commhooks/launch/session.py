@@ -23,6 +23,8 @@ from commhooks.launch.settings import Settings
 from commhooks.launch.snapshots import Snapshots
 
 log = logging.getLogger("commhooks")
+REPORTS = "COMMHOOKS_REPORTS"
+"""Variable by which `commhooks run` gives the processes that its script starts a folder: a file for each that reported."""
 
 
 @dataclass
@@ -45,6 +47,8 @@ class Session:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.always = False  # report even if no model was wrapped
+        folder = os.environ.get(REPORTS)
+        self.reports = Path(folder) if folder else None  # where the processes of a run tell of theirs
         self.served: list[Served] = []
         self.notes: list[str] = []
         self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -93,12 +97,19 @@ class Session:
             _last_snapshot(served)
         if self.rank == 0 and (self.served or self.notes or self.always):
             try:
-                self._write_report()
+                if self.served or not self._reported_elsewhere():
+                    self._write_report()
             except Exception:  # the script's own end, or error, must not be hidden by this one
                 log.exception("commhooks run: the report could not be written")
 
+    def _reported_elsewhere(self) -> bool:
+        """Whether a process that the script started has reported: this one only started it, and has nothing to say."""
+        return self.reports is not None and any(self.reports.glob("*"))
+
     def _write_report(self) -> None:
         report = self.report()
+        if self.served and self.reports is not None and self.reports.is_dir():
+            (self.reports / str(os.getpid())).touch()
         sys.stderr.write(text(report) + "\n")
         if self.settings.report:
             path = Path(self.settings.report)
@@ -109,8 +120,9 @@ class Session:
         """What became of the hook, as data."""
         if not self.served and not self.notes:
             self.notes.append(
-                "no model was wrapped for data parallelism and trained, so the hook was never used: the script has to make a "
-                "DistributedDataParallel, replicate or FSDP model"
+                "no model was wrapped for data parallelism and trained, neither here nor in a process that the script started "
+                "on this machine, so the hook was never used: the script has to make a DistributedDataParallel, replicate or "
+                "FSDP model"
             )
         models = [described(one.name, one.handle) if one.handle is not None else one.row for one in self.served]
         return {"hook": self.settings.hook, "world_size": self.world_size, "models": models, "notes": self.notes}
