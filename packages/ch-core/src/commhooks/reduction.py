@@ -96,9 +96,7 @@ class StepContext:
         found = self._converted.get((name, field)) if self._converted else None
         if found is None:
             found = self._state.read(name, field)
-        if found is None or shape is None or found.shape == shape or found.shape == tuple(shape):
-            return found
-        return None
+        return found if found is None or shape is None or found.shape == tuple(shape) else None
 
     def committed(self, name: str, field: str) -> torch.Tensor | None:
         """The committed state in fp32, also where this rank takes no part; for a composition that looks after it."""

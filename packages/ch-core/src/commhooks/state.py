@@ -134,10 +134,7 @@ class HookState:
             self._base.presumed = presumed
         replaced = {key: self._committed[key] for key in self._staged if key in self._committed}
         self._committed.update(self._staged)
-        if self._base is None:
-            self._spare.update(replaced)
-        else:
-            self._put_aside(replaced)
+        (self._spare.update if self._base is None else self._put_aside)(replaced)
         self._staged.clear()
         self.step += 1
 
@@ -151,9 +148,8 @@ class HookState:
         base, self._base = self._base, None
         if base is None:
             return
-        if used:
-            dropped = base.entries
-        else:
+        dropped = base.entries
+        if not used:
             dropped, self._committed, self.step = self._committed, base.entries, base.step
         self._put_aside(dropped)
 
@@ -274,9 +270,8 @@ class HookState:
         """
         ignored: Iterable[str] = ()
         inside, left_out = getattr(model, "module", None), getattr(model, "parameters_to_ignore", None)
-        if (
-            isinstance(inside, torch.nn.Module) and left_out is not None
-        ):  # DDP: its parameters have the names of the module inside
+        # DDP's parameters have the names of the module inside.
+        if isinstance(inside, torch.nn.Module) and left_out is not None:
             ignored, model = left_out, inside
         trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad and n not in ignored]
         self.bind_params([(n, tuple(p.shape)) for n, p in trained], [p for _, p in trained])
