@@ -44,7 +44,8 @@ def suites() -> dict[str, list[Path]]:
     for folder in (*sorted(ROOT.glob("packages/*/")), *sorted(ROOT.glob("plugins/*/"))):
         if (folder / "tests").is_dir():
             found[folder.name] = [folder / "tests"]
-    found["tests/faults"] = [ROOT / "tests" / "faults"]
+    for folder in sorted({path.parent for path in (ROOT / "tests").glob("*/test_*.py")}):
+        found[f"tests/{folder.name}"] = [folder]
     found["tests"] = sorted((ROOT / "tests").glob("test_*.py"))
     return found
 
