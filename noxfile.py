@@ -119,12 +119,12 @@ def pytest(session: nox.Session, *arguments: str, names: Iterable[str] = ()) -> 
 @nox.session
 def tests(session: nox.Session) -> None:
     """All packages in one environment, all tests short of soak: what CI and the README run."""
-    install(session, *PROJECTS, tools=[*TEST_TOOLS, *FT_TOOLS, *FRAMEWORKS, "matplotlib>=3.8", "pytest-xdist>=3.6"])
+    install(session, *PROJECTS, tools=[*TEST_TOOLS, *FT_TOOLS, *FRAMEWORKS, "matplotlib>=3.8", "pytest-xdist>=3.8"])
     # Two at a time, a module or a class in one process: many tests wait for processes of their own. A test that hangs ends
-    # its process, and xdist would wait for ever for what is left of the module: it ends the run, naming the test.
-    everything = (
-        [] if chosen_paths(session) else ["tests", "-n", "2", "--dist", "loadscope", "--max-worker-restart", "0"]
-    )
+    # its process, and xdist would wait for ever for what is left of the module: it ends the run, naming the test. In the
+    # order of the files: xdist's own puts modules of one long test last, one process waiting for the other.
+    xdist = ["-n", "2", "--dist", "loadscope", "--no-loadscope-reorder", "--max-worker-restart", "0"]
+    everything = [] if chosen_paths(session) else ["tests", *xdist]
     pytest(session, *everything, "-m", "not soak and not nccl", names=PROJECTS)
 
 
