@@ -123,7 +123,17 @@ def tests(session: nox.Session) -> None:
     # Two at a time, a module or a class in one process: many tests wait for processes of their own. A test that hangs ends
     # its process, and xdist would wait for ever for what is left of the module: it ends the run, naming the test. In the
     # order of the files: xdist's own puts modules of one long test last, one process waiting for the other.
-    xdist = ["-n", "2", "--dist", "loadscope", "--no-loadscope-reorder", "--max-worker-restart", "0"]
+    xdist = [
+        "-n",
+        "2",
+        "--dist",
+        "loadscope",
+        "--no-loadscope-reorder",
+        "--max-worker-restart",
+        "0",
+        "--durations",
+        "15",
+    ]
     everything = [] if chosen_paths(session) else ["tests", *xdist]
     pytest(session, *everything, "-m", "not soak and not nccl", names=PROJECTS)
 
