@@ -2,6 +2,7 @@
 
     python tests/versions.py                      # every suite; writes docs/measured/versions.json and docs/versions.md
     python tests/versions.py --only ch-core       # some suites, the others' rows stay as they are
+    python tests/versions.py --failed             # once more what failed on this torch, after it was mended
     python tests/versions.py --page               # only the page, from the record
 
 A suite that does not end in time is a row that says so, never one that is missing.
@@ -50,7 +51,23 @@ def suites() -> dict[str, list[Path]]:
     return found
 
 
-def run(name: str, paths: list[Path], limit: float) -> dict[str, Any]:
+def again(row: dict[str, Any], limit: float) -> dict[str, Any]:
+    """The row with what failed run once more; it says of how many tests that is, and at which commit."""
+    ids = []
+    for name in row["failures"]:
+        module, _, test = name.partition("::")
+        parts = module.split(".")
+        number = next(n for n in range(len(parts), 0, -1) if ROOT.joinpath(*parts[:n]).with_suffix(".py").exists())
+        ids.append("::".join([str(ROOT.joinpath(*parts[:number]).with_suffix(".py")), *parts[number:], test]))
+    new = run(row["suite"], ids, limit)
+    counted = {
+        key: row[key] + new[key] - (len(ids) if key == "failed" else 0) for key in ("passed", "failed", "skipped")
+    }
+    when = f"{row['commit']}; {len(ids)} again at {facts()['commit']}"
+    return row | counted | {"failures": new.get("failures", row["failures"]), "commit": when}
+
+
+def run(name: str, paths: list[Path] | list[str], limit: float) -> dict[str, Any]:
     """One suite in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="versions-") as folder:
         xml = Path(folder, "junit.xml")
@@ -123,14 +140,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=list(suites()))
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for one suite")
+    parser.add_argument(
+        "--failed", action="store_true", help="only what failed on this torch, and merge it into its row"
+    )
     parser.add_argument("--page", action="store_true")
     options = parser.parse_args()
     record: dict[str, dict[str, Any]] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     bad = False
     for name, paths in () if options.page else suites().items():
-        if options.only is None or name in options.only:
-            row = run(name, paths, options.limit) | facts()
-            record[f"{row['torch']} {name}"] = row
+        key = f"{facts()['torch']} {name}"
+        chosen, failures = options.only is None or name in options.only, record.get(key, {}).get("failures")
+        if failures if options.failed else chosen:
+            row = again(record[key], options.limit) if options.failed else run(name, paths, options.limit) | facts()
+            record[key] = row
             bad |= bool(row.get("problem") or row.get("failed"))
             RECORD.write_text(json.dumps(record, indent=1) + "\n")
     PAGE.write_text(page(record))
