@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import commhooks
+from ch_fsdp.torch_internals import param_groups
 from commhooks import HookConfigError, HookNotSupportedError
 from commhooks.testing import spawn
 
@@ -225,7 +226,7 @@ class Picky(commhooks.Reduction):
 
 
 def slots(model: nn.Module) -> list[tuple[Any, ...]]:
-    groups = [module._get_fsdp_state()._fsdp_param_groups[0] for module in (model, *model.blocks)]
+    groups = [group.torch_group for group in param_groups(model)]
     return [(g._all_reduce_hook, type(g._reduce_scatter_comm), g.reduce_scatter_unused_params) for g in groups]
 
 

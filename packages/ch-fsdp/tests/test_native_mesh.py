@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import commhooks
+from ch_fsdp.torch_internals import param_groups
 from commhooks import AttachError, HookConfigError, HookNotSupportedError
 from commhooks.checkpoint import dcp
 from commhooks.testing import spawn
@@ -63,7 +64,7 @@ def flat(model: Any) -> torch.Tensor:
 
 def slots(model: Any) -> list[tuple[Any, ...]]:
     """All that attaching changes in torch's objects."""
-    found = [module._get_fsdp_state()._fsdp_param_groups[0] for module in (model, *model.blocks)]
+    found = [group.torch_group for group in param_groups(model)]
     return [
         (
             id(g.mesh_info),
@@ -350,7 +351,7 @@ def body_refused(rank: int, world: int) -> None:
     backward(model, rank)
     handle.detach()
     assert torch.equal(backward(model, rank), exact)
-    groups = [module._get_fsdp_state()._fsdp_param_groups[0] for module in (model, *model.blocks)]
+    groups = [group.torch_group for group in param_groups(model)]
     if hasattr(model, "set_separate_reduce_scatter_group"):
         assert all(g.mesh_info.reduce_scatter_process_group is not None for g in groups), "the user's own setting"
 

@@ -94,7 +94,7 @@ def test_meshes_and_fsdp1_units() -> None:
 
 
 def test_premultiplier_and_names() -> None:
-    assert premultiplier(dist.ReduceOp.PREMUL_SUM(0.125)) == 0.125
+    assert premultiplier(dist._make_nccl_premul_sum(0.125)) == 0.125
     names = {spec.name for spec in commhooks.list_hooks(kind="fsdp") if spec.provider == "ch-fsdp"}
     assert names == {"allreduce", "reduce_scatter", "fp16_compress", "bf16_compress"}
     assert commhooks.get("bf16", kind="fsdp").__name__ == "bf16_compress_hook"

@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import Shard
 
 import commhooks
+from ch_fsdp.torch_internals import param_groups
 from commhooks import AttachError, HookConfigError, HookNotSupportedError, RankMismatchError
 from commhooks.reduction import Plain
 from commhooks.testing import spawn
@@ -120,7 +121,7 @@ CASES: list[tuple[Make, Any, dict[str, Any], type[Exception], str]] = [
     *([(two_meshes, "bf16_compress", {}, HookNotSupportedError, "root#0 .*root#1")] if PER_PARAMETER_MESHES else []),
     (on_meta, "bf16_compress", {}, AttachError, "meta device"),
     (
-        lambda: replicate(nn.Linear(8, 8), mesh=line(2)),
+        lambda: replicate(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))),
         "bf16_compress",
         {"axis": "shard"},
         HookNotSupportedError,
@@ -211,7 +212,7 @@ def body_never_called(rank: int, world: int) -> None:
 
     silent = fsdp2()
     handle = commhooks.attach(silent, "bf16_compress")
-    comms = [module._get_fsdp_state()._fsdp_param_groups[0] for module in (silent, *silent.blocks)]
+    comms = [group.torch_group for group in param_groups(silent)]
     ours = [group._reduce_scatter_comm for group in comms]
     loss = silent(*batch(0, rank))
 
