@@ -227,7 +227,10 @@ class Picky(commhooks.Reduction):
 
 def slots(model: nn.Module) -> list[tuple[Any, ...]]:
     groups = [group.torch_group for group in param_groups(model)]
-    return [(g._all_reduce_hook, type(g._reduce_scatter_comm), g.reduce_scatter_unused_params) for g in groups]
+    return [
+        (g._all_reduce_hook, type(g._reduce_scatter_comm), getattr(g, "reduce_scatter_unused_params", None))
+        for g in groups
+    ]
 
 
 def body_failed(rank: int, world: int) -> None:

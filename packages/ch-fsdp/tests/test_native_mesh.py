@@ -71,7 +71,7 @@ def slots(model: Any) -> list[tuple[Any, ...]]:
             id(g.post_forward_mesh_info),
             g._all_reduce_hook,
             type(g._reduce_scatter_comm),
-            g.reduce_scatter_unused_params,
+            getattr(g, "reduce_scatter_unused_params", None),
         )
         for g in found
     ]
