@@ -26,8 +26,8 @@ from .fsdp_kit import batch, gpt, line, shard1, shard2, square
 pytestmark = [pytest.mark.timeout(180), pytest.mark.gloo]
 
 Make = Callable[[], Any]
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # the first since torch 2.11
-PER_PARAMETER_MESHES = hasattr(_fsdp_common, "ShardPlacementResult")  # since torch 2.11
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # the first is not in torch 2.10
+PER_PARAMETER_MESHES = hasattr(_fsdp_common, "ShardPlacementResult")  # not in torch 2.10
 
 
 class Sums(ReduceScatter):

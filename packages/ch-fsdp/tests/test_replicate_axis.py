@@ -259,9 +259,8 @@ class Twins(nn.Module):
 
 def body_unused(rank: int, world: int) -> None:
     """A twin without a gradient on some replicas: its zero is averaged in, under its own name."""
-    if not hasattr(
-        FSDPModule, "set_reduce_scatter_unused_params"
-    ):  # since torch 2.11; without, a short shard is refused
+    # torch 2.10 has it not: a short shard is refused
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         return
     mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(Twins(), mesh=mesh["shard"])
