@@ -32,8 +32,8 @@ Made by `nox -s versions` from [measured/versions.json](measured/versions.json);
 torch by name, and fails where it cannot; it is not part of CI, because all but the constraints file's are CUDA builds
 (5.4 GB, run on CPU here).
 
-`torch>=2.10` is what the packages ask for. Python 3.10 ends with torch 2.14: torch 2.15 needs Python 3.11. On torch 2.10 FSDP2 has
-no `set_reduce_scatter_unused_params`: a step that leaves a parameter of a group without a gradient is refused there.
+`torch>=2.10` is what the packages ask for. Python 3.10 ends with torch 2.14: torch 2.15 needs Python 3.11. On torch 2.10 FSDP2
+has no `set_reduce_scatter_unused_params`: a step that leaves a parameter of a group without a gradient is refused there.
 
 | torch | Python | tests of | passed | failed | skipped | when | commit |
 | --- | --- | --- | --- | --- | --- | --- | --- |
