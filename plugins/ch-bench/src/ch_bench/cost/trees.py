@@ -5,9 +5,10 @@
 BEFORE and AFTER are Python interpreters, each of an environment with one installation. Either has two ranks of its own
 and every hook a GPT of 10.7 M parameters (width 384, 6 layers) there; all four processes are alive, one pair at a time
 steps and the other waits for its turn. In each round every hook steps once in each installation, in an order drawn anew.
-The cost before is the median step less the median step of torch's own no-op hook, which is the same code in both
-installations; what it costs more or less after is the median difference of two steps of one round, because the rounds
-differ by more than the installations. The interval of the ratio is a bootstrap over blocks of rounds.
+The cost before is the median step less the median step of torch's own no-op hook; what it costs more or less after is the
+median difference of two steps of one round, because the rounds differ by more than the installations, less the same of
+the no-op hook, because processes that run the same code differ too, by where their memory lies. The interval of the ratio
+is a bootstrap over blocks of rounds.
 """
 
 import argparse
@@ -84,8 +85,9 @@ Rounds = list[tuple[float, float, float, float]]  # seconds of a hook before and
 def _cost(blocks: list[Rounds]) -> tuple[float, float]:
     """Seconds that the hook costs before, and how many more after."""
     rounds = [each for block in blocks for each in block]
-    base = median(noop for _, _, *both in rounds for noop in both)
-    return median(before for before, *_ in rounds) - base, median(after - before for before, after, *_ in rounds)
+    cost = median(before for before, *_ in rounds) - median(noop for *_, noop, _ in rounds)
+    more = median(after - before for before, after, *_ in rounds)
+    return cost, more - median(after - before for *_, before, after in rounds)
 
 
 def _interval(blocks: list[Rounds]) -> tuple[float, float]:
