@@ -31,9 +31,8 @@ def test_counted_bytes_agree_with_the_interface(world: int) -> None:
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, capture_output=True, text=True, timeout=100, env=env)
     assert done.returncode == 0, done.stderr
-    for hook, (counted, carried) in json.loads(
-        done.stdout[done.stdout.index("{") :]
-    ).items():  # torch 2.10 says what gloo connects
+    answer = done.stdout[done.stdout.index("{") :]  # torch 2.10 says what gloo connects
+    for hook, (counted, carried) in json.loads(answer).items():
         # PowerSGD's messages are a few hundred kB, where headers, acknowledgements and the status message show.
         assert carried == pytest.approx(counted, rel=0.12 if "powersgd" in hook else 0.05), hook
 

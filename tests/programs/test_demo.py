@@ -107,8 +107,7 @@ def test_one_failing_rank_ends_the_others_and_its_error_is_shown(tmp_path: Path)
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
     done = python(str(script), cwd=tmp_path)
-    said = [
-        line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")
-    ]  # torch 2.10 says what it connects
+    # torch 2.10 says what gloo connects
+    said = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
     assert said[0].startswith("rank 1:"), done.stdout + done.stderr
     assert "ValueError: rank 1 has had enough" in done.stdout

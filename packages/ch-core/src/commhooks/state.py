@@ -97,13 +97,9 @@ class HookState:
         found = self._staged.get(key)
         if found is None:
             found = self._spare.pop(key, None)
-        if found is None or found.shape != shape or found.dtype != dtype or found.device != device:
-            shape, device = (
-                torch.Size(shape),
-                torch.device(device),
-            )  # given as a list or as text they differ from equal ones
-            if found is None or found.shape != shape or found.dtype != dtype or found.device != device:
-                found = torch.empty(shape, dtype=dtype, device=device)
+        device = torch.device(device) if isinstance(device, str) else device
+        if found is None or found.shape != tuple(shape) or found.dtype != dtype or found.device != device:
+            found = torch.empty(tuple(shape), dtype=dtype, device=device)
         self._staged[key] = found
         return found
 

@@ -53,9 +53,8 @@ class DDPDriver:
         self._task = NO_BACKWARD
         self._side = SideStream()
         self._arrivals: Arrivals | None = None
-        self._keeps = self._searches = (
-            "local" in engine.reduction.fields.values()
-        )  # searches for the model, unless given
+        self._keeps = "local" in engine.reduction.fields.values()  # something of this rank's own, by parameter
+        self._searches = self._keeps  # for the model, unless it is given
 
     def follow(self, model: DistributedDataParallel) -> None:
         """Whose gradients are averaged; without it the model is looked for when its first bucket comes."""
