@@ -2,6 +2,9 @@
 
 import json
 import os
+import random
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +49,7 @@ def run(
     report.unlink(missing_ok=True)
     given = {**options, "report": report} if "hook" in options else {}
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    environ["STANDALONE_PORT"] = str(_port())  # read by a Lightning that starts its processes itself
     command = [sys.executable, "-W", "ignore"]
     if ranks:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -55,9 +59,44 @@ def run(
         flags = [part for name, value in given.items() for part in _flag(name, value)]
         command += ["-m", "commhooks", "run", *flags]
     command += [str(path), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=folder, env=environ)
-    assert done.returncode == 0 or not check, done.stderr
-    return Done(done.returncode, done.stderr, json.loads(report.read_text()) if report.exists() else {})
+    code, err = _ended(command, folder, environ)
+    assert code == 0 or not check, err
+    return Done(code, err, json.loads(report.read_text()) if report.exists() else {})
+
+
+def _ended(command: list[str], folder: Path, environ: dict[str, str]) -> tuple[int, str]:
+    """Exit status and standard error, with the processes that it started gone: one left behind holds the pipe open."""
+    output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, text=True, cwd=folder, env=environ, process_group=0, **output)
+    try:
+        _, err = process.communicate(timeout=200)
+    except subprocess.TimeoutExpired:
+        status = process.poll()
+        os.killpg(process.pid, signal.SIGKILL)
+        _, err = process.communicate()
+        raise AssertionError(
+            f"after 200 s ({'running' if status is None else f'ended with {status}'}):\n{err}"
+        ) from None
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return process.returncode, err
+
+
+def _port() -> int:
+    """A free port that the kernel gives nobody: Lightning chooses one seconds before it listens, and another test may have it.
+
+    Below the range of `ip_local_port_range`, 32768 upwards. If the port is taken Lightning's main process ends with
+    EADDRINUSE, and the child waits for it for half an hour.
+    """
+    while True:
+        port = random.randrange(10_000, 32_768)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
 
 
 def _flag(name: str, value: object) -> list[str]:
