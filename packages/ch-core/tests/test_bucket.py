@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride, per_layout
+from commhooks.engine.schedule import pieces as pieces_of
 
 SHAPES = st.dictionaries(
     st.text("abcdef.", min_size=1, max_size=6),
@@ -41,6 +42,36 @@ def test_select_and_back(shapes: dict[str, tuple[int, ...]], groups: int) -> Non
     for part in parts:
         part.buffer = part.buffer * 2
     assert torch.equal(bucket.buffer, before * 2)
+
+
+@given(SHAPES, st.integers(4, 200), st.booleans())
+def test_pieces_are_the_bucket(shapes: dict[str, tuple[int, ...]], nbytes: int, last: bool) -> None:
+    bucket = Bucket.from_tensors({name: torch.randn(shape) for name, shape in shapes.items()}, index=3, is_last=last)
+    for unused in (frozenset(list(shapes)[::2]), frozenset[str]()):
+        bucket.unused = unused
+        pieces = pieces_of(bucket, nbytes)
+        assert [p.name for piece in pieces for p in piece.params] == [p.name for p in bucket.params]
+        assert frozenset().union(*(piece.unused for piece in pieces)) == unused
+        assert [piece.is_last for piece in pieces] == [False] * (len(pieces) - 1) + [last]
+        for piece in pieces:
+            assert piece.index == 3
+            assert piece.storage.numel() == piece.layout.numel == sum(p.numel for p in piece.params)
+            assert all(piece.view(p).data_ptr() == bucket.view(p.name).data_ptr() for p in piece.params)
+        if len(pieces) > 1:  # no larger than was wanted by more than half of its last parameter, or a single one
+            wanted = bucket.layout.numel / round(4 * bucket.layout.numel / (nbytes // 4 * 4))
+            assert all(
+                piece.layout.numel <= wanted + max(p.numel for p in piece.params) / 2
+                or sum(p.numel > 0 for p in piece.params) == 1
+                for piece in pieces
+            )
+
+
+def test_what_has_holes_or_is_no_dense_gradient_stays_whole() -> None:
+    bucket = Bucket.from_tensors({name: torch.randn(8) for name in "abc"})
+    assert len(pieces_of(bucket, 32)) == 3
+    assert pieces_of(bucket.select("ac"), 32) == (bucket.select("ac"),)
+    params = [ParamLayout("a", (8,), (1,), 0), ParamLayout("b", (8,), (1,), 8, "complex")]
+    assert len(pieces_of(Bucket(BucketLayout(params, 16, torch.float32), torch.zeros(16)), 32)) == 1
 
 
 def test_transposed_parameter_is_seen_with_its_numbers_in_place() -> None:

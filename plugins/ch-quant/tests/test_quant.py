@@ -97,6 +97,17 @@ def test_results_do_not_depend_on_the_buckets(reduction: commhooks.Reduction) ->
     assert all(torch.equal(whole[n], cut[n]) for n in QUANTIZED)
 
 
+@pytest.mark.parametrize(
+    "options", [{"bits": 4}, {"bits": 2}, {"bits": 4, "rotation": "hadamard"}, {"bits": 4, "exempt": False}]
+)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_bucket_in_pieces_gives_the_same_bits(options: dict[str, Any], world: int) -> None:
+    whole, cut = Quantized(**options), Quantized(**options)
+    whole.piece_bytes, cut.piece_bytes = None, 4 * 1000
+    (one, *_), (other, *_) = reduced(whole, world), reduced(cut, world)
+    assert all(torch.equal(one[n], other[n]) for n in SHAPES)
+
+
 def test_wire_volume_does_not_grow_with_the_world() -> None:
     layout = commhooks.BucketLayout.of_shapes({"w": (512, 512)})
 
@@ -112,13 +123,15 @@ def test_wire_volume_does_not_grow_with_the_world() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("fed", [True, False])
-def test_error_feedback_covers_both_roundings(fed: bool, world: int) -> None:
+@pytest.mark.parametrize(("fed", "piece"), [(True, None), (True, 4 * 500), (False, None)])
+def test_error_feedback_covers_both_roundings(fed: bool, piece: int | None, world: int) -> None:
     """The sum applied + the mean residual = the sum of the averages."""
     steps = 20
 
     def body(rank: SimulatedRank) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        engine = rank.engine(quant8(error_feedback=fed))
+        reduction = quant8(error_feedback=fed)
+        reduction.piece_bytes = piece
+        engine = rank.engine(reduction)
         total = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         for step in range(steps):
             for name, g in one_step(engine, gradients(rank.rank, step), (2, 4)).items():

@@ -90,6 +90,11 @@ class ParamLayout:
         stride = tuple(tensor.stride()) if dense(tensor) else contiguous_stride(tensor.shape)
         return ParamLayout(name, tuple(tensor.shape), stride, offset, kind)
 
+    @property
+    def plain_only(self) -> str | None:
+        """Why no lossy method may touch this parameter; ``None`` if one may."""
+        return self.kind if self.kind != "dense" else "empty" if self.numel == 0 else None
+
     def to_memory_order(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor of :attr:`shape` as :meth:`Bucket.matrix` would show it, ``(outer, inner)``.
 

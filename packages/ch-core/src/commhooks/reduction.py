@@ -121,10 +121,16 @@ class StepContext:
         return self._state.stage(name, field, shape, dtype, device)
 
     def scratch(
-        self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        *,
+        brief: bool = False,
     ) -> torch.Tensor:
-        """An uninitialised tensor that belongs to this bucket until the generator ends."""
-        return self._scratch.get(self._owner, name, shape, dtype, torch.device(device))
+        """An uninitialised tensor, this bucket's until the generator ends; ``brief``, every bucket's, until it yields."""
+        return self._scratch.get(None if brief else self._owner, name, shape, dtype, torch.device(device))
 
     def child(self, part: str, *, sent: Bucket | None = None) -> "StepContext":
         """The same step for a part of a composition, with scratch of its own, and its report in ``sent``."""
@@ -176,6 +182,8 @@ class Reduction(ABC):
             ``error_feedback`` needs; a reduction that keeps a residual of its own leaves this ``False``.
         delivers: whether the last collective leaves the average in the bucket, so that no code of this reduction has to
             run after it. A class with a :meth:`run` or :meth:`start` of its own does not inherit it.
+        piece_bytes: on a CPU a larger bucket is cut between parameters into pieces of about so many bytes of gradient, each
+            a bucket of its own: the arithmetic of one runs beside the messages of another. ``None``: never.
 
     Example:
         >>> import torch
@@ -201,6 +209,7 @@ class Reduction(ABC):
     packed_fields: Mapping[str, Packed] = MappingProxyType({})
     reports_sent: bool = False
     delivers: bool = False
+    piece_bytes: int | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -233,7 +242,7 @@ class Reduction(ABC):
         cache: dict[Hashable, dict[str, str]] = self.__dict__.setdefault("_routes", {})
         key = (layout, self.phase(step))
         if key not in cache:
-            reasons = ((p.name, plain_only_reason(p) or self.route(p, step)) for p in layout.params)
+            reasons = ((p.name, p.plain_only or self.route(p, step)) for p in layout.params)
             cache[key] = {name: reason for name, reason in reasons if reason}
         return cache[key]
 
@@ -388,12 +397,3 @@ class Plain(Reduction):
 
     def run_scatter(self, shards: Shards, ctx: StepContext) -> Stages:
         return plain_scatter(shards, ctx.scratch)
-
-
-def plain_only_reason(param: ParamLayout) -> str | None:
-    """Why no lossy method may touch this parameter, or ``None``."""
-    if param.kind != "dense":
-        return param.kind
-    if param.numel == 0:
-        return "empty"
-    return None

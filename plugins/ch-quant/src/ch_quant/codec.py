@@ -94,12 +94,17 @@ class Workspace:
         self.codec = codec
         shape = (rows, codec.block)
         self.x, self.y, self.spare, self.total = (
-            ctx.scratch(f"chunk {name}", shape, device=device) for name in ("x", "y", "spare", "total")
+            ctx.scratch(f"chunk of {codec.block}: {name}", shape, device=device, brief=True)
+            for name in ("x", "y", "spare", "total")
         )
         self._codes, self._lanes = (
-            ctx.scratch(f"chunk {name}", (rows * codec.block,), torch.int8, device) for name in ("codes", "lanes")
+            ctx.scratch(f"chunk of {codec.block}: {name}", (rows * codec.block,), torch.int8, device, brief=True)
+            for name in ("codes", "lanes")
         )
-        self._scale, self._inverse = (ctx.scratch(f"chunk {n}", (rows, 1), device=device) for n in ("scale", "inverse"))
+        self._scale, self._inverse = (
+            ctx.scratch(f"chunk of {codec.block}: {name}", (rows, 1), device=device, brief=True)
+            for name in ("scale", "inverse")
+        )
 
     def encode(
         self, x: torch.Tensor, scales: torch.Tensor, packed: torch.Tensor, noise: torch.Generator | None

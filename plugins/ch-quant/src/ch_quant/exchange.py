@@ -65,7 +65,8 @@ class Exchange:
         self.bytes = codec.bytes(self.cut.rows)
         self._device, self._seed = device, seed
         self._numbers = device.type != "meta"  # a dry run asks for messages alone
-        rows = max((chunk.rows for chunk in self.cut.parts[0]), default=0)
+        # On a CPU of one size for all buckets, whose memory it is.
+        rows = codec.chunk if device.type != "cuda" else max((chunk.rows for chunk in self.cut.parts[0]), default=0)
         self._work = Workspace(codec, ctx, device, rows)
 
     # -- the first stage

@@ -48,6 +48,7 @@ class Quantized(Reduction):
     fields: dict[str, Literal["local", "shared"]]
     collectives = frozenset({"all_to_all", "all_gather"})
     lossy = True
+    piece_bytes = 4 << 20
 
     def __init__(
         self,

@@ -99,6 +99,8 @@ class Composite(Reduction):
         self.delivers = self.delivers and all(part.delivers for part in parts)
         self.reports_sent = all(part.reports_sent for part in parts)
         self.trips = max(part.trips for part in parts)
+        sizes = [part.piece_bytes or 0 for part in parts]
+        self.piece_bytes = max(sizes) if all(sizes) and type(self).granularity == "tensor" else None
         powers = {field: self.scaled_fields[field] for field in self.fields if field in self.scaled_fields}
         self.scaled_fields = {f: power for part in parts for f, power in part.scaled_fields.items()} | powers
         self.fields = {f: kind for part in parts for f, kind in part.fields.items()} | dict(self.fields)

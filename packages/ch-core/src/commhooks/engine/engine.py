@@ -1,8 +1,9 @@
 """The engine: runs many reductions at once, starting every collective in one order on every rank.
 
 The lockstep rule, independent of timing: when bucket *b* arrives, start its first stage, then advance each older bucket
-by one stage, in bucket order; on the last bucket, drain. What older buckets ask for at one time is one stage. Everything
-is started on the thread that calls the hook, before its last call returns. Which buckets wait for the drain, and which
+by one stage, in bucket order; on the last bucket, drain. The all-reduces that older buckets ask for at one time are one
+stage; what could not become one message is started at once. A bucket may be cut into pieces, each a bucket. Everything is
+started on the thread that calls the hook, before its last call returns. Which buckets wait for the drain, and which
 first stages for one another, is decided in :mod:`commhooks.engine.schedule`. Only ending a bucket, which starts nothing,
 is done at once where somebody uses each average.
 
@@ -89,27 +90,31 @@ class Engine:
     # -- one step
 
     def submit(self, bucket: Bucket) -> ActiveBucket:
-        """Take the next bucket of the step: start it, advance the older ones. Returns what is under way of it.
+        """Take the next bucket of the step, perhaps in pieces: start each, advance the older ones. Returns what is under
+        way of it.
 
         Errors of the reduction are kept for :meth:`finish`; errors of the transport are raised.
         """
         begun = time.perf_counter()
         if not self.in_step:
             self._begin(bucket.device)
-        live, sender = self._activate(bucket), self.sender
-        try:
-            if not live.plan.coalesces:
-                sender.start(sender.held)
-            self._advance([live], sender.held)
-            if not live.plan.coalesces or bucket.is_last or sender.held.enough(sender.tuning):
-                sender.start(sender.held)
-            used = self.on_reduced is not None
-            older = [one for one in self.buckets.under_way if one is not live]
-            self._advance([one for one in older if not one.plan.waits or (used and one.due is None)])
-        except Exception as error:
-            self._lose(error)
+        started = []
+        for piece in self.sender.tuning.pieces(bucket, self.reduction):
+            live, sender = self._activate(piece), self.sender
+            started.append(live)
+            try:
+                if not live.plan.coalesces:
+                    sender.start(sender.held)
+                self._advance([live], sender.held)
+                if not live.plan.coalesces or piece.is_last or sender.held.enough(sender.tuning):
+                    sender.start(sender.held)
+                used = self.on_reduced is not None
+                older = [one for one in self.buckets.under_way if one is not live]
+                self._advance([one for one in older if not one.plan.waits or (used and one.due is None)])
+            except Exception as error:
+                self._lose(error)
         self.counters.hook_seconds += time.perf_counter() - begun
-        return live
+        return next((live for live in started if not live.done), started[-1])
 
     def advance(self) -> None:
         """Each bucket under way one stage further: for who has other work to do while messages travel, between
@@ -276,7 +281,11 @@ class Engine:
             requests = live.advance(self.sender.timeout, self.counters)
             if requests is not None:
                 self.counters.traffic.add(*live.plan.volumes[live.stage])
-                asked.add(live, requests)
+                alone = held is None and not live.plan.merges[live.stage]
+                batch = RequestBatch() if alone else asked
+                batch.add(live, requests)
+                if alone:  # nothing of another bucket would travel with it
+                    self.sender.start(batch)
             else:
                 live.end(self.on_reduced if self.participating else None)
         self.buckets.ended()

@@ -8,12 +8,14 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from commhooks.bucket import BucketLayout
+from commhooks.bucket import Bucket, BucketLayout, ParamLayout
+from commhooks.reduction import Reduction
 from commhooks.requests import StagePlan, payload_bytes, trip_bytes
 from commhooks.transport.base import Work
 
@@ -46,11 +48,21 @@ class CpuTuning:
     # messages, or more than 2 ms, would only take the core from those who carry them.
     spin_bytes: int = 1 << 20
     spin_seconds: float = 0.002
+    # A bucket goes through its stages in pieces of the reduction's `piece_bytes`. Whole, its arithmetic and its messages
+    # would wait for one another.
+    cuts: bool = True
 
     @classmethod
     def off(cls) -> "CpuTuning":
-        """Nothing held back, no direct exchange, no halves, no spinning."""
-        return cls(-1, 0, -1, -1, math.inf, -1, 0.0)
+        """Nothing held back, no direct exchange, no halves, no spinning, no pieces."""
+        return cls(-1, 0, -1, -1, math.inf, -1, 0.0, False)
+
+    def pieces(self, bucket: Bucket, reduction: Reduction) -> tuple[Bucket, ...]:
+        """What goes through the stages by itself; the bucket as it is, where the last message delivers its average."""
+        size = reduction.piece_bytes
+        if size is None or not self.cuts or reduction.delivers or bucket.device.type != "cpu":
+            return (bucket,)
+        return pieces(bucket, size)
 
     def direct(self, size: int, world_size: int) -> bool:
         """Whether so many bytes had better be exchanged directly than round a ring. Two ranks send the same number
@@ -77,6 +89,52 @@ class CpuTuning:
 TUNED = CpuTuning()
 
 
+def pieces(bucket: Bucket, nbytes: int) -> tuple[Bucket, ...]:
+    """A bucket as several of about ``nbytes`` over its storage, cut between parameters; itself where it cannot be cut.
+
+    >>> bucket = Bucket.from_tensors({"a": torch.ones(8, 8), "b": torch.ones(8), "c": torch.ones(8, 8)})
+    >>> [[p.name for p in piece.params] for piece in pieces(bucket, 256)]
+    [['a', 'b'], ['c']]
+    """
+    made = _cut(bucket.layout, nbytes // bucket.layout.dtype.itemsize)
+    if len(made) == 1:
+        return (bucket,)
+
+    def views() -> tuple[Bucket, ...]:
+        last = len(made) - 1
+        return tuple(
+            Bucket(
+                layout, bucket.storage.narrow(0, offset, layout.numel), bucket.index, bucket.is_last and number == last
+            )
+            for number, (offset, layout) in enumerate(made)
+        )
+
+    found = bucket.cached((pieces, nbytes), views)
+    for piece in found:
+        piece.unused = frozenset(p.name for p in piece.params if p.name in bucket.unused)
+    return found
+
+
+@lru_cache(maxsize=256)
+def _cut(layout: BucketLayout, numel: int) -> tuple[tuple[int, BucketLayout], ...]:
+    """``(offset, layout)`` of each piece of about ``numel`` elements; a parameter's offset is counted from that of its piece."""
+    count = round(layout.numel / numel)
+    if count < 2 or layout.segments() != ((0, layout.numel),) or any(p.kind != "dense" for p in layout.params):
+        return ((0, layout),)
+    groups: list[list[ParamLayout]] = [[]]
+    for p in sorted(layout.params, key=lambda p: p.offset):
+        held = p.offset - groups[-1][0].offset if groups[-1] else 0
+        if held and p.numel and held + p.numel / 2 > layout.numel / count:
+            groups.append([])
+        groups[-1].append(p)
+    made = []
+    for group in groups:
+        start, size = group[0].offset, sum(p.numel for p in group)
+        moved = [replace(p, offset=p.offset - start) for p in group]
+        made.append((start, BucketLayout(moved, size, layout.dtype, layout.device)))
+    return tuple(made)
+
+
 class BucketPlan:
     """What buckets of one layout go through, and what follows from it: worked out once, not at every step.
 
@@ -91,17 +149,19 @@ class BucketPlan:
         coalesces: whether what is asked for first may be sent with what the next buckets ask for. Not where it ends with
             that, nor where it asks for much (which would be copied), nor for anything but all-reduces (which would not
             become one message).
+        merges: of each stage, whether others' requests may become one message with it.
         ends_at_once: whether nothing is left after the first stage: such an average is DDP's to the bit.
         opaque: whether what is received shows only when decoded whether it is finite.
     """
 
-    __slots__ = ("coalesces", "ends_at_once", "opaque", "plan", "volumes", "waits")
+    __slots__ = ("coalesces", "ends_at_once", "merges", "opaque", "plan", "volumes", "waits")
 
     def __init__(self, plan: tuple[StagePlan, ...], layout: BucketLayout, tuning: CpuTuning = TUNED) -> None:
         self.plan = plan
         self.volumes = [(payload_bytes((stage,)), trip_bytes((stage,))) for stage in plan]
         gradient, later = layout.size * layout.dtype.itemsize, payload_bytes(plan[1:])
         self.waits = layout.device.type == "cpu" and later <= tuning.held_share * gradient
+        self.merges = [any(request.kind == "all_reduce" for request in stage) for stage in plan]
         self.ends_at_once = len(plan) < 2
         little = not self.ends_at_once and 0 < self.volumes[0][0] < tuning.coalesced_bytes
         self.coalesces = self.waits and little and all(request.kind == "all_reduce" for request in plan[0])

@@ -1,0 +1,113 @@
+"""A large bucket of a method with much arithmetic goes through the engine in pieces."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from commhooks.bucket import Bucket
+from commhooks.engine.engine import Engine
+from commhooks.engine.schedule import TUNED, CpuTuning
+from commhooks.errors import RemoteHookError
+from commhooks.reduction import Reduction, StepContext
+from commhooks.requests import AllGather, AllToAll
+from commhooks.simulate import SimulatedRank, simulate
+
+
+def step(engine: Engine, parts: list[Bucket]) -> BaseException | None:
+    for bucket in parts:
+        engine.submit(bucket)
+    return engine.finish()
+
+
+class Packed(Reduction):
+    """Every number crosses twice as opaque bytes: a stand-in for a quantized exchange."""
+
+    name = "packed"
+    lossy = True
+    collectives = frozenset({"all_to_all", "all_gather"})
+    fields = {"last": "local"}
+    piece_bytes = 64
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
+        rows = -(-bucket.layout.numel // ctx.world_size)
+        sent, received, everything = (
+            ctx.scratch(name, (ctx.world_size * rows,), device=bucket.device) for name in ("s", "r", "e")
+        )
+        sent.zero_()[: bucket.layout.numel] = bucket.storage
+        yield AllToAll(sent, received)
+        own = ctx.scratch("own", (rows,), device=bucket.device).copy_(received.view(ctx.world_size, rows).mean(0))
+        yield AllGather(own, everything)
+        bucket.storage.copy_(everything[: bucket.layout.numel])
+        for p in bucket.params:
+            ctx.stage(p.name, "last", p.shape, device=bucket.device).copy_(bucket.view(p))
+
+
+class Whole(Packed):
+    piece_bytes = None
+
+
+def opaque(rank: int) -> list[Bucket]:
+    return [
+        Bucket.from_tensors(
+            {f"{i}.{n}": torch.full((3, n + 1), rank + i + 0.25 * n) for n in range(6)}, index=i, is_last=i == 1
+        )
+        for i in range(2)
+    ]
+
+
+def order(reduction: Reduction, tuning: CpuTuning = TUNED) -> tuple[list[str], list[torch.Tensor]]:
+    """Messages of a step of two buckets, the same on both ranks, and what is left in the buckets."""
+    log: dict[int, list[str]] = {0: [], 1: []}
+
+    def body(rank: SimulatedRank) -> list[torch.Tensor]:
+        engine = rank.engine(reduction, tuning=tuning)
+        for kind in ("all_to_all", "all_gather"):
+            original = getattr(rank.transport, kind)
+
+            def record(output: torch.Tensor, input: torch.Tensor, original: Any = original, kind: str = kind) -> Any:
+                log[rank.rank].append(f"{kind[4]} {output.numel()}")
+                return original(output, input)
+
+            setattr(rank.transport, kind, record)
+        parts = opaque(rank.rank)
+        assert step(engine, parts) is None
+        assert engine.resolve_step()
+        assert len(list(engine.state.entries())) == 12
+        return [bucket.storage for bucket in parts]
+
+    left = simulate(2, body)
+    assert log[0] == log[1]
+    assert all(torch.equal(a, b) for a, b in zip(*left, strict=True))
+    return log[0], left[0]
+
+
+def test_a_large_bucket_goes_in_pieces_each_a_stage_behind_the_next() -> None:
+    whole, averages = order(Whole())
+    assert whole == ["t 64", "t 64", "g 64", "g 64"]
+    pieces, same = order(Packed())
+    # four pieces of each bucket, of 18, 12, 15 and 18 numbers: none waits for more than the message before its own
+    first = ["t 18", "t 12", "g 18", "t 16", "g 12", "t 18", "g 16"]
+    assert pieces == [*first, "t 18", "g 18", *first[1:], "g 18"]
+    assert all(torch.equal(a, b) for a, b in zip(averages, same, strict=True))
+    assert order(Packed(), CpuTuning.off())[0] == whole
+
+
+def test_a_piece_that_fails_on_one_rank_fails_the_step_on_all() -> None:
+    class Breaks(Packed):
+        def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
+            stages = super().run(bucket, ctx)
+            yield next(stages)
+            if ctx.rank == 1 and bucket.params[0].name == "0.3" and not bucket.storage.is_meta:
+                raise ArithmeticError("broken")
+            yield from stages
+
+    def body(rank: SimulatedRank) -> tuple[BaseException | None, int, BaseException | None]:
+        engine = rank.engine(Breaks())
+        first = step(engine, opaque(rank.rank))
+        engine.reduction = Packed()
+        return first, len(list(engine.state.entries())), step(engine, opaque(rank.rank))
+
+    for error, kept, again in simulate(2, body):
+        assert isinstance(error, (ArithmeticError, RemoteHookError))
+        assert kept == 0 and again is None
