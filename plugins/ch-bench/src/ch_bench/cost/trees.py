@@ -1,14 +1,14 @@
 """What each hook costs in two installations of commhooks, say of two commits, in one run.
 
-    python -m ch_bench.cost.trees BEFORE AFTER [--blocks 40] [--record NAME]
+    python -m ch_bench.cost.trees BEFORE AFTER [--starts 10] [--blocks 10] [--record NAME]
 
 BEFORE and AFTER are Python interpreters, each of an environment with one installation. Either has two ranks of its own
 and every hook a GPT of 10.7 M parameters (width 384, 6 layers) there; all four processes are alive, one pair at a time
 steps and the other waits for its turn. In each round every hook steps once in each installation, in an order drawn anew.
 The cost before is the median step less the median step of torch's own no-op hook; what it costs more or less after is the
 median difference of two steps of one round, because the rounds differ by more than the installations, less the same of
-the no-op hook, because processes that run the same code differ too, by where their memory lies. The interval of the ratio
-is a bootstrap over blocks of rounds.
+the no-op hook. Processes that run the same code differ too, by where their memory lies: all four are started anew
+`--starts` times, and the interval of the ratio is a bootstrap over starts and, within each, over its blocks of rounds.
 """
 
 import argparse
@@ -46,24 +46,28 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time the hooks of two installations, interleaved step by step.")
     parser.add_argument("before", help="python of the environment to compare with")
     parser.add_argument("after", help="python of the environment to judge")
-    parser.add_argument("--blocks", type=int, default=40)
+    parser.add_argument("--starts", type=int, default=10, help="processes are started anew so many times")
+    parser.add_argument("--blocks", type=int, default=10, help="blocks per start")
     parser.add_argument("--steps", type=int, default=4, help="steps per block, hook and installation")
     parser.add_argument("--limit", type=float, default=1.05, help="legal upper end of each ratio's interval")
     parser.add_argument("--record", metavar="NAME", help="keep the output as docs/measured/NAME-DATE.md")
     args = parser.parse_args(argv)
     load = os.getloadavg()[0]
     console = Console(record=True, width=None if sys.stdout.isatty() else 120)
-    seconds = _measure([args.before, args.after], args.blocks, args.steps)
-    table = Table(title=f"{args.blocks} blocks of {args.steps} steps, {WORLD} ranks; load before {load:.1f}", box=None)
+    starts = [_measure([args.before, args.after], start, args.blocks, args.steps) for start in range(args.starts)]
+    table = Table(
+        title=f"{args.starts} starts, {args.blocks} blocks of {args.steps} steps, {WORLD} ranks; load before {load:.1f}",
+        box=None,
+    )
     for column in ("hook", "bucket_cap_mb", "cost before, ms", "after, ms", "ratio", "95 %", f"<= {args.limit}"):
         table.add_column(column, justify="left" if column == "hook" else "right")
     worst = 0.0
     for hook, (name, cap) in enumerate(HOOKS):
         rounds = [
-            list(zip(*sides, strict=True))
-            for sides in zip(seconds[0][hook], seconds[1][hook], seconds[0][BASE], seconds[1][BASE], strict=True)
+            [list(zip(*sides, strict=True)) for sides in zip(old[hook], new[hook], old[BASE], new[BASE], strict=True)]
+            for old, new in starts
         ]
-        (before, more), (low, high) = _cost(rounds), _interval(rounds)
+        (before, more), (low, high) = _cost([block for start in rounds for block in start]), _interval(rounds)
         worst = max(worst, high)
         cells = [
             f"{1e3 * before:.1f}",
@@ -74,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         table.add_row(name, f"{cap:g}", *cells, "holds" if high <= args.limit else "FAILS")
     console.print(table)
     if args.record:
-        command = f"python -m ch_bench.cost.trees BEFORE AFTER --blocks {args.blocks} --steps {args.steps}"
+        command = f"python -m ch_bench.cost.trees BEFORE AFTER --starts {args.starts} --blocks {args.blocks} --steps {args.steps}"
         console.print(f"recorded: {bench_report.record(args.record, command, console)}")
     return int(worst > args.limit)
 
@@ -90,16 +94,17 @@ def _cost(blocks: list[Rounds]) -> tuple[float, float]:
     return cost, more - median(after - before for *_, before, after in rounds)
 
 
-def _interval(blocks: list[Rounds]) -> tuple[float, float]:
-    """The 95 % interval of the ratio of costs, over resampled blocks."""
+def _interval(starts: list[list[Rounds]]) -> tuple[float, float]:
+    """The 95 % interval of the ratio of costs, over resampled starts and their resampled blocks."""
     draw = random.Random(0)
-    costs = (_cost(draw.choices(blocks, k=len(blocks))) for _ in range(1000))
+    drawn = (draw.choices(starts, k=len(starts)) for _ in range(1000))
+    costs = [_cost([block for start in each for block in draw.choices(start, k=len(start))]) for each in drawn]
     ratios = sorted(1 + more / before for before, more in costs)
     return ratios[25], ratios[974]
 
 
-def _measure(pythons: list[str], blocks: int, steps: int) -> list[list[list[list[float]]]]:
-    """Seconds by installation, hook, block and step: of the slower rank."""
+def _measure(pythons: list[str], start: int, blocks: int, steps: int) -> list[list[list[list[float]]]]:
+    """Seconds of one start by installation, hook, block and step: of the slower rank."""
     with tempfile.TemporaryDirectory() as folder:
         sides = [
             [_start(python, rank, Path(folder) / f"store{side}") for rank in range(WORLD)]
@@ -114,12 +119,14 @@ def _measure(pythons: list[str], blocks: int, steps: int) -> list[list[list[list
                 for side, hook in turns:
                     seconds[side][hook].append([])
                 for step in range(steps):
-                    for side, hook in random.Random(block * steps + step).sample(turns, len(turns)):
+                    order = random.Random((start * blocks + block) * steps + step).sample(turns, len(turns))
+                    for side, hook in order:
                         seconds[side][hook][-1].append(_step(sides[side], 6 + block * steps + step, hook))
             return seconds
         finally:
             for process in (each for side in sides for each in side):
                 process.kill()
+                process.wait()
 
 
 def _start(python: str, rank: int, store: Path) -> "subprocess.Popen[str]":
