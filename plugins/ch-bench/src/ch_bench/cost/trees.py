@@ -8,7 +8,8 @@ steps and the other waits for its turn. In each round every hook steps once in e
 The cost before is the median step less the median step of torch's own no-op hook; what it costs more or less after is the
 median difference of two steps of one round, because the rounds differ by more than the installations, less the same of
 the no-op hook. Processes that run the same code differ too, by where their memory lies: all four are started anew
-`--starts` times, and the interval of the ratio is a bootstrap over starts and, within each, over its blocks of rounds.
+`--starts` times, with the models in another order and gaps between them, and the interval of the ratio is a bootstrap
+over starts and, within each, over its blocks of rounds.
 """
 
 import argparse
@@ -39,6 +40,7 @@ HOOKS = [
 ]  # expression, bucket_cap_mb: 14 makes three buckets, 1000 one
 BASE = len(HOOKS)  # torch's no-op hook
 WORLD = 2
+WARM_UP = 4  # steps: DDP rebuilds its buckets after the first, PowerSGD compresses from the second or third
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,16 +49,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("before", help="python of the environment to compare with")
     parser.add_argument("after", help="python of the environment to judge")
     parser.add_argument("--starts", type=int, default=10, help="processes are started anew so many times")
+    parser.add_argument("--first", type=int, default=0, help="number of the first start, from which its order follows")
     parser.add_argument("--blocks", type=int, default=10, help="blocks per start")
     parser.add_argument("--steps", type=int, default=4, help="steps per block, hook and installation")
     parser.add_argument("--limit", type=float, default=1.05, help="legal upper end of each ratio's interval")
     parser.add_argument("--record", metavar="NAME", help="keep the output as docs/measured/NAME-DATE.md")
+    parser.add_argument(
+        "--raw", type=Path, metavar="FILE", help="keep the seconds of every step there, beside those that are"
+    )
     args = parser.parse_args(argv)
     load = os.getloadavg()[0]
     console = Console(record=True, width=None if sys.stdout.isatty() else 120)
-    starts = [_measure([args.before, args.after], start, args.blocks, args.steps) for start in range(args.starts)]
+    starts = json.loads(args.raw.read_text()) if args.raw and args.raw.exists() else []
+    for start in range(args.first, args.first + args.starts):
+        starts.append(_measure([args.before, args.after], start, args.blocks, args.steps))
+        if args.raw:
+            args.raw.write_text(json.dumps(starts))
     table = Table(
-        title=f"{args.starts} starts, {args.blocks} blocks of {args.steps} steps, {WORLD} ranks; load before {load:.1f}",
+        title=f"{len(starts)} starts, {args.blocks} blocks of {args.steps} steps, {WORLD} ranks; load before {load:.1f}",
         box=None,
     )
     for column in ("hook", "bucket_cap_mb", "cost before, ms", "after, ms", "ratio", "95 %", f"<= {args.limit}"):
@@ -107,12 +117,12 @@ def _measure(pythons: list[str], start: int, blocks: int, steps: int) -> list[li
     """Seconds of one start by installation, hook, block and step: of the slower rank."""
     with tempfile.TemporaryDirectory() as folder:
         sides = [
-            [_start(python, rank, Path(folder) / f"store{side}") for rank in range(WORLD)]
+            [_start(python, rank, Path(folder) / f"store{side}", start) for rank in range(WORLD)]
             for side, python in enumerate(pythons)
         ]
         try:
             turns = list(product(range(len(pythons)), range(BASE + 1)))
-            for warm, (side, hook) in product(range(6), turns):
+            for warm, (side, hook) in product(range(WARM_UP), turns):
                 _step(sides[side], warm, hook)
             seconds: list[list[list[list[float]]]] = [[[] for _ in range(BASE + 1)] for _ in pythons]
             for block in range(blocks):
@@ -121,7 +131,7 @@ def _measure(pythons: list[str], start: int, blocks: int, steps: int) -> list[li
                 for step in range(steps):
                     order = random.Random((start * blocks + block) * steps + step).sample(turns, len(turns))
                     for side, hook in order:
-                        seconds[side][hook][-1].append(_step(sides[side], 6 + block * steps + step, hook))
+                        seconds[side][hook][-1].append(_step(sides[side], WARM_UP + block * steps + step, hook))
             return seconds
         finally:
             for process in (each for side in sides for each in side):
@@ -129,12 +139,12 @@ def _measure(pythons: list[str], start: int, blocks: int, steps: int) -> list[li
                 process.wait()
 
 
-def _start(python: str, rank: int, store: Path) -> "subprocess.Popen[str]":
+def _start(python: str, rank: int, store: Path, seed: int) -> "subprocess.Popen[str]":
     """One rank of one installation; it imports this package's model and text from here, and its own commhooks."""
     here = Path(__file__).parents[2]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(here)}
     command = [python, str(Path(__file__).with_name("trees_rank.py")), str(rank), str(WORLD), str(store)]
-    command += [json.dumps(HOOKS)]
+    command += [json.dumps(HOOKS), str(seed)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
 
 
