@@ -23,6 +23,7 @@ nox.options.reuse_existing_virtualenvs = True
 
 ROOT = Path(__file__).parent
 FT_TOOLS = ["torchft>=0.2.0", "parameterized"]  # ch-ft's optional extra, installed for real in tests
+TRITON = "triton>=3.6; sys_platform == 'linux'"  # ch-quant's optional extra: 200 MB, run in its interpreter
 NIGHTLY = "torchft-nightly==2026.10.26"  # pinned: its manager and tests move
 FRAMEWORKS = [
     "lightning>=2.4",
@@ -119,7 +120,9 @@ def pytest(session: nox.Session, *arguments: str, names: Iterable[str] = ()) -> 
 @nox.session
 def tests(session: nox.Session) -> None:
     """All packages in one environment, all tests short of soak: what CI and the README run."""
-    install(session, *PROJECTS, tools=[*TEST_TOOLS, *FT_TOOLS, *FRAMEWORKS, "matplotlib>=3.8", "pytest-xdist>=3.8"])
+    install(
+        session, *PROJECTS, tools=[*TEST_TOOLS, *FT_TOOLS, *FRAMEWORKS, TRITON, "matplotlib>=3.8", "pytest-xdist>=3.8"]
+    )
     # Two at a time, a module or a class in one process: many tests wait for processes of their own. A test that hangs ends
     # its process, and xdist would wait for ever for what is left of the module: it ends the run, naming the test. In the
     # order of the files: xdist's own puts modules of one long test last, one process waiting for the other.

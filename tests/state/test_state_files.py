@@ -134,9 +134,13 @@ def test_policies(pair):
 
 def test_merge_wants_every_rank_once_and_one_step(pair):
     a, b = pair.save()
-    for wrong in ([], [a], [a, a], [a, b | {"step": 7}], [a, b | {"expr": "x"}], [a, 3]):
+    for wrong in ([], [a], [a, a], [a, b | {"step": 7}], [a, b | {"expr": "x", "config": None}], [a, 3]):
         with pytest.raises(StateError):
             merge(wrong)
+    other = {**b["config"], "config": {"rank": 3}}
+    with pytest.raises(StateError, match="expr is"):
+        merge([a, b | {"expr": "powersgd(rank=3)", "config": other}])
+    assert merge([a, b | {"expr": "powersgd(rank=2)"}])["entries"]  # the same options in other words
     with pytest.raises(StateError, match="same on all ranks"):
         merge([a, changed(b, "w", "q", b["entries"]["w"]["q"] + 1)])
 

@@ -114,6 +114,17 @@ def test_declared_options_fill_in_and_alias_resolves(builder):
     assert isinstance(built.value, Reduction)
 
 
+def test_what_is_a_ranks_own_is_not_compared(builder):
+    params = {"factor": Param(1.0, "the scale"), "mode": Param("a", "a mode", choices=("a", "b"), local=True)}
+    builder.registry.register(HookSpec("own", "reduction", "acme_hooks:Scaled", "s", params=params))
+    one, other = build(builder, "own"), build(builder, "own(mode='b')")
+    assert other.expr == "own(mode='b')"
+    assert (one.full, one.full["config"]) == (other.full, {"factor": 1.0})
+    assert build(builder, "outer(own)").full == build(builder, "outer(own(mode='b'))").full
+    with pytest.raises(HookConfigError, match="one of"):
+        build(builder, "own(mode='c')")
+
+
 def test_wrappers_policies_and_several_inner(builder):
     nested = build(builder, "outer(outer(scaled(factor=3.0)), depth=2)")
     assert nested.value.depth == 2

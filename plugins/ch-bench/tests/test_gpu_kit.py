@@ -1,8 +1,10 @@
 """The GPU kit on CPU tensors: every part as it runs on a GPU, with tiny shapes, so that it is ready when there is one."""
 
 import json
+import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,9 @@ ONLY_THERE = {  # what cannot be had on CPU tensors, or with one rank
     "graphs/allreduce",
     "graphs/bf16_compress",
     "graphs/powersgd(rank=4)",
+    "codec/quant8",
+    "codec/quant4",
+    "codec/quant4(error_feedback=True)",
 }
 
 
@@ -55,6 +60,20 @@ def test_every_part_finds_what_it_looks_for(tmp_path: Path) -> None:
     again = subprocess.run(words, capture_output=True, text=True, timeout=100)  # nothing is left to do
     assert again.returncode == 0
     assert len(again.stdout.splitlines()) == 1, again.stdout
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: pip install 'ch-quant[triton]'")
+@pytest.mark.timeout(200)
+@pytest.mark.gloo
+def test_the_kernels_are_compared_in_the_interpreter(tmp_path: Path) -> None:
+    words = ["-m", "ch_bench.gpu_kit", "--device", "cpu", "--tiny", "--parts", "codec", "--out", str(tmp_path)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=190)
+    assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "log.txt").read_text()[-4000:]
+    found = {name: row for name, row in latest(tmp_path / "rows.jsonl").items() if name != "codec/(end)"}
+    assert len(found) == 3
+    for row in found.values():
+        assert row["values"]["faster"] == ("triton" if row["values"]["triton / torch"] < 1 else "torch")
 
 
 @pytest.fixture

@@ -37,6 +37,12 @@ def _options(feedback: bool) -> dict[str, Param]:
         ),
         "residual": Param("fp32", "in what that is kept; int8 takes a quarter", choices=("fp32", "int8")),
         "exempt": Param(True, "average norms, biases and what is smaller than a block exactly"),
+        "kernel": Param(
+            "torch",
+            "what does the arithmetic; triton: on CUDA, 8 and 4 bits, rounding='nearest'",
+            choices=("torch", "triton"),
+            local=True,
+        ),
     }
 
 

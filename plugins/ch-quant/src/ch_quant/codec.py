@@ -97,17 +97,28 @@ class Workspace:
             ctx.scratch(f"chunk of {codec.block}: {name}", shape, device=device, brief=True)
             for name in ("x", "y", "spare", "total")
         )
+        self._make(ctx, device, rows)
+
+    def _make(self, ctx: StepContext, device: torch.device, rows: int) -> None:
+        """Memory that the arithmetic takes besides."""
         self._codes, self._lanes = (
-            ctx.scratch(f"chunk of {codec.block}: {name}", (rows * codec.block,), torch.int8, device, brief=True)
+            ctx.scratch(
+                f"chunk of {self.codec.block}: {name}", (rows * self.codec.block,), torch.int8, device, brief=True
+            )
             for name in ("codes", "lanes")
         )
         self._scale, self._inverse = (
-            ctx.scratch(f"chunk of {codec.block}: {name}", (rows, 1), device=device, brief=True)
+            ctx.scratch(f"chunk of {self.codec.block}: {name}", (rows, 1), device=device, brief=True)
             for name in ("scale", "inverse")
         )
 
     def encode(
-        self, x: torch.Tensor, scales: torch.Tensor, packed: torch.Tensor, noise: torch.Generator | None
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor,
+        packed: torch.Tensor,
+        noise: torch.Generator | None,
+        keep: bool = False,
     ) -> None:
         """Fill scales and codes from ``x`` ``(rows, block)`` fp32, which is left as it is.
 
@@ -116,6 +127,7 @@ class Workspace:
             scales: from :meth:`Codec.split`.
             packed: likewise.
             noise: what stochastic rounding draws from.
+            keep: whether :meth:`decoded` is asked next.
         """
         codec, rows = self.codec, x.shape[0]
         y, scale, inverse = self.y[:rows], self._scale[:rows], self._inverse[:rows]
@@ -166,11 +178,24 @@ class Workspace:
         return y.mul_(self._scale[:rows].copy_(scales))
 
     def decode(
-        self, scales: torch.Tensor, packed: torch.Tensor, out: torch.Tensor | None = None, factor: float = 1.0
+        self,
+        scales: torch.Tensor,
+        packed: torch.Tensor,
+        out: torch.Tensor | None = None,
+        factor: float = 1.0,
+        add: bool = False,
     ) -> torch.Tensor:
-        """``factor`` times the numbers of a chunk, ``(rows, block)`` fp32, in ``out``, or else in ``y``."""
+        """``factor`` times the numbers of a chunk, ``(rows, block)`` fp32, in ``out``, or else in ``y``.
+
+        Args:
+            scales: from :meth:`Codec.split`.
+            packed: likewise.
+            out: where they are left; ``None`` is ``y``.
+            factor: by which each scale is multiplied.
+            add: whether they are added to what is in ``out``.
+        """
         rows = scales.shape[0]
-        y = out if out is not None else self.y[:rows]
+        y = out if out is not None and not add else self.y[:rows]
         codes = self._codes[: y.numel()]
         unpack(packed, self.codec.bits, codes)
         if not self.codec.centred:
@@ -179,4 +204,5 @@ class Workspace:
         if factor != 1.0:
             scale.mul_(factor)
         y.copy_(codes.view(y.shape))
-        return y.mul_(scale)
+        y.mul_(scale)
+        return out.add_(y) if out is not None and add else y

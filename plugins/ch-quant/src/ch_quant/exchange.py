@@ -24,8 +24,9 @@ import torch
 
 from ch_quant import rotation
 from ch_quant.blocks import Chunk, Cut, cut, gather, scatter, whole
-from ch_quant.codec import Codec, Workspace
+from ch_quant.codec import Codec
 from ch_quant.feedback import Residuals
+from ch_quant.kernels import Kernel, workspace
 from ch_quant.noise import generator
 from commhooks import AllGather, AllToAll, Stages, StepContext
 
@@ -43,6 +44,10 @@ class Exchange:
         parts: into how many parts the vectors are cut here. 1: every part has vectors of its own, of these sizes.
         rotated: whether blocks are rotated before they are rounded (``block`` is a power of two then).
         seed: of stochastic rounding: something that names the numbers.
+        kernel: what does the arithmetic: ``"torch"``, or ``"triton"``, which sends the same bytes.
+
+    Raises:
+        HookConfigError: the kernel cannot run here.
 
     Attributes:
         bytes: of one packed part. A rank sends W of them in the first stage, and one in the second.
@@ -58,6 +63,7 @@ class Exchange:
         parts: int,
         rotated: bool = False,
         seed: str = "",
+        kernel: Kernel = "torch",
     ) -> None:
         self.codec, self.ctx, self.rotated = codec, ctx, rotated
         # On a GPU a chunk is a launch of several kernels, and there is no cache to stay in.
@@ -67,7 +73,7 @@ class Exchange:
         self._numbers = device.type != "meta"  # a dry run asks for messages alone
         # On a CPU of one size for all buckets, whose memory it is.
         rows = codec.chunk if device.type != "cuda" else max((chunk.rows for chunk in self.cut.parts[0]), default=0)
-        self._work = Workspace(codec, ctx, device, rows)
+        self._work = workspace(kernel, codec, ctx, device, rows)
 
     # -- the first stage
 
@@ -102,7 +108,7 @@ class Exchange:
         noise = self._noise("share")
         for chunk, mean in self._means():
             scales, packed = self._split(self._own, chunk)
-            self._work.encode(mean, scales, packed, noise)
+            self._work.encode(mean, scales, packed, noise, keep=feedback is not None)
             if feedback is not None:
                 lost = mean.sub_(self._work.decoded(chunk.rows, scales))  # m - C(m)
                 feedback.keep_more(chunk, self._plain(lost).mul_(self.ctx.world_size), self._work.spare)
@@ -139,7 +145,7 @@ class Exchange:
         if self.rotated:
             rotated = rotation.rotate(x, self._work.total[: chunk.rows], self._work.spare[: chunk.rows])
         scales, packed = self._split(message, chunk)
-        self._work.encode(rotated, scales, packed, noise)
+        self._work.encode(rotated, scales, packed, noise, keep=feedback is not None)
         if feedback is not None:
             lost = x.sub_(self._plain(self._work.decoded(chunk.rows, scales)))  # p - C(p)
             feedback.keep(chunk, lost, self._work.spare)
@@ -151,13 +157,9 @@ class Exchange:
         for chunk in self._chunks(self.ctx.rank):
             total = self._work.total[: chunk.rows]
             for number, message in enumerate(self._received):
-                parts = self._split(
-                    message, chunk
-                )  # divided before it is added: the sum may overflow where the mean fits
-                if number:
-                    total.add_(self._work.decode(*parts, factor=1.0 / self.ctx.world_size))
-                else:
-                    self._work.decode(*parts, out=total, factor=1.0 / self.ctx.world_size)
+                parts = self._split(message, chunk)
+                # Divided before it is added: the sum may overflow where the mean fits.
+                self._work.decode(*parts, out=total, factor=1.0 / self.ctx.world_size, add=number > 0)
             yield chunk, total
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:

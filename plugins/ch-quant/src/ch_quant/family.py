@@ -8,8 +8,9 @@ import torch
 from ch_quant.codec import Codec
 from ch_quant.exchange import Exchange, all_reduce, reduce_scatter
 from ch_quant.feedback import Feedback, PackedFeedback, Residuals
+from ch_quant.kernels import Kernel, check_kernel
 from ch_quant.packing import WIDTHS
-from commhooks import Bucket, HookConfigError, Packed, ParamLayout, Reduction, Shards, Stages, StepContext
+from commhooks import Bucket, BucketLayout, HookConfigError, Packed, ParamLayout, Reduction, Shards, Stages, StepContext
 
 FIELD = "residual"
 DRAWN = "drawn"
@@ -27,10 +28,12 @@ class Quantized(Reduction):
         residual: in what it is kept: ``"fp32"``, or ``"int8"`` with a scale for each block (LoCo, arXiv:2407.04480):
             2.1 bytes a number instead of 8, and about a two-hundredth of a block's largest is forgotten in a step.
         exempt: average parameters of fewer than two dimensions, and those smaller than a block, exactly.
+        kernel: what does the arithmetic: ``"torch"``, or ``"triton"``: Triton's kernels, on CUDA, for 8 and 4 bits rounded to
+            nearest. The bytes on the wire are the same, so that each rank may have its own.
         name: a preset's, which says the bits.
 
     Raises:
-        HookConfigError: an option that is none of these.
+        HookConfigError: an option that is none of these, or a kernel that cannot run here.
 
     State: ``residual``, local, one per quantized parameter, with ``error_feedback`` only. ``drawn``, shared, one number
     per quantized parameter, with stochastic rounding only: in how many steps it was rounded so. What is drawn follows from
@@ -59,6 +62,7 @@ class Quantized(Reduction):
         error_feedback: bool = False,
         residual: Literal["fp32", "int8"] = "fp32",
         exempt: bool = True,
+        kernel: Kernel = "torch",
         name: str = "quant",
     ) -> None:
         if bits not in WIDTHS or isinstance(bits, bool):
@@ -82,7 +86,8 @@ class Quantized(Reduction):
             )
         self.name, self.codec = name, Codec(bits, block, rounding)
         self.rotation, self.error_feedback, self.residual = rotation, bool(error_feedback), residual
-        self.exempt = bool(exempt)
+        check_kernel(kernel, self.codec)
+        self.exempt, self.kernel = bool(exempt), kernel
         self.packed = Packed("residual_scale", block) if residual == "int8" else None
         self.packed_fields = {FIELD: self.packed} if self.packed is not None else {}
         # Which rank keeps what the second rounding lost depends on the parts, so on the bucket; and so does what is drawn.
@@ -103,7 +108,11 @@ class Quantized(Reduction):
             "error_feedback": self.error_feedback,
             "residual": self.residual,
             "exempt": self.exempt,
+            "kernel": self.kernel,
         }
+
+    def check(self, layout: BucketLayout) -> None:
+        check_kernel(self.kernel, self.codec, layout.device)
 
     def route(self, param: ParamLayout, step: int) -> str | None:
         if not self.exempt:
@@ -122,6 +131,7 @@ class Quantized(Reduction):
             parts=ctx.world_size,
             rotated=self.rotation is not None,
             seed=bucket.params[0].name,
+            kernel=self.kernel,
         )
         self._draw(bucket.params, ctx, bucket.device)
         yield from all_reduce(exchange, vectors, self._feedback(bucket, ctx) if self.error_feedback else None)
@@ -136,6 +146,7 @@ class Quantized(Reduction):
             parts=1,
             rotated=self.rotation is not None,
             seed=shards.params[0].name,
+            kernel=self.kernel,
         )
         self._draw(shards.params, ctx, shards.device)
         if not self.error_feedback:

@@ -156,3 +156,15 @@ def shown(value: object) -> str:
 
 def _are(items: list[str]) -> str:
     return "is" if len(items) == 1 else "are"
+
+
+def alike(saved: object, own: object, ignored: tuple[str, ...] = ("version",)) -> bool:
+    """Whether two configurations are the same but for versions. Goes no deeper than ``own``, whatever was saved."""
+    if type(saved) is not type(own):
+        return False
+    if isinstance(own, dict) and isinstance(saved, dict):
+        keys = own.keys() - set(ignored)
+        return saved.keys() - set(ignored) == keys and all(alike(saved[k], own[k], ignored) for k in keys)
+    if isinstance(own, list) and isinstance(saved, list):
+        return len(saved) == len(own) and all(alike(a, b, ignored) for a, b in zip(saved, own, strict=True))
+    return isinstance(own, bool | int | float | str | type(None)) and saved == own

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.bucket import BucketLayout
-from commhooks.checkpoint.format import Saved, as_dict, read, shown
+from commhooks.checkpoint.format import Saved, alike, as_dict, read, shown
 from commhooks.checkpoint.merging import for_rank
 from commhooks.checkpoint.validation import Key, fits
 from commhooks.errors import CommHooksError, StateError
@@ -239,15 +239,3 @@ def _other_options(saved: dict[str, Any], own: dict[str, Any]) -> str:
         if not alike(before.get(name, missing), value)
     ]
     return f" ({'; '.join(told)})" if told else ""
-
-
-def alike(saved: object, own: object, ignored: tuple[str, ...] = ("version",)) -> bool:
-    """Whether two configurations are the same but for versions. Goes no deeper than ``own``, whatever was saved."""
-    if type(saved) is not type(own):
-        return False
-    if isinstance(own, dict) and isinstance(saved, dict):
-        keys = own.keys() - set(ignored)
-        return saved.keys() - set(ignored) == keys and all(alike(saved[k], own[k], ignored) for k in keys)
-    if isinstance(own, list) and isinstance(saved, list):
-        return len(saved) == len(own) and all(alike(a, b, ignored) for a, b in zip(saved, own, strict=True))
-    return isinstance(own, bool | int | float | str | type(None)) and saved == own

@@ -26,7 +26,7 @@ class Built:
         value: a Reduction, or a foreign callable (`kind` tells).
         kind: `"reduction"`, `"ddp"` or `"fsdp"`.
         node: the canonical node, aliases resolved, options as given.
-        full: the same node with every option, and the provider and version of each level.
+        full: the same node with every option but local ones, and the provider and version of each level.
         make_state: for a foreign hook with a state class: called with the process group, gives the state.
     """
 
@@ -104,7 +104,8 @@ class Builder:
             raise HookConfigError(f"{spec.name!r} is a wrapper and needs an inner hook, for example {spec.example}")
         base = {"hook": spec.name, **({"provider": spec.provider} if "provider" in node else {})}
         config = self.config(spec, node["config"])
-        full = {"hook": spec.name, "provider": spec.provider, "version": spec.version, "config": config}
+        told = {name: value for name, value in config.items() if not _local(spec, name)}
+        full = {"hook": spec.name, "provider": spec.provider, "version": spec.version, "config": told}
         if not inside:
             return self._leaf(spec, {**base, "config": node["config"]}, full, config)
         return self._wrapper(spec, node, base, full, config, kind)
@@ -206,6 +207,10 @@ def _known_options(spec: HookSpec, given: Mapping[str, Any], legal: list[str]) -
             hint = f"; did you mean {close[0]!r}?" if close else ""
             takes = f"it takes {', '.join(legal)}" if legal else "it takes none"
             raise HookConfigError(f"{spec.name} has no option {name!r} (given {name}={given[name]!r}); {takes}{hint}")
+
+
+def _local(spec: HookSpec, name: str) -> bool:
+    return spec.params is not None and name in spec.params and spec.params[name].local
 
 
 def _plain(value: object) -> bool:

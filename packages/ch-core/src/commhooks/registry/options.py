@@ -14,7 +14,7 @@ def option(default: Value, doc: str, **limits: Any) -> Any:
     Args:
         default: the value when none is given.
         doc: one line, with the unit.
-        limits: what else :class:`Param` takes: ``at_least``, ``above``, ``at_most``, ``choices``, ``brings``, ...
+        limits: what else :class:`Param` takes: ``at_least``, ``above``, ``at_most``, ``choices``, ``brings``, ``local``, ...
 
     Example:
         >>> option(0.01, "fraction of entries sent", above=0.0).metadata["param"].accepts()

@@ -65,6 +65,8 @@ class Param:
             those in `off`).
         off: the values that bring nothing.
         optional: `None` is accepted too (implied by a default of `None`, which accepts any scalar otherwise).
+        local: each rank may have its own value: neither messages nor results nor the state depend on it. Ranks are not
+            compared by it, and a state that was kept with one value is loaded with any other.
 
     Example:
         >>> Param(1, "rank of P and Q", at_least=1).accepts()
@@ -80,6 +82,7 @@ class Param:
     optional: bool = False
     brings: frozenset[str] = frozenset()
     off: tuple[Scalar, ...] = (False, None)
+    local: bool = False
 
     def accepts(self) -> str:
         """The accepted values, in words."""

@@ -1,0 +1,110 @@
+"""The arithmetic of :class:`ch_quant.codec.Workspace` in one kernel a chunk, written in Triton.
+
+Torch's operations read and write a chunk of numbers a dozen times, which on a GPU is what they cost. Here it is read once,
+and its codes written once; what error feedback wants of it is written on the way. The bytes are the same, so that ranks
+with and without Triton average together.
+
+Nearest rounding in 8 and 4 bits. At 2 bits and 1 a scale is a mean, of which torch leaves open in what order it is summed, so
+that the same bytes could not be promised; stochastic rounding would have to draw torch's random numbers.
+"""
+
+from threading import Lock
+
+import torch
+
+from ch_quant.codec import SMALLEST, Codec, Workspace
+from ch_quant.triton_kernels import INTERPRETED, decode, encode
+from commhooks import HookConfigError, StepContext
+
+LARGEST_BLOCK = 4096  # numbers: a program holds a block in its registers
+PROGRAM = 1024  # numbers of each lane that a program treats
+_LAUNCH = (
+    Lock()
+)  # the interpreter notes in globals where it is: threads, such as simulated ranks, would run one another's programs
+
+
+def check_codec(codec: Codec) -> None:
+    """Refuse a format that there is no kernel for.
+
+    Raises:
+        HookConfigError: it is not of 8 or 4 bits, not rounded to nearest, or its blocks are too large.
+    """
+    instead = "leave kernel out: torch's operations send the same bytes"
+    if codec.bits not in (8, 4) or codec.rounding != "nearest":
+        given = f"bits={codec.bits}, rounding={codec.rounding!r}"
+        raise HookConfigError(f"kernel='triton' with {given}: there are kernels for bits=8 and 4, 'nearest'; {instead}")
+    if codec.block > LARGEST_BLOCK:
+        raise HookConfigError(f"kernel='triton' with block={codec.block}: {LARGEST_BLOCK} at most; or {instead}")
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse tensors that no kernel can reach.
+
+    Raises:
+        HookConfigError: they are not on a GPU, and Triton's interpreter is off.
+    """
+    if device.type != "cuda" and not INTERPRETED:
+        raise HookConfigError(
+            f"kernel='triton' on tensors of {device.type!r}: Triton's kernels run on CUDA; leave kernel out, or, for a test, "
+            "set TRITON_INTERPRET=1 in the environment before the program starts"
+        )
+
+
+class TritonWorkspace(Workspace):
+    """Arguments and attributes as those of :class:`~ch_quant.codec.Workspace`.
+
+    Attributes:
+        shape: what the kernels are compiled for.
+    """
+
+    def _make(self, ctx: StepContext, device: torch.device, rows: int) -> None:
+        lanes = 8 // self.codec.bits
+        piece = self.codec.block // lanes
+        width = 1 << (piece - 1).bit_length()  # Triton counts in powers of two
+        self._pieces = max(1, PROGRAM // width)
+        self.shape = {"PIECE": piece, "LANES": lanes, "PIECES": self._pieces, "WIDTH": width}
+
+    def encode(
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor,
+        packed: torch.Tensor,
+        noise: torch.Generator | None,
+        keep: bool = False,
+    ) -> None:
+        rows = x.shape[0]
+        with _LAUNCH, torch.cuda.device_of(x):  # Triton launches on the current device
+            encode[self._grid(rows)](
+                x,
+                scales.view(torch.int16),
+                packed,
+                self.y,
+                rows,
+                1.0 / self._reach(),
+                SMALLEST,
+                KEEP=keep,
+                enable_fp_fusion=False,
+                **self.shape,
+            )
+
+    def decoded(self, rows: int, scales: torch.Tensor) -> torch.Tensor:
+        return self.y[:rows]
+
+    def decode(
+        self,
+        scales: torch.Tensor,
+        packed: torch.Tensor,
+        out: torch.Tensor | None = None,
+        factor: float = 1.0,
+        add: bool = False,
+    ) -> torch.Tensor:
+        rows = scales.shape[0]
+        y = out if out is not None else self.y[:rows]
+        with _LAUNCH, torch.cuda.device_of(y):
+            decode[self._grid(rows)](
+                scales.view(torch.int16), packed, y, rows, factor, ADD=add, enable_fp_fusion=False, **self.shape
+            )
+        return y
+
+    def _grid(self, rows: int) -> tuple[int]:
+        return (-(-rows // self._pieces),)

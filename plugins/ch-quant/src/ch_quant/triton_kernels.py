@@ -1,0 +1,117 @@
+"""The two kernels of :mod:`ch_quant.triton_codec`, byte for byte what :class:`ch_quant.codec.Workspace` does.
+
+A chunk of ``rows`` blocks is one lane of codes (8 bits) or two (4 bits). A block is cut into as many *pieces* as there are
+lanes, so that every lane has ``rows`` pieces, also where a lane ends in the middle of a block. A program makes the bytes of
+some pieces: it takes the same pieces of every lane, and where a piece is half a block, looks at the other half as well,
+for the scale.
+
+Three things keep the bits those of torch. The largest magnitude is found among bit patterns, which are in the order of the
+numbers, with NaN above Inf. A scale is rounded to bf16 in integers, since Triton's own cast does it differently in its
+interpreter. And products are rounded before anything is added to them: without ``enable_fp_fusion=False`` at the call, a
+GPU would round both at once.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _bf16(number):
+    """Bits of a positive fp32 number or NaN, rounded to bf16, halves to even."""
+    bits = number.to(tl.int32, bitcast=True)
+    top = bits >> 16
+    up = ((bits & 0xFFFF) + 0x7FFF + (top & 1)) >> 16
+    return tl.where(bits > 0x7F800000, 0x7FFF, top + up)
+
+
+@triton.jit
+def _largest(place, inside):
+    """Bits of the largest magnitude of each row."""
+    found = tl.load(place, mask=inside, other=0.0)
+    return tl.max(found.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def encode(
+    x,
+    scales,
+    packed,
+    decoded,
+    rows,
+    share,
+    smallest,
+    PIECE: tl.constexpr,
+    LANES: tl.constexpr,
+    PIECES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEEP: tl.constexpr,
+):
+    """Scales and packed codes of ``x``; with ``KEEP`` also what they will be decoded to.
+
+    ``x`` and ``decoded`` are fp32, ``rows`` blocks; ``scales`` bf16 as int16, one a block; ``packed`` int8. ``share`` is what
+    part of a block's largest number its scale is; one below ``smallest`` is not divided by. ``PIECE`` is the numbers of a
+    piece, ``WIDTH`` the next power of two, ``PIECES`` how many of each of the ``LANES`` a program treats.
+    """
+    BITS: tl.constexpr = 8 // LANES
+    here = tl.program_id(0).to(tl.int64) * PIECES + tl.arange(0, PIECES)
+    columns = tl.arange(0, WIDTH)[None, :]
+    exists = here < rows
+    inside = exists[:, None] & (columns < PIECE)
+    byte = tl.zeros([PIECES, WIDTH], tl.int32)
+    for lane in tl.static_range(LANES):
+        piece = here + lane * rows
+        place = (piece * PIECE)[:, None] + columns
+        own = tl.load(x + place, mask=inside, other=0.0)
+        largest = tl.max(own.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+        for further in tl.static_range(1, LANES):
+            other = piece // LANES * LANES + (piece + further) % LANES
+            largest = tl.maximum(largest, _largest(x + (other * PIECE)[:, None] + columns, inside))
+        bits = _bf16(largest.to(tl.float32, bitcast=True) * share)
+        tl.store(scales + piece // LANES, bits.to(tl.int16), mask=exists & (piece % LANES == 0))
+        scale = (bits << 16).to(tl.float32, bitcast=True)
+        divisor = tl.where(scale < smallest, smallest, scale)  # and not a maximum, which would drop NaN
+        y = own * tl.div_rn(tl.full([PIECES], 1.0, tl.float32), divisor)[:, None]
+        # Numbers near 1.5 * 2^23 have no fraction: the sum is y rounded, halves to even, in its lowest bits.
+        code = (y + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+        code = tl.where(y == y, code, 0)
+        byte = byte | ((code & ((1 << BITS) - 1)) << (BITS * lane))
+        if KEEP:  # with the sign of y: torch rounds what is just below zero to -0.0
+            signed = code.to(tl.float32).to(tl.int32, bitcast=True) | (y.to(tl.int32, bitcast=True) & -2147483648)
+            tl.store(decoded + place, signed.to(tl.float32, bitcast=True) * scale[:, None], mask=inside)
+    tl.store(packed + (here * PIECE)[:, None] + columns, byte.to(tl.int8), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def decode(
+    scales,
+    packed,
+    out,
+    rows,
+    factor,
+    PIECE: tl.constexpr,
+    LANES: tl.constexpr,
+    PIECES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """``factor`` times the numbers of a chunk, in ``out``, or with ``ADD`` added to it; arguments as in :func:`encode`."""
+    BITS: tl.constexpr = 8 // LANES
+    here = tl.program_id(0).to(tl.int64) * PIECES + tl.arange(0, PIECES)
+    columns = tl.arange(0, WIDTH)[None, :]
+    exists = here < rows
+    inside = exists[:, None] & (columns < PIECE)
+    byte = tl.load(packed + (here * PIECE)[:, None] + columns, mask=inside, other=0).to(tl.int32)
+    for lane in tl.static_range(LANES):
+        piece = here + lane * rows
+        bits = tl.load(scales + piece // LANES, mask=exists, other=0).to(tl.int32)
+        scale = (bits << 16).to(tl.float32, bitcast=True) * factor
+        code = (byte << (32 - BITS * (lane + 1))) >> (32 - BITS)  # its sign on top, and back
+        number = code.to(tl.float32) * scale[:, None]
+        place = out + (piece * PIECE)[:, None] + columns
+        if ADD:
+            number = tl.load(place, mask=inside, other=0.0) + number
+        tl.store(place, number, mask=inside)
+
+
+INTERPRETED = not isinstance(encode, triton.JITFunction)
+"""Whether Triton's interpreter runs them (``TRITON_INTERPRET=1`` before the import), on tensors of a CPU."""
