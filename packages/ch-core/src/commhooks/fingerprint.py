@@ -48,6 +48,7 @@ def fingerprint(handle: Any, rows: Rows, *, watched: bool = False) -> dict[str, 
         "step": [""],
         "state": [""],
         "collectives": [""],
+        "pieces": [""],
     }
     if engine is not None:
         fields["world size"] = [str(engine.transport.world_size)]
@@ -56,6 +57,7 @@ def fingerprint(handle: Any, rows: Rows, *, watched: bool = False) -> dict[str, 
         contexts = [StepContext(engine.transport.rank, engine.transport.world_size, step) for step in steps]
         plans = [engine.reduction.plan(handle.binding.layout, ctx) for ctx in contexts]
         fields["collectives"] = [str(request) for plan in plans for stage in plan for request in stage]
+        fields["pieces"] = [f"{engine.reduction.piece_bytes} {engine.sender.tuning.cuts}"]
         held = [e for e in engine.state.entries() if engine.reduction.fields.get(e[1]) != "local"]
         fields["state"] = [_entry(*one) for one in held]
     return fields

@@ -128,8 +128,8 @@ class CommHook:
         ``payload_bytes`` are the tensors that the hook gave to collectives, per rank, counted exactly; ``wire_bytes`` what
         a rank sends for them and for the status (W + 1 fp32 numbers per step), as modelled: ``2 (W - 1) / W`` of what is
         all-reduced round a ring, ``W - 1`` times what is exchanged directly, ``(W - 1) / W`` of what else is sent;
-        ``rounds`` the dependent collectives; seconds are host time. After ``detach()`` those at detach. A binding with
-        several axes adds the figures of each.
+        ``rounds`` the stages that were started, one for each piece of a large bucket; seconds are host time. After
+        ``detach()`` those at detach. A binding with several axes adds the figures of each.
 
         Args:
             detail: add, for each parameter with a residual, ``residual_norm/NAME`` (unscaled) and, while the gradients

@@ -72,7 +72,11 @@ class Exchange:
         self._device, self._seed = device, seed
         self._numbers = device.type != "meta"  # a dry run asks for messages alone
         # On a CPU of one size for all buckets, whose memory it is.
-        rows = codec.chunk if device.type != "cuda" else max((chunk.rows for chunk in self.cut.parts[0]), default=0)
+        rows = (
+            codec.chunk
+            if device.type in ("cpu", "meta")
+            else max((chunk.rows for chunk in self.cut.parts[0]), default=0)
+        )
         self._work = workspace(kernel, codec, ctx, device, rows)
 
     # -- the first stage

@@ -99,13 +99,16 @@ class Composite(Reduction):
         self.delivers = self.delivers and all(part.delivers for part in parts)
         self.reports_sent = all(part.reports_sent for part in parts)
         self.trips = max(part.trips for part in parts)
-        sizes = [part.piece_bytes or 0 for part in parts]
-        self.piece_bytes = max(sizes) if all(sizes) and type(self).granularity == "tensor" else None
         powers = {field: self.scaled_fields[field] for field in self.fields if field in self.scaled_fields}
         self.scaled_fields = {f: power for part in parts for f, power in part.scaled_fields.items()} | powers
         self.fields = {f: kind for part in parts for f, kind in part.fields.items()} | dict(self.fields)
         self.packed_fields = {f: how for part in parts for f, how in part.packed_fields.items()}
         self.memory_order_fields = self.memory_order_fields.union(*(part.memory_order_fields for part in parts))
+
+    def pieces_of_parts(self) -> int | None:
+        """:attr:`piece_bytes` for one that only chooses among its parts: the largest, if the others average exactly."""
+        sizes = [part.piece_bytes for part in self.parts if part.lossy]
+        return max((size for size in sizes if size), default=None) if all(sizes) else None
 
     def part_for(self, param: ParamLayout, step: int) -> Reduction:
         """The part that treats a parameter in a step."""

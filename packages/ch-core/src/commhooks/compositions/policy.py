@@ -49,6 +49,7 @@ class Policy(Composite):
         if not rules:
             raise HookConfigError("a policy needs at least one pattern, for example {'*': 'allreduce'}")
         super().__init__(*(part for _, part in rules))
+        self.piece_bytes = self.pieces_of_parts()
         self.rules = tuple(rules)
         self.name = f"policy({{{', '.join(f'{pattern!r}: {part.name}' for pattern, part in rules)}}})"
         self._groups: dict[BucketLayout, dict[int, frozenset[str]]] = {}

@@ -28,6 +28,7 @@ class Warmup(Composite):
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
             raise HookConfigError(f"warmup(steps={steps!r}): expected a number of steps, 0 or more")
         super().__init__(first, then)
+        self.piece_bytes = self.pieces_of_parts()
         self.first, self.then, self.steps = first, then, steps
         if isinstance(first, Plain):
             self.name = f"warmup({then.name})"

@@ -2,10 +2,10 @@
 
 The lockstep rule, independent of timing: when bucket *b* arrives, start its first stage, then advance each older bucket
 by one stage, in bucket order; on the last bucket, drain. The all-reduces that older buckets ask for at one time are one
-stage; what could not become one message is started at once. A bucket may be cut into pieces, each a bucket. Everything is
-started on the thread that calls the hook, before its last call returns. Which buckets wait for the drain, and which
-first stages for one another, is decided in :mod:`commhooks.engine.schedule`. Only ending a bucket, which starts nothing,
-is done at once where somebody uses each average.
+stage; what could not become one message is started at once. A bucket may be cut into pieces, each a bucket that has come
+at the same time. Everything is started on the thread that calls the hook, before its last call returns. Which buckets
+wait for the drain, and which first stages for one another, is decided in :mod:`commhooks.engine.schedule`. Only ending a
+bucket, which starts nothing, is done at once where somebody uses each average.
 
 One status message per step (an all-reduced vector) says on which ranks a reduction raised and whether anything
 reduced was not finite; from it all ranks decide alike whether the step is committed (:mod:`commhooks.engine.verdict`). It
@@ -96,11 +96,12 @@ class Engine:
         Errors of the reduction are kept for :meth:`finish`; errors of the transport are raised.
         """
         begun = time.perf_counter()
+        pieces = self.sender.tuning.pieces(bucket, self.reduction)
         if not self.in_step:
             self._begin(bucket.device)
-        started = []
-        for piece in self.sender.tuning.pieces(bucket, self.reduction):
-            live, sender = self._activate(piece), self.sender
+        older, started, sender = list(self.buckets.under_way), [], self.sender
+        for piece in pieces:
+            live = self._activate(piece)
             started.append(live)
             try:
                 if not live.plan.coalesces:
@@ -108,11 +109,14 @@ class Engine:
                 self._advance([live], sender.held)
                 if not live.plan.coalesces or piece.is_last or sender.held.enough(sender.tuning):
                     sender.start(sender.held)
-                used = self.on_reduced is not None
-                older = [one for one in self.buckets.under_way if one is not live]
-                self._advance([one for one in older if not one.plan.waits or (used and one.due is None)])
             except Exception as error:
                 self._lose(error)
+        # Not the pieces of this bucket: nothing has been done since that their messages could hide behind.
+        used = self.on_reduced is not None
+        try:
+            self._advance([one for one in older if not one.plan.waits or (used and one.due is None)])
+        except Exception as error:
+            self._lose(error)
         self.counters.hook_seconds += time.perf_counter() - begun
         return next((live for live in started if not live.done), started[-1])
 

@@ -60,7 +60,7 @@ class CpuTuning:
     def pieces(self, bucket: Bucket, reduction: Reduction) -> tuple[Bucket, ...]:
         """What goes through the stages by itself; the bucket as it is, where the last message delivers its average."""
         size = reduction.piece_bytes
-        if size is None or not self.cuts or reduction.delivers or bucket.device.type != "cpu":
+        if not size or not self.cuts or reduction.delivers or bucket.device.type != "cpu":
             return (bucket,)
         return pieces(bucket, size)
 
@@ -96,7 +96,7 @@ def pieces(bucket: Bucket, nbytes: int) -> tuple[Bucket, ...]:
     >>> [[p.name for p in piece.params] for piece in pieces(bucket, 256)]
     [['a', 'b'], ['c']]
     """
-    made = _cut(bucket.layout, nbytes // bucket.layout.dtype.itemsize)
+    made = _cut(bucket.layout, max(1, nbytes // bucket.layout.dtype.itemsize))
     if len(made) == 1:
         return (bucket,)
 
