@@ -1,5 +1,8 @@
 """The contract of every hook, kept by the family's widths and options."""
 
+import pytest
+
+from ch_quant.family import Quantized
 from commhooks.testing import HookContract
 
 
@@ -19,6 +22,17 @@ class TestQuant4Feedback(HookContract):
 class TestQuant4FeedbackIn8Bits(HookContract):
     expr = "quant4(error_feedback=True, residual='int8')"
     conservation = 5e-3  # the residual is rounded, too
+
+
+class TestQuant4InPieces(HookContract):
+    """Of its simulated ranks: every bucket that holds more than a handful of numbers is cut."""
+
+    expr = "quant4(error_feedback=True, residual='int8')"
+    conservation = 5e-3
+
+    @pytest.fixture(autouse=True)
+    def small_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Quantized, "piece_bytes", 256)
 
 
 class TestQuant4Rotated(HookContract):

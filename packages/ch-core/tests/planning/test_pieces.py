@@ -5,7 +5,11 @@ from typing import Any
 
 import torch
 
+from commhooks import Plain, Reducer
 from commhooks.bucket import Bucket
+from commhooks.compositions.error_feedback import ErrorFeedback
+from commhooks.compositions.policy import Policy
+from commhooks.compositions.warmup import Warmup
 from commhooks.engine.engine import Engine
 from commhooks.engine.schedule import TUNED, CpuTuning
 from commhooks.errors import RemoteHookError
@@ -111,3 +115,66 @@ def test_a_piece_that_fails_on_one_rank_fails_the_step_on_all() -> None:
     for error, kept, again in simulate(2, body):
         assert isinstance(error, (ArithmeticError, RemoteHookError))
         assert kept == 0 and again is None
+
+
+def test_a_step_of_pieces_ends_like_another_one() -> None:
+    """Who uses each average, a rank that takes no part, parameters without a gradient, and a bucket run by itself."""
+
+    def body(rank: SimulatedRank) -> tuple[list[str], list[torch.Tensor], list[torch.Tensor]]:
+        engine = rank.engine(Packed())
+        seen: list[str] = []
+        engine.on_reduced = lambda piece: seen.extend(p.name for p in piece.params)
+        parts = opaque(rank.rank)
+        for part in parts:
+            part.unused = frozenset({"0.2", "1.5"})
+        assert step(engine, parts) is None
+        engine.participating = rank.rank == 0
+        again = opaque(rank.rank)
+        for bucket in again:
+            engine.run(bucket)
+        assert engine.finish() is None
+        return seen, [part.storage for part in parts], [part.storage for part in again]
+
+    (first, once, twice), (second, *_) = simulate(2, body)
+    names = [f"{i}.{n}" for i in range(2) for n in range(6)]
+    assert first == names + names and second == names  # who takes no part uses nothing
+    for number, part in enumerate(opaque(0)):
+        assert torch.equal(once[number], part.storage + 0.5)
+        assert torch.equal(twice[number], part.storage + 0.5)
+
+
+def test_starting_an_exchange_waits_for_no_message_of_its_own() -> None:
+    """What a rank computes between start() and wait() is what the messages hide behind."""
+
+    def body(rank: SimulatedRank) -> tuple[list[str], float, bool]:
+        sent: list[str] = []
+        for kind in ("all_to_all", "all_gather"):
+            original = getattr(rank.transport, kind)
+
+            def record(*tensors: torch.Tensor, original: Any = original, kind: str = kind) -> Any:
+                sent.append(kind)
+                return original(*tensors)
+
+            setattr(rank.transport, kind, record)
+        reducer = Reducer(Packed(), {str(n): torch.zeros(3, n + 1) for n in range(6)}, transport=rank.transport)
+        sent.clear()  # what the ranks agreed on
+        exchange = reducer.start({str(n): torch.full((3, n + 1), float(rank.rank + n)) for n in range(6)})
+        begun, waited = list(sent), reducer.stats()["wait_seconds"]
+        averages = exchange.wait()
+        return begun, waited, all(bool((averages[str(n)] == n + 0.5).all()) for n in range(6))
+
+    for begun, waited, right in simulate(2, body):
+        assert begun == ["all_to_all"] * 4
+        assert waited == 0.0
+        assert right
+
+
+def test_wrappers_that_choose_among_their_parts_cut_where_these_do() -> None:
+    choosing = [Warmup(Plain(), Packed(), 2), Policy([("*.bias", Plain()), ("*", Packed())])]
+    assert [one.piece_bytes for one in choosing] == [64, 64]
+    assert Policy([("*.bias", Whole()), ("*", Packed())]).piece_bytes is None  # a part that loses, and was not asked
+
+    class Told(Packed):
+        reports_sent = True
+
+    assert ErrorFeedback(Told()).piece_bytes is None

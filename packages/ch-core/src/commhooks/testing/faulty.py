@@ -33,6 +33,7 @@ class Faulty(Composite):
 
     def __init__(self, inner: Reduction) -> None:
         super().__init__(inner)
+        self.piece_bytes = inner.piece_bytes  # it is compared with the one it wraps
         self.armed: Where | None = None
 
     def arm(self, where: Where) -> None:
