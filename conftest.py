@@ -1,5 +1,6 @@
 """For every test of the repository."""
 
+import os
 import sys
 from collections.abc import Iterator
 
@@ -15,11 +16,20 @@ settings.load_profile("commhooks")
 collect_ignore_glob = ["*/scripts/*", "*/observe.py", "*/matrix.py"]
 
 
+RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what a launcher sets
+
+
 @pytest.fixture(autouse=True)
-def no_process_group_is_left() -> Iterator[None]:
-    """A default group that a test leaves fails whoever makes the next one, in whatever file the same worker goes on with."""
+def no_rank_is_left() -> Iterator[None]:
+    """A test that leaves a default group, or an environment that makes one, fails others on the same worker: it is named."""
+    before = {name: os.environ.get(name) for name in RANK}
     yield
+    left = [name for name in RANK if os.environ.get(name) != before[name]]
+    for name in left:
+        os.environ.pop(name, None)
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-        pytest.fail("this test left its default process group")
+        left.append("its default process group")
+    if left:
+        pytest.fail(f"this test left {', '.join(left)}")

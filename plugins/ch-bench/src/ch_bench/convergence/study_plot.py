@@ -53,8 +53,16 @@ def _hooks(report: Report) -> Figure:
     return figure
 
 
+def _lines(report: Report) -> dict[str, tuple[str, str]]:
+    """What is drawn: of :data:`LINES` what was run, and in the styles that are left what else was."""
+    run = dict.fromkeys(row.expr for rows in report.panels.values() for row in rows)
+    known = {expr: style for expr, style in LINES.items() if expr in run}
+    free = [style for style in LINES.values() if style not in known.values()]
+    return known | dict(zip((expr for expr in run if expr not in known), free, strict=False))
+
+
 def _against_bytes(axes: Axes, report: Report, panel: tuple[str, str]) -> None:
-    for expr, (colour, dash) in LINES.items():
+    for expr, (colour, dash) in _lines(report).items():
         runs = report.runs.get((*panel, expr), [])
         for run in runs:
             sent = [wire / 1e6 for wire in run["wire"]]
