@@ -60,6 +60,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="in place of the size's own")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of weights and data")
     parser.add_argument("--methods", type=int, help="only so many of the methods, the first ones")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only methods of these names, and all-reduce")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no run after these")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each in a process of its own")
     parser.add_argument("--out", type=Path, default=Path("quality-out"), help="folder for quality.json and the table")
@@ -74,6 +75,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.methods:
         chosen = quality_cells.methods()[: args.methods]
         wanted = [cell for cell in wanted if cell.method in chosen]
+    if args.only:
+        wanted = [cell for cell in wanted if not cell.method.every or cell.method.label in args.only]
     cache = Cache(args.out / "quality.json")
     missing = [cell for cell in wanted if cell.key not in cache.records]
     until = time.monotonic() + 60 * args.minutes

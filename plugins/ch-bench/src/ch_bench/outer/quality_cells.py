@@ -47,6 +47,7 @@ def methods() -> list[Method]:
     found += [Method(100, exchange, 1.0, 0.5) for exchange in EXCHANGES[1:]]
     found += [Method(every, exchange, *step) for every in (10, 30, 100) for exchange in EXCHANGES for step in STEPS_OUT]
     found += [Method(every, exchange, 1.0, 0.5, 4, 5, 0.5) for every in (30, 100) for exchange in EXCHANGES[1:]]
+    found += [Method(30, SPARSE, 1.0, 0.0, 2, 5, 0.5)]
     return list(dict.fromkeys(found))
 
 

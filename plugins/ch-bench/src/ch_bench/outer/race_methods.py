@@ -33,6 +33,9 @@ METHODS = [
     Method(30, FOUR_BITS),
     Method(30, SPARSE, 1.0, 0.0),
     Method(20, FOUR_BITS, 1.0, 0.5, 2, 5, 0.5),
+    Method(30, SPARSE, 1.0, 0.0, 2, 5, 0.5),
+    Method(100, FOUR_BITS),
+    Method(100, FOUR_BITS, 1.0, 0.5, 4, 5, 0.5),
 ]
 
 

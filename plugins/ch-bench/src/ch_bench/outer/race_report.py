@@ -109,5 +109,5 @@ def record(found: list[Record], out: Path, words: list[str]) -> None:
     (folder / f"{name}.json").write_text(json.dumps(found, indent=0) + "\n")
     about = heading(name, command("ch_bench.outer.race", words), f"raw records: {name}.json")
     shown = "\n\n".join(f"![{path.stem}]({path.name})" for path in pictures)
-    (folder / f"{name}.md").write_text(f"{about}\n{tables(found)}\n\n{shown}\n")
+    (folder / f"{name}.md").write_text(f"{about}\n<!-- tables -->\n\n{tables(found)}\n\n{shown}\n")
     print(f"recorded: docs/measured/{name}.md")
