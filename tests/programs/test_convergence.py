@@ -58,6 +58,16 @@ def test_a_run_goes_on_where_it_was_and_gives_the_page(tmp_path, monkeypatch):
     assert (tmp_path / "convergence.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_any_expression_can_be_asked_for(capsys):
+    words = ["--tasks", "gpt", "--seeds", "1", "--hooks"]
+    asked = convergence.parse([*words, "powersgd( min_compression_rate=1,rank=3 )"]).hooks
+    assert asked == ["bf16_compress", "powersgd(min_compression_rate=1, rank=3)"]
+    assert [cell.expr for cell in study_cells.cells(["gpt"], asked, 1, 3)] == asked
+    with pytest.raises(SystemExit):
+        convergence.parse([*words, "no_such_hook"])
+    assert "no_such_hook" in capsys.readouterr().err
+
+
 def run(wire: list[float], train: list[float]) -> dict[str, Any]:
     return {"wire": wire, "train": train, "test": [-x for x in train]}
 

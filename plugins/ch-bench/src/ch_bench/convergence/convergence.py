@@ -32,9 +32,10 @@ from typing import Any
 
 from rich.console import Console
 
+import commhooks
 from ch_bench import bench_report
 from ch_bench.convergence import study_plot, study_report
-from ch_bench.convergence.study_cells import BASELINE, PANELS, Cache, Cell, cells
+from ch_bench.convergence.study_cells import BASELINE, PANELS, RESIDUAL, Cache, Cell, cells
 from ch_bench.convergence.study_tasks import SETTINGS
 
 RATES = {"cnn": (0.02, 0.05, 0.1, 0.2), "gpt": (1e-3, 3e-3, 6e-3, 1e-2)}
@@ -58,8 +59,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.seeds < 1 or args.jobs < 1 or (args.steps is not None and args.steps < 1):
         parser.error("legal are --seeds >= 1, --jobs >= 1, --steps >= 1")
     if args.hooks:
-        args.hooks = list(dict.fromkeys([BASELINE, *args.hooks]))
+        try:
+            args.hooks = list(dict.fromkeys([BASELINE, *map(_normal, args.hooks)]))
+        except commhooks.CommHooksError as error:
+            parser.error(str(error))
     return args
+
+
+def _normal(expr: str) -> str:
+    """As the study's own are written, by which cells are kept."""
+    return expr if expr in RESIDUAL.values() else commhooks.create(expr).expr
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -93,13 +93,16 @@ class Cell:
 
 
 def cells(tasks: list[str], exprs: list[str] | None, seeds: int, steps: int | None) -> list[Cell]:
-    """All cells that were asked for, seed by seed, so that a run that was stopped has whole tables of few seeds."""
+    """All cells that were asked for, seed by seed, so that a run that was stopped has whole tables of few seeds.
+
+    ``exprs`` are any expressions; the ``mlp`` runs those of them that :data:`RESIDUAL` has.
+    """
 
     def every() -> Iterator[Cell]:
         for seed in range(seeds):
             for task, kind in PANELS:
-                for expr in expressions():
-                    if task in tasks and (exprs is None or expr in exprs):
+                for expr in expressions() if exprs is None else exprs:
+                    if task in tasks and expr != TORCH:
                         yield Cell(setting(task), kind, seed, expr)
             for expr in RESIDUAL.values():
                 if "mlp" in tasks and seed < RESIDUAL_SEEDS and (exprs is None or expr in exprs):
