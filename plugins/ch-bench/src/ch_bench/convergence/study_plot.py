@@ -43,13 +43,14 @@ def _hooks(report: Report) -> Figure:
     """Above, training loss against bytes sent; below, every hook's held-out figure less the baseline's, seed by seed."""
     columns = len(report.panels)
     rows = max(len(rows) for rows in report.panels.values())
-    figure = Figure(figsize=(1.5 + 4.6 * columns, 5.2 + 0.26 * rows), layout="constrained")
+    wide = max(9.0, 1.5 + 4.6 * columns)  # the longest expressions have their place beside one panel, too
+    figure = Figure(figsize=(wide, 5.2 + 0.26 * rows), layout="constrained")
     grid = figure.subplots(2, columns, squeeze=False, height_ratios=[4.0, 0.8 + 0.26 * rows])
     for column, (panel, found) in enumerate(report.panels.items()):
         _against_bytes(grid[0][column], report, panel)
         _differences(grid[1][column], panel, found, labels=column == 0)
     handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False)
+    figure.legend(handles, labels, loc="outside upper center", ncols=4 if wide > 12 else 2, frameon=False)
     return figure
 
 
