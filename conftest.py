@@ -26,7 +26,10 @@ def no_rank_is_left() -> Iterator[None]:
     yield
     left = [name for name in RANK if os.environ.get(name) != before[name]]
     for name in left:
-        os.environ.pop(name, None)
+        if (value := before[name]) is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

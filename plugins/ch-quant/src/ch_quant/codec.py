@@ -92,26 +92,28 @@ class Workspace:
 
     def __init__(self, codec: Codec, ctx: StepContext, device: torch.device, rows: int) -> None:
         self.codec = codec
-        shape, brief = (rows, codec.block), device.type == "cpu"  # elsewhere a chunk is as large as its part
         self.x, self.y, self.spare, self.total = (
-            ctx.scratch(f"chunk of {codec.block}: {name}", shape, device=device, brief=brief)
-            for name in ("x", "y", "spare", "total")
+            self._scratch(ctx, name, (rows, codec.block), device) for name in ("x", "y", "spare", "total")
         )
         self._make(ctx, device, rows)
 
     def _make(self, ctx: StepContext, device: torch.device, rows: int) -> None:
         """Memory that the arithmetic takes besides."""
-        brief = device.type == "cpu"
         self._codes, self._lanes = (
-            ctx.scratch(
-                f"chunk of {self.codec.block}: {name}", (rows * self.codec.block,), torch.int8, device, brief=brief
-            )
-            for name in ("codes", "lanes")
+            self._scratch(ctx, name, (rows * self.codec.block,), device, torch.int8) for name in ("codes", "lanes")
         )
-        self._scale, self._inverse = (
-            ctx.scratch(f"chunk of {self.codec.block}: {name}", (rows, 1), device=device, brief=brief)
-            for name in ("scale", "inverse")
-        )
+        self._scale, self._inverse = (self._scratch(ctx, name, (rows, 1), device) for name in ("scale", "inverse"))
+
+    def _scratch(
+        self,
+        ctx: StepContext,
+        name: str,
+        shape: tuple[int, ...],
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> torch.Tensor:
+        """Memory for a chunk: on a CPU all buckets'; elsewhere a chunk is as large as its part."""
+        return ctx.scratch(f"chunk of {self.codec.block}: {name}", shape, dtype, device, brief=device.type == "cpu")
 
     def encode(
         self,

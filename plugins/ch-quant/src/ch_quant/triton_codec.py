@@ -18,9 +18,8 @@ from commhooks import HookConfigError, StepContext
 
 LARGEST_BLOCK = 4096  # numbers: a program holds a block in its registers
 PROGRAM = 1024  # numbers of each lane that a program treats
-_LAUNCH = (
-    Lock()
-)  # the interpreter notes in globals where it is: threads, such as simulated ranks, would run one another's programs
+# The interpreter notes in globals where it is: threads, such as simulated ranks, would run one another's programs.
+_LAUNCH = Lock()
 
 
 def check_codec(codec: Codec) -> None:
