@@ -38,7 +38,6 @@ HOOKS = [
     ("powersgd(rank=4)", 1000.0),
     ("powersgd(rank=4)", 14.0),
 ]  # expression, bucket_cap_mb: 14 makes three buckets, 1000 one
-BASE = len(HOOKS)  # torch's no-op hook
 WORLD = 2
 WARM_UP = 4  # steps: DDP rebuilds its buckets after the first, PowerSGD compresses from the second or third
 
@@ -53,16 +52,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--blocks", type=int, default=10, help="blocks per start")
     parser.add_argument("--steps", type=int, default=4, help="steps per block, hook and installation")
     parser.add_argument("--limit", type=float, default=1.05, help="legal upper end of each ratio's interval")
+    parser.add_argument(
+        "--only", nargs="+", metavar="WORD", help="hooks that have one of these in 'EXPRESSION, bucket_cap_mb'"
+    )
     parser.add_argument("--record", metavar="NAME", help="keep the output as docs/measured/NAME-DATE.md")
     parser.add_argument(
         "--raw", type=Path, metavar="FILE", help="keep the seconds of every step there, beside those that are"
     )
     args = parser.parse_args(argv)
+    hooks = [
+        (name, cap) for name, cap in HOOKS if not args.only or any(word in f"{name}, {cap:g}" for word in args.only)
+    ]
     load = os.getloadavg()[0]
     console = Console(record=True, width=None if sys.stdout.isatty() else 120)
     starts = json.loads(args.raw.read_text()) if args.raw and args.raw.exists() else []
     for start in range(args.first, args.first + args.starts):
-        starts.append(_measure([args.before, args.after], start, args.blocks, args.steps))
+        starts.append(_measure([args.before, args.after], hooks, start, args.blocks, args.steps))
         if args.raw:
             args.raw.write_text(json.dumps(starts))
     table = Table(
@@ -72,9 +77,9 @@ def main(argv: list[str] | None = None) -> int:
     for column in ("hook", "bucket_cap_mb", "cost before, ms", "after, ms", "ratio", "95 %", f"<= {args.limit}"):
         table.add_column(column, justify="left" if column == "hook" else "right")
     worst = 0.0
-    for hook, (name, cap) in enumerate(HOOKS):
+    for hook, (name, cap) in enumerate(hooks):
         rounds = [
-            [list(zip(*sides, strict=True)) for sides in zip(old[hook], new[hook], old[BASE], new[BASE], strict=True)]
+            [list(zip(*sides, strict=True)) for sides in zip(old[hook], new[hook], old[-1], new[-1], strict=True)]
             for old, new in starts
         ]
         (before, more), (low, high) = _cost([block for start in rounds for block in start]), _interval(rounds)
@@ -113,18 +118,23 @@ def _interval(starts: list[list[Rounds]]) -> tuple[float, float]:
     return ratios[25], ratios[974]
 
 
-def _measure(pythons: list[str], start: int, blocks: int, steps: int) -> list[list[list[list[float]]]]:
-    """Seconds of one start by installation, hook, block and step: of the slower rank."""
+Hook = tuple[str, float]
+
+
+def _measure(
+    pythons: list[str], hooks: list[Hook], start: int, blocks: int, steps: int
+) -> list[list[list[list[float]]]]:
+    """Seconds of one start by installation, hook (torch's no-op hook is the last), block and step: of the slower rank."""
     with tempfile.TemporaryDirectory() as folder:
         sides = [
-            [_start(python, rank, Path(folder) / f"store{side}", start) for rank in range(WORLD)]
+            [_start(python, rank, hooks, Path(folder) / f"store{side}", start) for rank in range(WORLD)]
             for side, python in enumerate(pythons)
         ]
         try:
-            turns = list(product(range(len(pythons)), range(BASE + 1)))
+            turns = list(product(range(len(pythons)), range(len(hooks) + 1)))
             for warm, (side, hook) in product(range(WARM_UP), turns):
                 _step(sides[side], warm, hook)
-            seconds: list[list[list[list[float]]]] = [[[] for _ in range(BASE + 1)] for _ in pythons]
+            seconds: list[list[list[list[float]]]] = [[[] for _ in range(len(hooks) + 1)] for _ in pythons]
             for block in range(blocks):
                 for side, hook in turns:
                     seconds[side][hook].append([])
@@ -139,12 +149,12 @@ def _measure(pythons: list[str], start: int, blocks: int, steps: int) -> list[li
                 process.wait()
 
 
-def _start(python: str, rank: int, store: Path, seed: int) -> "subprocess.Popen[str]":
+def _start(python: str, rank: int, hooks: list[Hook], store: Path, seed: int) -> "subprocess.Popen[str]":
     """One rank of one installation; it imports this package's model and text from here, and its own commhooks."""
     here = Path(__file__).parents[2]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(here)}
     command = [python, str(Path(__file__).with_name("trees_rank.py")), str(rank), str(WORLD), str(store)]
-    command += [json.dumps(HOOKS), str(seed)]
+    command += [json.dumps(hooks), str(seed)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
 
 

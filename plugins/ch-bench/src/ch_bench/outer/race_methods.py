@@ -25,6 +25,7 @@ METHODS = [
     Method(exchange="quant8"),
     Method(exchange=FOUR_BITS),
     Method(exchange="bf16_wrapper(powersgd(rank=4))"),
+    Method(exchange="bf16_wrapper(powersgd(rank=8))"),
     Method(exchange="bf16_wrapper(powersgd(rank=16))"),
     Method(exchange="topk(density=0.02)"),
     Method(10, "bf16_compress"),
