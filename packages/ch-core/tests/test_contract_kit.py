@@ -72,11 +72,11 @@ class Momentum(Reduction):
         flat = torch.empty_like(bucket.storage)
         kept = []
         for p, gradient in bucket.views():
-            parts = [ctx.stage(p.name, field, p.shape, device=bucket.device) for field in ("velocity", "residual")]
             before = [ctx.read(p.name, field) for field in ("velocity", "residual")]
+            parts = [ctx.stage(p.name, field, p.shape, device=bucket.device) for field in ("velocity", "residual")]
             velocity, residual = parts
-            velocity.copy_(gradient).add_(0 if before[0] is None else 0.5 * before[0])
-            residual.copy_(velocity).add_(0 if before[1] is None else before[1])
+            velocity.copy_(gradient.float() + (0 if before[0] is None else 0.5 * before[0]))
+            residual.copy_(velocity + (0 if before[1] is None else before[1]))
             gradient.copy_(residual.round())
             kept.append((residual, gradient.clone()))
         flat = bucket.buffer

@@ -44,6 +44,7 @@ def fingerprint(handle: Any, rows: Rows, *, watched: bool = False) -> dict[str, 
         "parameter dtypes": [f"{name}: {dtype}" for name, _, dtype in rows],
         "torch": [torch.__version__],
         "optimizer or scaler given": [str(watched)],
+        "rollback": [""],
         "world size": [""],
         "step": [""],
         "state": [""],
@@ -53,6 +54,7 @@ def fingerprint(handle: Any, rows: Rows, *, watched: bool = False) -> dict[str, 
     if engine is not None:
         fields["world size"] = [str(engine.transport.world_size)]
         fields["step"] = [str(engine.state.step)]
+        fields["rollback"] = [str(not engine.state.in_place)]
         steps = (engine.state.step, engine.state.step + 10**6)  # now, and when every warm-up is over
         contexts = [StepContext(engine.transport.rank, engine.transport.world_size, step) for step in steps]
         plans = [engine.reduction.plan(handle.binding.layout, ctx) for ctx in contexts]

@@ -19,6 +19,7 @@ from commhooks.report.report import Report, report
 from commhooks.report.rows import PlanRow, plan_rows
 from commhooks.requests import payload_bytes
 from commhooks.state import HookState
+from commhooks.state_owner import refuse_judge
 
 ForeignHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
@@ -255,9 +256,15 @@ class CommHook:
         return engine.resolve_step() if engine is not None else None
 
     def rollback(self) -> None:
-        """The optimizer did not use the last step: its residual, P, Q and counters are as if it had never been."""
+        """The optimizer did not use the last step: its residual, P, Q and counters are as if it had never been.
+
+        Raises:
+            HookNotSupportedError: there is one copy of the state: attached with ``rollback=False``.
+        """
         engine = self._bound().engine
         if engine is not None:
+            if engine.state.in_place:
+                refuse_judge("handle.rollback()")
             engine.rollback()
 
     def detach(self) -> None:

@@ -4,7 +4,10 @@ Where a hook sees no names (``register_comm_hook``), parameters are called by po
 ``"0:50x50"``. Tables of both kinds describe the same model when the shapes agree, place by place.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+import torch
 
 from commhooks.errors import StateError
 
@@ -52,6 +55,23 @@ def position_name(position: int, shape: Sequence[int]) -> str:
     '0:50x50'
     """
     return f"{position}:{'x'.join(map(str, shape))}"
+
+
+def trained_params(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Trainable parameters in model order; those of DDP have the names of the module inside."""
+    ignored: Iterable[str] = ()
+    inside, left_out = getattr(model, "module", None), getattr(model, "parameters_to_ignore", None)
+    if isinstance(inside, torch.nn.Module) and left_out is not None:
+        ignored, model = left_out, inside
+    return [(n, p) for n, p in model.named_parameters() if p.requires_grad and n not in ignored]
+
+
+def refuse_shapes(kept: Sequence[tuple[int, ...]], given: Sequence[tuple[int, ...]]) -> NoReturn:
+    """Raise :class:`StateError`: a state that was kept for parameters of other shapes."""
+    raise StateError(
+        f"this hook state was kept for a model with other parameters: for shapes {few(kept)}, and this model has "
+        f"{few(given)}. Call state.bind(ddp_model) before the first step, or make a new state for this model"
+    )
 
 
 def few(items: Sequence[object]) -> str:

@@ -95,7 +95,7 @@ class StepContext:
             return None
         found = self._converted.get((name, field)) if self._converted else None
         if found is None:
-            found = self._state.read(name, field)
+            found = self._state.before(name, field)
         return found if found is None or shape is None or found.shape == tuple(shape) else None
 
     def committed(self, name: str, field: str) -> torch.Tensor | None:
@@ -115,7 +115,7 @@ class StepContext:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> torch.Tensor:
-        """An uninitialised tensor to fill: the parameter's new state once this step is committed."""
+        """A tensor to fill: the parameter's new state once this step is committed. Read the old one first: it may be that."""
         if not (self._whole or self._takes_part(name, field)):
             return self._scratch.get((self._owner, name), "staged " + field, shape, dtype, torch.device(device))
         return self._state.stage(name, field, shape, dtype, device)
@@ -180,8 +180,8 @@ class Reduction(ABC):
             what this rank contributed: in the gradient's units, before the division by W, after all rounding. The
             ``sent`` of an :class:`~commhooks.requests.AllReduce` of the gradient itself is just that. It is what
             ``error_feedback`` needs; a reduction that keeps a residual of its own leaves this ``False``.
-        delivers: whether the last collective leaves the average in the bucket, so that no code of this reduction has to
-            run after it. A class with a :meth:`run` or :meth:`start` of its own does not inherit it.
+        delivers: whether it sends the bucket as it is, by mean all-reduces in place, rounded on the wire at most: no code of
+            it runs after them. A class with a :meth:`run` or :meth:`start` of its own does not inherit it.
         piece_bytes: on a CPU a larger bucket is cut between parameters into pieces of about so many bytes of gradient, each
             a bucket of its own: the arithmetic of one runs beside the messages of another. ``None``: never.
 

@@ -4,7 +4,7 @@ A request names the tensors to send and to fill. A reduction yields one request,
 travel together; when it is resumed the tensors hold the result. Nothing here communicates.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -64,13 +64,16 @@ class AllReduce:
             Never decide anything by ``"max"`` on floats: gloo's drops NaN.
         wire: element type that travels; ``None`` sends ``tensor.dtype``.
         sent: if given (same shape and dtype as ``tensor``), filled with this rank's own contribution as the
-            others receive it, after rounding on the wire: what error feedback has to subtract.
+            others receive it, after rounding on the wire: what error feedback has to subtract. With ``on_sent`` it may be
+            ``tensor`` itself, which saves a copy.
+        on_sent: called once ``sent`` is filled, and before ``tensor`` holds anything received; it must not raise.
     """
 
     tensor: torch.Tensor
     op: Op = "mean"
     wire: Wire | None = None
     sent: torch.Tensor | None = None
+    on_sent: Callable[[], None] | None = None
 
     kind = "all_reduce"
 

@@ -1,32 +1,20 @@
 """State of a stateful hook: tensors keyed by parameter name, written beside the old ones and committed per step.
 
 A step never overwrites what it may have to give back: it *stages* new tensors, and only :meth:`HookState.commit`
-makes them the state. Two buffers per entry are kept and swapped, so a committed step costs no copy.
+makes them the state. Two buffers per entry are kept and swapped, so a committed step costs no copy. With
+:attr:`HookState.in_place` there is one: a step overwrites it, and one that does not count leaves nothing.
 """
 
-import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from commhooks.errors import StateError
 from commhooks.packed import Packed, numbers_of, unpacked
-from commhooks.param_table import ParamTable, few, position_name, translate
-from commhooks.state_owner import RankId, StateWriter
-
-log = logging.getLogger("commhooks")
-
-
-@dataclass(slots=True)
-class Base:
-    """What tentatively committed steps may be rolled back to; ``presumed`` if they are saved as if they were used."""
-
-    entries: dict[tuple[str, str], torch.Tensor]
-    step: int
-    presumed: bool = False
+from commhooks.param_table import ParamTable, position_name, refuse_shapes, trained_params, translate
+from commhooks.state_owner import Base, RankId, StateWriter, another_rank, refuse_judge, refuse_late_read, say_lost
 
 
 class HookState:
@@ -40,6 +28,9 @@ class HookState:
         step: number of committed steps.
         params: names and shapes of the parameters of the model it belongs to, in model order; empty until known.
             Where no names are seen (``register_comm_hook``), they are called by position and shape, ``"0:50x50"``.
+        in_place: keep one copy: what is staged is the committed tensor, to be overwritten. A step that does not count drops
+            every entry, on all ranks alike: residuals begin at zero. ``attach(..., rollback=False)`` sets it; where the
+            hook is registered, set it before the first step.
         scale: loss scale in whose units the fields of :attr:`scaled` are held; :meth:`entries` gives them unscaled.
         scaled: fields that follow the loss scale, and by which power: 1 for the gradient's units, 2 for its square.
             An engine adds the reduction's ``scaled_fields``, and sets ``packed``, the fields that it holds in 8 bits.
@@ -61,6 +52,7 @@ class HookState:
 
     scaled: Mapping[str, int] = {"residual": 1}
     packed: Mapping[str, Packed] = {}
+    in_place = False
 
     def __init__(self) -> None:
         self.step = 0
@@ -84,6 +76,12 @@ class HookState:
         """The committed tensor, or ``None``. Not to be written to."""
         return self._committed.get((name, field))
 
+    def before(self, name: str, field: str) -> torch.Tensor | None:
+        """:meth:`read` inside a step, refused where :attr:`in_place` has given the tensor away to be overwritten."""
+        if self.in_place and (name, field) in self._staged:
+            refuse_late_read(name, field)
+        return self._committed.get((name, field))
+
     def stage(
         self,
         name: str,
@@ -92,11 +90,14 @@ class HookState:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> torch.Tensor:
-        """An uninitialised tensor that becomes the entry when this step commits. Asked for again, it is the same."""
+        """An uninitialised tensor that becomes the entry when this step commits. Asked for again, it is the same.
+
+        Read the entry before, or number by number while, you write to it: :attr:`in_place` it is the committed tensor.
+        """
         key = (name, field)
         found = self._staged.get(key)
         if found is None:
-            found = self._spare.pop(key, None)
+            found = self._committed.get(key) if self.in_place else self._spare.pop(key, None)
         device = torch.device(device) if isinstance(device, str) else device
         if found is None or found.shape != tuple(shape) or found.dtype != dtype or found.device != device:
             found = torch.empty(tuple(shape), dtype=dtype, device=device)
@@ -124,11 +125,13 @@ class HookState:
                 steps may be committed on top of one another in this way; all of them are resolved together.
             presumed: tentative, but to be saved as if it were used.
         """
+        if tentative and self.in_place:
+            refuse_judge("a step that waits to be used")
         if tentative and self._base is None:
             self._base = Base(dict(self._committed), self.step)
         if self._base is not None:
             self._base.presumed = presumed
-        replaced = {key: self._committed[key] for key in self._staged if key in self._committed}
+        replaced = {} if self.in_place else {k: self._committed[k] for k in self._staged if k in self._committed}
         self._committed.update(self._staged)
         (self._spare.update if self._base is None else self._put_aside)(replaced)
         self._staged.clear()
@@ -155,8 +158,14 @@ class HookState:
         self._spare.update({k: t for k, t in dropped.items() if t is not held.get(k) and t is not base.get(k)})
 
     def rollback(self) -> None:
-        """Drop what was staged: the step never was."""
-        self._spare.update(self._staged)
+        """Drop what was staged: the step never was. :attr:`in_place`, drop everything: how far a failed step has come
+        differs between ranks, and what they share must not.
+        """
+        if not self.in_place:
+            self._spare.update(self._staged)
+        elif self._committed:
+            say_lost(self._place, self.step + 1)
+            self._committed.clear()
         self._staged.clear()
 
     def rescale(self, scale: float) -> None:
@@ -188,6 +197,8 @@ class HookState:
         return self._certain()[1]
 
     def _certain(self) -> tuple[dict[tuple[str, str], torch.Tensor], int]:
+        if self.in_place and self._staged:
+            raise StateError("a step is under way, and with rollback=False it overwrites the state: save after it")
         base = self._base
         return (self._committed, self.step) if base is None or base.presumed else (base.entries, base.step)
 
@@ -264,12 +275,7 @@ class HookState:
             ...
             commhooks.errors.StateError: this state does not fit the model: 'weight' has shape (2, 3) in the state, ...
         """
-        ignored: Iterable[str] = ()
-        inside, left_out = getattr(model, "module", None), getattr(model, "parameters_to_ignore", None)
-        # DDP's parameters have the names of the module inside.
-        if isinstance(inside, torch.nn.Module) and left_out is not None:
-            ignored, model = left_out, inside
-        trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad and n not in ignored]
+        trained = trained_params(model)
         self.bind_params([(n, tuple(p.shape)) for n, p in trained], [p for _, p in trained])
 
     def bind_params(self, params: Iterable[tuple[str, Sequence[int]]], owners: Sequence[torch.Tensor] = ()) -> None:
@@ -295,13 +301,9 @@ class HookState:
         shapes = [tuple(p.shape) for p in owners]
         if self.params and [shape for _, shape in self.params] != shapes:
             if any(self.entries()):
-                raise StateError(
-                    f"this hook state was kept for a model with other parameters: for shapes "
-                    f"{few([shape for _, shape in self.params])}, and this model has {few(shapes)}. Call "
-                    "state.bind(ddp_model) before the first step, or make a new state for this model"
-                )
+                refuse_shapes([shape for _, shape in self.params], shapes)
             self.params = ()
-        names = [name for name, _ in self.params] or [position_name(i, shape) for i, shape in enumerate(shapes)]
+        names = [name for name, _ in self.params] or map(position_name, range(len(shapes)), shapes)
         self.bind_params(list(zip(names, shapes, strict=True)), owners)
 
     def refuse_other(self, owners: Iterable[torch.Tensor]) -> None:
@@ -333,21 +335,18 @@ class HookState:
             StateError: the state was loaded before there was a process group, and is another rank's.
         """
         self.settle()
-        self.rollback()  # a step that the engine before has not seen the end of
+        if self._staged:
+            self.rollback()  # a step that the engine before has not seen the end of
         self.resolve(False)
         self.scaled = {**engine.reduction.scaled_fields, **self.scaled}
         self.packed = dict(engine.reduction.packed_fields)
         transport = engine.transport
-        here = RankId(transport.rank, transport.world_size)
-        there, fields = self._place, engine.reduction.fields
-        foreign = [key for key in self._committed if fields.get(key[1]) == "local"]
+        if self.in_place and transport.elastic:
+            refuse_judge("a manager's vote")
+        here, there = RankId(transport.rank, transport.world_size), self._place
+        foreign = [key for key in self._committed if engine.reduction.fields.get(key[1]) == "local"]
         if there is not None and foreign and there != here and not transport.elastic:
-            if there.loaded:
-                raise StateError(
-                    f"the loaded state is of rank {there.rank} of {there.world_size}, this is rank {here.rank} of "
-                    f"{here.world_size}: load it after attach() with world_change='mean' or 'reset', or load its own"
-                )
-            log.warning("the pickled state is of %s, not of %s: residuals are reset. Save every rank's", there, here)
+            another_rank(there, here)
             for key in foreign:
                 del self._committed[key]
         self._place = here

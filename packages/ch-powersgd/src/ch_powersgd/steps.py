@@ -55,10 +55,10 @@ class Steps:
 
     def _gathered(self, number: int, stack: Stack) -> torch.Tensor:
         """``D = G + e``, built where the residual is staged if that is one parameter's, else in scratch."""
+        residuals = [self._residual(param) for param in stack.params]
         staged = stack.direct and self.config.error_feedback
         home = self._new_residual(stack.params[0]) if staged else self._scratch(f"d {number}", (stack.numel,))
-        for param, d in stack.pieces(home):
-            e = self._residual(param)
+        for (param, d), e in zip(stack.pieces(home), residuals, strict=True):
             if e is not None:
                 torch.add(self.bucket.matrix(param), e, out=d)
             else:
@@ -79,31 +79,37 @@ class Steps:
     def decode(self) -> None:
         """``P Q^T`` takes the place of G; ``e = D - P Q_i^T``, or D minus the average, is staged."""
         for matrix in self._matrices:
-            stack, e, g = matrix.stack, None, matrix.d  # where the residual and the average are written to
-            if matrix.in_place and self.config.error_feedback:
-                e = self._new_residual(stack.params[0])
-            elif self.config.error_feedback:
-                e = None if self._averaged else matrix.d  # the average is known when it has been rounded
-                g = self._scratch("decoded", (self.space.largest,))[: stack.numel].view(matrix.d.shape)
             got = matrix.q if self._averaged else matrix.sent
-            for (d, left), rest, block in zip(matrix.blocks, matrix.rows_of(e), matrix.rows_of(g), strict=True):
+            if not matrix.in_place:
+                self._decode_scratch(matrix, got)
+                continue
+            e = self._new_residual(matrix.stack.params[0]) if self.config.error_feedback else None
+            for (d, left), rest in zip(matrix.blocks, matrix.rows_of(e), strict=True):
                 if rest is not None:
                     matrix.less_product(d, left, got, out=rest)  # (n, cols) - (n, rank) (rank, cols)
-                matrix.outer_product(left, matrix.q, out=block)  # D is gone where g is d
-            if not matrix.in_place:
-                self._scatter(stack, matrix.d, g)
+                matrix.outer_product(left, matrix.q, out=d)  # D is gone
 
-    def _scatter(self, stack: Stack, left: torch.Tensor, decoded: torch.Tensor) -> None:
-        """Bring what was worked on in scratch to the bucket and to the residuals."""
-        for param, g in stack.pieces(decoded):
-            self.bucket.matrix(param).copy_(g)
-        if not self.config.error_feedback or (stack.direct and not self._averaged):
-            return  # there is no residual, or it was built where it is staged
-        for param, d in stack.pieces(left):
-            if self._averaged:
-                torch.sub(d, self.bucket.matrix(param), out=self._new_residual(param))
-            else:
-                self._new_residual(param).copy_(d)
+    def _decode_scratch(self, matrix: Matrix, got: torch.Tensor) -> None:
+        """Of a matrix that was built in scratch: the average takes D's place there once the residuals have been staged.
+        It has a place of its own where D is still needed, or is where the residual is staged.
+        """
+        stack, d, kept = matrix.stack, matrix.d, self.config.error_feedback
+        ((_, left),) = matrix.blocks
+        if kept and not self._averaged:
+            matrix.less_product(d, left, got, out=d)
+            if not stack.direct:
+                for param, e in stack.pieces(d):
+                    self._new_residual(param).copy_(e)
+        g = d
+        if kept and (stack.direct or self._averaged):
+            largest = self.space.largest
+            g = self._scratch(f"decoded {largest}", (largest,), brief=True)[: stack.numel].view(d.shape)
+        matrix.outer_product(left, matrix.q, out=g)
+        for param, average in stack.pieces(g):
+            self.bucket.matrix(param).copy_(average)
+        if kept and self._averaged:  # the average is known when it has been rounded
+            for param, one in stack.pieces(d):
+                torch.sub(one, self.bucket.matrix(param), out=self._new_residual(param))
 
     def _residual(self, param: ParamLayout) -> torch.Tensor | None:
         return self.ctx.read(param.name, "residual", param.matrix_shape) if self.config.error_feedback else None

@@ -16,6 +16,7 @@ from commhooks.errors import AttachError, HookConfigError, HookNotSupportedError
 from commhooks.fingerprint import fingerprint, rows_of, verify
 from commhooks.handle import CommHook
 from commhooks.reduction import Reduction
+from commhooks.state import HookState
 from commhooks.transport.base import Transport
 from commhooks.transport.lost import group_timeout, refuse_lost
 from commhooks.transport.process_group import ProcessGroupTransport
@@ -80,7 +81,8 @@ class Reducer:
 
     What a hook does to gradients in a backward, for whatever else ranks have to agree on: the pseudo-gradients of an outer
     optimizer, the changes of weights sent to samplers, a loop written by hand. State (residuals, PowerSGD's Q) is kept by
-    name, staged and committed as in training: a round that failed, or whose average was not finite, leaves it as it was.
+    name, staged and committed as in training: a round that failed, or whose average was not finite, leaves it as it was
+    (with ``rollback=False`` it leaves none).
 
     Args:
         what: an expression, its dict form, a reduction, or an unattached handle.
@@ -91,6 +93,7 @@ class Reducer:
         device: where the averages are computed, if not where ``tensors`` are.
         timeout: seconds that one collective may take; those of the process group if not given.
         verify_ranks: compare expression, versions, names and shapes over all ranks first.
+        rollback: ``False`` keeps one copy of the state: see :func:`commhooks.attach`.
         facts: what must be the same on all ranks besides, as lines by name: it is compared with the rest.
 
     Attributes:
@@ -128,6 +131,7 @@ class Reducer:
         device: torch.device | str | None = None,
         timeout: float | None = None,
         verify_ranks: bool = True,
+        rollback: bool = True,
         facts: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         if transport is not None and process_group is not None:
@@ -154,7 +158,10 @@ class Reducer:
             )
         else:
             group = None
-        engine = Engine(self.handle.reduction, transport, self.handle.state, timeout=timeout)  # type: ignore[arg-type]
+        state = self.handle.state
+        assert isinstance(state, HookState)  # noqa: S101 - a reduction's is
+        state.in_place = not rollback
+        engine = Engine(self.handle.reduction, transport, state, timeout=timeout)
         found = {p.name: view for bucket in self._buckets for p, view in bucket.views()}
         self.tensors: dict[str, torch.Tensor] = {name: found[name] for name in tensors}
         layout = BucketLayout.of_tensors(self.tensors, _kinds(self.tensors))

@@ -3,10 +3,15 @@
 Rank i sends C(p_i) of ``p_i = g_i + e_i`` and keeps ``e_i' = p_i - C(p_i)``: nothing is lost, only late (Seide et
 al. 2014; Karimireddy et al. 2019, arXiv:1901.09847). The residual is this rank's own, in fp32 whatever travels, and
 exists only for parameters that are not averaged exactly.
+
+In memory, per fp32 parameter: the residual, twice where steps may be given back, and a copy of what was sent, unless the
+inner reduction sends the bucket as it is (``delivers``).
 """
 
+from collections.abc import Sequence
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +19,7 @@ from commhooks.bucket import Bucket, ParamLayout
 from commhooks.compositions.base import Composite, composed
 from commhooks.errors import HookConfigError
 from commhooks.reduction import Reduction, Stages, StepContext
+from commhooks.requests import AllReduce, as_tuple
 
 FIELD = "residual"
 
@@ -58,24 +64,74 @@ class ErrorFeedback(Composite):
         return self.run_with_plain(bucket, ctx, self.routes(bucket.layout, ctx.step))  # those keep no residual
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
-        storage = ctx.scratch("sent", bucket.storage.shape, bucket.dtype, bucket.device)
-        sent = Bucket(bucket.layout, storage, bucket.index, bucket.is_last)
         kept = []
         for p, gradient in bucket.views():
-            wanted = ctx.stage(p.name, FIELD, p.shape, device=bucket.device)
-            kept.append((gradient, wanted, ctx.read(p.name, FIELD), sent.view(p)))
-        # On a GPU all parameters at once, in few launches; on a CPU one after another, while it is in the cache.
-        together = [kept] if bucket.device.type != "cpu" else [[one] for one in kept]
-        for part in together:
-            torch._foreach_copy_([wanted for _, wanted, _, _ in part], [gradient for gradient, *_ in part])  # g
-            added = [(gradient, wanted, before) for gradient, wanted, before, _ in part if before is not None]
-            if added:
-                gradients, wanteds, befores = (list(each) for each in zip(*added, strict=True))
-                torch._foreach_add_(wanteds, befores)  # p = g + e
-                torch._foreach_copy_(gradients, wanteds)
+            before = ctx.read(p.name, FIELD)
+            kept.append(_Kept(p, gradient, before, ctx.stage(p.name, FIELD, p.shape, device=bucket.device)))
+        for part in self._parts(kept):
+            _add(part)  # p = g + e
+        if self.inner.delivers:  # it sends the bucket as it is, which may itself hold what was sent until it has come
+            yield from self._subtracting(bucket, self.inner.start(bucket, ctx.child("inner")), kept)
+            return
+        storage = ctx.scratch("sent", bucket.storage.shape, bucket.dtype, bucket.device)
+        sent = Bucket(bucket.layout, storage, bucket.index, bucket.is_last)
         yield from self.inner.start(bucket, ctx.child("inner", sent=sent))
-        for part in together:  # e' = p - C(p)
-            torch._foreach_sub_([wanted for _, wanted, _, _ in part], [contribution for *_, contribution in part])
+        for part in self._parts(kept):
+            _subtract(part, [sent.view(one.param) for one in part])  # e' = p - C(p)
+
+    def _subtracting(self, bucket: Bucket, inner: Stages, kept: Sequence["_Kept"]) -> Stages:
+        """What a reduction of all-reduces in place asks for; ``e' = p - C(p)`` as soon as C(p) is known, with no copy of it."""
+        start = bucket.storage.storage_offset()
+        for requests in inner:
+            asked = as_tuple(requests)
+            for request in asked:
+                if isinstance(request, AllReduce):
+                    begin = request.tensor.storage_offset() - start
+                    inside = [k for k in kept if begin <= k.param.offset < begin + request.tensor.numel()]
+                    request.sent, request.on_sent = request.tensor, partial(self._subtract_all, inside)
+            yield asked
+
+    def _subtract_all(self, kept: Sequence["_Kept"]) -> None:
+        for part in self._parts(kept):
+            _subtract(part, [one.gradient for one in part])
+
+    @staticmethod
+    def _parts(kept: Sequence["_Kept"]) -> Sequence[Sequence["_Kept"]]:
+        """On a GPU all parameters at once, in few launches; on a CPU one after another, while it is in the cache."""
+        together = bool(kept) and kept[0].gradient.device.type != "cpu"
+        return [kept] if together else [[one] for one in kept]
+
+
+class _Kept(NamedTuple):
+    """A parameter's gradient, its residual before this step, and the place for the new one."""
+
+    param: ParamLayout
+    gradient: torch.Tensor
+    before: torch.Tensor | None
+    wanted: torch.Tensor
+
+
+def _add(part: Sequence[_Kept]) -> None:
+    """Leave gradient plus residual in the new residuals, and in the gradients."""
+    fresh = [one for one in part if one.wanted is not one.before]  # of one copy the old residual is the new one's place
+    if fresh:
+        torch._foreach_copy_([one.wanted for one in fresh], [one.gradient for one in fresh])
+    kept = [one for one in part if one.before is not None]
+    if kept:
+        wanted = [one.wanted for one in kept]
+        torch._foreach_add_(wanted, [_other(one) for one in kept])
+        torch._foreach_copy_([one.gradient for one in kept], wanted)
+
+
+def _other(one: _Kept) -> torch.Tensor:
+    """What is to be added to a new residual's place: its old one, or to that the gradient, rounded as in a copy."""
+    if one.before is not None and one.before is not one.wanted:
+        return one.before
+    return one.gradient.to(one.wanted.dtype) if one.gradient.dtype == torch.float64 else one.gradient
+
+
+def _subtract(part: Sequence[_Kept], sent: Sequence[torch.Tensor]) -> None:
+    torch._foreach_sub_([one.wanted for one in part], list(sent))
 
 
 def error_feedback(hook: Any) -> Any:

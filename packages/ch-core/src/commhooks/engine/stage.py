@@ -75,6 +75,8 @@ class Stage:
             self.reduced.append(tensor)
             if first.sent is not None:
                 first.sent.copy_(tensor)
+            if first.on_sent is not None:
+                first.on_sent()  # before the tensor itself is scaled, and travels
             if scale != 1.0:
                 tensor.mul_(scale)
             self._reduce(number, tensor.view(-1), first, None)
@@ -96,6 +98,9 @@ class Stage:
                 request.sent.copy_(part.view(request.sent.shape)).mul_(1.0 / scale)
         self.reduced.append(merged)  # one sum tells of all whether something is not finite
         self._reduce(number, merged, first, lambda: torch._foreach_copy_(tensors, parts))
+        for request in group:
+            if request.on_sent is not None:
+                request.on_sent()  # while the message travels; nothing received is put in place before `start` returns
 
     def _reduce(self, number: int, flat: torch.Tensor, like: AllReduce, decode: Callable[[], None] | None) -> None:
         """Start the message in the way that costs least, where the transport leaves that open. With more than two

@@ -135,14 +135,17 @@ class Case:
         like: dict[str, torch.Tensor] | None = None,
         buckets: int = 2,
         wrap: Callable[[Reduction], Reduction] | None = None,
+        in_place: bool = False,
     ) -> SimulatedRanks:
-        """Simulated ranks of fresh handles, whose reductions are put into ``wrap``."""
+        """Simulated ranks of fresh handles, whose reductions are put into ``wrap``; ``in_place``, with one copy of state."""
         _ = self.reduction  # skips a foreign hook
 
         def make() -> CommHook:
             handle = self.make()
             if wrap is not None and handle.reduction is not None:
                 handle.built = wrap(handle.reduction)
+            if isinstance(handle.state, HookState):
+                handle.state.in_place = in_place
             return handle
 
         return SimulatedRanks(make, world_size, like if like is not None else parameters(), buckets=buckets)

@@ -73,6 +73,17 @@ class Scattering(Case):
         for name in SHAPES:
             assert torch.equal(troubled[-1][0][name], straight[-1][0][name]), f"{name}: a dropped step left a trace"
 
+    def test_parts_with_one_copy_of_the_state(self) -> None:
+        """``rollback=False``: to the bit what two copies give."""
+        self._needs_parts()
+        if not self.reduction.fields:
+            pytest.skip("keeps no state")
+        given = [all_ranks(self._like(torch.float32), 3, step) for step in range(3)]
+        two, one = self._run(3, given), self._run(3, given, in_place=True)
+        for (mine, _), (theirs, _) in zip(one, two, strict=True):
+            other = [name for name in SHAPES if not torch.equal(mine[name], theirs[name])]
+            assert not other, f"{other}: read an entry (ctx.read) before you write to what is staged for it"
+
     def test_without_run_scatter_it_is_refused(self) -> None:
         if self.reduction.scatters:
             pytest.skip("it has a run_scatter()")
@@ -87,7 +98,11 @@ class Scattering(Case):
         return {name: torch.zeros(shape, dtype=dtype) for name, shape in SHAPES.items()}
 
     def _run(
-        self, world: int, steps: list[list[dict[str, torch.Tensor]]], dropped: int | None = None
+        self,
+        world: int,
+        steps: list[list[dict[str, torch.Tensor]]],
+        dropped: int | None = None,
+        in_place: bool = False,
     ) -> list[tuple[dict[str, torch.Tensor], list[HookState]]]:
         """For every step, the parts of all ranks put together, and all ranks' state after the last."""
         dtype = steps[0][0]["w"].dtype
@@ -98,6 +113,7 @@ class Scattering(Case):
             assert handle.reduction is not None
             assert isinstance(handle.state, HookState)
             scattered, state = Scattered(handle.reduction), handle.state
+            state.in_place = in_place
             engine, parts = rank.engine(scattered, state), []
             for number, step in enumerate(steps):
                 output = torch.full((cut.part.numel,), 7.0, dtype=dtype)

@@ -18,6 +18,12 @@ from commhooks.testing.gradients import all_ranks, parameters, same_bits
 from commhooks.testing.simulated_ranks import SimulatedRanks, Step
 
 
+_READ_FIRST = (
+    "with one copy of the state (rollback=False) other numbers: read an entry (ctx.read) before you write to what is staged "
+    "for it, or number by number while you write, as torch.add(gradient, before, out=staged)"
+)
+
+
 class Surviving(Case):
     """Checks of state, and of steps that are not to count."""
 
@@ -126,6 +132,28 @@ class Surviving(Case):
         _same_state(dirty.save(), clean.save())
         _same_steps(run(dirty, like, 2, 2), run(clean, like, 2, 2))
 
+    def test_one_copy_of_the_state(self) -> None:
+        """``rollback=False``: to the bit what two copies give, and after a step that failed all ranks begin anew alike."""
+        if not self.reduction.fields:
+            pytest.skip("keeps no state")
+        like = parameters()
+        for dtype in {self.dtypes[0], self.dtypes[-1]}:
+            like = parameters(dtype)
+            two, one = self.ranks(2, like), self.ranks(2, like, in_place=True)
+            for step in range(4):
+                _same_steps(run(one, like, 1, step), run(two, like, 1, step), _READ_FIRST)
+            _same_state(one.save(), two.save())
+        failing = self.ranks(2, like, wrap=Faulty, in_place=True)
+        run(failing, like, 2)
+        if self.reduction.collectives:
+            faulty = failing.handles[1].reduction
+            assert isinstance(faulty, Faulty)
+            faulty.arm("between")
+            failing.step(all_ranks(like, 2, 50))
+            assert not any(saved["entries"] for saved in failing.save())
+            for step in run(failing, like, 2, 2):
+                assert not self.averages or same_bits(step.gradients[0], step.gradients[1]) == []
+
     @pytest.mark.parametrize("where", WHERE)
     def test_exception_on_one_rank(self, where: Where) -> None:
         """Every rank has an error in that step, the failing one its own; the next steps are as if it had not been."""
@@ -181,7 +209,8 @@ def _flat(saved: dict[str, Any]) -> dict[tuple[str, str], torch.Tensor]:
     return {(name, field): t for name, row in saved["entries"].items() for field, t in row.items()}
 
 
-def _same_steps(found: list[Step], wanted: list[Step]) -> None:
+def _same_steps(found: list[Step], wanted: list[Step], why: str = "other bits") -> None:
     for a, b in zip(found, wanted, strict=True):
         for mine, theirs in zip(a.gradients, b.gradients, strict=True):
-            assert same_bits(mine, theirs) == []
+            other = same_bits(mine, theirs)
+            assert other == [], f"{why}: {other}"

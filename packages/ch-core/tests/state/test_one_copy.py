@@ -1,0 +1,140 @@
+"""``rollback=False``: one copy of the state, overwritten in place."""
+
+import logging
+
+import pytest
+import torch
+
+import commhooks
+from commhooks import AllReduce, HookNotSupportedError, HookResultError, HookState, Reducer, Reduction, StateError
+from commhooks.simulate import simulate
+from commhooks.testing import SimulatedRanks
+from commhooks.testing.gradients import all_ranks, parameters, same_bits
+
+EF = "error_feedback(bf16_compress)"
+
+
+def ranks(expr: object, in_place: bool, like: dict[str, torch.Tensor], world: int = 2) -> SimulatedRanks:
+    def make() -> commhooks.CommHook:
+        handle = commhooks.create(expr)
+        handle.state.in_place = in_place
+        return handle
+
+    return SimulatedRanks(make, world, like)
+
+
+def held(state: HookState) -> int:
+    """Bytes of every tensor that a state holds."""
+    stores = (state._committed, state._staged, state._spare)
+    return sum(t.nbytes for t in {id(t): t for store in stores for t in store.values()}.values())
+
+
+@pytest.mark.parametrize("expr", [EF, "error_feedback(topk(feedback=False))"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_same_bits_in_half_the_memory(expr: str, dtype: torch.dtype) -> None:
+    like = parameters(dtype)
+    two, one = ranks(expr, False, like), ranks(expr, True, like)
+    for step in range(4):
+        every = all_ranks(like, 2, step)
+        assert same_bits(one.step(every).gradients[0], two.step(every).gradients[0]) == []
+    assert 2 * held(one.handles[0].state) == held(two.handles[0].state)
+    for saved, wanted in zip(one.save(), two.save(), strict=True):
+        assert saved["step"] == wanted["step"] == 4
+
+
+def test_sent_is_not_kept_where_the_bucket_itself_is_sent() -> None:
+    for expr, copies in ((EF, 0), ("error_feedback(topk(feedback=False))", 1)):
+        made = ranks(expr, False, parameters())
+        made.step(all_ranks(parameters(), 2, 0))
+        names = [name for _, name in made.engines[0].sender.scratch._tensors]
+        assert names.count("sent") == (2 if copies else 0)  # one a bucket
+
+
+def test_a_step_with_nan_drops_everything_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    like = parameters()
+    one = ranks(EF, True, like)
+    one.step(all_ranks(like, 2, 0))
+    bad = all_ranks(like, 2, 1)
+    bad[1]["prime"].view(-1)[0] = float("nan")
+    with caplog.at_level(logging.WARNING, "commhooks"):
+        one.step(bad)
+        one.step(bad)
+        assert [saved["entries"] for saved in one.save()] == [{}, {}]
+    told = [r.getMessage() for r in caplog.records if "keeps no copy" in r.getMessage()]
+    assert sorted(line[:15] for line in told) == ["[rank 0 of 2] s", "[rank 1 of 2] s"]
+    assert one.handles[0].state_dict()["step"] == 1
+    fresh = ranks(EF, True, like)
+    every = all_ranks(like, 2, 5)
+    assert same_bits(one.step(every).gradients[0], fresh.step(every).gradients[0]) == []
+
+
+def test_q_begins_anew_on_all_ranks_alike() -> None:
+    like = parameters()
+    one = ranks("powersgd(rank=2, min_compression_rate=1)", True, like, 3)
+    one.step(all_ranks(like, 3, 0))
+    for engine in one.engines:
+        engine.resolve_step()
+        engine.abandon()
+    assert not any(saved["entries"] for saved in one.save())
+    done = one.step(all_ranks(like, 3, 1))
+    assert same_bits(done.gradients[0], done.gradients[2]) == []
+
+
+class Late(Reduction):
+    """Asks for the old residual when the new one's place has been overwritten."""
+
+    name, lossy, fields = "late", True, {"residual": "local"}
+
+    def run(self, bucket, ctx):  # type: ignore[no-untyped-def]
+        for p, gradient in bucket.views():
+            wanted = ctx.stage(p.name, "residual", p.shape, device=bucket.device).copy_(gradient)
+            before = ctx.read(p.name, "residual")
+            if before is not None:
+                wanted.add_(before)
+        yield AllReduce(bucket.buffer)
+
+
+def test_a_hook_that_reads_too_late_is_refused_by_name() -> None:
+    like = {"w": torch.zeros(4, 4)}
+    fine, refused = ranks(Late(), False, like), ranks(Late(), True, like)
+    for step in range(2):
+        assert fine.step(all_ranks(like, 2, step)).errors == [None, None]
+        errors = refused.step(all_ranks(like, 2, step)).errors
+    assert all(isinstance(error, HookResultError) and "before ctx.stage()" in str(error) for error in errors)
+
+
+def test_nothing_can_be_given_back() -> None:
+    like = parameters()
+    one = ranks(EF, True, like)
+    one.step(all_ranks(like, 2, 0))
+    with pytest.raises(HookNotSupportedError, match="rollback=False and handle.rollback"):
+        one.handles[0].rollback()
+    state = HookState()
+    state.in_place = True
+    state.stage("w", "residual", (2,)).zero_()
+    with pytest.raises(StateError, match="under way"):
+        state.state_dict()
+    with pytest.raises(HookNotSupportedError, match="waits to be used"):
+        state.commit(tentative=True)
+
+
+def test_a_reducer_with_one_copy() -> None:
+    def body(rank):  # type: ignore[no-untyped-def]
+        mine = {"w": torch.full((8, 8), 1.0 + rank.rank)}
+        reducer = Reducer("topk(density=0.1)", mine, transport=rank.transport, rollback=False)
+        for _ in range(3):
+            reducer.average(mine)
+        reducer.commit()
+        with pytest.raises(HookNotSupportedError, match="rollback=False"):
+            reducer.rollback()
+        return held(reducer.handle.state)
+
+    assert simulate(2, body) == [4 * 64] * 2
+
+
+def test_ranks_must_agree_on_it() -> None:
+    def body(rank):  # type: ignore[no-untyped-def]
+        Reducer(EF, {"w": torch.zeros(4)}, transport=rank.transport, rollback=rank.rank == 0)
+
+    with pytest.raises(commhooks.RankMismatchError, match="rollback"):
+        simulate(2, body)
