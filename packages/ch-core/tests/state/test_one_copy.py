@@ -1,5 +1,6 @@
 """``rollback=False``: one copy of the state, overwritten in place."""
 
+import gc
 import logging
 
 import pytest
@@ -107,7 +108,7 @@ def test_nothing_can_be_given_back() -> None:
     like = parameters()
     one = ranks(EF, True, like)
     one.step(all_ranks(like, 2, 0))
-    with pytest.raises(HookNotSupportedError, match="rollback=False and handle.rollback"):
+    with pytest.raises(HookNotSupportedError, match=r"rollback=False and handle\.rollback"):
         one.handles[0].rollback()
     state = HookState()
     state.in_place = True
@@ -138,3 +139,22 @@ def test_ranks_must_agree_on_it() -> None:
 
     with pytest.raises(commhooks.RankMismatchError, match="rollback"):
         simulate(2, body)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("expr", [EF, "powersgd(rank=2, min_compression_rate=1)", "quant4(error_feedback=True)"])
+def test_nothing_grows_with_the_steps(expr: str, in_place: bool) -> None:
+    like = {"w": torch.zeros(32, 16), "v": torch.zeros(16, 32)}
+    made, every = ranks(expr, in_place, like), all_ranks(like, 2, 0)
+
+    def alive() -> tuple[int, int]:
+        gc.collect()
+        found = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+        return len(found), sum(t.nbytes for t in found)
+
+    for _ in range(5):
+        made.step(every)
+    before = alive()
+    for _ in range(40):
+        made.step(every)
+    assert alive() <= before

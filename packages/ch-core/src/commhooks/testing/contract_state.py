@@ -17,7 +17,6 @@ from commhooks.testing.faulty import WHERE, Faulty, Injected, Where
 from commhooks.testing.gradients import all_ranks, parameters, same_bits
 from commhooks.testing.simulated_ranks import SimulatedRanks, Step
 
-
 _READ_FIRST = (
     "with one copy of the state (rollback=False) other numbers: read an entry (ctx.read) before you write to what is staged "
     "for it, or number by number while you write, as torch.add(gradient, before, out=staged)"
@@ -136,8 +135,7 @@ class Surviving(Case):
         """``rollback=False``: to the bit what two copies give, and after a step that failed all ranks begin anew alike."""
         if not self.reduction.fields:
             pytest.skip("keeps no state")
-        like = parameters()
-        for dtype in {self.dtypes[0], self.dtypes[-1]}:
+        for dtype in dict.fromkeys((self.dtypes[-1], self.dtypes[0])):
             like = parameters(dtype)
             two, one = self.ranks(2, like), self.ranks(2, like, in_place=True)
             for step in range(4):
@@ -151,8 +149,8 @@ class Surviving(Case):
             faulty.arm("between")
             failing.step(all_ranks(like, 2, 50))
             assert not any(saved["entries"] for saved in failing.save())
-            for step in run(failing, like, 2, 2):
-                assert not self.averages or same_bits(step.gradients[0], step.gradients[1]) == []
+            for after in run(failing, like, 2, 2):
+                assert not self.averages or same_bits(after.gradients[0], after.gradients[1]) == []
 
     @pytest.mark.parametrize("where", WHERE)
     def test_exception_on_one_rank(self, where: Where) -> None:

@@ -150,7 +150,8 @@ def table(chosen: list[str], sizes: Sizes, steps: int, *, with_memory: bool) -> 
 def _peak(hook: str, torchs: bool, plain: float) -> str:
     if torchs and hook != "powersgd(rank=4)":
         return ""
-    measured: Any = spawn(memory.measure, 2, memory.PYTORCH if torchs else hook, memory.WHOLE, timeout=300)[0][1]
+    row = memory.Row(memory.PYTORCH if torchs else hook)
+    measured: Any = spawn(memory.measure, 2, row, memory.WHOLE, timeout=300)[0][1]
     return f"{measured - plain:.1f}"
 
 
