@@ -386,8 +386,6 @@ def test_what_attach_refuses() -> None:
             commhooks.attach(PureDistributedDataParallel(manager, net()), Plain())
         with pytest.raises(HookNotSupportedError, match="foreign hook"):
             commhooks.attach(DistributedDataParallel(manager, net()), lambda state, bucket: None)
-        with pytest.raises(HookNotSupportedError, match="rollback=False and a manager's vote exclude each other"):
-            commhooks.attach(DistributedDataParallel(manager, net()), "topk", rollback=False)
         for bad in ({"static_graph": True}, {"find_unused_parameters": False}):
             with pytest.raises(HookConfigError, match="rebuild its buckets"):
                 DistributedDataParallel(manager, net(), **bad)

@@ -122,14 +122,14 @@ def table(rows: list[Row]) -> str:
         "| counted | of what |",
         "|---|---|---|---|---|---|---|",
     ]
-    plain = {cap: spawn(measure, 2, None, cap, timeout=600)[0] for cap in (WHOLE, DEFAULT)}
+    plain = {cap: spawn(measure, 2, None, cap, timeout=900, group_timeout=600)[0] for cap in (WHOLE, DEFAULT)}
     for row in rows:
         cells = []
         for cap in (WHOLE, DEFAULT):
             if row.hook == PYTORCH and cap == DEFAULT:  # it survives one bucket only
                 cells += ["–", "–"]
                 continue
-            found = spawn(measure, 2, row, cap, timeout=600)[0]
+            found = spawn(measure, 2, row, cap, timeout=900, group_timeout=600)[0]
             cells += [f"{have - without:.1f}" for have, without in zip(found, plain[cap], strict=True)]
         lines.append(f"| {row.label} | {' | '.join(cells)} | {row.counted:g} | {row.of or '–'} |")
         print(lines[-1], flush=True)
@@ -141,7 +141,7 @@ def growth(rows: list[Row]) -> str:
     lines = ["| hook | MiB more after 1 000 steps than after 100 |", "|---|---|"]
     for row in (None, *(row for row in rows if row.hook != PYTORCH)):
         label = "plain DDP" if row is None else row.label
-        lines.append(f"| {label} | {spawn(grown, 2, row, timeout=900)[0]:.1f} |")
+        lines.append(f"| {label} | {spawn(grown, 2, row, timeout=900, group_timeout=600)[0]:.1f} |")
         print(lines[-1], flush=True)
     return "\n".join(lines)
 
