@@ -35,7 +35,7 @@ class ManagedBinding(Binding):
         self.layout, self.params = model_layout(model), [p for _, p in averaged(model)]
         manager = model.full_manager()
         exchange = exchange_for(handle.reduction, manager)
-        watch = watched(manager, options, model.module)
+        watch = watched(manager, options, model.module.parameters())
         transport = ManagerTransport(manager, model.fail_fast, exchange)
         self.engine = ManagedEngine(handle.reduction, transport, manager, handle.state)
         plan = self.engine.plan(self.layout)  # raises here, if it must, and not in the first backward pass

@@ -113,9 +113,14 @@ class _Reported:
         return True
 
 
+def group_behind(manager: protocols.Group) -> Any:
+    """The process group that a manager was given; ``None`` if it does not tell."""
+    return getattr(manager, "process_group", None) or torchft_names.group_of(manager)
+
+
 def exchange_of(manager: protocols.Group) -> "Exchange | str":
     """What goes over a manager's group, or why nothing does."""
-    group = getattr(manager, "process_group", None) or torchft_names.group_of(manager)
+    group = group_behind(manager)
     if group is None:
         return f"{type(manager).__name__} says nothing of its process group (an attribute process_group would do)"
     reason = torchft_names.swallows(group)

@@ -56,7 +56,7 @@ def load(engine: ManagedEngine, fingerprint: Fingerprint, saved: dict[str, Any])
 
 
 class Transferred:
-    """What the manager sends to a healing member for one model: registered once, whatever is attached later."""
+    """What the manager sends to a healing member for one owner of a hook's state: registered once, whatever is attached later."""
 
     def __init__(self, manager: Manager) -> None:
         self.manager = weakref.ref(manager)
@@ -79,13 +79,13 @@ class Transferred:
             load(engine, fingerprint, saved)
 
 
-_COUNTS = WeakIdKeyDictionary()  # manager -> models with a hook
-_TRANSFERRED = WeakIdKeyDictionary()  # model -> Transferred
+_COUNTS = WeakIdKeyDictionary()  # manager -> owners of a hook's state
+_TRANSFERRED = WeakIdKeyDictionary()  # owner -> Transferred
 
 
-def transferred(model: torch.nn.Module, manager: Manager) -> Transferred:
-    """A model's entry in what its manager transfers."""
-    found: Transferred | None = _TRANSFERRED.get(model)
+def transferred(owner: object, manager: Manager) -> Transferred:
+    """The entry of a model, or of a reducer, in what its manager transfers."""
+    found: Transferred | None = _TRANSFERRED.get(owner)
     if found is None or found.manager() is not manager:
-        found = _TRANSFERRED[model] = Transferred(manager)
+        found = _TRANSFERRED[owner] = Transferred(manager)
     return found

@@ -1,15 +1,20 @@
 """Between replica groups: ranks that hold one model together (FSDP2), in groups that a manager lets join, die and heal.
 
 Every rank has a manager of its own, which reduces with the ranks of the other groups that hold the same part of the model.
-What one rank loses, the vote of its group drops on all of them.
+What one rank loses, the vote of its group drops on all of them. A :class:`commhooks.Reducer` over a manager is driven from here
+too: tensors in the place of a model's gradients, a round in that of a backward.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TypeVar
 
 import torch
 
 from ch_ft import agreement, healing
+from ch_ft.exchange import group_behind
+from ch_ft.failfast import FailFast
 from ch_ft.managed_engine import ManagedEngine, attempts_of
 from ch_ft.optimizer import OptimizerWrapper
 from ch_ft.protocols import Manager
@@ -27,11 +32,13 @@ from commhooks import (
     Reduction,
     StepContext,
 )
-from commhooks.adapters import AttachOptions, Engine, Layouts, OptimizerWatch, raise_after_backward
+from commhooks.adapters import ActiveBucket, AttachOptions, Engine, Layouts, OptimizerWatch, raise_after_backward
+
+R = TypeVar("R")
 
 
 class GroupEngine(ManagedEngine):
-    """Runs each bucket at once, inside of a backward that other ranks of the group carry out with this one.
+    """Runs buckets inside of a backward that other ranks of the group carry out with this one.
 
     So nothing may be raised in the middle of it, or those would wait for ever: after a loss the rest of the attempt is
     computed, not reduced, and dropped by the vote.
@@ -56,17 +63,28 @@ class GroupEngine(ManagedEngine):
         self._attempts.voters.add(self)
 
     def run(self, bucket: Bucket) -> None:
+        self._unless_lost(partial(super().run, bucket))
+
+    def submit(self, bucket: Bucket) -> ActiveBucket | None:
+        return self._unless_lost(partial(super().submit, bucket))
+
+    def advance(self) -> None:
+        if self.in_step:
+            self._unless_lost(super().advance)
+
+    def _unless_lost(self, work: Callable[[], R]) -> R | None:
         if self._lost == self._attempts.number:
-            return
+            return None
         try:
             if not self.in_step and not self.enter(lambda: self._agreement(self)):
                 assert self.failure is not None  # noqa: S101 - that is why not
                 raise self.failure
-            super().run(bucket)
+            return work()
         except CommHooksError as error:
             raised = self._drop(error)
             if raised is not None:
                 raise_after_backward(raised)
+            return None
 
     def finish(self, *, outside: BaseException | None = None) -> BaseException | None:
         if self._lost == self._attempts.number or not self.in_step:
@@ -100,20 +118,24 @@ class Between:
     """A handle's reduction between the groups: a :class:`commhooks.adapters.ManagedAxis`."""
 
     def __init__(
-        self, manager: Manager, model: torch.nn.Module, handle: CommHook, options: AttachOptions, layouts: Layouts
-    ):
+        self, manager: Manager, owner: object, handle: CommHook, options: AttachOptions, layouts: Layouts
+    ) -> None:
         if handle.reduction is None or not isinstance(handle.state, HookState):
             raise HookNotSupportedError(
                 f"{handle.expr} is a foreign hook, and cannot run over a manager. Use a hook by name"
             )
-        transport = ManagerTransport(manager, exchange=exchange_for(handle.reduction, manager))
+        # A reducer's works are its own. Those of a backward lie in frames of torch as well: closing connections there is untried.
+        group = None if isinstance(owner, torch.nn.Module) else group_behind(manager)
+        fail_fast = FailFast(manager, group if hasattr(group, "abort") else None)
+        transport = ManagerTransport(manager, fail_fast, exchange_for(handle.reduction, manager))
         self._manager, self._layouts, self._verifies = manager, layouts, options.verify_ranks
-        watch = watched(manager, options, model)
+        watch = watched(manager, options, owner.parameters() if isinstance(owner, torch.nn.Module) else ())
         self._facts = {
             "hook": handle.expr,
             "options and providers": _sha(repr(handle.identity)),
             "commhooks": installed("ch-core") or "",
             "torch": torch.__version__.split("+")[0],
+            **{name: f"{'; '.join(lines)[:200]}, {_sha(repr(list(lines)))}" for name, lines in options.facts.items()},
         }
         self.engine: Engine
         self.engine = self._engine = GroupEngine(transport, manager, handle.reduction, handle.state, self._agree)
@@ -122,7 +144,7 @@ class Between:
         self._engine.outcome.optimizer = watch
         if watch is not None and options.scaler is not None:
             self._engine.loss_scale = watch.scale
-        self._transferred = healing.transferred(model, manager)
+        self._transferred = healing.transferred(owner, manager)
         self._transferred.serve(self._engine, self._facts)
 
     def plain(self) -> Engine:
@@ -150,7 +172,7 @@ class Between:
         agreement.agree(engine.transport, facts)
 
 
-def watched(manager: Manager, options: AttachOptions, module: torch.nn.Module) -> OptimizerWatch | None:
+def watched(manager: Manager, options: AttachOptions, params: Iterable[torch.Tensor]) -> OptimizerWatch | None:
     """What watches the optimizer and scaler given to ``attach``, if any: they decide after the manager has."""
     if isinstance(options.optimizer, OptimizerWrapper) and options.optimizer.manager is not manager:
         raise AttachError(
@@ -158,13 +180,13 @@ def watched(manager: Manager, options: AttachOptions, module: torch.nn.Module) -
         )
     if options.optimizer is None and options.scaler is None:
         return None
-    return OptimizerWatch(options.optimizer, options.scaler, module.parameters())
+    return OptimizerWatch(options.optimizer, options.scaler, params)
 
 
-def between(model: torch.nn.Module, handle: CommHook, options: AttachOptions, layouts: Layouts) -> Between:
+def between(owner: object, handle: CommHook, options: AttachOptions, layouts: Layouts) -> Between:
     """The ``commhooks_manager`` of torchft's Manager and of the simulated one."""
     manager: Manager = options.manager  # type: ignore[assignment]  # the registry matched the class
-    return Between(manager, model, handle, options, layouts)
+    return Between(manager, owner, handle, options, layouts)
 
 
 def _described(layout: BucketLayout) -> tuple[object, ...]:

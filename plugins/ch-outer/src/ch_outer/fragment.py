@@ -10,14 +10,14 @@ Over the rounds of one fragment, with ``p_i`` its parameters on rank i::
 DiLoCo is arXiv:2311.08105, fragments, overlap and mix are those of Streaming DiLoCo, arXiv:2501.18512.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from ch_outer.joining import joined
-from commhooks import Exchange, Reducer, StateError
+from commhooks import CommHooksError, Exchange, Reducer, StateError
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,27 +40,34 @@ class Fragment:
         starts: their starts, which the outer optimizer moves.
         reducer: averages tensors of the shapes of the starts.
         mix: part of a rank's own parameters that stays on arrival.
+        fixed: whether the ranks stay, so that one that is alone knows that nobody else receives the average.
 
     Attributes:
         since: inner steps done when the exchange under way was started; ``None`` if none is.
     """
 
     def __init__(
-        self, params: Mapping[str, torch.Tensor], starts: Mapping[str, torch.Tensor], reducer: Reducer, mix: float
+        self,
+        params: Mapping[str, torch.Tensor],
+        starts: Mapping[str, torch.Tensor],
+        reducer: Reducer,
+        mix: float,
+        *,
+        fixed: bool = True,
     ) -> None:
         self.params, self.starts, self.reducer, self.mix = dict(params), dict(starts), reducer, mix
         self.since: int | None = None
         self._exchange: Exchange | None = None
-        self._alone = reducer.world_size == 1
+        self._fixed = fixed
         self._left: dict[str, torch.Tensor] = {}  # where a rank that is alone was when the exchange started
 
     def begin(self, count: int) -> None:
         """Start the exchange of what the inner steps have moved since the start."""
         for name, start in self.starts.items():
             torch.sub(start, local(self.params[name]), out=self.reducer.tensors[name])
-            if self._alone:
-                self._left[name] = local(self.params[name]).clone()
         self._exchange = self.reducer.start()
+        if self._fixed and self.reducer.world_size == 1:  # asked in every round: ranks come to a group, and leave it
+            self._left = {name: local(self.params[name]).clone() for name in self.starts}
         self.since = count
 
     def advance(self) -> None:
@@ -75,14 +82,24 @@ class Fragment:
             try:
                 exchange.wait()
             except BaseException:  # on the rank that failed it is the reduction's own error
-                self.since = None  # this round never was: the next one's pseudo-gradient holds what it would have moved
-                self._left.clear()
+                self.miss()
                 raise
 
-    def land(self, outer: Optimizer) -> None:
-        """The exchange has come: move the start, and bring the parameters there."""
+    def miss(self) -> None:
+        """This round never was: the next one's pseudo-gradient holds what it would have moved."""
+        self.since = None
+        self._left.clear()
+
+    def land(self, outer: Optimizer, *, healed: bool = False) -> None:
+        """The exchange has come: move the start, and bring the parameters there.
+
+        Args:
+            outer: steps the start.
+            healed: this rank has just taken over the start: what its parameters were is no part of it.
+        """
         self.receive()
         self.since = None
+        mix = 0.0 if healed else self.mix
         there = {name: self._exact_end(name) for name in self._left}
         for name, start in self.starts.items():
             start.grad = self.reducer.tensors[name]
@@ -93,8 +110,14 @@ class Fragment:
                 end, left = there[name]
                 start.copy_(torch.where(start == end, left, start))
             mine = local(self.params[name])
-            mine.lerp_(start.to(mine.dtype), 1.0 - self.mix) if self.mix else mine.copy_(start)
+            mine.lerp_(start.to(mine.dtype), 1.0 - mix) if mix else mine.copy_(start)
         self._left.clear()
+
+    def begin_at(self, starts: Mapping[str, torch.Tensor]) -> None:
+        """Take over a start, and go on from there."""
+        for name, start in self.starts.items():
+            start.copy_(starts[name])
+            local(self.params[name]).copy_(start)
 
     def _exact_end(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the start comes to if the outer step takes all of this rank's pseudo-gradient, and where that is exactly.
@@ -109,8 +132,8 @@ class Fragment:
     def drop(self) -> None:
         """Forget the exchange under way: its group is lost."""
         self.reducer.abandon()
-        self._exchange = self.since = None
-        self._left.clear()
+        self._exchange = None
+        self.miss()
 
     def join(self, given: Mapping[str, Any], *, behind: bool) -> None:
         """Go on from another member's start and shared state.
@@ -120,11 +143,11 @@ class Fragment:
             behind: whether this rank has missed what moved that start, or is new: it begins there, without residuals.
         """
         self.check(given)
-        for name, start in self.starts.items():
-            start.copy_(given["start"][name])
-            if behind:
-                mine = local(self.params[name])
-                mine.copy_(start)
+        if behind:
+            self.begin_at(given["start"])
+        else:
+            for name, start in self.starts.items():
+                start.copy_(given["start"][name])
         own = self.reducer.state_dict()
         self.reducer.load_state_dict(joined(own, given["reducer"], behind=behind))
 
@@ -168,3 +191,18 @@ class Fragment:
             if self.since is not None:
                 self.reducer.tensors[name].copy_(saved["mean"][name])
         self._left = {name: tensor.to(self.starts[name].device, copy=True) for name, tensor in saved["left"].items()}
+
+
+def load_reducers(fragments: Sequence[Fragment], states: Sequence[Mapping[str, Any]], world_change: str) -> None:
+    """All or none: ranks that refuse one state, all alike, go on with what they had."""
+    for fragment in fragments:
+        fragment.receive()  # a reduction's state is open while its exchange is under way
+    reducers = [fragment.reducer for fragment in fragments]
+    before = [reducer.state_dict() for reducer in reducers]
+    for index, reducer in enumerate(reducers):
+        try:
+            reducer.load_state_dict(states[index], world_change=world_change)
+        except CommHooksError:
+            for loaded, own in zip(reducers[:index], before, strict=False):
+                loaded.load_state_dict(own)
+            raise

@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ch_ddp import WrappedOptimizer
-from ch_outer.fragment import Fragment, local, start_of
+from ch_outer.fragment import Fragment, load_reducers, local, start_of
+from ch_outer.handover import handed, holds, take
+from ch_outer.inner import InnerOptimizer
 from ch_outer.joining import hand_over
-from ch_outer.parts import buffers_of, divide, trained
+from ch_outer.parts import buffers_of, divide, options_of, trained
+from ch_outer.rounds import FixedRounds, ManagedRounds, Manager, Rounds
 from ch_outer.schedule import Schedule
 from commhooks import CommHooksError, HookConfigError, Plain, Reducer, StateError
 from commhooks.adapters import Transport, digest
@@ -24,7 +26,7 @@ def _nesterov(starts: Sequence[torch.Tensor]) -> Optimizer:
     return torch.optim.SGD(list(starts), lr=0.7, momentum=0.9, nesterov=True)
 
 
-class OuterOptimizer(WrappedOptimizer):
+class OuterOptimizer(InnerOptimizer):
     """Steps ``optim`` on this rank alone; every ``every`` steps what has moved goes through a reduction to all ranks.
 
     A real optimizer: closures, schedulers, ``GradScaler``, gradient clipping and hooks see the inner one's groups. Under a
@@ -32,7 +34,8 @@ class OuterOptimizer(WrappedOptimizer):
     that ranks stay together.
 
     Every rank makes the same number of ``step()`` calls, which is when messages are sent. Parameters are equal on all ranks
-    when this is made, or it raises.
+    when this is made, or it raises. Over a ``manager``, whose members come and go, neither is asked: a newcomer is sent start,
+    outer optimizer and counts in its first ``step()``, before its inner step.
 
     Args:
         optim: the inner optimizer, whatever it is.
@@ -50,8 +53,12 @@ class OuterOptimizer(WrappedOptimizer):
             of a round, so that all ranks hold one model; ``"local"``: they stay each rank's own. Integer ones always do.
         process_group: the ranks that exchange; with DDP or FSDP2 inside a group, those of equal place in every group.
         transport: instead of a process group, e.g. a simulated rank's.
-        timeout: seconds that one collective may take; those of the process group if not given.
-        verify_ranks: compare options, shapes and starts over the ranks first.
+        manager: instead of a process group, a manager under which ranks come and go: torchft's (with ch-ft installed). The
+            outer optimizer calls its ``start_quorum()`` and ``should_commit()``; nothing else may. Then ``overlap`` is at most
+            ``every // fragments``.
+        timeout: seconds that one collective may take; those of the process group if not given. A manager has its own.
+        verify_ranks: compare options, shapes and starts over the ranks first; over a manager options and shapes, in
+            every round.
 
     Attributes:
         outer: the outer optimizer, of the starts in model order; its learning rate may be scheduled.
@@ -81,8 +88,6 @@ class OuterOptimizer(WrappedOptimizer):
         (4, 2.0)
     """
 
-    _step_supports_amp_scaling = True  # a GradScaler then calls step() also when it skips, as the count has to go on
-
     def __init__(
         self,
         optim: Optimizer,
@@ -97,6 +102,7 @@ class OuterOptimizer(WrappedOptimizer):
         buffers: str = "average",
         process_group: dist.ProcessGroup | None = None,
         transport: Transport | None = None,
+        manager: Manager | None = None,
         timeout: float | None = None,
         verify_ranks: bool = True,
     ) -> None:
@@ -108,37 +114,34 @@ class OuterOptimizer(WrappedOptimizer):
         if buffers not in ("average", "local"):
             raise HookConfigError(f"buffers={buffers!r}: legal are 'average' and 'local'")
         super().__init__(optim)
+        self._rounds: Rounds
+        self._rounds = FixedRounds() if manager is None else ManagedRounds(manager, len(parts), every, overlap)
         starts = {name: start_of(param) for name, param in params.items()}
         self.outer = (outer or _nesterov)(list(starts.values()))
         self.count, self.landed, self._model = 0, 0, model
         where: dict[str, Any] = {
             "process_group": process_group,
             "transport": transport,
+            "manager": manager,
             "timeout": timeout,
             "verify_ranks": verify_ranks,
         }
         self._device = next(iter(starts.values())).device
-        facts = self._facts(starts, mix, buffers)
+        facts = {"outer step": [str(self.schedule), f"mix={mix}, buffers={buffers}", *options_of(self.outer)]}
+        if manager is None:  # over one, what members begin with is sent to them
+            facts["parameters at the start"] = [f"{name}: {digest(start)}" for name, start in starts.items()]
         self._fragments = []
         for names in parts:
             mine = {name: starts[name] for name in names}
             # One state and one handle per fragment: a round of each is one committed step, whatever the others do.
             reducer = Reducer(exchange, mine, facts=facts, **where)
-            self._fragments.append(Fragment({name: params[name] for name in names}, mine, reducer, mix))
+            stepped = {name: params[name] for name in names}
+            self._fragments.append(Fragment(stepped, mine, reducer, mix, fixed=manager is None))
         averaged = buffers_of(model) if buffers == "average" else {}
         self._buffers = Reducer(Plain(), averaged, **where) if averaged else None
-
-    def _facts(self, starts: Mapping[str, torch.Tensor], mix: float, buffers: str) -> dict[str, list[str]]:
-        options = [{key: value for key, value in group.items() if key != "params"} for group in self.outer.param_groups]
-        return {
-            "outer step": [
-                str(self.schedule),
-                f"mix={mix}, buffers={buffers}",
-                type(self.outer).__name__,
-                *map(str, options),
-            ],
-            "parameters at the start": [f"{name}: {digest(start)}" for name, start in starts.items()],
-        }
+        self._taken = 0  # how often this member was behind, and was sent what the others have
+        if manager is not None:
+            manager.register_state_dict_fn("ch_outer", self._take_over, self._hand_over)
 
     # -- steps
 
@@ -148,17 +151,42 @@ class OuterOptimizer(WrappedOptimizer):
         Raises:
             CommHooksError: an exchange failed, on all ranks alike. The inner step is done, start and parameters are as
                 they were, and the next round exchanges what this one did not. After a TransportError or HookTimeoutError
-                the process group is lost.
+                the process group is lost. (Over a manager a lost peer raises nothing: the round is voted down, and the
+                next one exchanges what it did not.)
         """
-        loss = self._inner(closure)
+        with torch.no_grad():
+            began = self._meet()
+        loss = None if began and closure is None else self.scaled_step(closure)
         self.count += 1
         with torch.no_grad():
             self._under_way()
-            for index in self.schedule.due(self.count):
-                self._fragments[index].begin(self.count)
-                if not self.schedule.overlap:
-                    self._land(index)
+            for due in self.schedule.due(self.count):
+                self._round(due, overlap=self.schedule.overlap > 0)
         return loss
+
+    def _meet(self) -> bool:
+        """A member's first step begins where the others are: it takes part in their round with nothing of its own. Whether
+        it has taken over their start: its gradients are of other parameters then.
+        """
+        taken = self._taken
+        while not self._rounds.met:
+            before = self.landed
+            self._rounds.met = self._round(0)
+            if self._rounds.met and self.landed > before:
+                self.count += self.schedule.overlap  # for the others the round is as old when it lands
+        return self._taken > taken
+
+    def _round(self, due: int, *, overlap: bool = False) -> bool:
+        """Exchange the fragment whose turn it is; whether it has landed, or, in a job's first round, all have met."""
+        index = self._rounds.open(due)
+        if index is None:
+            return self._rounds.close()
+        try:
+            self._fragments[index].begin(self.count)
+        except CommHooksError:
+            self._rounds.close()
+            raise
+        return False if overlap else self._land(index)
 
     def _under_way(self) -> None:
         """Land what is due, advance the rest: in the order of their starts, the same on all ranks."""
@@ -172,35 +200,53 @@ class OuterOptimizer(WrappedOptimizer):
             for _ in range(self.schedule.advances(fragment.reducer.stages, passed)):
                 fragment.advance()
 
-    def _land(self, index: int) -> None:
-        self._fragments[index].land(self.outer)
+    def _land(self, index: int) -> bool:
+        fragment, buffers, taken = self._fragments[index], {}, self._taken
+        try:
+            fragment.receive()
+            if index == len(self._fragments) - 1 and self._buffers is not None:
+                buffers = self._buffers.average(self._averaged())
+        except CommHooksError:
+            fragment.miss()
+            fragment.reducer.rollback()
+            self._rounds.close()
+            raise
+        if not self._rounds.close():
+            fragment.miss()
+            return False
+        fragment.land(self.outer, healed=self._taken > taken)
         self.landed += 1
-        if index == len(self._fragments) - 1 and self._buffers is not None:
-            mean = self._buffers.average(found := buffers_of(self._model))
-            for name, buffer in found.items():
-                buffer.copy_(mean[name])
+        for name, buffer in self._averaged().items() if buffers else ():
+            buffer.copy_(buffers[name])
+        return True
 
-    def _inner(self, closure: Callable[[], Any] | None) -> Any:
-        scale: torch.Tensor | None = getattr(self, "grad_scale", None)  # both set by a GradScaler, around this call
-        found: torch.Tensor | None = getattr(self, "found_inf", None)
-        if found is None:
-            return self.inner_step(closure)
-        if getattr(self.optim, "_step_supports_amp_scaling", False):
-            inner: Any = self.optim
-            inner.grad_scale, inner.found_inf = scale, found
-            try:
-                return self.inner_step(closure)
-            finally:
-                del inner.grad_scale, inner.found_inf
-        if found.item():
-            return None
-        if scale is not None:
-            inverse = scale.double().reciprocal().float()  # in GradScaler's own arithmetic
-            for group in self.param_groups:
-                for param in group["params"]:
-                    if param.grad is not None:
-                        param.grad.mul_(inverse.to(param.grad.device))
-        return self.inner_step(closure)
+    # -- over a manager
+
+    def _hand_over(self) -> dict[str, Any]:
+        """What a member that is behind is sent; what the reductions share is sent by them."""
+        given = handed(self._fragments, self.outer, self._averaged())
+        return {**given, "schedule": str(self.schedule), "count": self.count, "landed": self.landed}
+
+    def _take_over(self, given: Mapping[str, Any]) -> None:
+        """This member is behind, or new. Called by the manager, before the exchange of a round (a synchronous quorum) or in
+        the vote on it.
+
+        Raises:
+            StateError: the others train something else.
+        """
+        if given["schedule"] != str(self.schedule):
+            raise StateError(f"the others have {given['schedule']}, this member {self.schedule}: give all the same")
+        if self.landed == given["landed"] and holds(self._fragments, given):
+            return  # a job's first quorum heals all members but one, and they may hold the same already
+        since = next((f.since for f in self._fragments if f.since is not None), self.count)
+        with torch.no_grad():
+            take(self._fragments, self.outer, self._averaged(), given)
+        self.count = given["count"] + self.count - since  # given when the round began
+        self.landed = given["landed"]
+        self._taken += 1
+
+    def _averaged(self) -> dict[str, torch.Tensor]:
+        return buffers_of(self._model) if self._buffers is not None else {}
 
     # -- between steps
 
@@ -217,11 +263,12 @@ class OuterOptimizer(WrappedOptimizer):
             live = [(f.since, index) for index, f in enumerate(self._fragments) if f.since is not None]
             for _, index in sorted(live):
                 self._land(index)
-            for index, fragment in enumerate(self._fragments):
-                fragment.begin(self.count)
-                self._land(index)
-                for name, start in fragment.starts.items():
-                    local(fragment.params[name]).copy_(start)
+            goal = self.landed + len(self._fragments)
+            while self.landed < goal:
+                # Each fragment once; over a manager again until it counts.
+                self._round(len(self._fragments) - (goal - self.landed))
+            for fragment in self._fragments:
+                fragment.begin_at(fragment.starts)
 
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
@@ -263,21 +310,24 @@ class OuterOptimizer(WrappedOptimizer):
         rank and failed on another), or new, begins at the start; the others keep what they have moved, and their residuals.
 
         Raises:
+            HookConfigError: over a manager, where this happens by itself.
             RankMismatchError: the optimizers do not belong together.
         """
+        if isinstance(self._rounds, ManagedRounds):
+            raise HookConfigError("over a manager members come and go by themselves: there is no move()")
         with torch.no_grad():
             for fragment in self._fragments:
                 fragment.drop()
                 fragment.reducer.move(process_group)
             if self._buffers is not None:
                 self._buffers.move(process_group)
-        handed = hand_over(self.state_dict(), (self.landed, self.count), process_group, self._device)
-        behind = self.landed < handed["landed"] or self.count == 0
-        self.outer.load_state_dict(handed["outer"])
-        self.count, self.landed = handed["count"], handed["landed"]
+        given = hand_over(self.state_dict(), (self.landed, self.count), process_group, self._device)
+        behind = self.landed < given["landed"] or self.count == 0
+        self.outer.load_state_dict(given["outer"])
+        self.count, self.landed = given["count"], given["landed"]
         with torch.no_grad():
-            for fragment, given in zip(self._fragments, handed["fragments"], strict=True):
-                fragment.join(given, behind=behind)
+            for fragment, theirs in zip(self._fragments, given["fragments"], strict=True):
+                fragment.join(theirs, behind=behind)
 
     def stats(self) -> dict[str, float]:
         """The exchanges' figures added up (see :meth:`commhooks.CommHook.stats`), and ``rounds_done``: whole rounds."""
@@ -294,7 +344,14 @@ class OuterOptimizer(WrappedOptimizer):
 
         Exchanges under way are waited for, and what they bring is saved with the step at which it is due. Not the model:
         save that beside it. ``torch.load(weights_only=True)`` reads it.
+
+        Raises:
+            RuntimeError: over a manager, with an exchange under way, on which nobody has voted.
         """
+        if self.under_way and isinstance(self._rounds, ManagedRounds):
+            raise RuntimeError(
+                "an exchange is under way, and the vote on it is open: over a manager, save where optimizer.under_way is 0"
+            )
         return {
             "inner": self.optim.state_dict(),
             "outer": self.outer.state_dict(),
@@ -329,27 +386,13 @@ class OuterOptimizer(WrappedOptimizer):
         parts = list(zip(self._fragments, state_dict["fragments"], strict=True))
         for fragment, saved in parts:
             fragment.check(saved)
-        self._load_reducers([saved["reducer"] for _, saved in parts], world_change)
+        load_reducers(self._fragments, [saved["reducer"] for _, saved in parts], world_change)
         with torch.no_grad():
             for fragment, saved in parts:
                 fragment.load_state_dict(saved)
         self.optim.load_state_dict(state_dict["inner"])
         self.outer.load_state_dict(state_dict["outer"])
-        self.count, self.landed = state_dict["count"], state_dict["landed"]
-
-    def _load_reducers(self, states: Sequence[Mapping[str, Any]], world_change: str) -> None:
-        """All or none: ranks that refuse one state, all alike, go on with what they had."""
-        for fragment in self._fragments:
-            fragment.receive()  # a reduction's state is open while its exchange is under way
-        reducers = [fragment.reducer for fragment in self._fragments]
-        before = [reducer.state_dict() for reducer in reducers]
-        for index, reducer in enumerate(reducers):
-            try:
-                reducer.load_state_dict(states[index], world_change=world_change)
-            except CommHooksError:
-                for loaded, own in zip(reducers[:index], before, strict=False):
-                    loaded.load_state_dict(own)
-                raise
+        self.count, self.landed, self._rounds.met = state_dict["count"], state_dict["landed"], True
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

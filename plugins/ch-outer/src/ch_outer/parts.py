@@ -42,6 +42,12 @@ def buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {_plain_name(name): local(b) for name, b in model.named_buffers() if b.is_floating_point()}
 
 
+def options_of(optim: torch.optim.Optimizer) -> list[str]:
+    """Its class, and the options of each of its groups: what is to be the same on all ranks."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optim.param_groups]
+    return [type(optim).__name__, *map(str, groups)]
+
+
 def divide(params: Mapping[str, torch.Tensor], fragments: int | Sequence[Sequence[str]]) -> list[list[str]]:
     """The names of every fragment.
 

@@ -9,8 +9,9 @@ makes is a :class:`Binding`, which says what is in place, and takes it out again
 
 **How to drive an engine.** An :class:`Engine` runs one reduction over one group of ranks, a :class:`Transport`: a
 :class:`ProcessGroupTransport`, or one of your own. Give it every part of a backward's gradient as a
-:class:`~commhooks.Bucket`, in the same order on every rank: :meth:`~Engine.submit` if more follow that it can overlap with, or
-:meth:`~Engine.run` if the wrapper uses the average as soon as you return. Then say :meth:`~Engine.finish` once, which ends
+:class:`~commhooks.Bucket`, in the same order on every rank: :meth:`~Engine.submit` if more follow that it can overlap with
+(what is under way of it is an :class:`ActiveBucket`), or :meth:`~Engine.run` if the wrapper uses the average as soon as you
+return. Then say :meth:`~Engine.finish` once, which ends
 the step and gives the error to raise, the same decision on every rank; in between, who has other work to do may
 :meth:`~Engine.advance` what is under way. Raise it with :func:`raise_after_backward`, not from
 inside the wrapper's hook. A backward that was cut short by an exception is :meth:`~Engine.abandon`-ed before the next. On
@@ -34,7 +35,7 @@ collective of an adapter's own as an engine does.
 
 **Between groups that come and go** (``attach(manager=)``): an adapter that serves a model inside one group asks
 :func:`manager_adapter` for the :class:`ManagerAdapter` of the manager's class, gives it the :data:`Layouts` of its model, and
-drives the engine of the :class:`ManagedAxis` that it makes.
+drives the engine of the :class:`ManagedAxis` that it makes. ``commhooks.Reducer(manager=)`` does the same with its tensors.
 
 **Whether ranks agree.** ``attach`` compares the ranks of ``Binding.group`` by itself. An adapter with several groups compares
 along each with :func:`agree_along`, a :class:`Fingerprint` of fields and lines over the group's store (:func:`digest` makes a
@@ -122,6 +123,7 @@ if TYPE_CHECKING:
     from commhooks.adapters.optimizer_watch import OptimizerWatch, watch_outcome
     from commhooks.agreement import Fingerprint, StoreExchange, agree_along
     from commhooks.compositions.scattered import Scattered
+    from commhooks.engine.active_bucket import ActiveBucket
     from commhooks.engine.engine import Engine
     from commhooks.engine.group import EngineGroup
     from commhooks.engine.immediate import Immediate
@@ -136,6 +138,7 @@ if TYPE_CHECKING:
 __all__ = [
     "NO_BACKWARD",
     "TUNED",
+    "ActiveBucket",
     "AttachOptions",
     "Binding",
     "CpuTuning",
@@ -175,6 +178,7 @@ __getattr__, __dir__ = lazy(
         "adapters.optimizer_watch": "OptimizerWatch watch_outcome",
         "agreement": "Fingerprint StoreExchange agree_along",
         "compositions.scattered": "Scattered",
+        "engine.active_bucket": "ActiveBucket",
         "engine.engine": "Engine",
         "engine.group": "EngineGroup",
         "engine.immediate": "Immediate",

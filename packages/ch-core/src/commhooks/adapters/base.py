@@ -1,8 +1,8 @@
 """What an adapter is given, and what it makes: a :class:`Binding`, the hook in place on one model."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ class AttachOptions:
         timeout: seconds that one collective may take.
         manager: of groups of ranks that come and go, each of which holds the whole model: what reduces between them is
             made by :func:`manager_adapter`. ``attach`` refuses it where the adapter has no ``takes_manager = True``.
+        facts: what must be the same on all ranks besides, as lines by name (of a :class:`commhooks.Reducer`).
     """
 
     process_group: dist.ProcessGroup | None = None
@@ -33,6 +34,7 @@ class AttachOptions:
     verify_ranks: bool = True
     timeout: float = 1800.0
     manager: object | None = None
+    facts: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 class Binding(ABC):

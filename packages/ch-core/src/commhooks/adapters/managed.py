@@ -8,8 +8,6 @@ they meet here, by the manager's class.
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
-
 from commhooks.adapters.base import AttachOptions
 from commhooks.bucket import BucketLayout
 from commhooks.engine.engine import Engine
@@ -23,9 +21,9 @@ class ManagedAxis(Protocol):
     """A handle's reduction between the groups of one manager.
 
     Attributes:
-        engine: driven with :meth:`Engine.run` and :meth:`Engine.finish`, the same layouts in the same order on all members.
-            It waits for the quorum by itself. A lost peer raises nothing: what is left of the attempt does nothing, and
-            the manager drops it.
+        engine: driven with :meth:`Engine.run` or :meth:`Engine.submit`, and :meth:`Engine.finish`, the same layouts in the same
+            order on all members. It waits for the quorum by itself. A lost peer raises nothing: what is left of the
+            attempt does nothing, and the manager drops it.
     """
 
     engine: Engine
@@ -38,10 +36,11 @@ class ManagedAxis(Protocol):
 
 
 Layouts = Callable[[], Sequence[BucketLayout]]
-"""What the next backward reduces, in order: members compare it before every step."""
+"""What the next step reduces, in order: members compare it before every step."""
 
-ManagerAdapter = Callable[[torch.nn.Module, Any, AttachOptions, Layouts], ManagedAxis]
-"""``adapter(model, handle, options, layouts)``, named with the manager's class by the plugin hook ``commhooks_manager``."""
+ManagerAdapter = Callable[[object, Any, AttachOptions, Layouts], ManagedAxis]
+"""``adapter(owner, handle, options, layouts)``, named with the manager's class by the plugin hook ``commhooks_manager``. The
+owner, a model or a :class:`commhooks.Reducer`, is what the manager sends the handle's shared state for."""
 
 
 def manager_adapter(manager: object) -> ManagerAdapter:

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.adapters.base import Binding
+from commhooks.adapters.base import AttachOptions, Binding
+from commhooks.adapters.managed import ManagedAxis, manager_adapter
 from commhooks.agreement import agree
 from commhooks.api.creating import as_handle
 from commhooks.bucket import Bucket, BucketLayout
@@ -25,8 +26,10 @@ from commhooks.transport.process_group import ProcessGroupTransport
 class _ReducerBinding(Binding):
     """A handle's reduction on the buckets of a :class:`Reducer`: no model, one engine."""
 
-    def __init__(self, engine: Engine, layout: BucketLayout, group: dist.ProcessGroup | None) -> None:
-        self.engine, self.layout, self.group = engine, layout, group
+    def __init__(
+        self, engine: Engine, layout: BucketLayout, group: dist.ProcessGroup | None, axis: ManagedAxis | None
+    ) -> None:
+        self.engine, self.layout, self.group, self.axis = engine, layout, group, axis
         self.rounds = 0
 
     @property
@@ -34,7 +37,9 @@ class _ReducerBinding(Binding):
         return self.rounds
 
     def detach(self) -> None:
-        """There is no model to leave anything to."""
+        """There is no model to leave anything to; a manager has nothing to send any more."""
+        if self.axis is not None:
+            self.axis.close()
 
 
 class Exchange:
@@ -68,7 +73,8 @@ class Exchange:
 
         Raises:
             CommHooksError: the exchange failed, on all ranks alike; its step is rolled back, and the reducer stays
-                usable. After a TransportError or HookTimeoutError it does not: the group is lost.
+                usable. After a TransportError or HookTimeoutError it does not: the group is lost. (Over a manager the
+                loss of a peer raises nothing, and what is returned counts if the vote says so.)
         """
         if not self._done:
             self._done = True
@@ -90,8 +96,12 @@ class Reducer:
             need ``device``), of one device; several dtypes are several messages.
         process_group: the ranks; the default group if not given.
         transport: instead of a process group, e.g. a simulated rank's.
+        manager: instead of a process group, a manager under which ranks come and go (torchft's, with ch-ft installed). A round
+            lies between its ``start_quorum()`` and its ``should_commit()``, whose vote decides about state as about what
+            you do with the average. The average is over the members of the round. Members are compared in every round; the
+            manager sends a newcomer the shared state.
         device: where the averages are computed, if not where ``tensors`` are.
-        timeout: seconds that one collective may take; those of the process group if not given.
+        timeout: seconds that one collective may take; those of the process group if not given. Not with a manager.
         verify_ranks: compare expression, versions, names and shapes over all ranks first.
         rollback: ``False`` keeps one copy of the state: see :func:`commhooks.attach`.
         facts: what must be the same on all ranks besides, as lines by name: it is compared with the rest.
@@ -103,7 +113,9 @@ class Reducer:
 
     Raises:
         HookConfigError: a bad expression, no tensors, tensors of several devices.
-        HookNotSupportedError: a foreign hook function, which needs DDP; a transport whose members come and go.
+        HookNotSupportedError: a foreign hook function, which needs DDP; a transport whose members come and go; a reduction
+            that the manager cannot carry.
+        AttachError: nothing is known of such a manager.
         RankMismatchError: the ranks do not agree.
 
     Example:
@@ -128,14 +140,15 @@ class Reducer:
         *,
         process_group: dist.ProcessGroup | None = None,
         transport: Transport | None = None,
+        manager: object | None = None,
         device: torch.device | str | None = None,
         timeout: float | None = None,
         verify_ranks: bool = True,
         rollback: bool = True,
         facts: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        if transport is not None and process_group is not None:
-            raise HookConfigError("transport= and process_group= exclude each other: a transport has its ranks")
+        if sum(one is not None for one in (transport, process_group, manager)) > 1:
+            raise HookConfigError("transport=, process_group= and manager= exclude each other: each has its ranks")
         self.handle = as_handle(what, process_group=process_group)
         if self.handle.reduction is None:
             raise HookNotSupportedError(
@@ -144,42 +157,41 @@ class Reducer:
         if self.handle.attached:
             raise AttachError(f"{self.handle.expr} is in place already; create another handle for this reducer")
         self._buckets = _buckets(tensors, device)
-        group = process_group or self.handle.process_group
-        if timeout is None:
-            timeout = group_timeout(group) if transport is None else 60.0
-        if transport is None:
-            transport = ProcessGroupTransport(group, free=True)
-            group = transport.group
-            refuse_lost(group)
-        elif transport.elastic:
-            raise HookNotSupportedError(
-                "a reducer averages over ranks that stay: over a manager, whose members come and go, a round needs its vote. "
-                "Use ch_ft.DistributedDataParallel there, or a reducer inside each group"
-            )
-        else:
-            group = None
         state = self.handle.state
         assert isinstance(state, HookState)  # noqa: S101 - a reduction's is
         state.in_place = not rollback
-        engine = Engine(self.handle.reduction, transport, state, timeout=timeout)
         found = {p.name: view for bucket in self._buckets for p, view in bucket.views()}
         self.tensors: dict[str, torch.Tensor] = {name: found[name] for name in tensors}
         layout = BucketLayout.of_tensors(self.tensors, _kinds(self.tensors))
-        self._engine, self._side = engine, SideStream()
-        self._binding = _ReducerBinding(engine, layout, group)
+        self._side = SideStream()
         self._running: Exchange | None = None
+        axis, group = None, None
+        if manager is not None:
+            if timeout is not None:
+                raise HookConfigError(
+                    "timeout= has no meaning over a manager, which has time-outs of its own: set them there"
+                )
+            options = AttachOptions(verify_ranks=verify_ranks, manager=manager, facts=facts or {})
+            axis = manager_adapter(manager)(self, self.handle, options, self._layouts)
+            self._engine = axis.engine
+        else:
+            transport, group = _fixed(transport, process_group or self.handle.process_group)
+            if timeout is None:
+                timeout = group_timeout(group) if group is not None else 60.0
+            self._engine = Engine(self.handle.reduction, transport, state, timeout=timeout)
+        self._binding = _ReducerBinding(self._engine, layout, group, axis)
         self.handle.bind(self._binding)
-        self.handle.agreement_timeout = timeout if verify_ranks else None
-        if verify_ranks:
+        if verify_ranks and axis is None:
+            self.handle.agreement_timeout = timeout
             try:
-                self._verify(timeout, facts or {})
+                self._verify(facts or {})
             except BaseException:
                 self.handle.detach()
                 raise
 
     @property
     def world_size(self) -> int:
-        """Ranks that average together."""
+        """Ranks that average together; over a manager those of the last round."""
         return self._engine.transport.world_size
 
     @property
@@ -194,6 +206,7 @@ class Reducer:
             tensors: this rank's contribution, copied; ``None``: what :attr:`tensors` hold.
 
         Raises:
+            AttachError: over a manager, that nobody has asked for a quorum.
             HookConfigError: other names or shapes than the reducer was made for.
             RuntimeError: the exchange before has not been waited for.
             TransportError, HookTimeoutError: the group is lost.
@@ -204,10 +217,14 @@ class Reducer:
             self._fill(tensors)
         self._binding.rounds += 1
         self._running = Exchange(self)
-        with torch.no_grad():
-            for bucket in self._buckets:
-                with self._side.on(bucket.storage):
-                    self._engine.submit(bucket)
+        try:
+            with torch.no_grad():
+                for bucket in self._buckets:
+                    with self._side.on(bucket.storage):
+                        self._engine.submit(bucket)
+        except BaseException:
+            self.abandon()
+            raise
         return self._running
 
     def average(self, tensors: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
@@ -248,7 +265,14 @@ class Reducer:
 
         What is under way is dropped. The state stays each rank's own, and may differ in what ranks share: bring them to one
         with :meth:`load_state_dict` before the next round.
+
+        Raises:
+            HookConfigError: over a manager, which moves by itself.
         """
+        if self._binding.axis is not None:
+            raise HookConfigError(
+                "this reducer is over a manager, whose members come and go by themselves: there is no move()"
+            )
         refuse_lost(process_group)
         self.abandon()
         self._engine.move(ProcessGroupTransport(process_group, free=True))
@@ -259,9 +283,12 @@ class Reducer:
         self.abandon()
         self.handle.detach()
 
-    def _verify(self, timeout: float, facts: Mapping[str, Sequence[str]]) -> None:
-        rows, engine = rows_of(self.tensors.items()), self._engine
-        if self._binding.group is not None:
+    def _layouts(self) -> list[BucketLayout]:
+        return [bucket.layout for bucket in self._buckets]
+
+    def _verify(self, facts: Mapping[str, Sequence[str]]) -> None:
+        rows, engine, timeout = rows_of(self.tensors.items()), self._engine, self.handle.agreement_timeout
+        if self._binding.group is not None and timeout is not None:
             verify(self.handle, rows, timeout, facts=facts)
         elif engine.transport.world_size > 1:
 
@@ -294,6 +321,20 @@ class Reducer:
         self._side.join(storage)
         if error is not None:
             raise error
+
+
+def _fixed(transport: Transport | None, group: dist.ProcessGroup | None) -> tuple[Transport, dist.ProcessGroup | None]:
+    """A transport whose ranks stay, and its group, if it is of one."""
+    if transport is None:
+        made = ProcessGroupTransport(group, free=True)
+        refuse_lost(made.group)
+        return made, made.group
+    if transport.elastic:
+        raise HookNotSupportedError(
+            "a reducer over a transport averages over ranks that stay: over a manager, whose members come and go, a round needs "
+            "its vote. Give the manager: Reducer(..., manager=manager)"
+        )
+    return transport, None
 
 
 def _buckets(tensors: Mapping[str, torch.Tensor], device: torch.device | str | None) -> list[Bucket]:

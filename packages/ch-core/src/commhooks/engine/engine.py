@@ -89,9 +89,9 @@ class Engine:
 
     # -- one step
 
-    def submit(self, bucket: Bucket) -> ActiveBucket:
+    def submit(self, bucket: Bucket) -> ActiveBucket | None:
         """Take the next bucket of the step, perhaps in pieces: start each, advance the older ones. Returns what is under
-        way of it.
+        way of it; ``None`` from an engine whose step is lost already, and which drops it.
 
         Errors of the reduction are kept for :meth:`finish`; errors of the transport are raised.
         """

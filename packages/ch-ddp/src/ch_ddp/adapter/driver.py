@@ -115,7 +115,7 @@ class DDPDriver:
             return
         live = self.engine.submit(bucket)
         future, buffer = self._futures[-1]
-        if not isinstance(future, HookFuture):
+        if live is None or not isinstance(future, HookFuture):
             return
         arrives = self._delivers and live.pending is not None and live.due is None
         if arrives or live.done:  # done at once: it has failed, or sends nothing

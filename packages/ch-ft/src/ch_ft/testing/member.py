@@ -179,8 +179,10 @@ def batch(name: str, step: int) -> torch.Tensor:
     return torch.randn(8, 48, generator=torch.Generator().manual_seed(1000 * step + sum(name.encode())))
 
 
-def run(task: Task) -> None:
-    """Train until the file ``stop`` names a step that has been reached; ends the process without cleaning up."""
+def run(task: Task, body: Callable[[Task, Log], None] | None = None) -> None:
+    """Train, as ``body`` or else :func:`train` does, until the file ``stop`` names a step that has been reached; ends the
+    process without cleaning up.
+    """
     torch.set_num_threads(1)
     with (Path(task.folder) / f"{task.name}.err").open("a") as errors:
         os.dup2(errors.fileno(), 2)  # gloo says there why it ends a process
@@ -188,7 +190,7 @@ def run(task: Task) -> None:
     log("started", seed=task.seed)
     code = 1
     try:
-        train(task, log)
+        (body or train)(task, log)
         code = 0
     except BaseException as error:
         log("raised", error=f"{type(error).__name__}: {error}"[:2000])

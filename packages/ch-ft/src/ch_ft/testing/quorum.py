@@ -4,7 +4,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ import ch_ft
 from ch_ft.testing import member
 
 Record = dict[str, Any]
+Body = Callable[[member.Task, member.Log], None]
 NAMES = ["alpha_0", "beta_1", "gamma_2", "delta_3"]
 
 
@@ -99,14 +100,20 @@ def lighthouse(**options: Any) -> Iterator[str]:
 
 
 def run(
-    folder: Path, tasks: list[member.Task], *, restart: bool = True, extra: int = 8, limit: float = 60.0
+    folder: Path,
+    tasks: list[member.Task],
+    *,
+    restart: bool = True,
+    extra: int = 8,
+    limit: float = 60.0,
+    body: Body | None = None,
 ) -> Outcome:
     """Run replicas until all (the restarted one too) have committed ``extra`` more steps, or ``limit`` seconds.
 
-    Every process is gone when this returns.
+    Every process is gone when this returns. ``body`` is what a replica does, if not :func:`member.train`.
     """
     spawn = context()
-    processes = {task.name: start(spawn, task) for task in tasks}
+    processes = {task.name: start(spawn, task, body) for task in tasks}
     deadline = time.monotonic() + limit
     victim = next((t for t in tasks if t.die), None)
     restarted = None
@@ -117,7 +124,7 @@ def run(
                 restarted = time.monotonic()
                 if restart:
                     reborn = replace(victim, die=None, seed=victim.seed + 100, first_step=0)
-                    processes[victim.name] = start(spawn, reborn)
+                    processes[victim.name] = start(spawn, reborn, body)
             settle = victim is None or restarted is not None
             alive = [name for name, p in processes.items() if p.is_alive()]
             if not alive:
@@ -132,8 +139,8 @@ def run(
     return Outcome({t.name: read(folder / f"{t.name}.jsonl") for t in tasks}, codes, folder)
 
 
-def start(spawn: Any, task: member.Task) -> Any:
-    process = spawn.Process(target=member.run, args=(task,), daemon=True)
+def start(spawn: Any, task: member.Task, body: Body | None = None) -> Any:
+    process = spawn.Process(target=member.run, args=(task, body), daemon=True)
     process.start()
     return process
 

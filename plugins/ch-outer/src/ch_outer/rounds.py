@@ -1,0 +1,92 @@
+"""Who decides about a round: nobody, where the ranks stay; a manager's vote, where members come and go.
+
+A round over a manager lies between its ``start_quorum()`` and its ``should_commit()``. All members move the start, or those that
+did not are behind by a step, and the next quorum sends them the others' start. Which fragment is exchanged follows from the
+number of committed rounds alone, which a member that comes back knows before anything is sent. The first round of a job
+exchanges nothing: its members meet, and begin at one start.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from commhooks import HookConfigError
+
+
+class Manager(Protocol):
+    """What is asked of a manager: torchft's, or ch-ft's simulated one. What its reductions need besides, ch-ft asks for."""
+
+    def start_quorum(self) -> None:
+        """Begin a round: agree on the members."""
+
+    def num_participants(self) -> int:
+        """How many contribute; waits for the quorum."""
+
+    def current_step(self) -> int:
+        """Committed rounds, the same on all members once the quorum is there."""
+
+    def should_commit(self) -> bool:
+        """Vote: whether the round counts."""
+
+    def register_state_dict_fn(
+        self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
+    ) -> None:
+        """Add to what a member that is behind is sent."""
+
+
+class Rounds(Protocol):
+    """What an outer optimizer asks before and after an exchange.
+
+    Attributes:
+        met: whether this rank holds the start of the others.
+    """
+
+    met: bool
+
+    def open(self, due: int) -> int | None:
+        """A round begins in which fragment ``due`` has its turn: the one to exchange, ``None`` if nothing is."""
+
+    def close(self) -> bool:
+        """Everything of the round has come, or its error: whether it counts."""
+
+
+class FixedRounds:
+    """Ranks that stay, and began with equal parameters: all of them raise, or the round counts."""
+
+    met = True
+
+    def open(self, due: int) -> int | None:
+        return due
+
+    def close(self) -> bool:
+        return True
+
+
+class ManagedRounds:
+    """Rounds that a manager's members vote on.
+
+    Args:
+        manager: whose.
+        fragments: how many take turns.
+        every, overlap: of the schedule.
+
+    Raises:
+        HookConfigError: exchanges of two fragments would be under way at once.
+    """
+
+    def __init__(self, manager: Manager, fragments: int, every: int, overlap: int) -> None:
+        if overlap > every // fragments:
+            raise HookConfigError(
+                f"overlap={overlap} with every={every} and fragments={fragments}: exchanges of two fragments would be under way "
+                f"at once, and a manager votes on one round after another. Over a manager overlap is at most "
+                f"every // fragments = {every // fragments}"
+            )
+        self.manager, self.fragments, self.met = manager, fragments, False
+
+    def open(self, due: int) -> int | None:
+        self.manager.start_quorum()
+        self.manager.num_participants()  # waits: the step below is a newcomer's only then
+        step = self.manager.current_step()
+        return (step - 1) % self.fragments if step else None
+
+    def close(self) -> bool:
+        return self.manager.should_commit()

@@ -1,0 +1,305 @@
+"""Over a manager: rounds that are voted on, members that die in one, come back, and begin where the others are."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ch_outer import OuterOptimizer
+from commhooks import HookConfigError, HookNotSupportedError, RankMismatchError, Reduction
+from commhooks.adapters import digest
+from commhooks.simulate import SimulatedRank, simulate
+
+from .outer_kit import adam, make, same, train, values
+
+ch_ft = pytest.importorskip("ch_ft")
+pytestmark = pytest.mark.timeout(60)
+SIZES = ["a", "ab", "abcd"]
+QUANT = "quant4(block=16, error_feedback=True, exempt=False)"
+CASES = {
+    "DiLoCo": {"every": 4, "exchange": "allreduce"},
+    "four bits": {"every": 4, "exchange": QUANT},
+    "PowerSGD in fragments": {
+        "every": 4,
+        "fragments": 2,
+        "exchange": "powersgd(rank=1, min_compression_rate=1, start_iter=0)",
+    },
+    "overlap": {"every": 6, "fragments": 3, "overlap": 2, "mix": 0.5, "exchange": QUANT},
+}
+
+
+class WithStatistics(nn.Sequential):
+    """A model with floating-point buffers."""
+
+
+def net(seed: int = 0) -> nn.Module:
+    model = make(seed)
+    return WithStatistics(model[0], nn.BatchNorm1d(8), *model[1:])
+
+
+def shared(optimizer: OuterOptimizer) -> list[str]:
+    """What is the same on all members between two rounds: digests of start, momentum and shared state."""
+    starts = [s for fragment in optimizer._fragments for s in fragment.starts.values()]
+    momentum = [one["momentum_buffer"] for one in optimizer.outer.state.values()]
+    q = [
+        t
+        for fragment in optimizer._fragments
+        for _, field, t in fragment.reducer.handle.state.entries()
+        if field == "q"
+    ]
+    buffers = list(optimizer._averaged().values())
+    return [str((optimizer.count, optimizer.landed)), *map(digest, [*starts, *momentum, *q, *buffers])]
+
+
+def run(
+    body: Callable[[Any], Any], names: str, dies: Callable[[Any, int], None] | None = None, **options: Any
+) -> dict[str, Any]:
+    with ch_ft.SimulatedCluster(**options) as cluster:
+        cluster.on_collective = dies
+        return cluster.run(dict.fromkeys(names, body))
+
+
+def letter(manager: Any) -> int:
+    return "abcd".index(manager.name)
+
+
+@pytest.mark.parametrize("async_quorum", [True, False])
+@pytest.mark.parametrize("names", SIZES[1:])
+@pytest.mark.parametrize("case", CASES)
+def test_with_nobody_failing_it_is_what_it_is_over_ranks_that_stay(case: str, names: str, async_quorum: bool) -> None:
+    """To the bit, with what is left of each rank's own (parameters between two rounds, residuals)."""
+    options = CASES[case]
+
+    def managed(manager: Any) -> Any:
+        model = net()
+        optimizer = OuterOptimizer(adam(model), model, manager=manager, **options)
+        train(model, optimizer, letter(manager), range(15))
+        found = values(model)
+        optimizer.finish()
+        return found, shared(optimizer)
+
+    def fixed(rank: SimulatedRank) -> Any:
+        model = net()
+        optimizer = OuterOptimizer(adam(model), model, transport=rank.transport, **options)
+        train(model, optimizer, rank.rank, range(15))
+        found = values(model)
+        optimizer.finish()
+        return found, shared(optimizer)
+
+    wanted = simulate(len(names), fixed)
+    found = run(managed, names, async_quorum=async_quorum)
+    for name, (parameters, state) in zip(names, wanted, strict=True):
+        assert same(found[name][0], parameters)
+        assert found[name][1] == state
+
+
+def test_alone_at_rate_1_it_stays_near_the_inner_optimizer() -> None:
+    """Not to the bit, as over a group of one: others may be receiving the average."""
+
+    def body(manager: Any) -> float:
+        plain, model = make(), make()
+        inner = adam(plain)
+        outer = OuterOptimizer(adam(model), model, every=2, manager=manager, outer=lambda p: torch.optim.SGD(p, lr=1.0))
+        train(plain, inner, 0, range(6))
+        train(model, outer, 0, range(6))
+        return max((a - b).abs().max().item() for a, b in zip(values(plain), values(model), strict=True))
+
+    assert run(body, "a")["a"] < 1e-6
+
+
+class Log:
+    """What each member held after each round."""
+
+    def __init__(self) -> None:
+        self.rounds: dict[str, dict[int, list[str]]] = {}
+        self.dropped: dict[str, int] = {}
+
+    def train(self, manager: Any, until: int, seed: int = 0, **options: Any) -> None:
+        """Until so many rounds have landed."""
+        model = net(seed)
+        optimizer = OuterOptimizer(adam(model), model, manager=manager, **options)
+        mine = self.rounds.setdefault(manager.name, {})
+        while optimizer.landed < until:
+            before, attempts = optimizer.landed, optimizer.under_way
+            train(model, optimizer, letter(manager), range(optimizer.count, optimizer.count + 1))
+            if optimizer.landed > before:
+                mine[optimizer.landed] = shared(optimizer)[1:]
+            elif attempts and not optimizer.under_way:
+                self.dropped[manager.name] = self.dropped.get(manager.name, 0) + 1
+
+    def agree(self, names: str, since: int, until: int) -> None:
+        for landed in range(since, until + 1):
+            held = [self.rounds[name][landed] for name in names]
+            assert all(one == held[0] for one in held), landed
+
+
+@pytest.mark.parametrize("async_quorum", [True, False])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("names", "number"), [("ab", 1), ("abc", 0), ("abc", 2), ("abcd", 3)])
+def test_a_death_in_a_round_costs_that_round_and_the_one_that_comes_back_begins_at_the_start(
+    names: str, number: int, case: str, async_quorum: bool
+) -> None:
+    log, options = Log(), CASES[case]
+    returned: list[int] = []
+
+    def dies(manager: Any, n: int) -> None:
+        if manager.name == "b" and manager.current_step() == 3 and n == number and not returned:
+            returned.append(manager.current_step())
+            manager.die(return_at=6)
+
+    def lives(manager: Any) -> None:
+        try:
+            log.train(manager, 9, **options)
+        except ch_ft.SimulatedDeath:
+            again = manager.cluster.join(manager.name)
+            log.rounds["b"] = {}
+            log.train(again, 9, seed=5, **options)
+
+    with ch_ft.SimulatedCluster(async_quorum=async_quorum) as cluster:
+        cluster.on_collective = dies
+        cluster.run(dict.fromkeys(names, lives))
+        history = cluster.history
+    survivors = names.replace("b", "")
+    log.agree(survivors, 1, 9)
+    assert list(log.rounds["a"]) == list(range(1, 10))
+    assert sum(step == 3 for step, _ in history) == 2  # one round was tried again, and nothing else
+    assert all(sum(step == other for step, _ in history) == 1 for other in range(10) if other != 3)
+    first = min(log.rounds["b"])
+    assert first == 6, "it holds what the others do after the round in which it came"
+    log.agree(names, first, 9)
+    back = next(members for step, members in history if step == 6)
+    assert ("b" in back) is not async_quorum, "it has nothing to contribute; only a synchronous quorum counts it"
+
+
+def test_a_lost_round_leaves_everything_as_it_was() -> None:
+    """Start, momentum and residuals; the inner steps go on, and the next round exchanges those of both."""
+    starts: dict[str, list[Any]] = {"a": [], "c": []}
+
+    def dies(manager: Any, n: int) -> None:
+        if manager.name == "b" and manager.current_step() == 3 and n == 3:
+            manager.die()
+
+    def body(manager: Any) -> None:
+        model = make()
+        optimizer = OuterOptimizer(adam(model), model, manager=manager, every=3, exchange=QUANT)
+        residual = lambda: [t.clone() for _, _, t in optimizer._fragments[0].reducer.handle.state.entries()]  # noqa: E731
+        for _ in range(4):
+            before = shared(optimizer)[1:], residual()
+            train(model, optimizer, letter(manager), range(optimizer.count, optimizer.count + 3))
+            if optimizer.count == 9:
+                after = shared(optimizer)[1:], residual()
+                assert before[0] == after[0]
+                assert same(before[1], after[1])
+                assert residual()
+                delta = [s - p for s, p in zip(optimizer._fragments[0].starts.values(), values(model), strict=True)]
+                assert max(d.abs().max().item() for d in delta) > 0.02, "three steps of rate 0.01 have moved it"
+        starts[manager.name] = [optimizer.landed, *shared(optimizer)]
+
+    run(body, "abc", dies)
+    assert starts["a"][0] == 3
+    assert starts["a"] == starts["c"]
+
+
+def test_an_error_of_one_member_is_raised_there_and_the_round_counts_nowhere() -> None:
+    class Breaks(Reduction):
+        name = "breaks"
+
+        def run(self, bucket: Any, ctx: Any) -> Any:
+            from commhooks import AllReduce
+
+            if ctx.rank == 1 and ctx.step == 2 and not bucket.buffer.is_meta:
+                raise ValueError("of its own")
+            yield AllReduce(bucket.buffer)
+
+    def body(manager: Any) -> tuple[int, int, list[str]]:
+        model = make()
+        optimizer = OuterOptimizer(adam(model), model, manager=manager, every=2, exchange=Breaks())
+        raised = 0
+        for _ in range(6):
+            try:
+                train(model, optimizer, letter(manager), range(optimizer.count, optimizer.count + 1))
+            except Exception as error:
+                assert "of its own" in str(error)
+                raised += 1
+                if raised == 2:
+                    break
+        return raised, optimizer.landed, shared(optimizer)[1:]
+
+    found = run(body, "ab")
+    assert found["b"][0] == 2  # it is tried again, and raises again
+    assert found["a"][1] == found["b"][1] == 1
+    assert found["a"][2] == found["b"][2]
+
+
+def test_members_that_differ_are_told_so() -> None:
+    def body(manager: Any) -> str:
+        model = make()
+        optimizer = OuterOptimizer(
+            adam(model), model, manager=manager, every=2, exchange="allreduce", mix=0.5 if manager.name == "b" else 0.0
+        )
+        with pytest.raises(RankMismatchError) as caught:
+            train(model, optimizer, 0, range(2))
+        return str(caught.value)
+
+    assert all("outer step" in text for text in run(body, "ab").values())
+
+
+def test_what_is_refused() -> None:
+    def body(manager: Any) -> None:
+        model = make()
+        with pytest.raises(HookConfigError, match="votes on one round after another"):
+            OuterOptimizer(adam(model), model, manager=manager, every=6, fragments=3, overlap=3)
+        with pytest.raises(HookConfigError, match="exclude each other"):
+            OuterOptimizer(adam(model), model, manager=manager, every=6, transport=object())
+        with pytest.raises(HookConfigError, match="time-outs of its own"):
+            OuterOptimizer(adam(model), model, manager=manager, every=6, timeout=3.0)
+        with pytest.raises(HookNotSupportedError, match="DDP"):
+            OuterOptimizer(adam(model), model, manager=manager, every=6, exchange=lambda state, bucket: bucket)
+        optimizer = OuterOptimizer(adam(model), model, manager=manager, every=3, overlap=2)
+        with pytest.raises(HookConfigError, match="no move"):
+            optimizer.move(None)
+        train(model, optimizer, 0, range(4))
+        with pytest.raises(RuntimeError, match="under_way is 0"):
+            optimizer.state_dict()
+        train(model, optimizer, 0, range(4, 5))
+        assert optimizer.state_dict()["landed"] == 1
+
+    run(body, "a")
+
+
+@pytest.mark.parametrize("stop", [4, 5, 8])
+def test_all_members_resume_from_their_files_to_the_bit(stop: int) -> None:
+    options: dict[str, Any] = {"every": 4, "fragments": 2, "exchange": QUANT}
+
+    def through(manager: Any) -> Any:
+        model = make()
+        optimizer = OuterOptimizer(adam(model), model, manager=manager, **options)
+        train(model, optimizer, letter(manager), range(stop))
+        disk = model.state_dict(), optimizer.state_dict(), manager.current_step()
+        disk = torch_copy(disk)
+        train(model, optimizer, letter(manager), range(stop, 14))
+        return disk, values(model), shared(optimizer)
+
+    first = run(through, "ab")
+
+    def resumed(manager: Any) -> Any:
+        (weights, state, step), _, _ = first[manager.name]
+        model = make(seed=3)
+        optimizer = OuterOptimizer(adam(model), model, manager=manager, **options)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        manager._step = step  # torchft: manager.load_state_dict()
+        train(model, optimizer, letter(manager), range(stop, 14))
+        return values(model), shared(optimizer)
+
+    for name, (parameters, state) in run(resumed, "ab").items():
+        assert same(parameters, first[name][1])
+        assert state == first[name][2]
+
+
+def torch_copy(value: Any) -> Any:
+    import copy
+
+    return copy.deepcopy(value)

@@ -1,0 +1,102 @@
+"""Over torchft's own Manager, on gloo: a process is killed, the others go on, and it comes back."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ch_outer import OuterOptimizer
+from commhooks.simulate import SimulatedRank, simulate
+
+from .outer_kit import adam, make, same, train, values
+
+pytest.importorskip("torchft")
+ch_ft = pytest.importorskip("ch_ft")
+
+from ch_ft.testing import quorum, scenario  # noqa: E402 - they need torchft
+from ch_ft.testing.member import Task  # noqa: E402
+
+from .outer_member import rounds  # noqa: E402
+
+pytestmark = [pytest.mark.gloo, pytest.mark.timeout(110)]
+QUANT = "quant4(block=16, error_feedback=True, exempt=False)"
+VICTIM = "beta_1"
+
+
+@pytest.mark.parametrize(
+    ("place", "replicas", "exchange"),
+    [
+        ("inner step", 3, "allreduce"),
+        ("before", 3, QUANT),
+        ("inside", 2, QUANT),
+        ("inside", 3, "allreduce"),
+        ("inside", 4, QUANT),
+        ("after", 3, QUANT),
+    ],
+)
+def test_survivors_go_on_by_themselves_and_lose_one_round_at_most(
+    place: str, replicas: int, exchange: str, tmp_path: Path
+) -> None:
+    """Nothing is wired anew by anybody; start and momentum are the same bits; the killed one heals."""
+    names = quorum.NAMES[:replicas]
+    with quorum.lighthouse(heartbeat=0.8, join_timeout=2.0) as address:
+        tasks = [
+            Task(
+                name,
+                str(tmp_path),
+                address,
+                exchange,
+                seed=i,
+                replicas=replicas,
+                die=place if name == VICTIM else None,
+                die_step=2,
+                group_timeout=5.0,
+            )
+            for i, name in enumerate(names)
+        ]
+        outcome = quorum.run(tmp_path, tasks, extra=3, limit=90.0, body=rounds)
+    assert outcome.raised() == {}
+    assert outcome.codes == dict.fromkeys(names, 0), outcome.last_words()
+    assert outcome.killed is not None
+    assert len(outcome.survivors()) == replicas - 1
+    assert max(outcome.dropped(name) for name in outcome.survivors()) <= 1
+    assert place != "inside" or min(outcome.dropped(name) for name in outcome.survivors()) == 1
+    scenario.all_together(outcome, names)
+    by_round: dict[int, set[tuple[str, str]]] = {}
+    for name in names:
+        for landed, line in outcome.committed(name).items():
+            by_round.setdefault(landed, set()).add((line["params"], line["q"]))
+            assert line["finite"]
+    assert all(len(held) == 1 for held in by_round.values())
+    assert outcome.reborn()[0]["step"] > outcome.killed["step"]
+    assert not outcome.reborn()[0]["contributed"]
+
+
+@pytest.mark.parametrize("exchange", ["allreduce", QUANT])
+def test_with_nobody_failing_it_is_what_it_is_over_ranks_that_stay(exchange: str) -> None:
+    options: dict[str, Any] = {"every": 4, "fragments": 2, "overlap": 2, "mix": 0.5, "exchange": exchange}
+
+    def body(optimizer: OuterOptimizer, model: torch.nn.Module, rank: int) -> list[torch.Tensor]:
+        train(model, optimizer, rank, range(11))
+        optimizer.finish()
+        return values(model)
+
+    def fixed(rank: SimulatedRank) -> list[torch.Tensor]:
+        model = make()
+        return body(OuterOptimizer(adam(model), model, transport=rank.transport, **options), model, rank.rank)
+
+    def managed(rank: int) -> list[torch.Tensor]:
+        model = make()
+        with ch_ft.local(lighthouse=address, replica=f"replica_{rank}", min_replicas=2, quorum_timeout=15) as member:
+            return body(OuterOptimizer(adam(model), model, manager=member.manager, **options), model, rank)
+
+    wanted = simulate(2, fixed)
+    with (
+        quorum.lighthouse(min_replicas=2, heartbeat=2.0, join_timeout=1.0) as address,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        found = list(pool.map(managed, range(2), timeout=60))
+    for one, other in zip(found, wanted, strict=True):
+        assert same(one, other)
