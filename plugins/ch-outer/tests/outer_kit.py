@@ -1,12 +1,17 @@
 """What the tests of this package share: a small model, its batches, its training."""
 
+import threading
+
 import torch
 from torch import nn
 
+BUILDING = threading.Lock()  # ranks are threads in some tests, and torch has one generator for all
+
 
 def make(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    with BUILDING:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,5 +1,6 @@
 """Over a manager: rounds that are voted on, members that die in one, come back, and begin where the others are."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from ch_outer import OuterOptimizer
-from commhooks import HookConfigError, HookNotSupportedError, RankMismatchError, Reduction
+from commhooks import AllReduce, HookConfigError, HookNotSupportedError, RankMismatchError, Reduction
 from commhooks.adapters import digest
 from commhooks.simulate import SimulatedRank, simulate
 
@@ -16,7 +17,6 @@ from .outer_kit import adam, make, same, train, values
 
 ch_ft = pytest.importorskip("ch_ft")
 pytestmark = pytest.mark.timeout(60)
-SIZES = ["a", "ab", "abcd"]
 QUANT = "quant4(block=16, error_feedback=True, exempt=False)"
 CASES = {
     "DiLoCo": {"every": 4, "exchange": "allreduce"},
@@ -43,13 +43,12 @@ def shared(optimizer: OuterOptimizer) -> list[str]:
     """What is the same on all members between two rounds: digests of start, momentum and shared state."""
     starts = [s for fragment in optimizer._fragments for s in fragment.starts.values()]
     momentum = [one["momentum_buffer"] for one in optimizer.outer.state.values()]
-    q = [
-        t
-        for fragment in optimizer._fragments
-        for _, field, t in fragment.reducer.handle.state.entries()
-        if field == "q"
-    ]
-    buffers = list(optimizer._averaged().values())
+    for fragment in optimizer._fragments:
+        fragment.reducer.commit()  # over ranks that stay, the last round is settled when the next begins
+    kept = [one for fragment in optimizer._fragments for one in fragment.reducer.handle.state.entries()]
+    q = [tensor for _, field, tensor in kept if field == "q"]
+    whole = optimizer.landed % len(optimizer._fragments) == 0
+    buffers = list(optimizer._averaged().values()) if whole else []  # averaged with the last fragment
     return [str((optimizer.count, optimizer.landed)), *map(digest, [*starts, *momentum, *q, *buffers])]
 
 
@@ -65,10 +64,9 @@ def letter(manager: Any) -> int:
     return "abcd".index(manager.name)
 
 
-@pytest.mark.parametrize("async_quorum", [True, False])
-@pytest.mark.parametrize("names", SIZES[1:])
+@pytest.mark.parametrize("names", ["ab", "abcd"])
 @pytest.mark.parametrize("case", CASES)
-def test_with_nobody_failing_it_is_what_it_is_over_ranks_that_stay(case: str, names: str, async_quorum: bool) -> None:
+def test_with_nobody_failing_it_is_what_it_is_over_ranks_that_stay(case: str, names: str) -> None:
     """To the bit, with what is left of each rank's own (parameters between two rounds, residuals)."""
     options = CASES[case]
 
@@ -89,7 +87,7 @@ def test_with_nobody_failing_it_is_what_it_is_over_ranks_that_stay(case: str, na
         return found, shared(optimizer)
 
     wanted = simulate(len(names), fixed)
-    found = run(managed, names, async_quorum=async_quorum)
+    found = run(managed, names)
     for name, (parameters, state) in zip(names, wanted, strict=True):
         assert same(found[name][0], parameters)
         assert found[name][1] == state
@@ -136,10 +134,18 @@ class Log:
 
 
 @pytest.mark.parametrize("async_quorum", [True, False])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("names", "number"), [("ab", 1), ("abc", 0), ("abc", 2), ("abcd", 3)])
+@pytest.mark.parametrize(
+    ("case", "names", "number"),
+    [
+        ("DiLoCo", "ab", 1),
+        ("DiLoCo", "abc", 0),
+        ("four bits", "abc", 2),
+        ("PowerSGD in fragments", "abc", 2),
+        ("overlap", "abcd", 3),
+    ],
+)
 def test_a_death_in_a_round_costs_that_round_and_the_one_that_comes_back_begins_at_the_start(
-    names: str, number: int, case: str, async_quorum: bool
+    case: str, names: str, number: int, async_quorum: bool
 ) -> None:
     log, options = Log(), CASES[case]
     returned: list[int] = []
@@ -207,9 +213,7 @@ def test_an_error_of_one_member_is_raised_there_and_the_round_counts_nowhere() -
         name = "breaks"
 
         def run(self, bucket: Any, ctx: Any) -> Any:
-            from commhooks import AllReduce
-
-            if ctx.rank == 1 and ctx.step == 2 and not bucket.buffer.is_meta:
+            if ctx.rank == 1 and ctx.step == 1 and not bucket.buffer.is_meta:
                 raise ValueError("of its own")
             yield AllReduce(bucket.buffer)
 
@@ -278,7 +282,7 @@ def test_all_members_resume_from_their_files_to_the_bit(stop: int) -> None:
         optimizer = OuterOptimizer(adam(model), model, manager=manager, **options)
         train(model, optimizer, letter(manager), range(stop))
         disk = model.state_dict(), optimizer.state_dict(), manager.current_step()
-        disk = torch_copy(disk)
+        disk = copy.deepcopy(disk)
         train(model, optimizer, letter(manager), range(stop, 14))
         return disk, values(model), shared(optimizer)
 
@@ -297,9 +301,3 @@ def test_all_members_resume_from_their_files_to_the_bit(stop: int) -> None:
     for name, (parameters, state) in run(resumed, "ab").items():
         assert same(parameters, first[name][1])
         assert state == first[name][2]
-
-
-def torch_copy(value: Any) -> Any:
-    import copy
-
-    return copy.deepcopy(value)

@@ -46,6 +46,7 @@ class GroupEngine(ManagedEngine):
     Args:
         transport, manager, reduction, state: as for :class:`~ch_ft.managed_engine.ManagedEngine`.
         agreement: run at the beginning of every backward; raises if the members differ.
+        rounds: steps of the manager -> how many of them were this engine's; all of them if not given.
     """
 
     def __init__(
@@ -55,12 +56,19 @@ class GroupEngine(ManagedEngine):
         reduction: Reduction,
         state: HookState | None,
         agreement: Callable[["GroupEngine"], None],
+        rounds: Callable[[int], int] | None = None,
     ) -> None:
         super().__init__(reduction, transport, manager, state)
+        self._rounds = rounds
         self._agreement = agreement
         self._attempts = attempts_of(manager)
         self._lost: int | None = None  # number of the attempt
         self._attempts.voters.add(self)
+
+    def begin(self) -> None:
+        super().begin()
+        if self._rounds is not None:
+            self.state.step = self._rounds(self.state.step)
 
     def run(self, bucket: Bucket) -> None:
         self._unless_lost(partial(super().run, bucket))
@@ -138,7 +146,9 @@ class Between:
             **{name: f"{'; '.join(lines)[:200]}, {_sha(repr(list(lines)))}" for name, lines in options.facts.items()},
         }
         self.engine: Engine
-        self.engine = self._engine = GroupEngine(transport, manager, handle.reduction, handle.state, self._agree)
+        self.engine = self._engine = GroupEngine(
+            transport, manager, handle.reduction, handle.state, self._agree, options.rounds
+        )
         for layout in layouts():
             self._engine.plan(layout)  # raises here, if it must, and not in the first backward
         self._engine.outcome.optimizer = watch

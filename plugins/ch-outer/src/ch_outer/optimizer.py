@@ -114,8 +114,6 @@ class OuterOptimizer(InnerOptimizer):
         if buffers not in ("average", "local"):
             raise HookConfigError(f"buffers={buffers!r}: legal are 'average' and 'local'")
         super().__init__(optim)
-        self._rounds: Rounds
-        self._rounds = FixedRounds() if manager is None else ManagedRounds(manager, len(parts), every, overlap)
         starts = {name: start_of(param) for name, param in params.items()}
         self.outer = (outer or _nesterov)(list(starts.values()))
         self.count, self.landed, self._model = 0, 0, model
@@ -127,14 +125,17 @@ class OuterOptimizer(InnerOptimizer):
             "verify_ranks": verify_ranks,
         }
         self._device = next(iter(starts.values())).device
-        facts = {"outer step": [str(self.schedule), f"mix={mix}, buffers={buffers}", *options_of(self.outer)]}
-        if manager is None:  # over one, what members begin with is sent to them
+        facts = {"outer step": [f"{self.schedule}, mix={mix}, buffers={buffers}", *options_of(self.outer)]}
+        self._rounds: Rounds = FixedRounds()
+        if manager is not None:
+            self._rounds = ManagedRounds(manager, self.schedule, facts=facts, verify_ranks=verify_ranks)
+        else:  # over a manager, what members begin with is sent to them
             facts["parameters at the start"] = [f"{name}: {digest(start)}" for name, start in starts.items()]
         self._fragments = []
-        for names in parts:
+        for index, names in enumerate(parts):
             mine = {name: starts[name] for name in names}
             # One state and one handle per fragment: a round of each is one committed step, whatever the others do.
-            reducer = Reducer(exchange, mine, facts=facts, **where)
+            reducer = Reducer(exchange, mine, facts=facts, rounds=self._rounds.of(index), **where)
             stepped = {name: params[name] for name in names}
             self._fragments.append(Fragment(stepped, mine, reducer, mix, fixed=manager is None))
         averaged = buffers_of(model) if buffers == "average" else {}

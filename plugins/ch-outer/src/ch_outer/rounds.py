@@ -9,7 +9,10 @@ exchanges nothing: its members meet, and begin at one start.
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from commhooks import HookConfigError
+import torch
+
+from ch_outer.schedule import Schedule
+from commhooks import CommHooksError, HookConfigError, Plain, Reducer
 
 
 class Manager(Protocol):
@@ -42,6 +45,9 @@ class Rounds(Protocol):
 
     met: bool
 
+    def of(self, fragment: int) -> Callable[[int], int] | None:
+        """Committed rounds -> how many of them were a fragment's; ``None`` where a fragment's rounds are counted by itself."""
+
     def open(self, due: int) -> int | None:
         """A round begins in which fragment ``due`` has its turn: the one to exchange, ``None`` if nothing is."""
 
@@ -53,6 +59,9 @@ class FixedRounds:
     """Ranks that stay, and began with equal parameters: all of them raise, or the round counts."""
 
     met = True
+
+    def of(self, fragment: int) -> None:
+        return None
 
     def open(self, due: int) -> int | None:
         return due
@@ -66,14 +75,15 @@ class ManagedRounds:
 
     Args:
         manager: whose.
-        fragments: how many take turns.
-        every, overlap: of the schedule.
+        schedule: when what is exchanged.
+        **options: of the reducer over which members meet.
 
     Raises:
         HookConfigError: exchanges of two fragments would be under way at once.
     """
 
-    def __init__(self, manager: Manager, fragments: int, every: int, overlap: int) -> None:
+    def __init__(self, manager: Manager, schedule: Schedule, **options: Any) -> None:
+        every, fragments, overlap = schedule.every, schedule.fragments, schedule.overlap
         if overlap > every // fragments:
             raise HookConfigError(
                 f"overlap={overlap} with every={every} and fragments={fragments}: exchanges of two fragments would be under way "
@@ -81,12 +91,25 @@ class ManagedRounds:
                 f"every // fragments = {every // fragments}"
             )
         self.manager, self.fragments, self.met = manager, fragments, False
+        self._meeting = Reducer(Plain(), {"meeting": torch.zeros(1)}, manager=manager, **options)
+
+    def of(self, fragment: int) -> Callable[[int], int]:
+        turns, first = self.fragments, fragment + 1  # step 0 is the meeting
+        return lambda step: max(0, (step - first + turns - 1) // turns)
 
     def open(self, due: int) -> int | None:
         self.manager.start_quorum()
         self.manager.num_participants()  # waits: the step below is a newcomer's only then
         step = self.manager.current_step()
-        return (step - 1) % self.fragments if step else None
+        if step:
+            return (step - 1) % self.fragments
+        try:
+            # Options are compared; and a vote ends what torchft serves, so nobody may vote before all have been sent it.
+            self._meeting.average()
+        except CommHooksError:
+            self.close()
+            raise
+        return None
 
     def close(self) -> bool:
         return self.manager.should_commit()

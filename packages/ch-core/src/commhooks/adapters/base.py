@@ -25,6 +25,7 @@ class AttachOptions:
         manager: of groups of ranks that come and go, each of which holds the whole model: what reduces between them is
             made by :func:`manager_adapter`. ``attach`` refuses it where the adapter has no ``takes_manager = True``.
         facts: what must be the same on all ranks besides, as lines by name (of a :class:`commhooks.Reducer`).
+        rounds: committed steps of the manager -> how many of them were this hook's, if it takes no part in some.
     """
 
     process_group: dist.ProcessGroup | None = None
@@ -35,6 +36,7 @@ class AttachOptions:
     timeout: float = 1800.0
     manager: object | None = None
     facts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    rounds: Callable[[int], int] | None = None
 
 
 class Binding(ABC):

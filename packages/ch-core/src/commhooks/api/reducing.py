@@ -105,6 +105,8 @@ class Reducer:
         verify_ranks: compare expression, versions, names and shapes over all ranks first.
         rollback: ``False`` keeps one copy of the state: see :func:`commhooks.attach`.
         facts: what must be the same on all ranks besides, as lines by name: it is compared with the rest.
+        rounds: over a manager, whose committed steps are the hook's (a warm-up counts them): how many of so many were this
+            reducer's, if it takes no part in some. The same function on all members.
 
     Attributes:
         handle: the :class:`~commhooks.CommHook` in place: ``stats()``, ``plan()``, checkpoints.
@@ -146,6 +148,7 @@ class Reducer:
         verify_ranks: bool = True,
         rollback: bool = True,
         facts: Mapping[str, Sequence[str]] | None = None,
+        rounds: Callable[[int], int] | None = None,
     ) -> None:
         if sum(one is not None for one in (transport, process_group, manager)) > 1:
             raise HookConfigError("transport=, process_group= and manager= exclude each other: each has its ranks")
@@ -171,7 +174,7 @@ class Reducer:
                 raise HookConfigError(
                     "timeout= has no meaning over a manager, which has time-outs of its own: set them there"
                 )
-            options = AttachOptions(verify_ranks=verify_ranks, manager=manager, facts=facts or {})
+            options = AttachOptions(verify_ranks=verify_ranks, manager=manager, facts=facts or {}, rounds=rounds)
             axis = manager_adapter(manager)(self, self.handle, options, self._layouts)
             self._engine = axis.engine
         else:
