@@ -88,6 +88,6 @@ def told(log: member.Log, manager: Any, optimizer: OuterOptimizer, committed: bo
         contributed=manager.is_participating(),
         participants=manager.num_participants(),
         params=" ".join(map(digest, starts)),
-        q=" ".join(map(digest, momentum)) + f" {optimizer.count}",
+        q=" ".join(map(digest, momentum)),
         finite=all(bool(torch.isfinite(start).all()) for start in starts),
     )

@@ -20,24 +20,24 @@ from ch_ft.testing.member import Task  # noqa: E402
 
 from .outer_member import rounds  # noqa: E402
 
-pytestmark = [pytest.mark.gloo, pytest.mark.timeout(110)]
+pytestmark = [pytest.mark.gloo, pytest.mark.timeout(150)]
 QUANT = "quant4(block=16, error_feedback=True, exempt=False)"
 VICTIM = "beta_1"
 
 
 @pytest.mark.parametrize(
-    ("place", "replicas", "exchange"),
+    ("place", "replicas", "exchange", "async_quorum"),
     [
-        ("inner step", 3, "allreduce"),
-        ("before", 3, QUANT),
-        ("inside", 2, QUANT),
-        ("inside", 3, "allreduce"),
-        ("inside", 4, QUANT),
-        ("after", 3, QUANT),
+        ("inner step", 3, "allreduce", True),
+        ("before", 3, QUANT, True),
+        ("inside", 2, QUANT, False),
+        ("inside", 3, "allreduce", True),
+        ("inside", 4, QUANT, True),
+        ("after", 3, QUANT, False),
     ],
 )
 def test_survivors_go_on_by_themselves_and_lose_one_round_at_most(
-    place: str, replicas: int, exchange: str, tmp_path: Path
+    place: str, replicas: int, exchange: str, async_quorum: bool, tmp_path: Path
 ) -> None:
     """Nothing is wired anew by anybody; start and momentum are the same bits; the killed one heals."""
     names = quorum.NAMES[:replicas]
@@ -53,6 +53,7 @@ def test_survivors_go_on_by_themselves_and_lose_one_round_at_most(
                 die=place if name == VICTIM else None,
                 die_step=2,
                 group_timeout=5.0,
+                async_quorum=async_quorum,
             )
             for i, name in enumerate(names)
         ]
@@ -71,7 +72,7 @@ def test_survivors_go_on_by_themselves_and_lose_one_round_at_most(
             assert line["finite"]
     assert all(len(held) == 1 for held in by_round.values())
     assert outcome.reborn()[0]["step"] > outcome.killed["step"]
-    assert not outcome.reborn()[0]["contributed"]
+    assert outcome.reborn()[0]["contributed"] is not async_quorum
 
 
 @pytest.mark.parametrize("exchange", ["allreduce", QUANT])

@@ -125,13 +125,13 @@ class OuterOptimizer(InnerOptimizer):
             "verify_ranks": verify_ranks,
         }
         self._device = next(iter(starts.values())).device
+        self._fragments: list[Fragment] = []
         facts = {"outer step": [f"{self.schedule}, mix={mix}, buffers={buffers}", *options_of(self.outer)]}
-        self._rounds: Rounds = FixedRounds()
         if manager is not None:
-            self._rounds = ManagedRounds(manager, self.schedule, facts=facts, verify_ranks=verify_ranks)
+            self._rounds: Rounds = ManagedRounds(manager, self.schedule, facts=facts, verify_ranks=verify_ranks)
         else:  # over a manager, what members begin with is sent to them
+            self._rounds = FixedRounds()
             facts["parameters at the start"] = [f"{name}: {digest(start)}" for name, start in starts.items()]
-        self._fragments = []
         for index, names in enumerate(parts):
             mine = {name: starts[name] for name in names}
             # One state and one handle per fragment: a round of each is one committed step, whatever the others do.
@@ -152,8 +152,7 @@ class OuterOptimizer(InnerOptimizer):
         Raises:
             CommHooksError: an exchange failed, on all ranks alike. The inner step is done, start and parameters are as
                 they were, and the next round exchanges what this one did not. After a TransportError or HookTimeoutError
-                the process group is lost. (Over a manager a lost peer raises nothing: the round is voted down, and the
-                next one exchanges what it did not.)
+                the process group is lost. (Over a manager a lost peer raises nothing: the round is voted down.)
         """
         with torch.no_grad():
             began = self._meet()
@@ -351,7 +350,7 @@ class OuterOptimizer(InnerOptimizer):
         """
         if self.under_way and isinstance(self._rounds, ManagedRounds):
             raise RuntimeError(
-                "an exchange is under way, and the vote on it is open: over a manager, save where optimizer.under_way is 0"
+                "an exchange is under way, and the vote on it is open: save where optimizer.under_way is 0"
             )
         return {
             "inner": self.optim.state_dict(),
@@ -381,8 +380,8 @@ class OuterOptimizer(InnerOptimizer):
             )
         if state_dict["schedule"] != str(self.schedule):
             raise StateError(
-                f"the state was saved with {state_dict['schedule']}, this is {self.schedule}: give the same every=, "
-                "fragments= and overlap="
+                f"the state was saved with {state_dict['schedule']}, this is {self.schedule}: give the same every=, fragments= "
+                "and overlap="
             )
         parts = list(zip(self._fragments, state_dict["fragments"], strict=True))
         for fragment, saved in parts:
