@@ -32,6 +32,7 @@ METHODS = [
     Method(10, FOUR_BITS),
     Method(10, SPARSE, 1.0, 0.0),
     Method(30, FOUR_BITS),
+    Method(30, FOUR_BITS, 1.0, 0.5, 4, 5, 0.5),
     Method(30, SPARSE, 1.0, 0.0),
     Method(20, FOUR_BITS, 1.0, 0.5, 2, 5, 0.5),
     Method(30, SPARSE, 1.0, 0.0, 2, 5, 0.5),
