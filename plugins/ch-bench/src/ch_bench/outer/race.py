@@ -106,8 +106,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def chosen(only: list[str] | None) -> list[Method]:
-    """The methods, those first that the others are measured by."""
-    return [r for r in METHODS if r.label in (REFERENCE, NOOP) or not only or any(word in r.label for word in only)]
+    """The methods, those first that the others are measured by. A whole name takes no other that has it as a part."""
+    labels = {r.label for r in METHODS}
+    return [
+        r
+        for r in METHODS
+        if r.label in (REFERENCE, NOOP)
+        or not only
+        or any(word == r.label if word in labels else word in r.label for word in only)
+    ]
 
 
 def _key(args: argparse.Namespace, rate: str, seed: int, method: Method) -> str:
