@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from ch_bench.cost import paper_bytes
+from ch_bench.counted import paper_bytes
 from ch_bench.links import netns
 
 REASON = netns.why_not()

@@ -142,6 +142,19 @@ def test_a_step_with_zeroed_gradients_uses_nothing() -> None:
         assert run.verdicts == [False], set_to_none
 
 
+def test_what_a_fused_optimizer_found_is_copied_when_it_steps() -> None:
+    """Read when the next backward begins, it would be behind all that the device has been given since."""
+    run = Watched(fused=True)
+    run.backward()
+    run.optimizer.found_inf = found = torch.ones(())  # type: ignore[attr-defined]  # as a GradScaler says it
+    run.optimizer.step()
+    found.zero_()  # by the scaler's next step
+    del run.optimizer.found_inf  # type: ignore[attr-defined]
+    run.optimizer.zero_grad()
+    run.backward()
+    assert run.verdicts == [False]
+
+
 def test_a_fused_optimizer_that_a_scaler_holds_back_uses_nothing() -> None:
     for scale, used in ((1.0, True), (float("inf"), False)):
         run = Watched(fused=True)

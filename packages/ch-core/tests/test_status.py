@@ -14,7 +14,7 @@ from commhooks.engine.stage import Stage
 from commhooks.engine.status import finiteness
 from commhooks.errors import RemoteHookError
 from commhooks.reduction import Plain, Reduction, StepContext
-from commhooks.requests import AllReduce
+from commhooks.requests import AllGather, AllReduce
 from commhooks.simulate import SimulatedRank, simulate
 
 INF, NAN = float("inf"), float("nan")
@@ -151,3 +151,47 @@ def test_a_rank_that_fails_where_nothing_is_sent_asks_nobody() -> None:
     others, own = simulate(2, body)
     assert others is None
     assert isinstance(own, ArithmeticError)
+
+
+class Halves(Reduction):
+    """Gathers bytes, and fails where it is told to on rank 1."""
+
+    name, lossy, collectives = "halves", True, frozenset({"all_gather"})
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
+        fails = ctx.rank == 1 and not bucket.buffer.is_meta
+        if fails and self.where == "before":
+            raise ArithmeticError("as told")
+        mine = bucket.buffer.to(torch.float16).view(torch.uint8)
+        everyone = mine.new_empty(ctx.world_size * mine.numel())
+        yield AllGather(mine, everyone)
+        if fails and self.where == "after":
+            raise ArithmeticError("as told")
+        bucket.buffer.copy_(everyone.view(torch.float16).view(ctx.world_size, -1)[0])  # all are the same
+
+
+@pytest.mark.parametrize("where", ["before", "after", "nowhere"])
+def test_a_failure_that_is_told_late_leaves_nan_on_every_rank(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA: a scaler skips the step on all ranks, or on none. Of bytes that were gathered nothing shows by itself."""
+    monkeypatch.setattr("commhooks.engine.verdict.told_late", lambda device: True)
+    monkeypatch.setattr("commhooks.engine.engine.told_late", lambda device: True)
+
+    def body(rank: SimulatedRank) -> tuple[BaseException | None, list[bool], list[float]]:
+        engine, found = rank.engine(Halves(where)), []
+        for i in range(2):
+            numbers = {f"w{i}": torch.full((2, 2), -0.0), f"v{i}": torch.full((3,), 2.0)}
+            found.append(Bucket.from_tensors(numbers, index=i, is_last=i == 1))
+            engine.submit(found[-1])
+        error = engine.finish()
+        assert not engine.buckets.submitted
+        spoilt = [bool(bucket.view(p).isnan().any()) for bucket in found for p in bucket.params]
+        return error, spoilt, torch.cat([bucket.buffer for bucket in found]).tolist()
+
+    for error, spoilt, numbers in simulate(2, body):
+        assert error is None, "it is told when the next step begins"
+        assert spoilt == [where != "nowhere"] * 4
+        if where == "nowhere":
+            assert list(map(str, numbers)) == ["-0.0"] * 4 + ["2.0"] * 3 + ["-0.0"] * 4 + ["2.0"] * 3, "to the bit"

@@ -113,7 +113,7 @@ class CommHook:
         self._calls_seen = binding.calls
 
     def _fit(self, binding: Binding) -> None:
-        """A state that was loaded before there was a model is checked, and brought to the device of the gradients."""
+        """A state that was loaded before there was a model is checked."""
         from commhooks.checkpoint.validation import fit_to
 
         if self.alone:

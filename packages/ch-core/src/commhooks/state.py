@@ -14,7 +14,7 @@ import torch
 from commhooks.errors import StateError
 from commhooks.packed import Packed, numbers_of, unpacked
 from commhooks.param_table import ParamTable, position_name, refuse_shapes, trained_params, translate
-from commhooks.state_owner import Base, RankId, StateWriter, another_rank, refuse_judge, refuse_late_read, say_lost
+from commhooks.state_owner import Base, RankId, StateWriter, another_rank, move_to, refuse_judge, refuse_late_read, say_lost
 
 
 class HookState:
@@ -67,6 +67,7 @@ class HookState:
         self._staged: dict[tuple[str, str], torch.Tensor] = {}
         self._spare: dict[tuple[str, str], torch.Tensor] = {}
         self._base: Base | None = None
+        self._device: torch.device | None = None  # where everything is; None: wherever it was loaded to
         self._engine: weakref.ref[StateWriter] | None = None
         self._owners: tuple[weakref.ref[torch.Tensor], ...] = ()  # the parameters, in the order of the table
         self.drivers: dict[object, Any] = {}  # of the hook functions that were given this state
@@ -168,6 +169,12 @@ class HookState:
             self._committed.clear()
         self._staged.clear()
 
+    def bring(self, device: torch.device) -> None:
+        """Have everything on the device of the gradients: what is loaded may be elsewhere, as ``map_location`` says."""
+        if self._device != device:
+            move_to(device, self._committed, self._base.entries if self._base is not None else {})
+            self._device = device
+
     def rescale(self, scale: float) -> None:
         """Hold what has the gradient's units in those of another loss scale: a scaler has changed it.
 
@@ -236,15 +243,13 @@ class HookState:
         self._committed = {**entries, **tentative}
         self._staged = {key: tensor for key, tensor in self._staged.items() if key[1] in keep}
         self._spare.clear()
-        self.step, self.scale = step, 1.0
-        self._place = place
+        self.step, self.scale, self._place, self._device = step, 1.0, place, None
         if params is not None:
             self.params = params
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Give parameters other names, in every entry."""
-        base = self._base.entries if self._base is not None else {}
-        for store in (self._committed, self._staged, self._spare, base):
+        for store in (self._committed, self._staged, self._spare, self._base.entries if self._base is not None else {}):
             moved = {(names.get(name, name), field): t for (name, field), t in store.items()}
             store.clear()
             store.update(moved)
@@ -382,7 +387,7 @@ class HookState:
         self.settle()
         kept = dict(self.__dict__)
         kept["_committed"], kept["step"] = self._certain()
-        for name in ("_staged", "_spare", "_base", "_engine", "_owners", "drivers", "renames"):
+        for name in ("_staged", "_spare", "_base", "_device", "_engine", "_owners", "drivers", "renames"):
             kept.pop(name, None)
         kept["_place"] = (self._place.rank, self._place.world_size) if self._place is not None else None
         if "process_group" in kept:

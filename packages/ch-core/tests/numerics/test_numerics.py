@@ -74,6 +74,35 @@ def test_the_users_choice_of_products_is_back_after_an_error(allowed: str) -> No
         backend.fp32_precision = before
 
 
+@pytest.mark.parametrize("allowed", ["high", "medium"])
+def test_products_are_exact_by_both_of_torchs_settings(allowed: str) -> None:
+    """On CUDA torch refuses products while the older setting and the newer one contradict each other; to ask is enough."""
+    torch.set_float32_matmul_precision(allowed)
+    try:
+        before = [matmul.fp32_precision for matmul in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)]
+        with exact_products(torch.device("cuda")):
+            assert torch.backends.cuda.matmul.allow_tf32 is False
+            assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+        assert torch.get_float32_matmul_precision() == allowed
+        assert torch.backends.cuda.matmul.allow_tf32 is True
+        assert before == [m.fp32_precision for m in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)]
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_products_are_exact_where_only_the_newer_setting_was_used() -> None:
+    backend: Any = torch.backends.cuda.matmul
+    before = backend.fp32_precision
+    backend.fp32_precision = "tf32"
+    try:
+        with exact_products(torch.device("cuda")):
+            assert backend.fp32_precision == "ieee"
+            assert backend.allow_tf32 is False
+        assert backend.fp32_precision == "tf32"
+    finally:
+        backend.fp32_precision = before
+
+
 def test_pieces_are_views_one_after_another() -> None:
     flat = torch.zeros(10)
     pieces = cut(flat, [(2, 3), (), (0, 4), (2,)])

@@ -54,7 +54,7 @@ def fits(
 
 
 def fit_to(state: HookState, reduction: Reduction, layout: BucketLayout, world_size: int) -> None:
-    """Check a state that was loaded before there was a model, and bring it to the model's device.
+    """Check a state that was loaded before there was a model.
 
     Raises:
         StateError: see :func:`fits`.
@@ -62,7 +62,6 @@ def fit_to(state: HookState, reduction: Reduction, layout: BucketLayout, world_s
     known = {name for name, _ in state.params}  # what was frozen before attach is still in DDP's buckets
     entries = {(name, field): tensor for name, field, tensor in state.entries() if name in known}
     fits(entries, state.params, state.step, reduction, layout, world_size)
-    state._committed = {key: tensor.to(layout.device) for key, tensor in state._committed.items()}
 
 
 def _as_expected(

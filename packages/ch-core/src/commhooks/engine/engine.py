@@ -27,7 +27,7 @@ from commhooks.engine.schedule import TUNED, CpuTuning
 from commhooks.engine.sender import RequestBatch, Sender
 from commhooks.engine.status import ENCODE
 from commhooks.engine.step_buckets import StepBuckets
-from commhooks.engine.verdict import Phase, StepVerdict
+from commhooks.engine.verdict import Phase, StepVerdict, told_late
 from commhooks.errors import CommHooksError, HookNotSupportedError, TransportError
 from commhooks.reduction import Reduction, StepContext
 from commhooks.requests import StagePlan
@@ -99,6 +99,8 @@ class Engine:
         pieces = self.sender.tuning.pieces(bucket, self.reduction)
         if not self.in_step:
             self._begin(bucket.device)
+        if told_late(bucket.device):
+            self.buckets.submitted.append(bucket)
         older, started, sender = list(self.buckets.under_way), [], self.sender
         for piece in pieces:
             live = self._activate(piece)
@@ -156,6 +158,8 @@ class Engine:
             if not beside:
                 self.sender.send_status(self.verdict, self.open_steps.clock(self.participating))
             self.verdict.decide(self.sender.timeout)
+            if not beside and self.on_reduced is None:
+                self.verdict.spoil(self.buckets.submitted)
         except Exception as lost:
             self._lose(lost)
         self.open_steps.ended(self.verdict, elastic=self.transport.elastic)
@@ -246,6 +250,7 @@ class Engine:
         if doubt is not None:
             self.verdict.fail(doubt, ENCODE)
         self.buckets.begin()
+        self.state.bring(device)
         if self.sampling is not None:  # the verdict on the last step has been read: what it samples has come, too
             self.sampling.begins(self.reduction, self.state, self.counters)
         self.counters.begin()

@@ -7,7 +7,7 @@ from commhooks.engine.counters import Counters
 from commhooks.engine.engine import Engine
 from commhooks.engine.sender import Sender
 from commhooks.engine.status import ENCODE
-from commhooks.engine.verdict import StepVerdict
+from commhooks.engine.verdict import StepVerdict, told_late
 from commhooks.transport.base import Transport
 
 
@@ -88,7 +88,7 @@ class EngineGroup:
             verdict.fail(error, ENCODE)
         verdict.send(None, device, relay.post)
         verdict.decide(relay.timeout)
-        late = device.type == "cuda"
+        late = told_late(device)
         pending, self._relayed = (self._relayed if late else verdict), verdict
         raised, self._raised = self._raised, error is not None
         told = pending.take_error(relay.carry_out) if pending is not None else None

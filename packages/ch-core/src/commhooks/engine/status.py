@@ -3,7 +3,7 @@
 One all-reduced vector of ``W + 1`` fp32 numbers per step::
 
     element r   = code of rank r + 4 * clock of rank r      (0 from every other rank)
-    element W   = number of ranks that saw something reduced that was not finite
+    element W   = number of ranks that saw something reduced that was not finite, or NaN
 
 The code says where rank r's reduction raised, 0 if nowhere. The clock counts the steps that rank r has behind it;
 ranks whose clocks differ would soon ask for different collectives. Clock 0 is "does not count": a rank that has
@@ -80,8 +80,8 @@ class Status:
         self.vector = torch.zeros(world + 1, dtype=torch.float32, device=device)
         self.vector[rank] = mine
         unread = [s.to(device) for s in sums if isinstance(s, torch.Tensor)]
-        if unread:
-            self.vector[world] = torch.stack(unread).sum().isfinite().logical_not()
+        if unread:  # 0, or NaN
+            torch.sum(torch.stack(unread).mul_(0.0), 0, dtype=torch.float32, out=self.vector[world])
         if not math.isfinite(sum(s for s in sums if isinstance(s, float))):
             self.vector[world] = 1
         self._copy: HostCopy | None = None
@@ -116,6 +116,13 @@ class Status:
         """Rank -> steps behind it, of those that count."""
         self._read()
         return self._clocks
+
+    def neutral(self) -> torch.Tensor:
+        """``(1,)``, where the message is: a number that changes nothing that it is added to, or NaN if a rank's reduction raised.
+        Nobody waits for it.
+        """
+        failed = self.vector[: self.world].remainder(_CODES).sum(0, keepdim=True) > 0
+        return torch.where(failed, math.nan, -0.0)
 
     def incomplete(self) -> bool:
         """Whether a rank did not count: it had run out of input."""
@@ -171,7 +178,7 @@ def out_of_step(name: str, clocks: dict[int, int]) -> CommHooksError:
 def finiteness(tensor: torch.Tensor) -> torch.Tensor | float:
     """A number that is finite if all of the tensor's are; 0-d on a CUDA device, where nobody waits for it."""
     if tensor.device.type != "cpu":  # in a wider type, where a sum does not overflow
-        return tensor.sum(dtype=torch.float32 if tensor.dtype.itemsize < 4 else torch.float64).mul(0.0).float()
+        return tensor.sum(dtype=torch.float32 if tensor.dtype.itemsize < 4 else torch.float64)
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     if tensor.is_complex():

@@ -14,9 +14,10 @@ class StepBuckets:
         count: the number that the next one gets; buckets that are under way together have different ones.
         keep: whether the buckets stay readable after the step.
         kept: those that hold their average, if they are kept.
+        submitted: those whose averages are used when the step ends, where a failure is told later than that.
     """
 
-    __slots__ = ("count", "keep", "kept", "layouts", "under_way")
+    __slots__ = ("count", "keep", "kept", "layouts", "submitted", "under_way")
 
     def __init__(self) -> None:
         self.layouts: list[BucketLayout] = []
@@ -24,6 +25,7 @@ class StepBuckets:
         self.count = 0
         self.keep = False
         self.kept: list[Bucket] = []
+        self.submitted: list[Bucket] = []
 
     def begin(self) -> None:
         """The first bucket of another step has come."""
@@ -46,6 +48,7 @@ class StepBuckets:
 
     def drained(self) -> None:
         """Nothing is under way: the next bucket may use the same scratch."""
+        self.submitted.clear()  # their memory is not the engine's
         self.count = 0
 
     def abandon(self) -> None:
@@ -53,4 +56,5 @@ class StepBuckets:
         for live in self.under_way:
             live.close()
         self.under_way = []
+        self.submitted.clear()
         self.count = 0

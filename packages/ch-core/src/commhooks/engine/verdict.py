@@ -9,9 +9,11 @@ way, and nothing can be added any more. ``DECIDED`` when all ranks' parts have c
 import logging
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
+from functools import partial
 
 import torch
 
+from commhooks.bucket import Bucket
 from commhooks.engine.stage import Stage
 from commhooks.engine.status import WHERE, Exchange, Status, finiteness
 from commhooks.requests import Request
@@ -29,6 +31,11 @@ class Phase(Enum):
     TENTATIVE = auto()
     COMMITTED = auto()
     ROLLED_BACK = auto()
+
+
+def told_late(device: torch.device) -> bool:
+    """Whether what became of a step is read when the next one begins: the host would wait for the device."""
+    return device.type == "cuda"
 
 
 class StepVerdict:
@@ -88,6 +95,11 @@ class StepVerdict:
         """Whether the step has not been decided yet."""
         return self.phase in (Phase.OPEN, Phase.SENT)
 
+    @property
+    def failed(self) -> bool:
+        """Whether this rank's reduction raised, and nobody has been told yet."""
+        return self._error is not None
+
     def fail(self, error: BaseException, where: int) -> None:
         """This rank's reduction raised; the first error counts."""
         if self._error is None:
@@ -117,7 +129,7 @@ class StepVerdict:
         self._status = Status(self.rank, self.world_size, code, clock, self._sums, device)
         self._sums = []
         self._stage = post(self._status.message()) if post is not None else None
-        self.counted, self.alone, self._on_cuda = clock is not None, post is None, device.type == "cuda"
+        self.counted, self.alone, self._on_cuda = clock is not None, post is None, told_late(device)
         self.phase = Phase.SENT
 
     # -- sent -> decided
@@ -130,6 +142,20 @@ class StepVerdict:
             stage.wait(timeout)
         self._status.received()
         self.phase = Phase.DECIDED
+
+    def spoil(self, buckets: Iterable[Bucket]) -> None:
+        """Where the host learns too late that a rank's reduction raised: leave NaN in every parameter's average on all ranks.
+        Otherwise a scaler on the rank that failed would skip the step, and those of the others would not.
+        """
+        if not self._on_cuda or self._status is None or self.alone:
+            return
+        firsts: dict[torch.dtype, list[torch.Tensor]] = {}
+        for bucket in buckets:
+            firsts.setdefault(bucket.dtype, []).extend(bucket.cached(_first_numbers, partial(_first_numbers, bucket)))
+        if firsts:
+            neutral = self._status.neutral()
+            for dtype, numbers in firsts.items():
+                torch._foreach_add_(numbers, [neutral.to(dtype)] * len(numbers))  # by lists: one launch, and no wait
 
     def error(self, carry_out: Exchange) -> BaseException | None:
         """The error that this rank raises at the end of the step: on CUDA the one of the step before, because reading
@@ -172,3 +198,10 @@ class StepVerdict:
             self._status = self._stage = self._error = None
             self._sums.clear()
             self.phase = Phase.ROLLED_BACK
+
+
+def _first_numbers(bucket: Bucket) -> list[torch.Tensor]:
+    """One number of each parameter's place in a bucket, ``(1,)`` each."""
+    if bucket.storage.is_sparse:
+        return []
+    return [bucket.storage.narrow(0, p.offset, 1) for p in bucket.layout.params if p.numel]

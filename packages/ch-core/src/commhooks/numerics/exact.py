@@ -30,12 +30,31 @@ def exact_products(device: torch.device) -> Iterator[None]:
     """
     backends: Any = torch.backends
     backend = backends.cuda.matmul if device.type == "cuda" else backends.mkldnn.matmul
-    before = backend.fp32_precision
-    if before in ("ieee", "none"):
+    if backend.fp32_precision in ("ieee", "none"):
         yield
         return
-    backend.fp32_precision = "ieee"
+    both = [(each, each.fp32_precision) for each in (backends.cuda.matmul, backends.mkldnn.matmul)]
+    older = _older_setting()
+    if older is not None:
+        # Set by `backend.fp32_precision` alone it would contradict the newer one, and torch refuses CUDA products then.
+        torch.set_float32_matmul_precision("highest")
+    else:
+        backend.fp32_precision = "ieee"
     try:
         yield
     finally:
-        backend.fp32_precision = before
+        if older is not None:
+            torch.set_float32_matmul_precision(older)
+        for each, before in both:
+            if each.fp32_precision != before:
+                each.fp32_precision = before
+
+
+def _older_setting() -> str | None:
+    """What the older of torch's two settings, ``set_float32_matmul_precision`` or ``allow_tf32``, says; ``None`` where it
+    was not used.
+    """
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # only the newer one was set: torch calls that a mix
+        return None

@@ -50,6 +50,15 @@ _VIEWS = frozenset(
 )
 
 
+def started(name: str) -> bool:
+    """Whether an operation of this name does something on the device: a view does not.
+
+    >>> started("add_"), started("select")
+    (True, False)
+    """
+    return name not in _VIEWS
+
+
 class Operations(TorchDispatchMode):
     """Counts what is started while it is entered, by name."""
 
@@ -59,7 +68,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name not in _VIEWS:
+        if started(name):
             self.counts[name] += 1
         return func(*args, **(kwargs or {}))
 

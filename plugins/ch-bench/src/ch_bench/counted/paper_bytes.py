@@ -1,6 +1,6 @@
 """The data column of the PowerSGD paper, from shapes alone.
 
-    python -m ch_bench.cost.paper_bytes
+    python -m ch_bench.counted.paper_bytes
 
 Vogels et al. 2019 (https://arxiv.org/abs/1905.13727) train ResNet-18 on CIFAR-10 with 16 workers of batch 128, hence 24
 full steps per epoch, and report the megabytes (2**20 bytes) that a worker sends per epoch. Here the same column comes
