@@ -13,6 +13,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from itertools import groupby
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
@@ -141,9 +142,10 @@ def _ranges(ranks: list[int]) -> str:
 class StoreExchange:
     """An :data:`Exchange` over the store of a process group. One object per agreement.
 
-    Every rank writes its message, rank 0 collects and publishes them: W messages in, W out. What is published first
-    stands, be it rank 0's collection or a rank's verdict that rank 0 is absent; so all ranks that take part come to the
-    same end. A rank that was absent passes over the agreements that ended without it, and meets the others in the next.
+    Every rank writes its message, rank 0 collects and publishes them, neighbours that are the same as one, and all ranks read
+    that. What is published first stands, be it rank 0's collection or a rank's verdict that rank 0 is absent; so all ranks
+    that take part come to the same end. A rank that was absent passes over the agreements that ended without it, and
+    meets the others in the next.
 
     Args:
         group: the ranks.
@@ -162,28 +164,44 @@ class StoreExchange:
         while store.check([f"commhooks/agreement/{number}/0/all"]):
             number += 1
         _ROUNDS[group] = number + 1
-        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self._store = PrefixStore(f"commhooks/agreement/{number}", store)
+        made = PrefixStore(f"commhooks/agreement/{number}", store)
+        self._meet(made, dist.get_rank(group), dist.get_world_size(group), timeout)
+
+    @classmethod
+    def over(cls, store: dist.Store, rank: int, world: int, timeout: float) -> "StoreExchange":
+        """Of ranks without a process group, over a store that is used for nothing else."""
+        made = cls.__new__(cls)
+        made._meet(store, rank, world, timeout)
+        return made
+
+    def _meet(self, store: dist.Store, rank: int, world: int, timeout: float) -> None:
+        self.rank, self.world, self._store, self._timeout = rank, world, store, timeout
         self._ends = time.monotonic() + timeout
-        self._timeout = timeout
         self._sent = 0
 
     def __call__(self, message: bytes) -> list[bytes]:
         key, self._sent = str(self._sent), self._sent + 1
         if self.rank == 0:
-            answer = self._collect(key, message)
+            answer = self._publish(key, self._collect(key, message))
         else:
             self._store.set(f"{key}/{self.rank}", message.hex())
-            answer = self._get(f"{key}/all", 2.0) or "absent 0"
-        answer = self._store.compare_set(f"{key}/all", "", answer).decode()  # the first verdict stands
+            answer = self._get(f"{key}/all", 2.0) or self._publish(key, "absent 0")
         if answer.startswith("absent"):
             raise self._absent([int(rank) for rank in answer.split()[1:]])
-        return [bytes.fromhex(row) for row in answer.split("\n")]
+        runs = (line.split(" ") for line in answer.split("\n"))
+        return [bytes.fromhex(row) for count, row in runs for _ in range(int(count))]
+
+    def _publish(self, key: str, answer: str) -> str:
+        """The first verdict stands, and is returned."""
+        return self._store.compare_set(f"{key}/all", "", answer).decode()
 
     def _collect(self, key: str, message: bytes) -> str:
         rows = [message.hex(), *(self._get(f"{key}/{rank}", 0.0) for rank in range(1, self.world))]
         absent = [rank for rank, row in enumerate(rows) if row is None]
-        return "absent " + " ".join(map(str, absent)) if absent else "\n".join(row or "" for row in rows)
+        if absent:
+            return "absent " + " ".join(map(str, absent))
+        # All ranks read it: W rows would be W² in one server, and mostly W times the same.
+        return "\n".join(f"{len([*same])} {row}" for row, same in groupby(rows))
 
     def _get(self, key: str, grace: float) -> str | None:
         """The value, or ``None`` if it is not there when the time is up."""

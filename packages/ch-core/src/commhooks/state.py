@@ -14,7 +14,7 @@ import torch
 from commhooks.errors import StateError
 from commhooks.packed import Packed, numbers_of, unpacked
 from commhooks.param_table import ParamTable, position_name, refuse_shapes, trained_params, translate
-from commhooks.state_owner import Base, RankId, StateWriter, another_rank, move_to, refuse_judge, refuse_late_read, say_lost
+from commhooks.state_owner import Base, RankId, StateWriter, another_rank, refuse_judge, refuse_late_read, say_lost
 
 
 class HookState:
@@ -172,7 +172,9 @@ class HookState:
     def bring(self, device: torch.device) -> None:
         """Have everything on the device of the gradients: what is loaded may be elsewhere, as ``map_location`` says."""
         if self._device != device:
-            move_to(device, self._committed, self._base.entries if self._base is not None else {})
+            moved = {id(tensor): tensor.to(device) for _, _, tensor in self._all()}
+            for store in (self._committed, self._base.entries if self._base is not None else {}):
+                store.update({key: moved[id(tensor)] for key, tensor in store.items()})
             self._device = device
 
     def rescale(self, scale: float) -> None:
@@ -234,13 +236,10 @@ class HookState:
             keep: fields whose staged and tentative tensors stay: a member that healed in the middle of a step received
                 the state from before that step, and the step itself is still to be committed on top.
         """
-        before, self._base = self._base, None
+        (before, self._base), (held, self._committed) = (self._base, None), (self._committed, dict(entries))
         if before is not None and keep:
             self._base = Base(dict(entries), step, before.presumed)
-            tentative = {k: t for k, t in self._committed.items() if k[1] in keep and t is not before.entries.get(k)}
-        else:
-            tentative = {}
-        self._committed = {**entries, **tentative}
+            self._committed |= {k: t for k, t in held.items() if k[1] in keep and t is not before.entries.get(k)}
         self._staged = {key: tensor for key, tensor in self._staged.items() if key[1] in keep}
         self._spare.clear()
         self.step, self.scale, self._place, self._device = step, 1.0, place, None

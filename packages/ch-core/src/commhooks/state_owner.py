@@ -46,13 +46,6 @@ class StateWriter(Protocol):
         """Another state has been loaded: what is still open was part of the one before."""
 
 
-def move_to(device: torch.device, *stores: dict[tuple[str, str], torch.Tensor]) -> None:
-    """Have the tensors of all stores on a device; one that is in several stays one."""
-    moved = {id(tensor): tensor.to(device) for store in stores for tensor in store.values()}
-    for store in stores:
-        store.update({key: moved[id(tensor)] for key, tensor in store.items()})
-
-
 def another_rank(there: RankId, here: RankId) -> None:
     """A state holds residuals of another rank: refuse a loaded one, or say that those of a pickled one are dropped.
 

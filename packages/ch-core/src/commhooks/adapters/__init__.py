@@ -39,7 +39,7 @@ drives the engine of the :class:`ManagedAxis` that it makes. ``commhooks.Reducer
 
 **Whether ranks agree.** ``attach`` compares the ranks of ``Binding.group`` by itself. An adapter with several groups compares
 along each with :func:`agree_along`, a :class:`Fingerprint` of fields and lines over the group's store (:func:`digest` makes a
-line of a tensor); whatever else it has to
+line of a tensor), or over any other exchange with :func:`agree`; whatever else it has to
 exchange before the first collective goes through a :class:`StoreExchange`.
 
 Example: an adapter of a wrapper that calls one function with all gradients, on each rank, at the end of a backward.
@@ -121,7 +121,7 @@ if TYPE_CHECKING:
     from commhooks.adapters.base import AttachOptions, Binding
     from commhooks.adapters.managed import Layouts, ManagedAxis, ManagerAdapter, manager_adapter
     from commhooks.adapters.optimizer_watch import OptimizerWatch, watch_outcome
-    from commhooks.agreement import Fingerprint, StoreExchange, agree_along
+    from commhooks.agreement import Fingerprint, StoreExchange, agree, agree_along
     from commhooks.compositions.scattered import Scattered
     from commhooks.engine.active_bucket import ActiveBucket
     from commhooks.engine.engine import Engine
@@ -160,6 +160,7 @@ __all__ = [
     "Transport",
     "Work",
     "after_backward",
+    "agree",
     "agree_along",
     "at_end_of_backward",
     "backward_id",
@@ -176,7 +177,7 @@ __getattr__, __dir__ = lazy(
         "adapters.base": "AttachOptions Binding",
         "adapters.managed": "Layouts ManagedAxis ManagerAdapter manager_adapter",
         "adapters.optimizer_watch": "OptimizerWatch watch_outcome",
-        "agreement": "Fingerprint StoreExchange agree_along",
+        "agreement": "Fingerprint StoreExchange agree agree_along",
         "compositions.scattered": "Scattered",
         "engine.active_bucket": "ActiveBucket",
         "engine.engine": "Engine",

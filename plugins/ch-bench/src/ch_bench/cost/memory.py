@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from ch_bench.bench_report import command, heading
+from ch_bench.gpu_kit.models import register_torch
 from commhooks.testing import spawn
 
 
@@ -34,15 +34,20 @@ class Row(NamedTuple):
 
     @property
     def label(self) -> str:
-        return self.hook if self.hook == PYTORCH else f"`{self.hook}`" + ("" if self.rollback else ", `rollback=False`")
+        return self.hook if self.theirs else f"`{self.hook}`" + ("" if self.rollback else ", `rollback=False`")
+
+    @property
+    def theirs(self) -> bool:
+        """Whether it is PyTorch's hook of that name."""
+        return self.hook.startswith(THEIRS)
 
 
-PYTORCH = "PyTorch's powerSGD_hook, rank 4"
+THEIRS = "PyTorch's "
 ROWS = [
     Row("allreduce"),
     Row("bf16_compress", 2, "the message"),
     Row("bf16_compress(accumulate='fp32')", 5, "sent, received, a half of the sums"),
-    Row(PYTORCH, 4, "one residual"),
+    Row(f"{THEIRS}powersgd(rank=4)", 4, "one residual"),
     Row("powersgd(rank=4)", 8, "two residuals"),
     Row("powersgd(rank=4)", 4, "one residual", rollback=False),
     Row("powersgd(rank=4, error_feedback=False)"),
@@ -77,9 +82,8 @@ class Training:
         self.numel = sum(p.numel() for p in net.parameters())
         self.model = DistributedDataParallel(net, bucket_cap_mb=cap)
         self.handle: Any = None
-        if row is not None and row.hook == PYTORCH:
-            state = theirs.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-            self.model.register_comm_hook(state, theirs.powerSGD_hook)
+        if row is not None and row.theirs:
+            register_torch(self.model, row.hook.removeprefix(THEIRS))
         elif row is not None:
             self.handle = commhooks.attach(self.model, row.hook, rollback=row.rollback)
         self._batch = torch.randn(4, width)
@@ -126,7 +130,7 @@ def table(rows: list[Row]) -> str:
     for row in rows:
         cells = []
         for cap in (WHOLE, DEFAULT):
-            if row.hook == PYTORCH and cap == DEFAULT:  # it survives one bucket only
+            if row.theirs and cap == DEFAULT:  # PowerSGD survives one bucket only
                 cells += ["–", "–"]
                 continue
             found = spawn(measure, 2, row, cap, timeout=900, group_timeout=600)[0]
@@ -139,7 +143,7 @@ def table(rows: list[Row]) -> str:
 def growth(rows: list[Row]) -> str:
     """What 900 steps add to every hook, and to plain DDP, as Markdown."""
     lines = ["| hook | MiB more after 1 000 steps than after 100 |", "|---|---|"]
-    for row in (None, *(row for row in rows if row.hook != PYTORCH)):
+    for row in (None, *(row for row in rows if not row.theirs)):
         label = "plain DDP" if row is None else row.label
         lines.append(f"| {label} | {spawn(grown, 2, row, timeout=900, group_timeout=600)[0]:.1f} |")
         print(lines[-1], flush=True)

@@ -3,18 +3,15 @@
     OMP_NUM_THREADS=1 python -m ch_bench.cost.scale --out docs/measured/scale.md
 
 Measured over gloo processes: a step of each hook against the number of parameters (with the slope), of buckets, and of ranks.
-Without other ranks, up to 256 of them: planning, what one rank sends, and its own part of a step. ``docs/scale.md`` carries this
-on to 1 000 ranks.
+Without other ranks, up to 256 of them: planning, and one rank's own part of a step. What needs no clock is
+counted by ``ch_bench.counted.ranks``. ``docs/scale.md`` carries this on to 1 000 ranks.
 """
 
 import argparse
-import gc
 import math
 import statistics
 import time
-import tracemalloc
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -80,31 +77,22 @@ def against_ranks(
     return lines
 
 
-def planned(hooks: Sequence[str], worlds: Sequence[int], sizes: tuple[int, int, int, int]) -> list[str]:
-    """What one rank sends in a step, in MB, and what planning takes, from the plan alone."""
-    lines = [f"| hook | {' | '.join(f'{w} ranks' for w in worlds)} | planning, ms |", "|---" * (len(worlds) + 2) + "|"]
+def planning(hooks: Sequence[str], worlds: Sequence[int], sizes: tuple[int, int, int, int]) -> list[str]:
+    """Milliseconds that planning a step takes, by ranks; done once for each layout."""
+    lines = [f"| hook | {' | '.join(f'{w} ranks' for w in worlds)} |", "|---" * (len(worlds) + 1) + "|"]
     layout = BucketLayout.of_shapes(gpt_shapes(*sizes))
     for hook in hooks:
         reduction = commhooks.create(hook).reduction
         assert reduction is not None
         reduction.plan(layout, StepContext(world_size=worlds[0]))  # imports what it needs
-        cells, begun = [], time.perf_counter()
+        cells = []
         for world in worlds:
-            plan = reduction.plan(layout, StepContext(world_size=world))
-            cells.append(f"{wire_bytes(sum(r.trip_bytes for stage in plan for r in stage), world) / 1e6:.2f}")
-        took = 1e3 * (time.perf_counter() - begun) / len(worlds)
-        lines.append(f"| `{hook}` | {' | '.join(cells)} | {took:.1f} |")
+            begun = time.perf_counter()
+            reduction.plan(layout, StepContext(world_size=world))
+            cells.append(f"{1e3 * (time.perf_counter() - begun):.1f}")
+        lines.append(f"| `{hook}` | {' | '.join(cells)} |")
         print(lines[-1], flush=True)
     return lines
-
-
-def wire_bytes(trip_bytes: float, world: int) -> float:
-    """What a bandwidth-optimal algorithm sends per rank, where the payload crosses the network as often as it has to.
-
-    >>> wire_bytes(2 * 400, 4)  # an all-reduce of 100 fp32 numbers
-    600.0
-    """
-    return trip_bytes * (world - 1) / world
 
 
 def own_work(hooks: Sequence[str], worlds: Sequence[int], numel: int) -> list[str]:
@@ -171,24 +159,6 @@ def _attaching(rank: int, world: int, sizes: tuple[int, int, int, int]) -> tuple
     return found[1], found[2]
 
 
-def views(sizes: tuple[int, int, int, int], buckets: int) -> list[str]:
-    """What is kept per parameter besides numbers: layouts, names and views of one model's buckets."""
-    shapes = gpt_shapes(*sizes)
-    names = list(shapes)
-    gc.collect()
-    tracemalloc.start()
-    made = []
-    for part in range(buckets):
-        mine = {name: shapes[name] for name in names[part::buckets]}
-        bucket = Bucket(layout := BucketLayout.of_shapes(mine, device="meta"), torch.empty(layout.numel, device="meta"))
-        made.append((bucket, [bucket.cached(("scale", p.name), partial(bucket.matrix, p)) for p in bucket.params]))
-    size = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    return [
-        f"{len(names)} parameters in {buckets} buckets: {size / len(names):.0f} bytes of Python objects per parameter."
-    ]
-
-
 def record(args: argparse.Namespace) -> str:
     """All tables, as Markdown."""
     small = args.small
@@ -199,10 +169,9 @@ def record(args: argparse.Namespace) -> str:
         ("ms of a step, by parameters (two ranks, one bucket)", lambda: against_parameters(hooks, millions, steps)),
         ("ms of a step, by buckets", lambda: against_buckets(hooks, BUCKETS[:2] if small else BUCKETS, gpt, steps)),
         ("ms of a step, by processes", lambda: against_ranks(hooks, RANKS[:1] if small else RANKS, gpt, steps)),
-        ("MB that a rank sends in a step", lambda: planned([*HOOKS, *GATHERING], WORLDS[: 3 if small else None], gpt)),
+        ("ms of planning, by ranks", lambda: planning([*HOOKS, *GATHERING], WORLDS[: 3 if small else None], gpt)),
         ("ms of a rank's own work, 1 M parameters", lambda: own_work(HOOKS, WORLDS, 1 << (12 if small else 20))),
         ("ms of attach, by processes", lambda: agreeing(RANKS[:1] if small else RANKS, gpt)),
-        ("registry of views", lambda: views(gpt, 4)),
     ]
     lines = []
     for title, make in parts:
