@@ -16,7 +16,7 @@ from datetime import timedelta
 from itertools import groupby
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store
 from torch.utils.weak import WeakIdKeyDictionary
 
 from commhooks.errors import CommHooksError, HookTimeoutError, RankMismatchError, TransportError
@@ -168,13 +168,18 @@ class StoreExchange:
         self._meet(made, dist.get_rank(group), dist.get_world_size(group), timeout)
 
     @classmethod
-    def over(cls, store: dist.Store, rank: int, world: int, timeout: float) -> "StoreExchange":
-        """Of ranks without a process group, over a store that is used for nothing else."""
+    def over(cls, store: Store, rank: int, world: int, timeout: float) -> "StoreExchange":
+        """Of ranks without a process group, over a store that is used for nothing else.
+
+        >>> import torch.distributed as dist
+        >>> StoreExchange.over(dist.HashStore(), rank=0, world=1, timeout=1.0)(b"mine")
+        [b'mine']
+        """
         made = cls.__new__(cls)
         made._meet(store, rank, world, timeout)
         return made
 
-    def _meet(self, store: dist.Store, rank: int, world: int, timeout: float) -> None:
+    def _meet(self, store: Store, rank: int, world: int, timeout: float) -> None:
         self.rank, self.world, self._store, self._timeout = rank, world, store, timeout
         self._ends = time.monotonic() + timeout
         self._sent = 0

@@ -59,6 +59,7 @@ def candidates(hook: str, sizes: Sizes, buckets: int) -> tuple[dict[str, Callabl
     silent = commhooks.attach(models["without"], hook)
     assert ours.binding is not None
     assert silent.binding is not None
+    assert silent.binding.engine is not None
     silent.binding.engine.sender.sends_status = False  # not to be had otherwise: the ranks decide nothing together then
     register_torch(models["theirs"], hook)
     return {name: partial(_step, model) for name, model in models.items()}, ours.binding.engine
