@@ -32,9 +32,10 @@ def test_counted_bytes_agree_with_the_interface(world: int) -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=100, env=env)
     assert done.returncode == 0, done.stderr
     answer = done.stdout[done.stdout.index("{") :]  # torch 2.10 says what gloo connects
-    for hook, (counted, carried) in json.loads(answer).items():
-        # PowerSGD's messages are a few hundred kB, where headers, acknowledgements and the status message show.
-        assert carried == pytest.approx(counted, rel=0.12 if "powersgd" in hook else 0.05), hook
+    for hook, (engine, stream, interface, packets) in json.loads(answer).items():
+        # Gloo's 48 bytes, before each message and alone, are all that TCP carries besides; PowerSGD's messages are small.
+        assert engine < stream < engine * (1.03 if "powersgd" in hook else 1.01), hook
+        assert interface == pytest.approx(stream + netns.HEADERS * packets), hook
 
 
 @pytest.mark.skipif(bool(REASON), reason=REASON or "runs")

@@ -23,10 +23,11 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 IFACE = "ch0"
 CLONE_NEWNET = 0x40000000  # linux/sched.h
+HEADERS = 14 + 20 + 32  # of a packet, in bytes: Ethernet, IPv4, TCP with time stamps, which Linux has on
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 T = TypeVar("T")
 
@@ -143,13 +144,26 @@ class Network:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def sent_here() -> int:
-    """Bytes that left this thread's namespace through ``IFACE`` so far, link-layer headers included."""
+class Sent(NamedTuple):
+    """What an interface has sent: bytes, headers of the link included, in so many packets."""
+
+    bytes: int
+    packets: int
+
+    @property
+    def stream(self) -> int:
+        """Bytes that TCP was given to send: without the headers of every packet, acknowledgements included."""
+        return self.bytes - HEADERS * self.packets
+
+
+def sent_here() -> Sent:
+    """What left this thread's namespace through ``IFACE`` so far."""
     with open("/proc/thread-self/net/dev") as table:
         for line in table:
             name, _, counters = line.partition(":")
             if name.strip() == IFACE:
-                return int(counters.split()[8])
+                fields = counters.split()
+                return Sent(int(fields[8]), int(fields[9]))
     raise RuntimeError(f"no interface {IFACE} here: this thread has not entered a Network")
 
 

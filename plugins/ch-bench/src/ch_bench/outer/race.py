@@ -217,12 +217,12 @@ class _Race:
         optimizer = self.running.optimizer
         for group in optimizer.param_groups:
             group["lr"] = lr * min(step / WARM, (WARM / step) ** 0.5)
-        sent, begun = netns.sent_here(), time.perf_counter()
+        sent, begun = netns.sent_here().bytes, time.perf_counter()
         optimizer.zero_grad()
         self.running.model(x, y).backward()
         optimizer.step()
         self.seconds += time.perf_counter() - begun
-        self.sent += netns.sent_here() - sent
+        self.sent += netns.sent_here().bytes - sent
 
 
 def _net(settings: dict[str, Any], vocab: int) -> gpt.GPT:
