@@ -102,8 +102,10 @@ def test_what_a_gpu_would_run_rounds_as_torch_does(bits: int, tmp_path: Path, mo
     from ch_quant.triton_codec import TritonWorkspace
 
     shape = TritonWorkspace(Codec(bits, 128), StepContext(), torch.device("cpu"), 64).shape
-    kinds = {"rows": "i32", "share": "fp32", "smallest": "fp32", "factor": "fp32", "scales": "*i16", "packed": "*i8"}
-    for kernel, switch in ((triton_kernels.encode, {"KEEP": True}), (triton_kernels.decode, {"ADD": True})):
+    kinds = {"rows": "i32", "scales": "*i16", "packed": "*i8"}
+    kinds |= dict.fromkeys(("share", "share_of_other", "most", "factor"), "fp32")
+    switches = {"KEEP": True, "LOPSIDED": bits == 4}
+    for kernel, switch in ((triton_kernels.encode, switches), (triton_kernels.decode, {"ADD": True})):
         fixed = shape | switch
         signature = {name: "constexpr" if name in fixed else kinds.get(name, "*fp32") for name in kernel.arg_names}
         source = ASTSource(kernel, signature=signature, constexprs=fixed)

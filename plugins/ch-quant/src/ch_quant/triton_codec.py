@@ -12,7 +12,7 @@ from threading import Lock
 
 import torch
 
-from ch_quant.codec import SMALLEST, Codec, Workspace
+from ch_quant.codec import LARGEST, Codec, Workspace
 from ch_quant.triton_kernels import INTERPRETED, decode, encode
 from commhooks import HookConfigError, StepContext
 
@@ -79,8 +79,9 @@ class TritonWorkspace(Workspace):
                 packed,
                 self.y,
                 rows,
-                1.0 / self._reach(),
-                SMALLEST,
+                *(self.codec.shares if self.codec.lopsided else (1.0 / self._reach(), 0.0)),
+                LARGEST,
+                LOPSIDED=self.codec.lopsided,
                 KEEP=keep,
                 enable_fp_fusion=False,
                 **self.shape,

@@ -25,10 +25,9 @@ def _bf16(number):
 
 
 @triton.jit
-def _largest(place, inside):
-    """Bits of the largest magnitude of each row."""
-    found = tl.load(place, mask=inside, other=0.0)
-    return tl.max(found.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+def _reach(found, SIGN: tl.constexpr):
+    """Bits of the largest magnitude of each row on one side of zero: NaN has a side, too. ``SIGN``: flips the other."""
+    return tl.max(tl.maximum(found.to(tl.int32, bitcast=True) ^ SIGN, 0), 1)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -39,18 +38,21 @@ def encode(
     decoded,
     rows,
     share,
-    smallest,
+    share_of_other,
+    most,
     PIECE: tl.constexpr,
     LANES: tl.constexpr,
     PIECES: tl.constexpr,
     WIDTH: tl.constexpr,
+    LOPSIDED: tl.constexpr,
     KEEP: tl.constexpr,
 ):
     """Scales and packed codes of ``x``; with ``KEEP`` also what they will be decoded to.
 
     ``x`` and ``decoded`` are fp32, ``rows`` blocks; ``scales`` bf16 as int16, one a block; ``packed`` int8. ``share`` is what
-    part of a block's largest number its scale is; one below ``smallest`` is not divided by. ``PIECE`` is the numbers of a
-    piece, ``WIDTH`` the next power of two, ``PIECES`` how many of each of the ``LANES`` a program treats.
+    part of a block's largest number its scale is; with ``LOPSIDED`` that number is the farther side's, and ``share_of_other``
+    counts at least for the other's. ``most`` is the largest reciprocal of a scale. ``PIECE`` is the numbers of a piece, ``WIDTH``
+    the next power of two, ``PIECES`` how many of each of the ``LANES`` a program treats.
     """
     BITS: tl.constexpr = 8 // LANES
     here = tl.program_id(0).to(tl.int64) * PIECES + tl.arange(0, PIECES)
@@ -62,15 +64,24 @@ def encode(
         piece = here + lane * rows
         place = (piece * PIECE)[:, None] + columns
         own = tl.load(x + place, mask=inside, other=0.0)
-        largest = tl.max(own.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+        up, down = _reach(own, 0), _reach(own, -2147483648)
         for further in tl.static_range(1, LANES):
             other = piece // LANES * LANES + (piece + further) % LANES
-            largest = tl.maximum(largest, _largest(x + (other * PIECE)[:, None] + columns, inside))
-        bits = _bf16(largest.to(tl.float32, bitcast=True) * share)
+            found = tl.load(x + (other * PIECE)[:, None] + columns, mask=inside, other=0.0)
+            up, down = tl.maximum(up, _reach(found, 0)), tl.maximum(down, _reach(found, -2147483648))
+        size = (tl.maximum(up, down).to(tl.float32, bitcast=True) * share).to(tl.int32, bitcast=True)
+        if LOPSIDED:
+            least = tl.minimum(up, down).to(tl.float32, bitcast=True) * share_of_other
+            size = tl.maximum(size, least.to(tl.int32, bitcast=True))
+        bits = _bf16(size.to(tl.float32, bitcast=True))
+        if LOPSIDED:
+            bits = tl.where(up > down, bits | 0x8000, bits)
         tl.store(scales + piece // LANES, bits.to(tl.int16), mask=exists & (piece % LANES == 0))
         scale = (bits << 16).to(tl.float32, bitcast=True)
-        divisor = tl.where(scale < smallest, smallest, scale)  # and not a maximum, which would drop NaN
-        y = own * tl.div_rn(tl.full([PIECES], 1.0, tl.float32), divisor)[:, None]
+        inverse = tl.div_rn(tl.full([PIECES], 1.0, tl.float32), scale)
+        inverse = tl.where(inverse > most, most, inverse)  # and not a minimum, which would drop NaN
+        inverse = tl.where(inverse < -most, -most, inverse)
+        y = own * inverse[:, None]
         # Numbers near 1.5 * 2^23 have no fraction: the sum is y rounded, halves to even, in its lowest bits.
         code = (y + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
         code = tl.where(y == y, code, 0)
