@@ -149,6 +149,24 @@ def test_error_feedback_covers_both_roundings(fed: bool, piece: int | None, worl
         assert lost < 1e-6 if fed else lost > 1e-3
 
 
+@pytest.mark.parametrize("residual", ["fp32", "int8"])
+def test_feedback_adds_little_noise_to_a_step(residual: str) -> None:
+    """Plain error feedback sends the errors of two steps in one, which is twice the noise: see ch_quant.feedback."""
+
+    def noise(options: dict[str, Any]) -> float:
+        def body(rank: SimulatedRank) -> float:
+            engine, apart = rank.engine(Quantized(4, **options)), 0.0
+            for step in range(30):
+                every = [torch.randn(64, 96, generator=torch.Generator().manual_seed(9 * step + r)) for r in range(2)]
+                got = one_step(engine, {"w": every[rank.rank]})["w"]
+                apart += float((got - (every[0] + every[1]) / 2).square().mean()) if step >= 10 else 0.0
+            return apart
+
+        return simulate(2, body)[0]
+
+    assert 1.0 < noise({"error_feedback": True, "residual": residual}) / noise({}) < 1.3
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("reduction", LOSSY, ids=repr)
 def test_what_is_not_finite_arrives_as_not_finite_and_leaves_no_trace(

@@ -32,7 +32,7 @@ def _options(feedback: bool) -> dict[str, Param]:
         "rotation": Param(None, "hadamard spreads what is large over its block", choices=(None, "hadamard")),
         "error_feedback": Param(
             feedback,
-            "keep what both roundings lost for the next step",
+            "keep what both roundings lost, and send it in later steps",
             brings=frozenset({"stateful", "error_feedback", "checkpointable"}),
         ),
         "residual": Param("fp32", "in what that is kept; int8 takes a quarter", choices=("fp32", "int8")),

@@ -109,10 +109,27 @@ def scatter_add(vectors: Sequence[torch.Tensor], chunk: Chunk, x: torch.Tensor) 
         vectors[number][start:stop].add_(x[row : row + rows].view(-1)[: stop - start])
 
 
-def gather_add(vectors: Sequence[torch.Tensor | None], chunk: Chunk, x: torch.Tensor) -> None:
-    """Add the numbers of a chunk to ``x``; a vector that is ``None``, and what is beyond its end, is zero."""
+def scatter_sum(
+    vectors: Sequence[torch.Tensor],
+    chunk: Chunk,
+    x: torch.Tensor,
+    others: Sequence[torch.Tensor | None],
+    factor: float,
+) -> None:
+    """Leave the numbers of a chunk and ``factor`` times those of other vectors where they belong; ``None`` is zero."""
+    for number, start, stop, row, rows in chunk.pieces:
+        place, other = vectors[number][start:stop], others[number]
+        numbers = x[row : row + rows].view(-1)[: place.numel()]
+        if other is None:
+            place.copy_(numbers)
+        else:
+            torch.add(numbers, other[start:stop], alpha=factor, out=place)
+
+
+def gather_add(vectors: Sequence[torch.Tensor | None], chunk: Chunk, x: torch.Tensor, factor: float) -> None:
+    """Add ``factor`` times the numbers of a chunk to ``x``; a vector that is ``None``, and what is beyond its end, is zero."""
     for number, start, stop, row, rows in chunk.pieces:
         vector = vectors[number]
         if vector is not None:
             found = vector[start:stop]
-            x[row : row + rows].view(-1)[: found.numel()].add_(found)
+            x[row : row + rows].view(-1)[: found.numel()].add_(found, alpha=factor)

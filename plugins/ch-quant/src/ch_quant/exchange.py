@@ -15,7 +15,8 @@ from memory, or written to it, is so once in each stage.
 
 Error feedback covers both roundings. What rank i lost at the first, ``p_i - C(p_i)``, is its own. What the owner of a
 part lost at the second, ``m - C(m)``, everybody misses; the owner keeps it, W times, in the same residual: it will be
-divided by W. So ``applied + mean residual = sum of the averages`` holds exactly.
+divided by W. So ``applied + mean residual = sum of the averages`` holds exactly. How much of the residual a step sends is
+:mod:`ch_quant.feedback`'s affair.
 """
 
 from collections.abc import Iterator, Sequence
@@ -86,7 +87,7 @@ class Exchange:
 
         Args:
             parts: the vectors of each of the W parts: the same list W times, where it is cut here.
-            feedback: of each part; adds what was kept to the numbers, and keeps what is lost. Vectors of it may be shorter
+            feedback: of each part; adds what is due to the numbers, and keeps what is lost. Vectors of it may be shorter
                 than those of the part, whose rest is padding.
         """
         shape = (self.ctx.world_size, self.bytes)
@@ -144,7 +145,7 @@ class Exchange:
             x = self._work.x[: chunk.rows]
             gather(vectors, chunk, x)
         if feedback is not None:
-            feedback.add_to(chunk, x, self._work.spare)  # p = g + e
+            feedback.add_to(chunk, x, self._work.spare)  # p = g + a e
         rotated = x
         if self.rotated:
             rotated = rotation.rotate(x, self._work.total[: chunk.rows], self._work.spare[: chunk.rows])

@@ -7,7 +7,7 @@ import torch
 
 from ch_quant.codec import Codec
 from ch_quant.exchange import Exchange, all_reduce, reduce_scatter
-from ch_quant.feedback import Feedback, PackedFeedback, Residuals
+from ch_quant.feedback import Feedback, PackedFeedback
 from ch_quant.kernels import Kernel, check_kernel
 from ch_quant.packing import WIDTHS
 from commhooks import Bucket, BucketLayout, HookConfigError, Packed, ParamLayout, Reduction, Shards, Stages, StepContext
@@ -24,7 +24,7 @@ class Quantized(Reduction):
         block: numbers that share a scale, a multiple of 16. Each parameter starts a block of its own.
         rounding: ``"nearest"``, or ``"stochastic"``: without bias, and with more noise.
         rotation: ``"hadamard"`` rotates each block before it is rounded; ``block`` is a power of two then.
-        error_feedback: keep what both roundings lost for the next step.
+        error_feedback: keep what both roundings lost, and send a quarter of it in every step (:mod:`ch_quant.feedback`).
         residual: in what it is kept: ``"fp32"``, or ``"int8"`` with a scale for each block (LoCo, arXiv:2407.04480):
             2.1 bytes a number instead of 8, and about a two-hundredth of a block's largest is forgotten in a step.
         exempt: average parameters of fewer than two dimensions, and those smaller than a block, exactly.
@@ -170,7 +170,7 @@ class Quantized(Reduction):
             for p in params:
                 ctx.stage(p.name, DRAWN, (1,), torch.int64, device).fill_(ctx.step + 1)
 
-    def _feedback(self, bucket: Bucket, ctx: StepContext) -> Residuals:
+    def _feedback(self, bucket: Bucket, ctx: StepContext) -> Feedback | PackedFeedback:
         """The residuals of a bucket's parameters, of their shapes in memory."""
         packed = self.packed
         if packed is None:
