@@ -9,13 +9,16 @@ independent from rank to rank. The mean of those has a quarter of a rank's squar
 stage: with gradients that agree more, it is smaller.
 
 "One stage" is the all-to-all and the sum alone, a reduce-scatter; "both" is the whole all-reduce.
+
+A second table and picture (:mod:`ch_bench.convergence.unsent`) show what error feedback makes of it over many steps.
 """
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import date
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import matplotlib
@@ -26,6 +29,7 @@ from rich.table import Table
 
 import commhooks
 from ch_bench import bench_report
+from ch_bench.convergence import unsent
 from ch_bench.convergence.study_tasks import SETTINGS, TASKS, Task
 from ch_quant import Exchange, Quantized
 from commhooks import Bucket, BucketLayout, Reduction, Stages, StepContext
@@ -76,25 +80,28 @@ class FirstStage(Reduction):
         exchange.take(vectors)
 
 
-def recorded(task: str) -> list[Gradients]:
-    """Every rank's gradients at `STEPS` of an exact run, those that a hook compresses."""
-    found, made = [], TASKS[task](SETTINGS[task], 0, "iid")
+def exact_run(task: str) -> Iterator[Gradients]:
+    """Every rank's gradients in each step of an exact run, those that a hook compresses."""
+    made = TASKS[task](SETTINGS[task], 0, "iid")
     assert isinstance(made, Task)
     optimizer, params = made.optimizer(), dict(made.model.named_parameters())
-    for step in range(max(STEPS[task]) + 1):
+    for step in range(SETTINGS[task].steps):
         every = [torch.autograd.grad(made.loss(made.model, r, step), list(params.values())) for r in range(RANKS)]
-        if step in STEPS[task]:
-            named = [dict(zip(params, one, strict=True)) for one in every]
-            found.append([{n: g for n, g in one.items() if g.dim() > 1 and g.numel() >= SMALLEST} for one in named])
+        named = [dict(zip(params, one, strict=True)) for one in every]
+        yield [{n: g for n, g in one.items() if g.dim() > 1 and g.numel() >= SMALLEST} for one in named]
         for number, p in enumerate(params.values()):
             p.grad = torch.stack([one[number] for one in every]).mean(0)
         optimizer.step()
-    return found
 
 
-def normal() -> list[Gradients]:
+def recorded(task: str) -> list[Gradients]:
+    """Those at `STEPS`."""
+    return [found for step, found in enumerate(islice(exact_run(task), max(STEPS[task]) + 1)) if step in STEPS[task]]
+
+
+def normal(seed: int = 0) -> list[Gradients]:
     """Independent normal numbers: 1/4 of them in ``a``."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     shapes = {"a": (256, 256), "b": (384, 512)}
     return [[{n: torch.randn(s, generator=generator) for n, s in shapes.items()} for _ in range(RANKS)]]
 
@@ -186,11 +193,11 @@ def table(figures: Figures, bits: dict[str, float], data: Sequence[str]) -> Tabl
     return made
 
 
-def draw(figures: Figures, data: Sequence[str], path: Path) -> None:
-    """Error of both stages against bits, one line for each kind of data and rotation."""
+def draw(figures: Figures, data: Sequence[str], over_steps: unsent.Curves, path: Path) -> None:
+    """Error of both stages against bits, one line for each kind of data and rotation; beside it, errors over many steps."""
     with matplotlib.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(8, 5), layout="constrained")
-        axes = figure.subplots()
+        figure = Figure(figsize=(14, 5), layout="constrained")
+        axes, beside = figure.subplots(1, 2)
         for name, colour in zip(data, ("#0072b2", "#d55e00", "#999999"), strict=False):
             for rotated, dash in ((False, "-"), (True, "--")):
                 points = [(b, figures.get((label, name, rotated, False))) for label, b, _ in ROWS if b < 16]
@@ -204,6 +211,7 @@ def draw(figures: Figures, data: Sequence[str], path: Path) -> None:
         axes.set_title(f"Error of one quantized all-reduce, {RANKS} ranks", loc="left", fontweight="bold")
         axes.grid(color="#e4e4e4", linewidth=0.8)
         axes.legend(frameon=False)
+        unsent.draw(over_steps, beside)
         figure.savefig(path, dpi=110)
 
 
@@ -218,10 +226,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     data = {"GPT": recorded("gpt"), "CNN": recorded("cnn"), "normal": normal()}
     figures, bits = measure(data)
     console.print(table(figures, bits, list(data)))
+    over_steps = {name: unsent.measure(exact_run(task), RANKS) for name, task in (("GPT", "gpt"), ("CNN", "cnn"))}
+    console.print(unsent.table(over_steps))
     folder = bench_report.MEASURED if args.record else args.out
     folder.mkdir(parents=True, exist_ok=True)
     name = f"vnmse-{date.today().isoformat()}" if args.record else "vnmse"
-    draw(figures, list(data), folder / f"{name}.png")
+    draw(figures, list(data), over_steps, folder / f"{name}.png")
     if args.record:
         command = bench_report.command("ch_bench.convergence.vnmse", argv, environment="OMP_NUM_THREADS=1")
         console.print(f"recorded: {bench_report.record('vnmse', command, console)}")
