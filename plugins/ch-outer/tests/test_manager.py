@@ -301,3 +301,34 @@ def test_all_members_resume_from_their_files_to_the_bit(stop: int) -> None:
     for name, (parameters, state) in run(resumed, "ab").items():
         assert same(parameters, first[name][1])
         assert state == first[name][2]
+
+
+@pytest.mark.parametrize("async_quorum", [True, False])
+@pytest.mark.parametrize("case", ["PowerSGD in fragments", "overlap"])
+def test_all_end_after_the_same_round_with_the_same_parameters(case: str, async_quorum: bool) -> None:
+    """Also a member that dies in its `finish`, and comes back into that of the others."""
+    dead: list[str] = []
+    last = 5 + (case == "overlap")  # committed rounds when `finish` begins its own: the meeting, four, one under way
+
+    def dies(manager: Any, n: int) -> None:
+        if manager.name == "b" and manager.current_step() == last and n == 1 and not dead:
+            dead.append("b")
+            manager.die(return_at=last + 1)
+
+    def ends(manager: Any, until: int) -> list[Any]:
+        model = net()
+        optimizer = OuterOptimizer(adam(model), model, manager=manager, **CASES[case])
+        while optimizer.landed < until:
+            train(model, optimizer, letter(manager), range(optimizer.count, optimizer.count + 1))
+        optimizer.finish()
+        return [optimizer.landed, *map(digest, model.parameters())]
+
+    def body(manager: Any) -> list[Any]:
+        try:
+            return ends(manager, 4)
+        except ch_ft.SimulatedDeath:
+            return ends(manager.cluster.join(manager.name), 0)
+
+    found = run(body, "abc", dies, async_quorum=async_quorum)
+    assert dead
+    assert found["a"] == found["b"] == found["c"]

@@ -20,9 +20,8 @@ from commhooks.state_owner import Base, RankId, StateWriter, another_rank, refus
 class HookState:
     """Base for the state of stateful hooks.
 
-    Entries are addressed by ``(parameter name, field)``, never by bucket: bucket rebuilds, another
-    ``bucket_cap_mb``, re-wrapping and resuming change nothing. Needs no process group, and can be pickled and
-    deep-copied without one.
+    Entries are addressed by ``(parameter name, field)``, never by bucket: bucket rebuilds, another ``bucket_cap_mb``,
+    re-wrapping and resuming change nothing. Needs no process group, and can be pickled and deep-copied without one.
 
     Attributes:
         step: number of committed steps.
@@ -39,8 +38,6 @@ class HookState:
         >>> import torch
         >>> state = HookState()
         >>> _ = state.stage("layer.weight", "residual", (2,)).fill_(1.0)
-        >>> state.read("layer.weight", "residual") is None   # not committed yet
-        True
         >>> state.commit()
         >>> state.read("layer.weight", "residual")
         tensor([1., 1.])
@@ -254,8 +251,6 @@ class HookState:
             store.update(moved)
         self.renames = dict(names)
 
-    # -- whose it is
-
     def bind(self, model: torch.nn.Module) -> None:
         """Make this the state of ``model``: entries keyed by position get the model's parameter names.
 
@@ -338,10 +333,7 @@ class HookState:
         Raises:
             StateError: the state was loaded before there was a process group, and is another rank's.
         """
-        self.settle()
-        if self._staged:
-            self.rollback()  # a step that the engine before has not seen the end of
-        self.resolve(False)
+        self.keep_copies(one=self.in_place)
         self.scaled = {**engine.reduction.scaled_fields, **self.scaled}
         self.packed = dict(engine.reduction.packed_fields)
         transport = engine.transport
@@ -356,6 +348,16 @@ class HookState:
         self._place = here
         self._engine = weakref.ref(engine)
 
+    def keep_copies(self, *, one: bool) -> None:
+        """Set :attr:`in_place`. What the engine before has left open ends by the rules that it began under."""
+        self.settle()
+        if self._staged:
+            self.rollback()  # a step that it has not seen the end of
+        self.resolve(False)
+        if one != self.in_place:
+            self._spare.clear()  # may be what is committed
+        self.in_place = one
+
     @property
     def engine(self) -> StateWriter | None:
         """The engine that writes to this state, while it is alive."""
@@ -366,8 +368,6 @@ class HookState:
         engine = self.engine
         if engine is not None:
             engine.resolve_step()
-
-    # -- saving
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values that :meth:`load_state_dict` reads; see :mod:`commhooks.checkpoint`."""

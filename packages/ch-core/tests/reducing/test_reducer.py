@@ -218,3 +218,23 @@ def test_over_gloo_two_at_once() -> None:
         assert len(same) == 16
         assert all(same)
         assert "the ranks disagree on" in text
+
+
+def test_a_failure_on_a_gpu_is_told_by_the_round_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward on a GPU is told by the next one; an average is used at once, and would be NaN by then."""
+    monkeypatch.setattr("commhooks.engine.verdict.told_late", lambda device: True)
+    monkeypatch.setattr("commhooks.engine.engine.told_late", lambda device: True)
+
+    def body(rank: SimulatedRank) -> list[str]:  # two dtypes, two buckets a round
+        reducer = Reducer(TwoStages(broken=(1, 3)), mine(rank.rank, 2), transport=rank.transport)
+        found = []
+        for turn in range(4):
+            try:
+                averages = reducer.average(mine(rank.rank, 2, turn))
+                assert all(t.isfinite().all() for t in averages.values())
+                found.append("ok")
+            except (ArithmeticError, RemoteHookError) as error:
+                found.append(type(error).__name__)
+        return found
+
+    assert simulate(2, body) == [["ok", "RemoteHookError", "ok", "ok"], ["ok", "ArithmeticError", "ok", "ok"]]

@@ -158,3 +158,20 @@ def test_nothing_grows_with_the_steps(expr: str, in_place: bool) -> None:
     for _ in range(40):
         made.step(every)
     assert alive() <= before
+
+
+def test_a_step_that_is_open_ends_by_the_rules_that_it_began_under() -> None:
+    """Where a state is attached again with another ``rollback=``."""
+    state = HookState()
+    state.keep_copies(one=True)
+    for value in (1.0, 2.0):
+        state.stage("w", "residual", (2,)).fill_(value)
+        state.commit()
+    state.keep_copies(one=False)
+    state.stage("w", "residual", (2,)).fill_(9.0)
+    state.rollback()
+    assert state.read("w", "residual").tolist() == [2.0, 2.0]
+    state.keep_copies(one=True)
+    state.stage("w", "residual", (2,)).fill_(float("nan"))
+    state.keep_copies(one=False)  # nobody has seen the end of that step
+    assert state.read("w", "residual") is None

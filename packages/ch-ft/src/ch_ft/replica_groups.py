@@ -63,6 +63,7 @@ class GroupEngine(ManagedEngine):
         self._agreement = agreement
         self._attempts = attempts_of(manager)
         self._lost: int | None = None  # number of the attempt
+        self._guarded = False  # inside of `run`, which submits
         self._attempts.voters.add(self)
 
     def begin(self) -> None:
@@ -81,8 +82,11 @@ class GroupEngine(ManagedEngine):
             self._unless_lost(super().advance)
 
     def _unless_lost(self, work: Callable[[], R]) -> R | None:
+        if self._guarded:
+            return work()
         if self._lost == self._attempts.number:
             return None
+        self._guarded = True
         try:
             if not self.in_step and not self.enter(lambda: self._agreement(self)):
                 assert self.failure is not None  # noqa: S101 - that is why not
@@ -93,6 +97,8 @@ class GroupEngine(ManagedEngine):
             if raised is not None:
                 raise_after_backward(raised)
             return None
+        finally:
+            self._guarded = False
 
     def finish(self, *, outside: BaseException | None = None) -> BaseException | None:
         if self._lost == self._attempts.number or not self.in_step:

@@ -8,6 +8,9 @@ import torch
 from torch.optim import Optimizer
 
 from ch_outer.fragment import Fragment
+from commhooks import StateError
+
+_KEYS = ("inner", "outer", "count", "landed", "fragments", "schedule")
 
 
 def handed(fragments: Sequence[Fragment], outer: Optimizer, buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -41,3 +44,22 @@ def take(
     for name, buffer in buffers.items():
         buffer.copy_(given["buffers"][name])
     outer.load_state_dict(given["outer"])
+
+
+def refuse_foreign(state_dict: Mapping[str, Any], schedule: str) -> None:
+    """Refuse a state that is not an outer optimizer's, or of another schedule.
+
+    Raises:
+        StateError: naming what is missing, or both schedules.
+    """
+    missing = [key for key in _KEYS if key not in state_dict]
+    if missing:
+        raise StateError(
+            f"this is not the state of an OuterOptimizer: {', '.join(missing)} missing. To begin with an inner optimizer's "
+            "own state, load that into the inner optimizer"
+        )
+    if state_dict["schedule"] != schedule:
+        raise StateError(
+            f"the state was saved with {state_dict['schedule']}, this is {schedule}: give the same every=, fragments= "
+            "and overlap="
+        )

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ch_outer.fragment import Fragment, load_reducers, local, start_of
-from ch_outer.handover import handed, holds, take
+from ch_outer.handover import handed, holds, refuse_foreign, take
 from ch_outer.inner import InnerOptimizer
 from ch_outer.joining import hand_over
 from ch_outer.parts import buffers_of, divide, options_of, trained
@@ -19,7 +19,6 @@ from commhooks import CommHooksError, HookConfigError, Plain, Reducer, StateErro
 from commhooks.adapters import Transport, digest
 
 OuterFactory = Callable[[Sequence[torch.Tensor]], Optimizer]
-_KEYS = ("inner", "outer", "count", "landed", "fragments", "schedule")
 
 
 def _nesterov(starts: Sequence[torch.Tensor]) -> Optimizer:
@@ -116,14 +115,9 @@ class OuterOptimizer(InnerOptimizer):
         super().__init__(optim)
         starts = {name: start_of(param) for name, param in params.items()}
         self.outer = (outer or _nesterov)(list(starts.values()))
-        self.count, self.landed, self._model = 0, 0, model
-        where: dict[str, Any] = {
-            "process_group": process_group,
-            "transport": transport,
-            "manager": manager,
-            "timeout": timeout,
-            "verify_ranks": verify_ranks,
-        }
+        self.count, self.landed, self._model, self._finishing = 0, 0, model, False
+        where: dict[str, Any] = {"process_group": process_group, "transport": transport, "manager": manager}
+        where |= {"timeout": timeout, "verify_ranks": verify_ranks}
         self._device = next(iter(starts.values())).device
         self._fragments: list[Fragment] = []
         facts = {"outer step": [f"{self.schedule}, mix={mix}, buffers={buffers}", *options_of(self.outer)]}
@@ -140,6 +134,7 @@ class OuterOptimizer(InnerOptimizer):
             self._fragments.append(Fragment(stepped, mine, reducer, mix, fixed=manager is None))
         averaged = buffers_of(model) if buffers == "average" else {}
         self._buffers = Reducer(Plain(), averaged, **where) if averaged else None
+        self._goal: int | None = None  # committed rounds after which `finish` ends, the same on all ranks
         self._taken = 0  # how often this member was behind, and was sent what the others have
         if manager is not None:
             manager.register_state_dict_fn("ch_outer", self._take_over, self._hand_over)
@@ -154,15 +149,27 @@ class OuterOptimizer(InnerOptimizer):
                 they were, and the next round exchanges what this one did not. After a TransportError or HookTimeoutError
                 the process group is lost. (Over a manager a lost peer raises nothing: the round is voted down.)
         """
+        failed = None
         with torch.no_grad():
             began = self._meet()
+            self._goal = None  # the others may end; this one does not
         loss = None if began and closure is None else self.scaled_step(closure)
         self.count += 1
         with torch.no_grad():
-            self._under_way()
-            for due in self.schedule.due(self.count):
-                self._round(due, overlap=self.schedule.overlap > 0)
+            try:
+                self._under_way()
+            except CommHooksError as error:
+                if not isinstance(self._rounds, ManagedRounds):
+                    raise
+                failed = error  # the other members only see a round that does not count, and begin the next one
+            self._begin_due()
+        if failed is not None:
+            raise failed
         return loss
+
+    def _begin_due(self) -> None:
+        for due in self.schedule.due(self.count):
+            self._round(due, overlap=self.schedule.overlap > 0)
 
     def _meet(self) -> bool:
         """A member's first step begins where the others are: it takes part in their round with nothing of its own. Whether
@@ -172,13 +179,16 @@ class OuterOptimizer(InnerOptimizer):
         while not self._rounds.met:
             before = self.landed
             self._rounds.met = self._round(0)
-            if self._rounds.met and self.landed > before:
-                self.count += self.schedule.overlap  # for the others the round is as old when it lands
+            if self._rounds.met and self.landed > before and self.schedule.overlap and self._goal is None:
+                self.count += self.schedule.overlap  # for others who do not `finish` it is as old when it lands
+                self._begin_due()
         return self._taken > taken
 
     def _round(self, due: int, *, overlap: bool = False) -> bool:
         """Exchange the fragment whose turn it is; whether it has landed, or, in a job's first round, all have met."""
         index = self._rounds.open(due)
+        if self._finishing and self._goal is None:
+            self._goal = self._rounds.committed(self.landed) + len(self._fragments)
         if index is None:
             return self._rounds.close()
         try:
@@ -220,12 +230,10 @@ class OuterOptimizer(InnerOptimizer):
             buffer.copy_(buffers[name])
         return True
 
-    # -- over a manager
-
     def _hand_over(self) -> dict[str, Any]:
         """What a member that is behind is sent; what the reductions share is sent by them."""
         given = handed(self._fragments, self.outer, self._averaged())
-        return {**given, "schedule": str(self.schedule), "count": self.count, "landed": self.landed}
+        return {**given, "schedule": str(self.schedule), "count": self.count, "landed": self.landed, "goal": self._goal}
 
     def _take_over(self, given: Mapping[str, Any]) -> None:
         """This member is behind, or new. Called by the manager, before the exchange of a round (a synchronous quorum) or in
@@ -236,6 +244,7 @@ class OuterOptimizer(InnerOptimizer):
         """
         if given["schedule"] != str(self.schedule):
             raise StateError(f"the others have {given['schedule']}, this member {self.schedule}: give all the same")
+        self._goal = given["goal"] if given["goal"] is not None else self._goal
         if self.landed == given["landed"] and holds(self._fragments, given):
             return  # a job's first quorum heals all members but one, and they may hold the same already
         since = next((f.since for f in self._fragments if f.since is not None), self.count)
@@ -260,13 +269,15 @@ class OuterOptimizer(InnerOptimizer):
         holds the start, and so the same parameters.
         """
         with torch.no_grad():
-            live = [(f.since, index) for index, f in enumerate(self._fragments) if f.since is not None]
-            for _, index in sorted(live):
+            for _, index in sorted((f.since, i) for i, f in enumerate(self._fragments) if f.since is not None):
                 self._land(index)
-            goal = self.landed + len(self._fragments)
-            while self.landed < goal:
-                # Each fragment once; over a manager again until it counts.
-                self._round(len(self._fragments) - (goal - self.landed))
+            self._finishing, done = True, 0
+            self._meet()
+            try:  # each fragment once; over a manager again until it counts, by the rounds that all members have seen
+                while self._goal is None or self._rounds.committed(self.landed) < self._goal:
+                    done += self._round(done % len(self._fragments))
+            finally:
+                self._finishing, self._goal = False, None
             for fragment in self._fragments:
                 fragment.begin_at(fragment.starts)
 
@@ -277,9 +288,8 @@ class OuterOptimizer(InnerOptimizer):
         Example:
             >>> from commhooks import Plain
             >>> from commhooks.simulate import SimulatedGroup, SimulatedTransport
-            >>> model = torch.nn.Linear(1, 1, bias=False)
+            >>> model, alone = torch.nn.Linear(1, 1, bias=False), SimulatedTransport(SimulatedGroup(1), 0)
             >>> inner = torch.optim.SGD(model.parameters(), lr=1.0)
-            >>> alone = SimulatedTransport(SimulatedGroup(1), 0)
             >>> optimizer = OuterOptimizer(inner, model, every=9, exchange=Plain(), transport=alone)
             >>> before = model.weight.item()
             >>> model(torch.ones(1, 1)).sum().backward()
@@ -372,17 +382,7 @@ class OuterOptimizer(InnerOptimizer):
         Raises:
             StateError: it is not such a state, or of another model, schedule or sharding.
         """
-        missing = [key for key in _KEYS if key not in state_dict]
-        if missing:
-            raise StateError(
-                f"this is not the state of an OuterOptimizer: {', '.join(missing)} missing. To begin with an inner optimizer's "
-                "own state, load that into the inner optimizer"
-            )
-        if state_dict["schedule"] != str(self.schedule):
-            raise StateError(
-                f"the state was saved with {state_dict['schedule']}, this is {self.schedule}: give the same every=, fragments= "
-                "and overlap="
-            )
+        refuse_foreign(state_dict, str(self.schedule))
         parts = list(zip(self._fragments, state_dict["fragments"], strict=True))
         for fragment, saved in parts:
             fragment.check(saved)

@@ -54,6 +54,9 @@ class Rounds(Protocol):
     def close(self) -> bool:
         """Everything of the round has come, or its error: whether it counts."""
 
+    def committed(self, landed: int) -> int:
+        """How many rounds have counted: the same on all ranks once a round is open. This one has seen ``landed`` land."""
+
 
 class FixedRounds:
     """Ranks that stay, and began with equal parameters: all of them raise, or the round counts."""
@@ -68,6 +71,9 @@ class FixedRounds:
 
     def close(self) -> bool:
         return True
+
+    def committed(self, landed: int) -> int:
+        return landed
 
 
 class ManagedRounds:
@@ -113,3 +119,6 @@ class ManagedRounds:
 
     def close(self) -> bool:
         return self.manager.should_commit()
+
+    def committed(self, landed: int) -> int:
+        return self.manager.current_step()

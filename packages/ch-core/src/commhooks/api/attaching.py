@@ -115,7 +115,7 @@ def attach(
         refuse_rollback(handle, next((name for name, given in judges.items() if given is not None), None))
     if isinstance(handle.state, HookState):
         handle.state.refuse_other(model.parameters())
-        handle.state.in_place = not rollback
+        handle.state.keep_copies(one=not rollback)
     if timeout is None:
         timeout = group_timeout(process_group or handle.process_group or getattr(model, "process_group", None))
     options = AttachOptions(

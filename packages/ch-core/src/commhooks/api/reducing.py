@@ -162,7 +162,7 @@ class Reducer:
         self._buckets = _buckets(tensors, device)
         state = self.handle.state
         assert isinstance(state, HookState)  # noqa: S101 - a reduction's is
-        state.in_place = not rollback
+        state.keep_copies(one=not rollback)
         found = {p.name: view for bucket in self._buckets for p, view in bucket.views()}
         self.tensors: dict[str, torch.Tensor] = {name: found[name] for name in tensors}
         layout = BucketLayout.of_tensors(self.tensors, _kinds(self.tensors))
@@ -322,6 +322,9 @@ class Reducer:
         with torch.no_grad(), self._side.on(storage):
             error = self._engine.finish()
         self._side.join(storage)
+        if error is None and self._binding.axis is None:
+            # On CUDA a backward is told of its failure by the next one. Nobody may go on with this average until then.
+            error = self._engine.verdict.take_error()
         if error is not None:
             raise error
 

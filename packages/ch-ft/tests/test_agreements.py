@@ -1,0 +1,27 @@
+"""How often the members of a round compare what they have."""
+
+from ch_ft import SimulatedCluster, SimulatedManager
+
+from .test_fsdp_manager import COLLECTIVES, POWERSGD, Member, batch, one_rank
+
+__all__ = ["one_rank"]  # a fixture
+
+
+def test_a_backward_under_fsdp2_compares_once() -> None:
+    """A bucket that is run at once is submitted by what runs it, and both see to it that members have agreed."""
+    seen: list[int] = []
+
+    def body(manager: SimulatedManager) -> None:
+        member = Member(manager, POWERSGD)
+        manager.start_quorum()
+        member.model(batch(manager.name, 0)).square().mean().backward()
+        manager.should_commit()
+
+    def count(manager: SimulatedManager, n: int) -> None:
+        if manager.name == "a":
+            seen.append(n)
+
+    with SimulatedCluster() as cluster:
+        cluster.on_collective = count
+        cluster.run({"a": body, "b": body})
+    assert len(seen) == COLLECTIVES
