@@ -384,7 +384,7 @@ def resnet18() -> dict[str, tuple[int, ...]]:
 def test_a_large_matrix_is_worked_on_in_blocks_on_a_cpu_though_it_was_planned_on_meta() -> None:
     def blocks(rank: SimulatedRank) -> list[int]:
         reduction = PowerSGD(rank=4)
-        bucket = Bucket.from_tensors({"w": torch.randn(600, 256)})
+        bucket = Bucket.from_tensors({"w": torch.randn(600, 512)})
         engine = rank.engine(reduction)
         engine.submit(bucket)
         assert engine.finish() is None

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from ch_powersgd.config import PowerSGDConfig
-from ch_powersgd.workspace import Matrix, Stack, Workspace
+from ch_powersgd.workspace import Matrix, Stack, Workspace, to_cache
 from commhooks import Bucket, ParamLayout, StepContext
 from commhooks.numerics import seeded_normals
 
@@ -50,6 +50,8 @@ class Steps:
             for (d, left), rest in zip(matrix.blocks, matrix.rows_of(e), strict=True):
                 if rest is not None:
                     d.add_(rest)
+                else:
+                    to_cache(d)
                 matrix.product(d, matrix.right, out=left)  # (n, cols) (cols, rank)
             self._matrices.append(matrix)
 
@@ -64,12 +66,12 @@ class Steps:
             else:
                 d.copy_(self.bucket.matrix(param))
         home.view(-1)[sum(p.numel for p in stack.params) :].zero_()  # what the padding holds would reach P
-        return home.view(-1, stack.rows, stack.cols)
+        return home.view(stack.rows, stack.cols) if stack.count == 1 else home.view(-1, stack.rows, stack.cols)
 
     def project_back(self) -> None:
         """``Q_i = D^T P``."""
         for matrix in self._matrices:
-            matrix.product(matrix.p, matrix.d, out=matrix.q)  # (rank, rows) (rows, cols)
+            matrix.project_back()
 
     def remember_q(self) -> None:
         """Stage Q for the next step."""
@@ -94,7 +96,7 @@ class Steps:
         It has a place of its own where D is still needed, or is where the residual is staged.
         """
         stack, d, kept = matrix.stack, matrix.d, self.config.error_feedback
-        ((_, left),) = matrix.blocks
+        left = matrix.p.mT
         if kept and not self._averaged:
             matrix.less_product(d, left, got, out=d)
             if not stack.direct:

@@ -19,7 +19,8 @@ from ch_powersgd.orthonormal import Columns
 from commhooks import Bucket, ParamLayout
 from commhooks.numerics import cut, seeded_normals
 
-_BLOCK = 1 << 16  # elements of a matrix that are added, multiplied and decoded at once on a CPU
+_BLOCK = 1 << 17  # elements of a matrix that are added, multiplied and decoded at once on a CPU: half of a core's cache
+_LINES = 1 << 14  # elements of a block that may still be in the cache, or takes no time to be brought there
 _SMALL = 1 << 20  # elements of a matrix whose passes over memory take no longer than launching a kernel
 
 Make = Callable[..., torch.Tensor]
@@ -28,6 +29,14 @@ Make = Callable[..., torch.Tensor]
 def batches(device: torch.device, numel: int) -> bool:
     """Whether launching a kernel costs more there than gathering a matrix of so many elements."""
     return device.type != "cpu" and numel < _SMALL
+
+
+def to_cache(block: torch.Tensor) -> None:
+    """Bring a block of a matrix into a core's cache, at the speed of memory: a skinny product of a block that is not there
+    waits for every line of it, which takes two to three times as long as both.
+    """
+    if block.device.type == "cpu" and block.numel() >= _LINES:
+        block.sum()
 
 
 @dataclass(frozen=True)
@@ -99,28 +108,41 @@ class Factor:
 
 
 class Matrix:
-    """A stack where it is worked on: in the bucket, without the leading ``count``, or in scratch as one block.
+    """A stack where it is worked on: in the bucket or in scratch.
 
     Attributes:
-        d: ``(rows, cols)``, or ``(count, rows, cols)``; so with all that follows.
+        in_place: whether that is in the bucket.
+        d: ``(rows, cols)``, or ``(count, rows, cols)`` of several; so with all that follows.
         p, q, sent: ``(rank, rows)``, and twice ``(rank, cols)``.
         right: Q as columns, ``(cols, rank)``.
         blocks: the rows of ``d`` ``(n, cols)``, with the part of P that they give, as columns ``(n, rank)``.
         product, outer_product, less_product: ``a b``; ``a b`` over a length of ``rank``; ``d - a b``.
     """
 
-    def __init__(self, stack: Stack, d: torch.Tensor, factors: Sequence[Factor], number: int) -> None:
-        self.stack, self.d, self.in_place = stack, d, d.dim() == 2
-        self._lengths = stack.block_rows(d.device) if self.in_place else [stack.rows]
-        self.p, self.q, self.sent = (f.stacks[number][0] if self.in_place else f.stacks[number] for f in factors)
+    def __init__(
+        self, stack: Stack, d: torch.Tensor, factors: Sequence[Factor], number: int, in_place: bool = False
+    ) -> None:
+        self.stack, self.d, self.in_place = stack, d, in_place
+        one = d.dim() == 2
+        self._lengths = stack.block_rows(d.device) if one else [stack.rows]
+        self.p, self.q, self.sent = (f.stacks[number][0] if one else f.stacks[number] for f in factors)
         self.right = self.q.mT
-        self.product: Make = torch.mm if self.in_place else torch.bmm
-        by_vectors = self.in_place and stack.rank == 1  # elementwise is faster than a product over a length of one
+        self.product: Make = torch.mm if one else torch.bmm
+        by_vectors = one and stack.rank == 1  # elementwise is faster than a product over a length of one
         self.outer_product: Make = torch.mul if by_vectors else self.product
-        subtract = torch.addmm if self.in_place else torch.baddbmm
+        subtract = torch.addmm if one else torch.baddbmm
         self.less_product: Make = partial(torch.addcmul, value=-1) if by_vectors else partial(subtract, alpha=-1)
         self._cuts = [(d, self._cut(d))]
         self.blocks = list(zip(self._cut(d), self._cut(self.p.mT), strict=True))
+
+    def project_back(self) -> None:
+        """``q = p d``, from the blocks one after another."""
+        for number, (d, left) in enumerate(self.blocks):
+            to_cache(d)
+            if number == 0:
+                self.product(left.mT, d, out=self.q)  # (rank, n) (n, cols)
+            else:
+                self.q.addmm_(left.mT, d)
 
     def rows_of(self, whole: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
         """``d`` or a residual, in blocks. The committed residual and the staged one take turns: each is cut up once."""
@@ -168,7 +190,7 @@ class Workspace:
         """Number of the stack -> matrix, of those that are worked on in the bucket; kept as long as the bucket is."""
 
         def matrices() -> dict[int, Matrix]:
-            return {i: Matrix(s, bucket.matrix(s.params[0]), factors, i) for i, s in self._direct.items()}
+            return {i: Matrix(s, bucket.matrix(s.params[0]), factors, i, in_place=True) for i, s in self._direct.items()}
 
         return bucket.cached(self, matrices, factors)
 
