@@ -23,6 +23,7 @@ class Method:
         fragments: parts that are exchanged at steps of their own.
         overlap: steps that an exchange has time for.
         mix: share of the local value that stays on arrival.
+        bucket_mb: size of DDP's buckets, whose exchanges begin while the backward goes on; 0: one bucket.
     """
 
     every: int = 0
@@ -32,12 +33,13 @@ class Method:
     fragments: int = 1
     overlap: int = 0
     mix: float = 0.0
+    bucket_mb: float = 0.0
 
     @property
     def label(self) -> str:
         """What tables call it."""
         if not self.every:
-            return self.exchange
+            return self.exchange + (f", buckets of {self.bucket_mb:g} MB" if self.bucket_mb else "")
         parts = f", {self.fragments} fragments" if self.fragments > 1 else ""
         over = f", overlap {self.overlap}, mix {self.mix:g}" if self.overlap else ""
         return f"H={self.every}, {self.exchange}, rate {self.rate:g}, momentum {self.momentum:g}{parts}{over}"

@@ -14,7 +14,7 @@ from ch_outer import OuterOptimizer
 
 REFERENCE = "torch allreduce"  # what all others have to reach; the floor is its loss at the speed of NOOP
 NOOP = "noop"
-
+BUCKET = 1.0  # MB: a quarter of the model; DDP's default of 25 would be one bucket
 
 METHODS = [
     Method(exchange=REFERENCE),
@@ -22,6 +22,11 @@ METHODS = [
     Method(exchange="torch fp16"),
     Method(exchange="torch PowerSGD rank 4"),
     Method(exchange="bf16_compress"),
+    Method(exchange=REFERENCE, bucket_mb=BUCKET),
+    Method(exchange="torch fp16", bucket_mb=BUCKET),
+    Method(exchange="bf16_compress", bucket_mb=BUCKET),
+    Method(exchange=FOUR_BITS, bucket_mb=BUCKET),
+    Method(exchange="bf16_wrapper(powersgd(rank=16))", bucket_mb=BUCKET),
     Method(exchange="quant8"),
     Method(exchange=FOUR_BITS),
     Method(exchange="bf16_wrapper(powersgd(rank=4))"),
@@ -79,8 +84,8 @@ def start(method: Method, net: torch.nn.Module, make: Callable[[Any], torch.opti
     if method.every:
         outer = method.outer(make(net.parameters()), net)
         return Running(net, outer, outer)
-    # PyTorch's PowerSGD hangs on gloo with two buckets; the same one for all, so that nobody else has an advantage.
-    model = DistributedDataParallel(net, bucket_cap_mb=1000.0, gradient_as_bucket_view=True)
+    # PyTorch's PowerSGD hangs on gloo with two buckets; where nothing else is said, the same one for all.
+    model = DistributedDataParallel(net, bucket_cap_mb=method.bucket_mb or 1000.0, gradient_as_bucket_view=True)
     if method.exchange in peers.NAMES:
         peers.attach(model, method.exchange)
     else:
