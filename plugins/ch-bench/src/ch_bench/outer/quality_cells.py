@@ -24,10 +24,12 @@ class Size:
     batch: int = 8  # per worker
     workers: int = 4
     lr: float = 2e-3
+    schedule: str = "cosine"
 
 
 SIZES = {
     "pilot": Size(steps=600, width=32, layers=2, context=32),
+    "long": Size(steps=9000, width=32, layers=2, context=32, batch=16, lr=8e-3),  # flat at the end, in minutes
     "small": Size(steps=3000, width=64, layers=2),
     "full": Size(steps=3000),
 }
@@ -107,8 +109,13 @@ def _start(cell: Cell, vocab: int) -> tuple[gpt.GPT, torch.optim.Optimizer]:
 
 
 def _schedule(size: Size, step: int) -> float:
-    """Warm-up over a tenth of the steps, then half a cosine down to a tenth, as the demo."""
-    warm = min(1.0, (step + 1) / max(1, size.steps // 10))
+    """Warm-up over a tenth of the steps, then half a cosine down to a tenth, as the demo; or the inverse root, which needs
+    no horizon, as the race.
+    """
+    rising = max(1, size.steps // 10)
+    warm = min(1.0, (step + 1) / rising)
+    if size.schedule == "root":
+        return size.lr * min(warm, (rising / (step + 1)) ** 0.5)
     return size.lr * warm * (0.55 + 0.45 * math.cos(math.pi * step / size.steps))
 
 
