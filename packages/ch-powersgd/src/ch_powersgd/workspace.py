@@ -190,7 +190,9 @@ class Workspace:
         """Number of the stack -> matrix, of those that are worked on in the bucket; kept as long as the bucket is."""
 
         def matrices() -> dict[int, Matrix]:
-            return {i: Matrix(s, bucket.matrix(s.params[0]), factors, i, in_place=True) for i, s in self._direct.items()}
+            return {
+                i: Matrix(s, bucket.matrix(s.params[0]), factors, i, in_place=True) for i, s in self._direct.items()
+            }
 
         return bucket.cached(self, matrices, factors)
 

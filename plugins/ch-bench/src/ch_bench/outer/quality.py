@@ -1,6 +1,6 @@
 """What outer optimizers cost in loss, at equal tokens, against the bytes that they send.
 
-    python -m ch_bench.outer.quality [--size pilot|small|full] [--seeds 3] [--minutes M] [--record]
+    python -m ch_bench.outer.quality [--size pilot|small|long|full] [--seeds 3] [--minutes M] [--record]
 
 Four workers train the GPT on real text, once with the exact mean of the gradients at every step, and once per outer method:
 H, outer rate and momentum, exchange. Workers are simulated ranks in one process: nothing is timed. Every finished run is in a
@@ -59,7 +59,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size", choices=list(quality_cells.SIZES), default="small", help="model and steps")
     parser.add_argument("--steps", type=int, help="in place of the size's own")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of weights and data")
-    parser.add_argument("--methods", type=int, help="only so many of the methods, the first ones")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only methods of these names, and all-reduce")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no run after these")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each in a process of its own")
@@ -72,9 +71,6 @@ def main(argv: list[str] | None = None) -> int:
     """Run what is missing, and show the table."""
     args = parse(argv)
     wanted = quality_cells.cells(args.size, args.seeds, args.steps)
-    if args.methods:
-        chosen = quality_cells.methods()[: args.methods]
-        wanted = [cell for cell in wanted if cell.method in chosen]
     if args.only:
         wanted = [cell for cell in wanted if not cell.method.every or cell.method.label in args.only]
     cache = Cache(args.out / "quality.json")

@@ -24,7 +24,6 @@ class Size:
     batch: int = 8  # per worker
     workers: int = 4
     lr: float = 2e-3
-    schedule: str = "cosine"
 
 
 SIZES = {
@@ -109,13 +108,8 @@ def _start(cell: Cell, vocab: int) -> tuple[gpt.GPT, torch.optim.Optimizer]:
 
 
 def _schedule(size: Size, step: int) -> float:
-    """Warm-up over a tenth of the steps, then half a cosine down to a tenth, as the demo; or the inverse root, which needs
-    no horizon, as the race.
-    """
-    rising = max(1, size.steps // 10)
-    warm = min(1.0, (step + 1) / rising)
-    if size.schedule == "root":
-        return size.lr * min(warm, (rising / (step + 1)) ** 0.5)
+    """Warm-up over a tenth of the steps, then half a cosine down to a tenth, as the demo."""
+    warm = min(1.0, (step + 1) / max(1, size.steps // 10))
     return size.lr * warm * (0.55 + 0.45 * math.cos(math.pi * step / size.steps))
 
 
