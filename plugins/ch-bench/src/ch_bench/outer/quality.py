@@ -27,6 +27,7 @@ from ch_bench.outer import quality_cells
 from ch_bench.outer.quality_cells import Cell
 
 Record = dict[str, Any]
+COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9")  # told apart also by who sees few colours
 
 
 class Cache:
@@ -150,7 +151,8 @@ def draw(found: list[Record], numel: int, path: Path) -> None:
     with matplotlib.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(8, 5), layout="constrained")
         axes = figure.subplots()
-        for every, colour in ((0, "#000000"), (10, "#0072b2"), (30, "#d55e00"), (100, "#009e73")):
+        for number, every in enumerate(sorted({row["every"] for row in made})):
+            colour = COLOURS[number % len(COLOURS)]
             chosen = [row for row in made if row["every"] == every]
             label = f"H = {every}" if every else "all-reduce at every step"
             axes.plot([r["sent"] / 1e6 for r in chosen], [r["loss"] for r in chosen], "o", color=colour, label=label)
@@ -170,7 +172,7 @@ def record(text: str, found: list[Record], left: int, words: list[str]) -> None:
     (folder / f"{name}.json").write_text(json.dumps(found, indent=0) + "\n")
     notes = [f"{left} runs of the command were not finished"] if left else []
     about = heading(name, command("ch_bench.outer.quality", words), *notes, f"raw records: {name}.json")
-    (folder / f"{name}.md").write_text(f"{about}\n{text}\n\n![{name}]({name}.png)\n")
+    (folder / f"{name}.md").write_text(f"{about}\n<!-- tables -->\n\n{text}\n\n![{name}]({name}.png)\n")
     print(f"recorded: docs/measured/{name}.md")
 
 
