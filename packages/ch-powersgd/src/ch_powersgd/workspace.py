@@ -33,7 +33,7 @@ def batches(device: torch.device, numel: int) -> bool:
 
 def to_cache(block: torch.Tensor) -> None:
     """Bring a block of a matrix into a core's cache, at the speed of memory: a skinny product of a block that is not there
-    waits for every line of it, which takes two to three times as long as both.
+    waits for every line of it, which can take half as long again as both (``ch_bench.cost.passes``).
     """
     if block.device.type == "cpu" and block.numel() >= _LINES:
         block.sum()

@@ -159,17 +159,13 @@ def worker(
     method = Method(**who)
     data = text.load()
     torch.manual_seed(seed)
-    net = gpt.GPT(
-        data.vocab, settings["context"], settings["width"], settings["layers"], max(1, settings["width"] // 32)
-    )
+    net = _net(settings, data.vocab)
     make = _optimizer(settings["lr"])
     race = _Race(
         start(method, net.to(device), make),
         text.Batches(data.train, settings["batch"], settings["context"], rank, seed),
     )
-    twin = gpt.GPT(
-        data.vocab, settings["context"], settings["width"], settings["layers"], max(1, settings["width"] // 32)
-    )
+    twin = _net(settings, data.vocab)
     held = text.validation(data.val, settings["context"], WINDOWS)
     seconds_per_step = []
     rows: list[tuple[int, float, float, float]] = []  # steps, seconds, bytes, held-out
