@@ -111,6 +111,28 @@ def test_what_is_worth_a_direct_exchange_or_two_halves(world: int, size: int, ki
     assert len(messages) == 2 * len(kinds) + 1
 
 
+def test_only_the_last_bucket_goes_in_halves() -> None:
+    """The messages of those before it keep gloo's threads busy already."""
+    numel = int(TUNED.halved_from) // 2
+
+    def body(rank: SimulatedRank) -> list[int]:
+        rank.transport.free, sizes = True, []
+        send = rank.transport.all_reduce
+
+        def record(tensor: torch.Tensor, op: str) -> Any:
+            sizes.append(tensor.numel())
+            return send(tensor, op)
+
+        rank.transport.all_reduce = record  # type: ignore[method-assign]
+        engine = rank.engine(WireCast(Plain(), "bf16"))
+        for index in range(3):
+            engine.submit(Bucket.from_tensors({f"w{index}": torch.ones(numel)}, index=index, is_last=index == 2))
+        assert engine.finish() is None
+        return sizes
+
+    assert simulate(2, body)[0] == [numel, numel, numel // 2, numel // 2]
+
+
 @pytest.mark.parametrize("numel", [100, int(TUNED.halved_from) // 2])
 def test_switched_off_every_message_is_one_all_reduce_and_the_average_the_same(numel: int) -> None:
     gradients = torch.randn(2, numel)

@@ -93,7 +93,8 @@ class Sender:
         # The average of a bucket that ends at once is DDP's to the bit: it is added up in DDP's order.
         any_order = not any(bucket.plan.ends_at_once for bucket in buckets)
         with profiled(first.verdict.name, "start", first.stage):
-            stage = Stage(self.transport, self.scratch, (first.slot, first.stage), any_order, self.tuning)
+            owner, newest = (first.slot, first.stage), buckets[-1].bucket.is_last
+            stage = Stage(self.transport, self.scratch, owner, any_order, self.tuning, newest)
             for bucket in buckets:
                 bucket.pending = stage
             stage.start(requests)

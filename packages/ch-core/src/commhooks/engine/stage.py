@@ -25,6 +25,7 @@ class Stage:
 
     Attributes:
         any_order: whether sums of unrounded numbers may be added up in another order than DDP's.
+        newest: whether no message of a later bucket will want gloo's threads before this one is done.
         wire_bytes: what this rank sends, as modelled: round a ring ``2 (W - 1) / W`` of an all-reduce and ``(W - 1) / W``
             of any other collective, and all of it to ``W - 1`` ranks in a direct exchange.
     """
@@ -34,6 +35,7 @@ class Stage:
     owner: object
     any_order: bool = False
     tuning: CpuTuning = TUNED
+    newest: bool = True
     _works: list[Message] = field(default_factory=list)
     reduced: list[torch.Tensor] = field(default_factory=list)
     wire_bytes: float = 0.0
@@ -113,7 +115,7 @@ class Stage:
             if op == "sum" and flat.is_floating_point() and self.tuning.direct(size, self.transport.world_size):
                 self._exchange_directly(number, flat, decode)
                 return
-            if size >= self.tuning.halved_from:
+            if self.newest and size >= self.tuning.halved_from:
                 ahead, flat = flat.chunk(2)
                 self._add(self.transport.all_reduce(ahead, op), ahead, None)
         self._sends(2 * size)
