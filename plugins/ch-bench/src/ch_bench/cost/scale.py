@@ -1,4 +1,4 @@
-"""How costs grow: `python -m ch_bench.cost.scale` (half an hour on two quiet cores; `--small` for a try).
+"""How costs grow: `python -m ch_bench.cost.scale` (eight minutes on two quiet cores; `--small` for a try).
 
     OMP_NUM_THREADS=1 python -m ch_bench.cost.scale --out docs/measured/scale.md
 
@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from ch_bench.bench_report import command, heading
-from ch_bench.cost.table import measure_step
-from ch_bench.gpu_kit.models import ShapesOnly, made_up
+from ch_bench.cost.table import measure, measure_step
+from ch_bench.gpu_kit.models import PYTORCHS, ShapesOnly, made_up
 from ch_bench.shapes import gpt_shapes
 from commhooks import Bucket, BucketLayout, StepContext
 from commhooks.testing import spawn
@@ -58,11 +58,16 @@ def against_parameters(hooks: Sequence[str], millions: Sequence[int], steps: int
 def against_buckets(
     hooks: Sequence[str], buckets: Sequence[int], sizes: tuple[int, int, int, int], steps: int
 ) -> list[str]:
-    """Milliseconds of a step over two ranks, by the number of buckets."""
+    """Milliseconds of a step over two ranks, by the number of buckets; where PyTorch has the same hook, both in turns. Not its
+    PowerSGD, whose buckets' messages mix up as soon as there are two.
+    """
     lines = [f"| hook | {' | '.join(f'{n} buckets' for n in buckets)} |", "|---" * (len(buckets) + 1) + "|"]
     for hook in hooks:
-        lines.append(f"| `{hook}` | {' | '.join(f'{measure_step(hook, sizes, 2, n, steps):.1f}' for n in buckets)} |")
-        print(lines[-1], flush=True)
+        peer = hook in PYTORCHS and not hook.startswith("powersgd")
+        found = [spawn(measure, 2, hook, sizes, steps, n, peer, timeout=600)[0] for n in buckets]
+        for name, what in (("step", f"`{hook}`"), *([("theirs", f"PyTorch's `{hook}`")] if peer else [])):
+            lines.append(f"| {what} | {' | '.join(f'{each[name]:.1f}' for each in found)} |")
+            print(lines[-1], flush=True)
     return lines
 
 

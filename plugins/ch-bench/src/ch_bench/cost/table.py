@@ -1,4 +1,4 @@
-"""What every hook costs, and where: `python -m ch_bench.cost.table` (half an hour on two cores; `--small` for a try).
+"""What every hook costs, and where: `python -m ch_bench.cost.table` (six minutes on two cores; `--small` for a try).
 
     OMP_NUM_THREADS=1 python -m ch_bench.cost.table --out docs/measured/cost-table.md
 
