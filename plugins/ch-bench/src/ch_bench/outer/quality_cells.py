@@ -46,7 +46,7 @@ def methods() -> list[Method]:
     found += [Method(30, exchange, 1.0, 0.5) for exchange in EXCHANGES[1:]]
     found += [Method(30, SPARSE, 1.0, 0.0), Method(30, "bf16_compress", 1.0, 0.5, 4, 5, 0.5)]
     # A hundred times fewer bytes than bf16 at every step also where small tensors, which go whole, are a sixth of them.
-    found.append(Method(32, FOUR_BITS, 1.0, 0.5))
+    found += [Method(32, FOUR_BITS, *step) for step in ((1.0, 0.5), (0.9, 0.7))]
     found += [Method(30, FOUR_BITS, 1.0, 0.5, 4, overlap, mix) for overlap, mix in ((1, 0.0), (2, 0.5))]
     found += [Method(100, exchange, 1.0, 0.5) for exchange in EXCHANGES[1:]]
     found += [Method(every, exchange, *step) for every in (10, 30, 100) for exchange in EXCHANGES for step in STEPS_OUT]
