@@ -4,7 +4,9 @@ import torch
 
 from commhooks.requests import Wire
 
-_BLOCK = 1 << 19  # elements of fp32 that stay in a CPU's cache between two passes, and few enough calls from Python
+_BLOCK = (
+    1 << 19
+)  # elements of fp32: few enough to stay in a CPU's cache between two passes, many enough for a call each
 
 
 def encode(source: torch.Tensor, target: torch.Tensor, scale: float, wire: Wire | None) -> None:

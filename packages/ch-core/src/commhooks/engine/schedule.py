@@ -43,7 +43,7 @@ class CpuTuning:
     # that the ring needs in turn. Without this limit the traffic of W ranks would grow with W.
     direct_extra_bytes: int = 1 << 15
     # gloo has two threads a group, each busy with one message: without halves, from 4 MiB on, one of them would idle. Not
-    # where a later bucket's message keeps it busy: halves then cost 3 to 5 %.
+    # where a later bucket's message keeps it busy: halves then only cost.
     halved_from: float = 4 << 20
     # Waking up from a blocking wait can take longer than a short message, on a virtual machine by milliseconds. Longer
     # messages, or more than 2 ms, would only take the core from those who carry them.

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from ch_bench.bench_report import command, heading
-from ch_bench.cost.table import measure, measure_step
+from ch_bench.cost.table import measured
 from ch_bench.gpu_kit.models import PYTORCHS, ShapesOnly, made_up
 from ch_bench.shapes import gpt_shapes
 from commhooks import Bucket, BucketLayout, StepContext
@@ -47,7 +47,7 @@ def against_parameters(hooks: Sequence[str], millions: Sequence[int], steps: int
     lines = [f"| hook | {' | '.join(f'{m} M' for m in millions)} | slope |", "|---" * (len(millions) + 2) + "|"]
     for hook in hooks:
         sizes = [m for m in millions if m < 300 or hook in LARGE_HOOKS]
-        found = [measure_step(hook, GPTS[m], 2, 1, max(3, steps // max(1, m // 30))) for m in sizes]
+        found = [measured(hook, GPTS[m], max(3, steps // max(1, m // 30)))["step"] for m in sizes]
         slope = math.log(found[-1] / found[-2]) / math.log(sizes[-1] / sizes[-2]) if len(found) > 1 else math.nan
         cells = [f"{each:.1f}" for each in found] + [""] * (len(millions) - len(found))
         lines.append(f"| `{hook}` | {' | '.join(cells)} | {slope:.2f} |")
@@ -64,7 +64,7 @@ def against_buckets(
     lines = [f"| hook | {' | '.join(f'{n} buckets' for n in buckets)} |", "|---" * (len(buckets) + 1) + "|"]
     for hook in hooks:
         peer = hook in PYTORCHS and not hook.startswith("powersgd")
-        found = [spawn(measure, 2, hook, sizes, steps, n, peer, timeout=600)[0] for n in buckets]
+        found = [measured(hook, sizes, steps, buckets=n, peer=peer) for n in buckets]
         for name, what in (("step", f"`{hook}`"), *([("theirs", f"PyTorch's `{hook}`")] if peer else [])):
             lines.append(f"| {what} | {' | '.join(f'{each[name]:.1f}' for each in found)} |")
             print(lines[-1], flush=True)
@@ -77,7 +77,8 @@ def against_ranks(
     """Milliseconds of a step in one bucket, by the number of processes: on this machine they share the cores."""
     lines = [f"| hook | {' | '.join(f'{n} ranks' for n in ranks)} |", "|---" * (len(ranks) + 1) + "|"]
     for hook in hooks:
-        lines.append(f"| `{hook}` | {' | '.join(f'{measure_step(hook, sizes, n, 1, steps):.1f}' for n in ranks)} |")
+        cells = [f"{measured(hook, sizes, steps, world=n)['step']:.1f}" for n in ranks]
+        lines.append(f"| `{hook}` | {' | '.join(cells)} |")
         print(lines[-1], flush=True)
     return lines
 

@@ -123,10 +123,12 @@ def _ratios(taken: dict[str, list[float]]) -> list[float]:
     ]
 
 
-def measure_step(hook: str, sizes: Sizes, world: int, buckets: int, steps: int) -> float:
-    """Milliseconds of a step, less ``noop``'s."""
-    found: dict[str, float] = spawn(measure, world, hook, sizes, steps, buckets, timeout=600)[0]
-    return found["step"]
+def measured(
+    hook: str, sizes: Sizes, steps: int, *, world: int = 2, buckets: int = 1, peer: bool = False
+) -> dict[str, Any]:
+    """What rank 0 of ``world`` processes finds by :func:`measure`."""
+    found: dict[str, Any] = spawn(measure, world, hook, sizes, steps, buckets, peer, timeout=600)[0]
+    return found
 
 
 def _step(model: DistributedDataParallel) -> None:
@@ -159,7 +161,7 @@ def table(chosen: list[str], sizes: Sizes, steps: int, *, with_memory: bool) -> 
     plain = spawn(memory.measure, 2, None, memory.WHOLE, timeout=300)[0][1] if with_memory else 0.0
     for hook in chosen:
         peer = hook in PYTORCHS
-        found = spawn(measure, 2, hook, sizes, steps, 1, peer, timeout=600)[0]
+        found = measured(hook, sizes, steps, peer=peer)
         times = [
             f"{found[name] / millions:.3f}" if name in found else ""
             for name in ("before", "waiting", "after", "step", "theirs")
