@@ -4,9 +4,8 @@ import torch
 
 from commhooks.requests import Wire
 
-_BLOCK = (
-    1 << 19
-)  # elements of fp32: few enough to stay in a CPU's cache between two passes, many enough for a call each
+# Elements of fp32: few enough to stay in a CPU's cache between two passes, many enough for a call each.
+_BLOCK = 1 << 19
 
 
 def encode(source: torch.Tensor, target: torch.Tensor, scale: float, wire: Wire | None) -> None:
