@@ -216,6 +216,15 @@ def command(module: str, argv: Sequence[str] | None = None, *, environment: str 
     return " ".join([*([environment] if environment else []), "python -m", module, *map(shlex.quote, kept)])
 
 
+def digits(value: float) -> str:
+    """Three significant digits: a quick machine's small shapes do not come out as 0.0.
+
+    >>> digits(0.012345), digits(12345.6)
+    ('0.0123', '12300')
+    """
+    return f"{float(f'{value:.3g}'):.15g}"
+
+
 def heading(title: str, made_by: str, *notes: str) -> str:
     """How every record begins: what it is, the command that made it, the machine, and ``notes``, an item each."""
     items = [*(f"{key}: {value}" for key, value in machine().items()), *notes]

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ch_bench.bench_report import command, heading
+from ch_bench.bench_report import command, digits, heading
 from ch_bench.shapes import gpt_shapes
 from commhooks.testing import spawn
 
@@ -134,7 +134,7 @@ def table(ranks: int, small: bool) -> str:
     for cells in zip(*spawn(measure, ranks, small, timeout=600), strict=True):
         columns, block, _ = cells[0]
         ms = {way: 1e3 * max(times[way] for _, _, times in cells) for way in WAYS}
-        shown = [f"{value:.1f}" for value in (*ms.values(), *(sum(ms[way] for way in ways) for ways in SUMS.values()))]
+        shown = map(digits, (*ms.values(), *(sum(ms[way] for way in ways) for ways in SUMS.values())))
         lines.append(f"| {columns} | {block >> 10} Ki | {' | '.join(shown)} |")
     return "\n".join(lines)
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from ch_bench.bench_report import command, heading
+from ch_bench.bench_report import command, digits, heading
 from ch_bench.cost.table import measured
 from ch_bench.gpu_kit.models import PYTORCHS, ShapesOnly, made_up
 from ch_bench.shapes import gpt_shapes
@@ -49,7 +49,7 @@ def against_parameters(hooks: Sequence[str], millions: Sequence[int], steps: int
         sizes = [m for m in millions if m < 300 or hook in LARGE_HOOKS]
         found = [measured(hook, GPTS[m], max(3, steps // max(1, m // 30)))["step"] for m in sizes]
         slope = math.log(found[-1] / found[-2]) / math.log(sizes[-1] / sizes[-2]) if len(found) > 1 else math.nan
-        cells = [f"{each:.1f}" for each in found] + [""] * (len(millions) - len(found))
+        cells = [*map(digits, found)] + [""] * (len(millions) - len(found))
         lines.append(f"| `{hook}` | {' | '.join(cells)} | {slope:.2f} |")
         print(lines[-1], flush=True)
     return lines
@@ -66,7 +66,7 @@ def against_buckets(
         peer = hook in PYTORCHS and not hook.startswith("powersgd")
         found = [measured(hook, sizes, steps, buckets=n, peer=peer) for n in buckets]
         for name, what in (("step", f"`{hook}`"), *([("theirs", f"PyTorch's `{hook}`")] if peer else [])):
-            lines.append(f"| {what} | {' | '.join(f'{each[name]:.1f}' for each in found)} |")
+            lines.append(f"| {what} | {' | '.join(digits(each[name]) for each in found)} |")
             print(lines[-1], flush=True)
     return lines
 
@@ -77,7 +77,7 @@ def against_ranks(
     """Milliseconds of a step in one bucket, by the number of processes: on this machine they share the cores."""
     lines = [f"| hook | {' | '.join(f'{n} ranks' for n in ranks)} |", "|---" * (len(ranks) + 1) + "|"]
     for hook in hooks:
-        cells = [f"{measured(hook, sizes, steps, world=n)['step']:.1f}" for n in ranks]
+        cells = [digits(measured(hook, sizes, steps, world=n)["step"]) for n in ranks]
         lines.append(f"| `{hook}` | {' | '.join(cells)} |")
         print(lines[-1], flush=True)
     return lines
@@ -95,7 +95,7 @@ def planning(hooks: Sequence[str], worlds: Sequence[int], sizes: tuple[int, int,
         for world in worlds:
             begun = time.perf_counter()
             reduction.plan(layout, StepContext(world_size=world))
-            cells.append(f"{1e3 * (time.perf_counter() - begun):.1f}")
+            cells.append(digits(1e3 * (time.perf_counter() - begun)))
         lines.append(f"| `{hook}` | {' | '.join(cells)} |")
         print(lines[-1], flush=True)
     return lines
@@ -107,7 +107,7 @@ def own_work(hooks: Sequence[str], worlds: Sequence[int], numel: int) -> list[st
     """
     lines = [f"| hook | {' | '.join(f'{w} ranks' for w in worlds)} |", "|---" * (len(worlds) + 1) + "|"]
     for hook in hooks:
-        cells = [f"{_own(hook, world, numel):.2f}" for world in worlds]
+        cells = [digits(_own(hook, world, numel)) for world in worlds]
         lines.append(f"| `{hook}` | {' | '.join(cells)} |")
         print(lines[-1], flush=True)
     return lines

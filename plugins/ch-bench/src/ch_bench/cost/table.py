@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import commhooks
-from ch_bench.bench_report import command, heading, interval
+from ch_bench.bench_report import command, digits, heading, interval
 from ch_bench.cost import memory
 from ch_bench.gpu_kit.models import PYTORCHS, ShapesOnly, made_up, register_torch
 from ch_bench.shapes import gpt_shapes
@@ -163,7 +163,7 @@ def table(chosen: list[str], sizes: Sizes, steps: int, *, with_memory: bool) -> 
         peer = hook in PYTORCHS
         found = measured(hook, sizes, steps, peer=peer)
         times = [
-            f"{found[name] / millions:.3f}" if name in found else ""
+            digits(found[name] / millions) if name in found else ""
             for name in ("before", "waiting", "after", "step", "theirs")
         ]
         ratio = "{:.2f} ({:.2f} … {:.2f})".format(*found["ratio"]) if peer else ""
