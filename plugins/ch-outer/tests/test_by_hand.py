@@ -20,7 +20,14 @@ Mean = Callable[[torch.Tensor], torch.Tensor]
 
 
 def by_hand(
-    rank: int, mean: Mean, steps: int, every: int, parts: list[list[str]], overlap: int, mix: float, rate: float = 0.7
+    rank: int,
+    mean: Mean,
+    steps: int,
+    every: int,
+    parts: list[list[str]],
+    overlap: int,
+    mix: float | str,
+    rate: float = 0.7,
 ) -> list[torch.Tensor]:
     """(Streaming) DiLoCo as its papers write it, with torch's SGD on copies; `mean` averages a flat tensor."""
     model = make()
@@ -28,16 +35,19 @@ def by_hand(
     params = dict(model.named_parameters())
     starts = {name: p.detach().clone() for name, p in params.items()}
     outer = torch.optim.SGD(list(starts.values()), lr=rate, momentum=0.9, nesterov=True)
-    arriving: list[tuple[int, list[str], torch.Tensor]] = []
+    arriving: list[tuple[int, list[str], torch.Tensor, dict[str, torch.Tensor]]] = []
 
     def land(step: int) -> None:
-        for _, names, flat in [one for one in arriving if one[0] == step]:
+        for _, names, flat, left in [one for one in arriving if one[0] == step]:
             for n, part in zip(names, flat.split([params[n].numel() for n in names]), strict=True):
                 starts[n].grad = part.view_as(starts[n])
             outer.step()
             for n in names:
                 starts[n].grad = None
-                params[n].copy_(torch.lerp(params[n], starts[n], 1.0 - mix))
+                if mix == "carry":
+                    params[n].add_(starts[n] - left[n])
+                else:
+                    params[n].copy_(torch.lerp(params[n], starts[n], 1.0 - mix))
         arriving[:] = [one for one in arriving if one[0] > step]
 
     for step in range(1, steps + 1):
@@ -47,7 +57,8 @@ def by_hand(
             for index, names in enumerate(parts):
                 if step % every == (index + 1) * every // len(parts) % every:
                     flat = torch.cat([(starts[n] - params[n]).flatten() for n in names])
-                    arriving.append((step + overlap, names, mean(flat)))
+                    left = {n: params[n].clone() for n in names}
+                    arriving.append((step + overlap, names, mean(flat), left))
             land(step)
     return values(model)
 
@@ -58,10 +69,12 @@ CASES = {
     "overlap": {"every": 5, "overlap": 2},
     "Streaming DiLoCo": {"every": 6, "fragments": 3, "overlap": 3, "mix": 0.5},
     "overlap as long as a round": {"every": 3, "fragments": 2, "overlap": 3, "mix": 0.25},
+    "carried": {"every": 5, "overlap": 3, "mix": "carry"},
+    "carried, in fragments, as long as a round": {"every": 3, "fragments": 2, "overlap": 3, "mix": "carry"},
 }
 
 
-def hand_options(options: dict[str, Any]) -> tuple[int, list[list[str]], int, float]:
+def hand_options(options: dict[str, Any]) -> tuple[int, list[list[str]], int, float | str]:
     parts = divide(dict(make().named_parameters()), options.get("fragments", 1))
     return options["every"], parts, options.get("overlap", 0), options.get("mix", 0.0)
 
@@ -113,8 +126,12 @@ def alone() -> SimulatedTransport:
     return SimulatedTransport(SimulatedGroup(1), 0)
 
 
-@pytest.mark.parametrize("fragments", [1, 3])
-def test_one_worker_at_rate_1_without_momentum_is_the_inner_optimizer(fragments: int) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"fragments": 3}, {"overlap": 2, "mix": "carry"}, {"fragments": 3, "overlap": 3, "mix": "carry"}],
+    ids=["whole", "fragments", "carried", "carried fragments"],
+)
+def test_one_worker_at_rate_1_without_momentum_is_the_inner_optimizer(options: dict[str, Any]) -> None:
     """Also where start - (start - p) is not p: a weight that crosses zero, one that becomes tiny."""
     plain, wrapped = make(), make()
     for model in (plain, wrapped):
@@ -122,7 +139,7 @@ def test_one_worker_at_rate_1_without_momentum_is_the_inner_optimizer(fragments:
             model[0].weight[0, :3] = torch.tensor([1e-3, 1e-9, 5.0])
     inner, outer = adam(plain), plain_sgd(1.0)
     optimizer = OuterOptimizer(
-        adam(wrapped), wrapped, every=3, fragments=fragments, exchange=Plain(), outer=outer, transport=alone()
+        adam(wrapped), wrapped, every=3, exchange=Plain(), outer=outer, transport=alone(), **options
     )
     rounds_that_round = 0
     start = values(plain)

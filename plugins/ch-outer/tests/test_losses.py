@@ -47,9 +47,9 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def make() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+def make(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
 
 
 def step(model: nn.Module, optimizer: OuterOptimizer, rank: int) -> None:
@@ -60,12 +60,13 @@ def step(model: nn.Module, optimizer: OuterOptimizer, rank: int) -> None:
 
 
 def shared(optimizer: OuterOptimizer) -> list[str]:
-    """Digests of start, momentum and shared state."""
+    """Digests of start, momentum, averaged buffers and shared state."""
     state = optimizer.state_dict()
     momentum = [one["momentum_buffer"] for one in state["outer"]["state"].values()]
     starts = [tensor for fragment in state["fragments"] for tensor in fragment["start"].values()]
     seen = [row["seen"] for fragment in state["fragments"] for row in fragment["reducer"]["entries"].values()]
-    return [str((optimizer.count, optimizer.landed)), *map(digest, momentum), *map(digest, starts), *map(digest, seen)]
+    held = [*momentum, *starts, *seen, *state["buffers"]["shared"].values()]
+    return [str((optimizer.count, optimizer.landed)), *map(digest, held)]
 
 
 def over(folder: str, name: str, rank: int, world: int) -> dist.ProcessGroup:
@@ -111,8 +112,7 @@ def worker(rank: int, world: int, place: str, folder: str) -> tuple[int, list[in
         found.append(shared(optimizer))
     elif rank == 2:
         dist.destroy_process_group()
-        torch.manual_seed(9)
-        other = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+        other = make(9)
         over(folder, f"alone {rank}", 0, 1)
         late = OuterOptimizer(
             torch.optim.AdamW(other.parameters(), lr=0.01), other, every=EVERY, exchange=InTwoStages(), timeout=8.0

@@ -27,6 +27,7 @@ CASES = {
         "exchange": "powersgd(rank=1, min_compression_rate=1, start_iter=0)",
     },
     "overlap": {"every": 6, "fragments": 3, "overlap": 2, "mix": 0.5, "exchange": QUANT},
+    "carried": {"every": 6, "fragments": 3, "overlap": 2, "mix": "carry", "exchange": QUANT},
 }
 
 
@@ -48,7 +49,7 @@ def shared(optimizer: OuterOptimizer) -> list[str]:
     kept = [one for fragment in optimizer._fragments for one in fragment.reducer.handle.state.entries()]
     q = [tensor for _, field, tensor in kept if field == "q"]
     whole = optimizer.landed % len(optimizer._fragments) == 0
-    buffers = list(optimizer._averaged().values()) if whole else []  # averaged with the last fragment
+    buffers = list(optimizer._buffers.live().values()) if whole else []  # averaged with the last fragment
     return [str((optimizer.count, optimizer.landed)), *map(digest, [*starts, *momentum, *q, *buffers])]
 
 

@@ -29,10 +29,11 @@ EXCHANGES = [
 
 
 @pytest.mark.parametrize("stop", [1, 4, 6, 7, 8, 11])
+@pytest.mark.parametrize("mix", [0.5, "carry"])
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_it_resumes_to_the_bit_at_any_step(exchange: str, stop: int) -> None:
+def test_it_resumes_to_the_bit_at_any_step(exchange: str, mix: float | str, stop: int) -> None:
     """In a round, at its end, and while exchanges are under way; saving changes nothing for who goes on."""
-    options: dict[str, Any] = {"every": 6, "fragments": 2, "overlap": 3, "mix": 0.5, "exchange": exchange}
+    options: dict[str, Any] = {"every": 6, "fragments": 2, "overlap": 3, "mix": mix, "exchange": exchange}
 
     def body(rank: SimulatedRank, save: bool) -> list[list[torch.Tensor]]:
         model = make()
@@ -99,6 +100,14 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing() -> None:
     other = OuterOptimizer(adam(model), model, every=3, exchange=Plain(), transport=alone())
     with pytest.raises(StateError, match="same every="):
         other.load_state_dict(saved)
+    late = {"every": 3, "overlap": 2, "exchange": Plain(), "transport": alone()}
+    dropping = OuterOptimizer(adam(model), model, **late)
+    train(model, dropping, 0, range(3))
+    dropped = dropping.state_dict()
+    dropped["fragments"][0]["left"] = {}  # as saved by several ranks
+    with pytest.raises(StateError, match="mix="):
+        OuterOptimizer(adam(model), model, mix="carry", **late).load_state_dict(dropped)
+    before = values(model)
     small = nn.Linear(6, 2)
     with pytest.raises(StateError, match="differ in"):
         OuterOptimizer(adam(small), small, every=2, exchange=Plain(), transport=alone()).load_state_dict(saved)
@@ -276,6 +285,7 @@ def test_what_is_refused_and_who_differs_is_told() -> None:
     inner = adam(model)
     for wrong in (
         {"every": 0}, {"every": 2, "fragments": 3}, {"every": 2, "overlap": 3}, {"every": 2, "mix": 1.5},
+        {"every": 2, "overlap": 1, "mix": "keep"},
         {"every": 2, "buffers": "sum"}, {"every": 2, "fragments": [["0.weight"]]}, {"every": 50, "fragments": 7},
     ):  # fmt: skip
         with pytest.raises(HookConfigError):

@@ -5,19 +5,22 @@ Over the rounds of one fragment, with ``p_i`` its parameters on rank i::
     delta_i = start - p_i                      the pseudo-gradient
     delta   = reduction(delta_1 ... delta_W)   under way while inner steps go on
     start   = outer optimizer (start, delta)   on arrival, the same on every rank
-    p_i     = (1 - mix) * start + mix * p_i
+    p_i     = (1 - mix) * start + mix * p_i    or, carried: p_i + start - what p_i was when the exchange started
 
-DiLoCo is arXiv:2311.08105, fragments, overlap and mix are those of Streaming DiLoCo, arXiv:2501.18512.
+DiLoCo is arXiv:2311.08105, fragments, overlap and mix are those of Streaming DiLoCo, arXiv:2501.18512; to carry what the inner
+steps did during the overlap is the delay-corrected merge of LOSCAR-SGD, arXiv:2605.20866.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from ch_outer.joining import joined
-from commhooks import CommHooksError, Exchange, Reducer, StateError
+from commhooks import Exchange, HookConfigError, Reducer, StateError
+
+CARRY = "carry"  # on arrival, what this rank's inner steps did during the overlap is added to the new start
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -39,11 +42,14 @@ class Fragment:
         params: the parameters, in model order.
         starts: their starts, which the outer optimizer moves.
         reducer: averages tensors of the shapes of the starts.
-        mix: part of a rank's own parameters that stays on arrival.
+        mix: part of a rank's own parameters that stays on arrival; or :data:`CARRY`.
         fixed: whether the ranks stay, so that one that is alone knows that nobody else receives the average.
 
     Attributes:
         since: inner steps done when the exchange under way was started; ``None`` if none is.
+
+    Raises:
+        HookConfigError: another ``mix``.
     """
 
     def __init__(
@@ -51,24 +57,30 @@ class Fragment:
         params: Mapping[str, torch.Tensor],
         starts: Mapping[str, torch.Tensor],
         reducer: Reducer,
-        mix: float,
+        mix: float | str,
         *,
         fixed: bool = True,
     ) -> None:
+        if mix != CARRY and (isinstance(mix, str) or not 0.0 <= mix <= 1.0):
+            raise HookConfigError(f"mix={mix!r}: expected a part of a rank's own parameters, from 0 to 1, or {CARRY!r}")
         self.params, self.starts, self.reducer, self.mix = dict(params), dict(starts), reducer, mix
         self.since: int | None = None
         self._exchange: Exchange | None = None
         self._fixed = fixed
-        self._left: dict[str, torch.Tensor] = {}  # where a rank that is alone was when the exchange started
+        # Where this rank was when the exchange started: for what is carried, and for a rank that is alone.
+        self._left: dict[str, torch.Tensor] = {}
+        # What parameters of 16 bits could not hold of where they were put. It is no move of this rank's: left out here, the next
+        # pseudo-gradient would take it back, and a start that moves by less than they can hold would not move at all.
+        self._rest: dict[str, torch.Tensor] = {}
 
     def begin(self, count: int) -> None:
         """Start the exchange of what the inner steps have moved since the start."""
         for name, start in self.starts.items():
-            torch.sub(start, local(self.params[name]), out=self.reducer.tensors[name])
+            torch.sub(start, self._held(name), out=self.reducer.tensors[name])
+        keep = self.mix == CARRY or self._alone
+        left = {name: self._held(name).clone() for name in self.starts} if keep else {}
         self._exchange = self.reducer.start()
-        if self._fixed and self.reducer.world_size == 1:  # asked in every round: ranks come to a group, and leave it
-            self._left = {name: local(self.params[name]).clone() for name in self.starts}
-        self.since = count
+        self._left, self.since = left, count
 
     def advance(self) -> None:
         """The next stage of the exchange under way."""
@@ -99,8 +111,7 @@ class Fragment:
         """
         self.receive()
         self.since = None
-        mix = 0.0 if healed else self.mix
-        there = {name: self._exact_end(name) for name in self._left}
+        there = {name: self._exact_end(name) for name in self._left} if self._alone else {}
         for name, start in self.starts.items():
             start.grad = self.reducer.tensors[name]
         outer.step()
@@ -109,15 +120,40 @@ class Fragment:
             if name in there:
                 end, left = there[name]
                 start.copy_(torch.where(start == end, left, start))
-            mine = local(self.params[name])
-            mine.lerp_(start.to(mine.dtype), 1.0 - mix) if mix else mine.copy_(start)
+            self._arrive(name, 0.0 if healed else self.mix)
         self._left.clear()
+
+    def _held(self, name: str) -> torch.Tensor:
+        """Where this rank is."""
+        mine = local(self.params[name])
+        return mine + self._rest[name] if name in self._rest else mine
+
+    def _put(self, name: str, there: torch.Tensor) -> None:
+        mine = local(self.params[name])
+        mine.copy_(there)
+        self._rest.pop(name, None)  # of another dtype, if the model was converted
+        if mine.dtype != there.dtype:
+            self._rest[name] = there - mine
+
+    def _arrive(self, name: str, mix: float | str) -> None:
+        there, held = self.starts[name], self._held(name)
+        if isinstance(mix, str):
+            # What has not moved is at the start; what has is not rounded where the new start is what this rank had left.
+            there = torch.where(held == self._left[name], there, held + (there - self._left[name]))
+        elif mix:
+            there = torch.lerp(held.to(there.dtype), there, 1.0 - mix)
+        self._put(name, there)
+
+    @property
+    def _alone(self) -> bool:
+        """Asked in every round: ranks come to a group, and leave it."""
+        return self._fixed and self.reducer.world_size == 1
 
     def begin_at(self, starts: Mapping[str, torch.Tensor]) -> None:
         """Take over a start, and go on from there."""
         for name, start in self.starts.items():
             start.copy_(starts[name])
-            local(self.params[name]).copy_(start)
+            self._put(name, start)
 
     def _exact_end(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the start comes to if the outer step takes all of this rank's pseudo-gradient, and where that is exactly.
@@ -128,6 +164,11 @@ class Fragment:
         """
         left, start = self._left[name].to(self.starts[name].dtype), self.starts[name]
         return start - (start - left), left
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the average has come, and is not used yet: a checkpoint wanted it."""
+        return self.since is not None and self._exchange is None
 
     def drop(self) -> None:
         """Forget the exchange under way: its group is lost."""
@@ -163,16 +204,20 @@ class Fragment:
             "since": self.since,
             "mean": {name: self.reducer.tensors[name].clone() for name in self.starts} if waiting else {},
             "left": {name: tensor.clone() for name, tensor in self._left.items()} if waiting else {},
+            "rest": {name: tensor.clone() for name, tensor in self._rest.items()},
         }
 
     def check(self, saved: Mapping[str, Any]) -> None:
         """Refuse a state of other parameters.
 
         Raises:
-            StateError: naming one of them.
+            StateError: naming one of them; or an exchange was under way, of which this one needs more than was saved.
         """
-        for key in ("start", "mean", "left"):
-            for name in saved[key].keys() ^ self.starts.keys() if saved[key] else ():
+        if self.mix == CARRY and saved["mean"] and not saved["left"]:
+            raise StateError(f"saved with an exchange under way and without mix={CARRY!r}: go on with the mix= it had")
+        for key in ("start", "mean", "left", "rest"):
+            own = saved["rest"].keys() & self.starts.keys() if key == "rest" else self.starts.keys()
+            for name in saved[key].keys() ^ own if saved[key] else ():
                 raise StateError(
                     f"the saved outer state and this model's fragments differ in {name!r}: give the same model and fragments="
                 )
@@ -191,18 +236,4 @@ class Fragment:
             if self.since is not None:
                 self.reducer.tensors[name].copy_(saved["mean"][name])
         self._left = {name: tensor.to(self.starts[name].device, copy=True) for name, tensor in saved["left"].items()}
-
-
-def load_reducers(fragments: Sequence[Fragment], states: Sequence[Mapping[str, Any]], world_change: str) -> None:
-    """All or none: ranks that refuse one state, all alike, go on with what they had."""
-    for fragment in fragments:
-        fragment.receive()  # a reduction's state is open while its exchange is under way
-    reducers = [fragment.reducer for fragment in fragments]
-    before = [reducer.state_dict() for reducer in reducers]
-    for index, reducer in enumerate(reducers):
-        try:
-            reducer.load_state_dict(states[index], world_change=world_change)
-        except CommHooksError:
-            for loaded, own in zip(reducers[:index], before, strict=False):
-                loaded.load_state_dict(own)
-            raise
+        self._rest = {name: tensor.to(self.starts[name].device, copy=True) for name, tensor in saved["rest"].items()}

@@ -26,7 +26,9 @@ def hand_over(
     source = max(range(group.size()), key=lambda rank: (*rows[rank].tolist(), -rank))
     written = io.BytesIO()
     if group.rank() == source:
-        torch.save({key: value for key, value in state.items() if key != "inner"}, written)
+        given = {key: value for key, value in state.items() if key != "inner"}
+        given["fragments"] = [{**one, "rest": {}, "reducer": _shared(one["reducer"])} for one in given["fragments"]]
+        torch.save(given, written)
     size = torch.tensor([written.getbuffer().nbytes], device=device)
     giver = dist.get_global_rank(group, source)
     dist.broadcast(size, giver, group)
@@ -39,8 +41,17 @@ def hand_over(
     read = io.BytesIO(
         ctypes.string_at(message.data_ptr(), message.numel())
     )  # without NumPy, which torch does not bring
-    given: dict[str, Any] = torch.load(read, map_location=device, weights_only=True)
-    return given
+    found: dict[str, Any] = torch.load(read, map_location=device, weights_only=True)
+    return found
+
+
+def _shared(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what is the giver's own: residuals would cross the link to be thrown away."""
+    entries = {
+        name: {field: tensor for field, tensor in row.items() if state["fields"][field] != "local"}
+        for name, row in state["entries"].items()
+    }
+    return {**state, "entries": entries}
 
 
 def joined(own: Mapping[str, Any], given: Mapping[str, Any], *, behind: bool) -> dict[str, Any]:

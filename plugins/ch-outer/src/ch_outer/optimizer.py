@@ -8,15 +8,16 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ch_outer.fragment import Fragment, load_reducers, local, start_of
-from ch_outer.handover import handed, holds, refuse_foreign, take
+from ch_outer.buffers import Buffers
+from ch_outer.fragment import Fragment, local, start_of
+from ch_outer.handover import handed, holds, join_parts, load_parts, refuse_foreign, take
 from ch_outer.inner import InnerOptimizer
 from ch_outer.joining import hand_over
-from ch_outer.parts import buffers_of, divide, options_of, trained
+from ch_outer.parts import divide, facts_of, options_of, parameters_of, refuse_unfrozen, reshard, trained, write
 from ch_outer.rounds import FixedRounds, ManagedRounds, Manager, Rounds
 from ch_outer.schedule import Schedule
-from commhooks import CommHooksError, HookConfigError, Plain, Reducer, StateError
-from commhooks.adapters import Transport, digest
+from commhooks import HookConfigError, Reducer, StateError
+from commhooks.adapters import Transport
 
 OuterFactory = Callable[[Sequence[torch.Tensor]], Optimizer]
 
@@ -32,9 +33,10 @@ class OuterOptimizer(InnerOptimizer):
     ``GradScaler`` every ``scaler.step(optimizer)`` counts, also one that it skips on this rank for an infinite gradient, so
     that ranks stay together.
 
-    Every rank makes the same number of ``step()`` calls, which is when messages are sent. Parameters are equal on all ranks
-    when this is made, or it raises. Over a ``manager``, whose members come and go, neither is asked: a newcomer is sent start,
-    outer optimizer and counts in its first ``step()``, before its inner step.
+    Every rank makes the same number of ``step()`` calls, which is when messages are sent. Parameters, frozen ones too, and
+    averaged buffers are equal on all ranks when this is made, or it raises. Over a ``manager``, whose members come and go,
+    neither is asked: a newcomer is sent start, outer optimizer, buffers and counts in its first ``step()``, before its inner
+    step. What is frozen it has itself.
 
     Args:
         optim: the inner optimizer, whatever it is.
@@ -47,7 +49,7 @@ class OuterOptimizer(InnerOptimizer):
         fragments: how many parts of equal size take turns; or the parts, as lists of parameter names.
         overlap: inner steps that go on while an exchange is under way.
         mix: part of a rank's own parameters that stays when an exchange arrives: 0 takes the new start, 0.5 is Streaming
-            DiLoCo's. What the inner steps did during the overlap is lost with 0.
+            DiLoCo's. What the inner steps did during the overlap is lost with 0; ``"carry"`` adds it to the new start.
         buffers: ``"average"``: floating-point buffers (BatchNorm's statistics) are averaged exactly after the last fragment
             of a round, so that all ranks hold one model; ``"local"``: they stay each rank's own. Integer ones always do.
         process_group: the ranks that exchange; with DDP or FSDP2 inside a group, those of equal place in every group.
@@ -71,12 +73,11 @@ class OuterOptimizer(InnerOptimizer):
 
     Example:
         >>> import torch
-        >>> from commhooks import Plain
         >>> from commhooks.simulate import SimulatedGroup, SimulatedTransport
         >>> model = torch.nn.Linear(3, 1)
         >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> alone = SimulatedTransport(SimulatedGroup(1), 0)
-        >>> optimizer = OuterOptimizer(inner, model, every=2, exchange=Plain(), transport=alone)
+        >>> optimizer = OuterOptimizer(inner, model, every=2, transport=alone)
         >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         >>> for _ in range(4):
         ...     loss = model(torch.ones(1, 3)).sum()
@@ -97,7 +98,7 @@ class OuterOptimizer(InnerOptimizer):
         outer: OuterFactory | None = None,
         fragments: int | Sequence[Sequence[str]] = 1,
         overlap: int = 0,
-        mix: float = 0.0,
+        mix: float | str = 0.0,
         buffers: str = "average",
         process_group: dist.ProcessGroup | None = None,
         transport: Transport | None = None,
@@ -108,10 +109,6 @@ class OuterOptimizer(InnerOptimizer):
         params = trained(model, optim)
         parts = divide(params, fragments)
         self.schedule = Schedule(every, len(parts), overlap)
-        if not 0.0 <= mix <= 1.0:
-            raise HookConfigError(f"mix={mix}: expected a part of a rank's own parameters, from 0 to 1")
-        if buffers not in ("average", "local"):
-            raise HookConfigError(f"buffers={buffers!r}: legal are 'average' and 'local'")
         super().__init__(optim)
         starts = {name: start_of(param) for name, param in params.items()}
         self.outer = (outer or _nesterov)(list(starts.values()))
@@ -120,20 +117,21 @@ class OuterOptimizer(InnerOptimizer):
         where |= {"timeout": timeout, "verify_ranks": verify_ranks}
         self._device = next(iter(starts.values())).device
         self._fragments: list[Fragment] = []
-        facts = {"outer step": [f"{self.schedule}, mix={mix}, buffers={buffers}", *options_of(self.outer)]}
+        self._frozen = parameters_of(model)[1]
+        facts = facts_of(model, starts, buffers, values=verify_ranks and manager is None)
+        facts["outer step"] = [f"{self.schedule}, mix={mix}, buffers={buffers}", *options_of(self.outer)]
         if manager is not None:
             self._rounds: Rounds = ManagedRounds(manager, self.schedule, facts=facts, verify_ranks=verify_ranks)
         else:  # over a manager, what members begin with is sent to them
             self._rounds = FixedRounds()
-            facts["parameters at the start"] = [f"{name}: {digest(start)}" for name, start in starts.items()]
         for index, names in enumerate(parts):
             mine = {name: starts[name] for name in names}
             # One state and one handle per fragment: a round of each is one committed step, whatever the others do.
             reducer = Reducer(exchange, mine, facts=facts, rounds=self._rounds.of(index), **where)
-            stepped = {name: params[name] for name in names}
-            self._fragments.append(Fragment(stepped, mine, reducer, mix, fixed=manager is None))
-        averaged = buffers_of(model) if buffers == "average" else {}
-        self._buffers = Reducer(Plain(), averaged, **where) if averaged else None
+            self._fragments.append(
+                Fragment({name: params[name] for name in names}, mine, reducer, mix, fixed=manager is None)
+            )
+        self._buffers = Buffers(model, buffers, **where)
         self._goal: int | None = None  # committed rounds after which `finish` ends, the same on all ranks
         self._taken = 0  # how often this member was behind, and was sent what the others have
         if manager is not None:
@@ -158,7 +156,7 @@ class OuterOptimizer(InnerOptimizer):
         with torch.no_grad():
             try:
                 self._under_way()
-            except CommHooksError as error:
+            except Exception as error:  # a reduction's own, too
                 if not isinstance(self._rounds, ManagedRounds):
                     raise
                 failed = error  # the other members only see a round that does not count, and begin the next one
@@ -186,6 +184,7 @@ class OuterOptimizer(InnerOptimizer):
 
     def _round(self, due: int, *, overlap: bool = False) -> bool:
         """Exchange the fragment whose turn it is; whether it has landed, or, in a job's first round, all have met."""
+        refuse_unfrozen(self._frozen)
         index = self._rounds.open(due)
         if self._finishing and self._goal is None:
             self._goal = self._rounds.committed(self.landed) + len(self._fragments)
@@ -193,7 +192,7 @@ class OuterOptimizer(InnerOptimizer):
             return self._rounds.close()
         try:
             self._fragments[index].begin(self.count)
-        except CommHooksError:
+        except Exception:
             self._rounds.close()
             raise
         return False if overlap else self._land(index)
@@ -214,25 +213,31 @@ class OuterOptimizer(InnerOptimizer):
         fragment, buffers, taken = self._fragments[index], {}, self._taken
         try:
             fragment.receive()
-            if index == len(self._fragments) - 1 and self._buffers is not None:
-                buffers = self._buffers.average(self._averaged())
-        except CommHooksError:
-            fragment.miss()
-            fragment.reducer.rollback()
+            if index == len(self._fragments) - 1:
+                buffers = self._buffers.average()
+        except Exception:
+            if isinstance(self._rounds, ManagedRounds):
+                fragment.miss()
+                fragment.reducer.rollback()
             self._rounds.close()
+            if fragment.waiting:  # the buffers failed, and what has come is on all ranks
+                self._move_start(fragment)
             raise
         if not self._rounds.close():
             fragment.miss()
             return False
-        fragment.land(self.outer, healed=self._taken > taken)
-        self.landed += 1
-        for name, buffer in self._averaged().items() if buffers else ():
-            buffer.copy_(buffers[name])
+        self._move_start(fragment, healed=self._taken > taken)
+        self._buffers.put(buffers)
         return True
+
+    def _move_start(self, fragment: Fragment, *, healed: bool = False) -> None:
+        fragment.land(self.outer, healed=healed)
+        self.landed += 1
+        reshard(self._model)
 
     def _hand_over(self) -> dict[str, Any]:
         """What a member that is behind is sent; what the reductions share is sent by them."""
-        given = handed(self._fragments, self.outer, self._averaged())
+        given = handed(self._fragments, self.outer, self._buffers)
         return {**given, "schedule": str(self.schedule), "count": self.count, "landed": self.landed, "goal": self._goal}
 
     def _take_over(self, given: Mapping[str, Any]) -> None:
@@ -245,17 +250,15 @@ class OuterOptimizer(InnerOptimizer):
         if given["schedule"] != str(self.schedule):
             raise StateError(f"the others have {given['schedule']}, this member {self.schedule}: give all the same")
         self._goal = given["goal"] if given["goal"] is not None else self._goal
-        if self.landed == given["landed"] and holds(self._fragments, given):
+        if self.landed == given["landed"] and holds(self._fragments, self._buffers, given):
             return  # a job's first quorum heals all members but one, and they may hold the same already
         since = next((f.since for f in self._fragments if f.since is not None), self.count)
         with torch.no_grad():
-            take(self._fragments, self.outer, self._averaged(), given)
+            take(self._fragments, self.outer, self._buffers, given)
+            reshard(self._model)
         self.count = given["count"] + self.count - since  # given when the round began
         self.landed = given["landed"]
         self._taken += 1
-
-    def _averaged(self) -> dict[str, torch.Tensor]:
-        return buffers_of(self._model) if self._buffers is not None else {}
 
     # -- between steps
 
@@ -280,17 +283,18 @@ class OuterOptimizer(InnerOptimizer):
                 self._finishing, self._goal = False, None
             for fragment in self._fragments:
                 fragment.begin_at(fragment.starts)
+            reshard(self._model)
 
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
-        """The starts in the place of the parameters, for evaluating or saving the one model that all ranks share.
+        """The starts in the place of the parameters, and the last averages in that of the buffers: the one model that all
+        ranks share, to evaluate or save.
 
         Example:
-            >>> from commhooks import Plain
             >>> from commhooks.simulate import SimulatedGroup, SimulatedTransport
             >>> model, alone = torch.nn.Linear(1, 1, bias=False), SimulatedTransport(SimulatedGroup(1), 0)
             >>> inner = torch.optim.SGD(model.parameters(), lr=1.0)
-            >>> optimizer = OuterOptimizer(inner, model, every=9, exchange=Plain(), transport=alone)
+            >>> optimizer = OuterOptimizer(inner, model, every=9, transport=alone)
             >>> before = model.weight.item()
             >>> model(torch.ones(1, 1)).sum().backward()
             >>> optimizer.step()
@@ -299,25 +303,23 @@ class OuterOptimizer(InnerOptimizer):
             >>> same, model.weight.item() == before
             (True, False)
         """
-        own = [(local(p), local(p).clone()) for f in self._fragments for p in f.params.values()]
-        starts = [start for f in self._fragments for start in f.starts.values()]
-        with torch.no_grad():
-            for (mine, _), start in zip(own, starts, strict=True):
-                mine.copy_(start)
+        places = [(local(f.params[name]), start) for f in self._fragments for name, start in f.starts.items()]
+        places += self._buffers.places()
+        own = [mine.clone() for mine, _ in places]
         try:
+            write(self._model, places)
             yield
         finally:
-            with torch.no_grad():
-                for mine, before in own:
-                    mine.copy_(before)
+            write(self._model, [(mine, before) for (mine, _), before in zip(places, own, strict=True)])
 
     def move(self, process_group: dist.ProcessGroup) -> None:
         """Go on over another group of ranks: those that are left when one was lost, and newcomers.
 
         Every rank of the new group makes this call, a newcomer after it has made an optimizer over a group of its own (the
-        options are the same everywhere). What is under way is dropped. The rank with most exchanges behind it gives start,
-        outer optimizer and counts to all, and what the reductions share. Who is behind it (an exchange may have come on one
-        rank and failed on another), or new, begins at the start; the others keep what they have moved, and their residuals.
+        options are the same everywhere). What is under way is dropped; what a checkpoint has waited for lands. The rank with
+        most exchanges behind it gives start, outer optimizer, averaged buffers and counts to all, and what the reductions
+        share. Who is behind it (an exchange may have come on one rank and failed on another), or new, begins at the start with
+        these buffers; the others keep what they have moved, and their residuals.
 
         Raises:
             HookConfigError: over a manager, where this happens by itself.
@@ -326,26 +328,28 @@ class OuterOptimizer(InnerOptimizer):
         if isinstance(self._rounds, ManagedRounds):
             raise HookConfigError("over a manager members come and go by themselves: there is no move()")
         with torch.no_grad():
-            for fragment in self._fragments:
+            for fragment in sorted(self._fragments, key=lambda f: f.since or 0):
+                if fragment.waiting:
+                    self._move_start(fragment)
                 fragment.drop()
-                fragment.reducer.move(process_group)
-            if self._buffers is not None:
-                self._buffers.move(process_group)
+        for reducer in self._reducers():
+            reducer.move(process_group)
         given = hand_over(self.state_dict(), (self.landed, self.count), process_group, self._device)
         behind = self.landed < given["landed"] or self.count == 0
         self.outer.load_state_dict(given["outer"])
         self.count, self.landed = given["count"], given["landed"]
         with torch.no_grad():
-            for fragment, theirs in zip(self._fragments, given["fragments"], strict=True):
-                fragment.join(theirs, behind=behind)
+            join_parts(self._fragments, self._buffers, given, behind=behind)
+        reshard(self._model)
+
+    def _reducers(self) -> list[Reducer]:
+        return [*(fragment.reducer for fragment in self._fragments), *self._buffers.reducers]
 
     def stats(self) -> dict[str, float]:
         """The exchanges' figures added up (see :meth:`commhooks.CommHook.stats`), and ``rounds_done``: whole rounds."""
-        reducers = [f.reducer for f in self._fragments] + ([self._buffers] if self._buffers is not None else [])
-        rows = [reducer.stats() for reducer in reducers]
-        return {key: sum(row[key] for row in rows) for key in rows[0]} | {
-            "rounds_done": float(self.landed // len(self._fragments))
-        }
+        rows = [reducer.stats() for reducer in self._reducers()]
+        whole = float(self.landed // len(self._fragments))
+        return {key: sum(row[key] for row in rows) for key in rows[0]} | {"rounds_done": whole}
 
     # -- checkpoints
 
@@ -368,6 +372,7 @@ class OuterOptimizer(InnerOptimizer):
             "count": self.count,
             "landed": self.landed,
             "fragments": [fragment.state_dict() for fragment in self._fragments],
+            "buffers": self._buffers.state_dict(),
             "schedule": str(self.schedule),
         }
 
@@ -382,19 +387,14 @@ class OuterOptimizer(InnerOptimizer):
         Raises:
             StateError: it is not such a state, or of another model, schedule or sharding.
         """
-        refuse_foreign(state_dict, str(self.schedule))
-        parts = list(zip(self._fragments, state_dict["fragments"], strict=True))
-        for fragment, saved in parts:
-            fragment.check(saved)
-        load_reducers(self._fragments, [saved["reducer"] for _, saved in parts], world_change)
+        refuse_foreign(
+            state_dict, str(self.schedule), self._fragments, self._buffers, inner=self.optim, outer=self.outer
+        )
         with torch.no_grad():
-            for fragment, saved in parts:
-                fragment.load_state_dict(saved)
+            load_parts(self._fragments, self._buffers, state_dict, world_change)
         self.optim.load_state_dict(state_dict["inner"])
         self.outer.load_state_dict(state_dict["outer"])
         self.count, self.landed, self._rounds.met = state_dict["count"], state_dict["landed"], True
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            "an OuterOptimizer holds a process group and cannot be pickled or copied: save its state_dict()"
-        )
+        raise TypeError("an OuterOptimizer holds a process group and cannot be copied: save its state_dict()")

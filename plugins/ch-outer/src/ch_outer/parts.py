@@ -1,19 +1,39 @@
 """What of a model is exchanged, and how it is divided into fragments."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from ch_outer.fragment import local
 from commhooks import HookConfigError
+from commhooks.adapters import digest
 
 _WRAPPERS = ("module.", "_orig_mod.")  # DDP's, torch.compile's: the same model has the same names with and without
 
 
-def _plain_name(name: str) -> str:
-    while name.startswith(_WRAPPERS):
-        name = name.split(".", 1)[1]
-    return name
+def _wrapping(model: torch.nn.Module) -> int:
+    """How many characters of every name are wrappers'. What only some names begin with is a module's own name."""
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    found = 0
+    while names and (shared := next((w for w in _WRAPPERS if all(name.startswith(w, found) for name in names)), "")):
+        found += len(shared)
+    return found
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Have FSDP2 gather anew: after a forward without a backward the root's parameters stay gathered, as they were."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@torch.no_grad()
+def write(model: torch.nn.Module, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Put values into parameters and buffers of a model: ``(which, value)`` each."""
+    for mine, value in pairs:
+        mine.copy_(value)
+    reshard(model)
 
 
 def trained(model: torch.nn.Module, optim: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -24,7 +44,7 @@ def trained(model: torch.nn.Module, optim: torch.optim.Optimizer) -> dict[str, t
     """
     if not isinstance(model, torch.nn.Module):
         raise HookConfigError(f"expected the model whose parameters are stepped, got {type(model).__name__}")
-    found: dict[str, torch.Tensor] = {_plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    found, _ = parameters_of(model)
     known = {id(p) for p in model.parameters()}
     foreign = [tuple(p.shape) for group in optim.param_groups for p in group["params"] if id(p) not in known]
     if foreign or not found:
@@ -37,9 +57,53 @@ def trained(model: torch.nn.Module, optim: torch.optim.Optimizer) -> dict[str, t
     return found
 
 
+def parameters_of(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Those that require gradients, and those that do not, by name."""
+    wrapping = _wrapping(model)
+    found: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
+    for name, param in model.named_parameters():
+        found[not param.requires_grad][name[wrapping:]] = param
+    return found
+
+
 def buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Floating-point buffers by name: those that can be averaged."""
-    return {_plain_name(name): local(b) for name, b in model.named_buffers() if b.is_floating_point()}
+    wrapping = _wrapping(model)
+    return {name[wrapping:]: local(b) for name, b in model.named_buffers() if b.is_floating_point()}
+
+
+def facts_of(
+    model: torch.nn.Module, starts: Mapping[str, torch.Tensor], buffers: str, *, values: bool
+) -> dict[str, list[str]]:
+    """What has to be the same on all ranks, as lines by name.
+
+    Args:
+        model: whose parameters and buffers.
+        starts: of the parameters that are exchanged.
+        buffers: ``"average"``, or ``"local"``: then they may differ.
+        values: also their values, and those of frozen parameters and buffers: where nobody is sent what the others begin with.
+    """
+    frozen = parameters_of(model)[1]
+    facts = {"frozen parameters": [f"{name}: {tuple(p.shape)} {p.dtype}" for name, p in frozen.items()]}
+    if values:
+        rows = {"parameters": starts, "frozen parameters": frozen}
+        rows |= {"buffers": buffers_of(model)} if buffers == "average" else {}
+        for kind, tensors in rows.items():
+            facts[f"{kind} at the start"] = [f"{name}: {digest(local(t))}" for name, t in tensors.items()]
+    return facts
+
+
+def refuse_unfrozen(frozen: Mapping[str, torch.Tensor]) -> None:
+    """Refuse what would drift apart.
+
+    Raises:
+        HookConfigError: a parameter requires gradients now that is in no fragment.
+    """
+    if found := [name for name, param in frozen.items() if param.requires_grad]:
+        raise HookConfigError(
+            f"{found[:4]} did not require gradients when the outer optimizer was made, and are not exchanged: unfreeze them on "
+            "all ranks before, or make it anew"
+        )
 
 
 def options_of(optim: torch.optim.Optimizer) -> list[str]:

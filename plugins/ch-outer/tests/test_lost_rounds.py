@@ -1,0 +1,196 @@
+"""Rounds of which a part is lost: an exchange that was saved, buffers, a reduction that raises."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ch_outer import OuterOptimizer, plain_sgd
+from commhooks import AllReduce, Bucket, HookConfigError, Plain, Reduction, StepContext
+from commhooks.adapters import digest
+from commhooks.simulate import SimulatedRank, simulate
+
+from .outer_kit import make, same, train
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_checkpoint_in_the_middle_of_an_exchange_counts_nothing_twice(fails: bool) -> None:
+    """What it waited for lands at its step, also if the buffers cannot be averaged then: its residuals are final."""
+
+    def body(rank: SimulatedRank) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 8, bias=False), nn.BatchNorm1d(8))
+        optimizer = OuterOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model,
+            every=4,
+            overlap=2,
+            mix="carry",
+            exchange="quant2(exempt=False)",
+            outer=plain_sgd(1.0),
+            transport=rank.transport,
+        )
+        sent = torch.zeros_like(model[0].weight)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.randn(8, 32, generator=torch.Generator().manual_seed(optimizer.count))).sin().sum().backward()
+            optimizer.step()
+
+        for _ in range(8):
+            step()
+        fragment = optimizer._fragments[0]
+        before = fragment.starts["0.weight"].clone()
+        optimizer.state_dict()
+        assert fragment.waiting
+        mean = fragment.reducer.tensors["0.weight"].clone()
+        if fails:
+            average = optimizer._buffers.average
+
+            def once() -> dict[str, torch.Tensor]:
+                optimizer._buffers.average = average
+                raise ArithmeticError("a cosmic ray")
+
+            optimizer._buffers.average = once
+            step()
+            with pytest.raises(ArithmeticError):
+                step()
+        else:
+            step()
+            step()
+        assert optimizer.landed == 2
+        torch.sub(before, fragment.starts["0.weight"], out=sent)
+        assert torch.allclose(sent, mean, atol=1e-6)
+        return fragment.starts["0.weight"].flatten().tolist()
+
+    here, there = simulate(2, body)
+    assert here == there
+
+
+@pytest.mark.parametrize("save", [False, True])
+def test_moving_drops_what_is_under_way_and_lands_what_a_checkpoint_has_waited_for(save: bool, tmp_path: Any) -> None:
+    """The residuals of that one are final: dropped, it would be sent twice."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        model = nn.Linear(64, 8, bias=False)
+        options: dict[str, Any] = {
+            "every": 4,
+            "overlap": 2,
+            "exchange": "quant2(exempt=False)",
+            "outer": plain_sgd(1.0),
+        }
+        optimizer = OuterOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
+        fragment = optimizer._fragments[0]
+
+        def steps(count: int) -> None:
+            for _ in range(count):
+                optimizer.zero_grad()
+                x = torch.randn(8, 64, generator=torch.Generator().manual_seed(optimizer.count))
+                model(x).sin().sum().backward()
+                optimizer.step()
+
+        def residual() -> list[torch.Tensor]:
+            fragment.reducer.commit()
+            return [tensor.clone() for _, _, tensor in fragment.reducer.handle.state.entries()]
+
+        steps(7)
+        before, start = residual(), fragment.starts["weight"].clone()
+        steps(1)
+        if save:
+            optimizer.state_dict()
+            start -= fragment.reducer.tensors["weight"]
+        optimizer.move(dist.group.WORLD)
+        assert optimizer.landed == 1 + save
+        assert torch.equal(fragment.starts["weight"], start)
+        assert torch.equal(model.weight.detach(), start) is save
+        assert same(residual(), before) is not save
+    finally:
+        dist.destroy_process_group()
+
+
+def test_buffers_that_cannot_be_averaged_stop_no_exchange() -> None:
+    """What has come is used, no inner step is lost, and every round of the parameters goes on."""
+
+    def body(rank: SimulatedRank) -> tuple[list[float], int]:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        model.register_buffer("cache", torch.zeros(1))
+        optimizer = OuterOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            model,
+            every=2,
+            exchange=Plain(),
+            outer=plain_sgd(1.0),
+            transport=rank.transport,
+        )
+        model.cache = torch.zeros(2)  # has grown, on all ranks
+        found = []
+        for _ in range(6):
+            model.weight.grad = torch.full_like(model.weight, -1.0)
+            try:
+                optimizer.step()
+            except HookConfigError:
+                found.append(model.weight.item())
+        with optimizer.global_parameters():
+            assert model.weight.item() == 6.0
+        return found, optimizer.landed
+
+    assert simulate(2, body) == [([2.0, 4.0, 6.0], 3)] * 2
+
+
+class Breaks(Reduction):
+    """The mean, and once an error of its own."""
+
+    name = "breaks"
+    armed = False
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Any:
+        if self.armed and not bucket.buffer.is_meta:
+            self.armed = False
+            raise ValueError("of its own")
+        yield AllReduce(bucket.buffer)
+
+
+@pytest.mark.parametrize("async_quorum", [True, False])
+def test_a_member_comes_back_in_a_round_in_which_every_reduction_raises(async_quorum: bool) -> None:
+    """It was sent the others' start in that round, and has it afterwards: also a round of errors is voted on."""
+    ch_ft = pytest.importorskip("ch_ft")
+    died: list[int] = []
+
+    def live(manager: Any, again: bool = False) -> dict[int, str]:
+        model, reduction = make(5 if again else 0), Breaks()
+        optimizer = OuterOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, manager=manager, every=2, exchange=reduction
+        )
+        reduction.armed = again
+        found, broken = {}, False
+        while manager.current_step() < 9:
+            if manager.name == "a" and optimizer.landed == 4 and not broken:
+                broken = reduction.armed = True
+            try:
+                train(model, optimizer, ord(manager.name), range(optimizer.count, optimizer.count + 1))
+            except ValueError:
+                found[-1] = "raised"
+            found[manager.current_step()] = digest(optimizer._fragments[0].starts["0.weight"])
+        return found
+
+    def body(manager: Any) -> dict[int, str]:
+        try:
+            return live(manager)
+        except ch_ft.SimulatedDeath:
+            return live(manager.cluster.join(manager.name), True)
+
+    def dies(manager: Any, number: int) -> None:
+        if manager.name == "b" and manager.current_step() == 3 and number == 1 and not died:
+            died.append(1)
+            manager.die(return_at=5)
+
+    with ch_ft.SimulatedCluster(async_quorum=async_quorum) as cluster:
+        cluster.on_collective = dies
+        found = cluster.run(dict.fromkeys("ab", body))
+    assert [one[-1] for one in found.values()] == ["raised", "raised"]
+    assert found["a"][9] == found["b"][9]
