@@ -10,6 +10,10 @@ from ch_outer import OuterOptimizer
 
 SPARSE = "topk(density=0.02, bits=2, decay=0.95)"
 FOUR_BITS = "quant4"
+# Small tensors, which quant sends whole, are a sixth of what it sends of a small model: here none is.
+ALL_FOUR = "quant4(exempt=False)"
+ALL_THREE = "quant(bits=3, error_feedback=True, exempt=False)"
+ALL_TWO = "quant2(exempt=False)"
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class Method:
         rate: of the outer SGD, as ``momentum`` (Nesterov's).
         fragments: parts that are exchanged at steps of their own.
         overlap: steps that an exchange has time for.
-        mix: share of the local value that stays on arrival.
+        mix: share of the local value that stays on arrival, or ``"carry"``.
         bucket_mb: size of DDP's buckets, whose exchanges begin while the backward goes on; 0: one bucket.
     """
 
@@ -32,7 +36,7 @@ class Method:
     momentum: float = 0.5
     fragments: int = 1
     overlap: int = 0
-    mix: float = 0.0
+    mix: float | str = 0.0
     bucket_mb: float = 0.0
 
     @property
@@ -41,7 +45,8 @@ class Method:
         if not self.every:
             return self.exchange + (f", buckets of {self.bucket_mb:g} MB" if self.bucket_mb else "")
         parts = f", {self.fragments} fragments" if self.fragments > 1 else ""
-        over = f", overlap {self.overlap}, mix {self.mix:g}" if self.overlap else ""
+        arriving = "carried" if isinstance(self.mix, str) else f"mix {self.mix:g}"
+        over = f", overlap {self.overlap}, {arriving}" if self.overlap else ""
         return f"H={self.every}, {self.exchange}, rate {self.rate:g}, momentum {self.momentum:g}{parts}{over}"
 
     def as_dict(self) -> dict[str, Any]:

@@ -9,8 +9,9 @@ it reaches, or until ``--limit`` seconds: then its time is a lower bound.
 
 **The clock** stands still while held-out text is evaluated, and only at places where no message is under way, so that no
 method's messages travel for nothing; what is evaluated was copied when it was due. Seconds are those of the slower rank.
-**Bytes** are what a rank's interface has sent while the clock ran. **The floor** is all-reduce's loss curve at the median speed
-of a step without communication (``noop``); utilization is the time of the same steps at that speed over the clock's.
+**Bytes** are what a rank's interface has sent while the clock ran. **The floor** is all-reduce's number of steps at the median
+speed of a step without communication, utilization the time of the same steps at that speed over the clock's. Both ranks take
+such steps at every evaluation, with another model of the same kind: a machine that is slower for a while is so for both.
 
 Every finished method is in ``race.json`` at once, and is not run again.
 """
@@ -31,10 +32,10 @@ from ch_bench import gpt, launch, text
 from ch_bench.links import netns
 from ch_bench.outer import race_report
 from ch_bench.outer.method import Method
-from ch_bench.outer.race_methods import METHODS, NOOP, REFERENCE, start
+from ch_bench.outer.race_methods import METHODS, REFERENCE, start
 
 WINDOWS = 128  # of held-out text
-NOOP_STEPS = 60
+LOCAL_STEPS = 4  # without communication, at every evaluation
 WARM = 50  # steps of the learning rate's warm-up
 Record = dict[str, Any]
 
@@ -91,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
         except launch.WorkerFailed as error:
             print(f"{rate}, {method.label}, seed {seed}: {error}", file=sys.stderr)
             failed = 1
-            if method.label in (REFERENCE, NOOP):
+            if method.label == REFERENCE:
                 return 1  # nothing to compare the others with
             continue
         _write(path, records)
@@ -111,7 +112,7 @@ def chosen(only: list[str] | None) -> list[Method]:
     return [
         r
         for r in METHODS
-        if r.label in (REFERENCE, NOOP)
+        if r.label == REFERENCE
         or not only
         or any(word == r.label if word in labels else word in r.label for word in only)
     ]
@@ -119,8 +120,9 @@ def chosen(only: list[str] | None) -> list[Method]:
 
 def _key(args: argparse.Namespace, rate: str, seed: int, method: Method) -> str:
     model = f"{args.width}x{args.layers}, {args.batch}x{args.context}, lr {args.lr:g}"
-    limit = "" if method.label in (REFERENCE, NOOP) else f", limit {args.limit:g}"
-    return f"{rate}, {model}, {args.steps} steps by {args.evaluate}, seed {seed}{limit}: {method.label}"
+    limit = "" if method.label == REFERENCE else f", limit {args.limit:g}"
+    steps = f"{args.steps} steps by {args.evaluate}, {LOCAL_STEPS} local"
+    return f"{rate}, {model}, {steps}, seed {seed}{limit}: {method.label}"
 
 
 def _write(path: Path, records: dict[str, Record]) -> None:
@@ -165,25 +167,25 @@ def worker(
         start(method, net.to(device), make),
         text.Batches(data.train, settings["batch"], settings["context"], rank, seed),
     )
-    twin = _net(settings, data.vocab)
+    twin = _net(settings, data.vocab).to(device)
+    beside = make(twin.parameters())
     held = text.validation(data.val, settings["context"], WINDOWS)
-    seconds_per_step = []
+    local_seconds: list[float] = []
     rows: list[tuple[int, float, float, float]] = []  # steps, seconds, bytes, held-out
     waiting: list[tuple[int, float, float, dict[str, torch.Tensor]]] = []
-    last = NOOP_STEPS if method.label == NOOP else settings["steps"] if goal is None else 1 << 30
+    last = settings["steps"] if goal is None else 1 << 30
     arrived = False
     dist.barrier()
     for step in range(1, last + 1):
-        before = race.seconds
         race.step(step, settings["lr"])
-        seconds_per_step.append(race.seconds - before)
-        if step % settings["evaluate"] == 0 and method.label != NOOP:
+        if step % settings["evaluate"] == 0:
             waiting.append((step, race.seconds, race.sent, race.running.snapshot()))
         if waiting and race.running.safe:
             for at, seconds, sent, weights in waiting:
                 twin.load_state_dict(weights)
                 rows.append((at, *_together(twin, held, seconds, sent, rank, world)))
             waiting.clear()
+            local_seconds += _without_communication(twin, beside, race.batches[step])
             dist.barrier()  # the clock goes on on both ranks at once
             arrived = goal is not None and any(_mean_of_three(rows[:end]) <= goal for end in range(3, len(rows) + 1))
             if arrived or (goal is not None and rows[-1][1] > settings["limit"]):
@@ -193,7 +195,7 @@ def worker(
             "goal": _mean_of_three(rows) if goal is None and rows else goal,
             "arrived": goal is None or arrived,
             "rows": [[at, round(s, 4), sent, round(loss, 5)] for at, s, sent, loss in rows],
-            "step_seconds": statistics.median(seconds_per_step[len(seconds_per_step) // 5 :]),
+            "local_step_seconds": statistics.median(local_seconds),
             "parameters": gpt.count_parameters(net),
             "when": time.strftime("%Y-%m-%d"),
         }
@@ -219,6 +221,21 @@ class _Race:
         optimizer.step()
         self.seconds += time.perf_counter() - begun
         self.sent += netns.sent_here().bytes - sent
+
+
+def _without_communication(
+    net: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]
+) -> list[float]:
+    """Seconds of some steps on this rank alone, all ranks at once."""
+    dist.barrier()
+    found = []
+    for _ in range(LOCAL_STEPS):
+        begun = time.perf_counter()
+        optimizer.zero_grad()
+        net(*batch).backward()
+        optimizer.step()
+        found.append(time.perf_counter() - begun)
+    return found
 
 
 def _net(settings: dict[str, Any], vocab: int) -> gpt.GPT:

@@ -9,16 +9,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from ch_bench.cost import peers
-from ch_bench.outer.method import FOUR_BITS, SPARSE, Method
+from ch_bench.outer.method import ALL_TWO, FOUR_BITS, SPARSE, Method
 from ch_outer import OuterOptimizer
 
-REFERENCE = "torch allreduce"  # what all others have to reach; the floor is its loss at the speed of NOOP
-NOOP = "noop"
+REFERENCE = "torch allreduce"  # what all others have to reach
 BUCKET = 1.0  # MB: a quarter of the model; DDP's default of 25 would be one bucket
 
 METHODS = [
     Method(exchange=REFERENCE),
-    Method(exchange=NOOP),
     Method(exchange="torch fp16"),
     Method(exchange="torch PowerSGD rank 4"),
     Method(exchange="bf16_compress"),
@@ -31,6 +29,12 @@ METHODS = [
     Method(exchange="bf16_wrapper(powersgd(rank=8))"),
     Method(exchange="bf16_wrapper(powersgd(rank=16))"),
     Method(exchange="topk(density=0.02)"),
+    Method(8, FOUR_BITS, 1.0, 0.3),
+    Method(16, FOUR_BITS, 1.0, 0.4, 4, 1, "carry"),
+    Method(15, ALL_TWO),
+    Method(15, ALL_TWO, 1.0, 0.5, 4, 3, "carry"),
+    Method(20, FOUR_BITS, 1.0, 0.5, 2, 5, "carry"),
+    Method(30, FOUR_BITS, 1.0, 0.5, 4, 5, "carry"),
     Method(10, "bf16_compress"),
     Method(10, FOUR_BITS),
     Method(10, SPARSE, 1.0, 0.0),
