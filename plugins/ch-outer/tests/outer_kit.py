@@ -5,6 +5,8 @@ import threading
 import torch
 from torch import nn
 
+from commhooks.simulate import SimulatedGroup, SimulatedTransport
+
 BUILDING = threading.Lock()  # ranks are threads in some tests, and torch has one generator for all
 
 
@@ -12,6 +14,10 @@ def make(seed: int = 0) -> nn.Module:
     with BUILDING:
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def alone() -> SimulatedTransport:
+    return SimulatedTransport(SimulatedGroup(1), 0)
 
 
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from ch_outer import OuterOptimizer, Schedule, plain_sgd
 from ch_outer.parts import divide
 from commhooks import Plain
-from commhooks.simulate import SimulatedGroup, SimulatedRank, SimulatedTransport, simulate
+from commhooks.simulate import SimulatedRank, simulate
 from commhooks.testing import spawn
 
-from .outer_kit import adam, make, same, train, values
+from .outer_kit import adam, alone, make, same, train, values
 
 pytestmark = pytest.mark.timeout(90)
 Mean = Callable[[torch.Tensor], torch.Tensor]
@@ -120,10 +120,6 @@ def over_gloo(rank: int, world: int) -> list[str]:
 @pytest.mark.parametrize("world", [2, 4])
 def test_it_is_the_loop_written_by_hand_over_gloo(world: int) -> None:
     assert spawn(over_gloo, world, timeout=80) == [[]] * world
-
-
-def alone() -> SimulatedTransport:
-    return SimulatedTransport(SimulatedGroup(1), 0)
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,12 @@ from ch_outer import OuterOptimizer, plain_sgd
 from ch_outer.parts import buffers_of, parameters_of
 from commhooks import HookConfigError, Plain, RankMismatchError, StateError
 from commhooks.adapters import digest
-from commhooks.simulate import SimulatedGroup, SimulatedRank, SimulatedTransport, simulate
+from commhooks.simulate import SimulatedRank, simulate
 from commhooks.testing import spawn
 
-from .outer_kit import adam, make, same, train, values
+from .outer_kit import adam, alone, make, same, train, values
 
 pytestmark = pytest.mark.timeout(90)
-
-
-def alone() -> SimulatedTransport:
-    return SimulatedTransport(SimulatedGroup(1), 0)
 
 
 def evaluated(rank: int, world: int) -> tuple[list[float], list[float], list[float]]:

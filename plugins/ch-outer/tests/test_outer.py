@@ -10,15 +10,11 @@ from torch import nn
 import commhooks
 from ch_outer import OuterOptimizer, diloco, muloco, nesterov, plain_sgd, sparseloco, streaming_diloco
 from commhooks import HookConfigError, Plain, RankMismatchError, StateError
-from commhooks.simulate import SimulatedGroup, SimulatedRank, SimulatedTransport, simulate
+from commhooks.simulate import SimulatedRank, simulate
 
-from .outer_kit import adam, batch, make, same, train, values
+from .outer_kit import adam, alone, batch, make, same, train, values
 
 pytestmark = pytest.mark.timeout(90)
-
-
-def alone() -> SimulatedTransport:
-    return SimulatedTransport(SimulatedGroup(1), 0)
 
 
 EXCHANGES = [

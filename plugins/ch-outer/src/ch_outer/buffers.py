@@ -48,11 +48,10 @@ class Buffers:
 
     def put(self, averaged: Mapping[str, torch.Tensor], *, live: bool = True) -> None:
         """What all ranks share from now on, if it is anything; this rank's own, too, if they are ``live``."""
-        own = self.live() if averaged else {}
-        for name, buffer in own.items():
-            self.shared[name].copy_(averaged[name])
-            if live:
-                buffer.copy_(averaged[name])
+        for name, average in averaged.items():
+            self.shared[name].copy_(average)
+        for own, shared in self.places() if averaged and live else ():
+            own.copy_(shared)
 
     def state_dict(self) -> dict[str, Any]:
         """What is shared. The model's own are in its own state."""

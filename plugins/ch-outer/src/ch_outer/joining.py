@@ -47,11 +47,14 @@ def hand_over(
 
 def _shared(state: Mapping[str, Any]) -> dict[str, Any]:
     """Without what is the giver's own: residuals would cross the link to be thrown away."""
-    entries = {
-        name: {field: tensor for field, tensor in row.items() if state["fields"][field] != "local"}
+    return {**state, "entries": _entries(state, "shared")}
+
+
+def _entries(state: Mapping[str, Any], kind: str) -> dict[str, dict[str, Any]]:
+    return {
+        name: {field: tensor for field, tensor in row.items() if state["fields"][field] == kind}
         for name, row in state["entries"].items()
     }
-    return {**state, "entries": entries}
 
 
 def joined(own: Mapping[str, Any], given: Mapping[str, Any], *, behind: bool) -> dict[str, Any]:
@@ -62,11 +65,8 @@ def joined(own: Mapping[str, Any], given: Mapping[str, Any], *, behind: bool) ->
         given: the other's, whose step and shared fields count.
         behind: whether this rank's local fields (residuals) belong to what has been lost.
     """
+    entries = {} if behind else _entries(own, "local")
+    for name, row in _entries(given, "shared").items():
+        entries[name] = {**entries.get(name, {}), **row}
     fields = {**given["fields"], **own["fields"]}
-    entries: dict[str, dict[str, Any]] = {}
-    for kind, source in (("local", own), ("shared", given)):
-        for name, row in source["entries"].items():
-            for field, tensor in row.items():
-                if fields[field] == kind and not (behind and kind == "local"):
-                    entries.setdefault(name, {})[field] = tensor
     return {**own, "fields": fields, "step": given["step"], "entries": entries}

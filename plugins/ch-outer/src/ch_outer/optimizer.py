@@ -118,7 +118,7 @@ class OuterOptimizer(InnerOptimizer):
         self._device = next(iter(starts.values())).device
         self._fragments: list[Fragment] = []
         self._frozen = parameters_of(model)[1]
-        facts = facts_of(model, starts, buffers, values=verify_ranks and manager is None)
+        facts = facts_of(model, starts, self._frozen, buffers, values=verify_ranks and manager is None)
         facts["outer step"] = [f"{self.schedule}, mix={mix}, buffers={buffers}", *options_of(self.outer)]
         if manager is not None:
             self._rounds: Rounds = ManagedRounds(manager, self.schedule, facts=facts, verify_ranks=verify_ranks)
@@ -143,9 +143,9 @@ class OuterOptimizer(InnerOptimizer):
         """An inner step, and what is due after it; returns what ``closure`` did.
 
         Raises:
-            CommHooksError: an exchange failed, on all ranks alike. The inner step is done, start and parameters are as
-                they were, and the next round exchanges what this one did not. After a TransportError or HookTimeoutError
-                the process group is lost. (Over a manager a lost peer raises nothing: the round is voted down.)
+            CommHooksError: an exchange failed, on all ranks alike. The inner step is done, start and parameters are as they
+                were (moved, if only buffers failed), and the next round exchanges what this one did not. After a
+                TransportError or HookTimeoutError the process group is lost. (Over a manager the round is voted down.)
         """
         failed = None
         with torch.no_grad():

@@ -73,22 +73,26 @@ def buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def facts_of(
-    model: torch.nn.Module, starts: Mapping[str, torch.Tensor], buffers: str, *, values: bool
+    model: torch.nn.Module,
+    starts: Mapping[str, torch.Tensor],
+    frozen: Mapping[str, torch.Tensor],
+    buffers: str,
+    *,
+    values: bool,
 ) -> dict[str, list[str]]:
     """What has to be the same on all ranks, as lines by name.
 
     Args:
-        model: whose parameters and buffers.
+        model: whose buffers.
         starts: of the parameters that are exchanged.
+        frozen: the other parameters.
         buffers: ``"average"``, or ``"local"``: then they may differ.
-        values: also their values, and those of frozen parameters and buffers: where nobody is sent what the others begin with.
+        values: also the values of all of them: where nobody is sent what the others begin with.
     """
-    frozen = parameters_of(model)[1]
     facts = {"frozen parameters": [f"{name}: {tuple(p.shape)} {p.dtype}" for name, p in frozen.items()]}
     if values:
-        rows = {"parameters": starts, "frozen parameters": frozen}
-        rows |= {"buffers": buffers_of(model)} if buffers == "average" else {}
-        for kind, tensors in rows.items():
+        averaged = buffers_of(model) if buffers == "average" else {}
+        for kind, tensors in (("parameters", starts), ("frozen parameters", frozen), ("buffers", averaged)):
             facts[f"{kind} at the start"] = [f"{name}: {digest(local(t))}" for name, t in tensors.items()]
     return facts
 

@@ -34,7 +34,6 @@ SIZES = {
 }
 
 
-EXCHANGES = ("bf16_compress", FOUR_BITS, SPARSE)
 STEPS_OUT = ((1.0, 0.5), (0.7, 0.9), (1.0, 0.0), (0.9, 0.7))
 
 
@@ -47,7 +46,7 @@ def methods() -> list[Method]:
     found += [Method(every, ALL_TWO, 1.0, 0.5, 4, 5, "carry") for every in (150, 141)]  # a thousand times
     found += [Method(30, FOUR_BITS, *step) for step in STEPS_OUT]
     found += [Method(30, FOUR_BITS, 1.0, 0.5, 4, 5, mix) for mix in ("carry", 0.5)]
-    found += [Method(every, exchange) for every in (30, 10, 100) for exchange in EXCHANGES[:2]]
+    found += [Method(every, exchange) for every in (30, 10, 100) for exchange in ("bf16_compress", FOUR_BITS)]
     found += [Method(every, SPARSE, 1.0, 0.0) for every in (30, 10, 100)]
     found += [Method(15, ALL_TWO, *step) for step in ((1.0, 0.3), (0.8, 0.7))]
     found += [Method(32, FOUR_BITS, 0.9, 0.7), Method(30, FOUR_BITS, 1.0, 0.5, 1, 5, "carry")]

@@ -32,7 +32,7 @@ from ch_bench import gpt, launch, text
 from ch_bench.links import netns
 from ch_bench.outer import race_report
 from ch_bench.outer.method import Method
-from ch_bench.outer.race_methods import METHODS, REFERENCE, start
+from ch_bench.outer.race_methods import METHODS, REFERENCE, Running, start
 
 WINDOWS = 128  # of held-out text
 LOCAL_STEPS = 4  # without communication, at every evaluation
@@ -168,7 +168,7 @@ def worker(
         text.Batches(data.train, settings["batch"], settings["context"], rank, seed),
     )
     twin = _net(settings, data.vocab).to(device)
-    beside = make(twin.parameters())
+    beside = _Race(Running(twin, make(twin.parameters())), race.batches)  # steps without communication
     held = text.validation(data.val, settings["context"], WINDOWS)
     local_seconds: list[float] = []
     rows: list[tuple[int, float, float, float]] = []  # steps, seconds, bytes, held-out
@@ -185,7 +185,8 @@ def worker(
                 twin.load_state_dict(weights)
                 rows.append((at, *_together(twin, held, seconds, sent, rank, world)))
             waiting.clear()
-            local_seconds += _without_communication(twin, beside, race.batches[step])
+            dist.barrier()
+            local_seconds += [beside.step(step, settings["lr"]) for _ in range(LOCAL_STEPS)]
             dist.barrier()  # the clock goes on on both ranks at once
             arrived = goal is not None and any(_mean_of_three(rows[:end]) <= goal for end in range(3, len(rows) + 1))
             if arrived or (goal is not None and rows[-1][1] > settings["limit"]):
@@ -205,12 +206,12 @@ def worker(
 class _Race:
     """A method and its clock: seconds and bytes count while it steps, and not in between."""
 
-    def __init__(self, running: Any, batches: text.Batches) -> None:
+    def __init__(self, running: Running, batches: text.Batches) -> None:
         self.running, self.batches = running, batches
         self.seconds = self.sent = 0.0
 
-    def step(self, step: int, lr: float) -> None:
-        """One step at the scheduled learning rate."""
+    def step(self, step: int, lr: float) -> float:
+        """One step at the scheduled learning rate; its seconds."""
         x, y = self.batches[step]
         optimizer = self.running.optimizer
         for group in optimizer.param_groups:
@@ -219,23 +220,10 @@ class _Race:
         optimizer.zero_grad()
         self.running.model(x, y).backward()
         optimizer.step()
-        self.seconds += time.perf_counter() - begun
+        took = time.perf_counter() - begun
+        self.seconds += took
         self.sent += netns.sent_here().bytes - sent
-
-
-def _without_communication(
-    net: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]
-) -> list[float]:
-    """Seconds of some steps on this rank alone, all ranks at once."""
-    dist.barrier()
-    found = []
-    for _ in range(LOCAL_STEPS):
-        begun = time.perf_counter()
-        optimizer.zero_grad()
-        net(*batch).backward()
-        optimizer.step()
-        found.append(time.perf_counter() - begun)
-    return found
+        return took
 
 
 def _net(settings: dict[str, Any], vocab: int) -> gpt.GPT:
