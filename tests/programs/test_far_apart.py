@@ -9,7 +9,7 @@ import pytest
 from ch_bench.links import netns
 from ch_bench.outer import quality, race, race_report
 from ch_bench.outer.method import Method
-from ch_bench.outer.quality_cells import methods
+from ch_bench.outer.quality_cells import Cell, Size, methods
 
 pytestmark = pytest.mark.timeout(110)
 TINY = ["--width", "32", "--layers", "1", "--batch", "2", "--context", "16"]
@@ -33,6 +33,12 @@ def test_the_quality_study_trains_resumes_and_finds_the_front(tmp_path: Path, ca
     assert [row["front"] for row in rows] == [base["held_out"][-1][1] < outer["held_out"][-1][1], True]
     assert methods()[0] == Method()
     assert len(set(methods())) == len(methods())
+
+
+def test_the_inner_learning_rate_is_a_methods_own() -> None:
+    size = Size(steps=5, width=32, layers=1, context=16, batch=2, workers=2)
+    moved = [Cell("tiny", size, Method(2, inner=inner), seed=0).run()["held_out"] for inner in (0.0, 1.41)]
+    assert [len({loss for _, loss in rows}) for rows in moved] == [1, 4]  # the start, two rounds, and the last one
 
 
 def finished(label: str, arrived: bool, *rows: tuple[float, ...]) -> dict[str, Any]:

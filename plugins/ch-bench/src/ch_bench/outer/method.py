@@ -27,6 +27,9 @@ class Method:
         fragments: parts that are exchanged at steps of their own.
         overlap: steps that an exchange has time for.
         mix: share of the local value that stays on arrival, or ``"carry"``.
+        inner: by which the learning rate of the inner optimizer is multiplied. A worker's own step averages fewer gradients
+            than all-reduce's, and Adam divides by what noise that leaves: the square root of the workers makes up for it
+            (the square-root scaling rule of arXiv:2205.10287).
         bucket_mb: size of DDP's buckets, whose exchanges begin while the backward goes on; 0: one bucket.
     """
 
@@ -37,6 +40,7 @@ class Method:
     fragments: int = 1
     overlap: int = 0
     mix: float | str = 0.0
+    inner: float = 1.0
     bucket_mb: float = 0.0
 
     @property
@@ -47,7 +51,8 @@ class Method:
         parts = f", {self.fragments} fragments" if self.fragments > 1 else ""
         arriving = "carried" if isinstance(self.mix, str) else f"mix {self.mix:g}"
         over = f", overlap {self.overlap}, {arriving}" if self.overlap else ""
-        return f"H={self.every}, {self.exchange}, rate {self.rate:g}, momentum {self.momentum:g}{parts}{over}"
+        inner = f", inner rate × {self.inner:g}" if self.inner != 1.0 else ""
+        return f"H={self.every}, {self.exchange}, rate {self.rate:g}, momentum {self.momentum:g}{parts}{over}{inner}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""

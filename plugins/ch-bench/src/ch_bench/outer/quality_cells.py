@@ -136,7 +136,7 @@ def _outer(cell: Cell, data: text.Text, rank: SimulatedRank) -> tuple[list[tuple
     rows = []
     for step in range(size.steps):
         for group in optimizer.param_groups:
-            group["lr"] = _schedule(size, step)
+            group["lr"] = method.inner * _schedule(size, step)
         x, y = batches[step]
         optimizer.zero_grad()
         net(x, y).backward()

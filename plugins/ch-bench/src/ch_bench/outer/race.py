@@ -9,9 +9,10 @@ it reaches, or until ``--limit`` seconds: then its time is a lower bound.
 
 **The clock** stands still while held-out text is evaluated, and only at places where no message is under way, so that no
 method's messages travel for nothing; what is evaluated was copied when it was due. Seconds are those of the slower rank.
-**Bytes** are what a rank's interface has sent while the clock ran. **The floor** is all-reduce's number of steps at the median
-speed of a step without communication, utilization the time of the same steps at that speed over the clock's. Both ranks take
-such steps at every evaluation, with another model of the same kind: a machine that is slower for a while is so for both.
+**Bytes** are what a rank's interface has sent while the clock ran. **The floor** is all-reduce's number of steps at the speed of
+a step without communication, by the same clock: the mean of the slower rank. Utilization is the time of the same steps at
+that speed over the clock's. Both ranks take such steps at every evaluation, with another model of the same kind: a machine
+that is slower for a while is so for both.
 
 Every finished method is in ``race.json`` at once, and is not run again.
 """
@@ -35,7 +36,7 @@ from ch_bench.outer.method import Method
 from ch_bench.outer.race_methods import METHODS, REFERENCE, Running, start
 
 WINDOWS = 128  # of held-out text
-LOCAL_STEPS = 4  # without communication, at every evaluation
+LOCAL_STEPS = 5  # without communication, at every evaluation
 WARM = 50  # steps of the learning rate's warm-up
 Record = dict[str, Any]
 
@@ -48,7 +49,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--link", default="50mbit,200mbit,1gbit", help="comma-separated rates")
     parser.add_argument("--steps", type=int, default=1000, help="of all-reduce, whose loss is the goal")
-    parser.add_argument("--evaluate", type=int, default=20, help="steps between evaluations")
+    parser.add_argument("--evaluate", type=int, default=10, help="steps between evaluations")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds of the clock for every method")
     parser.add_argument("--seeds", type=int, default=1, help="seeds of weights and data")
     parser.add_argument(
@@ -58,11 +59,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4, help="layers of the model")
     parser.add_argument("--batch", type=int, default=8, help="windows per rank and step")
     parser.add_argument("--context", type=int, default=64, help="characters per window")
-    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate of AdamW")
+    parser.add_argument("--lr", type=float, default=2.8e-3, help="peak learning rate of AdamW")
     parser.add_argument(
         "--out", type=Path, default=Path("race-out"), help="folder for race.json, the table and the plots"
     )
-    parser.add_argument("--record", action="store_true", help="keep table, plots and runs under docs/measured")
+    parser.add_argument(
+        "--record",
+        nargs="?",
+        const="race",
+        metavar="NAME",
+        help="keep table, plots and runs as docs/measured/NAME-DATE",
+    )
     args = parser.parse_args(argv)
     try:
         args.rates = [rate for rate in args.link.split(",") if netns.parse_rate(rate)]
@@ -102,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     print(race_report.tables(found))
     race_report.draw(found, args.out)
     if args.record:
-        race_report.record(found, args.out, sys.argv[1:] if argv is None else argv)
+        race_report.record(found, args.record, sys.argv[1:] if argv is None else argv)
     return failed
 
 
@@ -170,14 +177,13 @@ def worker(
     twin = _net(settings, data.vocab).to(device)
     beside = _Race(Running(twin, make(twin.parameters())), race.batches)  # steps without communication
     held = text.validation(data.val, settings["context"], WINDOWS)
-    local_seconds: list[float] = []
     rows: list[tuple[int, float, float, float]] = []  # steps, seconds, bytes, held-out
     waiting: list[tuple[int, float, float, dict[str, torch.Tensor]]] = []
     last = settings["steps"] if goal is None else 1 << 30
     arrived = False
     dist.barrier()
     for step in range(1, last + 1):
-        race.step(step, settings["lr"])
+        race.step(step, settings["lr"] * method.inner)
         if step % settings["evaluate"] == 0:
             waiting.append((step, race.seconds, race.sent, race.running.snapshot()))
         if waiting and race.running.safe:
@@ -186,17 +192,20 @@ def worker(
                 rows.append((at, *_together(twin, held, seconds, sent, rank, world)))
             waiting.clear()
             dist.barrier()
-            local_seconds += [beside.step(step, settings["lr"]) for _ in range(LOCAL_STEPS)]
+            for _ in range(LOCAL_STEPS):
+                beside.step(step, settings["lr"])
             dist.barrier()  # the clock goes on on both ranks at once
             arrived = goal is not None and any(_mean_of_three(rows[:end]) <= goal for end in range(3, len(rows) + 1))
             if arrived or (goal is not None and rows[-1][1] > settings["limit"]):
                 break
+    local = torch.tensor(beside.seconds / beside.steps, dtype=torch.float64)
+    dist.all_reduce(local, dist.ReduceOp.MAX)
     if rank == 0:
         found = {
             "goal": _mean_of_three(rows) if goal is None and rows else goal,
             "arrived": goal is None or arrived,
             "rows": [[at, round(s, 4), sent, round(loss, 5)] for at, s, sent, loss in rows],
-            "local_step_seconds": statistics.median(local_seconds),
+            "local_step_seconds": local.item(),
             "parameters": gpt.count_parameters(net),
             "when": time.strftime("%Y-%m-%d"),
         }
@@ -208,10 +217,10 @@ class _Race:
 
     def __init__(self, running: Running, batches: text.Batches) -> None:
         self.running, self.batches = running, batches
-        self.seconds = self.sent = 0.0
+        self.steps, self.seconds, self.sent = 0, 0.0, 0.0
 
-    def step(self, step: int, lr: float) -> float:
-        """One step at the scheduled learning rate; its seconds."""
+    def step(self, step: int, lr: float) -> None:
+        """One step at the scheduled learning rate."""
         x, y = self.batches[step]
         optimizer = self.running.optimizer
         for group in optimizer.param_groups:
@@ -220,10 +229,9 @@ class _Race:
         optimizer.zero_grad()
         self.running.model(x, y).backward()
         optimizer.step()
-        took = time.perf_counter() - begun
-        self.seconds += took
+        self.seconds += time.perf_counter() - begun
         self.sent += netns.sent_here().bytes - sent
-        return took
+        self.steps += 1
 
 
 def _net(settings: dict[str, Any], vocab: int) -> gpt.GPT:

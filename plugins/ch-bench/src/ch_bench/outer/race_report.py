@@ -75,7 +75,7 @@ def draw(found: list[Record], folder: Path, name: str = "race") -> list[Path]:
         if REFERENCE not in runs:
             continue
         with matplotlib.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
-            figure = Figure(figsize=(9, 5.5), layout="constrained")
+            figure = Figure(figsize=(9, 6.5), layout="constrained")
             axes = figure.subplots()
             steps = [row[0] for row in runs[REFERENCE]["rows"]]
             losses = [row[3] for row in runs[REFERENCE]["rows"]]
@@ -87,15 +87,15 @@ def draw(found: list[Record], folder: Path, name: str = "race") -> list[Path]:
                 axes.plot([r[1] for r in rows], [r[3] for r in rows], style, color=f"C{number % 10}", label=label)
             axes.axhline(runs[REFERENCE]["goal"], color="#999999", linewidth=0.8)
             axes.set(xscale="log", xlabel=f"seconds at {link}", ylabel="held-out loss, nats")
-            axes.legend(frameon=False, fontsize=8)
+            figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=7)
             made.append(folder / f"{name}-{link}.png")
             figure.savefig(made[-1], dpi=110)
     return made
 
 
-def record(found: list[Record], out: Path, words: list[str]) -> None:
+def record(found: list[Record], name: str, words: list[str]) -> None:
     """Keep the tables, plots and runs under docs/measured."""
-    name = f"race-{time.strftime('%Y-%m-%d')}"
+    name += f"-{time.strftime('%Y-%m-%d')}"
     folder = docs() / "measured"
     pictures = draw(found, folder, name)
     (folder / f"{name}.json").write_text(json.dumps(found, indent=0) + "\n")
