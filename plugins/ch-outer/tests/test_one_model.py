@@ -225,6 +225,17 @@ def test_buffers_that_are_averaged_are_equal_at_the_start() -> None:
         simulate(2, lambda rank: body(rank, "average"))
 
 
+def test_who_is_sent_other_buffers_is_told_their_name() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+    optimizer = OuterOptimizer(adam(model), model, every=2, exchange=Plain(), transport=alone())
+    given = optimizer._hand_over()
+    given["buffers"]["1.running_mean"] = torch.ones(5)
+    before = values(model)
+    with pytest.raises(StateError, match=r"buffer '1\.running_mean'"):
+        optimizer._take_over(given)
+    assert same(values(model), before)
+
+
 def test_frozen_weights_of_a_wrapper_subclass_are_compared_by_what_is_inside() -> None:
     """Such as those of quantized models: they have no memory of their own, whose bytes could be read."""
     inside = torch.ones(4)

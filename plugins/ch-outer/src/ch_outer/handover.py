@@ -27,8 +27,9 @@ def holds(fragments: Sequence[Fragment], buffers: Buffers, given: Mapping[str, A
     """Whether these are the starts and shared buffers of the others already.
 
     Raises:
-        StateError: the others have other parameters.
+        StateError: the others have other parameters or buffers.
     """
+    buffers.check({"shared": given["buffers"]})
     same = all(torch.equal(own, given["buffers"][name].to(own.device)) for name, own in buffers.shared.items())
     for fragment, starts in zip(fragments, given["starts"], strict=True):
         fragment.check({"start": starts, "mean": {}, "left": {}, "rest": {}})
