@@ -225,15 +225,22 @@ def test_buffers_that_are_averaged_are_equal_at_the_start() -> None:
         simulate(2, lambda rank: body(rank, "average"))
 
 
-def test_who_is_sent_other_buffers_is_told_their_name() -> None:
+@pytest.mark.parametrize("landed", [0, 3], ids=["as far", "behind"])
+@pytest.mark.parametrize("kind", ["buffers", "starts"])
+def test_who_is_sent_another_model_is_told_what_and_changes_nothing(kind: str, landed: int) -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
     optimizer = OuterOptimizer(adam(model), model, every=2, exchange=Plain(), transport=alone())
-    given = optimizer._hand_over()
-    given["buffers"]["1.running_mean"] = torch.ones(5)
-    before = values(model)
-    with pytest.raises(StateError, match=r"buffer '1\.running_mean'"):
-        optimizer._take_over(given)
-    assert same(values(model), before)
+    given = {**optimizer._hand_over(), "landed": landed, "goal": 7}
+    name, where = ("1.running_mean", given["buffers"]) if kind == "buffers" else ("0.bias", given["starts"][0])
+    for other in (torch.ones(5), torch.ones(1), None):  # one of another shape, one that broadcasts, none
+        where.pop(name)
+        where |= {} if other is None else {name: other}
+        before = values(model)
+        with pytest.raises(StateError, match=f"'{name}'"):
+            optimizer._take_over(given)
+        assert same(values(model), before)
+        assert optimizer._goal is None
+        where.setdefault(name, torch.ones(4))
 
 
 def test_frozen_weights_of_a_wrapper_subclass_are_compared_by_what_is_inside() -> None:

@@ -241,16 +241,16 @@ class OuterOptimizer(InnerOptimizer):
         return {**given, "schedule": str(self.schedule), "count": self.count, "landed": self.landed, "goal": self._goal}
 
     def _take_over(self, given: Mapping[str, Any]) -> None:
-        """This member is behind, or new. Called by the manager, before the exchange of a round (a synchronous quorum) or in
-        the vote on it.
+        """This member is behind, or new. Called by the manager, before a round's exchange (a synchronous quorum) or in its vote.
 
         Raises:
             StateError: the others train something else.
         """
         if given["schedule"] != str(self.schedule):
             raise StateError(f"the others have {given['schedule']}, this member {self.schedule}: give all the same")
+        same = holds(self._fragments, self._buffers, given)  # refuses what does not fit, before anything is taken over
         self._goal = given["goal"] if given["goal"] is not None else self._goal
-        if self.landed == given["landed"] and holds(self._fragments, self._buffers, given):
+        if same and self.landed == given["landed"]:
             return  # a job's first quorum heals all members but one, and they may hold the same already
         since = next((f.since for f in self._fragments if f.since is not None), self.count)
         with torch.no_grad():
