@@ -28,8 +28,8 @@ class Method:
         overlap: steps that an exchange has time for.
         mix: share of the local value that stays on arrival, or ``"carry"``.
         inner: by which the learning rate of the inner optimizer is multiplied. A worker's own step averages fewer gradients
-            than all-reduce's, and Adam divides by what noise that leaves: up to the square root of the workers
-            makes up for it (the square-root scaling rule of arXiv:2205.10287).
+            than all-reduce's, and Adam divides by what noise that leaves: up to the square root of the workers makes up
+            for it (the square-root scaling rule of arXiv:2205.10287).
         bucket_mb: size of DDP's buckets, whose exchanges begin while the backward goes on; 0: one bucket.
     """
 

@@ -8,7 +8,8 @@ all-reduce trains for ``--steps``; the mean of its last three held-out evaluatio
 it reaches, or until ``--limit`` seconds: then its time is a lower bound.
 
 **The clock** stands still while held-out text is evaluated, and only at places where no message is under way, so that no
-method's messages travel for nothing; what is evaluated was copied when it was due. Seconds are those of the slower rank.
+method's messages travel for nothing; what is evaluated was copied when it was due, off the clock. Seconds are those of the slower
+rank.
 **Bytes** are what a rank's interface has sent while the clock ran. **The floor** is all-reduce's number of steps at the speed of
 a step without communication, by the same clock: the mean of the slower rank. Utilization is the time of the same steps at
 that speed over the clock's. Both ranks take such steps at every evaluation, with another model of the same kind: a machine
