@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import tomllib
 
-LARGEST = 20  # modules in one folder
 ORDER = (  # of ch-core: a module imports from its own line and from those below it
     "cli testing __main__",
     "launch",
@@ -228,14 +227,6 @@ class House:
                 found[path.parent] = found.get(path.parent, 0) + (path.name != "__init__.py")
         return found
 
-    def large_folders(self) -> list[str]:
-        """Folders with more than `LARGEST` modules."""
-        return [
-            f"{folder.relative_to(self.root)} holds {count} modules, {LARGEST} at most"
-            for folder, count in sorted(self.folders().items())
-            if count > LARGEST
-        ]
-
     # -- figures
 
     def engine(self) -> tuple[int, int, int]:
@@ -276,7 +267,6 @@ class House:
             "imports against the order": len(self.against_the_order()),
             "unexported names taken across packages": len(unexported),
             "sys.path edits": len(self.path_edits()),
-            "folders above the limit": len(self.large_folders()),
             "Engine: lines": lines,
             "Engine: methods": methods,
             "Engine: attributes": attributes,
@@ -286,7 +276,7 @@ class House:
         }
 
 
-RULES = ("against_the_order", "circles", "unexported", "path_edits", "large_folders")
+RULES = ("against_the_order", "circles", "unexported", "path_edits")
 
 
 def way_of_one_gradient() -> dict[str, int]:

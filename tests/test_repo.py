@@ -14,7 +14,6 @@ from . import known_table
 ROOT = known_table.ROOT
 PROJECTS = known_table.projects()
 IMPORTS = {name: "commhooks" if name == "ch-core" else name.replace("-", "_") for name in PROJECTS}
-MAX_LINES = 400
 
 
 def meta(name: str) -> dict:
@@ -93,14 +92,6 @@ def test_annotations_are_not_strings_where_torch_looks():
     """DDP refuses a hook with postponed annotations."""
     for path in modules("packages", "plugins"):
         assert "from __future__ import annotations" not in path.read_text(), path.relative_to(ROOT)
-
-
-def test_no_file_is_too_long():
-    long = {
-        str(p.relative_to(ROOT)): len(p.read_text().splitlines())
-        for p in modules("packages", "plugins", "tests", "docs")
-    }
-    assert not {path: lines for path, lines in long.items() if lines > MAX_LINES}
 
 
 def test_the_library_does_not_print():
