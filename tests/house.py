@@ -11,7 +11,6 @@ import sys
 import tokenize
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -279,51 +278,6 @@ class House:
 RULES = ("against_the_order", "circles", "unexported", "path_edits")
 
 
-def way_of_one_gradient() -> dict[str, int]:
-    """What one bucket of a hook passes through, counted by the interpreter: a two-stage step on one gloo rank."""
-    import tempfile
-
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    import commhooks
-
-    ours = re.compile(r"/src/(commhooks|ch_\w+)/")
-    stack: list[str] = []
-    passed: list[str] = []
-    deepest = 0
-
-    def look(frame: object, event: str, _: object) -> None:
-        nonlocal deepest
-        name = frame.f_code.co_filename  # type: ignore[attr-defined]
-        if not ours.search(name) or frame.f_code.co_name.startswith("<"):  # type: ignore[attr-defined]
-            return
-        if event == "call":
-            stack.append(name)
-            passed.append(name)
-            deepest = max(deepest, len(stack))
-        elif event == "return" and stack:
-            stack.pop()
-            if stack:
-                passed.append(stack[-1])
-
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        torch.manual_seed(0)
-        model = DistributedDataParallel(torch.nn.Linear(64, 64, bias=False))
-        commhooks.attach(model, "powersgd(rank=2, min_compression_rate=1)", single_process=True)
-        for step in range(3):
-            loss = model(torch.ones(2, 64)).square().mean()
-            if step == 2:  # in the autograd thread of a CPU backward, which is this one
-                sys.setprofile(look)
-            loss.backward()
-            sys.setprofile(None)
-        dist.destroy_process_group()
-    moves = [(a, b) for a, b in pairwise(passed) if a != b]
-    return {"frames deep": deepest, "files": len(set(passed)), "moves between files": len(moves)}
-
-
 def main() -> int:
     root = Path(__file__).resolve().parent.parent
     words = sys.argv[1:]
@@ -335,9 +289,6 @@ def main() -> int:
     house = House(root, called)
     for what, value in house.figures().items():
         print(f"{what:<45} {value}")
-    if "--way" in words:
-        for what, value in way_of_one_gradient().items():
-            print(f"{'one gradient: ' + what:<45} {value}")
     breaches = [(rule, breach) for rule in RULES for breach in getattr(house, rule)()]
     if "--quiet" not in words:
         for rule, breach in breaches:
