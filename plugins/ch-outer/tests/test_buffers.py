@@ -1,0 +1,38 @@
+"""Averages of buffers: equal numbers stay what they are, to the bit."""
+
+import pytest
+import torch
+
+from ch_outer.buffers import ExactMean
+from commhooks import Reducer
+from commhooks.simulate import SimulatedRank, simulate
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world_size", [2, 3, 5, 7])
+def test_the_mean_of_equal_numbers_is_that_number(world_size: int, dtype: torch.dtype) -> None:
+    largest, least = torch.finfo(dtype).max, torch.finfo(dtype).tiny
+    edges = torch.tensor([0.0, -0.0, largest, -largest, least, float("inf"), float("-inf"), float("nan")], dtype=dtype)
+    table = torch.cat([torch.linspace(-3, 3, 1001, dtype=torch.float64).sin().to(dtype), edges])
+
+    def body(rank: SimulatedRank) -> bool:
+        reducer = Reducer(ExactMean(), {"table": table}, transport=rank.transport)
+        kept = table
+        for _ in range(3):
+            kept = reducer.average({"table": kept})["table"].clone()
+        return torch.equal(kept.nan_to_num(7.0, 8.0, 9.0), table.nan_to_num(7.0, 8.0, 9.0))
+
+    assert all(simulate(world_size, body))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_other_numbers_are_averaged_to_the_nearest(dtype: torch.dtype) -> None:
+    def body(rank: SimulatedRank) -> torch.Tensor:
+        mine = {"running_mean": torch.tensor([rank.rank / 3, 1e-3 * rank.rank, -7.0], dtype=dtype)}
+        return Reducer(ExactMean(), mine, transport=rank.transport).average(mine)["running_mean"].clone()
+
+    wide = torch.stack([torch.tensor([r / 3, 1e-3 * r, -7.0], dtype=dtype).double() for r in range(3)]).mean(0)
+    for found in simulate(3, body):
+        torch.testing.assert_close(found, wide.to(dtype), rtol=torch.finfo(dtype).eps, atol=0.0)
