@@ -7,10 +7,13 @@ import pytest
 import torch
 
 from commhooks.bucket import Bucket, BucketLayout
+from commhooks.compositions.scattered import Scattered
+from commhooks.compositions.wire_cast import WireCast
 from commhooks.errors import HookConfigError, HookResultError
-from commhooks.reduction import Reduction, StepContext
+from commhooks.reduction import Plain, Reduction, StepContext
 from commhooks.registry.function import as_reduction
-from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter
+from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, payload_bytes
+from commhooks.shards import ShardLayout
 
 LAYOUT = BucketLayout.of_shapes({"w": (3, 2)})
 
@@ -71,3 +74,17 @@ def test_a_run_without_a_yield_is_told_to_yield() -> None:
         NoYield().plan(LAYOUT, StepContext())
     with pytest.raises(HookConfigError, match=r"no_yield\(bucket, ctx\) has no yield"):
         as_reduction(no_yield)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("inner", [Plain(), WireCast(Plain(), "bf16")], ids=repr)
+def test_a_selection_of_a_scattered_bucket_counts_all_of_its_bytes(inner: Reduction, world_size: int) -> None:
+    """handle.report() plans each group of parameters by itself; the groups add up to what the engine counts."""
+    made = Scattered(inner)
+    cut = ShardLayout.of(BucketLayout.of_shapes({"w": (5, 2), "b": (3,), "v": (8, 4)}), world_size)
+    n = cut.part.numel
+    whole = made.bucket(cut, torch.zeros(world_size * n), torch.zeros(n)).layout
+    ctx = StepContext(world_size=world_size)
+    parts = [payload_bytes(made.plan(whole.select(frozenset(names)), ctx)) for names in (("w", "v"), ("b",))]
+    assert sum(parts) == payload_bytes(made.plan(whole, ctx))
+    assert parts[1] * n == sum(parts) * -(-3 // world_size)

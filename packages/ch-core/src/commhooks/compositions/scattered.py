@@ -76,10 +76,7 @@ class Scattered(Reduction):
         cut = self._layouts.get(bucket.layout)
         dry = bucket.storage.is_meta
         if dry:  # planned from shapes alone; the layouts that are known are those of a real device
-            known = (
-                c for b, c in self._layouts.items() if b.params == bucket.params and b.numel == bucket.layout.numel
-            )
-            cut = next(known, None) or ShardLayout.of(bucket.layout, ctx.world_size)
+            cut = self._known(bucket.layout) or ShardLayout.of(bucket.layout, ctx.world_size)
         assert cut is not None  # noqa: S101 - bucket() has made it
         n = cut.part.numel
         storage = bucket.storage.new_empty(ctx.world_size * n) if dry else bucket.storage
@@ -87,6 +84,18 @@ class Scattered(Reduction):
         yield from self.inner.start_scatter(Shards(cut, storage, output, bucket.index), ctx)
         if self.factor != 1.0:
             output.mul_(self.factor)
+
+    def _known(self, layout: BucketLayout) -> ShardLayout | None:
+        """Return how the parameters of a planned bucket, or of a selection from one, are cut; ``None`` if unknown.
+
+        A report plans selections. Cut a second time, they would count 1/W of the bytes.
+        """
+        wanted = set(layout.params)
+        for known, cut in self._layouts.items():
+            if known.numel == layout.numel and wanted.issubset(known.params):
+                names = frozenset(p.name for p in wanted)
+                return cut if len(wanted) == len(known.params) else cut.select(names)
+        return None
 
     def start(self, bucket: Bucket, ctx: StepContext) -> Stages:
         return self.run(bucket, ctx)  # the inner one averages plainly what does not fit it
