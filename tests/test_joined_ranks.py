@@ -31,14 +31,14 @@ def test_what_arrives_is_the_others_residual_alone(expr: str) -> None:
         assert not any(ranks.step(all_ranks(LIKE, 2, step)).errors)
     before = [residuals(ranks, rank) for rank in range(2)]
     assert all(before)
-    ranks.engines[1].participating = False
     arrived = {name: torch.zeros(value.numel(), dtype=torch.float64) for name, value in before[0].items()}
     for _ in range(20):
-        result = ranks.step([LIKE, LIKE])  # nobody has a gradient any more
+        result = ranks.step([LIKE, LIKE], joined=[1])
         for name, total in arrived.items():
             total += result.gradients[0][name].double().reshape(-1)
     after = [residuals(ranks, rank) for rank in range(2)]
-    for name, value in before[1].items():
-        assert torch.equal(after[1][name], value), f"the residual of {name} on the rank that has left was touched"
-    sent = {name: (before[0][name] - after[0][name]) / 2 for name in arrived}
-    assert distance(arrived, sent) < (2e-2 if "bf16" in expr or "quant8" in expr else 1e-5)
+    if "quant8" not in expr:  # its joined rank still owns a part of the average, and owes the error of its rounding
+        for name, value in before[1].items():
+            assert torch.equal(after[1][name], value), f"the residual of {name} on the joined rank has changed"
+    sent = {n: sum(before[rank][n] - after[rank][n] for rank in range(2)) / 2 for n in arrived}
+    assert distance(arrived, sent) < (2e-2 if "bf16" in expr else 1e-5)

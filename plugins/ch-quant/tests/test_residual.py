@@ -113,3 +113,21 @@ def test_it_goes_on_from_another_hooks_residual_in_fp32() -> None:
 def test_what_cannot_be_kept(expr: str) -> None:
     with pytest.raises(commhooks.HookConfigError, match="residual"):
         commhooks.create(expr)
+
+
+@pytest.mark.parametrize("joined", [False, True], ids=["unused", "joined"])
+@pytest.mark.parametrize("expr", ["sign", "quant2", "quant4(error_feedback=True)", EXPR])
+def test_the_owner_of_a_part_keeps_its_error_without_a_gradient(expr: str, joined: bool) -> None:
+    """A rank that does not use a parameter, or has joined, still rounds its part of the average for all ranks."""
+    ranks, world, steps = ranks_of(expr), 3, 12
+    applied, wanted = torch.zeros(SHAPE), torch.zeros(SHAPE)
+    for step in range(steps):
+        absent = (world - 1 if step >= 2 else -1) if joined else step % world
+        given = [gradient(rank, step) if rank != absent else {"w": None} for rank in range(world)]
+        wanted += sum(one["w"] for one in given if one["w"] is not None) / world
+        applied += ranks.step(given, joined=[absent] if joined else []).gradients[0]["w"]
+    ranks.settle()
+    owed = [engine.state.numbers("w", "residual") for engine in ranks.engines]
+    total = applied + sum(one.view(SHAPE) for one in owed if one is not None) / world
+    lost = float((total - wanted).norm() / wanted.norm())
+    assert lost < (1e-2 if "int8" in expr else 1e-5), f"{lost:.3g} of the gradients is lost"

@@ -10,6 +10,7 @@ Control flow may depend on the layout and on ``ctx.step`` alone, never on number
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Hashable, Mapping, Sequence
+from copy import copy
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
@@ -90,6 +91,7 @@ class StepContext:
 
         A joined rank sends zeros and commits nothing: its local fields read as ``None`` and stay as they are. So it is
         for a single parameter that this rank has not used: DDP drops its average where no other rank has used it either.
+        :meth:`as_owner` reads and stages them.
         """
         if not (self._whole or self._takes_part(name, field)):
             return None
@@ -149,8 +151,22 @@ class StepContext:
         made._converted = self._converted
         return made
 
+    def sends(self, name: str) -> bool:
+        """Return True if this rank has a gradient of the parameter to send."""
+        return self.participating and name not in self._absent
+
+    def as_owner(self) -> "StepContext":
+        """Return the same step with access to every entry of the state, also of parameters that this rank does not send.
+
+        A rank that owns a part of the average rounds that part for all ranks. It must remember the rounding error even if
+        it did not use the parameter or has joined: no other rank knows the error.
+        """
+        made = copy(self)
+        made._whole = True
+        return made
+
     def _takes_part(self, name: str, field: str) -> bool:
-        return field in self._shared or (self.participating and name not in self._absent)
+        return field in self._shared or self.sends(name)
 
 
 class Reduction(ABC):

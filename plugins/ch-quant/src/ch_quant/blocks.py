@@ -114,22 +114,22 @@ def scatter_sum(
     chunk: Chunk,
     x: torch.Tensor,
     others: Sequence[torch.Tensor | None],
-    factor: float,
+    factors: Sequence[float],
 ) -> None:
-    """Leave the numbers of a chunk and ``factor`` times those of other vectors where they belong; ``None`` is zero."""
+    """Write the numbers of a chunk plus each vector's factor times another vector; ``None`` stands for zeros."""
     for number, start, stop, row, rows in chunk.pieces:
         place, other = vectors[number][start:stop], others[number]
         numbers = x[row : row + rows].view(-1)[: place.numel()]
         if other is None:
             place.copy_(numbers)
         else:
-            torch.add(numbers, other[start:stop], alpha=factor, out=place)
+            torch.add(numbers, other[start:stop], alpha=factors[number], out=place)
 
 
-def gather_add(vectors: Sequence[torch.Tensor | None], chunk: Chunk, x: torch.Tensor, factor: float) -> None:
-    """Add ``factor`` times the numbers of a chunk to ``x``; a vector that is ``None``, and what is beyond its end, is zero."""
+def gather_add(vectors: Sequence[torch.Tensor | None], chunk: Chunk, x: torch.Tensor, factors: Sequence[float]) -> None:
+    """Add each vector's factor times its numbers of a chunk to ``x``; ``None`` stands for zeros."""
     for number, start, stop, row, rows in chunk.pieces:
         vector = vectors[number]
         if vector is not None:
             found = vector[start:stop]
-            x[row : row + rows].view(-1)[: found.numel()].add_(found, alpha=factor)
+            x[row : row + rows].view(-1)[: found.numel()].add_(found, alpha=factors[number])

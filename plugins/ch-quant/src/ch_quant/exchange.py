@@ -130,6 +130,10 @@ class Exchange:
                 if place is None:
                     scatter(vectors, chunk, self._plain(found))
 
+    def owned(self) -> frozenset[int]:
+        """Return the numbers of the vectors that have elements in this rank's part."""
+        return frozenset(piece.number for chunk in self._chunks(self.ctx.rank) for piece in chunk.pieces)
+
     # -- a chunk
 
     def _pack(

@@ -7,7 +7,7 @@ import torch
 
 from ch_quant.codec import Codec
 from ch_quant.exchange import Exchange, all_reduce, reduce_scatter
-from ch_quant.feedback import Feedback, PackedFeedback
+from ch_quant.feedback import RELEASED, Feedback, PackedFeedback
 from ch_quant.kernels import Kernel, check_kernel
 from ch_quant.packing import WIDTHS
 from commhooks import Bucket, BucketLayout, HookConfigError, Packed, ParamLayout, Reduction, Shards, Stages, StepContext
@@ -134,7 +134,7 @@ class Quantized(Reduction):
             kernel=self.kernel,
         )
         self._draw(bucket.params, ctx, bucket.device)
-        yield from all_reduce(exchange, vectors, self._feedback(bucket, ctx) if self.error_feedback else None)
+        yield from all_reduce(exchange, vectors, self._feedback(bucket, ctx, exchange) if self.error_feedback else None)
 
     def run_scatter(self, shards: Shards, ctx: StepContext) -> Stages:
         """The first stage alone: what a rank keeps is rounded once, and arrives in fp32."""
@@ -170,17 +170,27 @@ class Quantized(Reduction):
             for p in params:
                 ctx.stage(p.name, DRAWN, (1,), torch.int64, device).fill_(ctx.step + 1)
 
-    def _feedback(self, bucket: Bucket, ctx: StepContext) -> Feedback | PackedFeedback:
-        """The residuals of a bucket's parameters, of their shapes in memory."""
-        packed = self.packed
+    def _feedback(self, bucket: Bucket, ctx: StepContext, exchange: Exchange) -> Feedback | PackedFeedback:
+        """Return the residuals of a bucket's parameters, of their shapes in memory.
+
+        A rank that sends no gradient of a parameter still owns a part of its average. It sends nothing of the residual
+        then, and adds the error of the second rounding to it.
+        """
+        packed, owned = self.packed, exchange.owned()
+        contexts, released = [], []
+        for number, p in enumerate(bucket.params):
+            owes = number in owned and not ctx.sends(p.name)
+            contexts.append((p, ctx.as_owner() if owes else ctx))
+            released.append(0.0 if owes else RELEASED)
         if packed is None:
-            old = [ctx.read(p.name, FIELD) for p in bucket.params]
-            new = [ctx.stage(p.name, FIELD, p.matrix_shape, device=bucket.device) for p in bucket.params]
-            return Feedback([e.view(-1) if e is not None else None for e in old], [e.view(-1) for e in new])
+            old = [c.read(p.name, FIELD) for p, c in contexts]
+            new = [c.stage(p.name, FIELD, p.matrix_shape, device=bucket.device) for p, c in contexts]
+            return Feedback([e.view(-1) if e is not None else None for e in old], [e.view(-1) for e in new], released)
         return PackedFeedback(
             packed,
-            [packed.held(ctx, p.name, FIELD) for p in bucket.params],
-            [packed.stage(ctx, p.name, FIELD, p.matrix_shape, bucket.device) for p in bucket.params],
+            [packed.held(c, p.name, FIELD) for p, c in contexts],
+            [packed.stage(c, p.name, FIELD, p.matrix_shape, bucket.device) for p, c in contexts],
+            released,
         )
 
     def _wholes(

@@ -42,17 +42,23 @@ class Feedback:
     """In fp32: what was kept (``None``: nothing yet), and what is to be kept, each of its vector's size.
 
     Attributes:
-        released: the part of the residual that is sent.
+        released: the part of each vector's residual that is sent.
     """
 
-    def __init__(self, before: Sequence[torch.Tensor | None], after: Sequence[torch.Tensor]) -> None:
-        self.before, self.after, self.released = before, after, RELEASED
+    def __init__(
+        self,
+        before: Sequence[torch.Tensor | None],
+        after: Sequence[torch.Tensor],
+        released: Sequence[float] | None = None,
+    ) -> None:
+        self.before, self.after = before, after
+        self.released = released if released is not None else [RELEASED] * len(after)
 
     def add_to(self, chunk: Chunk, x: torch.Tensor, spare: torch.Tensor) -> None:
         gather_add(self.before, chunk, x, self.released)
 
     def keep(self, chunk: Chunk, x: torch.Tensor, spare: torch.Tensor) -> None:
-        scatter_sum(self.after, chunk, x, self.before, 1.0 - self.released)
+        scatter_sum(self.after, chunk, x, self.before, [1.0 - part for part in self.released])
 
     def keep_more(self, chunk: Chunk, x: torch.Tensor, spare: torch.Tensor) -> None:
         scatter_add(self.after, chunk, x)
@@ -69,16 +75,17 @@ class PackedFeedback:
         packed: Packed,
         before: Sequence[tuple[torch.Tensor, torch.Tensor | None] | None],
         after: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        released: Sequence[float],
     ) -> None:
-        self.packed, self.before, self.after, self.released = packed, before, after, RELEASED
+        self.packed, self.before, self.after, self.released = packed, before, after, released
 
     def add_to(self, chunk: Chunk, x: torch.Tensor, spare: torch.Tensor) -> None:
         for number, start, stop, place in self._pieces(chunk, x):
-            self._add_kept(place, number, start, stop, self.released, spare)
+            self._add_kept(place, number, start, stop, self.released[number], spare)
 
     def keep(self, chunk: Chunk, x: torch.Tensor, spare: torch.Tensor) -> None:
         for number, start, stop, place in self._pieces(chunk, x):
-            self._add_kept(place, number, start, stop, 1.0 - self.released, spare)
+            self._add_kept(place, number, start, stop, 1.0 - self.released[number], spare)
             self._pack(place, number, start, stop, spare)
 
     def keep_more(self, chunk: Chunk, x: torch.Tensor, spare: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 What tests of hooks are written with: real handles and engines over simulated ranks, no process and no model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ from commhooks.simulate import SimulatedGroup, SimulatedTransport, together
 from commhooks.transport.base import Work
 
 Gradients = Mapping[str, torch.Tensor]
+Given = Mapping[str, torch.Tensor | None]
+"""The gradients of a rank; ``None`` for a parameter that the rank did not use."""
 
 
 class CountingTransport(SimulatedTransport):
@@ -84,7 +86,7 @@ class SimulatedRanks:
         buckets: int = 2,
         timeout: float = 30.0,
     ) -> None:
-        self.world_size, self.buckets = world_size, buckets
+        self.world_size, self.buckets, self.like = world_size, buckets, like
         self.group = SimulatedGroup(world_size)
         self.transports = [CountingTransport(self.group, rank) for rank in range(world_size)]
         self.handles = [make() for _ in range(world_size)]
@@ -96,19 +98,30 @@ class SimulatedRanks:
             handle.bind(SimulatedBinding(engine, layout))
             self.engines.append(engine)
 
-    def step(self, gradients: Sequence[Gradients]) -> Step:
-        """One backward on every rank. The gradients given are left as they are."""
+    def step(self, gradients: Sequence[Given], joined: Collection[int] = ()) -> Step:
+        """Run one backward on every rank. The given gradients do not change.
+
+        Args:
+            gradients: one mapping for each rank, with ``None`` where the rank did not use a parameter.
+            joined: ranks that have run out of data (``DDP.join``): they send zeros in place of their gradients.
+        """
 
         def one(rank: int) -> tuple[dict[str, torch.Tensor], BaseException | None]:
-            made = split(gradients[rank], self.buckets)
+            left = rank in joined
+            given = {n: None if left else gradients[rank].get(n) for n in (self.like if left else gradients[rank])}
+            made = split(given, self.buckets, self.like)
+            if left:  # a joined rank uses no parameter, but DDP does not say so
+                for bucket in made:
+                    bucket.unused = frozenset()
+            self.engines[rank].participating = not left
             try:
                 for bucket in made:
                     self.engines[rank].submit(bucket)
                 error = self.engines[rank].finish()
-            except CommHooksError as lost:  # the transport: everyone hears of it, through its own wait
+            except CommHooksError as lost:  # every rank learns of a lost transport through its own wait
                 error = lost
             found = {p.name: view.clone() for bucket in made for p, view in bucket.views()}
-            return {name: found[name] for name in gradients[rank]}, error
+            return {name: found[name] for name in given}, error
 
         results = together(self.group, one)
         return Step([found for found, _ in results], [error for _, error in results])
@@ -138,18 +151,29 @@ class SimulatedRanks:
             handle.load_state_dict(merged, world_change="mean")
 
 
-def split(gradients: Gradients, count: int) -> list[Bucket]:
-    """Buckets of one dtype each, the last parameters first, as DDP makes them: ``count`` of every dtype."""
+def split(gradients: Given, count: int, like: Gradients | None = None) -> list[Bucket]:
+    """Return buckets of one dtype each, the last parameters first as in DDP: ``count`` buckets of every dtype.
+
+    Args:
+        gradients: by parameter name, in model order.
+        count: buckets of each dtype.
+        like: tensors with the shapes of the parameters whose gradient is ``None``.
+    """
+    shown = {name: t if t is not None else (like or {})[name] for name, t in gradients.items()}
     groups: list[list[str]] = []
-    for dtype in dict.fromkeys(t.dtype for t in gradients.values()):
-        names = [name for name, t in gradients.items() if t.dtype == dtype][::-1]
+    for dtype in dict.fromkeys(t.dtype for t in shown.values()):
+        names = [name for name, t in shown.items() if t.dtype == dtype][::-1]
         size = max(1, -(-len(names) // count))
         groups += [names[i : i + size] for i in range(0, len(names), size)]
     made = []
     for index, names in enumerate(groups):
-        layout = BucketLayout.of_tensors({name: gradients[name] for name in names})
-        bucket = Bucket(layout, torch.empty(layout.numel, dtype=layout.dtype), index, index == len(groups) - 1)
+        layout = BucketLayout.of_tensors({name: shown[name] for name in names})
+        storage = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
+        unused = frozenset(name for name in names if gradients[name] is None)
+        bucket = Bucket(layout, storage, index, index == len(groups) - 1, unused)
         for name in names:
-            bucket.view(name).copy_(gradients[name])
+            gradient = gradients[name]
+            if gradient is not None:
+                bucket.view(name).copy_(gradient)
         made.append(bucket)
     return made
