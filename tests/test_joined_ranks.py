@@ -9,7 +9,6 @@ from commhooks.testing.gradients import all_ranks, distance
 
 EXPRESSIONS = [
     "powersgd(rank=1)",
-    "powersgd(rank=1, batch=True)",
     "batched_powersgd(rank=1)",
     "error_feedback(bf16_compress)",
     "quant8(error_feedback=True)",

@@ -68,7 +68,7 @@ CASES = [
     ("powersgd(rank=4)", 3, True),
     ("powersgd(rank=4)", 10, False),
     ("powersgd(rank=2, start_iter=5, residual='averaged')", 10, True),
-    ("powersgd(rank=2, batch=True)", 3, False),
+    ("powersgd(rank=2)", 3, False),
     ("batched_powersgd(rank=4)", 1, False),
     ("batched_powersgd(rank=2)", 10, True),
     ("bf16_wrapper(powersgd(rank=4))", 3, True),

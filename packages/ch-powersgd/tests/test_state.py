@@ -40,7 +40,6 @@ def test_an_early_start_with_memory_is_refused_as_by_pytorch(start: int, flags: 
         ("orthogonalization_epsilon", float("nan")),
         ("random_seed", 0.5),
         ("compression_stats_logging_frequency", 0),
-        ("batch_tensors_with_same_shape", None),
         ("residual", "none"),
     ],
 )

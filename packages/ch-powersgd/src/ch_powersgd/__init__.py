@@ -1,6 +1,6 @@
 """PowerSGD gradient compression (Vogels, Karimireddy, Jaggi 2019, arXiv:1905.13727).
 
-Imported lazily, so that listing hooks does not load torch.
+Public names load on first use, so that listing hooks imports no torch.
 """
 
 from typing import TYPE_CHECKING
@@ -9,7 +9,7 @@ from commhooks import lazy
 
 if TYPE_CHECKING:
     from ch_powersgd.hooks import batched_powerSGD_hook, powerSGD_hook
-    from ch_powersgd.reduction import BatchedPowerSGD, PowerSGD
+    from ch_powersgd.powersgd import BatchedPowerSGD, PowerSGD
     from ch_powersgd.state import PowerSGDState
 
 __all__ = ["BatchedPowerSGD", "PowerSGD", "PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
@@ -18,7 +18,7 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         "hooks": "batched_powerSGD_hook powerSGD_hook",
-        "reduction": "BatchedPowerSGD PowerSGD",
+        "powersgd": "BatchedPowerSGD PowerSGD",
         "state": "PowerSGDState",
     },
 )

@@ -1,4 +1,4 @@
-"""What ch-powersgd provides, as data; importing this loads no torch."""
+"""Hook specs of ch-powersgd. This module imports no torch."""
 
 from collections.abc import Iterable
 
@@ -13,7 +13,7 @@ _SUMMARIES = {
 
 @hookimpl
 def commhooks_specs() -> Iterable[HookSpec]:
-    """PowerSGD per parameter, and the variant that treats a bucket as one matrix."""
+    """Yield PowerSGD per parameter and PowerSGD per bucket."""
     for target, summary in _SUMMARIES.items():
         name = target.lower().replace("batched", "batched_")
         yield HookSpec(

@@ -1,7 +1,7 @@
 """PowerSGD as plain hooks with PyTorch's signature, for ``model.register_comm_hook(state, hook)``.
 
-Each carries the function that makes its reduction from the state (``hook.reduction``), so that a wrapper changes what
-travels instead of casting the bucket.
+Each hook has an attribute ``reduction``, a function that makes its reduction from the state. Wrappers use it to change
+the messages of PowerSGD. Without it they could only cast the bucket.
 """
 
 from functools import partial
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ch_powersgd.reduction import PowerSGD
+from ch_powersgd.powersgd import PowerSGD
 from ch_powersgd.state import PowerSGDState
 from commhooks import GradBucket, HookConfigError, as_hook
 
@@ -18,8 +18,8 @@ def _reduction(hook: str, batched: bool, state: Any) -> PowerSGD:
     if isinstance(state, PowerSGDState):
         return state.reduction(batched)
     raise HookConfigError(
-        f"{hook} was given a {type(state).__module__}.{type(state).__name__}; its state is this package's, which takes the "
-        "arguments of PyTorch's and keeps its memory by parameter: from ch_powersgd import PowerSGDState; "
+        f"{hook} got a {type(state).__module__}.{type(state).__name__} as its state. It needs a "
+        "ch_powersgd.PowerSGDState, which takes the same arguments as PyTorch's: from ch_powersgd import PowerSGDState; "
         f"model.register_comm_hook(PowerSGDState(process_group, ...), {hook})"
     )
 
@@ -29,10 +29,10 @@ _PER_BUCKET = as_hook(partial(_reduction, "batched_powerSGD_hook", True), "batch
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """PowerSGD of each gradient matrix; any number of buckets.
+    """Average gradients with PowerSGD per matrix, for any number of buckets.
 
     Returns:
-        A future of the averaged gradient, in the bucket's own buffer and dtype.
+        A future of the averaged gradient, ``(numel,)``, in the bucket's own buffer and dtype.
 
     Raises:
         HookConfigError: ``state`` is not a :class:`~ch_powersgd.PowerSGDState`.
@@ -54,7 +54,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """:func:`powerSGD_hook` with each bucket as one near-square matrix: see :class:`~ch_powersgd.BatchedPowerSGD`."""
+    """Average gradients with PowerSGD per bucket (see :class:`~ch_powersgd.BatchedPowerSGD`)."""
     return _PER_BUCKET(state, bucket)
 
 

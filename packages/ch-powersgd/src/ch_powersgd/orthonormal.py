@@ -1,26 +1,26 @@
 """Orthonormal columns for P and Q.
 
-Orthonormalising is Cholesky-QR, twice: X <- L^-1 X with L L^T = X X^T, whose precision does not depend on how long each
-column is. All of it is done in fp64, because squaring squares the condition number. Nothing branches on numbers: a
-column that depends on the ones before it, to the precision of fp32, is zeroed or replaced, and NaN stays NaN.
+The method is Cholesky-QR, applied twice: X <- L^-1 X with L L^T = X X^T. Its precision does not depend on the length
+of each column. It runs in fp64, because squaring squares the condition number. Nothing branches on numbers. A column
+that depends on earlier columns, to the precision of fp32, becomes zero or a replacement. NaN stays NaN.
 """
 
 import torch
 
-# Of a column of length one, in units of squared length: what fp64 rounding may leave of a dependent column, and the
-# part below which an fp32 column holds nothing but rounding (four parts in a million of its length).
+# Relative to a column's squared length: fp64 rounding left over from a dependent column.
 _SHIFT = 1e-13
+# Relative to a column's squared length: below this share an fp32 column holds rounding only (four parts per million).
 _DEPENDENT = 1.6e-11
-# Lengths below 1e-30 count as zero, so that what they are multiplied with stays within fp32.
-_NOTHING = 1e-60
+# Squared lengths below this count as zero, so that products with their inverse stay inside fp32.
+_ZERO = 1e-60
 
 
 class Columns:
-    """The columns of many factors of one rank, and what it takes to make them orthonormal for the same span.
+    """Columns of many factors of one rank, orthonormalised together.
 
     Args:
-        parts: batches ``(matrices, rank, length)``, the columns being the rows of the last two dimensions; fp32 or
-            fp64. They are changed in place.
+        parts: batches ``(matrices, rank, length)``, fp32 or fp64, changed in place. Columns are the rows of the last two
+            dimensions.
     """
 
     def __init__(self, parts: list[torch.Tensor]) -> None:
@@ -29,28 +29,27 @@ class Columns:
         pairs = [[torch.empty_like(part, dtype=torch.float64) for part in parts] for _ in range(2)]
         self._wide, self._spare = ([(wide, wide.mT) for wide in each] for each in pairs)
         wide = pairs[0][0]
-        self._gram = wide.new_empty((sum(self._counts), self.rank, self.rank))  # products of all columns
+        self._gram = wide.new_empty((sum(self._counts), self.rank, self.rank))  # inner products of all columns
         self._grams = self._gram.split_with_sizes(self._counts)
         self._squares = self._gram.diagonal(dim1=-2, dim2=-1)  # (matrices, rank)
         self._eye = torch.eye(self.rank, dtype=wide.dtype, device=wide.device).expand_as(self._gram)
         self._gap = self._gram.new_empty((*self._squares.shape, 1))
         self._gaps = self._gap.split_with_sizes(self._counts)
 
-    def orthonormalise(self, noise: list[torch.Tensor] | None = None, epsilon: float = 0.0) -> None:
+    def orthonormalise(self, replacements: list[torch.Tensor] | None = None, epsilon: float = 0.0) -> None:
         """Make the columns orthonormal, in place.
 
         Args:
-            noise: as ``parts``, columns of length one that take the place of dependent ones. Without it those
-                become zero.
-            epsilon: added to each column's length before it divides: columns much shorter than this are damped.
+            replacements: unit columns shaped as ``parts``. They replace dependent columns, which otherwise become zero.
+            epsilon: added to each column's length before the division. It damps columns much shorter than this.
         """
         torch._foreach_copy_([wide for wide, _ in self._wide], self.parts)
         self._multiply()
         whiten, length, dependent = self._whiten()
         self._apply(whiten.masked_fill_(dependent, 0.0))
-        if noise is not None:
+        if replacements is not None:
             self._gap.copy_(dependent)
-            torch._foreach_addcmul_([wide for wide, _ in self._wide], self._gaps, noise)
+            torch._foreach_addcmul_([wide for wide, _ in self._wide], self._gaps, replacements)
         if self.rank > 1:
             self._multiply()
             self._squares.add_(_SHIFT)
@@ -61,33 +60,33 @@ class Columns:
         torch._foreach_copy_(self.parts, made)
 
     def _multiply(self) -> None:
-        """All columns of a matrix with each other."""
+        """Compute ``X X^T`` of every matrix."""
         for (wide, transposed), gram in zip(self._wide, self._grams, strict=True):
             torch.bmm(wide, transposed, out=gram)
 
     def _whiten(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``(T, length, dependent)``: ``T X`` has orthonormal columns.
+        """Return ``(T, length, dependent)``, where ``T X`` has orthonormal columns.
 
-        ``length`` ``(matrices, rank, 1)`` is what is left of a column after subtracting its projection on those before
-        it, ``dependent`` whether that is nothing but rounding.
+        ``length`` ``(matrices, rank, 1)`` is the length of a column minus its projection on earlier columns.
+        ``dependent`` is True if that length is rounding only.
         """
         if self.rank == 1:
             length = self._gram.sqrt()
-            inverse = self._gram * self._gram.clamp_min(_NOTHING).rsqrt().pow(3)  # not 1 / length: of Inf it is NaN
-            return inverse, length, self._gram <= _NOTHING
-        squares = self._squares.mul_(1 + _SHIFT * self.rank).clamp_min_(2 * _NOTHING)
+            inverse = self._gram * self._gram.clamp_min(_ZERO).rsqrt().pow(3)  # 1 / length would turn Inf into 0
+            return inverse, length, self._gram <= _ZERO
+        squares = self._squares.mul_(1 + _SHIFT * self.rank).clamp_min_(2 * _ZERO)
         whiten, length = self._inverse_root()
-        nothing, rounding = squares <= 2 * _NOTHING, squares * (_DEPENDENT * self.rank)
-        return whiten, length, (length.square() <= rounding.unsqueeze(-1)) | nothing.unsqueeze(-1)
+        zero, rounding = squares <= 2 * _ZERO, squares * (_DEPENDENT * self.rank)
+        return whiten, length, (length.square() <= rounding.unsqueeze(-1)) | zero.unsqueeze(-1)
 
     def _inverse_root(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """``L^-1`` of ``L L^T = X X^T``, and the diagonal of ``L``, both as precise for short columns as for long."""
+        """Return ``L^-1`` of ``L L^T = X X^T`` and the diagonal of ``L``, equally precise for short and long columns."""
         lower, _ = torch.linalg.cholesky_ex(self._gram)
         inverse = torch.linalg.solve_triangular(lower, self._eye, upper=False)
         return inverse, lower.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
 
     def _apply(self, left: torch.Tensor) -> None:
-        """``X <- left X``."""
+        """Replace X by ``left X``."""
         product = torch.mul if self.rank == 1 else torch.bmm
         for part, (wide, _), (out, _) in zip(left.split_with_sizes(self._counts), self._wide, self._spare, strict=True):
             product(part, wide, out=out)

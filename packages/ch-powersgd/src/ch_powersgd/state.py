@@ -1,4 +1,4 @@
-"""The state of PowerSGD's hooks, with the parameter names and defaults of PyTorch's."""
+"""State of PowerSGD's plain hooks, with the argument names and defaults of PyTorch's ``PowerSGDState``."""
 
 import logging
 from dataclasses import dataclass
@@ -7,19 +7,18 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from ch_powersgd.config import PowerSGDConfig
-from ch_powersgd.reduction import BatchedPowerSGD, PowerSGD
+from ch_powersgd.powersgd import BatchedPowerSGD, PowerSGD
 from commhooks import Bucket, BucketLayout, HookConfigError, HookState, Param, Stages, StepContext
 
 log = logging.getLogger("commhooks")
-_FREQUENCY = Param(10_000, "compressed steps between two lines of statistics in the log", at_least=1)
+_STATS_FREQUENCY = Param(10_000, "compressed steps between two lines of statistics in the log", at_least=1)
 _PARAMS = PowerSGDConfig.params()
-_OURS = {  # PyTorch's names of PowerSGD's options
+_OPTION_OF = {  # PyTorch's argument -> option of PowerSGD
     "matrix_approximation_rank": "rank",
     "start_powerSGD_iter": "start_iter",
     "use_error_feedback": "error_feedback",
     "orthogonalization_epsilon": "epsilon",
     "random_seed": "seed",
-    "batch_tensors_with_same_shape": "batch",
 } | {name: name for name in ("min_compression_rate", "residual", "warm_start")}
 
 
@@ -28,14 +27,16 @@ class PowerSGDState(HookState):
     """Configuration and memory of :func:`~ch_powersgd.powerSGD_hook` on one model.
 
     Args:
-        process_group: the group to average over; ``None`` is the default group, looked up at the first backward.
+        process_group: group to average over. None means the default group, which the first backward looks up.
         compression_stats_logging_frequency: compressed steps between two lines of statistics in the log.
-        matrix_approximation_rank, ...: the options of :class:`~ch_powersgd.PowerSGD` under PyTorch's names (``rank``,
-            ``start_iter``, ``epsilon`` and ``seed`` have longer ones), with PyTorch's defaults.
+        batch_tensors_with_same_shape: accepted for compatibility and ignored. Equal shapes form a batch automatically
+            on devices with kernel launches.
+        matrix_approximation_rank, ...: options of :class:`~ch_powersgd.PowerSGD` under PyTorch's names and with
+            PyTorch's defaults.
 
     Raises:
-        HookConfigError: a value out of range; a ``ValueError`` also where PyTorch raises one (a start below 2 with
-            error feedback or warm start). ``PowerSGD(start_iter=0)`` has no such limit: its state is kept by parameter.
+        HookConfigError: an option is out of range, or ``start_powerSGD_iter`` is below 2 with error feedback or warm
+            start, as in PyTorch. It is a ``ValueError`` too. ``PowerSGD(start_iter=0)`` has no such limit.
 
     Example:
         >>> state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=10)
@@ -61,42 +62,47 @@ class PowerSGDState(HookState):
     def __post_init__(self) -> None:
         super().__init__()
         self.options()
-        _FREQUENCY.checked("compression_stats_logging_frequency", self.compression_stats_logging_frequency)
+        _STATS_FREQUENCY.checked("compression_stats_logging_frequency", self.compression_stats_logging_frequency)
         if (self.use_error_feedback or self.warm_start) and self.start_powerSGD_iter < 2:
             raise HookConfigError(
-                f"start_powerSGD_iter={self.start_powerSGD_iter}: with error feedback or warm start PyTorch's state takes 2 "
-                "or more, and so does this one; commhooks.attach(model, 'powersgd(start_iter=0)') has no such limit"
+                f"start_powerSGD_iter={self.start_powerSGD_iter} is too small: error feedback and warm start need 2 or more, "
+                "as in PyTorch. commhooks.attach(model, 'powersgd(start_iter=0)') has no such limit"
             )
         self.total_numel_before_compression = self.total_numel_after_compression = 0
         self.next_stats_report = 0
 
     @property
     def iter(self) -> int:
-        """Steps taken so far: synchronised backward passes whose gradients were finite."""
+        """Number of steps so far: synchronised backward passes with finite gradients."""
         self.settle()
         return self.step
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """``(rate, elements before, elements sent)``, summed over all compressed steps of this rank."""
+        """Return ``(rate, elements before, elements sent)``, summed over all compressed steps of this rank."""
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after else 0.0), before, after
 
     def options(self) -> dict[str, Any]:
-        """PowerSGD's options as they are now, each checked under PyTorch's name for it."""
-        return {ours: _PARAMS[ours].checked(theirs, getattr(self, theirs)) for theirs, ours in _OURS.items()}
+        """Return the current options of PowerSGD. Errors name PyTorch's argument."""
+        return {
+            option: _PARAMS[option].checked(argument, getattr(self, argument))
+            for argument, option in _OPTION_OF.items()
+        }
 
     def reduction(self, batched: bool = False) -> PowerSGD:
-        """What ``powerSGD_hook`` (or ``batched_powerSGD_hook``) runs."""
+        """Return the reduction that ``powerSGD_hook`` (or ``batched_powerSGD_hook``) runs."""
         return (_CountedBatched if batched else _Counted)(self)
 
-    def __setstate__(self, kept: dict[str, Any]) -> None:
-        config = kept.pop("config", None)  # of versions that held the options there
-        given = {theirs: getattr(config, ours) for theirs, ours in _OURS.items()} if config is not None else {}
-        super().__setstate__({**kept, **given})
+    def __setstate__(self, pickled: dict[str, Any]) -> None:
+        config = pickled.pop("config", None)  # pickles of earlier versions store the options there
+        options = (
+            {argument: getattr(config, option) for argument, option in _OPTION_OF.items()} if config is not None else {}
+        )
+        super().__setstate__({**pickled, **options})
 
 
 class _Counted(PowerSGD):
-    """Counts the elements of every compressed bucket into the state, and logs them when it is time."""
+    """Counts the elements of compressed buckets in the state, and logs the totals at the chosen frequency."""
 
     def __init__(self, state: PowerSGDState) -> None:
         super().__init__(**state.options())

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 from torch.nn.parallel import DistributedDataParallel
 
-from ch_powersgd.reduction import PowerSGD
+from ch_powersgd.powersgd import PowerSGD
 from commhooks.bucket import Bucket
 from commhooks.simulate import SimulatedRank, simulate
 from commhooks.state import HookState

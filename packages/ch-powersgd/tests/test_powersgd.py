@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ch_powersgd import reduction as of_powersgd
-from ch_powersgd.reduction import BatchedPowerSGD, PowerSGD
+from ch_powersgd import powersgd as of_powersgd
+from ch_powersgd.powersgd import BatchedPowerSGD, PowerSGD
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout
 from commhooks.compositions.wire_cast import WireCast
 from commhooks.engine.engine import Engine
@@ -63,7 +63,7 @@ def train(
 def batched(on: bool) -> Iterator[None]:
     """Small matrices of one shape are worked on together, as where launching kernels is what costs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(of_powersgd, "batches", lambda device, numel: on)
+        patch.setattr(of_powersgd, "prefers_batches", lambda device, numel: on)
         yield
 
 
@@ -76,10 +76,6 @@ def test_equal_shapes_are_multiplied_together_where_that_saves_launches() -> Non
     assert names() == [["a", "c"], ["b"]]
     with batched(False):
         assert names() == [["a"], ["b"], ["c"]]
-
-
-def test_what_an_old_expression_says_of_batching_is_taken_and_not_read() -> None:
-    assert PowerSGD(3, batch=True).config() == PowerSGD(3).config()
 
 
 def stored(engine: Engine, field: str) -> dict[str, torch.Tensor]:
@@ -342,7 +338,6 @@ def test_warm_up_is_one_plain_round_and_then_two() -> None:
         ("epsilon", -1e-8),
         ("epsilon", math.nan),
         ("seed", -1),
-        ("batch", "yes"),
     ],
 )
 def test_values_out_of_range_are_named(field: str, value: Any) -> None:
@@ -388,7 +383,7 @@ def test_a_large_matrix_is_worked_on_in_blocks_on_a_cpu_though_it_was_planned_on
         engine = rank.engine(reduction)
         engine.submit(bucket)
         assert engine.finish() is None
-        space = reduction._space(bucket.layout, bucket)
+        space = reduction._workspace(bucket.layout, bucket)
         matrix = space.in_place(bucket, space._factors)[0]
         return [len(d) for d, _ in matrix.blocks]
 
