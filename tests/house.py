@@ -48,6 +48,11 @@ FACES = {  # public modules that are no packages
     "commhooks.simulate",
     *(f"ch_ddp.frameworks.{name}" for name in ("accelerate", "fabric", "lightning", "ray", "transformers")),
 }
+FACTORIES = {  # of torch: without dtype= and device= they obey set_default_dtype() and set_default_device()
+    *("arange", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint"),
+    *("randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"),
+}
+PROGRAMS = {"ch_bench"}  # packages of programs, which run in no user's process
 REASONS = r"because|so that|otherwise|would|without|cannot|must not|or else|no longer|never|may |might|until|while "
 
 
@@ -218,6 +223,21 @@ class House:
             if edit.search(line)
         ]
 
+    def default_factories(self) -> list[str]:
+        """Calls of torch's factories that leave dtype or device to the user's defaults."""
+        found = []
+        for name, tree in self.trees.items():
+            if name.split(".")[0] in PROGRAMS:
+                continue
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FACTORIES:
+                    given = {keyword.arg for keyword in node.keywords}
+                    missing = [f"{word}=" for word in ("dtype", "device") if not given & {word, "out", None}]
+                    if ast.unparse(node.func.value) == "torch" and missing:
+                        where = f"{self.files[name].relative_to(self.root)}:{node.lineno}"
+                        found.append(f"{where}: torch.{node.func.attr}() without {' and '.join(missing)}")
+        return found
+
     def folders(self) -> dict[Path, int]:
         """How many modules every folder holds."""
         found: dict[Path, int] = {}
@@ -275,7 +295,7 @@ class House:
         }
 
 
-RULES = ("against_the_order", "circles", "unexported", "path_edits")
+RULES = ("against_the_order", "circles", "unexported", "path_edits", "default_factories")
 
 
 def main() -> int:

@@ -30,6 +30,7 @@ PLANTED = {  # rule -> file, what is added to it, a word of the breach
         "from ch_ddp.hooks import noop_hook\n",
         "noop",
     ),
+    "default_factories": (f"{CORE}/scratch.py", "ROOM = torch.zeros(3, dtype=torch.int8)\n", "device="),
     "path_edits": ("tests/test_contract.py", "import sys\n\nsys.path." + "insert(0, 'docs')\n", "test_contract"),
 }
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ch_quant
 import commhooks
-from ch_quant import Quantized, quant8, quantize_per_channel, quantize_per_tensor
+from ch_quant import Quantized, quant8, quantize_per_channel, quantize_per_tensor, rotation
 from ch_quant.affine import decode, encode
 from commhooks.simulate import SimulatedRank, simulate
 from commhooks.testing import spawn
@@ -369,3 +369,46 @@ def test_by_name_and_as_pytorchs_functions_on_gloo(world: int) -> None:
     # biases, averaged exactly, are added up in another order of the ranks; a code that differs is off by a seventh
     torch.testing.assert_close(whole[0], cut[0], rtol=1e-5, atol=1e-8)
     assert cut[1]["rounds"] >= whole[1]["rounds"] + 3 * 2 * 2  # two more pieces, of two stages each
+
+
+def two_steps(expr: str, device: str) -> list[torch.Tensor]:
+    """The last average of rank 0, and its state."""
+
+    def body(rank: SimulatedRank) -> list[torch.Tensor]:
+        with torch.device(device):
+            reduction = commhooks.create(expr).reduction
+            assert reduction is not None
+            engine = rank.engine(reduction)
+            for step in range(2):
+                chance = torch.Generator("cpu").manual_seed(10 * step + rank.rank)
+                gradient = torch.randn(64, 96, generator=chance, dtype=torch.float32, device="cpu")
+                bucket = commhooks.Bucket.from_tensors({"w": gradient})
+                engine.submit(bucket)
+                assert engine.finish() is None
+            engine.resolve_step()
+            return [bucket.buffer, *(tensor for _, _, tensor in engine.state.entries())]
+
+    return simulate(2, body)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "expr",
+    [
+        "quant8(rotation='hadamard')",
+        "quant4(error_feedback=True, residual='int8')",
+        "quant2",
+        "quant4(rounding='stochastic')",
+        "quantize_per_channel",
+    ],
+)
+def test_torchs_default_dtype_and_device_change_nothing(expr: str, dtype: torch.dtype) -> None:
+    wanted = two_steps(expr, "cpu")
+    rotation.signs.cache_clear()  # of another dtype in a test before
+    torch.set_default_dtype(dtype)
+    try:
+        found = two_steps(expr, "meta")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [t.dtype for t in found] == [t.dtype for t in wanted]
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

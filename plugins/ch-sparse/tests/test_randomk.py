@@ -135,3 +135,36 @@ def test_the_volume_does_not_grow_with_the_ranks() -> None:
         for request in stage
     }
     assert volumes == {4 * (2622 + 8)}
+
+
+def two_steps(expr: str, device: str) -> list[torch.Tensor]:
+    """The last average of rank 0, and its state."""
+
+    def body(rank: SimulatedRank) -> list[torch.Tensor]:
+        with torch.device(device):
+            reduction = commhooks.create(expr).reduction
+            assert reduction is not None
+            engine = rank.engine(reduction)
+            for step in range(2):
+                chance = torch.Generator("cpu").manual_seed(10 * step + rank.rank)
+                gradient = torch.randn(64, 96, generator=chance, dtype=torch.float32, device="cpu")
+                bucket = commhooks.Bucket.from_tensors({"w": gradient})
+                engine.submit(bucket)
+                assert engine.finish() is None
+            engine.resolve_step()
+            return [bucket.buffer, *(tensor for _, _, tensor in engine.state.entries())]
+
+    return simulate(2, body)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("expr", ["topk(density=0.05)", "topk(density=0.05, bits=2)", "topk(bits=32)", "randomk"])
+def test_torchs_default_dtype_and_device_change_nothing(expr: str, dtype: torch.dtype) -> None:
+    wanted = two_steps(expr, "cpu")
+    torch.set_default_dtype(dtype)
+    try:
+        found = two_steps(expr, "meta")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [t.dtype for t in found] == [t.dtype for t in wanted]
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

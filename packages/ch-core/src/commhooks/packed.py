@@ -66,7 +66,7 @@ class Packed:
 
     def unpack(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The numbers, fp32 of the codes' shape, in ``out`` or in new memory."""
-        found = out if out is not None else torch.empty(codes.shape, device=codes.device)
+        found = out if out is not None else torch.empty(codes.shape, device=codes.device, dtype=torch.float32)
         for numbers, there, factor in self._chunks(found.view(-1), codes.view(-1), scales):
             torch.mul(there, factor, out=numbers)
         return found

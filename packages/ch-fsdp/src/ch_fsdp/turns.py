@@ -144,7 +144,7 @@ class Turns:
     def _agree(self, engine: Engine) -> None:
         """Take the first rank's order of calls; once, and on CUDA the only time that the host waits."""
         mine = [*self._recent, *(index for index in self._order if index not in self._recent)]
-        self._order = [int(index) for index in engine.gather(torch.tensor(mine))[0]]
+        self._order = [int(index) for index in engine.gather(torch.tensor(mine, dtype=torch.int64, device="cpu"))[0]]
         self._agreed = True
 
     def _next(self) -> int | None:

@@ -44,8 +44,8 @@ class Exchange:
         self._size = self.group.size()
         contributes = self.manager.is_participating()
         rank = self.manager.participating_rank() if contributes else None
-        self._mine = torch.tensor([-1 if rank is None else rank])
-        self._found = torch.full((self._size,), -1)
+        self._mine = torch.tensor([-1 if rank is None else rank], dtype=torch.int64, device="cpu")
+        self._found = torch.full((self._size,), -1, dtype=torch.int64, device="cpu")
         return self._start(self._gather(list(self._found.split(1)), self._mine))
 
     def met(self) -> None:

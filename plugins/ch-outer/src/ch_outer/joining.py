@@ -21,7 +21,7 @@ def hand_over(
         device: where the group's collectives work.
     """
     rows = torch.zeros(group.size(), 2, dtype=torch.int64, device=device)
-    rows[group.rank()] = torch.tensor(progress, device=device)
+    rows[group.rank()] = torch.tensor(progress, device=device, dtype=torch.int64)
     dist.all_reduce(rows, group=group)
     source = max(range(group.size()), key=lambda rank: (*rows[rank].tolist(), -rank))
     written = io.BytesIO()
@@ -29,10 +29,10 @@ def hand_over(
         given = {key: value for key, value in state.items() if key != "inner"}
         given["fragments"] = [{**one, "rest": {}, "reducer": _shared(one["reducer"])} for one in given["fragments"]]
         torch.save(given, written)
-    size = torch.tensor([written.getbuffer().nbytes], device=device)
+    size = torch.tensor([written.getbuffer().nbytes], device=device, dtype=torch.int64)
     giver = dist.get_global_rank(group, source)
     dist.broadcast(size, giver, group)
-    message = torch.empty(int(size.item()), dtype=torch.uint8)
+    message = torch.empty(int(size.item()), dtype=torch.uint8, device="cpu")
     if group.rank() == source:
         message = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
     message = message.to(device)

@@ -97,7 +97,9 @@ class ManagedRounds:
                 f"every // fragments = {every // fragments}"
             )
         self.manager, self.fragments, self.met = manager, fragments, False
-        self._meeting = Reducer(Plain(), {"meeting": torch.zeros(1)}, manager=manager, **options)
+        self._meeting = Reducer(
+            Plain(), {"meeting": torch.zeros(1, dtype=torch.float32, device="cpu")}, manager=manager, **options
+        )
 
     def of(self, fragment: int) -> Callable[[int], int]:
         turns, first = self.fragments, fragment + 1  # step 0 is the meeting

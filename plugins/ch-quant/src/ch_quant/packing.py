@@ -20,7 +20,7 @@ WIDTHS = (8, 4, 3, 2, 1)
 @cache
 def _by(number: int) -> torch.Tensor:
     """A shift or a mask as torch wants it: a plain number is made a tensor, and that cast, at every call."""
-    return torch.tensor(number, dtype=torch.int8)
+    return torch.tensor(number, dtype=torch.int8, device="cpu")
 
 
 def packed_bytes(numel: int, bits: int) -> int:

@@ -16,8 +16,10 @@ import torch
 @lru_cache
 def signs(block: int, device: torch.device) -> torch.Tensor:
     """``D / sqrt(n)``, ``(block,)`` fp32, the same on every rank, in every step."""
-    coins = torch.randint(0, 2, (block,), generator=torch.Generator().manual_seed(block))
-    made: torch.Tensor = (2.0 * coins - 1.0) * block**-0.5
+    chance = torch.Generator("cpu").manual_seed(block)
+    coins = torch.randint(0, 2, (block,), generator=chance, dtype=torch.int64, device="cpu")
+    # From integers, torch would make numbers of the default dtype.
+    made: torch.Tensor = (2.0 * coins.to(torch.float32) - 1.0) * block**-0.5
     return made.to(device)
 
 

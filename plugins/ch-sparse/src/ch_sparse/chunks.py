@@ -32,11 +32,11 @@ class Chunks:
 
         self.sizes = [-(-p.numel // chunk) for p in layout.params]
         self.rows, self.k, self._chunk = sum(self.sizes), entries(chunk), chunk
-        counts = torch.full((self.rows,), self.k)
-        last = torch.tensor(self.sizes).cumsum(0) - 1
+        counts = torch.full((self.rows,), self.k, dtype=torch.int64, device="cpu")
+        last = torch.tensor(self.sizes, dtype=torch.int64, device="cpu").cumsum(0) - 1
         rests = [p.numel - (size - 1) * chunk for p, size in zip(layout.params, self.sizes, strict=True)]
-        counts[last] = torch.tensor([entries(rest) for rest in rests])
-        chosen = torch.arange(self.k) < counts.view(-1, 1)  # (rows, k)
+        counts[last] = torch.tensor([entries(rest) for rest in rests], dtype=torch.int64, device="cpu")
+        chosen = torch.arange(self.k, dtype=torch.int64, device="cpu") < counts.view(-1, 1)  # (rows, k)
         row, column = chosen.nonzero(as_tuple=True)
         self.total = row.numel()
         self.row, self.counts = row.to(layout.device), counts.view(-1, 1).float().to(layout.device)
@@ -81,7 +81,7 @@ def _largest(grid: torch.Tensor, k: int) -> torch.Tensor:
         return magnitude.topk(k, dim=1).indices
     count = chunk // size  # blocks; element j is in block j % count, so that the maximum runs over contiguous rows
     blocks = magnitude.view(rows, size, count).amax(1).topk(k, dim=1, sorted=False).indices  # (rows, k)
-    steps = torch.arange(0, chunk, count, device=grid.device).view(1, size, 1)
+    steps = torch.arange(0, chunk, count, device=grid.device, dtype=torch.int64).view(1, size, 1)
     candidates = (blocks.unsqueeze(1) + steps).view(rows, size * k)
     found = magnitude.gather(1, candidates).topk(k, dim=1).indices
     return candidates.gather(1, found)

@@ -82,7 +82,8 @@ class RandomK(Sparse):
         chosen = hashed(keys, ctx.step).remainder_(self.size).unsqueeze(1)  # (rows, 1): columns of the grid
         values = ctx.scratch("values", (keys.numel(),), device=bucket.device)
         # Zero, or NaN where an entry is not finite: the small factor keeps sums of large numbers finite.
-        trace = grid.mv(torch.full((self.size,), _SMALL, device=bucket.device)).mul_(0.0)  # (rows,)
+        small = torch.full((self.size,), _SMALL, dtype=torch.float32, device=bucket.device)
+        trace = grid.mv(small).mul_(0.0)  # (rows,)
         torch.add(grid.gather(1, chosen).view(-1), trace, out=values)
         if not self.feedback:
             values.mul_(self.size)
@@ -104,7 +105,10 @@ class RandomK(Sparse):
     def _keys_of(self, layout: BucketLayout) -> torch.Tensor:
         """A number for each stratum of a bucket, int64: of the seed, the parameter's name and the stratum's place in it."""
         names = (zlib.crc32(p.name.encode()) for p in layout.params)
-        starts = [hashed(torch.arange(self._strata(p)), n) for p, n in zip(layout.params, names, strict=True)]
+        starts = [
+            hashed(torch.arange(self._strata(p), dtype=torch.int64, device="cpu"), n)
+            for p, n in zip(layout.params, names, strict=True)
+        ]
         return hashed(torch.cat(starts), self.seed).to(layout.device)
 
 

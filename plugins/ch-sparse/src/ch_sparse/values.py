@@ -55,7 +55,7 @@ class TwoLevels:
         return -(-self.packing.bytes(chunks.total) // 2) * 2  # even, so that what follows may be anything
 
     def encode(self, chosen: torch.Tensor, chunks: Chunks, part: torch.Tensor) -> None:
-        place = torch.arange(chunks.k, device=chosen.device)  # (k,)
+        place = torch.arange(chunks.k, dtype=torch.float32, device=chosen.device)  # (k,)
         magnitude = chosen.abs().masked_fill_(place >= chunks.counts, 0.0)  # (rows, k)
         unit = magnitude[:, :1].clamp(min=SMALLEST)  # squares of the quotient do not overflow
         sums = magnitude.div_(unit).cumsum_(1)
@@ -64,7 +64,7 @@ class TwoLevels:
         # The squared error is that of the values around zero, less this.
         split = (sums * sums / above + rest * rest / below).argmax(1, keepdim=True)  # the last place above
         levels = part[: 4 * chunks.rows].view(torch.bfloat16).view(-1, 2)
-        levels[:, :1] = sums.gather(1, split) / (split + 1.0) * unit
+        levels[:, :1] = sums.gather(1, split) / (split.float() + 1.0) * unit
         levels[:, 1:] = rest.gather(1, split) / below.gather(1, split) * unit
         codes = (chosen < 0).int() + 2 * (place > split).int()
         used = self.packing.bytes(chunks.total)

@@ -98,7 +98,7 @@ def _try(node: Node) -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(STEPS):
         optimizer.zero_grad()
-        model(torch.randn(8, 64)).square().mean().backward()
+        model(torch.randn(8, 64, dtype=torch.float32, device="cpu")).square().mean().backward()
         bad = [name for name, p in model.named_parameters() if p.grad is None or not bool(p.grad.isfinite().all())]
         if bad:
             return f"{unparse(node)} gives no finite gradient for {', '.join(bad)}"

@@ -46,7 +46,7 @@ class Numbers(Case):
         """Of one step; with residuals, of the sum of many steps with constant gradients."""
         ranks, every = self.ranks(world, like), all_ranks(like, world, 0)
         wanted, steps = average(every), self.steps if self.local_fields else 1
-        total = {name: torch.zeros(t.shape, dtype=torch.float64) for name, t in like.items()}
+        total = {name: torch.zeros(t.shape, dtype=torch.float64, device="cpu") for name, t in like.items()}
         for _ in range(steps):
             for name, found in ranks.step(every).gradients[0].items():
                 total[name] += found.double() / steps

@@ -37,7 +37,7 @@ class Scattering(Case):
     def _error_of_run(self, ranks: list[dict[str, torch.Tensor]], dtype: torch.dtype, steps: int) -> float:
         """What ``run`` leaves of the same gradients: parts, of which less is sent, are to be as near."""
         whole = self.ranks(len(ranks), self._like(dtype))
-        total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+        total = {name: torch.zeros(shape, dtype=torch.float64, device="cpu") for name, shape in SHAPES.items()}
         for _ in range(steps):
             done = whole.step(ranks)
             for error in done.errors:
@@ -95,7 +95,7 @@ class Scattering(Case):
             pytest.skip("has no run_scatter(): where each rank keeps a part of the average it is refused by name")
 
     def _like(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        return {name: torch.zeros(shape, dtype=dtype) for name, shape in SHAPES.items()}
+        return {name: torch.zeros(shape, dtype=dtype, device="cpu") for name, shape in SHAPES.items()}
 
     def _run(
         self,
@@ -116,7 +116,7 @@ class Scattering(Case):
             state.in_place = in_place
             engine, parts = rank.engine(scattered, state), []
             for number, step in enumerate(steps):
-                output = torch.full((cut.part.numel,), 7.0, dtype=dtype)
+                output = torch.full((cut.part.numel,), 7.0, dtype=dtype, device="cpu")
                 engine.run(scattered.bucket(cut, _packed(cut, step[rank.rank], world), output))
                 error = engine.finish()
                 if error is not None:
@@ -134,7 +134,7 @@ class Scattering(Case):
 
 def _packed(cut: ShardLayout, gradients: dict[str, torch.Tensor], world: int) -> torch.Tensor:
     """One rank's gradients as W padded parts."""
-    parts = torch.zeros(world, cut.part.numel, dtype=cut.part.dtype)
+    parts = torch.zeros(world, cut.part.numel, dtype=cut.part.dtype, device="cpu")
     for p in cut.part.params:
         flat: Any = gradients[p.name].reshape(-1)
         for r, piece in enumerate(flat.split(p.numel)):

@@ -179,7 +179,7 @@ class Surviving(Case):
         like = parameters()
         ranks = self.ranks(2, like)
         every = all_ranks(like, 2, 0)
-        every[1]["one.more"] = torch.ones(77, 5)
+        every[1]["one.more"] = torch.ones(77, 5, dtype=torch.float32, device="cpu")
         errors = ranks.step(every).errors
         assert all(error is not None for error in errors), errors
 

@@ -66,7 +66,7 @@ def run(
     if not sharded:
         function(held, grad)
         return grad
-    output = torch.empty(grad.numel() // dist.get_world_size(), dtype=grad.dtype)
+    output = torch.empty(grad.numel() // dist.get_world_size(), dtype=grad.dtype, device="cpu")
     function(held, grad, output)
     return output
 
@@ -80,7 +80,9 @@ def wanted(sharded: bool, every: torch.Tensor) -> torch.Tensor:
 def rows(n: int, seed: int) -> torch.Tensor:
     """Every rank's gradient of ``n`` elements per shard."""
     world = dist.get_world_size()
-    return torch.randn(world, world * n, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        world, world * n, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu"
+    )
 
 
 def model_of(sharded: bool, seed: int = 0) -> FullyShardedDataParallel:
@@ -101,7 +103,8 @@ def grads(model: FullyShardedDataParallel, step: int, poison: float = 1.0) -> to
     """This rank's gradients after one backward, as one vector."""
     model.zero_grad()
     generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    (poison * model(torch.randn(8, 48, generator=generator)).square().mean()).backward()
+    x = torch.randn(8, 48, generator=generator, dtype=torch.float32, device="cpu")
+    (poison * model(x).square().mean()).backward()
     return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
 
 

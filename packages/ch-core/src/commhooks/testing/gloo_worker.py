@@ -54,9 +54,10 @@ class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = torch.nn.Linear(48, 64)
-        self.turned = torch.nn.Parameter(torch.randn(32, 64).t() / 8)  # (64, 32), stored as (32, 64)
-        self.scale = torch.nn.Parameter(torch.tensor(1.5))
-        self.empty = torch.nn.Parameter(torch.empty(0, 3))
+        turned = torch.randn(32, 64, dtype=torch.float32, device="cpu").t() / 8  # (64, 32), stored as (32, 64)
+        self.turned = torch.nn.Parameter(turned)
+        self.scale = torch.nn.Parameter(torch.tensor(1.5, dtype=torch.float32, device="cpu"))
+        self.empty = torch.nn.Parameter(torch.empty(0, 3, dtype=torch.float32, device="cpu"))
         self.last = torch.nn.Linear(32, 101)
         self.late = torch.nn.Linear(32, 64)
 
@@ -77,7 +78,7 @@ def backward(model: DistributedDataParallel, step: int, late: bool = True, micro
     model.zero_grad()
     for number in range(micro):
         generator = torch.Generator().manual_seed(1000 * step + 10 * number + dist.get_rank())
-        x = torch.randn(8, 48, generator=generator)
+        x = torch.randn(8, 48, generator=generator, dtype=torch.float32, device="cpu")
         with model.no_sync() if number < micro - 1 else nullcontext():
             model(x, late).backward()
     return grads(model)
@@ -184,7 +185,7 @@ def unused(order: Order) -> None:
         if order.averages:
             everywhere_the_same(found)
         assert all(bool(g.isfinite().all()) for g in found.values())
-        assert bool(found.get("late.weight", torch.zeros(1)).any()) == (step >= 2)
+        assert bool(found.get("late.weight", torch.zeros(1, dtype=torch.float32, device="cpu")).any()) == (step >= 2)
 
 
 def views(order: Order) -> None:

@@ -25,8 +25,8 @@ def parameters(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         "head.weight": (96, 32),
         "head.bias": (96,),
     }
-    made = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
-    made["turned.weight"] = torch.zeros(40, 64, dtype=dtype).t()  # (64, 40), stored as (40, 64)
+    made = {name: torch.zeros(shape, dtype=dtype, device="cpu") for name, shape in shapes.items()}
+    made["turned.weight"] = torch.zeros(40, 64, dtype=dtype, device="cpu").t()  # (64, 40), stored as (40, 64)
     return made
 
 
@@ -36,13 +36,16 @@ def gradients(like: dict[str, torch.Tensor], rank: int, step: int) -> dict[str, 
     for number, (name, tensor) in enumerate(like.items()):
         shared = torch.Generator().manual_seed(number)
         own = torch.Generator().manual_seed((step * 64 + rank) * 4096 + number + 1)
-        value = 0.1 * torch.randn(tensor.shape, generator=own)
+        value = 0.1 * torch.randn(tensor.shape, generator=own, dtype=torch.float32, device="cpu")
         if tensor.dim() >= 2 and tensor.numel():
             rows, columns = tensor.shape[0], tensor.numel() // tensor.shape[0]
-            left, right = torch.randn(rows, 1, generator=shared), torch.randn(1, columns, generator=shared)
+            left, right = (
+                torch.randn(rows, 1, generator=shared, dtype=torch.float32, device="cpu"),
+                torch.randn(1, columns, generator=shared, dtype=torch.float32, device="cpu"),
+            )
             value += (left @ right).view(tensor.shape)
         else:
-            value += torch.randn(tensor.shape, generator=shared)
+            value += torch.randn(tensor.shape, generator=shared, dtype=torch.float32, device="cpu")
         made[name] = torch.empty_like(tensor).copy_(value)  # keeps the strides
     return made
 

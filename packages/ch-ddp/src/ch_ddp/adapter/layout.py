@@ -20,7 +20,7 @@ def bucket_layout(grad_bucket: GradBucket, names: Mapping[int, str]) -> BucketLa
     buffer = grad_bucket.buffer()
     if buffer.is_sparse:
         param = grad_bucket.parameters()[0]
-        rows = torch.empty(param.shape, device="meta")  # in no strides of its own
+        rows = torch.empty(param.shape, device="meta", dtype=torch.float32)  # in no strides of its own
         layout = ParamLayout.of(names[id(param)], rows, 0, "sparse")
         return BucketLayout([layout], param.numel(), buffer.dtype, buffer.device)
     params, offset = [], 0

@@ -92,7 +92,7 @@ def checksum(tensors: Any) -> str:
     total = 0.0
     for tensor in tensors:
         flat = getattr(tensor, "_local_tensor", tensor).detach().double().reshape(-1)  # of a shard: this rank's
-        total += float((flat * torch.arange(1, flat.numel() + 1, dtype=torch.float64)).sum())
+        total += float((flat * torch.arange(1, flat.numel() + 1, dtype=torch.float64, device="cpu")).sum())
     return total.hex()
 
 
@@ -176,7 +176,13 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def batch(name: str, step: int) -> torch.Tensor:
     """A replica's own data of a step."""
-    return torch.randn(8, 48, generator=torch.Generator().manual_seed(1000 * step + sum(name.encode())))
+    return torch.randn(
+        8,
+        48,
+        generator=torch.Generator().manual_seed(1000 * step + sum(name.encode())),
+        dtype=torch.float32,
+        device="cpu",
+    )
 
 
 def run(task: Task, body: Callable[[Task, Log], None] | None = None) -> None:
