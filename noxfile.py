@@ -275,15 +275,6 @@ def gpu_kit(session: nox.Session) -> None:
 
 
 @nox.session
-def screens(session: nox.Session) -> None:
-    """Render the command line in 80 columns, and the pages of `nox -s docs`, to look at: SVG and PNG in screens/."""
-    install(session, *PROJECTS, tools=["matplotlib>=3.8"])
-    html = ROOT / "docs" / "_build" / "html"
-    pages = ["--pages", str(html)] if html.exists() else []
-    session.run("python", "-m", "ch_bench.screens", *pages, *session.posargs, env=ONE_THREAD)
-
-
-@nox.session
 def newcomer(session: nox.Session) -> None:
     """The README's commands on a script of one's own, from an empty folder, timed. `-- --record`."""
     session.run("python", "tests/programs/newcomer.py", *session.posargs, env=ONE_THREAD)

@@ -67,7 +67,7 @@ def record(handle: CommHook, to: "Writer | str | PathLike[str]", *, every: int =
     of launching); and where the hook keeps a residual or says what it sent, ``relative_error`` ‖r‖ / ‖p‖, ``cosine`` of p
     and p - r, and ``residual_norm`` ‖r‖ in the gradient's units, where p is the gradient plus the residual of before and
     r what is held back. It is delivered when the next step begins. A sampled step costs a copy of the gradients and three
-    passes over them (``python -m ch_bench.cost.telemetry`` measures that); the others cost nothing.
+    passes over them; the others cost nothing.
 
     Args:
         handle: attached. It is recorded until it is detached or the recorder is closed.

@@ -9,8 +9,6 @@ independent from rank to rank. The mean of those has a quarter of a rank's squar
 stage: with gradients that agree more, it is smaller.
 
 "One stage" is the all-to-all and the sum alone, a reduce-scatter; "both" is the whole all-reduce.
-
-A second table and picture (:mod:`ch_bench.convergence.unsent`) show what error feedback makes of it over many steps.
 """
 
 import argparse
@@ -29,7 +27,6 @@ from rich.table import Table
 
 import commhooks
 from ch_bench import bench_report
-from ch_bench.convergence import unsent
 from ch_bench.convergence.study_tasks import SETTINGS, TASKS, Task
 from ch_quant import Exchange, Quantized
 from commhooks import Bucket, BucketLayout, Reduction, Stages, StepContext
@@ -193,11 +190,11 @@ def table(figures: Figures, bits: dict[str, float], data: Sequence[str]) -> Tabl
     return made
 
 
-def draw(figures: Figures, data: Sequence[str], over_steps: unsent.Curves, path: Path) -> None:
-    """Error of both stages against bits, one line for each kind of data and rotation; beside it, errors over many steps."""
+def draw(figures: Figures, data: Sequence[str], path: Path) -> None:
+    """Draw the error of both stages against bits, one line for each kind of data and rotation."""
     with matplotlib.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(14, 5), layout="constrained")
-        axes, beside = figure.subplots(1, 2)
+        figure = Figure(figsize=(7, 5), layout="constrained")
+        axes = figure.subplots()
         for name, colour in zip(data, ("#0072b2", "#d55e00", "#999999"), strict=False):
             for rotated, dash in ((False, "-"), (True, "--")):
                 points = [(b, figures.get((label, name, rotated, False))) for label, b, _ in ROWS if b < 16]
@@ -211,7 +208,6 @@ def draw(figures: Figures, data: Sequence[str], over_steps: unsent.Curves, path:
         axes.set_title(f"Error of one quantized all-reduce, {RANKS} ranks", loc="left", fontweight="bold")
         axes.grid(color="#e4e4e4", linewidth=0.8)
         axes.legend(frameon=False)
-        unsent.draw(over_steps, beside)
         figure.savefig(path, dpi=110)
 
 
@@ -226,12 +222,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     data = {"GPT": recorded("gpt"), "CNN": recorded("cnn"), "normal": normal()}
     figures, bits = measure(data)
     console.print(table(figures, bits, list(data)))
-    over_steps = {name: unsent.measure(exact_run(task), RANKS) for name, task in (("GPT", "gpt"), ("CNN", "cnn"))}
-    console.print(unsent.table(over_steps))
     folder = bench_report.MEASURED if args.record else args.out
     folder.mkdir(parents=True, exist_ok=True)
     name = f"vnmse-{date.today().isoformat()}" if args.record else "vnmse"
-    draw(figures, list(data), over_steps, folder / f"{name}.png")
+    draw(figures, list(data), folder / f"{name}.png")
     if args.record:
         command = bench_report.command("ch_bench.convergence.vnmse", argv, environment="OMP_NUM_THREADS=1")
         console.print(f"recorded: {bench_report.record('vnmse', command, console)}")
