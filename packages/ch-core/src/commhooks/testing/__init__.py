@@ -6,7 +6,7 @@ Needs pytest (``pip install ch-core[testing]``). Names are imported when first u
 from typing import TYPE_CHECKING
 
 from commhooks._lazy import lazy
-from commhooks.testing.spawn import WorkerError, spawn
+from commhooks.testing.spawn import RankResult, Ranks, WorkerError, spawn
 
 if TYPE_CHECKING:
     from commhooks.testing.contract import HookContract
@@ -14,7 +14,17 @@ if TYPE_CHECKING:
     from commhooks.testing.fsdp1_contract import FlatHookContract
     from commhooks.testing.simulated_ranks import SimulatedRanks
 
-__all__ = ["Faulty", "FlatHookContract", "HookContract", "Injected", "SimulatedRanks", "WorkerError", "spawn"]
+__all__ = [
+    "Faulty",
+    "FlatHookContract",
+    "HookContract",
+    "Injected",
+    "RankResult",
+    "Ranks",
+    "SimulatedRanks",
+    "WorkerError",
+    "spawn",
+]
 
 __getattr__, __dir__ = lazy(
     __name__,

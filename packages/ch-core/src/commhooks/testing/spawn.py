@@ -1,41 +1,256 @@
-"""Real gloo processes for tests: started in milliseconds, ended together, never left hanging.
+"""Start N ranks as processes on this machine, and end them together.
 
-Processes are forked from a server that has imported torch once. When one rank fails, or the time is up, all are
-killed and the failing rank's traceback is raised. They also end with the process that started them, however it ends.
+:func:`spawn` runs a function on N ranks and returns their results. :class:`Ranks` gives control over each rank: kill it,
+start it again, read its result or error. No rank outlives the time limit, or the process that started it.
 """
 
 import multiprocessing
 import os
 import pickle
+import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
-_PRELOAD = [
+PRELOAD = (
     "torch",
     "torch.distributed",
     "torch.nn.parallel",
-    "torch._dynamo",  # DDP imports it when it is made: seconds, in every rank
+    "torch._dynamo",  # DDP imports it in its constructor, which costs every rank seconds
     "torch.distributed.fsdp",
     "commhooks.api.attaching",
-    "ch_ddp.adapter.binding",  # where it is installed
-]
+    "ch_ddp.adapter.binding",  # skipped if ch-ddp is not installed
+)
+"""Modules that the server imports once, before it forks ranks."""
+
+_POLL = 0.02  # seconds between two looks at fresh interpreters
 
 
 class WorkerError(AssertionError):
-    """A rank of :func:`spawn` failed; the message is its traceback. ``rank`` says which."""
+    """A rank of :func:`spawn` failed. The message is its traceback, and ``rank`` its number."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(f"rank {rank} failed:\n{text}")
         self.rank = rank
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """State of one rank.
+
+    Attributes:
+        rank: its number.
+        exit_code: of its process; negative after a signal, ``None`` while it runs.
+        value: return value of the function, if it has returned.
+        error: traceback, if the function has raised.
+    """
+
+    rank: int
+    exit_code: int | None
+    value: Any = None
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """True if the function has returned and the process has ended."""
+        return self.exit_code == 0
+
+
+class _Process(Protocol):
+    """A rank's process, from the server or a fresh interpreter."""
+
+    pid: int | None
+
+    def poll(self) -> int | None: ...
+
+    def sentinel(self) -> int | None: ...
+
+    def join(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Order:
+    """Everything that a rank must know, picklable."""
+
+    target: Callable[..., Any]
+    rank: int
+    world_size: int
+    args: tuple[Any, ...]
+    folder: str
+    backend: str | None
+    port: int | None
+    group_timeout: float
+    env: dict[str, str]
+    enter: Callable[[int], object] | None
+    life: int
+
+
+class Ranks:
+    """Ranks that run one function, each in a process; a context manager that kills the remaining ranks.
+
+    Args:
+        target: module-level function, called as ``target(rank, world_size, *args)``.
+        world_size: number of ranks.
+        *args: passed to ``target``. They must be picklable.
+        backend: of the default process group, which exists when ``target`` is called. ``"nccl"`` gives rank r GPU r.
+            ``None`` makes no group; ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` are set.
+        store: where ranks meet: ``"file"`` needs no port and works between network namespaces; ``"tcp"`` uses a free
+            port of this machine and sets ``MASTER_ADDR`` and ``MASTER_PORT``.
+        group_timeout: of the process group, in seconds.
+        env: environment variables of every rank, or a function from rank to them.
+        prefix: function from rank to the command in front of the interpreter, such as
+            ``["ip", "netns", "exec", "node0"]``. Implies ``fresh``.
+        enter: called as ``enter(rank)`` in the rank before anything else.
+        preload: more modules for the server to import. Only the first call in a process can choose them.
+        fresh: start a new interpreter for each rank. Otherwise ranks are forked in milliseconds from a server that
+            has imported torch, and ``env`` comes too late for variables that libraries read at their import.
+
+    Example::
+
+        with Ranks(train, 4, config) as ranks:
+            ranks.kill(2)
+            for result in ranks.wait(timeout=60.0):
+                print(result.rank, result.exit_code, result.value, result.error)
+    """
+
+    def __init__(
+        self,
+        target: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        backend: str | None = "gloo",
+        store: Literal["file", "tcp"] = "file",
+        group_timeout: float = 30.0,
+        env: Mapping[str, str] | Callable[[int], Mapping[str, str]] | None = None,
+        prefix: Callable[[int], Sequence[str]] | None = None,
+        enter: Callable[[int], object] | None = None,
+        preload: Iterable[str] = (),
+        fresh: bool = False,
+    ) -> None:
+        self.target, self.world_size, self.args = target, world_size, args
+        self.backend, self.store, self.group_timeout = backend, store, group_timeout
+        self.env, self.prefix, self.enter = env, prefix, enter
+        self.fresh = fresh or prefix is not None
+        self._preload = [*PRELOAD, *preload]
+        self._processes: dict[int, _Process] = {}
+        self._lives = 0
+
+    def __enter__(self) -> "Ranks":
+        self._folder = tempfile.TemporaryDirectory(prefix="commhooks-")
+        self._server = _tcp_store(self.world_size) if self.store == "tcp" else None
+        try:
+            for rank in range(self.world_size):
+                self.start(rank)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank in list(self._processes):
+            self.kill(rank)
+            self._processes[rank].join()
+        self._server = None
+        self._folder.cleanup()
+
+    def start(self, rank: int) -> None:
+        """Start a rank, or start it again after its end."""
+        for old in (self._path("result", rank), self._path("error", rank)):
+            old.unlink(missing_ok=True)
+        self._lives += 1
+        given = self.env(rank) if callable(self.env) else self.env
+        order = _Order(
+            self.target,
+            rank,
+            self.world_size,
+            self.args,
+            self._folder.name,
+            self.backend,
+            self._server.port if self._server is not None else None,
+            self.group_timeout,
+            dict(given or {}),
+            self.enter,
+            self._lives,
+        )
+        if self.fresh:
+            self._processes[rank] = _Fresh(order, self.prefix(rank) if self.prefix is not None else ())
+        else:
+            self._processes[rank] = _Forked(order, self._preload)
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+        """Send a signal to a rank that is still alive; ``SIGSTOP`` freezes it."""
+        process = self._processes[rank]
+        if process.poll() is None and process.pid is not None:
+            os.kill(process.pid, number)
+
+    def pid(self, rank: int) -> int:
+        """Return the process id of a rank."""
+        found = self._processes[rank].pid
+        if found is None:
+            raise RuntimeError(f"rank {rank} has no process: start it first")
+        return found
+
+    def alive(self) -> list[int]:
+        """Return the ranks whose processes have not ended."""
+        return [rank for rank, process in self._processes.items() if process.poll() is None]
+
+    def wait(self, timeout: float, until: Callable[[RankResult], bool] | None = None) -> list[RankResult]:
+        """Wait until all ranks have ended, and return :meth:`results`.
+
+        Args:
+            timeout: seconds. Ranks that still run afterwards have no exit code.
+            until: called with each rank that ends; True stops waiting.
+        """
+        deadline = time.monotonic() + timeout
+        pending = set(self._processes)
+        while pending:
+            ended = [rank for rank in sorted(pending) if self._processes[rank].poll() is not None]
+            pending.difference_update(ended)
+            if until is not None and any(until(self.result(rank)) for rank in ended):
+                break
+            left = deadline - time.monotonic()
+            if not pending or left <= 0:
+                break
+            watched = [s for rank in pending if (s := self._processes[rank].sentinel()) is not None]
+            if len(watched) == len(pending):
+                wait(watched, timeout=left)
+            else:
+                time.sleep(min(_POLL, left))
+        return self.results()
+
+    def results(self) -> list[RankResult]:
+        """Return the state of every rank, in the order of ranks."""
+        return [self.result(rank) for rank in range(self.world_size)]
+
+    def result(self, rank: int) -> RankResult:
+        """Return the state of one rank."""
+        code = self._processes[rank].poll()
+        value, error = self._path("result", rank), self._path("error", rank)
+        return RankResult(
+            rank,
+            code,
+            pickle.loads(value.read_bytes()) if code is not None and value.exists() else None,
+            error.read_text() if error.exists() else "",
+        )
+
+    def first_error(self) -> int | None:
+        """Return the rank whose function raised first; the others often only report a closed connection."""
+        found = [
+            (path.stat().st_mtime_ns, rank) for rank in self._processes if (path := self._path("error", rank)).exists()
+        ]
+        return min(found)[1] if found else None
+
+    def _path(self, kind: str, rank: int) -> Path:
+        return Path(self._folder.name, f"{kind}{rank}")
 
 
 def spawn(
@@ -44,115 +259,177 @@ def spawn(
     *args: Any,
     timeout: float = 60.0,
     group_timeout: float = 30.0,
-    expect_exit: dict[int, int] | None = None,
-    backend: str = "gloo",
+    expect_exit: Mapping[int, int] | None = None,
+    backend: str | None = "gloo",
+    **options: Any,
 ) -> list[Any]:
-    """Run ``target(rank, world_size, *args)`` on gloo processes, and return what each rank returned.
+    """Run ``target(rank, world_size, *args)`` on N ranks and return the result of each rank.
+
+    When one rank fails, or the time is up, all ranks are killed.
 
     Args:
-        *args: given to ``target`` after rank and world size.
-        target: a module-level function; the default process group is ready when it is called.
-        world_size: number of processes.
-        timeout: seconds after which every process is killed and ``TimeoutError`` is raised.
-        group_timeout: the process group's own timeout, in seconds.
-        backend: ``"nccl"`` gives rank r the GPU r.
-        expect_exit: rank -> exit code (negative: signal) of ranks that are meant to die; their result is ``None``.
+        target: module-level function; the default process group exists when it is called.
+        world_size: number of ranks.
+        *args: passed to ``target`` after rank and world size.
+        timeout: seconds after which every rank is killed and ``TimeoutError`` is raised.
+        group_timeout: of the process group, in seconds.
+        expect_exit: rank -> exit code (negative for a signal) of ranks that are meant to die. Their result is ``None``.
+        backend: see :class:`Ranks`.
+        **options: further options of :class:`Ranks`.
 
     Raises:
-        WorkerError: a rank raised or died.
-        TimeoutError: some rank was not done in time.
+        WorkerError: a rank raised or died. It names the rank that raised first.
+        TimeoutError: a rank has not returned in time.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
     expected = expect_exit or {}
-    with tempfile.TemporaryDirectory(prefix="commhooks-") as folder:
-        processes = _start(context, target, world_size, args, folder, group_timeout, backend)
-        try:
-            _watch(processes, time.monotonic() + timeout, folder, expected)
-        finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
-        return [None if rank in expected else _result(folder, rank) for rank in range(world_size)]
+    failed: list[RankResult] = []
+
+    def fails(result: RankResult) -> bool:
+        if result.exit_code != expected.get(result.rank, 0):
+            failed.append(result)
+        return bool(failed)
+
+    with Ranks(target, world_size, *args, backend=backend, group_timeout=group_timeout, **options) as ranks:
+        results = ranks.wait(timeout, fails)
+        if failed:
+            first = ranks.first_error()
+            one = failed[0] if first is None else ranks.result(first)
+            raise WorkerError(one.rank, one.error or f"exit code {one.exit_code}")
+        if late := ranks.alive():
+            raise TimeoutError(f"ranks {late} did not return within {timeout:g} s and have been killed")
+    return [None if result.rank in expected else result.value for result in results]
 
 
-def _start(
-    context: ForkServerContext,
-    target: Callable[..., Any],
-    world: int,
-    args: Any,
-    folder: str,
-    group_timeout: float,
-    backend: str,
-) -> list[Any]:
-    processes = []
-    for rank in range(world):
-        process = context.Process(
-            target=_main, args=(target, rank, world, args, folder, group_timeout, backend), name=f"rank {rank}"
+class _Forked:
+    """A rank forked from multiprocessing's server, which has imported torch."""
+
+    def __init__(self, order: _Order, preload: list[str]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(preload)
+        self._process = context.Process(target=_run_forked, args=(order,), name=f"rank {order.rank}")
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def sentinel(self) -> int | None:
+        return self._process.sentinel
+
+    def join(self) -> None:
+        self._process.join()
+
+
+class _Fresh:
+    """A rank in a new interpreter, perhaps behind a prefix command."""
+
+    def __init__(self, order: _Order, prefix: Sequence[str]) -> None:
+        if order.target.__module__ == "__main__":
+            raise ValueError(
+                f"{order.target.__qualname__} is defined in the main program, which a fresh rank cannot import: move it "
+                "to a module, or start the ranks without fresh and prefix"
+            )
+        file = Path(order.folder, f"order{order.rank}-{order.life}")
+        file.write_bytes(pickle.dumps(order))
+        code = "import sys; from commhooks.testing.spawn import run_fresh; run_fresh(sys.argv[1])"
+        path = os.pathsep.join(p for p in sys.path if p)  # where this process finds the target
+        # The rank reads its standard input, which closes with this process: its sign to end, too.
+        self._process = subprocess.Popen(
+            [*prefix, sys.executable, "-c", code, str(file)],
+            stdin=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path, **order.env},
         )
-        process.start()
-        processes.append(process)
-    return processes
+        self.pid: int | None = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def sentinel(self) -> int | None:
+        return None
+
+    def join(self) -> None:
+        self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
 
 
-def _watch(processes: list[Any], deadline: float, folder: str, expected: dict[int, int]) -> None:
-    alive = {process.sentinel: rank for rank, process in enumerate(processes)}
-    while alive:
-        ready = wait(list(alive), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            raise TimeoutError(f"ranks {sorted(alive.values())} were not done in time and have been killed")
-        for sentinel in ready:
-            rank = alive.pop(sentinel)
-            code = processes[rank].exitcode
-            if code != expected.get(rank, 0):
-                raise WorkerError(rank, _report(folder, rank, code))
+def _tcp_store(world_size: int) -> Any:
+    from torch._C._distributed_c10d import TCPStore
+
+    return TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
 
 
-def _report(folder: str, rank: int, code: int | None) -> str:
-    error = Path(folder, f"error{rank}")
-    return error.read_text() if error.exists() else f"exit code {code}"
+def _run_forked(order: _Order) -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_after, args=(parent.join,), daemon=True).start()
+    _run(order)
 
 
-def _result(folder: str, rank: int) -> Any:
-    return pickle.loads(Path(folder, f"result{rank}").read_bytes())
+def run_fresh(file: str) -> None:
+    """Run a rank in this interpreter; called by :class:`Ranks`."""
+    threading.Thread(target=_end_after, args=(sys.stdin.buffer.read,), daemon=True).start()
+    _run(pickle.loads(Path(file).read_bytes()))
 
 
-def _main(
-    target: Callable[..., Any], rank: int, world: int, args: Any, folder: str, group_timeout: float, backend: str
-) -> None:
-    import torch
-    import torch._C._distributed_c10d as c10d
-    import torch.distributed as dist
+def _end_after(wait: Callable[[], object]) -> None:
+    """End this rank with the process that started it; it would go on training and take the cores."""
+    wait()
+    os._exit(1)
 
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
+
+def _run(order: _Order) -> None:
     code = 1
+    folder = Path(order.folder)
     try:
-        store = c10d.FileStore(os.path.join(folder, "store"), world)
-        if backend == "nccl":
-            torch.cuda.set_device(rank)
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=group_timeout)
-        )
-        result = target(rank, world, *args)
-        Path(folder, f"result{rank}").write_bytes(pickle.dumps(result))
-        if dist.is_initialized():
-            dist.barrier()
-            dist.destroy_process_group()
+        os.environ.update(order.env)
+        if order.enter is not None:
+            order.enter(order.rank)
+        leave = _join_group(order)
+        value = order.target(order.rank, order.world_size, *order.args)
+        (folder / f"result{order.rank}").write_bytes(pickle.dumps(value))
+        leave()
         code = 0
     except BaseException:
-        Path(folder, f"error{rank}").write_text(traceback.format_exc())
+        (folder / f"error{order.rank}").write_text(traceback.format_exc())
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # torch 2.13's gloo now and then aborts in static destructors at interpreter exit; there is nothing to tidy.
+        # torch 2.13's gloo sometimes aborts in static destructors at interpreter exit; there is nothing to tidy.
         os._exit(code)
 
 
-def _end_with_parent() -> None:
-    """Ranks whose parent was killed would go on training, and take the cores from whatever comes next."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+def _join_group(order: _Order) -> Callable[[], None]:
+    """Make the default process group, and return the function that leaves it."""
+    names = {"RANK": order.rank, "LOCAL_RANK": order.rank, "WORLD_SIZE": order.world_size}
+    if order.port is not None:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(order.port))
+    if order.backend is None:
+        os.environ.update({name: str(value) for name, value in names.items()})
+        return lambda: None
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore, Store, TCPStore
+
+    torch.set_num_threads(1)  # ranks share the cores
+    store: Store = (
+        TCPStore("127.0.0.1", order.port, order.world_size, is_master=False)
+        if order.port is not None
+        else FileStore(str(Path(order.folder, "store")), order.world_size)
+    )
+    if order.backend == "nccl":
+        torch.cuda.set_device(order.rank)
+    dist.init_process_group(
+        order.backend,
+        store=store,
+        rank=order.rank,
+        world_size=order.world_size,
+        timeout=timedelta(seconds=order.group_timeout),
+    )
+
+    def leave() -> None:
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+
+    return leave
