@@ -1,8 +1,9 @@
 """The engine over simulated ranks: order, plans, counting, failures, verdicts."""
 
 import dataclasses
+import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 from commhooks.bucket import Bucket
 from commhooks.compositions.wire_cast import WireCast
 from commhooks.engine.engine import Engine
+from commhooks.engine.sampling import Recording
 from commhooks.engine.schedule import TUNED, CpuTuning
 from commhooks.errors import HookConfigError, HookResultError, HookTimeoutError, RemoteHookError, TransportError
 from commhooks.reduction import Plain, Reduction, StepContext
-from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter
+from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Wire
 from commhooks.simulate import SimulatedGroup, SimulatedRank, SimulatedTransport, simulate
 
 
@@ -392,3 +394,145 @@ def test_scratch_is_made_once() -> None:
         return len(after)
 
     assert simulate(2, body)[0] > 3
+
+
+# -- rank-local errors while peers are in the step's collectives
+
+
+class BadResidual(Reduction):
+    """Its residual has another shape than the gradient, which nothing but telemetry reads."""
+
+    name, lossy = "bad_residual", True
+    fields: ClassVar[dict[str, Literal["local", "shared"]]] = {"residual": "local"}
+
+    def run(self, bucket: Bucket, ctx: Any) -> Iterator[Any]:
+        ctx.stage("w", "residual", (3,), device=bucket.device).fill_(1.0)
+        yield AllReduce(bucket.buffer)
+
+
+def steps_of(engine: Engine, count: int) -> list[str]:
+    """The type of the error of each step, over two buckets."""
+    seen = []
+    for _ in range(count):
+        for index in range(2):
+            engine.submit(
+                Bucket.from_tensors({f"w{index}" if index else "w": torch.ones(4)}, index=index, is_last=index == 1)
+            )
+        seen.append(type(engine.finish()).__name__)
+    return seen
+
+
+def test_an_error_inside_of_sampling_ends_telemetry_and_not_the_step() -> None:
+    def body(rank: SimulatedRank) -> tuple[list[str], bool]:
+        engine = rank.engine(BadResidual())
+        if rank.rank == 0:
+            engine.sampler.add(Recording(1, lambda step, figures: None))
+        return steps_of(engine, 3), bool(engine.sampler.recordings)
+
+    assert simulate(2, body) == [(["NoneType"] * 3, False)] * 2
+
+
+def test_a_writer_that_raises_ends_its_own_recorder_alone() -> None:
+    def body(rank: SimulatedRank) -> tuple[list[str], list[int], list[int]]:
+        engine, first, second = rank.engine(Plain()), [], []
+
+        def fails(step: int, figures: Any) -> None:
+            first.append(step)
+            raise OSError("the disk is full")
+
+        engine.sampler.add(Recording(1, fails))
+        engine.sampler.add(Recording(2, lambda step, figures: second.append(step)))
+        return steps_of(engine, 4), first, second
+
+    assert simulate(2, body) == [(["NoneType"] * 4, [0], [0, 2])] * 2
+
+
+def interrupted(*args: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def arm_writer(engine: Engine) -> None:
+    engine.sampler.add(Recording(1, interrupted))
+
+
+def arm_loss_scale(engine: Engine) -> None:
+    engine.loss_scale = interrupted
+
+
+def arm_on_reduced(engine: Engine) -> None:
+    engine.on_reduced = interrupted
+
+
+@pytest.mark.parametrize("arm", [arm_writer, arm_loss_scale, arm_on_reduced])
+def test_ctrl_c_inside_of_a_callback_is_raised_at_the_end_of_the_step_on_all_ranks(arm: Any) -> None:
+    def body(rank: SimulatedRank) -> list[str]:
+        engine = rank.engine(Sums())
+        seen = steps_of(engine, 1)
+        if rank.rank == 1:
+            arm(engine)
+        return seen + steps_of(engine, 2)
+
+    ours, theirs = simulate(2, body)
+    assert "KeyboardInterrupt" in theirs, theirs
+    assert ours[theirs.index("KeyboardInterrupt")] == "RemoteHookError"
+
+
+class Sums(Reduction):
+    """Keeps a residual, so that the loss scale is asked for."""
+
+    name, lossy = "sums", True
+    fields: ClassVar[dict[str, Literal["local", "shared"]]] = {"residual": "local"}
+
+    def run(self, bucket: Bucket, ctx: Any) -> Iterator[Any]:
+        yield AllReduce(bucket.buffer)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_on_sent_that_raises_on_one_rank_fails_the_step_on_all(narrow: bool) -> None:
+    class Tells(Reduction):
+        name, lossy = "tells", True
+
+        def run(self, bucket: Bucket, ctx: Any) -> Iterator[Any]:
+            def on_sent() -> None:
+                if ctx.rank == 1 and ctx.step == 1:
+                    raise ArithmeticError("on_sent")
+
+            yield AllReduce(bucket.buffer, wire=Wire(torch.bfloat16) if narrow else None, on_sent=on_sent)
+
+    assert simulate(2, lambda rank: steps_of(rank.engine(Tells()), 3)) == [
+        ["NoneType", "RemoteHookError", "RemoteHookError"],
+        ["NoneType", "ArithmeticError", "ArithmeticError"],
+    ]
+
+
+def test_an_error_without_a_text_and_a_log_that_raises_hang_no_peer() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    class Fails(Reduction):
+        name = "fails"
+
+        def run(self, bucket: Bucket, ctx: Any) -> Iterator[Any]:
+            yield AllReduce(bucket.buffer)
+            if ctx.rank == 1 and not bucket.buffer.is_meta:
+                raise Mute
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise RuntimeError("no log")
+
+    def body(rank: SimulatedRank) -> list[str]:
+        engine = rank.engine(Fails())
+        engine.submit(Bucket.from_tensors({"w": torch.ones(4)}, is_last=True))
+        error = engine.finish()
+        return [type(error).__name__, str(error) if rank.rank == 0 else ""]
+
+    handler = Handler()
+    logging.getLogger("commhooks").addHandler(handler)
+    try:
+        (kind, text), (own, _) = simulate(2, body)
+    finally:
+        logging.getLogger("commhooks").removeHandler(handler)
+    assert (kind, own) == ("RemoteHookError", "Mute")
+    assert "Mute" in text

@@ -364,3 +364,57 @@ def test_a_loss_scale_that_is_no_number_is_raised_at_the_end_of_the_step_on_all_
         return [*seen, str(engine.state.step)]
 
     assert simulate(2, body) == [["NoneType", kind, "NoneType", "2"] for kind in ("ValueError", "RemoteHookError")]
+
+
+@pytest.mark.parametrize("method", ["begin", "mark", "verdict", "doubt", "clock"])
+def test_a_judge_that_raises_on_one_rank_fails_the_step_on_all(method: str) -> None:
+    class Raises(Says):
+        armed = False
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == method and object.__getattribute__(self, "armed"):
+                raise ArithmeticError("the judge")
+            return object.__getattribute__(self, name)
+
+    def body(rank: SimulatedRank) -> list[str]:
+        engine, judge, seen = rank.engine(Counts()), Raises(), []
+        engine.open_steps.outcome = judge
+        for number in range(5):
+            judge.armed = rank.rank == 1 and number == 2
+            seen.append(type(one_step(engine)).__name__)
+        return seen
+
+    ours, theirs = simulate(2, body)
+    bad = [number for number, kind in enumerate(theirs) if kind == "ArithmeticError"]
+    assert bad == [3 if method == "mark" else 2], theirs
+    assert ours[bad[0]] == "RemoteHookError", ours
+    assert ours[:2] == theirs[:2] == ["NoneType"] * 2
+
+
+@pytest.mark.parametrize("method", ["verdict", "clock"])
+def test_a_judge_that_raises_while_a_joined_rank_asks_reaches_it(method: str) -> None:
+    class Raises(Says):
+        armed = False
+
+        def verdict(self) -> bool | None:
+            if self.armed and method == "verdict":
+                raise ArithmeticError("the judge")
+            return super().verdict()
+
+        def clock(self) -> int:
+            if self.armed and method == "clock":
+                raise ArithmeticError("the judge")
+            return super().clock()
+
+    def body(rank: SimulatedRank) -> list[str]:
+        engine, judge, seen = rank.engine(Counts()), Raises(), []
+        engine.open_steps.outcome = judge
+        for number in range(3):
+            judge.armed = rank.rank == 0 and number == 2
+            seen.append(type(one_step(engine, joined=rank.rank == 1 and number == 1)).__name__)
+        return seen
+
+    assert simulate(2, body) == [
+        ["NoneType", "NoneType", "ArithmeticError"],
+        ["NoneType", "NoneType", "RemoteHookError"],
+    ]

@@ -350,3 +350,19 @@ def test_what_is_no_optimizer_is_refused() -> None:
         OptimizerWatch(3, None, ())
     with pytest.raises(HookConfigError, match=r"expected a torch\.amp\.GradScaler"):
         OptimizerWatch(None, 3, ())
+
+
+def test_gradients_that_cannot_be_examined_are_a_doubt_and_end_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raised from a hook of autograd, it would end the backward on this rank alone."""
+
+    def fails(params: list[torch.Tensor]) -> bool:
+        raise NotImplementedError("aten::any")
+
+    run = Watched()
+    run.backward()
+    monkeypatch.setattr("commhooks.adapters.optimizer_watch.hold_numbers", fails)
+    doubts, begin = [], run.watch.begin
+    monkeypatch.setattr(run.watch, "begin", lambda: (doubts.append(run.watch.doubt()), begin()))
+    run.backward()
+    assert run.verdicts == [False]
+    assert "aten::any" in str(doubts[0])

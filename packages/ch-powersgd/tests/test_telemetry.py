@@ -170,14 +170,14 @@ def body_writers(rank: int, world: int, folder: str) -> list[str]:
     train(3)
     assert handle.binding is not None
     assert handle.binding.engine is not None
-    assert handle.binding.engine.sampling is None
+    assert not handle.binding.engine.sampler.recordings
     return said
 
 
 def test_writers_and_one_that_fails(tmp_path: Path) -> None:
     first, second = spawn(body_writers, 2, str(tmp_path), timeout=110)
     assert not first
-    assert second == ["[rank 1] what telemetry is written to raised; it is off now"]
+    assert second == ["[rank 1] a telemetry writer raised, so its recorder is off now"]
 
 
 def test_refusals() -> None:
@@ -186,3 +186,37 @@ def test_refusals() -> None:
         telemetry.record(handle, "figures.csv")
     with pytest.raises(ValueError, match="every=0"):
         telemetry.record(handle, "figures.csv", every=0)
+
+
+def body_two_recorders(rank: int, world: int) -> None:
+    model = DistributedDataParallel(net())
+    handle = commhooks.attach(model, "powersgd(rank=1)")
+    got: dict[str, list[tuple[int, dict[str, float]]]] = {"first": [], "second": []}
+    closed: list[str] = []
+
+    class Writer:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __call__(self, step: int, figures: Any) -> None:
+            got[self.name].append((step, dict(figures)))
+
+        def close(self) -> None:
+            closed.append(self.name)
+
+    first = telemetry.record(handle, Writer("first"), every=1, rank=None)
+    second = telemetry.record(handle, Writer("second"), every=2, rank=None)
+    for step in range(7):
+        if step == 3:
+            first.close()
+            assert closed == ["first"]
+        model(torch.randn(4, 3, 8, 8)).square().sum().backward()
+    second.close()
+    assert closed == ["first", "second"]
+    assert [step for step, _ in got["first"]] == [0, 1, 2]
+    assert [step for step, _ in got["second"]] == [0, 2, 4, 6]
+    assert dict(got["first"])[2] == dict(got["second"])[2], "one sample serves both"
+
+
+def test_two_recorders_of_one_handle_end_each_by_itself() -> None:
+    spawn(body_two_recorders, 2, timeout=110)

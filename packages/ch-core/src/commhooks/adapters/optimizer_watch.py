@@ -156,7 +156,10 @@ class OptimizerWatch:
         """A backward is about to add its first gradient to ``.grad``."""
         if not self._closures:
             self._stepping.clear()  # a step that raised has told nobody of its end
-        self._look(beginning=True)
+        try:
+            self._look(beginning=True)
+        except Exception as error:  # raised here it would end the backward on this rank alone, while peers wait for it
+            self._verdict, self._doubt = False, _cannot_tell(error)
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._counts(optimizer):
@@ -270,6 +273,15 @@ def _partly_gone(gone: int, had: int) -> CommHooksError:
         "Zero or keep all gradients together, say handle.rollback() when a step is given up, or attach without "
         "optimizer= and scaler= (then every finite step counts)"
     )
+
+
+def _cannot_tell(error: Exception) -> CommHooksError:
+    doubt = StateError(
+        f"the gradients of the last step could not be examined ({type(error).__name__}: {error}), so it is not known whether "
+        "an optimizer used them. Attach without optimizer= and scaler= (then every finite step counts)"
+    )
+    doubt.__cause__ = error
+    return doubt
 
 
 def _size(optimizer: Any) -> int:

@@ -14,7 +14,8 @@ follows the drain, or is sent beside the last messages where nothing is left to 
 
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from functools import partial
+from typing import NoReturn, TypeVar
 
 import torch
 
@@ -22,10 +23,10 @@ from commhooks.bucket import Bucket, BucketLayout
 from commhooks.engine.active_bucket import ActiveBucket
 from commhooks.engine.counters import Counters
 from commhooks.engine.open_steps import OpenSteps
-from commhooks.engine.sampling import Sampling
+from commhooks.engine.sampling import Sampler
 from commhooks.engine.schedule import TUNED, CpuTuning
 from commhooks.engine.sender import RequestBatch, Sender
-from commhooks.engine.status import ENCODE
+from commhooks.engine.status import DECODE, ENCODE
 from commhooks.engine.step_buckets import StepBuckets
 from commhooks.engine.verdict import Phase, StepVerdict, told_late
 from commhooks.errors import CommHooksError, HookNotSupportedError, TransportError
@@ -33,6 +34,8 @@ from commhooks.reduction import Reduction, StepContext
 from commhooks.requests import StagePlan
 from commhooks.state import HookState
 from commhooks.transport.base import Transport
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -55,7 +58,7 @@ class Engine:
         on_reduced: called with each bucket that holds its average.
         loss_scale: of the gradients of the step that begins.
         buckets: of the running step, or the last one.
-        sampling: measures how good some steps are; ``None``: none.
+        sampler: samples steps for telemetry.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class Engine:
         self.on_reduced: Callable[[Bucket], None] | None = None
         self.loss_scale: Callable[[], float] | None = None
         self.buckets = StepBuckets()
-        self.sampling: Sampling | None = None
+        self.sampler = Sampler(transport.rank)
         self.state.driven_by(self)
 
     @property
@@ -151,12 +154,12 @@ class Engine:
         beside = delivers and all(live.due is None for live in self.buckets.under_way)
         try:
             if beside:
-                self.sender.send_status(self.verdict, self.open_steps.clock(self.participating))
+                self.sender.send_status(self.verdict, self._clock())
             self._drain()
-            if self.sampling is not None and self.in_step:
-                self.sampling.ended(self.reduction, self.state)  # before the verdict is received: its event covers this
+            if self.sampler.recordings and self.in_step:  # before the status is received: its event covers the figures
+                self._local(partial(self.sampler.end, self.reduction, self.state), DECODE)
             if not beside:
-                self.sender.send_status(self.verdict, self.open_steps.clock(self.participating))
+                self.sender.send_status(self.verdict, self._clock())
             self.verdict.decide(self.sender.timeout)
             if not beside and self.on_reduced is None:
                 self.verdict.spoil(self.buckets.submitted)
@@ -190,8 +193,7 @@ class Engine:
         """
         self.sender.forget()
         self.buckets.abandon()
-        if self.sampling is not None:
-            self.sampling.abandon()
+        self.sampler.abandon()
         self.verdict.abandon()
         self.state.rollback()
 
@@ -242,18 +244,35 @@ class Engine:
         doubt = self.open_steps.answer(self.gather)
         looks = bool(self.reduction.fields)  # one without state has nothing to undo
         self.verdict = StepVerdict(self.reduction.name, self.transport, looks=looks, late=late)
-        if self.loss_scale is not None and self.reduction.fields:
-            try:
-                self.state.rescale(self.loss_scale())
-            except Exception as error:  # an infinite scale: raised here it would leave DDP and the peers stuck
-                self.verdict.fail(error, ENCODE)
         if doubt is not None:
             self.verdict.fail(doubt, ENCODE)
+        scale = self.loss_scale
+        if scale is not None and self.reduction.fields:
+            self._local(lambda: self.state.rescale(scale()))
         self.buckets.begin()
-        self.state.bring(device)
-        if self.sampling is not None:  # the verdict on the last step has been read: what it samples has come, too
-            self.sampling.begins(self.reduction, self.state, self.counters)
+        self._local(lambda: self.state.bring(device))
+        if self.sampler.recordings:  # the status of the last step has been read, so its sample is complete
+            self._local(lambda: self.sampler.begin(self.reduction, self.state, self.counters))
         self.counters.begin()
+
+    def _local(self, action: Callable[[], T], where: int = ENCODE) -> T | None:
+        """Run code that belongs to this rank alone, such as a user's callback.
+
+        Peers are in the step's collectives. An exception that left the hook here would keep them waiting, so it fails the
+        step and all ranks raise at its end. That includes Ctrl-C.
+        """
+        try:
+            return action()
+        except BaseException as error:
+            self.verdict.fail(error, where)
+            return None
+
+    def _clock(self) -> int | None:
+        """Steps behind this rank, for the status; ``None`` if it does not count."""
+        if not self.participating:
+            return None
+        used = self._local(self.open_steps.used_steps, DECODE)
+        return self.state.step + (used or 0)
 
     def _activate(self, bucket: Bucket) -> ActiveBucket:
         ctx = StepContext(
@@ -269,13 +288,13 @@ class Engine:
         )
         self.counters.gradient_bytes += bucket.layout.size * bucket.dtype.itemsize
         self.sender.device = bucket.device
-        if self.sampling is not None and self.participating:
-            ctx.sent = self.sampling.takes(bucket, self.reduction, self.state)
+        if self.sampler.recordings and self.participating:
+            ctx.sent = self._local(lambda: self.sampler.take(bucket, self.reduction, self.state))
         live = self.buckets.add(bucket, self.verdict)
         try:  # what the plan raises is the same on every rank: it follows from layout and step
             live.plan = self.sender.plan_of(self.reduction, bucket.layout, ctx)
             live.stages = self.reduction.start(bucket, ctx)  # a run() that is no generator function may raise here
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C too
             live.fail(error)
         return live
 

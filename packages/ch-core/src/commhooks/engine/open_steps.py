@@ -6,7 +6,6 @@ import torch
 
 from commhooks.engine.status import StepOutcome
 from commhooks.engine.verdict import Phase, StepVerdict
-from commhooks.errors import CommHooksError
 from commhooks.state import HookState
 
 _ANSWERS = (True, False, None)  # used, skipped, open: as ranks tell one another
@@ -33,23 +32,25 @@ class OpenSteps:
         self._waiting: list[StepVerdict] = []  # committed tentatively
         self._took_part = True
         self._veto = False
+        self._judge_error: BaseException | None = None
         self._told: tuple[int, int] | None = None  # by the others, of a step that this rank took no part in
 
-    def clock(self, participating: bool) -> int | None:
-        """Steps behind this rank, the same on all that take part; ``None`` if this one does not count.
+    def used_steps(self) -> int:
+        """Steps that the judge saw used. With the committed steps they are this rank's clock in the status.
 
-        Those that were committed, and those that were used: on ranks that judge a step differently they differ.
+        Ranks that judge a step differently have different clocks.
         """
-        if not participating:
-            return None
-        return self.state.step + (0 if self.outcome is None else self.outcome.clock())
+        return 0 if self.outcome is None else self.outcome.clock()
 
     def ended(self, verdict: StepVerdict, *, elastic: bool) -> None:
         """A step has ended. In an ``elastic`` group each member knows the outcome, and asks nobody, who may be gone."""
         self._last, self._took_part = verdict, verdict.counted or elastic
         self._common = None if verdict.alone or elastic else verdict
         if self.outcome is not None:
-            self.outcome.mark()
+            try:
+                self.outcome.mark()
+            except BaseException as error:  # the status has been sent: all ranks raise it at the end of the next step
+                self._judge_error = error
 
     def settle(self, *, force: bool = False) -> bool | None:
         """Commit or roll back what is open; returns whether the last step was kept, ``None`` if it stays open.
@@ -95,8 +96,8 @@ class OpenSteps:
         self._waiting.clear()
         self._veto = False
 
-    def answer(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> CommHooksError | None:
-        """The next step begins: settle; returns why what is open cannot be told, if so.
+    def answer(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> BaseException | None:
+        """The next step begins: settle. Return the judge's error or doubt, which the engine raises on all ranks.
 
         Args:
             gather: every rank's tensor, one row each.
@@ -104,15 +105,31 @@ class OpenSteps:
         if self.outcome is None:
             self.settle(force=True)
             return None
-        self._ask_others(self.outcome, gather)
-        self.settle(force=True)
-        doubt = self.outcome.doubt() if self._took_part else None
-        if self._told is not None:
-            self.outcome.follow(self._told[1])
+        judge, common = self.outcome, self._common
+        error, self._judge_error, self._common = self._judge_error, None, None
+        if common is not None and common.incomplete():
+            used: bool | None = False
+            clock = 0
+            try:  # the peers already wait in this message
+                used, clock = (self._used(), judge.clock()) if self._took_part else (None, 0)
+            except BaseException as raised:
+                error = error or raised
+            self._ask_others(used, clock, gather)
+        try:
+            self.settle(force=True)
+        except BaseException as raised:  # the judge cannot tell: its steps count as skipped
+            error, self._veto = error or raised, True
+            self.settle(force=True)
+        try:
+            doubt: BaseException | None = judge.doubt() if self._took_part else None
+            if self._told is not None:
+                judge.follow(self._told[1])
+            if not self.state.tentative:
+                judge.begin()
+        except BaseException as raised:
+            doubt = raised
         self._told = None
-        if not self.state.tentative:
-            self.outcome.begin()
-        return doubt
+        return error or doubt
 
     @property
     def _pending(self) -> StepVerdict | None:
@@ -128,16 +145,13 @@ class OpenSteps:
             return self.outcome.verdict()
         return None if self._told is None else _ANSWERS[self._told[0]]
 
-    def _ask_others(self, outcome: StepOutcome, gather: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _ask_others(self, used: bool | None, clock: int, gather: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Where a rank took no part in the last step, the others tell it what became of the step.
 
         It has no optimizer that would know, but the number of committed steps decides about its collectives. From the
         last status all ranks know whether there was one, so that all of them send this message, or none.
         """
-        common, self._common = self._common, None
-        if common is None or not common.incomplete():
-            return
-        answer, clock = (_ANSWERS.index(self._used()), outcome.clock()) if self._took_part else (-1, 0)
+        answer = _ANSWERS.index(used) if self._took_part else -1
         everyone = gather(torch.tensor([answer, clock], dtype=torch.int64, device="cpu")).tolist()
         told = [(int(answer), int(clock)) for answer, clock in everyone if answer >= 0]
         if not self._took_part and told:

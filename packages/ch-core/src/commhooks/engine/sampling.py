@@ -4,6 +4,7 @@ No step of any other rank is changed by it, and nobody waits: what is computed o
 begins, after the verdict on the step has been read.
 """
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,19 +16,40 @@ from commhooks.engine.counters import Counters
 from commhooks.reduction import Reduction
 from commhooks.state import HookState
 
+log = logging.getLogger("commhooks")
+
 FIELD = "residual"
 Deliver = Callable[[int, Mapping[str, float]], None]
 _SUMS = 3  # <p, p>, <r, r>, <p, r>
 
 
+@dataclass(slots=True, eq=False)
+class Recording:
+    """One recorder of an engine: its interval and its writer.
+
+    Args:
+        every: steps from one sample to the next.
+        deliver: called with the number of the step and its figures when the next step begins.
+    """
+
+    every: int
+    deliver: Deliver
+    _steps: int = 0  # since the recorder was added
+
+    def due(self) -> bool:
+        """True if this recorder wants the step that begins. Call it once a step."""
+        self._steps += 1
+        return (self._steps - 1) % self.every == 0
+
+
 @dataclass(slots=True)
-class _Wanted:
-    """A bucket of a step that is sampled.
+class _SampledBucket:
+    """A bucket of a sampled step.
 
     Attributes:
-        bucket: as it was given.
-        before: a copy of its gradients; later plus the residuals of before the step.
-        sent: where the reduction says what it sent, if it does.
+        bucket: the bucket that is reduced.
+        before: copy of its gradients; the sampler adds the residuals that were there when the step began.
+        sent: bucket that the reduction fills with its own contribution, if it reports one.
     """
 
     bucket: Bucket
@@ -36,45 +58,73 @@ class _Wanted:
 
 
 @dataclass(slots=True)
-class Sampling:
-    """Figures of every so manyth step of one engine, on one rank.
+class _Sample:
+    """Figures of one step, on their way to the recorders that wanted them."""
 
-    With p the gradient plus the residual of before, and r what of it was held back (the new residual, or what was not
-    sent): the relative error is ‖r‖ / ‖p‖, the cosine that of p and p - r, over all parameters of which r is known.
+    recordings: list[Recording]
+    counters: dict[str, float]  # when the step began
+    scale: float
+    trips: int
+    buckets: list[_SampledBucket] = field(default_factory=list)
+    sums: torch.Tensor | None = None  # (_SUMS,), on the CPU
+    event: torch.cuda.Event | None = None
+
+
+class Sampler:
+    """Samples steps of one engine for all its recorders.
+
+    With p the gradient plus the old residual, and r the part of p that was not sent, the relative error is ‖r‖ / ‖p‖ and
+    the cosine is the one between p and p - r. Both cover all parameters whose r is known. Recorders that want the same step
+    share one sample.
+
+    An exception never leaves :meth:`begin`, :meth:`take` or :meth:`end`: peers may wait in a collective meanwhile. It is
+    logged, and sampling stops.
 
     Args:
-        every: steps from one sample to the next.
-        deliver: given the number of the step and its figures, when the next step begins.
+        rank: this rank, for log messages.
+
+    Attributes:
+        recordings: the recorders.
     """
 
-    every: int
-    deliver: Deliver
-    _wanted: list[_Wanted] = field(default_factory=list)
-    _before: dict[str, float] | None = None  # the counters when the sampled step began
-    _sums: torch.Tensor | None = None
-    _event: torch.cuda.Event | None = None
-    _scale: float = 1.0
-    _trips: int = 2
-    _count: int = 0
+    __slots__ = ("_rank", "_sample", "recordings")
 
-    @property
-    def active(self) -> bool:
-        """Whether the running step is sampled."""
-        return self._before is not None
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.recordings: list[Recording] = []
+        self._sample: _Sample | None = None
 
-    def begins(self, reduction: Reduction, state: HookState, counters: Counters) -> None:
-        """A step begins; the one before has been decided, and its verdict read."""
-        self.flush(counters)
-        if self._before is None and self._count % self.every == 0:
-            self._before = counters.as_dict() | {"trip_bytes": counters.traffic.trip_bytes}
-            self._scale, self._trips = state.scale, reduction.trips
-        self._count += 1
-        self._wanted.clear()
+    def add(self, recording: Recording) -> None:
+        """Sample for this recorder, from the next step on."""
+        self.recordings.append(recording)
 
-    def takes(self, bucket: Bucket, reduction: Reduction, state: HookState) -> Bucket | None:
-        """A bucket of the running step; where the reduction has to say what it sends, if it can."""
-        if not self.active or not reduction.lossy or any(p.kind != "dense" for p in bucket.params):
+    def remove(self, recording: Recording, counters: Counters) -> None:
+        """Deliver the last complete sample, for which the host waits, and drop this recorder."""
+        if recording in self.recordings:
+            self.flush(counters, wait=True)
+        self._drop(recording)
+
+    def begin(self, reduction: Reduction, state: HookState, counters: Counters) -> None:
+        """A step begins, and the outcome of the previous step is known."""
+        try:
+            self.flush(counters)
+            due = [recording for recording in self.recordings if recording.due()]
+            if due and self._sample is None:
+                self._sample = _Sample(due, _with_trips(counters), state.scale, reduction.trips)
+        except Exception:
+            self._stop()
+
+    def take(self, bucket: Bucket, reduction: Reduction, state: HookState) -> Bucket | None:
+        """Copy a bucket of a sampled step. Return the bucket in which the reduction reports its contribution, if it can."""
+        if self._sample is None or not reduction.lossy or any(p.kind != "dense" for p in bucket.params):
             return None
+        try:
+            return self._take(self._sample, bucket, reduction, state)
+        except Exception:
+            self._stop()
+            return None
+
+    def _take(self, sample: _Sample, bucket: Bucket, reduction: Reduction, state: HookState) -> Bucket | None:
         before = Bucket(bucket.layout, bucket.storage.clone(), bucket.index, bucket.is_last)
         sent = None
         if reduction.reports_sent:
@@ -86,58 +136,83 @@ class Sampling:
                     gradient = ordered(before, p, reduction, state.step)
                     gradient.add_(held.view_as(gradient))
         else:
-            return None  # nobody can tell what it holds back
-        self._wanted.append(_Wanted(bucket, before, sent))
+            return None  # neither a residual nor a report says what was not sent
+        sample.buckets.append(_SampledBucket(bucket, before, sent))
         return sent
 
-    def ended(self, reduction: Reduction, state: HookState) -> None:
-        """Every bucket of the step has been reduced, and what was staged is there."""
-        if not self._wanted:
+    def end(self, reduction: Reduction, state: HookState) -> None:
+        """Compute the figures. Every bucket holds its average, and the new residuals are staged."""
+        sample = self._sample
+        if sample is None or not sample.buckets:
             return
-        parts = [row for one in self._wanted for row in _rows(one, reduction, state)]
-        self._wanted.clear()
-        if not parts:
-            return
-        sums = torch.stack([torch.stack(row) for row in parts]).sum(0)
-        if sums.is_cuda:
-            self._sums = torch.empty(_SUMS, dtype=sums.dtype, device="cpu", pin_memory=True)
-            self._sums.copy_(sums, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._sums = sums
+        try:
+            buckets, sample.buckets = sample.buckets, []
+            rows = [row for one in buckets for row in _rows(one, reduction, state)]
+            if not rows:
+                return
+            sums = torch.stack([torch.stack(row) for row in rows]).sum(0)
+            if sums.is_cuda:
+                sample.sums = torch.empty(_SUMS, dtype=sums.dtype, device="cpu", pin_memory=True)
+                sample.sums.copy_(sums, non_blocking=True)
+                sample.event = torch.cuda.Event()
+                sample.event.record()
+            else:
+                sample.sums = sums
+        except Exception:
+            self._stop()
 
     def flush(self, counters: Counters, *, wait: bool = False) -> None:
-        """Deliver the sample that is complete.
+        """Deliver the sample of a finished step.
 
         Args:
             counters: of the engine.
-            wait: for the device, if it has not come so far; without, the sample is delivered a step later.
+            wait: wait for the device; otherwise an unfinished sample is delivered a step later.
         """
-        before = self._before
-        if before is None or counters.steps <= before["steps"]:
+        sample = self._sample
+        if sample is None or counters.steps <= sample.counters["steps"]:
             return
-        if self._event is not None:
+        if sample.event is not None:
             if wait:
-                self._event.synchronize()
-            elif not self._event.query():
+                sample.event.synchronize()
+            elif not sample.event.query():
                 return
-        after = counters.as_dict() | {"trip_bytes": counters.traffic.trip_bytes}
+        self._sample = None
+        before, after = sample.counters, _with_trips(counters)
         steps = after["steps"] - before["steps"]
         spent = {key: (after[key] - before[key]) / steps for key in after if not key.endswith("steps")}
         figures = {key: value for key, value in spent.items() if key.endswith(("_bytes", "_seconds"))}
         trips = figures.pop("trip_bytes")
         if trips > 0 and counters.gradient_bytes:
-            figures["ratio"] = self._trips * counters.gradient_bytes / trips
-        if self._sums is not None:
-            figures |= _figures(self._sums.tolist(), self._scale)
-        number, self._before, self._sums, self._event = int(before["steps"]), None, None, None
-        self.deliver(number, figures)
+            figures["ratio"] = sample.trips * counters.gradient_bytes / trips
+        if sample.sums is not None:
+            figures |= _figures(sample.sums.tolist(), sample.scale)
+        for recording in sample.recordings:
+            try:
+                recording.deliver(int(before["steps"]), dict(figures))
+            except Exception:  # a full disk or a lost server must not end the training
+                log.exception("[rank %d] a telemetry writer raised, so its recorder is off now", self._rank)
+                self._drop(recording)
 
     def abandon(self) -> None:
-        """The step never finishes: there is nothing to tell of it."""
-        self._wanted.clear()
-        self._before = self._sums = self._event = None
+        """Drop the sample of a step that never finishes."""
+        self._sample = None
+
+    def _drop(self, recording: Recording) -> None:
+        if recording in self.recordings:
+            self.recordings.remove(recording)
+        if self._sample is not None and recording in self._sample.recordings:
+            self._sample.recordings.remove(recording)
+
+    def _stop(self) -> None:
+        log.exception(
+            "[rank %d] telemetry could not sample a step, so all recorders of this hook are off now", self._rank
+        )
+        self.recordings.clear()
+        self._sample = None
+
+
+def _with_trips(counters: Counters) -> dict[str, float]:
+    return counters.as_dict() | {"trip_bytes": counters.traffic.trip_bytes}
 
 
 def ordered(bucket: Bucket, p: ParamLayout, reduction: Reduction, step: int) -> torch.Tensor:
@@ -145,7 +220,7 @@ def ordered(bucket: Bucket, p: ParamLayout, reduction: Reduction, step: int) -> 
     return bucket.matrix(p) if FIELD in reduction.memory_order(p, step) else bucket.view(p)
 
 
-def _rows(one: _Wanted, reduction: Reduction, state: HookState) -> list[tuple[torch.Tensor, ...]]:
+def _rows(one: _SampledBucket, reduction: Reduction, state: HookState) -> list[tuple[torch.Tensor, ...]]:
     """<p, p>, <r, r> and <p, r> of every parameter of which r is known."""
     found: list[tuple[torch.Tensor, ...]] = []
     held = state.held() if one.sent is None else frozenset()

@@ -12,6 +12,7 @@ from commhooks.engine.counters import Counters
 from commhooks.engine.profiling import profiled
 from commhooks.engine.schedule import TUNED, BucketPlan, CpuTuning
 from commhooks.engine.stage import Stage
+from commhooks.engine.status import BETWEEN
 from commhooks.engine.verdict import StepVerdict
 from commhooks.reduction import Reduction, StepContext
 from commhooks.requests import AllGather, Request
@@ -98,6 +99,8 @@ class Sender:
             for bucket in buckets:
                 bucket.pending = stage
             stage.start(requests)
+            if stage.error is not None:
+                first.verdict.report(stage.error, BETWEEN, first.bucket.index)
         self.counters.traffic.wire_bytes += stage.wire_bytes
         self.counters.encode_seconds += time.perf_counter() - begun
 

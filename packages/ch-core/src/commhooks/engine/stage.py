@@ -26,6 +26,7 @@ class Stage:
     Attributes:
         any_order: whether sums of unrounded numbers may be added up in another order than DDP's.
         newest: whether no message of a later bucket will want gloo's threads before this one is done.
+        error: first exception of an ``on_sent`` of a request.
         wire_bytes: what this rank sends, as modelled: round a ring ``2 (W - 1) / W`` of an all-reduce and ``(W - 1) / W``
             of any other collective, and all of it to ``W - 1`` ranks in a direct exchange.
     """
@@ -39,6 +40,7 @@ class Stage:
     _works: list[Message] = field(default_factory=list)
     reduced: list[torch.Tensor] = field(default_factory=list)
     wire_bytes: float = 0.0
+    error: BaseException | None = None
 
     def start(self, requests: tuple[Request, ...]) -> "Stage":
         groups: dict[object, list[AllReduce]] = {}
@@ -77,8 +79,7 @@ class Stage:
             self.reduced.append(tensor)
             if first.sent is not None:
                 first.sent.copy_(tensor)
-            if first.on_sent is not None:
-                first.on_sent()  # before the tensor itself is scaled, and travels
+            self._tell_sent(first)  # before the tensor itself is scaled, and travels
             if scale != 1.0:
                 tensor.mul_(scale)
             self._reduce(number, tensor.view(-1), first, None)
@@ -101,8 +102,16 @@ class Stage:
         self.reduced.append(merged)  # one sum tells of all whether something is not finite
         self._reduce(number, merged, first, lambda: torch._foreach_copy_(tensors, parts))
         for request in group:
-            if request.on_sent is not None:
-                request.on_sent()  # while the message travels; nothing received is put in place before `start` returns
+            self._tell_sent(
+                request
+            )  # while the message travels; nothing received is put in place before `start` returns
+
+    def _tell_sent(self, request: AllReduce) -> None:
+        if request.on_sent is not None:
+            try:
+                request.on_sent()
+            except BaseException as error:  # raised here, it would keep peers waiting for this rank's message
+                self.error = self.error or error
 
     def _reduce(self, number: int, flat: torch.Tensor, like: AllReduce, decode: Callable[[], None] | None) -> None:
         """Start the message in the way that costs least, where the transport leaves that open. With more than two

@@ -156,13 +156,21 @@ class Status:
         return out_of_step(name, clocks) if len(set(clocks.values())) > 1 else None
 
     def _texts(self, own: BaseException | None, carry_out: Exchange) -> dict[int, str]:
-        mine = b"" if own is None else f"{type(own).__name__}: {own}".encode()[:TEXT_BYTES]
+        mine = b"" if own is None else described(own).encode(errors="replace")[:TEXT_BYTES]
         device = self.vector.device
         text = torch.tensor(list(mine.ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8, device=device)
         everyone = torch.empty(self.world * TEXT_BYTES, dtype=torch.uint8, device=device)
         carry_out(AllGather(text, everyone))
         rows = everyone.view(self.world, TEXT_BYTES).cpu()
         return {r: bytes(rows[r].tolist()).rstrip(b"\0").decode(errors="replace") for r in range(self.world)}
+
+
+def described(error: BaseException) -> str:
+    """Return type and text of an exception. Its ``__str__`` may raise, and peers wait for the text."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__}, whose text could not be formatted"
 
 
 def out_of_step(name: str, clocks: dict[int, int]) -> CommHooksError:

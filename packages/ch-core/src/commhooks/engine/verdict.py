@@ -8,6 +8,7 @@ way, and nothing can be added any more. ``DECIDED`` when all ranks' parts have c
 
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
 
@@ -107,8 +108,9 @@ class StepVerdict:
 
     def report(self, error: BaseException, where: int, bucket: int) -> None:
         """:meth:`fail` in a bucket, and say so in the log: the other ranks name no line of code."""
-        log.error("[rank %d] %s raised %s of bucket %d", self.rank, self.name, WHERE[where], bucket)
         self.fail(error, where)
+        with suppress(Exception):  # a handler of the user may raise, while peers are in the step's collectives
+            log.error("[rank %d] %s raised %s of bucket %d", self.rank, self.name, WHERE[where], bucket)
 
     def look(self, reduced: Iterable[torch.Tensor]) -> None:
         """Note whether these numbers are finite."""

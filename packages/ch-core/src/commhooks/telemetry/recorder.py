@@ -1,41 +1,39 @@
 """Samples the steps of an attached hook."""
 
-import logging
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from os import PathLike
 from types import TracebackType
 
 from commhooks.engine.engine import Engine
-from commhooks.engine.sampling import Sampling
+from commhooks.engine.sampling import Recording
 from commhooks.errors import AttachError, HookNotSupportedError
 from commhooks.handle import CommHook
 from commhooks.telemetry.writers import Writer, csv_file
 
-log = logging.getLogger("commhooks")
-
 
 class Recorder(AbstractContextManager["Recorder"]):
-    """What :func:`record` gives: close it, or leave its ``with`` block, to write the last sample and stop.
+    """A running recording, as :func:`record` returns it. Close it, or leave its ``with`` block, to stop.
+
+    Several recorders may record the same handle. Each has an interval and a writer, and ends without the others.
 
     Args:
-        engine: whose steps; ``None`` on a rank that records nothing.
-        write: given the samples.
-        every: steps from one to the next.
+        engine: the engine to sample; ``None`` on a rank that records nothing.
+        write: receives the samples.
+        every: steps from one sample to the next.
     """
 
     def __init__(self, engine: Engine | None, write: Writer, every: int) -> None:
         self._engine, self._write = engine, write
+        self._recording = Recording(every, write)
         if engine is not None:
-            engine.sampling = Sampling(every, self._deliver)
+            engine.sampler.add(self._recording)
 
     def close(self) -> None:
         """Write the last sample, for which the host waits, and record no more."""
         engine, self._engine = self._engine, None
-        if engine is None or engine.sampling is None:
+        if engine is None:
             return
-        engine.sampling.flush(engine.counters, wait=True)
-        engine.sampling = None
+        engine.sampler.remove(self._recording, engine.counters)
         close = getattr(self._write, "close", None)
         if callable(close):
             close()
@@ -44,19 +42,6 @@ class Recorder(AbstractContextManager["Recorder"]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _deliver(self, step: int, figures: Mapping[str, float]) -> None:
-        engine = self._engine
-        try:
-            self._write(step, figures)
-        except Exception:  # a full disk or a lost server must not end the training
-            log.exception("[rank %d] what telemetry is written to raised; it is off now", self._rank)
-            if engine is not None:
-                engine.sampling = self._engine = None
-
-    @property
-    def _rank(self) -> int:
-        return self._engine.transport.rank if self._engine is not None else -1
 
 
 def record(handle: CommHook, to: "Writer | str | PathLike[str]", *, every: int = 100, rank: int | None = 0) -> Recorder:
