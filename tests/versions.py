@@ -159,7 +159,8 @@ def main() -> int:
             row = again(record[key], options.limit) if options.failed else run(name, paths, options.limit) | facts()
             record[key] = row
             bad |= bool(row.get("problem") or row.get("failed"))
-            RECORD.write_text(json.dumps(record, indent=1) + "\n")
+            lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
+            RECORD.write_text("{\n" + lines + "\n}\n")
     PAGE.write_text(page(record))
     return int(bad)
 

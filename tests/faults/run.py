@@ -255,7 +255,7 @@ def main() -> int:
     results = run_all(chosen, sides, options.compressor, options.jobs)
     whole = not other and (options.update or (not options.row and not options.side))
     if other and options.update:
-        path = RECORD.with_name(f"faults-{options.compressor}-{date.today().isoformat()}.md")
+        path = RECORD.with_name(f"faults-{options.compressor}.md")
         path.write_text(page(results, options.compressor))
     elif options.update and RECORD.exists():
         new = {(r["row"], r["side"]): r for r in results}
@@ -263,7 +263,8 @@ def main() -> int:
         results = [new.pop((r["row"], r["side"]), r) for r in old] + list(new.values())
     for path in filter(None, [options.json, RECORD if whole else None]):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(results, indent=1) + "\n")
+        kept = [{key: value for key, value in one.items() if key != "stderr_end"} for one in results]
+        path.write_text("[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n")
     if whole:
         TABLE.write_text(table(results))
     failed = [r["row"] for r in results if r["side"] == "ours" and r["outcome"] not in ("right", "typed error")]

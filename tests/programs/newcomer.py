@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +31,7 @@ def found(pattern: re.Pattern[str], page: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--there", type=Path, help="site-packages with the dependencies")
-    parser.add_argument("--record", action="store_true", help="write docs/measured/newcomer-DATE.md")
+    parser.add_argument("--record", action="store_true", help="write docs/measured/newcomer.md")
     chosen = parser.parse_args()
     install, run, advise = found(SECTION, "README.md").splitlines()
     lines, whole = [], time.perf_counter()
@@ -74,7 +73,7 @@ def main() -> int:
     about = f"{platform.system()}, Python {platform.python_version()}, {load} at the end.{there}"
     text = "\n".join(line.rstrip() for line in lines)
     if chosen.record:
-        page = ROOT / "docs" / "measured" / f"newcomer-{date.today().isoformat()}.md"
+        page = ROOT / "docs" / "measured" / "newcomer.md"
         head = f"# From an empty folder to advice\n\n`python tests/programs/newcomer.py`: {total:.0f} s in all. {about}"
         page.write_text(f"{head}\n\n```text\n{text}\n```\n")
     print(f"{total:.0f} s in all. {about}")

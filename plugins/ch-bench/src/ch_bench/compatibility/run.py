@@ -1,6 +1,6 @@
 """Every public name of the field's hook modules beside ours: tried on two gloo processes with three or more buckets.
 
-    python -m ch_bench.compatibility.run                  # writes docs/measured/compare-DATE.json and docs/compare.md
+    python -m ch_bench.compatibility.run                  # writes docs/measured/compare.json and docs/compare.md
     python -m ch_bench.compatibility.run --only powerSGD  # some rows, printed only
 
 Each side of each row runs in two forked processes of its own under a hard time limit, by the same code (`cases.py`).
@@ -32,6 +32,7 @@ from ch_bench.compatibility import cases
 from ch_bench.compatibility.rows import MODULES, ROWS, Row
 
 DOCS = docs()
+RECORD = DOCS / "measured" / "compare.json"
 FORK = multiprocessing.get_context("fork")
 VERSIONS = ("torch", "lightning", "torchft", "ch-core", "ch-ddp", "ch-powersgd", "ch-fsdp", "ch-ft", "ch-quant")
 
@@ -171,7 +172,7 @@ def said(outcome: dict[str, Any]) -> str:
     return f"**{word}**" if bad else word
 
 
-def page(data: dict[str, Any], file: str) -> str:
+def page(data: dict[str, Any]) -> str:
     """The table as Markdown."""
     v = data["versions"]
     rows = data["rows"]
@@ -196,7 +197,7 @@ def page(data: dict[str, Any], file: str) -> str:
         f"Of {len(both)} rows with a counterpart, {theirs} work there and {ours} here; gone there: {gone}.",
         "",
         f"torch {v['torch']}, Lightning {v['lightning']}, torchft {v['torchft']}, Python {v['python']}.",
-        f"Written by `python -m ch_bench.compatibility.run` from `docs/measured/{file}`.",
+        "Written by `python -m ch_bench.compatibility.run` from `docs/measured/compare.json`.",
     ]
     today = {(row.module, row.name, row.part): row.ours for row in ROWS}  # a record may name a module that has moved
     last = ""
@@ -215,12 +216,11 @@ def page(data: dict[str, Any], file: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="part of a module's, name's or package's name: print, write nothing")
-    parser.add_argument("--page", action="store_true", help="write the page again from the newest measurement")
+    parser.add_argument("--page", action="store_true", help="write the page again from the record")
     arguments = parser.parse_args()
     only = arguments.only
     if arguments.page:
-        newest = sorted((DOCS / "measured").glob("compare-*.json"))[-1]
-        (DOCS / "compare.md").write_text(page(json.loads(newest.read_text()), newest.name))
+        (DOCS / "compare.md").write_text(page(json.loads(RECORD.read_text())))
         return 0
     if missing := missing_rows():
         sys.exit(f"no row for {', '.join(missing)}: add them to plugins/ch-bench/src/ch_bench/compatibility/rows.py")
@@ -237,10 +237,11 @@ def main() -> int:
         return 0
     date = datetime.date.today().isoformat()
     data = {"command": "python -m ch_bench.compatibility.run", "date": date, "versions": versions(), "rows": rows}
-    file = DOCS / "measured" / f"compare-{date}.json"
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(data, indent=1) + "\n")
-    (DOCS / "compare.md").write_text(page(data, file.name))
+    RECORD.parent.mkdir(exist_ok=True)
+    lines = ",\n".join(map(json.dumps, rows))
+    head = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in data.items() if key != "rows")
+    RECORD.write_text(f'{{\n{head},\n"rows": [\n{lines}\n]\n}}\n')
+    (DOCS / "compare.md").write_text(page(data))
     return 0
 
 
