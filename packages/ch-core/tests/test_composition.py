@@ -337,7 +337,7 @@ def test_a_rank_without_input_keeps_its_residual() -> None:
         before = engine.state.read("up.weight", "residual")
         assert before is not None
         kept = before.clone()
-        engine.participating = rank.rank == 0
+        engine.set_participating(rank.rank == 0)
         zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         run_step(engine, gradients(0, 1) if rank.rank == 0 else zeros)
         engine.resolve_step()

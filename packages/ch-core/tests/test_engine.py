@@ -456,11 +456,11 @@ def arm_writer(engine: Engine) -> None:
 
 
 def arm_loss_scale(engine: Engine) -> None:
-    engine.loss_scale = interrupted
+    engine.set_loss_scale(interrupted)
 
 
 def arm_on_reduced(engine: Engine) -> None:
-    engine.on_reduced = interrupted
+    engine.set_on_reduced(interrupted)
 
 
 @pytest.mark.parametrize("arm", [arm_writer, arm_loss_scale, arm_on_reduced])

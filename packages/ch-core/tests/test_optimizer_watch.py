@@ -22,7 +22,7 @@ class Watched:
         self.model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, **options)
         self.watch = OptimizerWatch(self.optimizer if given else None, None, self.model.parameters())
-        self.verdicts: list[bool | None] = []
+        self.answers: list[bool | None] = []
         self.first = True
 
     def backward(self, scale: float = 1.0) -> torch.Tensor:
@@ -34,8 +34,8 @@ class Watched:
                 return
             started.append(1)
             if not self.first:
-                self.verdicts.append(self.watch.verdict())
-            if self.first or self.verdicts[-1] is not None:
+                self.answers.append(self.watch.used())
+            if self.first or self.answers[-1] is not None:
                 self.watch.begin()
             self.first = False
 
@@ -43,7 +43,7 @@ class Watched:
         loss.backward()
         for hook in hooks:
             hook.remove()
-        self.watch.mark()
+        self.watch.end()
         return loss.detach()
 
 
@@ -57,7 +57,7 @@ def test_used_skipped_and_waiting_steps_are_told_apart() -> None:
             run.optimizer.zero_grad(set_to_none=False)
         elif "zero" in what:
             run.optimizer.zero_grad()
-    assert run.verdicts == [True, None, True, None, None, False, False, True]
+    assert run.answers == [True, None, True, None, None, False, False, True]
     assert run.watch.clock() == 3
 
 
@@ -67,7 +67,7 @@ def test_gradients_zeroed_between_forward_and_backward_are_noticed_before_it_add
     run.backward()
     run.optimizer.zero_grad(set_to_none)  # what follows is one backward: its gradients are there when it ends
     run.backward()
-    assert run.verdicts == [False]
+    assert run.answers == [False]
 
 
 def test_any_optimizer_that_holds_the_parameters_counts_and_no_other() -> None:
@@ -82,7 +82,7 @@ def test_any_optimizer_that_holds_the_parameters_counts_and_no_other() -> None:
         torch.optim.SGD(other.parameters(), lr=0.1).step()
         run.model.zero_grad()
         run.backward()
-        assert run.verdicts == [True, False], given
+        assert run.answers == [True, False], given
         assert run.watch.clock() == 1
 
 
@@ -100,7 +100,7 @@ def test_optimizers_inside_one_another_or_side_by_side_are_one_step() -> None:
         outer.step()
         run.model.zero_grad()
     run.backward()
-    assert run.verdicts == [True, True, True]
+    assert run.answers == [True, True, True]
     assert run.watch.clock() == 3
 
 
@@ -115,7 +115,7 @@ def test_what_is_written_into_the_parameters_by_hand_is_used() -> None:
         run.backward()
         run.model.zero_grad()
         run.backward()
-        assert run.verdicts == [True, False], passing_by
+        assert run.answers == [True, False], passing_by
 
 
 def test_every_backward_of_a_closure_is_used() -> None:
@@ -128,8 +128,8 @@ def test_every_backward_of_a_closure_is_used() -> None:
 
     solver.step(closure)
     solver.step(closure)
-    assert len(run.verdicts) >= 4
-    assert all(run.verdicts)
+    assert len(run.answers) >= 4
+    assert all(run.answers)
 
 
 def test_a_step_with_zeroed_gradients_uses_nothing() -> None:
@@ -139,7 +139,7 @@ def test_a_step_with_zeroed_gradients_uses_nothing() -> None:
         run.optimizer.zero_grad(set_to_none)
         run.optimizer.step()
         run.backward()
-        assert run.verdicts == [False], set_to_none
+        assert run.answers == [False], set_to_none
 
 
 def test_what_a_fused_optimizer_found_is_copied_when_it_steps() -> None:
@@ -152,7 +152,7 @@ def test_what_a_fused_optimizer_found_is_copied_when_it_steps() -> None:
     del run.optimizer.found_inf  # type: ignore[attr-defined]
     run.optimizer.zero_grad()
     run.backward()
-    assert run.verdicts == [False]
+    assert run.answers == [False]
 
 
 def test_a_fused_optimizer_that_a_scaler_holds_back_uses_nothing() -> None:
@@ -163,7 +163,7 @@ def test_a_fused_optimizer_that_a_scaler_holds_back_uses_nothing() -> None:
         scaler.step(run.optimizer)
         run.optimizer.zero_grad()
         run.backward()
-        assert run.verdicts == [used]
+        assert run.answers == [used]
 
 
 def test_gradients_of_which_some_are_gone_are_an_error_unless_an_optimizer_has_stepped() -> None:
@@ -176,11 +176,11 @@ def test_gradients_of_which_some_are_gone_are_an_error_unless_an_optimizer_has_s
     assert run.watch.doubt() is None
     run.model[0].zero_grad()
     run.backward()
-    assert run.verdicts == [True, False]
+    assert run.answers == [True, False]
     run.watch.begin()
     run.backward()
     run.model[0].zero_grad()
-    assert run.watch.verdict() is None, "outside of a backward they may still be used"
+    assert run.watch.used() is None, "outside of a backward they may still be used"
     loss = run.model(torch.ones(1, 3)).sum()
     loss.backward()
     doubt = run.watch.doubt()
@@ -194,7 +194,7 @@ def test_parameters_that_no_optimizer_holds_are_not_waited_for() -> None:
     run.backward()
     run.optimizer.zero_grad()
     run.backward()
-    assert run.verdicts == [False]
+    assert run.answers == [False]
 
 
 def test_master_copies_that_take_the_gradients_over_before_the_step_use_them() -> None:
@@ -212,7 +212,7 @@ def test_master_copies_that_take_the_gradients_over_before_the_step_use_them() -
                 for master, p in zip(masters, run.model.parameters(), strict=True):
                     p.copy_(master)
     run.backward()
-    assert run.verdicts == [True, True, False, True]
+    assert run.answers == [True, True, False, True]
 
 
 def test_gradients_taken_over_before_the_step_has_ended_are_open_until_an_optimizer_steps() -> None:
@@ -226,13 +226,13 @@ def test_gradients_taken_over_before_the_step_has_ended_are_open_until_an_optimi
     for p in run.model.parameters():
         p.register_post_accumulate_grad_hook(taken)
     run.backward()
-    assert run.watch.verdict() is None
+    assert run.watch.used() is None
     for p, gradient in zip(run.model.parameters(), kept[::-1], strict=True):
         p.grad = gradient if gradient is not None and gradient.shape == p.shape else torch.ones_like(p)
     run.optimizer.step()
     run.optimizer.zero_grad()
     run.backward()
-    assert run.verdicts == [True]
+    assert run.answers == [True]
 
 
 def test_parameters_changed_beside_an_optimizer_use_no_gradients() -> None:
@@ -246,7 +246,7 @@ def test_parameters_changed_beside_an_optimizer_use_no_gradients() -> None:
         for p in run.model.parameters():
             p.clamp_(-0.01, 0.01)  # of a critic; nothing has been learned from the gradients
     run.backward()
-    assert run.verdicts == [True, False]
+    assert run.answers == [True, False]
 
 
 def test_a_step_that_raises_is_over() -> None:
@@ -274,7 +274,7 @@ def test_a_step_that_raises_is_over() -> None:
         run.backward()
         run.optimizer.zero_grad()
         run.backward()
-        assert run.verdicts == [False, False], kind
+        assert run.answers == [False, False], kind
 
 
 def test_an_ordinary_step_costs_no_work_on_tensors_for_each_parameter() -> None:
@@ -296,9 +296,9 @@ def test_an_ordinary_step_costs_no_work_on_tensors_for_each_parameter() -> None:
             optimizer.zero_grad()
             model(torch.ones(1, 3)).sum().backward()
             if watch is not None:
-                assert watch.verdict() is (None if number == 0 else True)
+                assert watch.used() is (None if number == 0 else True)
                 watch.begin()
-                watch.mark()
+                watch.end()
             optimizer.step()
         counts.__exit__(None, None, None)
         return counts.calls
@@ -317,7 +317,7 @@ def test_a_compiled_step_is_seen() -> None:
     run.backward()
     run.optimizer.zero_grad()
     run.backward()
-    assert run.verdicts == [True, True, True, False]
+    assert run.answers == [True, True, True, False]
     assert run.watch.clock() == 3
 
 
@@ -364,5 +364,5 @@ def test_gradients_that_cannot_be_examined_are_a_doubt_and_end_no_backward(monke
     doubts, begin = [], run.watch.begin
     monkeypatch.setattr(run.watch, "begin", lambda: (doubts.append(run.watch.doubt()), begin()))
     run.backward()
-    assert run.verdicts == [False]
+    assert run.answers == [False]
     assert "aten::any" in str(doubts[0])

@@ -77,7 +77,7 @@ def events(
     def body(rank: SimulatedRank) -> None:
         engine = rank.engine(reduction)
         if callback and rank.rank == 0:
-            engine.on_reduced = lambda bucket: None
+            engine.set_on_reduced(lambda bucket: None)
         for i, name in enumerate(names):
             engine.submit(Bucket.from_tensors({name: torch.ones(64, i + 1)}, index=i, is_last=i == len(names) - 1))
         assert engine.finish() is None
@@ -176,7 +176,7 @@ class Halves(Reduction):
 @pytest.mark.parametrize("where", ["before", "after", "nowhere"])
 def test_a_failure_that_is_told_late_leaves_nan_on_every_rank(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA: a scaler skips the step on all ranks, or on none. Of bytes that were gathered nothing shows by itself."""
-    monkeypatch.setattr("commhooks.engine.verdict.told_late", lambda device: True)
+    monkeypatch.setattr("commhooks.engine.outcome.told_late", lambda device: True)
     monkeypatch.setattr("commhooks.engine.engine.told_late", lambda device: True)
 
     def body(rank: SimulatedRank) -> tuple[BaseException | None, list[bool], list[float]]:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks import Bucket, HookNotSupportedError, Reduction, Stages, StepContext
-from commhooks.adapters import StepVerdict
+from commhooks.adapters import StepOutcome
 from commhooks.requests import AllReduce
 
 
@@ -39,13 +39,13 @@ class Fails(Reduction):
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[DistributedDataParallel]:
     """In a group of one rank whose verdicts are read as late as on CUDA."""
-    send = StepVerdict.send
+    send = StepOutcome.send
 
     def late(self: Any, *args: Any) -> None:
         send(self, *args)
         self._on_cuda = True
 
-    monkeypatch.setattr(StepVerdict, "send", late)
+    monkeypatch.setattr(StepOutcome, "send", late)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
     yield DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), bucket_cap_mb=0.0002)

@@ -134,7 +134,7 @@ def test_the_residual_follows_a_loss_scale(bits: int) -> None:
     def body(scales: tuple[float, ...], rank: SimulatedRank) -> list[torch.Tensor]:
         engine, found = rank.engine(TopK(0.05, 100, bits, decay=0.75, exempt=False)), []
         for step, scale in enumerate(scales):
-            engine.loss_scale = lambda: scale  # noqa: B023 - asked for in this step
+            engine.set_loss_scale(lambda: scale)  # noqa: B023 - asked for in this step
             found.append(one_step(engine, {"w": gradient(1009, rank.rank, step) * scale})["w"] / scale)
         engine.resolve_step()
         (residual,) = [

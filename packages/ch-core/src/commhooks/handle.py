@@ -246,7 +246,7 @@ class CommHook:
             raise ValueError(f"the loss scale is {scale}; expected a positive finite number")
         engine = self._bound().engine
         if engine is not None:
-            engine.loss_scale = lambda: scale
+            engine.set_loss_scale(lambda: scale)
 
     # -- the step
 

@@ -123,12 +123,12 @@ def test_a_step_of_pieces_ends_like_another_one() -> None:
     def body(rank: SimulatedRank) -> tuple[list[str], list[torch.Tensor], list[torch.Tensor]]:
         engine = rank.engine(Packed())
         seen: list[str] = []
-        engine.on_reduced = lambda piece: seen.extend(p.name for p in piece.params)
+        engine.set_on_reduced(lambda piece: seen.extend(p.name for p in piece.params))
         parts = opaque(rank.rank)
         for part in parts:
             part.unused = frozenset({"0.2", "1.5"})
         assert step(engine, parts) is None
-        engine.participating = rank.rank == 0
+        engine.set_participating(rank.rank == 0)
         again = opaque(rank.rank)
         for bucket in again:
             engine.run(bucket)

@@ -28,7 +28,7 @@ from commhooks.adapters import (
     ProcessGroupTransport,
     agree_along,
     manager_adapter,
-    watch_outcome,
+    watch_optimizer,
 )
 
 
@@ -84,8 +84,8 @@ class FSDP2Binding(Binding):
         )
         self._ready = False
         # A managed axis asks the optimizer itself: the manager's vote comes before.
-        self._outcome = (
-            watch_outcome(self.engine, options, model.parameters(), model) if self._managed is None else None
+        self._watch = (
+            watch_optimizer(self.engine, options, model.parameters(), model) if self._managed is None else None
         )
         self._ends = BackwardEnds(model, self.steps.end, self.steps.abandon, replicas=self._replicates)
         self._place(handle)  # last: nothing after it can fail, and leave hooks in a model that has no handle
@@ -123,8 +123,8 @@ class FSDP2Binding(Binding):
         if self._native and self.steps.keeps_back:
             raise kept_back(self._expr, "detach()")
         self.holder = None
-        if self._outcome is not None:
-            self._outcome.close()
+        if self._watch is not None:
+            self._watch.close()
         for comm in self._comms:
             comm.remove()
         if self._named:

@@ -46,9 +46,9 @@ class ManagedBinding(Binding):
         self._driver.finalizer = Finalizer.of(model)
         self._driver.follow(model)
         self._slot.driver, self._slot.holder = self._driver, handle.expr
-        self.engine.outcome.optimizer = watch
+        self.engine.votes.optimizer = watch
         if watch is not None and options.scaler is not None:
-            self.engine.loss_scale = watch.scale
+            self.engine.set_loss_scale(watch.scale)
         attempts_of(manager).voters.add(self)
         self._transferred = healing.transferred(model, manager)
         self._transferred.serve(self.engine, self.fingerprint)
@@ -64,8 +64,8 @@ class ManagedBinding(Binding):
         self._slot.driver, self._slot.holder = self.model.plain(), None
         self._driver.close()
         self._transferred.serve(None, {})
-        if self.engine.outcome.optimizer is not None:
-            self.engine.outcome.optimizer.close()
+        if self.engine.votes.optimizer is not None:
+            self.engine.votes.optimizer.close()
 
     # -- the step's transaction
 

@@ -105,8 +105,8 @@ def _watch(manager: object, name: str, around: Callable[[Callable[[], Any]], Any
         ) from error
 
 
-class ManagerOutcome:
-    """What became of the backwards of an attempt: the engine's ``open_steps.outcome``.
+class ManagerJudge:
+    """Tells an engine if the backwards of an attempt were used: the manager votes.
 
     Args:
         manager: who votes.
@@ -137,15 +137,15 @@ class ManagerOutcome:
         if self.optimizer is not None:
             self.optimizer.begin()
 
-    def mark(self) -> None:
+    def end(self) -> None:
         if self.optimizer is not None:
-            self.optimizer.mark()
+            self.optimizer.end()
 
-    def verdict(self) -> bool | None:
+    def used(self) -> bool | None:
         """``None`` before the vote; an attempt that was given up without one is dropped."""
         if self._voted is None:
             return None if self._attempt == self._attempts.number else False
-        return self.optimizer.verdict() if self._voted and self.optimizer is not None else self._voted
+        return self.optimizer.used() if self._voted and self.optimizer is not None else self._voted
 
     def doubt(self) -> CommHooksError | None:
         return self.optimizer.doubt() if self._voted and self.optimizer is not None else None
@@ -180,17 +180,18 @@ class ManagedEngine(Engine):
     ) -> None:
         self._settling = threading.RLock()
         super().__init__(reduction, transport, state, timeout=None)
-        self.open_steps.outcome = self.outcome = ManagerOutcome(manager)
+        self.votes = ManagerJudge(manager)
+        self.set_judge(self.votes)
         self.cause: Exception | None = None
 
     def begin(self) -> None:
         """Wait for the quorum, settle what came before, take over step number and membership."""
         step = self.transport.begin()
         self.resolve_step(force=True)  # after the quorum: until then a snapshot for a healing member may be being made
-        self.outcome.attempt()
+        self.votes.attempt()
         self.failure = None
         self.state.step = step
-        self.participating = self.transport.participating
+        self.set_participating(self.transport.participating)
 
     def enter(self, agreement: Callable[[], None]) -> bool:
         """:meth:`begin`, and compare the members; whether anything may be sent in this step.
@@ -239,11 +240,11 @@ class ManagedEngine(Engine):
 
     def resolve(self, committed: bool) -> None:
         """The manager has voted."""
-        self.outcome.voted(committed)
+        self.votes.voted(committed)
         self.resolve_step()
 
     def known_before_vote(self) -> None:
         """On CUDA, where a failure elsewhere becomes known late, make sure that it is known before the vote."""
-        error = self.verdict.take_error()
+        error = self.outcome.take_error()
         if error is not None:
             self.report(error)

@@ -32,7 +32,7 @@ from commhooks import (
     Reduction,
     StepContext,
 )
-from commhooks.adapters import ActiveBucket, AttachOptions, Engine, Layouts, OptimizerWatch, raise_after_backward
+from commhooks.adapters import AttachOptions, BucketRun, Engine, Layouts, OptimizerWatch, raise_after_backward
 
 R = TypeVar("R")
 
@@ -74,7 +74,7 @@ class GroupEngine(ManagedEngine):
     def run(self, bucket: Bucket) -> None:
         self._unless_lost(partial(super().run, bucket))
 
-    def submit(self, bucket: Bucket) -> ActiveBucket | None:
+    def submit(self, bucket: Bucket) -> BucketRun | None:
         return self._unless_lost(partial(super().submit, bucket))
 
     def advance(self) -> None:
@@ -157,9 +157,9 @@ class Between:
         )
         for layout in layouts():
             self._engine.plan(layout)  # raises here, if it must, and not in the first backward
-        self._engine.outcome.optimizer = watch
+        self._engine.votes.optimizer = watch
         if watch is not None and options.scaler is not None:
-            self._engine.loss_scale = watch.scale
+            self._engine.set_loss_scale(watch.scale)
         self._transferred = healing.transferred(owner, manager)
         self._transferred.serve(self._engine, self._facts)
 
@@ -172,8 +172,8 @@ class Between:
     def close(self) -> None:
         self._transferred.serve(None, {})
         self._engine.leave()
-        if self._engine.outcome.optimizer is not None:
-            self._engine.outcome.optimizer.close()
+        if self._engine.votes.optimizer is not None:
+            self._engine.votes.optimizer.close()
 
     def _agree(self, engine: GroupEngine) -> None:
         """Anew in every backward: parameters may have been thawed since the last one, here and not there."""

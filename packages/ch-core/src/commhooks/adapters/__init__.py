@@ -10,7 +10,7 @@ makes is a :class:`Binding`, which says what is in place, and takes it out again
 **How to drive an engine.** An :class:`Engine` runs one reduction over one group of ranks, a :class:`Transport`: a
 :class:`ProcessGroupTransport`, or one of your own. Give it every part of a backward's gradient as a
 :class:`~commhooks.Bucket`, in the same order on every rank: :meth:`~Engine.submit` if more follow that it can overlap with
-(what is under way of it is an :class:`ActiveBucket`), or :meth:`~Engine.run` if the wrapper uses the average as soon as you
+(what is under way of it is an :class:`BucketRun`), or :meth:`~Engine.run` if the wrapper uses the average as soon as you
 return. Then say :meth:`~Engine.finish` once, which ends
 the step and gives the error to raise, the same decision on every rank; in between, who has other work to do may
 :meth:`~Engine.advance` what is under way. Raise it with :func:`raise_after_backward`, not from
@@ -23,10 +23,10 @@ function, is :class:`Immediate`. Where each rank wants its own part of the avera
 **When a backward ends**: :func:`backward_id` tells one from another (:data:`NO_BACKWARD`: none runs), and
 :func:`at_end_of_backward` and :func:`after_backward` call back, before and after the wrapper's own callback.
 
-**What became of a step**: its :class:`StepVerdict`, ``engine.verdict``, is what the ranks have told one another: it failed, or
-it is finite. Whether it was used is another matter. :func:`watch_outcome` has the optimizer and scaler given to ``attach`` say
+**What became of a step**: its :class:`StepOutcome`, ``engine.outcome``, is what the ranks have told one another: it failed, or
+it is finite. Whether it was used is another matter. :func:`watch_optimizer` has the optimizer and scaler given to ``attach`` say
 that, by an :class:`OptimizerWatch` which ``detach`` has to close. A wrapper that has another judge (a vote) gives the engine its
-own :class:`StepOutcome`, as ``engine.open_steps.outcome``.
+own :class:`StepJudge` by :meth:`~Engine.set_judge`.
 
 **A transport of one's own** has the members of :class:`Transport`; what it starts is :class:`Work`. Over a process group that
 torch does not know by name, :class:`ProcessGroupWork` gives torch's works a deadline and typed errors. :class:`CpuTuning` says
@@ -47,7 +47,7 @@ Example: an adapter of a wrapper that calls one function with all gradients, on 
     >>> import torch, torch.distributed as dist
     >>> import commhooks
     >>> from commhooks.adapters import AttachOptions, Binding, Engine, ProcessGroupTransport
-    >>> from commhooks.adapters import raise_after_backward, watch_outcome
+    >>> from commhooks.adapters import raise_after_backward, watch_optimizer
     >>> class Wrapper(torch.nn.Module):  # somebody else's
     ...     def __init__(self, module):
     ...         super().__init__()
@@ -73,7 +73,7 @@ Example: an adapter of a wrapper that calls one function with all gradients, on 
     ...         self.group = options.process_group or model.process_group
     ...         transport = ProcessGroupTransport(self.group)
     ...         self.engine = Engine(handle.reduction, transport, handle.state, timeout=options.timeout)
-    ...         self.outcome = watch_outcome(self.engine, options, self.params)
+    ...         self.watch = watch_optimizer(self.engine, options, self.params)
     ...         self.model, model.reduce = model, self.reduce
     ...
     ...     def reduce(self, grads):
@@ -92,8 +92,8 @@ Example: an adapter of a wrapper that calls one function with all gradients, on 
     ...
     ...     def detach(self):
     ...         self.model.reduce = lambda grads: [dist.all_reduce(g, dist.ReduceOp.AVG, self.group) for g in grads]
-    ...         if self.outcome is not None:
-    ...             self.outcome.close()
+    ...         if self.watch is not None:
+    ...             self.watch.close()
     ...
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> model = Wrapper(torch.nn.Linear(64, 64))
@@ -120,17 +120,17 @@ if TYPE_CHECKING:
     )
     from commhooks.adapters.base import AttachOptions, Binding
     from commhooks.adapters.managed import Layouts, ManagedAxis, ManagerAdapter, manager_adapter
-    from commhooks.adapters.optimizer_watch import OptimizerWatch, watch_outcome
+    from commhooks.adapters.optimizer_watch import OptimizerWatch, watch_optimizer
     from commhooks.agreement import Fingerprint, StoreExchange, agree, agree_along
     from commhooks.compositions.scattered import Scattered
-    from commhooks.engine.active_bucket import ActiveBucket
+    from commhooks.engine.bucket_run import BucketRun
     from commhooks.engine.engine import Engine
     from commhooks.engine.group import EngineGroup
     from commhooks.engine.immediate import Immediate
+    from commhooks.engine.outcome import StepOutcome
     from commhooks.engine.schedule import TUNED, CpuTuning
-    from commhooks.engine.status import StepOutcome
+    from commhooks.engine.status import StepJudge
     from commhooks.engine.streams import SideStream
-    from commhooks.engine.verdict import StepVerdict
     from commhooks.fingerprint import digest
     from commhooks.transport.base import Transport, Work
     from commhooks.transport.process_group import ProcessGroupTransport, ProcessGroupWork
@@ -138,9 +138,9 @@ if TYPE_CHECKING:
 __all__ = [
     "NO_BACKWARD",
     "TUNED",
-    "ActiveBucket",
     "AttachOptions",
     "Binding",
+    "BucketRun",
     "CpuTuning",
     "Engine",
     "EngineGroup",
@@ -154,8 +154,8 @@ __all__ = [
     "ProcessGroupWork",
     "Scattered",
     "SideStream",
+    "StepJudge",
     "StepOutcome",
-    "StepVerdict",
     "StoreExchange",
     "Transport",
     "Work",
@@ -167,7 +167,7 @@ __all__ = [
     "digest",
     "manager_adapter",
     "raise_after_backward",
-    "watch_outcome",
+    "watch_optimizer",
 ]
 
 __getattr__, __dir__ = lazy(
@@ -176,17 +176,17 @@ __getattr__, __dir__ = lazy(
         "adapters.backward": "NO_BACKWARD after_backward at_end_of_backward backward_id raise_after_backward",
         "adapters.base": "AttachOptions Binding",
         "adapters.managed": "Layouts ManagedAxis ManagerAdapter manager_adapter",
-        "adapters.optimizer_watch": "OptimizerWatch watch_outcome",
+        "adapters.optimizer_watch": "OptimizerWatch watch_optimizer",
         "agreement": "Fingerprint StoreExchange agree agree_along",
         "compositions.scattered": "Scattered",
-        "engine.active_bucket": "ActiveBucket",
+        "engine.bucket_run": "BucketRun",
         "engine.engine": "Engine",
         "engine.group": "EngineGroup",
         "engine.immediate": "Immediate",
         "engine.schedule": "TUNED CpuTuning",
-        "engine.status": "StepOutcome",
+        "engine.status": "StepJudge",
         "engine.streams": "SideStream",
-        "engine.verdict": "StepVerdict",
+        "engine.outcome": "StepOutcome",
         "fingerprint": "digest",
         "transport.base": "Transport Work",
         "transport.process_group": "ProcessGroupTransport ProcessGroupWork",

@@ -19,7 +19,7 @@ class AttachOptions:
     Attributes:
         process_group: the group to reduce over; ``None``: the model's own.
         axis: of a model that reduces along several; ``None``: the adapter's choice.
-        optimizer, scaler: who uses the gradients, for :func:`watch_outcome`.
+        optimizer, scaler: who uses the gradients, for :func:`watch_optimizer`.
         verify_ranks: whether ranks may be compared: an adapter that exchanges anything itself asks this first.
         timeout: seconds that one collective may take.
         manager: of groups of ranks that come and go, each of which holds the whole model: what reduces between them is
@@ -89,7 +89,7 @@ class Binding(ABC):
 
     def check(self) -> None:
         """Raise what could not be raised from ``backward()``: on CUDA a step's error is known when the next begins."""
-        error = None if self.engine is None else self.engine.failure or self.engine.verdict.take_error()
+        error = None if self.engine is None else self.engine.failure or self.engine.outcome.take_error()
         if error is not None:
             raise error
 

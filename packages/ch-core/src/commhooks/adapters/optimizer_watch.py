@@ -33,7 +33,7 @@ from commhooks.errors import CommHooksError, HookConfigError, StateError
 
 
 class OptimizerWatch:
-    """Whether the optimizer used a step: the engine's ``open_steps.outcome``.
+    """Whether the optimizer used a step: the engine's :class:`~commhooks.adapters.StepJudge`.
 
     A ``GradScaler`` that found Inf does not call ``optimizer.step()``, unless the optimizer is fused: that one is
     called and told by its ``found_inf``.
@@ -115,12 +115,12 @@ class OptimizerWatch:
         if self._image is not None:
             self._image.take()
 
-    def mark(self) -> None:
+    def end(self) -> None:
         """The step has ended: its gradients are in ``.grad``, or used already."""
         self._finished = True
         self._had = [p for p in self._to_watch() if p.grad is not None]
 
-    def verdict(self) -> bool | None:
+    def used(self) -> bool | None:
         """Whether what was reduced since :meth:`begin` has been used; ``None`` while it waits in ``.grad``."""
         task = backward_id()
         if self._task[0] is None or self._task[0] != task:
@@ -320,7 +320,7 @@ def _remove(hooks: list[Any]) -> None:
     hooks.clear()
 
 
-def watch_outcome(
+def watch_optimizer(
     engine: Engine | None,
     options: AttachOptions,
     params: Iterable[torch.Tensor],
@@ -338,8 +338,8 @@ def watch_outcome(
         return None
     watch = OptimizerWatch(options.optimizer, options.scaler, params)
     if engine is not None:
-        engine.open_steps.outcome = watch
-        engine.loss_scale = watch.scale if options.scaler is not None else None
+        engine.set_judge(watch)
+        engine.set_loss_scale(watch.scale if options.scaler is not None else None)
         watch.late_error = _late_error(weakref.ref(engine))
     if module is not None and options.scaler is not None:
         begins = _relay(weakref.ref(watch), OptimizerWatch.forward_begins)
@@ -350,6 +350,6 @@ def watch_outcome(
 def _late_error(of: "weakref.ref[Engine]") -> Callable[[], BaseException | None]:
     def error() -> BaseException | None:
         engine = of()
-        return engine.verdict.take_error() if engine is not None else None
+        return engine.outcome.take_error() if engine is not None else None
 
     return error

@@ -324,7 +324,7 @@ class Reducer:
         self._side.join(storage)
         if error is None and self._binding.axis is None:
             # On CUDA a backward is told of its failure by the next one. Nobody may go on with this average until then.
-            error = self._engine.verdict.take_error()
+            error = self._engine.outcome.take_error()
         if error is not None:
             raise error
 

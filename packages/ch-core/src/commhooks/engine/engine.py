@@ -8,7 +8,7 @@ wait for the drain, and which first stages for one another, is decided in :mod:`
 bucket, which starts nothing, is done at once where somebody uses each average.
 
 One status message per step (an all-reduced vector) says on which ranks a reduction raised and whether anything
-reduced was not finite; from it all ranks decide alike whether the step is committed (:mod:`commhooks.engine.verdict`). It
+reduced was not finite; from it all ranks decide alike whether the step is committed (:mod:`commhooks.engine.outcome`). It
 follows the drain, or is sent beside the last messages where nothing is left to do but to wait for them.
 """
 
@@ -20,15 +20,15 @@ from typing import NoReturn, TypeVar
 import torch
 
 from commhooks.bucket import Bucket, BucketLayout
-from commhooks.engine.active_bucket import ActiveBucket
+from commhooks.engine.bucket_run import BucketRun
 from commhooks.engine.counters import Counters
 from commhooks.engine.open_steps import OpenSteps
+from commhooks.engine.outcome import Phase, StepOutcome, told_late
 from commhooks.engine.sampling import Sampler
 from commhooks.engine.schedule import TUNED, CpuTuning
 from commhooks.engine.sender import RequestBatch, Sender
-from commhooks.engine.status import DECODE, ENCODE
+from commhooks.engine.status import DECODE, ENCODE, StepJudge
 from commhooks.engine.step_buckets import StepBuckets
-from commhooks.engine.verdict import Phase, StepVerdict, told_late
 from commhooks.errors import CommHooksError, HookNotSupportedError, TransportError
 from commhooks.reduction import Reduction, StepContext
 from commhooks.requests import StagePlan
@@ -51,14 +51,12 @@ class Engine:
 
     Attributes:
         counters: the figures behind ``handle.stats()``.
-        verdict: on the running step, or the last one.
-        open_steps: finished steps that are not committed yet; its ``outcome`` says whether they were used.
+        outcome: on the running step, or the last one.
+        open_steps: finished steps that are not committed yet; its ``judge`` says whether they were used.
         failure: the transport is lost: nothing can be started any more.
-        participating: whether this rank's numbers count in the running step.
-        on_reduced: called with each bucket that holds its average.
-        loss_scale: of the gradients of the step that begins.
         buckets: of the running step, or the last one.
         sampler: samples steps for telemetry.
+        participating: True if this rank contributes data to the running step.
     """
 
     def __init__(
@@ -75,12 +73,12 @@ class Engine:
         self.state = state if state is not None else HookState()
         self.counters = Counters()
         self.sender = Sender(transport, self.counters, timeout, tuning, sends_status=sends_status)
-        self.verdict = StepVerdict(reduction.name, transport, phase=Phase.ROLLED_BACK)  # there has been no step
+        self.outcome = StepOutcome(reduction.name, transport, phase=Phase.ROLLED_BACK)  # there has been no step
         self.open_steps = OpenSteps(self.state)
         self.failure: BaseException | None = None
         self.participating = True
-        self.on_reduced: Callable[[Bucket], None] | None = None
-        self.loss_scale: Callable[[], float] | None = None
+        self._on_reduced: Callable[[Bucket], None] | None = None
+        self._loss_scale: Callable[[], float] | None = None
         self.buckets = StepBuckets()
         self.sampler = Sampler(transport.rank)
         self.state.driven_by(self)
@@ -88,11 +86,11 @@ class Engine:
     @property
     def in_step(self) -> bool:
         """Whether buckets of a step have arrived and the step has not ended."""
-        return self.verdict.running
+        return self.outcome.running
 
     # -- one step
 
-    def submit(self, bucket: Bucket) -> ActiveBucket | None:
+    def submit(self, bucket: Bucket) -> BucketRun | None:
         """Take the next bucket of the step, perhaps in pieces: start each, advance the older ones. Returns what is under
         way of it; ``None`` from an engine whose step is lost already, and which drops it.
 
@@ -117,7 +115,7 @@ class Engine:
             except Exception as error:
                 self._lose(error)
         # Not the pieces of this bucket: nothing has been done since that their messages could hide behind.
-        used = self.on_reduced is not None
+        used = self._on_reduced is not None
         try:
             self._advance([one for one in older if not one.plan.waits or (used and one.due is None)])
         except Exception as error:
@@ -145,29 +143,29 @@ class Engine:
         """
         begun = time.perf_counter()
         if not self.in_step:  # nothing came, but there is an error to make known
-            self.verdict = StepVerdict(self.reduction.name, self.transport, late=self.verdict.take_error())
+            self.outcome = StepOutcome(self.reduction.name, self.transport, late=self.outcome.take_error())
         if outside is not None:
-            self.verdict.fail(outside, ENCODE)
+            self.outcome.fail(outside, ENCODE)
         # Where members come and go, one more message under way keeps a group alive from which a peer has gone. Where
         # something of a bucket is still to run, it may fail, and the others have to be told.
-        delivers = self.reduction.delivers and not self.transport.elastic and self.on_reduced is None
+        delivers = self.reduction.delivers and not self.transport.elastic and self._on_reduced is None
         beside = delivers and all(live.due is None for live in self.buckets.under_way)
         try:
             if beside:
-                self.sender.send_status(self.verdict, self._clock())
+                self.sender.send_status(self.outcome, self._clock())
             self._drain()
             if self.sampler.recordings and self.in_step:  # before the status is received: its event covers the figures
                 self._local(partial(self.sampler.end, self.reduction, self.state), DECODE)
             if not beside:
-                self.sender.send_status(self.verdict, self._clock())
-            self.verdict.decide(self.sender.timeout)
-            if not beside and self.on_reduced is None:
-                self.verdict.spoil(self.buckets.submitted)
+                self.sender.send_status(self.outcome, self._clock())
+            self.outcome.decide(self.sender.timeout)
+            if not beside and self._on_reduced is None:
+                self.outcome.spoil(self.buckets.submitted)
         except Exception as lost:
             self._lose(lost)
-        self.open_steps.ended(self.verdict, elastic=self.transport.elastic)
+        self.open_steps.ended(self.outcome, elastic=self.transport.elastic)
         try:
-            error = self.verdict.error(self.sender.carry_out)
+            error = self.outcome.error(self.sender.carry_out)
         except Exception as lost:
             self._lose(lost)
         self.buckets.drained()
@@ -194,8 +192,30 @@ class Engine:
         self.sender.forget()
         self.buckets.abandon()
         self.sampler.abandon()
-        self.verdict.abandon()
+        self.outcome.abandon()
         self.state.rollback()
+
+    # -- what an adapter tells it
+
+    def set_judge(self, judge: StepJudge | None) -> None:
+        """Ask this judge if finished steps were used. Without one, every finite step was."""
+        self.open_steps.judge = judge
+
+    def set_loss_scale(self, read: Callable[[], float] | None) -> None:
+        """Call this function at the first bucket of each step for the loss scale of its gradients."""
+        self._loss_scale = read
+
+    def set_on_reduced(self, callback: Callable[[Bucket], None] | None) -> None:
+        """Call this function with each bucket as soon as it holds its average."""
+        self._on_reduced = callback
+
+    def set_participating(self, participating: bool) -> None:
+        """Say if this rank contributes data from the next step on. One that has run out of input joins the collectives only."""
+        self.participating = participating
+
+    def keep_buckets(self) -> None:
+        """Keep the buckets of the last step readable until the next step begins."""
+        self.buckets.keep = True
 
     # -- between steps
 
@@ -240,13 +260,13 @@ class Engine:
                 f"{self.reduction.name} cannot be captured in a CUDA graph: the host decides after each step what becomes "
                 "of it. detach() the hook before the capture, or capture the parts of the model without their backward"
             )
-        late = self.verdict.take_error()
+        late = self.outcome.take_error()
         doubt = self.open_steps.answer(self.gather)
         looks = bool(self.reduction.fields)  # one without state has nothing to undo
-        self.verdict = StepVerdict(self.reduction.name, self.transport, looks=looks, late=late)
+        self.outcome = StepOutcome(self.reduction.name, self.transport, looks=looks, late=late)
         if doubt is not None:
-            self.verdict.fail(doubt, ENCODE)
-        scale = self.loss_scale
+            self.outcome.fail(doubt, ENCODE)
+        scale = self._loss_scale
         if scale is not None and self.reduction.fields:
             self._local(lambda: self.state.rescale(scale()))
         self.buckets.begin()
@@ -264,7 +284,7 @@ class Engine:
         try:
             return action()
         except BaseException as error:
-            self.verdict.fail(error, where)
+            self.outcome.fail(error, where)
             return None
 
     def _clock(self) -> int | None:
@@ -274,7 +294,7 @@ class Engine:
         used = self._local(self.open_steps.used_steps, DECODE)
         return self.state.step + (used or 0)
 
-    def _activate(self, bucket: Bucket) -> ActiveBucket:
+    def _activate(self, bucket: Bucket) -> BucketRun:
         ctx = StepContext(
             self.transport.rank,
             self.transport.world_size,
@@ -290,7 +310,7 @@ class Engine:
         self.sender.device = bucket.device
         if self.sampler.recordings and self.participating:
             ctx.sent = self._local(lambda: self.sampler.take(bucket, self.reduction, self.state))
-        live = self.buckets.add(bucket, self.verdict)
+        live = self.buckets.add(bucket, self.outcome)
         try:  # what the plan raises is the same on every rank: it follows from layout and step
             live.plan = self.sender.plan_of(self.reduction, bucket.layout, ctx)
             live.stages = self.reduction.start(bucket, ctx)  # a run() that is no generator function may raise here
@@ -298,7 +318,7 @@ class Engine:
             live.fail(error)
         return live
 
-    def _advance(self, lives: list[ActiveBucket], held: RequestBatch | None = None) -> None:
+    def _advance(self, lives: list[BucketRun], held: RequestBatch | None = None) -> None:
         """Each one stage further: wait for its pending one, resume the generator; start what they ask for as one, or leave
         it in ``held``.
         """
@@ -315,7 +335,7 @@ class Engine:
                 if alone:  # nothing of another bucket would travel with it
                     self.sender.start(batch)
             else:
-                live.end(self.on_reduced if self.participating else None)
+                live.end(self._on_reduced if self.participating else None)
         self.buckets.ended()
         if held is None:
             self.sender.start(asked)

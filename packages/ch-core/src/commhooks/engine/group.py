@@ -5,9 +5,9 @@ import torch
 from commhooks.bucket import Bucket
 from commhooks.engine.counters import Counters
 from commhooks.engine.engine import Engine
+from commhooks.engine.outcome import StepOutcome, told_late
 from commhooks.engine.sender import Sender
 from commhooks.engine.status import ENCODE
-from commhooks.engine.verdict import StepVerdict, told_late
 from commhooks.transport.base import Transport
 
 
@@ -29,7 +29,7 @@ class EngineGroup:
         if relay is not None and relay.world_size > 1:
             timeout = next(iter(engines.values())).sender.timeout
             self._relay = Sender(relay, Counters(), timeout)
-        self._relayed: StepVerdict | None = None  # of the last step
+        self._relayed: StepOutcome | None = None  # of the last step
         self._raised = False  # whether this rank has raised what that is about
 
     @property
@@ -83,13 +83,13 @@ class EngineGroup:
         """One more status, along the relay. On CUDA it is read at the end of the next step, like the engines'."""
         devices = [engine.sender.device for engine in self.engines.values()]
         device = next((one for one in devices if one.type != "cpu"), devices[0])
-        verdict = StepVerdict("the hook", relay.transport)
+        outcome = StepOutcome("the hook", relay.transport)
         if error is not None:
-            verdict.fail(error, ENCODE)
-        verdict.send(None, device, relay.post)
-        verdict.decide(relay.timeout)
+            outcome.fail(error, ENCODE)
+        outcome.send(None, device, relay.post)
+        outcome.decide(relay.timeout)
         late = told_late(device)
-        pending, self._relayed = (self._relayed if late else verdict), verdict
+        pending, self._relayed = (self._relayed if late else outcome), outcome
         raised, self._raised = self._raised, error is not None
         told = pending.take_error(relay.carry_out) if pending is not None else None
         if told is None or (late and raised):

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from commhooks.engine.status import StepOutcome
-from commhooks.engine.verdict import Phase, StepVerdict
+from commhooks.engine.outcome import Phase, StepOutcome
+from commhooks.engine.status import StepJudge
 from commhooks.state import HookState
 
 _ANSWERS = (True, False, None)  # used, skipped, open: as ranks tell one another
@@ -21,15 +21,15 @@ class OpenSteps:
         state: what is committed.
 
     Attributes:
-        outcome: says whether finished steps were used; ``None``: every one that is finite was.
+        judge: says whether finished steps were used; ``None``: every one that is finite was.
     """
 
     def __init__(self, state: HookState) -> None:
         self.state = state
-        self.outcome: StepOutcome | None = None
-        self._last: StepVerdict | None = None  # on the last finished step
-        self._common: StepVerdict | None = None  # the same, if the ranks decided it together, until the next step
-        self._waiting: list[StepVerdict] = []  # committed tentatively
+        self.judge: StepJudge | None = None
+        self._last: StepOutcome | None = None  # on the last finished step
+        self._common: StepOutcome | None = None  # the same, if the ranks decided it together, until the next step
+        self._waiting: list[StepOutcome] = []  # committed tentatively
         self._took_part = True
         self._veto = False
         self._judge_error: BaseException | None = None
@@ -40,15 +40,15 @@ class OpenSteps:
 
         Ranks that judge a step differently have different clocks.
         """
-        return 0 if self.outcome is None else self.outcome.clock()
+        return 0 if self.judge is None else self.judge.clock()
 
-    def ended(self, verdict: StepVerdict, *, elastic: bool) -> None:
+    def ended(self, outcome: StepOutcome, *, elastic: bool) -> None:
         """A step has ended. In an ``elastic`` group each member knows the outcome, and asks nobody, who may be gone."""
-        self._last, self._took_part = verdict, verdict.counted or elastic
-        self._common = None if verdict.alone or elastic else verdict
-        if self.outcome is not None:
+        self._last, self._took_part = outcome, outcome.counted or elastic
+        self._common = None if outcome.alone or elastic else outcome
+        if self.judge is not None:
             try:
-                self.outcome.mark()
+                self.judge.end()
             except BaseException as error:  # the status has been sent: all ranks raise it at the end of the next step
                 self._judge_error = error
 
@@ -79,8 +79,8 @@ class OpenSteps:
             kept = False
         if used is not None:
             self.state.resolve(used)
-            for verdict in self._waiting:
-                verdict.end(Phase.COMMITTED if used else Phase.ROLLED_BACK)
+            for outcome in self._waiting:
+                outcome.end(Phase.COMMITTED if used else Phase.ROLLED_BACK)
             self._waiting.clear()
         return kept
 
@@ -91,8 +91,8 @@ class OpenSteps:
 
     def forget(self) -> None:
         """The state has been replaced, and what is open with it. What ranks ask one another stays the same."""
-        for verdict in (*self._waiting, *([self._pending] if self._pending is not None else [])):
-            verdict.end(Phase.ROLLED_BACK)
+        for outcome in (*self._waiting, *([self._pending] if self._pending is not None else [])):
+            outcome.end(Phase.ROLLED_BACK)
         self._waiting.clear()
         self._veto = False
 
@@ -102,10 +102,10 @@ class OpenSteps:
         Args:
             gather: every rank's tensor, one row each.
         """
-        if self.outcome is None:
+        if self.judge is None:
             self.settle(force=True)
             return None
-        judge, common = self.outcome, self._common
+        judge, common = self.judge, self._common
         error, self._judge_error, self._common = self._judge_error, None, None
         if common is not None and common.incomplete():
             used: bool | None = False
@@ -132,17 +132,17 @@ class OpenSteps:
         return error or doubt
 
     @property
-    def _pending(self) -> StepVerdict | None:
-        """The verdict on the last finished step, if that is neither committed nor rolled back."""
+    def _pending(self) -> StepOutcome | None:
+        """The outcome on the last finished step, if that is neither committed nor rolled back."""
         return self._last if self._last is not None and self._last.phase is Phase.DECIDED else None
 
     def _used(self) -> bool | None:
         if self._veto:
             return False
-        if self.outcome is None:
+        if self.judge is None:
             return True
         if self._took_part:
-            return self.outcome.verdict()
+            return self.judge.used()
         return None if self._told is None else _ANSWERS[self._told[0]]
 
     def _ask_others(self, used: bool | None, clock: int, gather: Callable[[torch.Tensor], torch.Tensor]) -> None:

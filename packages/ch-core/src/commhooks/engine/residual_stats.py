@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 
 from commhooks.engine.engine import Engine
+from commhooks.engine.outcome import Phase
 from commhooks.engine.sampling import ordered
-from commhooks.engine.verdict import Phase
 
 
 class HeldBack(NamedTuple):
@@ -36,9 +36,9 @@ def held_back(engine: Engine) -> dict[str, HeldBack]:
     The gradient is left out where it is gone, and with FSDP2, whose gradients would otherwise live on, in the first call:
     from then on the engine keeps them.
     """
-    engine.buckets.keep = True
+    engine.keep_buckets()
     state, found = engine.state, {}
-    step = state.step if engine.verdict.phase is Phase.DECIDED else max(state.step - 1, 0)  # the one that made them
+    step = state.step if engine.outcome.phase is Phase.DECIDED else max(state.step - 1, 0)  # the one that made them
     shown = {p.name: (bucket, p) for bucket in engine.buckets.kept for p in bucket.params}
     for name in sorted({name for name, field in state.held() if field == "residual"}):
         residual = state.newest(name, "residual")

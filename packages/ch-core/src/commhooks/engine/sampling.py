@@ -1,7 +1,7 @@
 """How good the compression of some steps was, measured while they run: for `commhooks.telemetry`.
 
 No step of any other rank is changed by it, and nobody waits: what is computed on a device is read when the next step
-begins, after the verdict on the step has been read.
+begins, after the outcome on the step has been read.
 """
 
 import logging

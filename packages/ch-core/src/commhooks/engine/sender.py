@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 import torch
 
 from commhooks.bucket import BucketLayout
-from commhooks.engine.active_bucket import ActiveBucket
+from commhooks.engine.bucket_run import BucketRun
 from commhooks.engine.counters import Counters
+from commhooks.engine.outcome import StepOutcome
 from commhooks.engine.profiling import profiled
 from commhooks.engine.schedule import TUNED, BucketPlan, CpuTuning
 from commhooks.engine.stage import Stage
 from commhooks.engine.status import BETWEEN
-from commhooks.engine.verdict import StepVerdict
 from commhooks.reduction import Reduction, StepContext
 from commhooks.requests import AllGather, Request
 from commhooks.scratch import Scratch
@@ -30,9 +30,9 @@ class RequestBatch:
     """
 
     requests: list[Request] = field(default_factory=list)
-    buckets: list[ActiveBucket] = field(default_factory=list)
+    buckets: list[BucketRun] = field(default_factory=list)
 
-    def add(self, bucket: ActiveBucket, requests: tuple[Request, ...]) -> None:
+    def add(self, bucket: BucketRun, requests: tuple[Request, ...]) -> None:
         """What ``bucket`` asks for in its next stage."""
         self.requests.extend(requests)
         self.buckets.append(bucket)
@@ -93,26 +93,26 @@ class Sender:
         first = buckets[0]
         # The average of a bucket that ends at once is DDP's to the bit: it is added up in DDP's order.
         any_order = not any(bucket.plan.ends_at_once for bucket in buckets)
-        with profiled(first.verdict.name, "start", first.stage):
+        with profiled(first.outcome.name, "start", first.stage):
             owner, newest = (first.slot, first.stage), buckets[-1].bucket.is_last
             stage = Stage(self.transport, self.scratch, owner, any_order, self.tuning, newest)
             for bucket in buckets:
                 bucket.pending = stage
             stage.start(requests)
             if stage.error is not None:
-                first.verdict.report(stage.error, BETWEEN, first.bucket.index)
+                first.outcome.report(stage.error, BETWEEN, first.bucket.index)
         self.counters.traffic.wire_bytes += stage.wire_bytes
         self.counters.encode_seconds += time.perf_counter() - begun
 
-    def send_status(self, verdict: StepVerdict, clock: int | None) -> None:
-        """Send this rank's part of a step's verdict; a step without collectives sends none, as nobody else takes part.
+    def send_status(self, outcome: StepOutcome, clock: int | None) -> None:
+        """Send this rank's part of a step's outcome; a step without collectives sends none, as nobody else takes part.
 
         Args:
-            verdict: on the step.
+            outcome: on the step.
             clock: steps behind this rank; ``None`` if it does not count.
         """
         together = self.sends_status and self.transport.world_size > 1 and self.counters.communicated
-        verdict.send(clock, self.device, self.post if together else None)
+        outcome.send(clock, self.device, self.post if together else None)
 
     def post(self, request: Request) -> Stage:
         """Start a message of the engine's own."""

@@ -30,7 +30,7 @@ Exchange = Callable[[Request], None]
 """Carries out one request over all ranks and returns when it is done."""
 
 
-class StepOutcome(Protocol):
+class StepJudge(Protocol):
     """Who uses the gradients: an optimizer, a manager. Asked whether the steps since :meth:`begin` were used.
 
     Several steps may wait for one answer: their gradients add up, and are used together or not at all.
@@ -39,14 +39,14 @@ class StepOutcome(Protocol):
     def begin(self) -> None:
         """A step begins, and those before it have been answered for."""
 
-    def mark(self) -> None:
+    def end(self) -> None:
         """A step has ended; its gradients may be used from now on."""
 
-    def verdict(self) -> bool | None:
+    def used(self) -> bool | None:
         """Whether the steps since :meth:`begin` were used; ``None`` while that is open."""
 
     def doubt(self) -> CommHooksError | None:
-        """Why it can never be told, if so; :meth:`verdict` is ``False`` then. Raised on all ranks."""
+        """Why it can never be told, if so; :meth:`used` is ``False`` then. Raised on all ranks."""
 
     def clock(self) -> int:
         """Steps used so far, equal on all ranks."""

@@ -1,8 +1,8 @@
 """The buckets of one step: those under way, and what is kept of those that have ended."""
 
 from commhooks.bucket import Bucket, BucketLayout
-from commhooks.engine.active_bucket import ActiveBucket
-from commhooks.engine.verdict import StepVerdict
+from commhooks.engine.bucket_run import BucketRun
+from commhooks.engine.outcome import StepOutcome
 
 
 class StepBuckets:
@@ -21,7 +21,7 @@ class StepBuckets:
 
     def __init__(self) -> None:
         self.layouts: list[BucketLayout] = []
-        self.under_way: list[ActiveBucket] = []
+        self.under_way: list[BucketRun] = []
         self.count = 0
         self.keep = False
         self.kept: list[Bucket] = []
@@ -32,9 +32,9 @@ class StepBuckets:
         self.layouts.clear()
         self.kept.clear()
 
-    def add(self, bucket: Bucket, verdict: StepVerdict) -> ActiveBucket:
-        """The next bucket of the step that this verdict is on."""
-        live = ActiveBucket(self.count, bucket, verdict)
+    def add(self, bucket: Bucket, outcome: StepOutcome) -> BucketRun:
+        """The next bucket of the step that this outcome is on."""
+        live = BucketRun(self.count, bucket, outcome)
         self.count += 1
         self.layouts.append(bucket.layout)
         self.under_way.append(live)

@@ -113,7 +113,7 @@ class SimulatedRanks:
             if left:  # a joined rank uses no parameter, but DDP does not say so
                 for bucket in made:
                     bucket.unused = frozenset()
-            self.engines[rank].participating = not left
+            self.engines[rank].set_participating(not left)
             try:
                 for bucket in made:
                     self.engines[rank].submit(bucket)

@@ -22,7 +22,7 @@ from commhooks.adapters import (
     Binding,
     Engine,
     ProcessGroupTransport,
-    watch_outcome,
+    watch_optimizer,
 )
 
 Driver = DDPDriver | ForeignDriver
@@ -58,7 +58,7 @@ class DDPBinding(Binding):
         self._driver.finalizer = self._finalizer
         if isinstance(self._driver, DDPDriver):
             self._driver.follow(model)
-        self._outcome = watch_outcome(self.engine, options, model.module.parameters(), model.module)
+        self._watch = watch_optimizer(self.engine, options, model.module.parameters(), model.module)
         self._slot.driver, self._slot.holder = self._driver, handle.expr
         self._slot.watch = SyncWatch(model, handle.expr, module)
         self._slot.follow = self._follow if options.process_group is None else None
@@ -85,7 +85,7 @@ class DDPBinding(Binding):
         if isinstance(self._driver, ForeignDriver):
             self._driver.on_reduced, self._driver.names = callback, self.names
         else:
-            self._driver.engine.on_reduced = callback
+            self._driver.engine.set_on_reduced(callback)
 
     def detach(self) -> None:
         plain = self._slot.driver = self.plain()
@@ -94,8 +94,8 @@ class DDPBinding(Binding):
         if self._slot.watch is not None:
             self._slot.watch.close()
             self._slot.watch = None
-        if self._outcome is not None:
-            self._outcome.close()
+        if self._watch is not None:
+            self._watch.close()
         self._driver.close()
 
     def _follow(self) -> None:
@@ -135,7 +135,8 @@ class DDPBinding(Binding):
         transport = ProcessGroupTransport(self.group, free=True)
         self.engine = Engine(handle.reduction, transport, handle.state, timeout=self._timeout)
         # Kept, buckets that DDP makes anew for every backward would only hold memory that it has given back.
-        self.engine.buckets.keep = not getattr(self._model(), "lazy_bucket_allocation", False)
+        if not getattr(self._model(), "lazy_bucket_allocation", False):
+            self.engine.keep_buckets()
         return DDPDriver(self.engine, self.names)
 
 

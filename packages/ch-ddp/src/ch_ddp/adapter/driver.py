@@ -148,7 +148,7 @@ class DDPDriver:
 
     def check(self) -> None:
         """On CPU errors are raised from ``backward()`` itself; on CUDA at the next step, or here."""
-        error = self.engine.failure or self.engine.verdict.take_error()
+        error = self.engine.failure or self.engine.outcome.take_error()
         if error is not None:
             raise error
 
@@ -164,7 +164,7 @@ class DDPDriver:
             self._names = {}
             self._layouts.clear()
         # A rank that has run out of input replays the hook outside of any backward (DDP.join).
-        self.engine.participating = backward_id() != NO_BACKWARD
+        self.engine.set_participating(backward_id() != NO_BACKWARD)
 
     def _bucket(self, grad_bucket: GradBucket, buffer: torch.Tensor) -> Bucket:
         params = grad_bucket.parameters()

@@ -272,7 +272,7 @@ def steps(
             for bucket in made:
                 engine.submit(bucket)
             engine.finish()
-            if engine.verdict.failed:
+            if engine.outcome.failed:
                 raise commhooks.HookResultError(f"{handle.expr} raised: see the log")
             found.append(gpu.seen)
     return found

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from commhooks import AllReduce, Bucket, HookState, Reduction, StepContext
-from commhooks.engine.verdict import Phase
+from commhooks.engine.outcome import Phase
 from commhooks.errors import StateError
 from commhooks.simulate import SimulatedRank, simulate
 
@@ -95,7 +95,7 @@ def test_a_field_declares_how_it_follows_the_loss_scale() -> None:
     def body(rank: SimulatedRank) -> dict[str, float]:
         engine = rank.engine(Momenta())
         for scale in (1.0, 4.0, 2.0):
-            engine.loss_scale = lambda scale=scale: scale
+            engine.set_loss_scale(lambda scale=scale: scale)
             engine.submit(Bucket.from_tensors({"w": torch.full((2,), 3.0 * scale)}))
             assert engine.finish() is None
         engine.resolve_step()
@@ -139,10 +139,10 @@ class Says:
     def begin(self) -> None:
         pass
 
-    def mark(self) -> None:
+    def end(self) -> None:
         pass
 
-    def verdict(self) -> bool | None:
+    def used(self) -> bool | None:
         return self.answer
 
     def doubt(self) -> StateError | None:
@@ -156,7 +156,7 @@ class Says:
 
 
 def one_step(engine: Any, *, joined: bool = False) -> BaseException | None:
-    engine.participating = not joined
+    engine.set_participating(not joined)
     engine.submit(Bucket.from_tensors({"w": torch.zeros(4) if joined else torch.ones(4)}))
     error: BaseException | None = engine.finish()
     return error
@@ -170,7 +170,7 @@ def total(engine: Any) -> float:
 def test_steps_that_wait_are_used_or_undone_together() -> None:
     def body(rank: SimulatedRank) -> list[tuple[int, float, int]]:
         engine, says, seen = rank.engine(Counts()), Says(), []
-        engine.open_steps.outcome = says
+        engine.set_judge(says)
         for answer in (True, None, None, True, None, False, True):
             assert one_step(engine) is None
             says.answer = answer
@@ -187,7 +187,8 @@ def test_steps_that_wait_are_used_or_undone_together() -> None:
 def test_a_rollback_undoes_all_that_waits() -> None:
     def body(rank: SimulatedRank) -> tuple[int, float]:
         engine, says = rank.engine(Counts()), Says()
-        engine.open_steps.outcome, says.answer = says, None
+        engine.set_judge(says)
+        says.answer = None
         for _ in range(3):
             assert one_step(engine) is None
         engine.rollback()
@@ -202,7 +203,7 @@ def test_a_rollback_undoes_all_that_waits() -> None:
 def test_what_cannot_be_told_is_raised_on_all_ranks(doubting: tuple[int, ...]) -> None:
     def body(rank: SimulatedRank) -> list[str]:
         engine, says, seen = rank.engine(Counts()), Says(), []
-        engine.open_steps.outcome = says
+        engine.set_judge(says)
         for bad in (False, True, False):
             if bad and rank.rank in doubting:
                 says.answer, says.error = False, StateError("who knows")
@@ -224,7 +225,7 @@ def test_a_joined_rank_follows_what_the_others_do_with_a_step(answers: tuple[boo
 
     def body(rank: SimulatedRank) -> tuple[list[tuple[int, float]], int]:
         engine, says, seen = rank.engine(Counts()), Says(), []
-        engine.open_steps.outcome = says
+        engine.set_judge(says)
         for epoch in range(2):
             for number, answer in enumerate((True, *answers)):
                 joined = rank.rank == 1 and number > 0
@@ -243,7 +244,7 @@ def test_a_joined_rank_follows_what_the_others_do_with_a_step(answers: tuple[boo
 def test_a_joined_rank_saves_the_step_that_it_presumes_used_and_takes_it_back_when_told() -> None:
     def body(rank: SimulatedRank) -> list[int]:
         engine, says = rank.engine(Counts()), Says()
-        engine.open_steps.outcome = says
+        engine.set_judge(says)
         saved = []
         for used in (True, False, True):
             joined = rank.rank == 1
@@ -284,23 +285,24 @@ def test_a_reduction_that_raises_before_it_is_a_generator_is_heard_of() -> None:
 
 
 @pytest.mark.parametrize(("ends", "last"), [(True, Phase.COMMITTED), (False, Phase.ROLLED_BACK)])
-def test_a_verdict_has_one_life(ends: bool, last: Phase) -> None:
+def test_an_outcome_has_one_life(ends: bool, last: Phase) -> None:
     def body(rank: SimulatedRank) -> list[Phase]:
         engine, says = rank.engine(Counts()), Says()
-        engine.open_steps.outcome, says.answer = says, None
+        engine.set_judge(says)
+        says.answer = None
         engine.submit(Bucket.from_tensors({"w": torch.ones(4)}))
-        verdict = engine.verdict
-        life = [verdict.phase]
-        engine.on_reduced = lambda bucket: life.append(verdict.phase)
+        outcome = engine.outcome
+        life = [outcome.phase]
+        engine.set_on_reduced(lambda bucket: life.append(outcome.phase))
         assert engine.finish() is None
-        life.append(verdict.phase)
+        life.append(outcome.phase)
         assert engine.resolve_step() is None, "its gradients wait"
-        life.append(verdict.phase)
+        life.append(outcome.phase)
         one_step(engine)  # on top of it
-        life.append(verdict.phase)
+        life.append(outcome.phase)
         says.answer = ends
         assert engine.resolve_step() is ends
-        return [*life, verdict.phase, engine.verdict.phase]
+        return [*life, outcome.phase, engine.outcome.phase]
 
     assert simulate(2, body)[1] == [Phase.OPEN] * 2 + [Phase.DECIDED] * 2 + [Phase.TENTATIVE] * 2 + [last, last]
 
@@ -309,11 +311,11 @@ def test_a_step_that_never_finishes_was_never() -> None:
     def body(rank: SimulatedRank) -> tuple[Phase, bool, int]:
         engine = rank.engine(Counts())
         engine.submit(Bucket.from_tensors({"w": torch.ones(4)}))
-        verdict = engine.verdict
+        outcome = engine.outcome
         engine.abandon()
         assert one_step(engine) is None
         engine.resolve_step()
-        return verdict.phase, engine.in_step, engine.state.step
+        return outcome.phase, engine.in_step, engine.state.step
 
     assert simulate(2, body) == [(Phase.ROLLED_BACK, False, 1)] * 2
 
@@ -323,7 +325,7 @@ def test_ranks_that_judge_a_step_differently_are_told() -> None:
 
     def body(rank: SimulatedRank) -> list[str]:
         engine, says, seen = rank.engine(Counts()), Says(), []
-        engine.open_steps.outcome = says
+        engine.set_judge(says)
         for number in range(3):
             seen.append(type(one_step(engine)).__name__)
             says.answer = number != 0 or rank.rank == 0
@@ -337,7 +339,7 @@ def test_ranks_that_judge_a_step_differently_are_told() -> None:
 def test_a_step_that_is_open_when_another_state_is_loaded_is_no_part_of_it(before: int) -> None:
     def body(rank: SimulatedRank) -> tuple[int, float]:
         engine, says = rank.engine(Counts()), Says()
-        engine.open_steps.outcome = says
+        engine.set_judge(says)
         for _ in range(2):
             assert one_step(engine) is None
         saved = engine.state.state_dict()
@@ -358,7 +360,7 @@ def test_a_loss_scale_that_is_no_number_is_raised_at_the_end_of_the_step_on_all_
         engine, seen = rank.engine(Counts()), []
         for number in range(3):
             scale = float("inf") if number == 1 and rank.rank == 0 else 2.0
-            engine.loss_scale = lambda scale=scale: scale
+            engine.set_loss_scale(lambda scale=scale: scale)
             seen.append(type(one_step(engine)).__name__)
         engine.resolve_step()
         return [*seen, str(engine.state.step)]
@@ -366,7 +368,7 @@ def test_a_loss_scale_that_is_no_number_is_raised_at_the_end_of_the_step_on_all_
     assert simulate(2, body) == [["NoneType", kind, "NoneType", "2"] for kind in ("ValueError", "RemoteHookError")]
 
 
-@pytest.mark.parametrize("method", ["begin", "mark", "verdict", "doubt", "clock"])
+@pytest.mark.parametrize("method", ["begin", "end", "used", "doubt", "clock"])
 def test_a_judge_that_raises_on_one_rank_fails_the_step_on_all(method: str) -> None:
     class Raises(Says):
         armed = False
@@ -378,7 +380,7 @@ def test_a_judge_that_raises_on_one_rank_fails_the_step_on_all(method: str) -> N
 
     def body(rank: SimulatedRank) -> list[str]:
         engine, judge, seen = rank.engine(Counts()), Raises(), []
-        engine.open_steps.outcome = judge
+        engine.set_judge(judge)
         for number in range(5):
             judge.armed = rank.rank == 1 and number == 2
             seen.append(type(one_step(engine)).__name__)
@@ -386,20 +388,20 @@ def test_a_judge_that_raises_on_one_rank_fails_the_step_on_all(method: str) -> N
 
     ours, theirs = simulate(2, body)
     bad = [number for number, kind in enumerate(theirs) if kind == "ArithmeticError"]
-    assert bad == [3 if method == "mark" else 2], theirs
+    assert bad == [3 if method == "end" else 2], theirs
     assert ours[bad[0]] == "RemoteHookError", ours
     assert ours[:2] == theirs[:2] == ["NoneType"] * 2
 
 
-@pytest.mark.parametrize("method", ["verdict", "clock"])
+@pytest.mark.parametrize("method", ["used", "clock"])
 def test_a_judge_that_raises_while_a_joined_rank_asks_reaches_it(method: str) -> None:
     class Raises(Says):
         armed = False
 
-        def verdict(self) -> bool | None:
-            if self.armed and method == "verdict":
+        def used(self) -> bool | None:
+            if self.armed and method == "used":
                 raise ArithmeticError("the judge")
-            return super().verdict()
+            return super().used()
 
         def clock(self) -> int:
             if self.armed and method == "clock":
@@ -408,7 +410,7 @@ def test_a_judge_that_raises_while_a_joined_rank_asks_reaches_it(method: str) ->
 
     def body(rank: SimulatedRank) -> list[str]:
         engine, judge, seen = rank.engine(Counts()), Raises(), []
-        engine.open_steps.outcome = judge
+        engine.set_judge(judge)
         for number in range(3):
             judge.armed = rank.rank == 0 and number == 2
             seen.append(type(one_step(engine, joined=rank.rank == 1 and number == 1)).__name__)

@@ -24,7 +24,7 @@ log = logging.getLogger("commhooks")
 
 
 class Phase(Enum):
-    """How far a verdict has come."""
+    """How far a outcome has come."""
 
     OPEN = auto()
     SENT = auto()
@@ -39,8 +39,8 @@ def told_late(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-class StepVerdict:
-    """The verdict on one step of one engine.
+class StepOutcome:
+    """Outcome of one step of one engine.
 
     Args:
         name: of the reduction.

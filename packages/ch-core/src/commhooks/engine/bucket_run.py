@@ -7,11 +7,11 @@ import torch
 
 from commhooks.bucket import Bucket, BucketLayout
 from commhooks.engine.counters import Counters
+from commhooks.engine.outcome import StepOutcome
 from commhooks.engine.profiling import profiled
 from commhooks.engine.schedule import BucketPlan
 from commhooks.engine.stage import Stage
 from commhooks.engine.status import BETWEEN, DECODE, ENCODE
-from commhooks.engine.verdict import StepVerdict
 from commhooks.engine.void_requests import make_void, void_requests
 from commhooks.errors import HookResultError
 from commhooks.reduction import Stages
@@ -20,13 +20,13 @@ from commhooks.requests import Request, StagePlan, as_tuple
 _NOTHING = BucketPlan((), BucketLayout((), 0, torch.float32, "cpu"))
 
 
-class ActiveBucket:
+class BucketRun:
     """A bucket whose generator has not ended.
 
     Args:
         slot: its number in the step.
         bucket: the bucket.
-        verdict: of the step.
+        outcome: of the step.
 
     Attributes:
         plan: what it goes through.
@@ -37,10 +37,10 @@ class ActiveBucket:
         done: whether it has ended.
     """
 
-    __slots__ = ("bucket", "done", "failed", "pending", "plan", "slot", "stage", "stages", "verdict")
+    __slots__ = ("bucket", "done", "failed", "outcome", "pending", "plan", "slot", "stage", "stages")
 
-    def __init__(self, slot: int, bucket: Bucket, verdict: StepVerdict) -> None:
-        self.slot, self.bucket, self.verdict = slot, bucket, verdict
+    def __init__(self, slot: int, bucket: Bucket, outcome: StepOutcome) -> None:
+        self.slot, self.bucket, self.outcome = slot, bucket, outcome
         self.plan = _NOTHING
         self.stages: Stages | None = None
         self.stage = 0
@@ -55,7 +55,7 @@ class ActiveBucket:
     def advance(self, timeout: float | None, counters: Counters) -> tuple[Request, ...] | None:
         """Wait for the pending stage and resume the generator; what it asks for next, ``None`` when it has ended.
 
-        Errors of the reduction are noted in the verdict; those of the transport are raised.
+        Errors of the reduction are noted in the outcome; those of the transport are raised.
         """
         if self.pending is not None:
             self._complete(self.pending, timeout, counters)
@@ -65,7 +65,7 @@ class ActiveBucket:
             except BaseException as error:  # Ctrl-C too: raised in the hook it would leave DDP and the peers stuck
                 self.fail(error)
         due = self.due
-        return None if due is None else void_requests(due, self.verdict.world_size, self.bucket.device)
+        return None if due is None else void_requests(due, self.outcome.world_size, self.bucket.device)
 
     def end(self, use: Callable[[Bucket], None] | None) -> None:
         """It has asked for everything, and everything has come.
@@ -78,7 +78,7 @@ class ActiveBucket:
             make_void(self.bucket.storage)
         # A finite P and Q may overflow when multiplied out in fp16; opaque payloads show nothing before decoding.
         if self.plan.opaque or self.bucket.dtype == torch.float16:
-            self.verdict.look((self.bucket.storage,))
+            self.outcome.look((self.bucket.storage,))
         if use is not None and not self.failed:
             try:
                 use(self.bucket)
@@ -89,7 +89,7 @@ class ActiveBucket:
         """Its reduction raised on this rank."""
         self.close()
         self.failed = True
-        self.verdict.report(error, self._where(), self.bucket.index)
+        self.outcome.report(error, self._where(), self.bucket.index)
 
     def close(self) -> None:
         """End the generator."""
@@ -102,16 +102,16 @@ class ActiveBucket:
     def _complete(self, pending: Stage, timeout: float | None, counters: Counters) -> None:
         self.pending = None
         begun = time.perf_counter()
-        with profiled(self.verdict.name, "wait", self.stage):
+        with profiled(self.outcome.name, "wait", self.stage):
             pending.wait(timeout)
         counters.wait_seconds += time.perf_counter() - begun
         reduced, pending.reduced = pending.reduced, []  # buckets of one round share a stage, and look once
-        self.verdict.look(reduced)
+        self.outcome.look(reduced)
 
     def _resume(self, counters: Counters) -> tuple[Request, ...] | None:
         """The generator's next requests, checked against the plan; ``None`` when it ended."""
         assert self.stages is not None  # noqa: S101 - it has failed otherwise
-        expected, name = self.due, self.verdict.name
+        expected, name = self.due, self.outcome.name
         begun = time.perf_counter()
         with profiled(name, "stage", self.stage):
             try:
