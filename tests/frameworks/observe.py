@@ -20,7 +20,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import commhooks
-from ch_ddp.frameworks import HeldHook
+from ch_ddp.frameworks import TrainerHook
 from commhooks.checkpoint import dcp
 
 attached: list[tuple[torch.nn.Module, commhooks.CommHook]] = []
@@ -84,8 +84,8 @@ def watch() -> None:
         around(commhooks.CommHook, "load_state_dict", "loaded")
     around(dcp, "sharded", "saved")
     around(dcp, "load", "loaded")
-    around(HeldHook, "gather", "saved")
-    around(HeldHook, "load_gathered", "loaded")
+    around(TrainerHook, "gather", "saved")
+    around(TrainerHook, "load_gathered", "loaded")
     register_optimizer_step_post_hook(count)
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from ch_ddp.adapter.foreign_control import Control
-from ch_ddp.adapter.gradient_digest import digest
+from ch_ddp.adapter.foreign import Control
+from ch_ddp.adapter.result_checks import digest
 from commhooks import AllReduce, Bucket, Reduction
 from commhooks.engine.status import Status
 from commhooks.errors import RemoteHookError

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from ch_ddp.frameworks import HeldHook
+from ch_ddp.frameworks import TrainerHook
 from commhooks import StateError
 from commhooks.checkpoint import gather, load_gathered
 from commhooks.testing import spawn
@@ -61,8 +61,8 @@ def flat(model: nn.Module) -> torch.Tensor:
 # -- what they have in common
 
 
-def trained(rank: int, steps: int) -> tuple[nn.Module, HeldHook]:
-    model, hook = DistributedDataParallel(net()), HeldHook(EXPR, {})
+def trained(rank: int, steps: int) -> tuple[nn.Module, TrainerHook]:
+    model, hook = DistributedDataParallel(net()), TrainerHook(EXPR, {})
     hook.attach(model)
     for x in batches(rank, 0, steps):
         model(x).pow(2).mean().backward()
@@ -126,10 +126,10 @@ def body_refuse(rank: int, world: int, folder: str) -> None:
 def body_foreign(rank: int, world: int) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    stateless = HeldHook(allreduce_hook, {})
+    stateless = TrainerHook(allreduce_hook, {})
     stateless.attach(DistributedDataParallel(net()))
     assert stateless.gather() == {}  # nothing to save is no error
-    keeping = HeldHook(allreduce_hook, {"state": dist.group.WORLD})
+    keeping = TrainerHook(allreduce_hook, {"state": dist.group.WORLD})
     keeping.attach(DistributedDataParallel(net()))
     with pytest.raises(StateError, match="keeps its state itself"):
         keeping.gather()
@@ -143,7 +143,7 @@ def test_what_keeps_its_state_itself_is_refused_when_saving() -> None:
 
 
 def test_one_process_trains_without_a_hook(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    hook = HeldHook(EXPR, {})
+    hook = TrainerHook(EXPR, {})
     with caplog.at_level(logging.WARNING, "commhooks"):
         for _ in range(2):
             hook.attach(net())
@@ -159,7 +159,7 @@ def test_one_process_trains_without_a_hook(caplog: pytest.LogCaptureFixture, tmp
 
 
 def body_alone(rank: int, world: int) -> None:
-    hook = HeldHook(EXPR, {"single_process": True})
+    hook = TrainerHook(EXPR, {"single_process": True})
     model = DistributedDataParallel(net())
     hook.attach(model)
     model(next(batches(0, 0, 1))).sum().backward()
@@ -203,11 +203,6 @@ else:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_callbacks_earlier_path_names_the_present_one() -> None:
-    with pytest.raises(ImportError, match=r"write ch_ddp\.frameworks\.lightning\.CommHookCallback"):
-        from ch_ddp.lightning import CommHookCallback  # noqa: F401
 
 
 # -- each framework: ten steps in one go, or five, saved, and five more in a new trainer

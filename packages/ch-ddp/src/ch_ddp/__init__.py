@@ -10,8 +10,12 @@ from commhooks import lazy
 if TYPE_CHECKING:
     from ch_ddp.all_gather_grad import AllGatherGrad
     from ch_ddp.hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook, noop_hook
-    from ch_ddp.local_sgd.average import average_parameters
-    from ch_ddp.local_sgd.averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
+    from ch_ddp.local_sgd.averagers import (
+        HierarchicalModelAverager,
+        ModelAverager,
+        PeriodicModelAverager,
+        average_parameters,
+    )
     from ch_ddp.local_sgd.hook import PostLocalSGDState, post_localSGD_hook
     from ch_ddp.local_sgd.optimizer import PostLocalSGDOptimizer
     from ch_ddp.optimizer_base import WrappedOptimizer, needs_closure
@@ -52,8 +56,7 @@ __getattr__, __dir__ = lazy(
         "optimizer_base": "WrappedOptimizer needs_closure",
         "all_gather_grad": "AllGatherGrad",
         "hooks": "allreduce_hook bf16_compress_hook fp16_compress_hook noop_hook",
-        "local_sgd.average": "average_parameters",
-        "local_sgd.averagers": "HierarchicalModelAverager ModelAverager PeriodicModelAverager",
+        "local_sgd.averagers": "average_parameters HierarchicalModelAverager ModelAverager PeriodicModelAverager",
         "local_sgd.hook": "PostLocalSGDState post_localSGD_hook",
         "local_sgd.optimizer": "PostLocalSGDOptimizer",
         "overlapped_optimizer": "OverlappedOptimizer",

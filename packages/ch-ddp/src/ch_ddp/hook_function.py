@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ch_ddp.adapter.by_hand import Finalizer
 from ch_ddp.adapter.driver import DDPDriver
+from ch_ddp.adapter.finalization import Finalizer
 from ch_ddp.adapter.futures import behind_backward
-from ch_ddp.adapter.owners import Numbered, models_of
+from ch_ddp.adapter.layout import Numbered, models_of
 from commhooks import AttachError, GradBucket, HookState, Reduction
 from commhooks.adapters import Engine, ProcessGroupTransport
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ch_ddp.frameworks import HeldHook
+from ch_ddp.frameworks import TrainerHook
 
 try:
     from torchtitan.components.checkpointer import CheckpointManager
@@ -39,9 +39,9 @@ if CheckpointManager is not None:
 
         def __init__(self, config: Config, *, model_parts: list[Any], **given: Any) -> None:
             super().__init__(config, model_parts=model_parts, **given)
-            self.hooks: list[HeldHook] = []
+            self.hooks: list[TrainerHook] = []
             for part in model_parts:
-                self.hooks.append(HeldHook(config.hook, config.attach_options))
+                self.hooks.append(TrainerHook(config.hook, config.attach_options))
                 self.hooks[-1].attach(part)
 
         def _save(self, curr_step: int, last_step: bool = False) -> bool:

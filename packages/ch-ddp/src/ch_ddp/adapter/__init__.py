@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from commhooks import lazy
 
 if TYPE_CHECKING:
-    from ch_ddp.adapter.by_hand import Finalizer, raise_finalized
     from ch_ddp.adapter.driver import DDPDriver, TensorFuture
+    from ch_ddp.adapter.finalization import Finalizer, raise_finalized
     from ch_ddp.adapter.foreign import ForeignDriver
     from ch_ddp.adapter.futures import behind_backward, future_for
     from ch_ddp.adapter.layout import averaged, model_layout
@@ -28,7 +28,7 @@ __all__ = [
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "by_hand": "Finalizer raise_finalized",
+        "finalization": "Finalizer raise_finalized",
         "driver": "DDPDriver TensorFuture",
         "foreign": "ForeignDriver",
         "futures": "behind_backward future_for",

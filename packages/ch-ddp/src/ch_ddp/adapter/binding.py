@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ch_ddp.adapter.by_hand import Finalizer
 from ch_ddp.adapter.driver import DDPDriver
-from ch_ddp.adapter.foreign import ForeignDriver
-from ch_ddp.adapter.foreign_control import Control
+from ch_ddp.adapter.finalization import Finalizer
+from ch_ddp.adapter.foreign import Control, ForeignDriver
 from ch_ddp.adapter.layout import averaged, model_layout
 from ch_ddp.adapter.slot import acquire_slot
-from ch_ddp.adapter.sync_watch import SyncWatch
+from ch_ddp.adapter.unsynced_backward import UnsyncedBackwardWatch
 from commhooks import AttachError, Bucket, CommHook, HookState, Plain
 from commhooks.adapters import (
     AttachOptions,
@@ -60,7 +59,7 @@ class DDPBinding(Binding):
             self._driver.follow(model)
         self._watch = watch_optimizer(self.engine, options, model.module.parameters(), model.module)
         self._slot.driver, self._slot.holder = self._driver, handle.expr
-        self._slot.watch = SyncWatch(model, handle.expr, module)
+        self._slot.watch = UnsyncedBackwardWatch(model, handle.expr, module)
         self._slot.follow = self._follow if options.process_group is None else None
 
     @property

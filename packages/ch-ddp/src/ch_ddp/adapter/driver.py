@@ -1,18 +1,17 @@
 """Turns the hook calls of one DDP model into steps of one engine."""
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ch_ddp.adapter.arrivals import Arrivals, arrivals_of
-from ch_ddp.adapter.by_hand import Finalizer, raise_finalized
+from ch_ddp.adapter.finalization import Finalizer, raise_finalized
 from ch_ddp.adapter.futures import HookFuture, Promise, behind_backward, future_for
-from ch_ddp.adapter.gradient_digest import differing, digest
-from ch_ddp.adapter.layout import bucket_layout
-from ch_ddp.adapter.owners import models_of, named_by_position
+from ch_ddp.adapter.layout import averaged, bucket_layout, models_of, named_by_position
+from ch_ddp.adapter.result_checks import differing, digest
 from commhooks import Bucket, BucketLayout, CommHooksError, GradBucket, TransportError
 from commhooks.adapters import (
     NO_BACKWARD,
@@ -52,14 +51,14 @@ class DDPDriver:
         self._hook, self._delivers = hook, hook is not None and engine.reduction.delivers
         self._task = NO_BACKWARD
         self._side = SideStream()
-        self._arrivals: Arrivals | None = None
+        self._arrivals: UsedParameters | None = None
         self._keeps = "local" in engine.reduction.fields.values()  # something of this rank's own, by parameter
         self._searches = self._keeps  # for the model, unless it is given
 
     def follow(self, model: DistributedDataParallel) -> None:
         """Whose gradients are averaged; without it the model is looked for when its first bucket comes."""
         if self._searches:
-            self._searches, self._arrivals = False, arrivals_of([model], whole=True)
+            self._searches, self._arrivals = False, watch_used_parameters([model], whole=True)
 
     def close(self) -> None:
         """Leave the model's parameters alone."""
@@ -175,7 +174,7 @@ class DDPDriver:
                 self._names = named_by_position(self.engine.state, params)
             layout = self._layouts[key] = bucket_layout(grad_bucket, self._names)
             if self._searches:
-                self._searches, self._arrivals = False, arrivals_of(models_of(params), whole=False)
+                self._searches, self._arrivals = False, watch_used_parameters(models_of(params), whole=False)
         unused = frozenset(self._unused(layout, params)) if self._keeps else frozenset[str]()
         index, is_last = self._count, grad_bucket.is_last()
         self._count += 1
@@ -226,3 +225,63 @@ def _as_ours(error: Exception) -> CommHooksError:
     lost = TransportError(f"{type(error).__name__}: {error}")
     lost.__cause__ = error
     return lost
+
+
+class UsedParameters:
+    """Counts a parameter as used as DDP does: a gradient has been added to its ``.grad`` since the last averaged
+    backward, under ``no_sync()`` too. ``.grad`` itself cannot tell: ``zero_grad(set_to_none=False)`` leaves zeros in it.
+
+    Args:
+        model: the DDP model.
+        whole: whether the first step is seen from its beginning.
+    """
+
+    def __init__(self, model: DistributedDataParallel, *, whole: bool) -> None:
+        self._whole = whole
+        self._arrived: set[int] = set()
+        trained = [p for _, p in averaged(model) if p.requires_grad]
+        self._watched = {id(p) for p in trained}
+        arrive = _adder(self._arrived)
+        self._hooks = [p.register_post_accumulate_grad_hook(arrive) for p in trained]
+        weakref.finalize(self, _remove, self._hooks).atexit = False
+
+    def none_of(self, param: torch.Tensor) -> bool:
+        """Whether a parameter got no gradient."""
+        if param.grad is None:
+            return True
+        return self._whole and id(param) in self._watched and id(param) not in self._arrived
+
+    def averaged(self) -> None:
+        """A backward has been averaged."""
+        self._arrived.clear()
+        self._whole = True
+
+    def close(self) -> None:
+        """Leave the parameters alone."""
+        _remove(self._hooks)
+
+
+def watch_used_parameters(models: Sequence[DistributedDataParallel], *, whole: bool) -> UsedParameters | None:
+    """Watch the model among these that may leave parameters without a gradient, if there is one.
+
+    A static graph's parameters are used in every step or in none, and ``.grad`` tells that.
+    """
+    for model in models:
+        if model.find_unused_parameters and not model.static_graph:
+            return UsedParameters(model, whole=whole)
+    return None
+
+
+def _adder(arrived: set[int]) -> Callable[[torch.Tensor], None]:
+    """The hook of every parameter. It holds the set only: a driver that is dropped must not live on in them."""
+
+    def arrive(param: torch.Tensor) -> None:
+        arrived.add(id(param))
+
+    return arrive
+
+
+def _remove(hooks: list[torch.utils.hooks.RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()

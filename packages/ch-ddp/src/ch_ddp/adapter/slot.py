@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ch_ddp.adapter.driver import TensorFuture
 from ch_ddp.adapter.futures import behind_backward
-from ch_ddp.adapter.sync_watch import SyncWatch
+from ch_ddp.adapter.unsynced_backward import UnsyncedBackwardWatch
 from commhooks import AttachError, GradBucket, HookNotSupportedError, SlotTakenError
 
 
@@ -31,7 +31,7 @@ class Slot:
     def __init__(self, driver: SlotDriver | None = None) -> None:
         self.driver = driver
         self.holder: str | None = None  # expression of the attached handle
-        self.watch: SyncWatch | None = None
+        self.watch: UnsyncedBackwardWatch | None = None
         self.follow: Callable[[], None] | None = None  # takes notice of a changed process group
 
     def __reduce__(self) -> tuple[Any, ...]:

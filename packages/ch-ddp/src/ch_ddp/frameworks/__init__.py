@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from commhooks import lazy
 
 if TYPE_CHECKING:
-    from ch_ddp.frameworks.held_hook import HeldHook
+    from ch_ddp.frameworks.trainer_hook import TrainerHook
 
-__all__ = ["HeldHook"]
+__all__ = ["TrainerHook"]
 
-__getattr__, __dir__ = lazy(__name__, {"held_hook": "HeldHook"})
+__getattr__, __dir__ = lazy(__name__, {"held_hook": "TrainerHook"})

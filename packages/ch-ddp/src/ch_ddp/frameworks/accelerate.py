@@ -10,8 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from ch_ddp.frameworks.held_hook import HeldHook, What
-from ch_ddp.frameworks.optional_bases import bases
+from ch_ddp.frameworks.trainer_hook import TrainerHook, What, bases
 from commhooks import AttachError
 
 __all__ = ["CommHookKwargs"]
@@ -52,7 +51,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             raise ImportError("CommHookKwargs needs Accelerate: pip install 'accelerate>=1'")
         super().__init__(**options)
         self.what, self.attach_options = what, dict(attach_options or {})
-        self.hooks: list[HeldHook] = []
+        self.hooks: list[TrainerHook] = []
 
     @property  # type: ignore[misc]  # Accelerate finds a handler's use by its exact class, and knows its own alone
     def __class__(self) -> Any:
@@ -69,7 +68,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         if not self.hooks:
             accelerator.register_save_state_pre_hook(self._save)
             accelerator.register_load_state_pre_hook(self._load)
-        self.hooks.append(HeldHook(self.what, self.attach_options))
+        self.hooks.append(TrainerHook(self.what, self.attach_options))
         self.hooks[-1].attach(model, accelerator.scaler)
 
     def _save(self, models: object, weights: object, folder: str) -> None:

@@ -7,8 +7,7 @@ and writes the checkpoints, so it is the one place for both.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ch_ddp.frameworks.held_hook import HeldHook, What
-from ch_ddp.frameworks.optional_bases import bases
+from ch_ddp.frameworks.trainer_hook import TrainerHook, What, bases
 
 __all__ = ["CommHookDDPStrategy"]
 
@@ -49,11 +48,11 @@ class CommHookDDPStrategy(DDPStrategy):
             raise ImportError("CommHookDDPStrategy needs Lightning: pip install 'lightning>=2.2'")
         super().__init__(**options)
         self.what, self.attach_options = what, dict(attach_options or {})
-        self.hooks: list[HeldHook] = []
+        self.hooks: list[TrainerHook] = []
 
     def setup_module(self, module: Any) -> Any:
         wrapped = super().setup_module(module)
-        hook = HeldHook(self.what, self.attach_options)
+        hook = TrainerHook(self.what, self.attach_options)
         hook.attach(wrapped, getattr(self.precision, "scaler", None))
         self.hooks.append(hook)
         return wrapped

@@ -6,8 +6,7 @@ Lightning's own ``DDPStrategy(ddp_comm_hook=...)`` registers a hook on CUDA only
 
 from typing import TYPE_CHECKING, Any
 
-from ch_ddp.frameworks.held_hook import HeldHook, What
-from ch_ddp.frameworks.optional_bases import bases
+from ch_ddp.frameworks.trainer_hook import TrainerHook, What, bases
 from commhooks import CommHook
 
 __all__ = ["CommHookCallback"]
@@ -41,7 +40,7 @@ class CommHookCallback(Callback):
     def __init__(self, what: What, **options: Any) -> None:
         if not _BASES:
             raise ImportError("CommHookCallback needs Lightning: pip install 'lightning>=2.2'")
-        self.hook = HeldHook(what, options)
+        self.hook = TrainerHook(what, options)
         self._resume: dict[str, Any] = {}
 
     @property

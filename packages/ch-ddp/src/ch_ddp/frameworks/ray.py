@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from ch_ddp.frameworks.held_hook import HeldHook, What
+from ch_ddp.frameworks.trainer_hook import TrainerHook, What
 
 __all__ = ["prepare_model"]
 
 
 def prepare_model(
     model: torch.nn.Module, what: What, attach_options: Mapping[str, Any] | None = None, **options: Any
-) -> tuple[torch.nn.Module, HeldHook]:
+) -> tuple[torch.nn.Module, TrainerHook]:
     """``ray.train.torch.prepare_model``, and the hook attached to what it makes.
 
     Args:
@@ -39,6 +39,6 @@ def prepare_model(
     except ImportError as error:
         raise ImportError("ch_ddp.frameworks.ray needs Ray Train: pip install 'ray[train]'") from error
     wrapped: torch.nn.Module = prepare(model, **options)
-    hook = HeldHook(what, attach_options or {})
+    hook = TrainerHook(what, attach_options or {})
     hook.attach(wrapped)
     return wrapped, hook

@@ -14,8 +14,7 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ch_ddp.frameworks.held_hook import HeldHook, What
-from ch_ddp.frameworks.optional_bases import bases
+from ch_ddp.frameworks.trainer_hook import TrainerHook, What, bases
 from commhooks import CommHook, StateError
 
 __all__ = ["CommHookCallback"]
@@ -53,7 +52,7 @@ class CommHookCallback(TrainerCallback):
     ) -> None:
         if not _BASES:
             raise ImportError("CommHookCallback needs transformers: pip install transformers accelerate")
-        self.hook = HeldHook(what, options)
+        self.hook = TrainerHook(what, options)
         self.resume_from_checkpoint = resume_from_checkpoint
         self._wrappers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         watch = register_module_module_registration_hook(_noting(self._wrappers))

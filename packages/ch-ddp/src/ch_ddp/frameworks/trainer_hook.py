@@ -1,7 +1,9 @@
 """What the adapters of all trainers have in common: when a hook is attached, and how its state is saved and resumed."""
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ What = str | Mapping[str, Any] | Callable[..., Any] | Reduction | CommHook
 """What :func:`commhooks.attach` takes as a hook."""
 
 
-class HeldHook:
+class TrainerHook:
     """A hook that a trainer's adapter attaches to what the trainer has wrapped.
 
     A process that trains alone has nobody to reduce with: there nothing is attached, which is logged once, and saving
@@ -124,3 +126,27 @@ class HeldHook:
         log.warning(
             "the hook's state in %s is not loaded: %s is not attached here, or keeps none", checkpoint, self.what
         )
+
+
+def bases(name: str, *modules: str) -> tuple[type, ...]:
+    """The class of this name in each of the modules whose package is in use; if none is, in the first that is installed.
+
+    Lightning comes as two packages with classes of their own, and a trainer takes those of its own package only.
+
+    Returns:
+        The classes; empty if no package is installed.
+
+    Example:
+        >>> bases("OrderedDict", "not_installed.there", "collections"), bases("OrderedDict", "not_installed")
+        ((<class 'collections.OrderedDict'>,), ())
+    """
+    used = [module for module in modules if module in sys.modules]
+    found: list[type] = []
+    for module in used or modules:
+        try:
+            found.append(getattr(import_module(module), name))
+        except ImportError:
+            continue
+        if not used:
+            break
+    return tuple(found)

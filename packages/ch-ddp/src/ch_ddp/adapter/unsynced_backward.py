@@ -12,7 +12,7 @@ from commhooks import AttachError, HookNotSupportedError
 from commhooks.adapters import NO_BACKWARD, after_backward, at_end_of_backward, backward_id
 
 
-class SyncWatch:
+class UnsyncedBackwardWatch:
     """Notices gradients that DDP does not synchronise: torch says nothing, and the ranks drift apart.
 
     It happens when ``backward()`` runs a second time on a retained graph, for the first of two forwards, or after
@@ -117,9 +117,9 @@ class SyncWatch:
         )
 
 
-def _nothing() -> SyncWatch:
+def _nothing() -> UnsyncedBackwardWatch:
     """What a copied model holds in the place of its original's watch."""
-    watch = SyncWatch.__new__(SyncWatch)
+    watch = UnsyncedBackwardWatch.__new__(UnsyncedBackwardWatch)
     watch._model, watch._removable, watch._suspect = _dead, [], []  # type: ignore[assignment]
     watch._step, watch._ended, watch._by_ddp = 0, NO_BACKWARD, False
     return watch
