@@ -9,4 +9,4 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainerHook"]
 
-__getattr__, __dir__ = lazy(__name__, {"held_hook": "TrainerHook"})
+__getattr__, __dir__ = lazy(__name__, {"trainer_hook": "TrainerHook"})
