@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commhooks.bucket import Bucket
+from commhooks.compositions.error_feedback import ErrorFeedback
 from commhooks.compositions.wire_cast import WireCast
 from commhooks.engine.engine import Engine
 from commhooks.engine.sampling import Recording
@@ -536,3 +537,29 @@ def test_an_error_without_a_text_and_a_log_that_raises_hang_no_peer() -> None:
         logging.getLogger("commhooks").removeHandler(handler)
     assert (kind, own) == ("RemoteHookError", "Mute")
     assert "Mute" in text
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_bucket_that_runs_twice_in_a_step_goes_on_from_its_own_residual(in_place: bool) -> None:
+    def two_steps(rank: Any) -> tuple[float, bool]:
+        engine = rank.engine(ErrorFeedback(WireCast(Plain(), "bf16")))
+        engine.state.keep_copies(one=in_place)
+        applied = 0.0
+        for _ in range(2):
+            for part in (1.001, 2.003, 0.007):
+                bucket = Bucket.from_tensors({"w": torch.tensor([part])})
+                engine.run(bucket)
+                applied += bucket.buffer.item()
+            assert engine.finish() is None
+            engine.resolve_step()
+        kept = engine.state.read("w", "residual").clone()
+        engine.run(Bucket.from_tensors({"w": torch.tensor([3.0])}))
+        engine.run(Bucket.from_tensors({"w": torch.tensor([4.001])}))
+        engine.abandon()
+        after = engine.state.read("w", "residual")
+        unchanged = after is None if in_place else torch.equal(after, kept)
+        return applied + kept.item(), unchanged and engine.state.step == 2
+
+    for total, unchanged in simulate(2, two_steps):
+        assert total == pytest.approx(2 * 3.011, abs=1e-6)
+        assert unchanged

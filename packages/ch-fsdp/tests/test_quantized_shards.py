@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
 
 import commhooks
 from commhooks import HookNotSupportedError, StateError
@@ -120,6 +121,86 @@ def body_unused(rank: int, world: int) -> None:
     assert handle.stats()["steps"] == 3
 
 
+class Shared(nn.Module):
+    """One block that a forward may use several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block, self.out = nn.Linear(32, 32, bias=False), nn.Linear(32, 4, bias=False)
+
+    def forward(self, x: torch.Tensor, uses: int = 2, nested: bool = False, whole: bool = True) -> torch.Tensor:
+        for _ in range(uses):
+            x = torch.tanh(checkpoint(self.block, x, use_reentrant=False) if nested else self.block(x))
+        return self.out(x) if whole else x
+
+
+def twice(model: Shared, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+
+
+def more_and_more(model: Shared, x: torch.Tensor) -> None:
+    uses = 1 + int(x.abs().sum()) % 3  # `x` is the same on all ranks
+    model(x, uses).square().mean().backward()
+
+
+def two_forwards(model: Shared, x: torch.Tensor) -> None:
+    (model(x, 1) * model(x + 1, 1)).square().mean().backward()
+
+
+def recomputed(model: Shared, x: torch.Tensor) -> None:
+    model(x, nested=True).square().mean().backward()
+
+
+def in_chunks(model: Shared, x: torch.Tensor) -> None:
+    """One backward for each part of the loss, then one through the block."""
+    body = model(x, whole=False)
+    cut = body.detach().requires_grad_()
+    for part in cut.chunk(3):
+        model.out(part).square().mean().div(3).backward()
+    body.backward(cut.grad)
+
+
+def accumulated(model: Shared, x: torch.Tensor) -> None:
+    for part in x.chunk(2):
+        model(part).square().mean().backward()
+
+
+def body_conserved(rank: int, world: int, mesh: DeviceMesh, expr: str, **options: Any) -> None:
+    """A block that is reduced several times in a step: all gradients applied, and the residuals, are all gradients."""
+    for way in (twice, more_and_more, two_forwards, recomputed, in_chunks, accumulated):
+        made = []
+        for _ in range(2):
+            model = Shared()
+            fully_shard(model.block, mesh=mesh)
+            if way is in_chunks:
+                fully_shard(model.out, mesh=mesh)
+            made.append(fully_shard(model, mesh=mesh))
+        handle = commhooks.attach(made[0], expr, axis="shard", **options)
+        total = [0.0, 0.0]
+        for step in range(6):
+            same = torch.randn(6, 32, generator=torch.Generator().manual_seed(step))
+            for at, model in enumerate(made):
+                model.zero_grad()
+                way(model, same * (rank + 1) if way is not more_and_more else same)
+                total[at] = total[at] + model.block.weight.grad.full_tensor()
+        handle.commit()
+        residual = handle.state.numbers("block.weight", "residual").view(32, 32).clone()
+        assert residual.any()
+        dist.all_reduce(residual)
+        torch.testing.assert_close(total[0] + residual / world, total[1], atol=1e-6, rtol=1e-4, msg=way.__name__)
+
+
+def body_conserved_on_two(rank: int, world: int) -> None:
+    for options in ({}, {"rollback": False}):
+        for expr in (FOUR, "sign(block=16)"):
+            body_conserved(rank, world, line(world), expr, **options)
+
+
+def body_conserved_between_replicas(rank: int, world: int) -> None:
+    body_conserved(rank, world, square(), FOUR)
+
+
 def body_refused(rank: int, world: int) -> None:
     model = shard2(gpt(), line(world))
     for hook in ("powersgd(rank=2)", "error_feedback(bf16_compress)", "warmup(powersgd(rank=2), steps=3)"):
@@ -142,6 +223,14 @@ def test_feedback_on_uneven_shards() -> None:
 
 def test_cases() -> None:
     spawn(body_cases, 2)
+
+
+def test_units_reduced_several_times_in_a_step() -> None:
+    spawn(body_conserved_on_two, 2)
+
+
+def test_units_reduced_several_times_in_a_step_of_a_2d_mesh() -> None:
+    spawn(body_conserved_between_replicas, 4)
 
 
 def test_unused_parameters_and_refusals() -> None:

@@ -6,7 +6,7 @@ makes them the state. Two buffers per entry are kept and swapped, so a committed
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,7 @@ class HookState:
     def _forget(self) -> None:
         """Everything that belongs to this process and not to the state."""
         self._staged: dict[tuple[str, str], torch.Tensor] = {}
+        self._carried: dict[tuple[str, str], torch.Tensor] = {}  # staged by an earlier reduction of this step
         self._spare: dict[tuple[str, str], torch.Tensor] = {}
         self._base: Base | None = None
         self._device: torch.device | None = None  # where everything is; None: wherever it was loaded to
@@ -76,9 +77,23 @@ class HookState:
 
     def before(self, name: str, field: str) -> torch.Tensor | None:
         """:meth:`read` inside a step, refused where :attr:`in_place` has given the tensor away to be overwritten."""
-        if self.in_place and (name, field) in self._staged:
+        key = (name, field)
+        if self.in_place and key in self._staged:
             refuse_late_read(name, field)
-        return self._committed.get((name, field))
+        return self._carried[key] if key in self._carried else self._committed.get(key)
+
+    def reopen(self, names: Collection[str], fields: Collection[str]) -> None:
+        """Let a second reduction of the same parameters in one step start from the entries that the first one staged.
+
+        Without it both would read the committed residual: it would be sent twice, and the first new one would be lost.
+
+        Args:
+            names: parameters that are reduced again.
+            fields: fields of the reduction; a cheap test if any of them is staged.
+        """
+        if any((name, field) in self._staged for name in names for field in fields):
+            for key in [key for key in self._staged if key[0] in names]:
+                self._carried[key] = self._staged.pop(key)
 
     def stage(
         self,
@@ -95,7 +110,7 @@ class HookState:
         key = (name, field)
         found = self._staged.get(key)
         if found is None:
-            found = self._committed.get(key) if self.in_place else self._spare.pop(key, None)
+            found = self._carried.get(key, self._committed.get(key)) if self.in_place else self._spare.pop(key, None)
         device = torch.device(device) if isinstance(device, str) else device
         if found is None or found.shape != tuple(shape) or found.dtype != dtype or found.device != device:
             found = torch.empty(tuple(shape), dtype=dtype, device=device)
@@ -104,7 +119,8 @@ class HookState:
 
     def newest(self, name: str, field: str) -> torch.Tensor:
         """What the last step has staged, if that is still open, else what is committed; one of :meth:`held`, unpacked."""
-        store = self._staged if (name, field) in self._staged else self._committed
+        stores = (self._staged, self._carried, self._committed)
+        store = next(store for store in stores if (name, field) in store)
         return numbers_of(store, self.packed, (name, field))
 
     def numbers(self, name: str, field: str) -> torch.Tensor | None:
@@ -113,7 +129,7 @@ class HookState:
 
     def held(self) -> set[tuple[str, str]]:
         """``(parameter name, field)`` of everything staged or committed."""
-        return set(self._staged) | set(self._committed)
+        return {*self._staged, *self._carried, *self._committed}
 
     def commit(self, *, tentative: bool = False, presumed: bool = False) -> None:
         """Make what was staged the state and count the step.
@@ -129,11 +145,17 @@ class HookState:
             self._base = Base(dict(self._committed), self.step)
         if self._base is not None:
             self._base.presumed = presumed
+        self._fold_carried()
         replaced = {} if self.in_place else {k: self._committed[k] for k in self._staged if k in self._committed}
         self._committed.update(self._staged)
         (self._spare.update if self._base is None else self._put_aside)(replaced)
         self._staged.clear()
         self.step += 1
+
+    def _fold_carried(self) -> None:
+        """Stage the entries that a second reduction has read and not replaced."""
+        self._staged = {**self._carried, **self._staged}
+        self._carried.clear()
 
     @property
     def tentative(self) -> bool:
@@ -159,6 +181,7 @@ class HookState:
         """Drop what was staged: the step never was. :attr:`in_place`, drop everything: how far a failed step has come
         differs between ranks, and what they share must not.
         """
+        self._carried.clear()
         if not self.in_place:
             self._spare.update(self._staged)
         elif self._committed:
@@ -203,7 +226,7 @@ class HookState:
         return self._certain()[1]
 
     def _certain(self) -> tuple[dict[tuple[str, str], torch.Tensor], int]:
-        if self.in_place and self._staged:
+        if self.in_place and (self._staged or self._carried):
             raise StateError("a step is under way, and with rollback=False it overwrites the state: save after it")
         base = self._base
         return (self._committed, self.step) if base is None or base.presumed else (base.entries, base.step)
@@ -237,6 +260,7 @@ class HookState:
         if before is not None and keep:
             self._base = Base(dict(entries), step, before.presumed)
             self._committed |= {k: t for k, t in held.items() if k[1] in keep and t is not before.entries.get(k)}
+        self._fold_carried()
         self._staged = {key: tensor for key, tensor in self._staged.items() if key[1] in keep}
         self._spare.clear()
         self.step, self.scale, self._place, self._device = step, 1.0, place, None
@@ -245,7 +269,8 @@ class HookState:
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Give parameters other names, in every entry."""
-        for store in (self._committed, self._staged, self._spare, self._base.entries if self._base is not None else {}):
+        base = self._base.entries if self._base is not None else {}
+        for store in (self._committed, self._staged, self._carried, self._spare, base):
             moved = {(names.get(name, name), field): t for (name, field), t in store.items()}
             store.clear()
             store.update(moved)
@@ -292,6 +317,16 @@ class HookState:
         self.params = table
         if owners:
             self._owners = tuple(weakref.ref(p) for p in owners)
+
+    def follow(self, params: ParamTable, owners: Sequence[torch.Tensor]) -> None:
+        """Take over the table of a model whose trainable parameters have changed; entries stay.
+
+        Args:
+            params: names and shapes of all parameters that have entries or may get some, in model order.
+            owners: these parameters themselves.
+        """
+        self.params = params
+        self._owners = tuple(weakref.ref(p) for p in owners)
 
     def bind_by_position(self, owners: Sequence[torch.Tensor]) -> None:
         """:meth:`bind` where no names are seen: to parameters in model order, called by position and shape, or as a
@@ -351,7 +386,7 @@ class HookState:
     def keep_copies(self, *, one: bool) -> None:
         """Set :attr:`in_place`. What the engine before has left open ends by the rules that it began under."""
         self.settle()
-        if self._staged:
+        if self._staged or self._carried:
             self.rollback()  # a step that it has not seen the end of
         self.resolve(False)
         if one != self.in_place:
@@ -386,7 +421,7 @@ class HookState:
         self.settle()
         kept = dict(self.__dict__)
         kept["_committed"], kept["step"] = self._certain()
-        for name in ("_staged", "_spare", "_base", "_device", "_engine", "_owners", "drivers", "renames"):
+        for name in ("_staged", "_carried", "_spare", "_base", "_device", "_engine", "_owners", "drivers", "renames"):
             kept.pop(name, None)
         kept["_place"] = (self._place.rank, self._place.world_size) if self._place is not None else None
         if "process_group" in kept:

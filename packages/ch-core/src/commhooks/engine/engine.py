@@ -174,7 +174,13 @@ class Engine:
         return error
 
     def run(self, bucket: Bucket) -> None:
-        """The immediate driver: run one bucket from its first stage to its end (FSDP2, whose calls stand alone)."""
+        """The immediate driver: run one bucket from its first stage to its end (FSDP2, whose calls stand alone).
+
+        A unit may be reduced several times in one step (a module that a forward uses twice, a loss in chunks). Each
+        reduction starts from the state that the one before has staged.
+        """
+        if self.in_step:
+            self.state.reopen({p.name for p in bucket.layout.params}, self.reduction.fields)
         self.submit(bucket)
         begun = time.perf_counter()
         try:
