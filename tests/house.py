@@ -33,7 +33,7 @@ ORDER = (  # of ch-core: a module imports from its own line and from those below
     "state fsdp_states packed param_table state_owner",
     "transport casting",
     "numerics scratch shards",
-    "bucket requests volume errors typing _lazy",
+    "bucket requests volume errors log typing _lazy",
 )
 PACKAGES = (
     "ch_bench",

@@ -1,15 +1,20 @@
 """``python -m commhooks run --hook EXPR script.py ARGS``."""
 
 import argparse
+import atexit
 import gc
 import os
+import shutil
+import signal
 import sys
 import tempfile
+from contextlib import suppress
 from typing import Any
 
 from commhooks.errors import CommHooksError
 from commhooks.launch.door import open_door
 from commhooks.launch.settings import Settings
+from commhooks.log import write_stderr
 
 EPILOG = """environment: COMMHOOKS_HOOK and COMMHOOKS_REPORT, _STATE, _STATE_EVERY, _MODULE_PATTERN, _SINGLE_PROCESS do the
 same where a launcher owns the command line. The command sets them for processes that the script starts."""
@@ -58,29 +63,47 @@ def main(words: list[str]) -> int:
         open_door(settings)  # before anything imports torch: who imports a wrapper by name gets the one that announces
         _check(settings)
     except (CommHooksError, ValueError) as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        write_stderr(f"{type(error).__name__}: {error}\n")
         return 2
-    with tempfile.TemporaryDirectory(prefix="commhooks-") as reports:
-        _run(given, reports)
+    _run(given)
     return 0
 
 
-def _run(given: argparse.Namespace, reports: str) -> None:
+def _run(given: argparse.Namespace) -> None:
     from commhooks.launch import script
     from commhooks.launch.session import REPORTS, session
 
-    os.environ[REPORTS] = reports
+    reports, process = "", os.getpid()
+    with suppress(OSError):  # a full disk: then processes that the script starts report for themselves only
+        reports = os.environ[REPORTS] = tempfile.mkdtemp(prefix="commhooks-")
     running = session()
     running.always = True
+    interrupted: list[bool] = []
+    atexit.register(_end_by_interrupt, interrupted)  # first, so that it runs after the script's own
     its_globals: dict[str, Any] | None = None
     try:
         its_globals = script.run(given.script, given.words, module=given.module)
+    except KeyboardInterrupt:
+        interrupted.append(True)
+        raise
     finally:
         running.end()
         # Models go now, after the report and before the interpreter's modules, as those of a script that python runs
         # itself: process groups whose threads outlive the modules end the process with an abort.
         del its_globals
         gc.collect()
+        if reports and os.getpid() == process:  # a process that the script forked comes here, too
+            shutil.rmtree(reports, ignore_errors=True)
+
+
+def _end_by_interrupt(interrupted: list[bool]) -> None:
+    """End as `python script.py` does after Ctrl-C. `python -m` would exit with status 1, which a shell's loop ignores."""
+    if interrupted:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def _check(settings: Settings) -> None:

@@ -22,5 +22,5 @@ def text(report: dict[str, Any]) -> str:
     world = report["world_size"]
     lines = [f"commhooks run: {report['hook']} on {world} rank{'s' * (world != 1)}"]
     for model in report["models"]:
-        lines += [model["model"], as_text(model)]
+        lines += [model["model"], model["error"] if "error" in model else as_text(model)]
     return "\n".join([*lines, *(f"note: {note}" for note in report["notes"])])

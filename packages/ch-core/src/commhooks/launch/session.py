@@ -5,8 +5,8 @@ import functools
 import json
 import logging
 import os
-import sys
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -21,8 +21,8 @@ from commhooks.handle import CommHook
 from commhooks.launch.report import described, text
 from commhooks.launch.settings import Settings
 from commhooks.launch.snapshots import Snapshots
+from commhooks.log import log, write_stderr
 
-log = logging.getLogger("commhooks")
 REPORTS = "COMMHOOKS_REPORTS"
 """Variable by which `commhooks run` gives the processes that its script starts a folder: a file for each that reported."""
 
@@ -53,6 +53,7 @@ class Session:
         self.notes: list[str] = []
         self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._ended = False
+        self._process = os.getpid()
         atexit.register(self.end)
 
     def found(self, model: torch.nn.Module) -> None:
@@ -89,8 +90,8 @@ class Session:
         weakref.finalize(model, _gone, weakref.ref(served)).atexit = False
 
     def end(self) -> None:
-        """Write the last state and the report; once, and from rank 0."""
-        if self._ended:
+        """Write the last state and the report; once, and from rank 0. Raises nothing that the script did not raise."""
+        if self._ended or os.getpid() != self._process:  # a process that the script forked has nothing to report
             return
         self._ended = True
         for served in self.served:
@@ -99,7 +100,7 @@ class Session:
             try:
                 if self.served or not self._reported_elsewhere():
                     self._write_report()
-            except Exception:  # the script's own end, or error, must not be hidden by this one
+            except Exception:
                 log.exception("commhooks run: the report could not be written")
 
     def _reported_elsewhere(self) -> bool:
@@ -107,14 +108,18 @@ class Session:
         return self.reports is not None and any(self.reports.glob("*"))
 
     def _write_report(self) -> None:
+        """Write the report as text and as JSON. Where one of them fails, the other is still written."""
         report = self.report()
-        if self.served and self.reports is not None and self.reports.is_dir():
-            (self.reports / str(os.getpid())).touch()
-        sys.stderr.write(text(report) + "\n")
+        if self.served and self.reports is not None:
+            with suppress(OSError):
+                (self.reports / str(os.getpid())).touch()
+        write_stderr(text(report) + "\n")
         if self.settings.report:
-            path = Path(self.settings.report)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(report, indent=1) + "\n")
+            data = json.dumps(report, indent=1, default=str) + "\n"
+            try:
+                _write_whole(Path(self.settings.report), data)
+            except OSError as error:
+                write_stderr(f"commhooks run: --report {self.settings.report} cannot be written ({error}):\n{data}")
 
     def report(self) -> dict[str, Any]:
         """What became of the hook, as data."""
@@ -124,7 +129,7 @@ class Session:
                 "on this machine, so the hook was never used: the script has to make a DistributedDataParallel, replicate or "
                 "FSDP model"
             )
-        models = [described(one.name, one.handle) if one.handle is not None else one.row for one in self.served]
+        models = [_described(one.name, one.handle) if one.handle is not None else one.row for one in self.served]
         return {"hook": self.settings.hook, "world_size": self.world_size, "models": models, "notes": self.notes}
 
     def _note(self, text: str) -> None:
@@ -142,11 +147,34 @@ def _last_snapshot(served: Served) -> None:
             log.exception("--state: the last state of %s could not be written", served.name)
 
 
+def _described(name: str, handle: CommHook) -> dict[str, Any]:
+    """One model's part of the report, or why there is none: the other models have theirs."""
+    try:
+        return described(name, handle)
+    except Exception as error:
+        log.exception("commhooks run: no report of %s", name)
+        return {"model": name, "error": f"{type(error).__name__}: {error}"}
+
+
+def _write_whole(path: Path, data: str) -> None:
+    """Write a file all or nothing, so that a full disk leaves an older report as it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():  # /dev/stdout, a pipe: these are never replaced
+        path.write_text(data)
+        return
+    aside = path.resolve().with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_text(data)
+        os.replace(aside, path.resolve())
+    finally:
+        aside.unlink(missing_ok=True)
+
+
 def _gone(served: "weakref.ref[Served]") -> None:
     found = served()
     if found is not None and found.handle is not None:
         _last_snapshot(found)
-        found.row, found.handle, found.snapshots = described(found.name, found.handle), None, None
+        found.row, found.handle, found.snapshots = _described(found.name, found.handle), None, None
 
 
 def names_of(model: torch.nn.Module) -> set[str]:

@@ -10,14 +10,15 @@ a process may be killed anywhere.
 Kept are the last two snapshots, that of the beginning, and the five newest after which the script saved something.
 """
 
-import logging
+import functools
 import os
 import re
 import secrets
+import threading
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,14 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from commhooks.agreement import StoreExchange
+from commhooks.agreement import LINE_BYTES, StoreExchange
 from commhooks.checkpoint import merge
 from commhooks.errors import StateError
 from commhooks.handle import CommHook
 from commhooks.launch.digest import digest
+from commhooks.log import log
 from commhooks.state import HookState
 from commhooks.transport.lost import group_timeout
-
-log = logging.getLogger("commhooks")
 
 SAVED = "saved"  # a file beside a snapshot after which the script has saved something
 LATEST, MARKED = 2, 5  # how many snapshots are kept
@@ -92,7 +92,7 @@ class Snapshots:
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.step = 0
         self.run = _NONE[1]
-        self._written = self._warned = -1
+        self._written = self._warned = self._marked = self._failed = -1
         self._current = folder  # of the newest snapshot, written or resumed
         self._ended_steps = 0.0
         self._latest: list[Key] = []
@@ -106,12 +106,11 @@ class Snapshots:
         Raises:
             StateError: there are snapshots, and none is of these parameters. On all ranks.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        found = [one for one in self.listed() if one.whole]
         own = digest(self.params)
         exchange = StoreExchange(self.group, group_timeout(self.group))
         self.run = _agree_on_run(exchange)
         self._see_one_folder(exchange)
+        found = [one for one in self.listed() if one.whole]
         fitting = {one.key: one for one in found if self._fits(one, own)}
         chosen = _newest_common(exchange, list(fitting))
         if chosen is not None:
@@ -166,11 +165,25 @@ class Snapshots:
         )
 
     def _see_one_folder(self, exchange: StoreExchange) -> None:
-        """Every rank has to see the files of the others, or a snapshot is never whole."""
-        mark = self.folder / f"run-{self.run}"
+        """Every rank has to see the files of the others, or a snapshot is never whole.
+
+        Raises:
+            StateError: on all ranks. A rank that raised alone would leave its peers in the exchange.
+        """
+        mark, problem = self.folder / f"run-{self.run}", ""
         if self.rank == 0:
-            mark.touch()
-        exchange(b"-")
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                mark.touch()
+            except OSError as error:
+                problem = str(error)
+        failed = (
+            exchange(problem.encode()[:LINE_BYTES].ljust(LINE_BYTES, b"\0"))[0].rstrip(b"\0").decode(errors="replace")
+        )
+        if failed:
+            raise StateError(
+                f"--state: rank 0 cannot write to {self.folder} ({failed}): give a folder that it can write to"
+            )
         sees = exchange(b"1" if mark.exists() else b"0")
         if self.rank == 0:
             mark.unlink(missing_ok=True)
@@ -191,7 +204,7 @@ class Snapshots:
                 snapshots.after_step(optimizer)
 
         self._stops.append(register_optimizer_step_post_hook(torch.compiler.disable(after_step)).remove)
-        on_save.append(this)
+        _on_save.append(this)
         _watch_saves()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -206,7 +219,10 @@ class Snapshots:
     def script_saved(self) -> None:
         """The script saves something now: the snapshot of this step, if there is one, is kept."""
         if self._written == self.step:
-            (self._current / SAVED).touch()
+            if self._marked != self.step:
+                self._marked = self.step
+                with suppress(OSError):  # the script's own save must not fail by this
+                    (self._current / SAVED).touch()
         elif self._warned < 0:
             self._warned = self.step
             log.warning(
@@ -225,17 +241,36 @@ class Snapshots:
             self.write()
 
     def write(self) -> None:
-        """Write this rank's file of the present step."""
+        """Write this rank's file of the present step. Where that fails, training goes on without this snapshot."""
+        try:
+            self._write()
+        except Exception as error:  # a full disk is an OSError of ours, or a RuntimeError of torch.save
+            if self._failed != self._written:  # once, until one could be written again
+                self._failed = self._written
+                log.error(
+                    "--state: the state after step %d cannot be written to %s (%s: %s). The script goes on without it; a run "
+                    "can only be resumed from a checkpoint of a step whose state was written",
+                    self.step,
+                    self.folder,
+                    type(error).__name__,
+                    error,
+                )
+
+    def _write(self) -> None:
         begun = time.perf_counter()
         folder = self._place()
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank-{self.rank}-of-{self.world}-{digest(self.params)}.pt"
         aside = path.with_suffix(".tmp")
-        with open(aside, "wb") as file:
-            _SAVE(self.handle.state_dict(), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
+        try:
+            with open(aside, "wb") as file, _own_save():
+                torch.save(self.handle.state_dict(), file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, path)
+        finally:
+            with suppress(OSError):
+                aside.unlink(missing_ok=True)
         self._written, self._current = self.step, folder
         self._latest = [*self._latest, (self.step, self.run)][-LATEST:]
         self._prune()
@@ -311,21 +346,33 @@ def _newest_common(exchange: StoreExchange, keys: list[Key]) -> Key | None:
         rest = [key for key in rest if key <= lowest]
 
 
-_SAVE = torch.save
-on_save: "list[weakref.ref[Snapshots]]" = []
+_on_save: "list[weakref.ref[Snapshots]]" = []
+_saving = threading.local()  # .own: a snapshot is being written by this thread
 
 
+@contextmanager
+def _own_save() -> Iterator[None]:
+    _saving.own = True
+    try:
+        yield
+    finally:
+        _saving.own = False
+
+
+@functools.cache
 def _watch_saves() -> None:
-    """Have ``torch.save`` tell that the script saves: what frameworks and distributed checkpoints write with, too."""
-    if torch.save is not _SAVE:
-        return
+    """Learn when the script saves. torch asks each registered tagger for the location of every storage that it saves.
 
-    def save(*args: Any, **kwargs: Any) -> None:
-        for one in on_save:
-            snapshots = one()
-            if snapshots is not None:
-                snapshots.script_saved()
-        _SAVE(*args, **kwargs)
+    Frameworks and distributed checkpoints save through torch.save, too. A tagger needs no replacement of torch.save, and
+    sees a script that has imported ``save`` by name. Safetensors files are not seen: their snapshots are kept by age alone.
+    """
 
-    save.__doc__, save.__module__ = _SAVE.__doc__, _SAVE.__module__
-    torch.save = save
+    def tag(storage: object) -> None:
+        if not getattr(_saving, "own", False):
+            for one in _on_save:
+                snapshots = one()
+                if snapshots is not None:
+                    snapshots.script_saved()
+
+    # Priority 0 comes before torch's own taggers (10 and more). None means that the next one is asked.
+    torch.serialization.register_package(0, tag, lambda storage, location: None)

@@ -1,0 +1,78 @@
+"""The logger of this project, and text for standard error. Neither ever raises.
+
+A training script may close standard error, send it to a pipe without a reader, or write it to a full disk. Python's
+logging then raises from inside the handler. Text that stays in the stream's buffer makes the interpreter exit with
+status 120. Both would turn a script that trained well into a failed one.
+"""
+
+import logging
+import os
+import sys
+from contextlib import suppress
+from typing import Any, TextIO
+
+
+class _SafeCallHandlers:
+    """Replaces `Logger.callHandlers` of one logger; errors of handlers are dropped with their record."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._call = logger.callHandlers
+
+    def __call__(self, record: logging.LogRecord) -> None:
+        stream = sys.stderr
+        flushed = _flushes(stream)
+        with suppress(Exception):  # `Handler.handleError` raises if standard error is closed
+            self._call(record)
+        if flushed and not _flushes(stream):
+            _drop_buffered(stream)
+
+
+log = logging.getLogger("commhooks")
+"""Logger of all packages of this project."""
+
+# The user configures handlers on this logger or on the root, so the guard has to stand around all of them.
+_guard: Any = _SafeCallHandlers(log)
+log.callHandlers = _guard  # type: ignore[method-assign]
+
+
+def write_stderr(text: str) -> bool:
+    """Write text to standard error if that is possible.
+
+    Returns:
+        True if the text was written.
+    """
+    stream = sys.stderr
+    if not _flushes(stream):  # closed, or full of text that the script wrote; the script's exit status stays
+        return False
+    try:
+        stream.write(text)
+        stream.flush()
+    except Exception:
+        _drop_buffered(stream)
+        return False
+    return True
+
+
+def _flushes(stream: TextIO | None) -> bool:
+    """True if the stream is open and its buffer is empty afterwards."""
+    try:
+        stream.flush()  # type: ignore[union-attr]
+    except Exception:
+        return False
+    return True
+
+
+def _drop_buffered(stream: TextIO) -> None:
+    """Empty a buffer that cannot be written, by pointing its descriptor to the null device for one flush."""
+    try:
+        number = stream.fileno()
+        kept, null = os.dup(number), os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(null, number)
+            stream.flush()
+        finally:
+            os.dup2(kept, number)
+            os.close(kept)
+            os.close(null)
+    except Exception:
+        pass
