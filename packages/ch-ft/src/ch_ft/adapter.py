@@ -42,7 +42,9 @@ class ManagedBinding(Binding):
         self.fingerprint = fingerprint(model, handle, self.layout, repr(plan))
         names = {id(p): name for name, p in model.module.named_parameters()}
         self._slot = acquire_slot(model, model.plain)
-        self._driver = ManagedDriver(self.engine, names, self._agree if options.verify_ranks else lambda: None)
+        self._driver = ManagedDriver(
+            self.engine, names, model.used, self._agree if options.verify_ranks else lambda: None
+        )
         self._driver.finalizer = Finalizer.of(model)
         self._driver.follow(model)
         self._slot.driver, self._slot.holder = self._driver, handle.expr

@@ -11,13 +11,15 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
-from ch_ddp.adapter import Finalizer, acquire_slot
+from ch_ddp.adapter import Finalizer, acquire_slot, averaged
 from ch_ft.ddp_drivers import PlainDriver
 from ch_ft.failfast import FailFast
 from ch_ft.plain_average import Averaging
 from ch_ft.protocols import Abortable, Manager, Reducer
-from ch_ft.single_rank_group import alone
-from commhooks import AttachError, CommHook, HookConfigError, Reduction
+from ch_ft.used_params import GroupOfOne, UsedParams
+from commhooks import AttachError, CommHook, HookConfigError, HookNotSupportedError, Reduction
+
+_OVER_A_FIXED_GROUP = ("broadcast_buffers", "forward_sync_buffers", "delay_all_reduce_named_params")
 
 
 class DistributedDataParallel(TorchDDP):
@@ -42,7 +44,8 @@ class DistributedDataParallel(TorchDDP):
 
     Raises:
         HookConfigError: ``static_graph=True`` or ``find_unused_parameters=False``, under which buckets change from
-            one iteration to the next.
+            one iteration to the next; ``broadcast_buffers=True`` or ``delay_all_reduce_named_params``, which go over
+            a process group of fixed ranks.
         HookNotSupportedError: the hook needs more than all-reduce.
 
     A parameter thawed or added after wrapping is an error of the next forward.
@@ -76,7 +79,16 @@ class DistributedDataParallel(TorchDDP):
                 "iteration; a replica that joins later would reduce other buckets than the rest. Leave both at their "
                 "defaults here"
             )
-        super().__init__(module, process_group=alone(), find_unused_parameters=True, **kwargs)
+        refused = [name for name in _OVER_A_FIXED_GROUP if kwargs.get(name)]
+        if refused:
+            raise HookConfigError(
+                f"{', '.join(refused)}: DDP does this over its own process group, which reaches no other member here, so "
+                "buffers or gradients would differ between members. Leave it out; a healing member receives buffers in "
+                "the state dict that its manager transfers"
+            )
+        group = GroupOfOne()
+        super().__init__(module, process_group=group, find_unused_parameters=True, **kwargs)
+        self.used = group.used = UsedParams([parameter for _, parameter in averaged(self)])
         self.manager = manager
         self.fail_fast = FailFast(manager, process_group, fail_fast)
         self.handle: CommHook | None = None
@@ -88,7 +100,18 @@ class DistributedDataParallel(TorchDDP):
 
     def plain(self) -> PlainDriver:
         """What the trampoline calls while no hook is attached."""
-        return PlainDriver(Averaging(self.manager, self.fail_fast), Finalizer.of(self))
+        return PlainDriver(Averaging(self.manager, self.fail_fast), self.used, Finalizer.of(self))
+
+    def join(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse torch's context for uneven inputs: it needs a fixed set of ranks.
+
+        Raises:
+            HookNotSupportedError: always.
+        """
+        raise HookNotSupportedError(
+            "join() needs a fixed set of ranks, and the members of a manager change. Leave it out: a member that has no "
+            "more input calls manager.shutdown(), and the next quorum forms without it"
+        )
 
     def full_manager(self) -> Manager:
         """The manager, as what a hook needs.

@@ -34,8 +34,8 @@ class Averaging:
         else:
             self._under_way.append(self.manager.allreduce(tensor))
 
-    def finish(self) -> None:
-        """Wait for all. After a failure the numbers mean nothing, and the step will not be committed."""
+    def finish(self) -> bool:
+        """Wait for all and return True if none failed. After a failure the step will not be committed."""
         works, self._under_way = self._under_way, []
         failed = False
         while works and not failed:
@@ -43,6 +43,12 @@ class Averaging:
         if failed:
             works.clear()
             self.fail_fast(None)
+        return not failed
+
+    def participating(self) -> bool:
+        """True if this member's gradients count; False as well if the manager cannot tell."""
+        asks = getattr(self.manager, "is_participating", None)
+        return asks is not None and bool(asks())
 
     def forget(self) -> None:
         """Drop what an interrupted backward pass left."""

@@ -70,6 +70,9 @@ class PureDistributedDataParallel(nn.Module):
         task = backward_id()
         if task != self._task:
             self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self.averaging.finish)
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         if parameter.grad is not None:
             self.averaging.start(parameter.grad)
+
+    def _finish(self) -> None:
+        self.averaging.finish()
