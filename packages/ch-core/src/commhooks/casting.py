@@ -34,21 +34,24 @@ def _scale_and_cast(source: torch.Tensor, target: torch.Tensor, scale: float) ->
 def stochastic_round(source: torch.Tensor, target: torch.Tensor) -> None:
     """Round fp32 to bf16 or fp16, up or down at random so that the expectation is the source.
 
-    bf16 is the upper half of fp32: adding a uniform 16-bit integer to the bit pattern and truncating rounds up
-    with exactly the right probability. For fp16 the same is done between the two neighbouring values.
+    A number beyond the largest finite one of ``target`` rounds to the nearest, so that an overflow arrives as infinity and a
+    ``GradScaler`` sees it. NaN stays NaN, and zero keeps its sign.
+
+    bf16 is the upper half of fp32. A uniform 16-bit integer added to the bits, which are then truncated, rounds up with
+    exactly the right probability. fp16 draws between the two neighbouring values.
     """
     values = source.float()
     if target.dtype == torch.bfloat16:
         bits = values.view(torch.int32)
         noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device)
         rounded = ((bits + noise) & -65536).view(torch.float32)
-        target.copy_(torch.where(torch.isfinite(values), rounded, values))
-        return
-    down = values.to(target.dtype)
-    over = down.float() > values
-    down = torch.where(over, torch.nextafter(down, torch.full_like(down, float("-inf"))), down)
-    up = torch.nextafter(down, torch.full_like(down, float("inf")))
-    gap = up.float() - down.float()
-    chance = torch.where(gap > 0, (values - down.float()) / gap, torch.zeros_like(values))
-    rounded_half = torch.where(torch.rand_like(values) < chance, up, down)
-    target.copy_(torch.where(torch.isfinite(values), rounded_half, values.to(target.dtype)))
+    else:
+        near = values.to(target.dtype)
+        over = near.float() > values
+        down = torch.where(over, torch.nextafter(near, torch.full_like(near, float("-inf"))), near)
+        up = torch.nextafter(down, torch.full_like(down, float("inf")))
+        gap = up.float() - down.float()
+        chance = torch.where(gap > 0, (values - down.float()) / gap, torch.zeros_like(values))
+        rounded = torch.where(torch.rand_like(values) < chance, up, down).float()
+    inside = values.abs() <= torch.finfo(target.dtype).max  # False for NaN
+    target.copy_(torch.where(inside, rounded, values))
