@@ -30,7 +30,7 @@ ORDER = (  # of ch-core: a module imports from its own line and from those below
     "registry",
     "agreement fingerprint",
     "reduction combine",
-    "state fsdp_states packed param_table state_owner",
+    "state fsdp_states encoding param_table state_owner",
     "transport casting",
     "numerics scratch shards",
     "bucket requests volume errors log typing _lazy",

@@ -63,7 +63,7 @@ WRONG = {
     "empty": (lambda s: {}, "missing"),
     "unknown key": (lambda s: s | {"extra": 1}, "unknown keys"),
     "key that is no string": (lambda s: s | {3: 1}, "unknown keys"),
-    "later version": (lambda s: s | {"format": 2}, "format 2"),
+    "later version": (lambda s: s | {"format": 3}, "format 3"),
     "version True": (lambda s: s | {"format": True}, "format True"),
     "another hook": (lambda s: s | {"expr": "topk", "config": {"hook": "topk", "config": {}}}, "topk"),
     "another option": (lambda s: s | {"config": {**s["config"], "config": {"rank": 9}}}, "other options"),

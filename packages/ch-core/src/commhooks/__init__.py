@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from commhooks.bucket import Bucket, BucketLayout, ParamLayout, per_layout
     from commhooks.compositions.base import Composite, composed
     from commhooks.compositions.wire_cast import WireCast
+    from commhooks.encoding import Packed
     from commhooks.errors import (
         AmbiguousHookError,
         AttachError,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     )
     from commhooks.fsdp_states import DefaultState, LowPrecisionState
     from commhooks.handle import CommHook
-    from commhooks.packed import Packed
     from commhooks.reduction import Plain, Reduction, Stages, StepContext
     from commhooks.registry.expression import canonical
     from commhooks.registry.hook_function import as_hook
@@ -144,7 +144,7 @@ __getattr__, __dir__ = lazy(
         "report.report": "Report ReportRow",
         "report.rows": "PlanRow",
         "requests": "Request Requests AllGather AllReduce AllToAll ReduceScatter Wire",
-        "packed": "Packed",
+        "encoding": "Packed",
         "shards": "ShardLayout Shards",
         "state": "HookState",
         "typing": "GradBucket",

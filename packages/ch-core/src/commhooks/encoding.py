@@ -1,19 +1,24 @@
-"""A state field in 8 bits: int8 codes, and a scale for each block of them in a field of its own."""
+"""Encodings of state entries: the order of their numbers, and 8-bit codes with a scale for each block."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
+
+from commhooks.bucket import ParamLayout, contiguous_stride
 
 _LEVELS = 127
 _SMALLEST = 1e-36  # a scale whose reciprocal is finite
 _TOGETHER = 1 << 18  # numbers treated at a time, which a core's caches hold
 Key = tuple[str, str]
+"""Parameter name and field of an entry."""
+_EMPTY: Mapping[Any, Any] = MappingProxyType({})
 
 
-class Entries(Protocol):
-    """What a :class:`~commhooks.StepContext` can do with a state."""
+class FieldAccess(Protocol):
+    """Reads and stages entries, as :class:`~commhooks.StepContext` does."""
 
     def read(self, name: str, field: str, /) -> torch.Tensor | None: ...
 
@@ -71,7 +76,7 @@ class Packed:
             torch.mul(there, factor, out=numbers)
         return found
 
-    def held(self, ctx: Entries, name: str, field: str) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    def held(self, ctx: FieldAccess, name: str, field: str) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """A parameter's committed codes and scales, or ``None``.
 
         Without scales the first are no codes but numbers: of a checkpoint, or of a hook before that keeps them in fp32.
@@ -82,7 +87,7 @@ class Packed:
         return codes, ctx.read(name, self.scales) if codes.dtype == torch.int8 else None
 
     def stage(
-        self, ctx: Entries, name: str, field: str, shape: Sequence[int], device: torch.device | str = "cpu"
+        self, ctx: FieldAccess, name: str, field: str, shape: Sequence[int], device: torch.device | str = "cpu"
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes and scales to fill: the parameter's new field once this step is committed."""
         codes = ctx.stage(name, field, shape, torch.int8, device)
@@ -106,17 +111,123 @@ class Packed:
         return found
 
 
-def numbers_of(store: Mapping[Key, torch.Tensor], packed: Mapping[str, Packed], key: Key) -> torch.Tensor:
-    """An entry of a store, in fp32 if it is packed, else as it is. Raises KeyError if there is none."""
-    found, how = store[key], packed.get(key[1])
-    if how is None or found.dtype != torch.int8:
+@dataclass(frozen=True)
+class Encoding:
+    """How an entry of state holds the numbers of a parameter.
+
+    Every entry carries one. A reader that expects another encoding receives converted numbers, so that a hook never takes
+    codes for numbers, or one order for another.
+
+    Attributes:
+        memory: layout of the parameter if the entry lies in the order of the parameter's memory, in its ``matrix_shape``.
+            ``None`` if the entry has the parameter's own shape and order.
+        packed: format of the codes if an int8 entry holds codes.
+
+    Example:
+        >>> turned = ParamLayout("w", (2, 3), (1, 2), 0)  # stored as (3, 2)
+        >>> Encoding.of(turned, in_memory=True).decode(torch.tensor([[0, 3], [1, 4], [2, 5]]))
+        tensor([[0, 1, 2],
+                [3, 4, 5]])
+    """
+
+    memory: ParamLayout | None = None
+    packed: Packed | None = None
+
+    @staticmethod
+    def of(param: ParamLayout, *, in_memory: bool = False, packed: Packed | None = None) -> "Encoding":
+        """Return the encoding of a field of ``param``; encodings of one shape and stride are equal."""
+        return Encoding(ParamLayout("", param.shape, param.stride, 0) if in_memory else None, packed)
+
+    def numbers(self, tensor: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        """Return the numbers of an entry in the entry's own order; fp32 if it holds codes."""
+        if self.packed is None or scales is None or tensor.dtype != torch.int8:
+            return tensor
+        return self.packed.unpack(tensor, scales)
+
+    def decode(self, tensor: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the numbers of an entry in the parameter's own shape and order; an entry of another size as it is."""
+        numbers, memory = self.numbers(tensor, scales), self.memory
+        if memory is None or numbers.numel() != memory.numel:
+            return numbers
+        if memory.stride == contiguous_stride(memory.shape):
+            return numbers.reshape(memory.shape)
+        return memory.to_own_shape(numbers)
+
+    def encode(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return numbers of the parameter's own order as this encoding orders them. They stay unpacked."""
+        if self.memory is None or numbers.numel() != self.memory.numel:
+            return numbers
+        return self.memory.to_memory_order(numbers)
+
+
+OWN_ORDER = Encoding()
+
+
+class Entries(dict[Key, torch.Tensor]):
+    """Tensors of a state by ``(parameter name, field)``, and the encoding of each.
+
+    Attributes:
+        encodings: encoding by key. An entry without one is as its first reader expects it.
+    """
+
+    def __init__(
+        self, tensors: Mapping[Key, torch.Tensor] = _EMPTY, encodings: Mapping[Key, Encoding] = _EMPTY
+    ) -> None:
+        super().__init__(tensors)
+        self.encodings = dict(encodings)
+
+    @staticmethod
+    def of(tensors: Mapping[Key, torch.Tensor]) -> "Entries":
+        """Return ``tensors``, or a copy of a plain mapping, which a pickle of version 0.1.0 has."""
+        return tensors if isinstance(tensors, Entries) else Entries(tensors)
+
+    def copy(self) -> "Entries":
+        """Return the same tensors in another mapping."""
+        return Entries(self, self.encodings)
+
+    def numbers(self, key: Key) -> torch.Tensor:
+        """Return an entry unpacked, in its own order. Raises KeyError if there is none."""
+        encoding = self.encodings.get(key, OWN_ORDER)
+        return encoding.numbers(self[key], self._scales(key, encoding))
+
+    def decoded(self) -> Iterator[tuple[Key, torch.Tensor]]:
+        """Yield each entry unpacked, in the parameter's own shape and order. Scales are no entries."""
+        parts = self.scale_fields()
+        for key in sorted(self):
+            if key not in parts:
+                encoding = self.encodings.get(key, OWN_ORDER)
+                yield key, encoding.decode(self[key], self._scales(key, encoding))
+
+    def scale_fields(self) -> dict[Key, str]:
+        """Return the keys of scales, and the field of the codes that each belongs to."""
+        pairs = [(key, encoding.packed) for key, encoding in self.encodings.items() if key in self]
+        return {(name, packed.scales): field for (name, field), packed in pairs if packed is not None}
+
+    def read_as(self, wanted: Mapping[Key, Encoding]) -> bool:
+        """Convert the entries that are encoded otherwise; returns True if there were any.
+
+        An entry that already has an encoding keeps its numbers. Converted tensors are new, because a snapshot may hold
+        the old ones.
+        """
+        found = False
+        for key, encoding in wanted.items():
+            present = self.encodings.get(key)
+            if present is not None and present != encoding:
+                found = True
+                if key in self:
+                    numbers = present.decode(self[key], self._scales(key, present))
+                    self[key] = encoding.encode(numbers).clone()
+                if present.packed is not None:
+                    self.pop((key[0], present.packed.scales), None)
+            self.encodings[key] = encoding
         return found
-    return how.unpack(found, store[key[0], how.scales])
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give parameters other names."""
+        for store in (self, self.encodings):
+            moved = {(names.get(name, name), field): value for (name, field), value in store.items()}
+            store.clear()
+            store.update(moved)  # type: ignore[arg-type]
 
-def unpacked(store: Mapping[Key, torch.Tensor], packed: Mapping[str, Packed]) -> Iterator[tuple[Key, torch.Tensor]]:
-    """The entries of a store as :func:`numbers_of` gives them; scales are no entries of their own."""
-    scales = {how.scales for how in packed.values()}
-    for key in store:
-        if key[1] not in scales:
-            yield key, numbers_of(store, packed, key)
+    def _scales(self, key: Key, encoding: Encoding) -> torch.Tensor | None:
+        return self.get((key[0], encoding.packed.scales)) if encoding.packed is not None else None

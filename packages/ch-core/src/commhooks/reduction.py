@@ -18,8 +18,8 @@ import torch
 
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout
 from commhooks.combine import parallel, plain
+from commhooks.encoding import Encoding, Packed
 from commhooks.errors import HookConfigError, HookNotSupportedError, HookResultError
-from commhooks.packed import Packed
 from commhooks.requests import Requests, StagePlan, as_tuple, refusal, trip_bytes
 from commhooks.scratch import Scratch
 from commhooks.shards import Shards, plain_scatter
@@ -47,7 +47,6 @@ class StepContext:
 
     __slots__ = (
         "_absent",
-        "_converted",
         "_owner",
         "_scratch",
         "_shared",
@@ -82,7 +81,6 @@ class StepContext:
         self._shared = shared
         self._absent = absent  # parameters that this rank has no gradient for
         self._whole = participating and not absent
-        self._converted: dict[tuple[str, str], torch.Tensor] = {}
 
     def read(self, name: str, field: str, shape: Sequence[int] | None = None) -> torch.Tensor | None:
         """The committed state tensor of a parameter, or ``None``. Not to be written to.
@@ -95,19 +93,8 @@ class StepContext:
         """
         if not (self._whole or self._takes_part(name, field)):
             return None
-        found = self._converted.get((name, field)) if self._converted else None
-        if found is None:
-            found = self._state.before(name, field)
+        found = self._state.before(name, field)
         return found if found is None or shape is None or found.shape == tuple(shape) else None
-
-    def committed(self, name: str, field: str) -> torch.Tensor | None:
-        """The committed state in fp32, also where this rank takes no part; for a composition that looks after it."""
-        return self._state.numbers(name, field)
-
-    def convert(self, name: str, field: str, tensor: torch.Tensor) -> None:
-        """Put ``tensor`` in place of a committed one, in this step and, once it is committed, for good."""
-        self._converted[name, field] = tensor
-        self._state.stage(name, field, tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
 
     def stage(
         self,
@@ -136,7 +123,7 @@ class StepContext:
 
     def child(self, part: str, *, sent: Bucket | None = None) -> "StepContext":
         """The same step for a part of a composition, with scratch of its own, and its report in ``sent``."""
-        made = StepContext(
+        return StepContext(
             self.rank,
             self.world_size,
             self.step,
@@ -148,8 +135,6 @@ class StepContext:
             sent=sent,
             absent=self._absent,
         )
-        made._converted = self._converted
-        return made
 
     def sends(self, name: str) -> bool:
         """Return True if this rank has a gradient of the parameter to send."""
@@ -189,8 +174,8 @@ class Reduction(ABC):
             those in its square's. The engine multiplies them when a ``GradScaler`` changes its scale, and
             ``state_dict()`` has them unscaled.
         memory_order_fields: those that hold a parameter as :meth:`.Bucket.matrix` shows it, in the order of its memory;
-            the others have its own shape. Where one reduction takes over from another, their common fields are turned
-            from one into the other.
+            the others have its own shape. If another reduction takes over the state, the engine converts their common
+            fields; checkpoints hold the parameter's own order.
         packed_fields: those that are held in 8 bits, and how: see :class:`~commhooks.Packed`.
         reports_sent: whether :meth:`run`, when ``ctx.sent`` is a bucket (of the layout it was given), leaves in it
             what this rank contributed: in the gradient's units, before the division by W, after all rounding. The
@@ -242,8 +227,31 @@ class Reduction(ABC):
         return frozenset(name for name, kind in self.fields.items() if kind == "shared")
 
     def memory_order(self, param: ParamLayout, step: int) -> frozenset[str]:
-        """:attr:`memory_order_fields` of a parameter in a step."""
+        """Return the :attr:`memory_order_fields` of a parameter in a step."""
         return self.memory_order_fields
+
+    def packing(self, param: ParamLayout, step: int) -> Mapping[str, Packed]:
+        """Return the :attr:`packed_fields` of a parameter in a step."""
+        return self.packed_fields
+
+    def encodings(self, layout: BucketLayout, step: int) -> Mapping[tuple[str, str], Encoding]:
+        """Return the encoding of every entry that a bucket of this layout may have, by parameter name and field.
+
+        The result is the same object for steps of the same :meth:`phase`.
+        """
+        cache: dict[Hashable, dict[tuple[str, str], Encoding]] = self.__dict__.setdefault("_encodings", {})
+        key = (layout, self.phase(step))
+        if key not in cache:
+            made = cache[key] = {}
+            for param in self.state_params(layout):
+                in_memory, packed = self.memory_order(param, step), self.packing(param, step)
+                for field in self.fields:
+                    made[param.name, field] = Encoding.of(param, in_memory=field in in_memory, packed=packed.get(field))
+        return cache[key]
+
+    def state_params(self, layout: BucketLayout) -> Sequence[ParamLayout]:
+        """Return the parameters whose state a bucket of this layout reads and writes."""
+        return layout.params
 
     def phase(self, step: int) -> Hashable:
         """Anything that changes with the step and changes the requests (a warm-up, an alternation)."""

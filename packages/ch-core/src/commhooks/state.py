@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from commhooks.encoding import OWN_ORDER, Encoding, Entries
 from commhooks.errors import StateError
-from commhooks.packed import Packed, numbers_of, unpacked
 from commhooks.param_table import ParamTable, position_name, refuse_shapes, trained_params, translate
 from commhooks.state_owner import Base, RankId, StateWriter, another_rank, refuse_judge, refuse_late_read, say_lost
 
@@ -32,7 +32,7 @@ class HookState:
             hook is registered, set it before the first step.
         scale: loss scale in whose units the fields of :attr:`scaled` are held; :meth:`entries` gives them unscaled.
         scaled: fields that follow the loss scale, and by which power: 1 for the gradient's units, 2 for its square.
-            An engine adds the reduction's ``scaled_fields``, and sets ``packed``, the fields that it holds in 8 bits.
+            An engine adds the reduction's ``scaled_fields``.
 
     Example:
         >>> import torch
@@ -48,14 +48,13 @@ class HookState:
     """
 
     scaled: Mapping[str, int] = {"residual": 1}
-    packed: Mapping[str, Packed] = {}
     in_place = False
 
     def __init__(self) -> None:
         self.step = 0
         self.scale = 1.0
         self.params: ParamTable = ()
-        self._committed: dict[tuple[str, str], torch.Tensor] = {}
+        self._committed = Entries()
         self._place: RankId | None = None
         self._forget()
 
@@ -65,6 +64,7 @@ class HookState:
         self._carried: dict[tuple[str, str], torch.Tensor] = {}  # staged by an earlier reduction of this step
         self._spare: dict[tuple[str, str], torch.Tensor] = {}
         self._base: Base | None = None
+        self._accepted: dict[int, Mapping[tuple[str, str], Encoding]] = {}  # by identity: nothing to convert
         self._device: torch.device | None = None  # where everything is; None: wherever it was loaded to
         self._engine: weakref.ref[StateWriter] | None = None
         self._owners: tuple[weakref.ref[torch.Tensor], ...] = ()  # the parameters, in the order of the table
@@ -119,13 +119,26 @@ class HookState:
 
     def newest(self, name: str, field: str) -> torch.Tensor:
         """What the last step has staged, if that is still open, else what is committed; one of :meth:`held`, unpacked."""
+        key = (name, field)
         stores = (self._staged, self._carried, self._committed)
-        store = next(store for store in stores if (name, field) in store)
-        return numbers_of(store, self.packed, (name, field))
+        store = next(store for store in stores if key in store)
+        return Entries(store, self._committed.encodings).numbers(key)
 
     def numbers(self, name: str, field: str) -> torch.Tensor | None:
         """The committed numbers, or ``None``: :meth:`read`, unpacked."""
-        return numbers_of(self._committed, self.packed, (name, field)) if (name, field) in self._committed else None
+        return self._committed.numbers((name, field)) if (name, field) in self._committed else None
+
+    def read_as(self, encodings: Mapping[tuple[str, str], Encoding]) -> None:
+        """Convert committed entries to the encodings that a reduction reads and writes. Their numbers stay.
+
+        Args:
+            encodings: of a bucket's entries, see :meth:`.Reduction.encodings`; the same object while they are the same.
+        """
+        if self._accepted.get(id(encodings)) is encodings:
+            return
+        if self._committed.read_as(encodings):
+            self._accepted.clear()
+        self._accepted[id(encodings)] = encodings
 
     def held(self) -> set[tuple[str, str]]:
         """``(parameter name, field)`` of everything staged or committed."""
@@ -142,7 +155,7 @@ class HookState:
         if tentative and self.in_place:
             refuse_judge("a step that waits to be used")
         if tentative and self._base is None:
-            self._base = Base(dict(self._committed), self.step)
+            self._base = Base(self._committed.copy(), self.step)
         if self._base is not None:
             self._base.presumed = presumed
         self._fold_carried()
@@ -170,6 +183,7 @@ class HookState:
         dropped = base.entries
         if not used:
             dropped, self._committed, self.step = self._committed, base.entries, base.step
+            self._accepted.clear()
         self._put_aside(dropped)
 
     def _put_aside(self, dropped: Mapping[tuple[str, str], torch.Tensor]) -> None:
@@ -192,8 +206,9 @@ class HookState:
     def bring(self, device: torch.device) -> None:
         """Have everything on the device of the gradients: what is loaded may be elsewhere, as ``map_location`` says."""
         if self._device != device:
-            moved = {id(tensor): tensor.to(device) for _, _, tensor in self._all()}
-            for store in (self._committed, self._base.entries if self._base is not None else {}):
+            stores = self._stores()
+            moved = {id(tensor): tensor.to(device) for store in stores for tensor in store.values()}
+            for store in stores:
                 store.update({key: moved[id(tensor)] for key, tensor in store.items()})
             self._device = device
 
@@ -207,16 +222,23 @@ class HookState:
             return
         if not 0.0 < scale < float("inf"):
             raise ValueError(f"the loss scale is {scale}; expected a positive finite number")
-        powers = {**self.scaled, **{p.scales: self.scaled.get(field, 0) for field, p in self.packed.items()}}
-        held = {id(tensor): (field, tensor) for _, field, tensor in self._all()}
-        for field, tensor in held.values():
-            if field in powers and tensor.is_floating_point():  # codes follow through their scales
-                tensor.mul_((scale / self.scale) ** powers[field])
+        found: dict[int, tuple[int, torch.Tensor]] = {}  # each tensor once: two stores may share it
+        for store in self._stores():
+            codes = store.scale_fields()
+            for key, tensor in store.items():
+                power = self.scaled.get(codes.get(key, key[1]))
+                if power and tensor.is_floating_point():  # codes follow through their scales
+                    found[id(tensor)] = power, tensor
+        for power, tensor in found.values():
+            tensor.mul_((scale / self.scale) ** power)
         self.scale = scale
 
     def entries(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """``(parameter name, field, tensor)`` of everything that is certain, unscaled and unpacked, in sorted order."""
-        for (name, field), tensor in sorted(unpacked(self._certain()[0], self.packed), key=lambda entry: entry[0]):
+        """Yield ``(parameter name, field, tensor)`` of every certain entry, sorted by name and field.
+
+        Tensors are unscaled and unpacked. A field with a number for each element has the parameter's own shape and order.
+        """
+        for (name, field), tensor in self._certain()[0].decoded():
             in_units = field in self.scaled and self.scale != 1.0
             yield name, field, tensor / self.scale ** self.scaled[field] if in_units else tensor
 
@@ -225,17 +247,15 @@ class HookState:
         """The committed steps that nothing can roll back any more: :attr:`step` but for tentative ones."""
         return self._certain()[1]
 
-    def _certain(self) -> tuple[dict[tuple[str, str], torch.Tensor], int]:
+    def _certain(self) -> tuple[Entries, int]:
         if self.in_place and (self._staged or self._carried):
             raise StateError("a step is under way, and with rollback=False it overwrites the state: save after it")
         base = self._base
         return (self._committed, self.step) if base is None or base.presumed else (base.entries, base.step)
 
-    def _all(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """What is committed, and what tentative steps may be rolled back to."""
-        for store in (self._committed, self._base.entries if self._base is not None else {}):
-            for (name, field), tensor in store.items():
-                yield name, field, tensor
+    def _stores(self) -> tuple[Entries, ...]:
+        """Return the committed entries, and those that tentative steps may be rolled back to."""
+        return (self._committed,) if self._base is None else (self._committed, self._base.entries)
 
     def replace(
         self,
@@ -245,21 +265,27 @@ class HookState:
         place: "RankId | None" = None,
         *,
         keep: frozenset[str] = frozenset(),
+        ordered: bool = True,
     ) -> None:
         """Put ``entries`` and ``step`` in place of everything held.
 
         Args:
-            entries: the new committed tensors.
+            entries: the new committed tensors, unscaled and unpacked.
             step: the new step.
             params: names and shapes of the parameters, where they change too.
             place: what made the state, until it is known to fit.
             keep: fields whose staged and tentative tensors stay: a member that healed in the middle of a step received
                 the state from before that step, and the step itself is still to be committed on top.
+            ordered: True if they have the parameter's own order, as :meth:`entries` gives them. False if each has the order
+                that its reader expects, as in checkpoints of format 1.
         """
-        (before, self._base), (held, self._committed) = (self._base, None), (self._committed, dict(entries))
+        (before, self._base), held = (self._base, None), self._committed
+        self._committed = Entries(entries, dict.fromkeys(entries, OWN_ORDER) if ordered else {})
+        self._committed.read_as(held.encodings)  # what is staged and kept has these
+        self._accepted.clear()
         if before is not None and keep:
-            self._base = Base(dict(entries), step, before.presumed)
-            self._committed |= {k: t for k, t in held.items() if k[1] in keep and t is not before.entries.get(k)}
+            self._base = Base(self._committed.copy(), step, before.presumed)
+            self._committed.update({k: t for k, t in held.items() if k[1] in keep and t is not before.entries.get(k)})
         self._fold_carried()
         self._staged = {key: tensor for key, tensor in self._staged.items() if key[1] in keep}
         self._spare.clear()
@@ -269,11 +295,13 @@ class HookState:
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Give parameters other names, in every entry."""
-        base = self._base.entries if self._base is not None else {}
-        for store in (self._committed, self._staged, self._carried, self._spare, base):
-            moved = {(names.get(name, name), field): t for (name, field), t in store.items()}
-            store.clear()
-            store.update(moved)
+        for store in self._stores():
+            store.rename(names)
+        for buffers in (self._staged, self._carried, self._spare):
+            moved = {(names.get(name, name), field): t for (name, field), t in buffers.items()}
+            buffers.clear()
+            buffers.update(moved)
+        self._accepted.clear()
         self.renames = dict(names)
 
     def bind(self, model: torch.nn.Module) -> None:
@@ -370,7 +398,6 @@ class HookState:
         """
         self.keep_copies(one=self.in_place)
         self.scaled = {**engine.reduction.scaled_fields, **self.scaled}
-        self.packed = dict(engine.reduction.packed_fields)
         transport = engine.transport
         if self.in_place and transport.elastic:
             refuse_judge("a manager's vote")
@@ -421,7 +448,19 @@ class HookState:
         self.settle()
         kept = dict(self.__dict__)
         kept["_committed"], kept["step"] = self._certain()
-        for name in ("_staged", "_carried", "_spare", "_base", "_device", "_engine", "_owners", "drivers", "renames"):
+        own = (
+            "_staged",
+            "_carried",
+            "_spare",
+            "_base",
+            "_accepted",
+            "_device",
+            "_engine",
+            "_owners",
+            "drivers",
+            "renames",
+        )
+        for name in own:
             kept.pop(name, None)
         kept["_place"] = (self._place.rank, self._place.world_size) if self._place is not None else None
         if "process_group" in kept:
@@ -430,5 +469,6 @@ class HookState:
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         self.__dict__.update(kept)
+        self._committed = Entries.of(self._committed)
         self._place = RankId(*kept["_place"]) if kept["_place"] is not None else None
         self._forget()

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from typing import Any, NoReturn, Protocol
 
-import torch
-
+from commhooks.encoding import Entries
 from commhooks.errors import HookNotSupportedError, HookResultError, StateError
 
 log = logging.getLogger("commhooks")
@@ -28,7 +27,7 @@ class RankId:
 class Base:
     """What tentatively committed steps may be rolled back to; ``presumed`` if they are saved as if they were used."""
 
-    entries: dict[tuple[str, str], torch.Tensor]
+    entries: Entries
     step: int
     presumed: bool = False
 

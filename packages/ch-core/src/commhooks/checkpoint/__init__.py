@@ -1,8 +1,8 @@
 """Checkpoints of hooks: tensors and plain values, keyed by parameter name, one per rank.
 
-Format 1, every key required and no other allowed::
+Format 2, every key required and no other allowed::
 
-    {"format": 1,
+    {"format": 2,
      "expr": str,                              # of the hook; of a bare state, of the reduction that used it
      "config": dict | None,                    # every option, with the provider and version of each level
      "world_size": int, "rank": int | None,    # rank None: merged over all ranks, of use to any rank
@@ -10,6 +10,9 @@ Format 1, every key required and no other allowed::
      "params": [[name, [size, ...]], ...],     # the model's trainable parameters, in model order
      "fields": {field: "local" | "shared"},    # "local" differs from rank to rank: save every rank's
      "entries": {name: {field: Tensor}}}
+
+A field with a number for each element of the parameter has the parameter's own shape and order. In format 1 (0.1.0) it has
+the order in which the hook keeps it.
 
 ``torch.load(weights_only=True)`` reads it. Everything is verified before anything is changed, and nothing that is read
 is ever imported, called or used as a size.

@@ -9,7 +9,8 @@ import torch
 from commhooks.errors import StateError
 from commhooks.param_table import ParamTable
 
-FORMAT = 1
+FORMAT = 2
+_FORMATS = (1, 2)
 _KEYS = ("format", "expr", "config", "world_size", "rank", "step", "params", "fields", "entries")
 _LOCALITIES = ("local", "shared")
 _LONGEST = 4096  # characters of a name or an expression
@@ -29,6 +30,7 @@ class Saved:
     params: ParamTable
     fields: dict[str, str]
     entries: dict[tuple[str, str], torch.Tensor]
+    format: int = FORMAT
 
 
 def read(saved: object) -> Saved:
@@ -42,8 +44,10 @@ def read(saved: object) -> Saved:
     missing = [key for key in _KEYS if key not in saved]
     if missing:
         raise StateError(f"this is not the state of a hook: {', '.join(missing)} {_are(missing)} missing")
-    if type(saved["format"]) is not int or saved["format"] != FORMAT:
-        raise StateError(f"state format {shown(saved['format'])}; this version of commhooks reads format {FORMAT}")
+    if type(saved["format"]) is not int or saved["format"] not in _FORMATS:
+        raise StateError(
+            f"state format {shown(saved['format'])}; this version of commhooks reads formats {', '.join(map(str, _FORMATS))}"
+        )
     unknown = [key for key in saved if type(key) is not str or key not in _KEYS]
     if unknown:
         raise StateError(f"this is not the state of a hook: it has the unknown keys {shown(unknown)}")
@@ -61,13 +65,14 @@ def read(saved: object) -> Saved:
         params=_params(saved["params"]),
         fields=fields,
         entries=_entries(saved["entries"], fields),
+        format=saved["format"],
     )
 
 
 def as_dict(saved: Saved, entries: Mapping[str, Mapping[str, torch.Tensor]], rank: int | None = None) -> dict[str, Any]:
     """The dict that :func:`read` reads."""
     return {
-        "format": FORMAT,
+        "format": saved.format,
         "expr": saved.expr,
         "config": saved.config,
         "world_size": saved.world_size,
@@ -159,12 +164,17 @@ def _are(items: list[str]) -> str:
 
 
 def alike(saved: object, own: object, ignored: tuple[str, ...] = ("version",)) -> bool:
-    """Whether two configurations are the same but for versions. Goes no deeper than ``own``, whatever was saved."""
+    """Return True if two configurations are the same but for versions. Goes no deeper than ``own``.
+
+    An option that this version no longer has may be saved if it was off (False or None).
+    """
     if type(saved) is not type(own):
         return False
     if isinstance(own, dict) and isinstance(saved, dict):
         keys = own.keys() - set(ignored)
-        return saved.keys() - set(ignored) == keys and all(alike(saved[k], own[k], ignored) for k in keys)
+        gone = saved.keys() - set(ignored) - keys
+        off = all(saved[k] is False or saved[k] is None for k in gone)
+        return off and keys <= saved.keys() and all(alike(saved[k], own[k], ignored) for k in keys)
     if isinstance(own, list) and isinstance(saved, list):
         return len(saved) == len(own) and all(alike(a, b, ignored) for a, b in zip(saved, own, strict=True))
     return isinstance(own, bool | int | float | str | type(None)) and saved == own

@@ -47,7 +47,7 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         raise StateError("merge was given no states: give handle.state_dict() of every rank")
     first = ranks[0]
     for other in ranks[1:]:
-        for what in ("expr", "world_size", "step", "params", "fields"):
+        for what in ("format", "expr", "world_size", "step", "params", "fields"):
             if getattr(other, what) != getattr(first, what) and not (what == "expr" and _same_hook(other, first)):
                 raise StateError(
                     f"these are not states of one checkpoint: {what} is {_value(getattr(first, what))} on rank "

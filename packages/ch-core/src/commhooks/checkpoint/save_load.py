@@ -12,6 +12,7 @@ from commhooks.bucket import BucketLayout
 from commhooks.checkpoint.format import Saved, alike, as_dict, read, shown
 from commhooks.checkpoint.merging import for_rank
 from commhooks.checkpoint.validation import Key, fits
+from commhooks.encoding import Entries
 from commhooks.errors import CommHooksError, StateError
 from commhooks.fingerprint import verify_state
 from commhooks.param_table import ParamTable, translate
@@ -108,7 +109,7 @@ def load_obtained(
         holder.state.settle()  # of the state that is replaced, as is what stays open
         if holder.state.engine is not None:
             holder.state.engine.forget_open_steps()
-        holder.state.replace(made.entries, made.step, made.table, made.place)
+        holder.state.replace(made.entries, made.step, made.table, made.place, ordered=made.ordered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,7 @@ class Loaded:
     step: int
     table: ParamTable
     place: RankId | None
+    ordered: bool  # True if entries have the parameters' own order
 
 
 def _prepared(holder: CheckpointTarget, saved: Mapping[str, Any], world_change: str) -> Loaded:
@@ -132,6 +134,10 @@ def _prepared(holder: CheckpointTarget, saved: Mapping[str, Any], world_change: 
         (translation.get(name, name), field): tensor * share[field] if field in share else tensor
         for (name, field), tensor in for_rank(found, lasting, world_change).items()
     }
+    ordered = found.format > 1
+    if not ordered and holder.reduction is not None and holder.layout is not None:
+        encodings = holder.reduction.encodings(holder.layout, max(found.step - 1, 0))
+        entries, ordered = dict(Entries(entries, encodings).decoded()), True
     table = holder.params or found.params
     world = lasting.world_size if lasting is not None else found.world_size
     fits(entries, table, found.step, holder.reduction, holder.layout, world)
@@ -140,7 +146,7 @@ def _prepared(holder: CheckpointTarget, saved: Mapping[str, Any], world_change: 
     place = holder.place
     if place is None and found.rank is not None and world_change != "reset":
         place = RankId(found.rank, found.world_size, loaded=True)  # verified when the hook is attached
-    return Loaded(copied, found.step, table, place)
+    return Loaded(copied, found.step, table, place, ordered)
 
 
 def _share(found: Saved, holder: CheckpointTarget) -> dict[str, float]:

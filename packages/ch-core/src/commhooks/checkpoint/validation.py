@@ -59,6 +59,7 @@ def fit_to(state: HookState, reduction: Reduction, layout: BucketLayout, world_s
     Raises:
         StateError: see :func:`fits`.
     """
+    state.read_as(reduction.encodings(layout, max(state.step - 1, 0)))
     known = {name for name, _ in state.params}  # what was frozen before attach is still in DDP's buckets
     entries = {(name, field): tensor for name, field, tensor in state.entries() if name in known}
     fits(entries, state.params, state.step, reduction, layout, world_size)
@@ -103,7 +104,6 @@ def expected(
     meta = BucketLayout(layout.params, layout.numel, dtype, "meta")
     bucket = Bucket(meta, torch.empty(layout.numel, dtype=dtype, device="meta"))
     state = HookState()
-    state.packed = reduction.packed_fields
     stages = reduction.start(bucket, StepContext(0, world_size, step, state=state))
     try:
         for _ in stages:
@@ -113,4 +113,5 @@ def expected(
     finally:
         stages.close()
     state.commit()
+    state.read_as(reduction.encodings(meta, step))
     return {(name, field): tensor for name, field, tensor in state.entries()}

@@ -1,15 +1,17 @@
 """What compositions share: the reductions they are made of, and what the whole declares about itself."""
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout
+from commhooks.encoding import Packed
 from commhooks.errors import HookConfigError
 from commhooks.reduction import Reduction, Stages, StepContext
 from commhooks.registry.expression import unparse
 from commhooks.registry.hook_function import as_hook
 from commhooks.shards import Shards
 
+T = TypeVar("T")
 Make = Callable[[list[Reduction]], Reduction]
 
 
@@ -99,11 +101,10 @@ class Composite(Reduction):
         self.delivers = self.delivers and all(part.delivers for part in parts)
         self.reports_sent = all(part.reports_sent for part in parts)
         self.trips = max(part.trips for part in parts)
+        self._own_fields = frozenset(self.fields)
         powers = {field: self.scaled_fields[field] for field in self.fields if field in self.scaled_fields}
-        self.scaled_fields = {f: power for part in parts for f, power in part.scaled_fields.items()} | powers
-        self.fields = {f: kind for part in parts for f, kind in part.fields.items()} | dict(self.fields)
-        self.packed_fields = {f: how for part in parts for f, how in part.packed_fields.items()}
-        self.memory_order_fields = self.memory_order_fields.union(*(part.memory_order_fields for part in parts))
+        self.scaled_fields = self._merged("scaled_fields", powers)
+        self.fields = self._merged("fields", self.fields)
 
     def pieces_of_parts(self) -> int | None:
         """:attr:`piece_bytes` for one that only chooses among its parts: the largest, if the others average exactly."""
@@ -122,7 +123,43 @@ class Composite(Reduction):
         return label if len(self.parts) > 1 else f"{self.hook}({label})"
 
     def memory_order(self, param: ParamLayout, step: int) -> frozenset[str]:
-        return type(self).memory_order_fields | self.part_for(param, step).memory_order(param, step)
+        keepers = {field: self._keeper(field, param, step) for field in self.fields}
+        own = self.memory_order_fields & self._own_fields
+        return own | {f for f, part in keepers.items() if part is not None and f in part.memory_order(param, step)}
+
+    def packing(self, param: ParamLayout, step: int) -> Mapping[str, Packed]:
+        made = {field: packed for field, packed in self.packed_fields.items() if field in self._own_fields}
+        for field in self.fields:
+            part = self._keeper(field, param, step)
+            packed = part.packing(param, step).get(field) if part is not None else None
+            if packed is not None:
+                made[field] = packed
+        return made
+
+    def _keeper(self, field: str, param: ParamLayout, step: int) -> Reduction | None:
+        """Return the part that keeps a field of a parameter in a step; ``None`` if this reduction itself does."""
+        if field in self._own_fields:
+            return None
+        return next((part for part in (self.part_for(param, step), *self.parts) if field in part.fields), None)
+
+    def _merged(self, attribute: str, own: Mapping[str, T]) -> dict[str, T]:
+        """Return what the parts and this reduction declare of each field.
+
+        Raises:
+            HookConfigError: two parts keep a field of one name in different ways.
+        """
+        made: dict[str, T] = {}
+        for part in self.parts:
+            for field, value in getattr(part, attribute).items():
+                if field in part.fields and field in made and made[field] != value:
+                    raise HookConfigError(
+                        f"{self.name}: {part.name} declares {attribute}[{field!r}] = {value!r}, and another part "
+                        f"{made[field]!r}. State is saved by field, so parts that keep one field agree on it. Give one of "
+                        "the fields another name"
+                    )
+                if field in part.fields or field not in made:
+                    made[field] = value
+        return made | dict(own)
 
     def phase(self, step: int) -> Hashable:
         return tuple(part.phase(step) for part in self.parts)

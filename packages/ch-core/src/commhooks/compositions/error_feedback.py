@@ -57,9 +57,6 @@ class ErrorFeedback(Composite):
         super().__init__(inner)
         self.reports_sent = False  # the report is used up here
 
-    def memory_order(self, param: ParamLayout, step: int) -> frozenset[str]:
-        return super().memory_order(param, step) - {FIELD}  # which has the parameter's own shape
-
     def start(self, bucket: Bucket, ctx: StepContext) -> Stages:
         return self.run_with_plain(bucket, ctx, self.routes(bucket.layout, ctx.step))  # those keep no residual
 

@@ -1,11 +1,12 @@
 """A reduction as the reduce-scatter of sharded gradients: what an adapter gives an :class:`~commhooks.adapters.Engine`."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from commhooks.bucket import Bucket, BucketLayout
+from commhooks.bucket import Bucket, BucketLayout, ParamLayout
+from commhooks.encoding import Packed
 from commhooks.errors import HookNotSupportedError
 from commhooks.reduction import Reduction, Stages, StepContext
 from commhooks.shards import ShardLayout, Shards
@@ -42,7 +43,6 @@ class Scattered(Reduction):
         self.granularity, self.lossy = inner.granularity, inner.lossy
         self.collectives = (inner.collectives - {"all_reduce", "all_gather"}) | {"reduce_scatter"}
         self.fields, self.scaled_fields = inner.fields, inner.scaled_fields
-        self.memory_order_fields, self.packed_fields = inner.memory_order_fields, inner.packed_fields
         self._layouts: dict[BucketLayout, ShardLayout] = {}
         self._buckets: dict[tuple[int, int, str, torch.dtype], BucketLayout] = {}
         self._output: torch.Tensor | None = None
@@ -68,6 +68,16 @@ class Scattered(Reduction):
     def release(self) -> None:
         """Hold the last bucket's output no longer."""
         self._output = None
+
+    def state_params(self, layout: BucketLayout) -> Sequence[ParamLayout]:
+        cut = self._layouts.get(layout) or self._known(layout)
+        return [cut.whole_param(p.name) for p in cut.part.params] if cut is not None else layout.params
+
+    def memory_order(self, param: ParamLayout, step: int) -> frozenset[str]:
+        return self.inner.memory_order(param, step)
+
+    def packing(self, param: ParamLayout, step: int) -> Mapping[str, Packed]:
+        return self.inner.packing(param, step)
 
     def phase(self, step: int) -> Hashable:
         return self.inner.phase(step)

@@ -5,7 +5,7 @@ uses follows from ``ctx.step``, the number of committed steps, so all ranks swit
 goes on where it was.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from typing import Any
 
 from commhooks.bucket import Bucket, ParamLayout
@@ -49,26 +49,10 @@ class Warmup(Composite):
         return super().route(param, step)
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
-        if ctx.step == self.steps:
-            self._hand_over(bucket.params, ctx)
         return self.active(ctx.step).start(bucket, ctx)
 
     def run_scatter(self, shards: Shards, ctx: StepContext) -> Stages:
-        if ctx.step == self.steps:
-            self._hand_over([shards.whole(p) for p in shards.params], ctx)
         return self.active(ctx.step).start_scatter(shards, ctx)
-
-    def _hand_over(self, params: Iterable[ParamLayout], ctx: StepContext) -> None:
-        """Turn what both keep under one name, in different orders, from the first one's order into the second's.
-
-        On every rank and for every parameter, also where nothing is sent: after this step nobody could tell.
-        """
-        for p in params:
-            before, after = self.first.memory_order(p, self.steps - 1), self.then.memory_order(p, self.steps)
-            for field in (before ^ after) & self.first.fields.keys() & self.then.fields.keys():
-                found = ctx.committed(p.name, field)
-                if found is not None and found.numel() == p.numel:
-                    ctx.convert(p.name, field, (p.to_memory_order if field in after else p.to_own_shape)(found))
 
     def config(self) -> dict[str, Any]:
         return {"steps": self.steps}

@@ -301,24 +301,26 @@ class Engine:
         return self.state.step + (used or 0)
 
     def _activate(self, bucket: Bucket) -> BucketRun:
+        live = self.buckets.add(bucket, self.outcome)
         ctx = StepContext(
             self.transport.rank,
             self.transport.world_size,
             self.state.step,
             state=self.state,
             scratch=self.sender.scratch,
-            owner=self.buckets.count,
+            owner=live.slot,
             participating=self.participating,
             shared=self.reduction.shared_fields,
             absent=bucket.unused,
         )
         self.counters.gradient_bytes += bucket.layout.size * bucket.dtype.itemsize
         self.sender.device = bucket.device
-        if self.sampler.recordings and self.participating:
-            ctx.sent = self._local(lambda: self.sampler.take(bucket, self.reduction, self.state))
-        live = self.buckets.add(bucket, self.outcome)
         try:  # what the plan raises is the same on every rank: it follows from layout and step
             live.plan = self.sender.plan_of(self.reduction, bucket.layout, ctx)
+            if self.reduction.fields:  # another hook may have written the state, or another memory format
+                self.state.read_as(self.reduction.encodings(bucket.layout, self.state.step))
+            if self.sampler.recordings and self.participating:
+                ctx.sent = self._local(lambda: self.sampler.take(bucket, self.reduction, self.state))
             live.stages = self.reduction.start(bucket, ctx)  # a run() that is no generator function may raise here
         except BaseException as error:  # Ctrl-C too
             live.fail(error)
