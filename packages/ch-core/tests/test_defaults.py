@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ch_ddp.adapter.foreign import Control
-from ch_ddp.adapter.result_checks import digest
+from ch_ddp.adapter.result_checks import gradient_checksum
 from commhooks import AllReduce, Bucket, Reduction
 from commhooks.engine.status import Status
 from commhooks.errors import RemoteHookError
@@ -57,7 +57,7 @@ def test_host_tensors_are_made_on_the_host_under_any_default_device() -> None:
     control = Control.__new__(Control)
     control._private, control.world_size, control.timeout = [Private()], 2, 1.0  # type: ignore[list-item]
     with torch.device("meta"):
-        assert digest([torch.ones(4, device="cpu")]).device.type == "cpu"
+        assert gradient_checksum([torch.ones(4, device="cpu")]).device.type == "cpu"
         with pytest.raises(InterruptedError):
             control.exchange("", torch.zeros(2, dtype=torch.int64, device="cpu"))
         status = Status(0, 2, 0, 5, [], torch.device("cpu"))

@@ -209,7 +209,9 @@ def body_reattach(rank: int, world: int) -> None:
     model = wrapped()
     handle = commhooks.attach(model, "bf16_compress")
     assert 0 < worst_error(model, wrapped(), rank) < 1e-2
-    with pytest.raises(commhooks.AttachError, match=r"has bf16_compress attached already: handle.detach\(\) first"):
+    with pytest.raises(
+        commhooks.AttachError, match=r"already has the hook bf16_compress. Call handle.detach\(\) first"
+    ):
         commhooks.attach(model, "allreduce")
     handle.detach()
     assert worst_error(model, wrapped(), rank) == 0.0
@@ -219,7 +221,7 @@ def body_reattach(rank: int, world: int) -> None:
 
     taken = wrapped()
     taken.register_comm_hook(None, ch_ddp.allreduce_hook)
-    with pytest.raises(commhooks.AttachError, match="hook slot is taken by allreduce_hook"):
+    with pytest.raises(commhooks.AttachError, match="hook slot holds allreduce_hook"):
         commhooks.attach(taken, "allreduce")
     with pytest.raises(commhooks.AttachError, match=r"Linear: it is not wrapped.*DistributedDataParallel\(model\)"):
         commhooks.attach(nn.Linear(2, 2), "allreduce")

@@ -208,4 +208,4 @@ def own_way(state: object, bucket: Any) -> Any:
 def test_gradients_that_differ_between_ranks_are_found_when_asked_to_look() -> None:
     for found in spawn(drifts, 2):
         assert [kind for kind, _, _ in found] == ["", "", "RankMismatchError", ""] * 2 + ["", ""]
-        assert "not the same on all ranks" in found[2][1]
+        assert "the reduced gradients differ between ranks" in found[2][1]

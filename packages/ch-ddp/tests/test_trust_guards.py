@@ -251,8 +251,8 @@ def test_a_foreign_hook_that_fails_on_one_rank_ends_the_step_on_all(name: str, k
         assert good
         assert first[0] == checked == (kind if rank == 1 else "RemoteHookError"), first
         assert first[2] < (4.0 if name == "never" else 1.0), first
-        assert "wrap the model anew" in first[1]
+        assert "Wrap the model again" in first[1]
         assert second[0] == "AttachError", second  # dead, and says so instead of hanging
-        assert "wrap the model anew" in second[1]
+        assert "Wrap the model again" in second[1]
         assert second[2] < 1.0
     assert "rank 1" in results[0][1][1]

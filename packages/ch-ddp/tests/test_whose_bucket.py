@@ -242,7 +242,7 @@ def _waited_for(hook: Callable[..., Any], wait: Callable[[torch.futures.Future[A
 def test_waiting_for_a_bucket_that_only_the_last_completes_is_an_error() -> None:
     for texts in spawn(waited_for, 2):
         for text in texts:
-            assert text.startswith("HookNotSupportedError: twice_hook ends all buckets of a step together")
+            assert text.startswith("HookNotSupportedError: your hook waits for a future of twice_hook")
             assert "instead of waiting" in text
 
 

@@ -1,4 +1,4 @@
-"""The binding of ``DistributedDataParallel``: what :func:`commhooks.attach` makes on such a model."""
+"""Binding and adapter of ``DistributedDataParallel``. :func:`commhooks.attach` calls the adapter."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -28,13 +28,13 @@ Driver = DDPDriver | ForeignDriver
 
 
 class DDPBinding(Binding):
-    """A handle in place on a DDP model.
+    """Binding of a handle to a DDP model.
 
     Args:
-        model: the DDP model.
-        handle, options: as an adapter is given them.
-        names: ``id(parameter)`` -> name in the model that the user has; by default that in the module inside.
-        module: what the user calls, by default the module inside.
+        model: DDP model.
+        handle, options: arguments of the adapter.
+        names: ``id(parameter)`` -> name in the user's model. The default is the name in the wrapped module.
+        module: module that the user calls. The default is the wrapped module.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class DDPBinding(Binding):
         self._driver.check()
 
     def ready(self) -> None:
-        """The ranks have agreed: make what needs all of them."""
+        """Open the control channel of a foreign hook, after all ranks agreed."""
         if isinstance(self._driver, ForeignDriver) and dist.get_world_size(self.group) > 1:
             self._driver.control = Control(self.group, self._timeout)
 
@@ -78,8 +78,10 @@ class DDPBinding(Binding):
         self._driver.check_every = every
 
     def on_reduced(self, callback: Callable[[Bucket], None] | None) -> None:
-        """Have ``callback`` called with every bucket of a backward as soon as it holds the average, on the thread that
-        runs the backward. What it raises is raised from ``backward()``, on every rank where the hook is a reduction.
+        """Call ``callback`` with every bucket as soon as the bucket holds the average.
+
+        The thread that runs the backward calls it. Its exceptions are raised from ``backward()``, on every rank if the
+        hook is a reduction.
         """
         if isinstance(self._driver, ForeignDriver):
             self._driver.on_reduced, self._driver.names = callback, self.names
@@ -89,7 +91,7 @@ class DDPBinding(Binding):
     def detach(self) -> None:
         plain = self._slot.driver = self.plain()
         self._slot.holder = None
-        self._slot.follow = partial(_go_over, self._model, plain)  # holds nothing of what was attached
+        self._slot.follow = partial(_follow_group, self._model, plain)  # references nothing of the detached handle
         if self._slot.watch is not None:
             self._slot.watch.close()
             self._slot.watch = None
@@ -98,7 +100,7 @@ class DDPBinding(Binding):
         self._driver.close()
 
     def _follow(self) -> None:
-        """Go over to the model's present group: ``_update_process_group`` gives it another."""
+        """Move the driver to the model's current group, which ``_update_process_group`` may have changed."""
         model = self._model()
         if model is None or model.process_group is self.group:
             return
@@ -107,13 +109,13 @@ class DDPBinding(Binding):
             self._driver.close()
             self.ready()
         else:
-            _go_over(self._model, self._driver)
+            _follow_group(self._model, self._driver)
 
     def _give_up(self) -> None:
         ProcessGroupTransport(self.group).abort()
 
     def plain(self) -> DDPDriver:
-        """Plain averaging over the model's own group, message for message as DDP does it without a hook."""
+        """Return a driver that averages over the model's group with the same messages as DDP without a hook."""
         model = self._model()
         group = self.group if model is None else model.process_group
         engine = Engine(Plain(), ProcessGroupTransport(group), timeout=self._timeout, sends_status=False)
@@ -124,31 +126,31 @@ class DDPBinding(Binding):
     def _make(self, handle: CommHook) -> Driver:
         if handle.reduction is None:
             use_group = getattr(handle.state, "use_group", None)
-            if callable(use_group):  # a state that takes the model's group where it was given none
+            if callable(use_group):  # a state without a group of its own takes the model's
                 use_group(self.group)
             driver = ForeignDriver(cast(Any, handle.built), handle.state, handle.expr, self._timeout)
             driver.give_up = self._give_up
             return driver
         if not isinstance(handle.state, HookState):
-            raise AttachError(f"the state of {handle.expr} is a HookState; got {type(handle.state).__name__}")
+            raise AttachError(f"{handle.expr} needs a HookState as its state, not a {type(handle.state).__name__}")
         transport = ProcessGroupTransport(self.group, free=True)
         self.engine = Engine(handle.reduction, transport, handle.state, timeout=self._timeout)
-        # Kept, buckets that DDP makes anew for every backward would only hold memory that it has given back.
+        # With lazy allocation DDP frees its buckets after each backward. Kept buckets would hold that memory.
         if not getattr(self._model(), "lazy_bucket_allocation", False):
             self.engine.keep_buckets()
         return DDPDriver(self.engine, self.names)
 
 
-def _go_over(of: "weakref.ref[DistributedDataParallel]", driver: DDPDriver) -> None:
+def _follow_group(of: "weakref.ref[DistributedDataParallel]", driver: DDPDriver) -> None:
     model, engine = of(), driver.engine
     if model is not None and not driver.uses_group(model.process_group):
         engine.move(ProcessGroupTransport(model.process_group, free=engine.transport.free))
 
 
 def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) -> DDPBinding:
-    """The ``commhooks_adapter`` of DDP."""
+    """Attach a handle to a DDP model (a ``commhooks_adapter``)."""
     assert isinstance(model, DistributedDataParallel)  # noqa: S101 - the registry matched the class
     return DDPBinding(model, handle, options)
 
 
-adapter.idles_alone = True  # type: ignore[attr-defined]  # commhooks.attach asks for it
+adapter.idles_alone = True  # type: ignore[attr-defined]  # commhooks.attach reads this attribute

@@ -1,7 +1,7 @@
-"""Backwards that their caller finalises (``require_manual_backward_finalization``, torch 2.15).
+"""Manual finalization of DDP backwards (``require_manual_backward_finalization``, torch 2.15).
 
-An error that is raised from ``backward()`` keeps the caller from it, for all models whose gradients that backward made: each
-would refuse every later one. So they are finalised before the error is raised.
+With this DDP option the caller must call ``finalize_backward()`` after ``backward()``. An error raised from ``backward()``
+would skip that call, and the models would refuse every later backward. So this module finalizes them before it raises.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,10 +15,10 @@ from commhooks.adapters import NO_BACKWARD, backward_id, raise_after_backward
 
 
 class Finalizer:
-    """Finalises the backward of one driver's model, if its caller would have done so.
+    """Finalizes the backward of one driver's model.
 
     Args:
-        models: gives the DDP model; nothing, or several, where it is not known for sure.
+        models: returns the DDP model. It returns none or several if the model is uncertain.
     """
 
     def __init__(self, models: Callable[[], Iterable[DistributedDataParallel | None]]) -> None:
@@ -28,15 +28,15 @@ class Finalizer:
 
     @classmethod
     def of(cls, model: DistributedDataParallel) -> "Finalizer":
-        """For this model, while it lives."""
+        """Make the finalizer of one model, without keeping the model alive."""
         return cls(partial(_only, ref(model)))
 
     def ready(self) -> None:
-        """The last bucket of the running backward has come."""
+        """Note that the last bucket of the current backward has arrived."""
         self._backward = backward_id()
 
     def after(self, backward: int) -> None:
-        """Finalise what this backward has left to its caller."""
+        """Finalize the models of a backward."""
         if self._backward != backward:
             return
         self._backward = NO_BACKWARD
@@ -45,7 +45,7 @@ class Finalizer:
                 finalize: Any = model.finalize_backward
                 try:
                     finalize()
-                except RuntimeError:  # done already, from a hook of this backward: the error to come tells more
+                except RuntimeError:  # a hook of this backward has finalized already
                     continue
 
 
@@ -53,7 +53,7 @@ _ALL: WeakSet[Finalizer] = WeakSet()
 
 
 def raise_finalized(error: BaseException) -> None:
-    """Raise from ``backward()`` once DDP has finished, with all models of this backward finalised."""
+    """Raise ``error`` from ``backward()`` after DDP has finished and all models of this backward are finalized."""
     backward = backward_id()
     raise_after_backward(error, partial(_finalize, backward) if backward != NO_BACKWARD else None)
 

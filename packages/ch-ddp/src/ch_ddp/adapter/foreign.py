@@ -1,9 +1,13 @@
-"""Hooks that are not ours: any ``(state, bucket) -> Future[Tensor]`` callable, called through the trampoline.
+"""Foreign hooks: any ``(state, bucket) -> Future[Tensor]`` callable that is not a reduction.
 
-Its collectives are its own, so they cannot be counted, ordered or finished for it. What can be done: DDP gets futures
-of our own, completed at the last bucket with results that have been checked, or with the local gradient when
-something failed; then the error is raised from ``backward()``, on every rank. A rank that failed may have left out
-collectives which others wait for. Which they are is unknown, so after a failure the handle is dead on all ranks.
+A foreign hook starts its own collectives, so commhooks cannot count, order or complete them. DDP gets other futures
+instead. At the last bucket they complete with checked results, or with the local gradient after a failure. Then every
+rank raises the error from ``backward()``. A failed rank may have skipped collectives that its peers wait for. Which
+ones is unknown, so after a failure the handle refuses all further steps on all ranks.
+
+Ranks report failures over a control channel of their own. The hook's group would not do: a collective there would match
+one that the failed rank skipped, which aborts the process on gloo. A failing rank sets a key in the group's store, which
+releases waiting peers. At the end of every step all ranks exchange one message of fixed size.
 """
 
 import os
@@ -22,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_s
 from ch_ddp.adapter.finalization import Finalizer, raise_finalized
 from ch_ddp.adapter.futures import behind_backward, future_for
 from ch_ddp.adapter.layout import bucket_layout
-from ch_ddp.adapter.result_checks import annotate, checked, differing, digest, refuse_annotations
+from ch_ddp.adapter.result_checks import annotate, checked, gradient_checksum, mismatch, refuse_annotations
 from commhooks import (
     AttachError,
     Bucket,
@@ -36,11 +40,11 @@ from commhooks import (
 from commhooks.adapters import NO_BACKWARD, TUNED, ProcessGroupWork, StoreExchange, at_end_of_backward, backward_id
 
 TensorFuture = torch.futures.Future[torch.Tensor]
-_SHARE = 0.75  # of the deadline for the hook's futures; what is left is for telling the others
-_POLL = 0.05  # seconds between looks for another rank's alarm
-_ANEW = (
-    "It left collectives unmatched, which ones is unknown: wrap the model anew (DistributedDataParallel over a new "
-    "process group) and attach again"
+_SHARE = 0.75  # share of the deadline for the hook's futures; the rest is for the exchange between ranks
+_POLL = 0.05  # seconds between two checks for another rank's alarm
+_REWRAP = (
+    "Its collectives no longer match between ranks. Wrap the model again (DistributedDataParallel over a new process "
+    "group) and attach again"
 )
 
 
@@ -50,44 +54,44 @@ class _Pending:
     buffer: torch.Tensor
     ours: TensorFuture
     theirs: Any = None
-    value: torch.Tensor | None = None  # the hook's result, checked
+    value: torch.Tensor | None = None  # the hook's checked result
     layout: BucketLayout | None = None
 
 
 class ForeignDriver:
-    """Calls a foreign hook and checks what it gives back.
+    """Calls a foreign hook and checks its results.
 
     Args:
-        hook: the callable: a function, a partial, an object; its second parameter may have any name.
-        state: given to it as first argument.
-        name: for errors.
-        timeout: seconds after which every rank has an error, if a future is never completed or a peer is frozen.
+        hook: function, partial or callable object. Its second parameter may have any name.
+        state: first argument of the hook.
+        name: hook's name, for errors.
+        timeout: seconds until every rank raises an error if a future never completes or a peer hangs.
     """
 
     def __init__(self, hook: Callable[[Any, Any], Any], state: object, name: str, timeout: float) -> None:
         refuse_annotations(hook, name)
         self.hook, self.state, self.name, self.timeout = hook, state, name, timeout
-        self.on_reduced: Callable[[Bucket], None] | None = None  # called with each bucket's result before DDP has it
+        self.on_reduced: Callable[[Bucket], None] | None = None  # called with each bucket's result before DDP reads it
         self.names: Mapping[int, str] = {}
-        self.control: Control | None = None  # none where there is no other rank
+        self.control: Control | None = None  # None in a group of one rank
         self.finalizer: Finalizer | None = None
-        self.give_up: Callable[[], None] | None = None  # called when its collectives are left unmatched
+        self.give_up: Callable[[], None] | None = None  # called if ranks started different collectives
         self.calls = self.steps = self.check_every = 0
-        self.error: BaseException | None = None  # for good: the handle is dead
-        self._unmatched = False  # ranks may have started different collectives
-        self._refused = False  # the running step is not done at all
+        self.error: BaseException | None = None  # permanent: the handle refuses all further steps
+        self._unmatched = False  # True if ranks may have started different collectives
+        self._refused = False  # True if the current step is refused
         self._pending: list[_Pending] = []
         self._warned: set[str] = set()
-        self._task = NO_BACKWARD  # the backward that the pending buckets belong to
+        self._task = NO_BACKWARD  # id of the backward that the pending buckets belong to
 
     def __call__(self, bucket: GradBucket) -> TensorFuture:
         self.calls += 1
         behind, task = behind_backward(), backward_id()
         if bucket.index() == 0 and not (behind and self._pending and task == self._task):
-            self._pending.clear()  # of a backward that did not reach its end
+            self._pending.clear()  # an earlier backward did not reach its end
             self._refused = self.error is not None
             if behind:
-                at_end_of_backward(self._finish)  # no last bucket will come
+                at_end_of_backward(self._finish)  # no bucket is marked as the last
         self._task = task
         buffer = bucket.buffer()
         one = _Pending(bucket.index(), buffer, future_for(buffer))
@@ -97,9 +101,9 @@ class ForeignDriver:
         if self.error is None:
             try:
                 one.theirs = self._future(self.hook(self.state, bucket), one.index)
-            except BaseException as error:  # raised here it would leave DDP unusable
+            except BaseException as error:  # an exception here would leave DDP unusable
                 self._fail(error, one.index)
-        if behind:  # DDP waits for this future before it calls anything else
+        if behind:  # DDP waits for this future before its next call
             self._await_all([one])
             one.ours.set_result(one.buffer if one.value is None else one.value)
         if bucket.is_last():
@@ -112,23 +116,23 @@ class ForeignDriver:
             raise self.error
 
     def close(self) -> None:
-        """Give up the control channel."""
+        """Close the control channel."""
         if self.control is not None:
             self.control.close()
             self.control = None
 
-    # -- inside
+    # -- one step
 
     def _future(self, result: object, index: int) -> Any:
-        if not isinstance(result, torch._C.Future):  # a raw collective's get_future() is of this class
+        if not isinstance(result, torch._C.Future):  # the class of a raw collective's get_future()
             raise HookResultError(
-                f"{self.name} returned {type(result).__name__} for bucket {index}; a DDP hook returns a "
-                "torch.futures.Future that holds the reduced buffer"
+                f"{self.name} returned {type(result).__name__} for bucket {index}. A DDP hook must return a "
+                "torch.futures.Future of the reduced buffer"
             )
         return result
 
     def _finish(self) -> None:
-        """Wait for the hook's futures, agree with the other ranks, and complete DDP's."""
+        """Wait for the hook's futures, agree with all ranks on the outcome, and complete DDP's futures."""
         if self.finalizer is not None:
             self.finalizer.ready()
         if self._refused:
@@ -149,7 +153,7 @@ class ForeignDriver:
             raise_finalized(wrong)
 
     def _await_all(self, buckets: list[_Pending]) -> None:
-        """Have the results of some buckets, or an error."""
+        """Wait for the results of some buckets, and check them."""
         begun = time.monotonic()
         for one in buckets:
             if self.error is not None or one.theirs is None:
@@ -161,7 +165,7 @@ class ForeignDriver:
                 self._fail(error, one.index)
 
     def _tell(self) -> BaseException | None:
-        """Show the results to who asked; outside of a backward (``DDP.join``) nobody uses them."""
+        """Call :attr:`on_reduced` with all results. Outside a backward (``DDP.join``) they are not used."""
         if self.on_reduced is None or backward_id() == NO_BACKWARD:
             return None
         for one in self._pending:
@@ -185,51 +189,50 @@ class ForeignDriver:
             while not done.wait(max(0.0, min(_POLL, deadline - time.monotonic()))):
                 received = self.control.alarmed() if self.control is not None else None
                 if received is not None:
-                    raise RemoteHookError(f"{self.name} failed on another rank: {received}. {_ANEW}")
+                    raise RemoteHookError(f"{self.name} failed on another rank: {received}. {_REWRAP}")
                 if time.monotonic() >= deadline:
                     raise HookTimeoutError(
-                        f"{self.name}: the future of bucket {index} was not completed "
+                        f"{self.name}: the future of bucket {index} did not complete "
                         f"within {_SHARE * self.timeout:g} s. "
-                        f"Either the hook never completes it, or a peer is frozen. {_ANEW}"
+                        f"Either the hook never completes it, or a peer hangs. {_REWRAP}"
                     )
         return future.wait()
 
     def _agree(self) -> BaseException | None:
-        """Receive other ranks' failures, send ours, and compare the results when that is due."""
+        """Exchange failures with all ranks, and compare results every :attr:`check_every` steps."""
         if self.control is None:
             return None
         due = self.error is None and self.check_every > 0 and (self.steps + 1) % self.check_every == 0
         mine = (
-            digest([one.value for one in self._pending if one.value is not None])
+            gradient_checksum([one.value for one in self._pending if one.value is not None])
             if due
             else torch.zeros(2, dtype=torch.int64, device="cpu")
         )
         text = "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
         try:
-            texts, digests = self.control.exchange(text, mine)
+            texts, checksums = self.control.exchange(text, mine)
         except Exception as error:
             self._unmatched = True
             if self.error is None:
                 self.error = error
             return None
-        # Where all ranks failed, they failed at the same place; but a wait that ended is nobody's place.
+        # If all ranks failed, they failed at the same place, so collectives match. A timeout proves no place.
         self._unmatched = 0 < len(texts) < self.control.world_size or isinstance(self.error, HookTimeoutError)
         if self.error is None and texts:
-            said = "; ".join(f"rank {rank}: {line}" for rank, line in texts.items())
+            failures = "; ".join(f"rank {rank}: {line}" for rank, line in texts.items())
             self.error = RemoteHookError(
-                f"{self.name} failed on another rank, so this step's gradients are not valid on any rank. {said}. "
-                f"{_ANEW}"
+                f"{self.name} failed on another rank, so no rank has valid gradients in this step. {failures}. {_REWRAP}"
             )
-        return differing(self.name, digests) if due and not texts else None
+        return mismatch(self.name, checksums) if due and not texts else None
 
     def _fail(self, error: BaseException, index: int) -> None:
-        self.error = annotate(error, self.name, index, "" if _ANEW in str(error) else _ANEW)
+        self.error = annotate(error, self.name, index, "" if _REWRAP in str(error) else _REWRAP)
         if self.control is not None:
             self.control.alarm(f"bucket {index}: {type(error).__name__}: {error}")
 
     def _refusal(self) -> BaseException:
         earlier = f"{type(self.error).__name__}: {self.error}"
-        error = AttachError(f"{self.name} failed in an earlier step: {earlier}. {_ANEW}")
+        error = AttachError(f"{self.name} failed in an earlier step: {earlier}. {_REWRAP}")
         error.__cause__ = self.error
         return error
 
@@ -238,23 +241,23 @@ TEXT_BYTES = 256
 
 
 class Control:
-    """The control channel of one attached foreign hook. Making it is a collective of the group.
+    """Control channel of one attached foreign hook. Its construction is a collective of the group.
 
-    Its connections are not a group of ``torch.distributed``: the name of such a group, under which ranks find one another,
-    follows from how many groups a rank has and had, and these numbers may differ.
+    The channel is no ``torch.distributed`` group. The name of such a group counts the groups that a rank has made, and
+    that count may differ between ranks.
 
     Args:
-        group: the ranks.
+        group: process group of the hook.
         timeout: seconds to wait for the slowest rank, here and at the end of a step.
 
     Raises:
-        HookTimeoutError: a rank did not come.
-        TransportError: the ranks could not be connected.
+        HookTimeoutError: a rank did not arrive in time.
+        TransportError: ranks could not connect.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         self.timeout, self.rank, self.world_size = timeout, dist.get_rank(group), dist.get_world_size(group)
-        # Rank 0's number names the channel: none before had it, whatever else each rank has made and destroyed.
+        # A random number of rank 0 names the channel, so that no earlier channel has the same name.
         number = StoreExchange(group, timeout)(os.urandom(8))[0].hex()
         self._store = PrefixStore(f"commhooks/control/{number}", _get_process_group_store(group))
         try:
@@ -263,49 +266,49 @@ class Control:
             )
         except RuntimeError as error:
             raise TransportError(
-                f"the ranks could not be connected for telling one another of failures: {error}. Is every rank's host "
-                "reachable under its name (GLOO_SOCKET_IFNAME)?"
+                f"ranks could not open a control channel: {error}. Check that every host is reachable under its name, or "
+                "set GLOO_SOCKET_IFNAME"
             ) from error
         self._private: list[Any] = [private]
-        self.close = weakref.finalize(self, self._private.clear)  # also at exit: gloo is not to outlive the interpreter
+        self.close = weakref.finalize(self, self._private.clear)  # at exit too: gloo must end before the interpreter
 
     def alarm(self, text: str) -> None:
-        """Release the peers: this rank will not finish the step."""
+        """Release waiting peers, because this rank will not finish the step."""
         try:
             self._store.set("alarm", f"rank {self.rank}: {text}"[:TEXT_BYTES])
-        except RuntimeError:  # the store is gone with its host; peers have their deadline
+        except RuntimeError:  # the store's host is gone; peers end by their deadline
             return
 
     def alarmed(self) -> str | None:
-        """What another rank has put into :meth:`alarm`, if any has."""
+        """Return the alarm of another rank, or None."""
         try:
             return self._store.get("alarm").decode(errors="replace") if self._store.check(["alarm"]) else None
         except RuntimeError:
             return None
 
-    def exchange(self, text: str, digest: torch.Tensor) -> tuple[dict[int, str], torch.Tensor]:
-        """Exchange what each rank has to say of the step.
+    def exchange(self, text: str, checksum: torch.Tensor) -> tuple[dict[int, str], torch.Tensor]:
+        """Exchange errors and checksums of a step between all ranks.
 
         Args:
-            text: what went wrong here; empty if nothing did.
-            digest: ``(2,)`` int64, of the reduced gradients, or zeros.
+            text: this rank's error, or an empty string.
+            checksum: ``(2,)`` int64, checksum of the reduced gradients, or zeros.
 
         Returns:
-            rank -> text of those that have one, and all digests, ``(W, 2)``.
+            The errors by rank, and all checksums, ``(world, 2)`` int64.
 
         Raises:
             HookTimeoutError, TransportError: a rank did not answer.
         """
         world = self.world_size
         head = torch.tensor(list(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8, device="cpu")
-        mine = torch.cat([digest.cpu().view(torch.uint8), head])
+        mine = torch.cat([checksum.cpu().view(torch.uint8), head])
         everyone = torch.empty(world * mine.numel(), dtype=torch.uint8, device="cpu")
         try:
             work = self._private[0].allgather(list(everyone.view(world, -1).unbind()), mine)
             exchange = ProcessGroupWork(work, "the exchange at the end of a step", everyone, mine)
             TUNED.wait(exchange, everyone, self.timeout)
         except HookTimeoutError as error:
-            raise HookTimeoutError(f"a rank did not end the step: {error}") from error
+            raise HookTimeoutError(f"a rank did not reach the end of the step: {error}") from error
         rows = everyone.view(world, -1)
         texts = {r: bytes(rows[r, 16:].tolist()).rstrip(b"\0").decode(errors="replace") for r in range(world)}
         return {r: t for r, t in texts.items() if t}, rows[:, :16].contiguous().view(torch.int64)

@@ -1,4 +1,4 @@
-"""When DDP calls a hook, and the futures that it, or a user's hook, is given for a bucket."""
+"""Futures for buckets, as DDP or a user's hook receives them."""
 
 import threading
 from collections.abc import Callable
@@ -11,24 +11,24 @@ from commhooks.adapters import NO_BACKWARD, backward_id
 
 
 def behind_backward() -> bool:
-    """Whether DDP calls the hook behind a backward, with no node of the graph at work.
+    """Return True if DDP calls the hook after the last node of the graph has run.
 
-    In the first iteration of a static graph it does so: every bucket has index 0, none is the last, and DDP waits for all
-    their futures right after, before anything else can run.
+    DDP does so in the first iteration of a static graph. Every bucket then has index 0, none is marked as the last, and
+    DDP waits for each future at once.
     """
     return backward_id() != NO_BACKWARD and torch._C._current_autograd_node() is None
 
 
 def future_for(tensor: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
-    """A future that, on CUDA, makes its consumer's stream wait for the stream that completes it."""
+    """Return a future. On CUDA its consumer's stream waits for the stream that completes it."""
     return torch.futures.Future(devices=[tensor.device]) if tensor.is_cuda else torch.futures.Future()
 
 
 class HookFuture(torch.futures.Future[Any]):
-    """A bucket's future as a user's hook gets it, or what follows from one.
+    """Future of a bucket inside a user's hook, or a future derived from one with ``then``.
 
-    Until something of its own completes it, that is the step's last bucket: who brings the buckets must not wait for it.
-    ``torch.futures.wait_all`` and ``collect_all`` wait inside torch, where nobody can tell: they hang.
+    The step's last bucket completes it, unless the bucket has its own message. The thread that delivers the buckets must
+    therefore not wait for it. ``torch.futures.wait_all`` and ``collect_all`` wait inside torch and would hang.
     """
 
     _hook, _thread = "", 0
@@ -36,34 +36,34 @@ class HookFuture(torch.futures.Future[Any]):
 
     @classmethod
     def of(cls, buffer: torch.Tensor, hook: str) -> "HookFuture":
-        """For this bucket of the hook of this name, brought by the present thread."""
+        """Make the future of a bucket that the current thread delivers to the named hook."""
         future = cls(devices=[buffer.device]) if buffer.is_cuda else cls()
         future._hook, future._thread, future._devices = hook, threading.get_ident(), (buffer.device,) * buffer.is_cuda
         return future
 
     def comes_alone(self) -> None:
-        """Something of its own completes it."""
+        """Allow waiting: the bucket's own message completes this future."""
         self._thread = 0
 
     def wait(self) -> Any:
-        """The bucket's average, or what was made of it.
+        """Return the bucket's average, or the value derived from it.
 
         Raises:
-            HookNotSupportedError: it would never come, because the thread that brings the last bucket waits for it.
+            HookNotSupportedError: the waiting thread is the one that delivers the last bucket, so it would wait for ever.
         """
         if not self.done() and threading.get_ident() == self._thread:
             raise HookNotSupportedError(
-                f"{self._hook} ends all buckets of a step together, when the last one comes, and was waited for before: "
-                "the backward would stand still for ever. Return its future, or a future.then(...), from your hook "
-                "instead of waiting; or put the whole model into one bucket with a large bucket_cap_mb"
+                f"your hook waits for a future of {self._hook}, which completes all buckets of a step with the last one. "
+                "The backward would hang. Return the future or future.then(...) instead of waiting, or use one bucket "
+                "(a large bucket_cap_mb)"
             )
         return super().wait()
 
     def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
-        """What ``callback`` makes of it. As torch's, but not to be waited for either where this one is not."""
+        """Return the future of ``callback(self)``, as torch's ``then``, with the same rule for waiting."""
         if self._thread == 0:
             return super().then(callback)
-        # torch's own would be a plain future, whose wait() nobody can refuse.
+        # torch's own then() gives a plain future, whose wait() could not refuse.
         after = HookFuture(devices=list(self._devices))
         after._hook, after._thread, after._devices = self._hook, self._thread, self._devices
 
@@ -80,7 +80,7 @@ class HookFuture(torch.futures.Future[Any]):
 
 
 class Promise:
-    """A bucket's future, completed by its message or by who gives that up: whichever comes first. It may be waited for."""
+    """Bucket future that users may wait for. Its message or the end of the step completes it, whichever is first."""
 
     def __init__(self, future: HookFuture, buffer: torch.Tensor) -> None:
         self.future, self.buffer = future, buffer

@@ -1,4 +1,9 @@
-"""The layouts of DDP's buckets, and of a whole model."""
+"""Layouts of DDP's buckets and of a whole model, and the search for the model of given parameters.
+
+PyTorch's ``hook(state, bucket)`` sees neither model nor parameter names. The order of buckets does not tell the order in
+the model either: dtypes have separate buckets, and DDP rebuilds buckets after the first step. So this module searches
+Python's live objects for the model, once per state.
+"""
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,18 +15,18 @@ from commhooks import BucketLayout, GradBucket, HookState, ParamLayout, StateErr
 
 
 def bucket_layout(grad_bucket: GradBucket, names: Mapping[int, str]) -> BucketLayout:
-    """The layout of a ``GradBucket``.
+    """Return the layout of a ``GradBucket``.
+
+    DDP stores a dense gradient in the strides of its parameter, and a complex gradient as pairs of reals.
 
     Args:
         grad_bucket: torch's bucket.
         names: ``id(parameter)`` -> name.
-
-    DDP lays a dense parameter's gradient in its own strides, and a complex one as pairs of reals.
     """
     buffer = grad_bucket.buffer()
     if buffer.is_sparse:
         param = grad_bucket.parameters()[0]
-        rows = torch.empty(param.shape, device="meta", dtype=torch.float32)  # in no strides of its own
+        rows = torch.empty(param.shape, device="meta", dtype=torch.float32)  # sparse gradients ignore the strides
         layout = ParamLayout.of(names[id(param)], rows, 0, "sparse")
         return BucketLayout([layout], param.numel(), buffer.dtype, buffer.device)
     params, offset = [], 0
@@ -38,18 +43,18 @@ def bucket_layout(grad_bucket: GradBucket, names: Mapping[int, str]) -> BucketLa
 def averaged(
     model: DistributedDataParallel, names: Mapping[int, str] | None = None
 ) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters whose gradients are averaged, in model order, without those that DDP was told to ignore.
+    """Return the parameters whose gradients DDP averages, in model order. Ignored parameters are left out.
 
     Args:
-        model: the DDP model.
-        names: ``id(parameter)`` -> name; by default that in the module inside.
+        model: DDP model.
+        names: ``id(parameter)`` -> name. The default is the name in the wrapped module.
     """
     named = [(n, p) for n, p in model.module.named_parameters() if p.requires_grad]
     return [(n if names is None else names[id(p)], p) for n, p in named if n not in model.parameters_to_ignore]
 
 
 def model_layout(model: DistributedDataParallel, names: Mapping[int, str] | None = None) -> BucketLayout:
-    """All parameters that DDP averages as one virtual bucket, in model order; ``names`` as for :func:`averaged`."""
+    """Return all parameters that DDP averages as one virtual bucket, in model order."""
     sparse = {id(m.weight) for m in model.modules() if getattr(m, "sparse", False) and hasattr(m, "weight")}
     params = dict(averaged(model, names))
     kinds = {
@@ -59,19 +64,19 @@ def model_layout(model: DistributedDataParallel, names: Mapping[int, str] | None
 
 
 class Numbered(dict[int, str]):
-    """``id(parameter)`` -> a name for this process alone, made when it is first asked for."""
+    """``id(parameter)`` -> a name for this process alone, made on first access."""
 
     def __missing__(self, key: int) -> str:
         return self.setdefault(key, f"parameter {len(self)}")
 
 
 def named_by_position(state: HookState, params: Sequence[torch.Tensor]) -> dict[int, str]:
-    """Bind a state to the model of these parameters, and give the names of all of the model's.
+    """Bind a state to the model of these parameters, and return the names of all parameters of that model.
 
-    What the state has names for already, from a checkpoint, keeps them, place by place.
+    Names from a loaded checkpoint stay, position by position.
 
     Raises:
-        StateError: no model, or several that differ, has these parameters; or the state was kept for another.
+        StateError: no model or several different models have these parameters, or the state belongs to another model.
     """
     bound = state.names()
     if all(id(p) in bound for p in params):
@@ -86,21 +91,20 @@ def _trained_beside(params: Sequence[torch.Tensor], state: HookState) -> list[to
     found = {tuple(map(id, rows)): rows for model in own or having if (rows := [p for _, p in averaged(model)])}
     if len(found) != 1:
         raise StateError(
-            f"{len(found) or 'no'} DistributedDataParallel models hold the parameters that this hook state was given (after "
-            "gc.freeze() none is found), so their order in the model is not known: call state.bind(ddp_model) before the "
-            "first step"
+            f"{len(found) or 'no'} DistributedDataParallel models hold the parameters of this hook state, so their order in "
+            "the model is unknown (after gc.freeze() no model is found). Call state.bind(ddp_model) before the first step"
         )
     return next(iter(found.values()))
 
 
 def models_of(params: Sequence[torch.Tensor]) -> list[DistributedDataParallel]:
-    """The DDP models that have all of these parameters."""
+    """Return the DDP models that have all of these parameters."""
     wanted = {id(p) for p in params}
     return [model for model in _models() if wanted <= {id(p) for _, p in averaged(model)}]
 
 
 def _models() -> Iterator[DistributedDataParallel]:
-    # By type(): isinstance() asks an object for its class, and some lazy modules and dead proxies raise at that.
+    # type() instead of isinstance(): some lazy modules and dead proxies raise when asked for __class__.
     for one in gc.get_objects():
         if issubclass(type(one), DistributedDataParallel) and hasattr(one, "module"):
             yield one

@@ -1,8 +1,7 @@
-"""The adapter for composable ``replicate()``: a module that stays what it is, with a ``DistributedDataParallel`` beside it.
+"""Adapter for the composable ``replicate()``, which keeps a ``DistributedDataParallel`` next to the user's module.
 
-``replicate`` makes that DDP in the first forward, over a bare list of the parameters: they have numbers there instead of
-names, and the module that is called is the user's own. So the DDP is made when a hook is attached, and the hook is put on
-it under the names of the module.
+``replicate`` creates that DDP in the first forward, over a list of parameters without names. The adapter creates it at
+attach, and uses the parameter names of the user's module.
 """
 
 import torch
@@ -17,39 +16,39 @@ _READ = ("has_initialized", "lazy_init", "_param_list", "_param_names")
 
 
 def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) -> DDPBinding:
-    """The ``commhooks_adapter`` of ``torch.distributed._composable.replicate``.
+    """Attach a handle to a model of ``torch.distributed._composable.replicate`` (a ``commhooks_adapter``).
 
-    Makes the model's ``DistributedDataParallel``, as the first forward would: it sends the first rank's parameters to the
-    others, so every rank has to attach. Move the model to its device before.
+    Creates the model's ``DistributedDataParallel``, as the first forward would. DDP broadcasts the first rank's
+    parameters, so every rank must attach. Move the model to its device first.
 
     Raises:
-        AttachError: the DDP cannot be made; a hook is there already.
-        HookNotSupportedError: this torch keeps a replicated model's state in another way.
+        AttachError: DDP cannot be created, or the model already has a hook.
+        HookNotSupportedError: this torch version stores the state of a replicated model differently.
     """
     ddp, names = _made(model)
     return DDPBinding(ddp, handle, options, names, model)
 
 
-adapter.idles_alone = True  # type: ignore[attr-defined]  # commhooks.attach asks for it
+adapter.idles_alone = True  # type: ignore[attr-defined]  # commhooks.attach reads this attribute
 
 
 def _made(model: torch.nn.Module) -> tuple[DistributedDataParallel, dict[int, str]]:
-    """The model's DDP, and ``id(parameter)`` -> name in the module."""
+    """Return the model's DDP, and ``id(parameter)`` -> name in the module."""
     state = replicate.state(model)
     missing = [name for name in _READ if not hasattr(state, name)]
     if missing:
         raise HookNotSupportedError(
-            f"torch {torch.__version__}: the state of replicate() has no {', '.join(missing)}. Wrap the model in "
-            "DistributedDataParallel instead, or report this with the output of `python -m commhooks env`"
+            f"torch {torch.__version__} is not supported: the state of replicate() has no {', '.join(missing)}. Wrap the "
+            "model in DistributedDataParallel instead, or report this with the output of `python -m commhooks env`"
         )
     if not state.has_initialized:
         try:
             state.lazy_init()
         except (RuntimeError, ValueError) as error:
             raise AttachError(
-                f"replicate() could not make the DistributedDataParallel that its first forward needs: {error}"
+                f"replicate() could not create its DistributedDataParallel: {error}. Move the model to its device first"
             ) from error
     names: dict[int, str] = {}
     for name, param in zip(state._param_names, state._param_list, strict=True):
-        names.setdefault(id(param), name)  # of one that two modules share, the first counts, as in named_parameters()
+        names.setdefault(id(param), name)  # a shared parameter keeps its first name, as in named_parameters()
     return state._ddp, names

@@ -1,5 +1,7 @@
-"""What DDP may be given. torch reads a hook's result through raw storage: too long, strided or of another dtype it is
-taken silently, ``None`` ends the process.
+"""Checks of hook results and of reduced gradients.
+
+torch reads a hook's result through raw storage. It accepts a tensor of wrong size, stride or dtype silently, and None
+ends the process. So the adapter checks each result before DDP sees it.
 """
 
 import builtins
@@ -20,14 +22,14 @@ _CALLBACK = re.compile(r"error when running the callback: ([A-Za-z_.]+): (.*?)\s
 
 
 def refuse_annotations(hook: Callable[..., Any], name: str) -> None:
-    """Refuse a function whose annotations say that it is no DDP hook, as torch does where it is registered.
+    """Refuse a function whose annotations are not those of a DDP hook, as torch does in ``register_comm_hook``.
 
     Raises:
-        HookConfigError: it returns something else than a future, or takes something else than a bucket.
+        HookConfigError: the function is annotated with another parameter than a bucket, or another result than a future.
     """
     try:
         signature = inspect.signature(hook, eval_str=True)
-    except (TypeError, ValueError, NameError, AttributeError, SyntaxError):  # none to be had: its results are checked
+    except (TypeError, ValueError, NameError, AttributeError, SyntaxError):  # no signature; results are checked later
         return
     declared: list[tuple[str, Any, type]] = [("returns", signature.return_annotation, torch.futures.Future)]
     declared += [("takes", p.annotation, GradBucket) for p in list(signature.parameters.values())[1:2]]
@@ -35,32 +37,32 @@ def refuse_annotations(hook: Callable[..., Any], name: str) -> None:
         kind = type(None) if given is None else get_origin(given) or given
         if kind in (inspect.Signature.empty, Any) or not isinstance(kind, type):
             continue
-        if not issubclass(wanted, kind) and not issubclass(kind, wanted):  # a future of C++, object: either way
+        if not issubclass(wanted, kind) and not issubclass(kind, wanted):  # accept base classes and subclasses
             raise HookConfigError(
-                f"{name} is annotated as a function that {what} {getattr(given, '__name__', given)}; a DDP hook is "
+                f"{name} is annotated as a function that {what} {getattr(given, '__name__', given)}. A DDP hook is "
                 "(state, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]. Correct the "
-                "annotation, or give the hook that was meant"
+                "annotation, or pass another hook"
             )
 
 
 def checked(value: object, buffer: torch.Tensor, name: str, index: int, warned: set[str] | None = None) -> torch.Tensor:
-    """``value`` as a tensor that DDP may read as bucket ``index``.
+    """Return ``value`` as a tensor that DDP may read as bucket ``index``.
 
     Args:
-        value: what the hook's future holds: a tensor, or a list of one (as a raw collective's future has).
-        buffer: the bucket's buffer.
-        name: of the hook, for errors.
-        index: of the bucket, for errors.
-        warned: names that have been warned about a changed dtype; extended here.
+        value: result of the hook's future: a tensor, or a list of one tensor (as raw collectives give).
+        buffer: the bucket's buffer, ``(numel,)``.
+        name: hook's name, for errors.
+        index: bucket's index, for errors.
+        warned: hooks that already got a warning about a changed dtype. This function adds to it.
 
     Raises:
-        HookResultError: it is no tensor, or has another size, device, layout or kind of number.
+        HookResultError: the value is no tensor, or differs in size, device, layout or kind of dtype.
     """
     if isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
     if not isinstance(value, torch.Tensor):
         raise HookResultError(
-            f"{name}: the future of bucket {index} holds {type(value).__name__}; it has to hold the reduced buffer, a "
+            f"{name}: the future of bucket {index} holds {type(value).__name__}. Complete it with the reduced buffer, a "
             f"tensor of {buffer.numel()} elements"
         )
     wrong = []
@@ -76,14 +78,14 @@ def checked(value: object, buffer: torch.Tensor, name: str, index: int, warned: 
         raise HookResultError(f"{name}: the result of bucket {index} has {', '.join(wrong)}")
     if value.dtype != buffer.dtype and warned is not None and name not in warned:
         warned.add(name)
-        log.warning("%s returns %s for a %s bucket; it is cast back", name, value.dtype, buffer.dtype)
+        log.warning("%s returns %s for a %s bucket. The result is cast to %s", name, value.dtype, *[buffer.dtype] * 2)
     return value.to(buffer.dtype) if value.is_sparse else value.to(buffer.dtype).contiguous()
 
 
 def annotate(error: BaseException, name: str, index: int, advice: str = "") -> BaseException:
-    """The same error, saying which hook and bucket it came from; its type where torch has hidden that.
+    """Return the error with a note that names hook and bucket, in its original type.
 
-    An exception inside a ``.then`` callback comes out of torch as ``RuntimeError`` with the text of the original.
+    torch turns an exception inside a ``.then`` callback into a ``RuntimeError`` with the original text.
     """
     found = _CALLBACK.search(str(error)) if isinstance(error, RuntimeError) else None
     if found is not None:
@@ -99,21 +101,21 @@ def annotate(error: BaseException, name: str, index: int, advice: str = "") -> B
 
 
 def _exception(name: str, text: str) -> BaseException | None:
-    """An exception of a builtin type or one of ours, by its name."""
+    """Return an exception of a builtin or commhooks type by its name, or None."""
     kind = getattr(commhooks.errors, name, getattr(builtins, name, None))
     if not (isinstance(kind, type) and issubclass(kind, BaseException)):
         return None
     try:
         return kind(text)
-    except TypeError:  # a type that is made of more than a text
+    except TypeError:  # its constructor needs more than a text
         return None
 
 
-def digest(buffers: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Two int64 numbers that differ, as good as surely, where one bit of the buffers differs.
+def gradient_checksum(buffers: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return a checksum of gradients, ``(2,)`` int64, that almost surely changes with any flipped bit.
 
-    The first is the sum of the bit patterns, the second the sum weighted by position modulo a prime, so that swapped
-    values show. One pass each over the gradient.
+    The first number is the sum of all bit patterns. The second weights each pattern by its position modulo a prime, so
+    that swapped values change it. Each number costs one pass over the gradients.
     """
     total = torch.zeros(2, dtype=torch.int64, device="cpu")
     for number, buffer in enumerate(buffers):
@@ -128,15 +130,15 @@ def digest(buffers: Iterable[torch.Tensor]) -> torch.Tensor:
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def differing(name: str, digests: torch.Tensor) -> BaseException | None:
-    """The error where the rows of ``digests``, one per rank, are not all the same; ``None`` where they are."""
+def mismatch(name: str, checksums: torch.Tensor) -> BaseException | None:
+    """Return an error if ``checksums`` ``(world, 2)`` differ between ranks, else None."""
     groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, row in enumerate(digests.tolist()):
+    for rank, row in enumerate(checksums.tolist()):
         groups.setdefault(tuple(row), []).append(rank)
     if len(groups) == 1:
         return None
     shown = " / ".join(", ".join(map(str, ranks)) for ranks in sorted(groups.values(), key=len, reverse=True))
     return RankMismatchError(
-        f"{name}: after the hook the gradients are not the same on all ranks; these ranks agree with one another: "
-        f"{shown}. The hook's result depends on the rank, or ranks have run different collectives"
+        f"{name}: the reduced gradients differ between ranks. Groups of equal ranks: {shown}. The hook's result depends "
+        "on the rank, or ranks ran different collectives"
     )

@@ -1,5 +1,7 @@
-"""The one hook slot of a DDP model: torch lets a model have one hook for ever. The trampoline is that hook; what it
-calls can be changed, so a handle can be detached and another attached.
+"""Slot for the one hook of a DDP model.
+
+torch registers one hook per model and never removes it. The trampoline is that hook. The slot decides which driver the
+trampoline calls, so a handle can be detached and another one attached.
 """
 
 from collections.abc import Callable
@@ -16,7 +18,7 @@ from commhooks import AttachError, GradBucket, HookNotSupportedError, SlotTakenE
 
 
 class SlotDriver(Protocol):
-    """What a trampoline calls for every bucket."""
+    """Callable that the trampoline calls with every bucket."""
 
     calls: int
 
@@ -26,13 +28,22 @@ class SlotDriver(Protocol):
 
 
 class Slot:
-    """What the trampoline of one model calls at present; empty in a copy of the model, whose reducer has no hook."""
+    """Current driver of one model's trampoline.
+
+    A copied model gets an empty slot, because the copy's reducer has no hook.
+
+    Attributes:
+        driver: called with every bucket.
+        holder: expression of the attached handle, or None.
+        watch: detects backwards that DDP does not synchronise.
+        follow: called at the first bucket of a step; moves the engine to a changed process group.
+    """
 
     def __init__(self, driver: SlotDriver | None = None) -> None:
         self.driver = driver
-        self.holder: str | None = None  # expression of the attached handle
+        self.holder: str | None = None
         self.watch: UnsyncedBackwardWatch | None = None
-        self.follow: Callable[[], None] | None = None  # takes notice of a changed process group
+        self.follow: Callable[[], None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Slot, ())
@@ -42,13 +53,15 @@ _SLOTS = WeakIdKeyDictionary()  # DDP model -> Slot
 
 
 def trampoline(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The only hook ever registered on a model; ``state`` is its :class:`Slot`."""
+    """Pass a bucket to the slot's driver. torch registers this function, with the :class:`Slot` as its state."""
     if not isinstance(state, Slot) or state.driver is None:
-        raise AttachError("the commhooks trampoline was registered by hand; use commhooks.attach(model, ...)")
+        raise AttachError(
+            "the commhooks trampoline was registered by hand. Only commhooks.attach(model, ...) may register it"
+        )
     if not isinstance(bucket, GradBucket):
         raise HookNotSupportedError(
             f"DDP called the hook {state.holder or 'of a detached handle'} with {type(bucket).__name__} instead of a "
-            "GradBucket: hooks do not work under torch._dynamo.config.optimize_ddp='python_reducer'. Use torch.compile's "
+            "GradBucket. Hooks do not work under torch._dynamo.config.optimize_ddp='python_reducer'. Use torch.compile's "
             "default DDP mode"
         )
     if state.follow is not None and bucket.index() == 0:
@@ -59,39 +72,43 @@ def trampoline(state: object, bucket: GradBucket) -> torch.futures.Future[torch.
 
 
 def acquire_slot(model: DistributedDataParallel, plain: Callable[[], SlotDriver]) -> Slot:
-    """The model's slot, with the trampoline registered; ``plain`` makes what it calls until a hook is attached.
+    """Return the model's slot. Register the trampoline first if the model has none.
+
+    Args:
+        model: DDP model.
+        plain: makes the driver that averages until a hook is attached.
 
     Raises:
-        SlotTakenError: another handle or a foreign hook is there.
+        SlotTakenError: another handle or a foreign hook occupies the slot.
     """
     slot: Slot | None = _SLOTS.get(model)
     if slot is not None:
         if slot.holder is not None:
             raise SlotTakenError(
-                f"this model has {slot.holder} attached already: handle.detach() first, then attach again"
+                f"this model already has the hook {slot.holder}. Call handle.detach() first, then attach again"
             )
         return slot
     copied = [state for state, hook in _registered(model) if isinstance(state, Slot) and state.driver is None]
     if copied and len(copied) == len(model._comm_hooks):
-        model._comm_hooks.clear()  # of the model that this one is a copy of; its own reducer has none
+        model._comm_hooks.clear()  # entries of the original model; the copy's reducer has no hook
     if model._comm_hooks:
         names = ", ".join(getattr(hook, "__qualname__", repr(hook)) for hook, _ in model._comm_hooks)
         raise SlotTakenError(
-            f"this model's only hook slot is taken by {names}, and torch cannot remove it. Wrap the model anew and "
-            "attach instead of calling register_comm_hook"
+            f"this model's only hook slot holds {names}, and torch cannot remove it. Wrap the model again, and call "
+            "attach instead of register_comm_hook"
         )
     slot = Slot(plain())
     try:
         model.register_comm_hook(slot, trampoline)
     except RuntimeError as error:
         raise SlotTakenError(
-            f"torch refused a hook on this model ({error}); its slot is used by DDP mixed precision, an overlapped "
-            "optimizer or a built-in hook"
+            f"torch refused a hook on this model ({error}). DDP mixed precision, an overlapped optimizer or a built-in "
+            "hook uses its slot. Wrap the model again without it"
         ) from error
     _SLOTS[model] = slot
     return slot
 
 
 def _registered(model: DistributedDataParallel) -> list[tuple[object, object]]:
-    """``(state, hook)`` of everything the Python side of DDP believes to be registered."""
+    """Return ``(state, hook)`` of every hook that DDP's Python side has recorded."""
     return [(state, hook) for hook, state in model._comm_hooks]

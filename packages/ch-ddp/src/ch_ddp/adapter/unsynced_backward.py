@@ -1,4 +1,4 @@
-"""Whether the gradients of a backward were synchronised at all."""
+"""Detection of backwards whose gradients DDP does not synchronise."""
 
 import weakref
 from functools import partial
@@ -13,26 +13,27 @@ from commhooks.adapters import NO_BACKWARD, after_backward, at_end_of_backward, 
 
 
 class UnsyncedBackwardWatch:
-    """Notices gradients that DDP does not synchronise: torch says nothing, and the ranks drift apart.
+    """Raises an error for gradients that DDP leaves unsynchronised. torch stays silent, and the ranks drift apart.
 
-    It happens when ``backward()`` runs a second time on a retained graph, for the first of two forwards, or after
-    calling ``model.module`` directly. So every forward of the module is marked in its graph. A backward that comes to a
-    forward after the buckets of its step have been averaged, or to one that the DDP model knows nothing of, and then to
-    a parameter, is told. A backward that comes to no forward (a regulariser of the weights) gives all ranks the same.
+    DDP skips synchronisation in three cases: a second ``backward()`` on a retained graph, a ``backward()`` of the first
+    of two forwards, and a forward of ``model.module`` instead of ``model``. The watch marks the outputs of every
+    forward in the autograd graph. It reports a backward that reaches a mark after the step's buckets were averaged, or
+    a mark of a forward outside DDP, and then reaches a parameter. A backward that reaches no mark (a weight
+    regulariser) gives equal gradients on all ranks and is legal.
 
     Args:
-        model: the DDP model.
-        name: of the hook, for the error.
-        module: whose forward it is; by default that of the module inside.
+        model: DDP model.
+        name: hook's name, for the error.
+        module: module whose forward is marked. The default is the wrapped module.
     """
 
     def __init__(self, model: DistributedDataParallel, name: str, module: torch.nn.Module | None = None) -> None:
         self._model = weakref.ref(model)
         self._name = name
         self._step = 0  # number of averaged backwards
-        self._ended = NO_BACKWARD  # the backward that the last of them was
-        self._by_ddp = False  # whether the forward that runs is the DDP model's
-        self._suspect: list[Any] = []  # hooks on the parameters, while a backward is suspected
+        self._ended = NO_BACKWARD  # id of the last averaged backward
+        self._by_ddp = False  # True while the DDP model runs the forward
+        self._suspect: list[Any] = []  # parameter hooks of a suspected backward
         module = module if module is not None else model.module
         self._removable: list[Any] = [
             module.register_forward_pre_hook(self._enter),
@@ -40,7 +41,7 @@ class UnsyncedBackwardWatch:
         ]
 
     def synchronised(self) -> None:
-        """The last bucket of a backward has come."""
+        """Count a backward whose last bucket has arrived."""
         self._step += 1
         self._ended = backward_id()
 
@@ -52,10 +53,10 @@ class UnsyncedBackwardWatch:
         self._suspect.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_nothing, ())  # a copy of the model is not the model that is watched
+        return (_inactive_watch, ())  # a copied model is not watched
 
     def _enter(self, module: torch.nn.Module, inputs: object) -> None:
-        # Not told by a hook on the DDP model: model.forward(x) would pass it by.
+        # A forward hook on the DDP model would miss a direct call of model.forward(x).
         self._by_ddp = DistributedDataParallel._active_ddp_module is self._model()
 
     def _leave(self, module: torch.nn.Module, inputs: object, outputs: object) -> None:
@@ -63,7 +64,7 @@ class UnsyncedBackwardWatch:
             return
         model, step = self._model(), self._step if self._by_ddp else None
         if model is None or not model.require_backward_grad_sync:
-            return  # DDP expects no backward of a forward under no_sync()
+            return  # under no_sync() local gradients are intended
         watch = weakref.ref(self)
 
         def reached(gradients: object) -> None:
@@ -76,14 +77,18 @@ class UnsyncedBackwardWatch:
             node.register_prehook(reached)
 
     def _reached(self, step: int | None) -> None:
-        """A backward has come to a forward, made before the averaging of this number; by ``None``, not the DDP model's."""
+        """Handle a backward that reached the mark of a forward.
+
+        Args:
+            step: number of averaged backwards before that forward, or None if DDP did not run the forward.
+        """
         model = self._model()
         if model is None or not model.require_backward_grad_sync or not self._removable:
             return
-        graph = torch.is_grad_enabled()  # of a create_graph=True
+        graph = torch.is_grad_enabled()  # True under create_graph=True
         if (step == self._step and not graph) or backward_id() == self._ended:
             return
-        # Only where gradients reach a parameter, and not under torch.autograd.grad(), are they to be synchronised.
+        # Only gradients that reach a parameter need synchronisation. Under torch.autograd.grad() none does.
         self._forget()
         arrived = self._graph_arrived if step == self._step else partial(self._arrived, self._step)
         trained = [p for p in model.module.parameters() if p.requires_grad]
@@ -96,7 +101,7 @@ class UnsyncedBackwardWatch:
         self._suspect.clear()
 
     def _graph_arrived(self, param: torch.Tensor) -> None:
-        # Raised at once, before DDP's own hook of the first parameter: the reducer would fail half way through.
+        # Raise before DDP's own hook of the first parameter. Otherwise the reducer fails half way through.
         self._forget()
         raise HookNotSupportedError(
             "DDP cannot average gradients under backward(create_graph=True). Use torch.autograd.grad(..., "
@@ -109,21 +114,21 @@ class UnsyncedBackwardWatch:
 
     def _ended_so(self, step: int) -> None:
         if self._step != step:
-            return  # another forward in the same backward was DDP's: all has been averaged together
+            return  # the same backward also reached a forward of DDP, which averaged everything
         raise AttachError(
-            f"{self._name} was not called for this backward: DDP synchronises one backward per forward of the "
-            "wrapped model, and the gradients of this one differ from rank to rank. Add the losses up and call "
-            "backward() once, or run it inside model.no_sync() if local gradients are meant"
+            f"{self._name} was not called for this backward. DDP synchronises one backward per forward of the wrapped "
+            "model, so these gradients differ between ranks. Add the losses and call backward() once, or call it inside "
+            "model.no_sync() if you want local gradients"
         )
 
 
-def _nothing() -> UnsyncedBackwardWatch:
-    """What a copied model holds in the place of its original's watch."""
+def _inactive_watch() -> UnsyncedBackwardWatch:
+    """Return the watch of a copied model, which watches nothing."""
     watch = UnsyncedBackwardWatch.__new__(UnsyncedBackwardWatch)
-    watch._model, watch._removable, watch._suspect = _dead, [], []  # type: ignore[assignment]
+    watch._model, watch._removable, watch._suspect = _no_model, [], []  # type: ignore[assignment]
     watch._step, watch._ended, watch._by_ddp = 0, NO_BACKWARD, False
     return watch
 
 
-def _dead() -> None:
-    """In the place of a reference to a model."""
+def _no_model() -> None:
+    """Stand in for a weak reference to a model."""
