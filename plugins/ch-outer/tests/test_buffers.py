@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+from torch import nn
 
+from ch_outer import OuterOptimizer
 from ch_outer.buffers import ExactMean
-from commhooks import Reducer
+from commhooks import HookConfigError, Reducer, RemoteHookError
 from commhooks.simulate import SimulatedRank, simulate
+
+from .outer_kit import adam, make, train
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -36,3 +40,38 @@ def test_other_numbers_are_averaged_to_the_nearest(dtype: torch.dtype) -> None:
     wide = torch.stack([torch.tensor([r / 3, 1e-3 * r, -7.0], dtype=dtype).double() for r in range(3)]).mean(0)
     for found in simulate(3, body):
         torch.testing.assert_close(found, wide.to(dtype), rtol=torch.finfo(dtype).eps, atol=0.0)
+
+
+class Growing(nn.Module):
+    """A model with a cache that grows with the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make()
+        self.register_buffer("cache", torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.net(x)
+        return found + self.cache[: len(x), None]
+
+
+@pytest.mark.parametrize("change", ["grows", "added", "first"])
+def test_a_buffer_that_changes_on_one_rank_is_an_error_on_all(change: str) -> None:
+    def body(rank: SimulatedRank) -> list[str]:
+        model = make() if change == "first" else Growing()
+        optimizer = OuterOptimizer(adam(model), model, every=2, transport=rank.transport, timeout=5.0)
+        errors = []
+        for step in range(6):
+            if step == 2 and rank.rank == 1:
+                model.register_buffer("cache" if change == "grows" else "other", torch.zeros(32))
+            try:
+                train(model, optimizer, rank.rank, range(step, step + 1))
+            except (HookConfigError, RemoteHookError) as error:
+                errors.append(f"{step} {type(error).__name__} {error}")
+        return errors
+
+    for number, errors in enumerate(simulate(2, body)):
+        assert [error[0] for error in errors] == ["3", "5"]
+        assert all(("cache" if change == "grows" else "other") in error for error in errors)
+        if change == "grows" or number == 1:
+            assert all(" HookConfigError " in error for error in errors)

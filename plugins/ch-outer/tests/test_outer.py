@@ -12,7 +12,7 @@ from ch_outer import OuterOptimizer, diloco, muloco, nesterov, plain_sgd, sparse
 from commhooks import HookConfigError, Plain, RankMismatchError, StateError
 from commhooks.simulate import SimulatedRank, simulate
 
-from .outer_kit import adam, alone, batch, make, same, train, values
+from .outer_kit import BUILDING, adam, alone, batch, make, same, train, values
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -375,3 +375,68 @@ def test_sparseloco_is_top_k_with_a_decaying_residual() -> None:
     (here, steps), (there, _) = simulate(2, body)
     assert same(here, there)
     assert steps == 3
+
+
+def change_model(kind: str, model: nn.Module, optimizer: OuterOptimizer) -> None:
+    with BUILDING:
+        torch.manual_seed(1)
+        if kind == "added":
+            model.append(nn.Linear(2, 2))
+            optimizer.add_param_group({"params": list(model[-1].parameters())})
+        elif kind == "replaced":
+            nn.utils.parametrizations.weight_norm(model[2])
+            optimizer.add_param_group({"params": [p for n, p in model[2].named_parameters() if "original" in n]})
+        elif kind == "unfrozen":
+            model[4].weight.requires_grad_(True)
+        elif kind == "foreign":
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+        else:
+            model[4].bias.data = torch.zeros(1)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["on all ranks", "on one rank"])
+@pytest.mark.parametrize("kind", ["added", "replaced", "unfrozen", "foreign", "resized"])
+def test_a_parameter_that_would_not_be_exchanged_is_an_error_on_all_ranks(kind: str, ranks: tuple[int, ...]) -> None:
+    def body(rank: SimulatedRank) -> list[str]:
+        model = make()
+        model[4].weight.requires_grad_(False)
+        optimizer = OuterOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, every=2, transport=rank.transport, timeout=5.0
+        )
+        errors = []
+        for step in range(4):
+            if step == 2 and rank.rank in ranks:
+                change_model(kind, model, optimizer)
+            try:
+                train(model, optimizer, rank.rank, range(step, step + 1))
+            except commhooks.CommHooksError as error:
+                errors.append(f"{step} {type(error).__name__}")
+        with pytest.raises(commhooks.CommHooksError):
+            optimizer.finish()
+        return errors
+
+    for number, errors in enumerate(simulate(2, body)):
+        assert errors == [f"3 {'HookConfigError' if number in ranks else 'RemoteHookError'}"]
+
+
+def test_an_outer_step_that_fails_on_one_rank_reaches_the_peers_in_the_next_round() -> None:
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise ArithmeticError("a cosmic ray")
+
+    def body(rank: SimulatedRank) -> list[str]:
+        model = make()
+        optimizer = OuterOptimizer(
+            adam(model), model, every=1, outer=plain_sgd(1.0), transport=rank.transport, timeout=5.0
+        )
+        errors = []
+        for step in range(3):
+            if step == 1 and rank.rank == 1:
+                optimizer.outer.__class__ = Failing
+            try:
+                train(model, optimizer, rank.rank, range(step, step + 1))
+            except (ArithmeticError, commhooks.CommHooksError) as error:
+                errors.append(f"{step} {type(error).__name__}")
+        return errors
+
+    assert simulate(2, body) == [["2 RemoteHookError"], ["1 ArithmeticError", "2 StateError"]]

@@ -238,3 +238,20 @@ def test_a_failure_on_a_gpu_is_told_by_the_round_itself(monkeypatch: pytest.Monk
         return found
 
     assert simulate(2, body) == [["ok", "RemoteHookError", "ok", "ok"], ["ok", "ArithmeticError", "ok", "ok"]]
+
+
+@pytest.mark.parametrize("kind", ["shape", "names", "error"])
+def test_a_rank_that_cannot_contribute_fails_the_round_on_all_ranks(kind: str) -> None:
+    def body(rank: SimulatedRank) -> tuple[str, list[float]]:
+        tensors = {"w": torch.full((2,), float(rank.rank))}
+        reducer = Reducer(Plain(), tensors, transport=rank.transport, timeout=5.0)
+        error = None
+        given = tensors
+        if rank.rank == 1:
+            error = HookConfigError("differs in taste") if kind == "error" else None
+            given = {"shape": {"w": torch.zeros(3)}, "names": {"v": torch.zeros(2)}}.get(kind, tensors)
+        with pytest.raises((HookConfigError, commhooks.RemoteHookError), match="differs in") as caught:
+            reducer.start(given, error=error).wait()
+        return type(caught.value).__name__, reducer.average(tensors)["w"].tolist()
+
+    assert simulate(2, body) == [("RemoteHookError", [0.5, 0.5]), ("HookConfigError", [0.5, 0.5])]

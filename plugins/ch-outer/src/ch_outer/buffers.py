@@ -7,7 +7,7 @@ import torch
 
 from ch_outer.joining import joined
 from ch_outer.parts import buffers_of
-from commhooks import AllReduce, Bucket, HookConfigError, Plain, Reducer, StateError, StepContext
+from commhooks import AllReduce, Bucket, HookConfigError, Plain, Reducer, RemoteHookError, StateError, StepContext
 
 _LOW_BITS = 27  # of the 52 explicit mantissa bits of fp64
 
@@ -61,7 +61,7 @@ class Buffers:
     def __init__(self, model: torch.nn.Module, kind: str, **where: Any) -> None:
         if kind not in ("average", "local"):
             raise HookConfigError(f"buffers={kind!r}: legal are 'average' and 'local'")
-        self._model = model
+        self._model, self._kind = model, kind
         self.shared = {name: b.clone() for name, b in buffers_of(model).items()} if kind == "average" else {}
         self.reducers = [Reducer(ExactMean(), self.shared, **where)] if self.shared else []
 
@@ -74,9 +74,38 @@ class Buffers:
         pairs = [(live, self.shared.get(name)) for name, live in self.live().items()]
         return [(live, shared) for live, shared in pairs if shared is not None and shared.shape == live.shape]
 
+    def check_names(self) -> None:
+        """Check that all floating-point buffers of the model are averaged.
+
+        Raises:
+            HookConfigError: a buffer was added or removed since.
+        """
+        if self._kind == "average" and (odd := sorted(buffers_of(self._model).keys() ^ self.shared.keys())):
+            raise HookConfigError(
+                f"the buffers {odd[:4]} were added or removed after the OuterOptimizer was made, so they are not averaged. "
+                "Make another OuterOptimizer on all ranks, or give buffers='local'"
+            )
+
     def average(self) -> dict[str, torch.Tensor]:
-        """Over the ranks; nothing is written yet."""
-        return self.reducers[0].average(self.live()) if self.reducers else {}
+        """Average over the ranks. Nothing is written yet.
+
+        Raises:
+            HookConfigError: on all ranks, if a rank's buffer has another shape than at construction.
+        """
+        if not self.reducers:
+            return {}
+        live, error = self.live(), None
+        for name, shared in self.shared.items():
+            if name not in live or live[name].shape != shared.shape:
+                shape = tuple(live[name].shape) if name in live else None
+                error = HookConfigError(
+                    f"the buffer {name!r} has shape {shape} and had {tuple(shared.shape)} when the OuterOptimizer was made, so "
+                    "it cannot be averaged: keep its shape, or give buffers='local'"
+                )
+        try:
+            return self.reducers[0].start(live, error=error).wait()
+        except RemoteHookError as remote:
+            raise HookConfigError(f"a peer could not average its buffers, so no rank has. {remote}") from remote
 
     def put(self, averaged: Mapping[str, torch.Tensor], *, live: bool = True) -> None:
         """What all ranks share from now on, if it is anything; this rank's own, too, if they are ``live``."""

@@ -73,13 +73,28 @@ class Fragment:
         # pseudo-gradient would take it back, and a start that moves by less than they can hold would not move at all.
         self._rest: dict[str, torch.Tensor] = {}
 
-    def begin(self, count: int) -> None:
-        """Start the exchange of what the inner steps have moved since the start."""
-        for name, start in self.starts.items():
-            torch.sub(start, self._held(name), out=self.reducer.tensors[name])
-        keep = self.mix == CARRY or self._alone
-        left = {name: self._held(name).clone() for name in self.starts} if keep else {}
-        self._exchange = self.reducer.start()
+    def begin(self, count: int, error: Exception | None = None) -> None:
+        """Start the exchange of what the inner steps have moved since the start.
+
+        Args:
+            count: inner steps done.
+            error: why this rank cannot contribute. All ranks raise when the exchange is received.
+        """
+        left: dict[str, torch.Tensor] = {}
+        try:
+            for name, start in self.starts.items() if error is None else ():
+                held = self._held(name)
+                if held.shape != start.shape:
+                    raise HookConfigError(
+                        f"the parameter {name!r} has shape {tuple(held.shape)} and had {tuple(start.shape)} when the "
+                        "OuterOptimizer was made: make another OuterOptimizer on all ranks"
+                    )
+                torch.sub(start, held, out=self.reducer.tensors[name])
+                if self.mix == CARRY or self._alone:
+                    left[name] = held.clone()
+        except Exception as own:  # raised here, it would leave the peers alone in their round
+            error = own
+        self._exchange = self.reducer.start(error=error)
         self._left, self.since = left, count
 
     def advance(self) -> None:

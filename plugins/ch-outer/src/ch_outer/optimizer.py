@@ -13,7 +13,7 @@ from ch_outer.fragment import Fragment, local, start_of
 from ch_outer.handover import handed, holds, join_parts, load_parts, refuse_foreign, take
 from ch_outer.inner import InnerOptimizer
 from ch_outer.joining import hand_over
-from ch_outer.parts import divide, facts_of, options_of, parameters_of, refuse_unfrozen, reshard, trained, write
+from ch_outer.parts import check_parameters, divide, facts_of, options_of, parameters_of, reshard, trained, write
 from ch_outer.rounds import FixedRounds, ManagedRounds, Manager, Rounds
 from ch_outer.schedule import Schedule
 from commhooks import HookConfigError, Reducer, StateError
@@ -113,12 +113,13 @@ class OuterOptimizer(InnerOptimizer):
         starts = {name: start_of(param) for name, param in params.items()}
         self.outer = (outer or _nesterov)(list(starts.values()))
         self.count, self.landed, self._model, self._finishing = 0, 0, model, False
+        self._failure: Exception | None = None  # an outer step that failed on this rank alone
         where: dict[str, Any] = {"process_group": process_group, "transport": transport, "manager": manager}
         where |= {"timeout": timeout, "verify_ranks": verify_ranks}
         self._device = next(iter(starts.values())).device
         self._fragments: list[Fragment] = []
-        self._frozen = parameters_of(model)[1]
-        facts = facts_of(model, starts, self._frozen, buffers, values=verify_ranks and manager is None)
+        self._exchanged = params
+        facts = facts_of(model, starts, parameters_of(model)[1], buffers, values=verify_ranks and manager is None)
         facts["outer step"] = [f"{self.schedule}, mix={mix}, buffers={buffers}", *options_of(self.outer)]
         if manager is not None:
             self._rounds: Rounds = ManagedRounds(manager, self.schedule, facts=facts, verify_ranks=verify_ranks)
@@ -184,18 +185,28 @@ class OuterOptimizer(InnerOptimizer):
 
     def _round(self, due: int, *, overlap: bool = False) -> bool:
         """Exchange the fragment whose turn it is; whether it has landed, or, in a job's first round, all have met."""
-        refuse_unfrozen(self._frozen)
         index = self._rounds.open(due)
         if self._finishing and self._goal is None:
             self._goal = self._rounds.committed(self.landed) + len(self._fragments)
         if index is None:
             return self._rounds.close()
         try:
-            self._fragments[index].begin(self.count)
+            self._fragments[index].begin(self.count, self._obstacle())
         except Exception:
             self._rounds.close()
             raise
         return False if overlap else self._land(index)
+
+    def _obstacle(self) -> Exception | None:
+        """Return why this rank cannot take part in a round. Raised before it, the error would leave the peers alone in it."""
+        try:
+            if self._failure is not None:
+                raise self._failure
+            check_parameters(self._model, self.optim, self._exchanged)
+            self._buffers.check_names()
+        except Exception as error:
+            return error
+        return None
 
     def _under_way(self) -> None:
         """Land what is due, advance the rest: in the order of their starts, the same on all ranks."""
@@ -231,7 +242,16 @@ class OuterOptimizer(InnerOptimizer):
         return True
 
     def _move_start(self, fragment: Fragment, *, healed: bool = False) -> None:
-        fragment.land(self.outer, healed=healed)
+        try:
+            fragment.land(self.outer, healed=healed)
+        except (
+            Exception
+        ) as error:  # an outer optimizer of the user: the peers have moved their starts, this rank has not
+            self._failure = StateError(
+                f"the outer step of an earlier round failed on this rank ({type(error).__name__}: {error}), so its start "
+                "differs from its peers': load a state_dict() on all ranks"
+            )
+            raise
         self.landed += 1
         reshard(self._model)
 
@@ -258,6 +278,7 @@ class OuterOptimizer(InnerOptimizer):
             reshard(self._model)
         self.count = given["count"] + self.count - since  # given when the round began
         self.landed = given["landed"]
+        self._failure = None
         self._taken += 1
 
     # -- between steps
@@ -395,6 +416,7 @@ class OuterOptimizer(InnerOptimizer):
         self.optim.load_state_dict(state_dict["inner"])
         self.outer.load_state_dict(state_dict["outer"])
         self.count, self.landed, self._rounds.met = state_dict["count"], state_dict["landed"], True
+        self._failure = None
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("an OuterOptimizer holds a process group and cannot be copied: save its state_dict()")

@@ -97,16 +97,34 @@ def facts_of(
     return facts
 
 
-def refuse_unfrozen(frozen: Mapping[str, torch.Tensor]) -> None:
-    """Refuse what would drift apart.
+def check_parameters(
+    model: torch.nn.Module, optim: torch.optim.Optimizer, exchanged: Mapping[str, torch.Tensor]
+) -> None:
+    """Check that all parameters that may move are exchanged. Others would differ between ranks.
+
+    Args:
+        model: the model as it is now.
+        optim: the inner optimizer as it is now.
+        exchanged: the parameters of all fragments by name, as found at construction.
 
     Raises:
-        HookConfigError: a parameter requires gradients now that is in no fragment.
+        HookConfigError: a parameter was unfrozen or added since, the inner optimizer steps a tensor that is no parameter of
+            the model, or a parameter has another shape.
     """
-    if found := [name for name, param in frozen.items() if param.requires_grad]:
+    reshard(model)  # FSDP2 shows gathered parameters, which are other tensors, until it reshards
+    known = {id(param) for param in exchanged.values()}
+    found, frozen = parameters_of(model)
+    if missing := [name for name, param in found.items() if id(param) not in known]:
         raise HookConfigError(
-            f"{found[:4]} did not require gradients when the outer optimizer was made, and are not exchanged: unfreeze them on "
-            "all ranks before, or make it anew"
+            f"{missing[:4]} require gradients and are not exchanged: they were added, replaced or unfrozen after the "
+            "OuterOptimizer was made. Call finish() first, change the model in the same way on all ranks, then make another "
+            "OuterOptimizer"
+        )
+    known |= {id(param) for param in (*found.values(), *frozen.values())}
+    if foreign := [tuple(p.shape) for group in optim.param_groups for p in group["params"] if id(p) not in known]:
+        raise HookConfigError(
+            f"the inner optimizer steps {len(foreign)} tensors that are no parameters of the model, of shapes {foreign[:4]}. "
+            "They would differ between ranks. Add them to the model before the OuterOptimizer is made"
         )
 
 

@@ -49,8 +49,8 @@ class Exchange:
     for after its first stage is started by the thread that calls them, and ranks match messages by their order alone.
     """
 
-    def __init__(self, reducer: "Reducer") -> None:
-        self._reducer, self._done = reducer, False
+    def __init__(self, reducer: "Reducer", error: BaseException | None = None) -> None:
+        self._reducer, self._error, self._done = reducer, error, False
 
     @property
     def done(self) -> bool:
@@ -202,24 +202,28 @@ class Reducer:
         """How many times in a row the next round waits for messages: so many :meth:`Exchange.advance` calls complete it."""
         return max(len(self._engine.plan(bucket.layout)) for bucket in self._buckets)
 
-    def start(self, tensors: Mapping[str, torch.Tensor] | None = None) -> Exchange:
+    def start(
+        self, tensors: Mapping[str, torch.Tensor] | None = None, *, error: BaseException | None = None
+    ) -> Exchange:
         """Start averaging, and return while the first messages are under way.
 
         Args:
-            tensors: this rank's contribution, copied; ``None``: what :attr:`tensors` hold.
+            tensors: this rank's contribution, copied; ``None``: what :attr:`tensors` hold. Other names or shapes than the
+                reducer was made for are such an ``error``: a HookConfigError.
+            error: why this rank cannot contribute. It takes part in the messages all the same, and :meth:`Exchange.wait`
+                raises on all ranks: this error here, a RemoteHookError on the peers.
 
         Raises:
             AttachError: over a manager, that nobody has asked for a quorum.
-            HookConfigError: other names or shapes than the reducer was made for.
             RuntimeError: the exchange before has not been waited for.
             TransportError, HookTimeoutError: the group is lost.
         """
         if self._running is not None:
             raise RuntimeError("the exchange before is still under way: wait() for it, or abandon() it on all ranks")
-        if tensors is not None:
-            self._fill(tensors)
+        if tensors is not None and error is None:
+            error = self._fill(tensors)
         self._binding.rounds += 1
-        self._running = Exchange(self)
+        self._running = Exchange(self, error)
         try:
             with torch.no_grad():
                 for bucket in self._buckets:
@@ -301,16 +305,18 @@ class Reducer:
 
             agree(self.handle.expr, {**fingerprint(self.handle, rows), **facts}, everyone)
 
-    def _fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _fill(self, tensors: Mapping[str, torch.Tensor]) -> HookConfigError | None:
+        """Copy this rank's contribution. Return an error, because raised here it would leave the peers in their round."""
         odd = set(tensors) ^ set(self.tensors) or {n for n, t in tensors.items() if t.shape != self.tensors[n].shape}
         if odd:
-            raise HookConfigError(
+            return HookConfigError(
                 f"this reducer averages {_shapes(self.tensors)}; given were {_shapes(tensors)}, which differs in "
                 f"{sorted(odd)[:6]}. Make a reducer for every set of tensors"
             )
         with torch.no_grad():
             for name, tensor in tensors.items():
                 self.tensors[name].copy_(tensor)
+        return None
 
     def _advance(self) -> None:
         with torch.no_grad(), self._side.on(self._buckets[-1].storage):
@@ -320,7 +326,7 @@ class Reducer:
         self._running = None
         storage = self._buckets[-1].storage
         with torch.no_grad(), self._side.on(storage):
-            error = self._engine.finish()
+            error = self._engine.finish(outside=exchange._error)
         self._side.join(storage)
         if error is None and self._binding.axis is None:
             # On CUDA a backward is told of its failure by the next one. Nobody may go on with this average until then.
