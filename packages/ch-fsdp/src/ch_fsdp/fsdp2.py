@@ -4,6 +4,7 @@ Axes: ``"shard"`` replaces the reduce-scatter inside the shard mesh, ``"replicat
 replicas. By default casts are put on both, other reductions on the replicate axis.
 """
 
+from collections.abc import Collection
 from functools import partial
 
 import torch
@@ -37,7 +38,6 @@ class FSDP2Binding(Binding):
 
     Attributes:
         engine: the replicate axis's engine if there is one, else the shard axis's.
-        layout: what that engine reduces: this rank's shards, or the flat gradients.
         group: the ranks of that engine.
         other_axes: further groups whose ranks load a state together.
         holder: the expression, ``None`` when detached.
@@ -45,7 +45,6 @@ class FSDP2Binding(Binding):
 
     def __init__(self, model: torch.nn.Module, handle: CommHook, options: AttachOptions) -> None:
         self.groups = param_groups(model)
-        self.params = [p for p in model.parameters() if p.requires_grad]
         for group in self.groups:
             group.reshard()
         self.reduction = reduction_of(handle)
@@ -75,13 +74,7 @@ class FSDP2Binding(Binding):
         self.steps = Steps(engines, self._inspect, relay, self._turns, self._due)
         self.engine: Engine | None = engines.get("replicate") or engines["shard"]
         self._named = not self._replicates and not fits_flat(self.reduction)
-        self.layout = (
-            shards_layout(self.groups)
-            if self._replicates
-            else whole_layout(self.groups)
-            if self._named
-            else unsharded_layout(self.groups)
-        )
+        self._trained = self._trainable()
         self._ready = False
         # A managed axis asks the optimizer itself: the manager's vote comes before.
         self._watch = (
@@ -89,6 +82,39 @@ class FSDP2Binding(Binding):
         )
         self._ends = BackwardEnds(model, self.steps.end, self.steps.abandon, replicas=self._replicates)
         self._place(handle)  # last: nothing after it can fail, and leave hooks in a model that has no handle
+
+    @property
+    def layout(self) -> BucketLayout:  # type: ignore[override]
+        """What the engine reduces: this rank's shards, whole parameters, or flat gradients.
+
+        Parameters may be thawed and frozen after attach. So this is the model as it is now, with the frozen parameters
+        that have entries in the state: neither saving nor loading may lose these.
+        """
+        if not (self._replicates or self._named):
+            return unsharded_layout(self.groups)
+        return (shards_layout if self._replicates else whole_layout)(self.groups, self._kept())
+
+    @property
+    def params(self) -> list[torch.Tensor]:  # type: ignore[override]
+        """The parameters of :attr:`layout`, in model order."""
+        kept = self._kept()
+        chosen = {name: None for group in self.groups for name in group.global_shapes(kept)}
+        held = {name: p for group in self.groups for name, p in group.sharded_params().items() if name in chosen}
+        order = model_order(self.groups)
+        return [held[name] for name in sorted(held, key=order.__getitem__)]
+
+    def _kept(self) -> set[str]:
+        return {name for name, _ in self.engine.state.held()} if self.engine is not None else set()
+
+    def _trainable(self) -> list[bool]:
+        return [p.requires_grad for group in self.groups for p in group.params]
+
+    def _follow_trainable(self) -> None:
+        """Tell the state, which may be saved without its handle, that parameters were thawed or frozen."""
+        trained = self._trainable()
+        if trained != self._trained and self.engine is not None and (self._replicates or self._named):
+            self._trained = trained
+            self.engine.state.follow(tuple((p.name, p.shape) for p in self.layout.params), self.params)
 
     @property
     def sums(self) -> bool:
@@ -237,6 +263,7 @@ class FSDP2Binding(Binding):
 
     def _inspect(self) -> CommHooksError | None:
         """At the end of a step: has every group called that has gradients?"""
+        self._follow_trainable()
         placed: list[ShardScatter | ReplicateHook] = [*self._comms, *self._hooks]
         lost = [one.group.name for one in placed if not one.in_place]
         if lost:
@@ -273,13 +300,13 @@ adapter.takes_manager = True  # type: ignore[attr-defined]  # commhooks.attach a
 adapter.idles_alone = True  # type: ignore[attr-defined]
 
 
-def shards_layout(groups: list[ParamGroup]) -> BucketLayout:
-    """This rank's shards of all groups as one virtual bucket, in model order."""
+def shards_layout(groups: list[ParamGroup], kept: Collection[str] = ()) -> BucketLayout:
+    """Return this rank's shards of all groups, and those of frozen parameters in ``kept``, as one virtual bucket."""
     order: dict[str, int] = {}
     entries: list[ParamLayout] = []
     offset = 0
     for group in groups:
-        layout = group.shards(group.reduce_dtype)
+        layout = group.shards(group.reduce_dtype, kept)
         entries += [ParamLayout(p.name, p.shape, p.stride, offset + p.offset) for p in layout.params]
         order |= group.order()
         offset += layout.numel
@@ -288,13 +315,18 @@ def shards_layout(groups: list[ParamGroup]) -> BucketLayout:
 
 
 def unsharded_layout(groups: list[ParamGroup]) -> BucketLayout:
-    """The flat gradients of all groups as one virtual bucket."""
+    """Return the flat gradients of all groups as one virtual bucket."""
     return flat_layout({g.name: g.unsharded_numel() for g in groups}, groups[0].reduce_dtype, groups[0].device)
 
 
-def whole_layout(groups: list[ParamGroup]) -> BucketLayout:
-    """The parameters of all groups, unsharded, as one virtual bucket in model order."""
-    shapes = {name: shape for group in groups for name, shape in group.global_shapes().items()}
-    order = {name.partition("[")[0]: at for group in groups for name, at in group.order().items()}
+def whole_layout(groups: list[ParamGroup], kept: Collection[str] = ()) -> BucketLayout:
+    """Return the unsharded parameters of all groups, and frozen ones in ``kept``, as one virtual bucket."""
+    shapes = {name: shape for group in groups for name, shape in group.global_shapes(kept).items()}
+    order = model_order(groups)
     ordered = {name: shapes[name] for name in sorted(shapes, key=order.__getitem__)}
     return BucketLayout.of_shapes(ordered, groups[0].reduce_dtype, groups[0].device)
+
+
+def model_order(groups: list[ParamGroup]) -> dict[str, int]:
+    """Return name -> position in the model of every parameter."""
+    return {name: at for group in groups for name, at in group.positions().items()}

@@ -7,6 +7,7 @@ in ``private_ends``, to 2-D meshes in ``native_mesh``, FSDP1's in ``private1``.
 
 import functools
 import math
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -158,8 +159,12 @@ class ParamGroup:
             return []
         return [self._fqn(p) for p in packed if getattr(p, "unsharded_grad_dtype", p.orig_dtype) is None]
 
-    def _packed(self) -> list[Any]:
-        """The trainable parameters, in the order in which the flat tensor holds them."""
+    def _packed(self, kept: Collection[str] = ()) -> list[Any]:
+        """Return the trainable parameters in the order of the flat tensor.
+
+        Args:
+            kept: names, with or without shard, of further parameters to include although they are frozen.
+        """
         params: list[Any] = self._group.fsdp_params
         by_dtype = hasattr(self._group, "_init_reduce_scatter_param_order")  # from torch 2.15 on
         if not hasattr(params[0], "orig_dtype"):  # torch does this at the first forward
@@ -168,7 +173,10 @@ class ParamGroup:
                 self._group._init_reduce_scatter_param_order()
         if by_dtype:
             params = [params[index] for index in self._group._reduce_scatter_param_indices]
-        return [p for p in params if p.sharded_param.requires_grad]
+        if not kept:
+            return [p for p in params if p.sharded_param.requires_grad]
+        also = [self._fqn(p) in kept or self._shard_name(p) in kept for p in params]
+        return [p for p, one in zip(params, also, strict=True) if one or p.sharded_param.requires_grad]
 
     def may_call_again(self, calls: int) -> bool:
         """Whether torch may hand over more of this group's gradients before it ends the backward.
@@ -224,19 +232,19 @@ class ParamGroup:
         """Elements of a reduce-scatter's input: the trainable parameters, padded."""
         return self.shards(self.reduce_dtype).numel * (self.shard_group.size() if self.shard_group is not None else 1)
 
-    def shards(self, dtype: torch.dtype) -> BucketLayout:
+    def shards(self, dtype: torch.dtype, kept: Collection[str] = ()) -> BucketLayout:
         """Names (``"w[0/2]"``) and shapes of this rank's shards, in the order of the flat tensor that the hook sees.
 
-        Valid when every trainable parameter is in it (``set_reduce_scatter_unused_params(True)``).
+        Valid when every trainable parameter is in it (``set_reduce_scatter_unused_params(True)``). With ``kept`` also
+        these frozen parameters have a place, which no flat tensor has.
         """
-        packed = self._packed()
+        packed = self._packed(kept)
         key = (dtype, tuple(map(id, packed)))
         if key not in self._layouts:
             entries, offset = [], 0
             for p in packed:
                 stride = tuple(p.contiguous_sharded_stride)
-                name = f"{self._fqn(p)}{coordinate(p.sharded_param)}"
-                entries.append(ParamLayout(name, tuple(p.sharded_size), stride, offset))
+                entries.append(ParamLayout(self._shard_name(p), tuple(p.sharded_size), stride, offset))
                 offset += math.prod(p.padded_sharded_param_size)
             self._layouts[key] = BucketLayout(entries, offset, dtype, self.device)
         return self._layouts[key]
@@ -302,15 +310,26 @@ class ParamGroup:
             for hook in list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
                 hook(param)
 
-    def global_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> unsharded shape of the trainable parameters."""
-        trainable = (p for p in self._group.fsdp_params if p.sharded_param.requires_grad)
-        return {self._fqn(p): tuple(p.sharded_param.shape) for p in trainable}
+    def global_shapes(self, kept: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
+        """Return name -> unsharded shape of the trainable parameters, and of the frozen ones in ``kept``."""
+        return {self._fqn(p): tuple(p.sharded_param.shape) for p in self._packed(kept)}
+
+    def positions(self) -> dict[str, int]:
+        """Return name -> position of the parameter in the model."""
+        position = {name: number for number, name in enumerate(self._names.values())}
+        return {(fqn := self._fqn(p)): position[fqn] for p in self._group.fsdp_params}
 
     def order(self) -> dict[str, int]:
-        """Name with its shard -> position of the parameter in the model."""
-        position = {name: number for number, name in enumerate(self._names.values())}
-        return {f"{(fqn := self._fqn(p))}{coordinate(p.sharded_param)}": position[fqn] for p in self._group.fsdp_params}
+        """Return name with its shard -> position of the parameter in the model."""
+        positions = self.positions()
+        return {self._shard_name(p): positions[self._fqn(p)] for p in self._group.fsdp_params}
+
+    def sharded_params(self) -> dict[str, torch.nn.Parameter]:
+        """Return name -> this rank's shard of every parameter, trainable or frozen."""
+        return {self._fqn(p): p.sharded_param for p in self._group.fsdp_params}
+
+    def _shard_name(self, param: Any) -> str:
+        return self._fqn(param) + coordinate(param.sharded_param)
 
     def _fqn(self, param: Any) -> str:
         info = param._module_info
