@@ -119,7 +119,7 @@ def body_during(rank: int, world: int) -> None:
     model(x).sum().backward()
     assert changed == [True], changed  # a late layer was updated before the first one had a gradient
     assert model.module.spare.weight.grad is not None  # and gradients are there afterwards, as without overlap
-    with pytest.raises(commhooks.HookConfigError, match="was updated in an earlier backward"):
+    with pytest.raises(commhooks.HookConfigError, match="was already updated in an earlier backward"):
         model(x).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -128,7 +128,7 @@ def body_during(rank: int, world: int) -> None:
     # A checkpoint goes through the wrapper, and into an optimizer without one.
     plain = MAKERS["sgd"](copy.deepcopy(model.module))
     plain.load_state_dict(optimizer.state_dict())
-    with pytest.raises(commhooks.HookNotSupportedError, match="belongs to a model's hook"):
+    with pytest.raises(commhooks.HookNotSupportedError, match="cannot be copied or pickled"):
         copy.deepcopy(optimizer)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(x).sum()).backward()

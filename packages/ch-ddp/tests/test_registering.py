@@ -117,9 +117,9 @@ def test_neither_form() -> None:
     other = enum.Enum("Other", "ONE")
     with pytest.raises(commhooks.HookConfigError, match="legal: ALLREDUCE"):
         register_ddp_comm_hook(other.ONE, nn.Linear(2, 2))
-    with pytest.raises(commhooks.HookConfigError, match="expected a wrapper's name or a callable"):
+    with pytest.raises(commhooks.HookConfigError, match="Give the name of a wrapper, or a callable"):
         register_ddp_comm_hook(nn.Linear(2, 2), None, "noop", 3)
-    with pytest.raises(commhooks.HookConfigError, match="ddp_comm_state= and state= are the same argument"):
+    with pytest.raises(commhooks.HookConfigError, match="ddp_comm_state= and state= are two names of one argument"):
         register_ddp_comm_hook(nn.Linear(2, 2), [1], "noop", state=[2])
 
 

@@ -1,4 +1,4 @@
-"""An all-gather that gradients flow through."""
+"""Differentiable all-gather."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from commhooks.adapters import TUNED, ProcessGroupTransport
 
 
 class AllGatherGrad(torch.autograd.Function):
-    """Gathers a tensor of every rank of a group and stacks them: ``(*shape)`` -> ``(W, *shape)``, in rank order.
+    """Gathers the tensors of all ranks and stacks them in rank order: ``(*shape)`` -> ``(world, *shape)``.
 
-    Backward: what reaches rank r is the sum over all ranks of the gradient of slice r, that is, the gradient of the
-    sum of all ranks' losses with respect to its tensor.
+    In backward, rank r receives the sum over all ranks of the gradient of slice r. That is the gradient of the sum of
+    all losses with respect to its tensor.
 
-    ``AllGatherGrad.apply(tensor, group)``: ``tensor`` has one shape and dtype on all ranks; without a group it is the
+    Call ``AllGatherGrad.apply(tensor, group)``. All ranks must pass the same shape and dtype. A group of None means the
     default group.
 
     Example:

@@ -1,9 +1,9 @@
-"""PyTorch's hook functions, by PyTorch's names and signatures: ``hook(process_group, bucket)``.
+"""PyTorch's hook functions, with PyTorch's names and signature ``hook(process_group, bucket)``.
 
-``None`` as process group is the default group, as in PyTorch; :func:`commhooks.attach` takes the model's own.
+A process group of None means the default group, as in PyTorch. :func:`commhooks.attach` uses the model's group.
 
-Under ``torch._dynamo.config.optimize_ddp = "python_reducer"`` DDP calls a hook once per parameter with a tuple
-``(grad, param)`` instead of a bucket and ignores what it returns; the stateless hooks do that too.
+Under ``torch._dynamo.config.optimize_ddp = "python_reducer"`` DDP passes ``(grad, param)`` of one parameter instead of
+a bucket, and ignores the result. The stateless hooks support this.
 """
 
 from typing import Any
@@ -26,11 +26,11 @@ def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) 
     """Average the bucket exactly.
 
     Args:
-        process_group: group to average over; ``None`` is the default group.
+        process_group: group to average over. None means the default group.
         bucket: DDP's bucket.
 
     Returns:
-        A future of the bucket's buffer, completed when the step's last bucket has been reduced.
+        A future of the bucket's buffer, ``(numel,)``. It completes when the step's last bucket has been reduced.
     """
     if _per_parameter(bucket):
         return _compiled(process_group, bucket, None)
@@ -40,9 +40,9 @@ def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) 
 def fp16_compress_hook(
     process_group: dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average with fp16 on the wire: divided by the world size, cast, summed, cast back to the buffer's dtype.
+    """Average with fp16 on the wire: divide by the world size, cast, sum, cast back to the buffer's dtype.
 
-    A gradient that overflows fp16 on its own after the division arrives as inf, never clamped.
+    A gradient that still overflows fp16 after the division arrives as Inf.
     """
     if _per_parameter(bucket):
         return _compiled(process_group, bucket, torch.float16)
@@ -64,7 +64,7 @@ bf16_hook = bf16_compress_hook  # pickle finds a function by its name
 
 
 def noop_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """No communication: a completed future of the local buffer. For measuring head-room only."""
+    """Return a completed future of the local buffer, without communication. Use it for measurements only."""
     if _per_parameter(bucket):
         return _unchanged(bucket)
     return _NOOP(state if isinstance(state, dist.ProcessGroup) else None, bucket)
@@ -76,16 +76,16 @@ for _function, _hook in (
     (bf16_compress_hook, _BF16),
     (noop_hook, _NOOP),
 ):
-    setattr(_function, "reduction", _hook.reduction)  # noqa: B010 - a function has no such attribute to a type checker
+    setattr(_function, "reduction", _hook.reduction)  # noqa: B010 - type checkers know no such attribute of functions
 
 
 def _per_parameter(bucket: object) -> bool:
-    """Whether this is compiled DDP's ``(grad, param)`` and not a bucket."""
+    """Return True if compiled DDP passed ``(grad, param)`` instead of a bucket."""
     return isinstance(bucket, tuple)
 
 
 def _unchanged(pair: Any) -> torch.futures.Future[torch.Tensor]:
-    """The gradient as it is, where the python reducer wants it."""
+    """Return the gradient unchanged, as the python reducer expects."""
     ignored: Any = pair[0]
     return ignored  # type: ignore[no-any-return]
 
@@ -93,7 +93,7 @@ def _unchanged(pair: Any) -> torch.futures.Future[torch.Tensor]:
 def _compiled(
     process_group: dist.ProcessGroup | None, pair: Any, wire: torch.dtype | None
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average one gradient in place with a functional collective, which torch.compile can trace."""
+    """Average one gradient in place with a functional collective, because torch.compile can trace it."""
     grad: torch.Tensor = pair[0]
     group = process_group if process_group is not None else dist.group.WORLD
     assert group is not None  # noqa: S101 - DDP needs one

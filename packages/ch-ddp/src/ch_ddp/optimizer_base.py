@@ -1,4 +1,4 @@
-"""An optimizer around another one: a real ``torch.optim.Optimizer`` that shares everything with what it wraps."""
+"""Base of optimizers that wrap another optimizer and share its groups and state."""
 
 import inspect
 from collections.abc import Callable
@@ -14,24 +14,23 @@ _SHARED = ("param_groups", "state", "defaults")
 class WrappedOptimizer(Optimizer):
     """Base of optimizers that add something to :meth:`step`.
 
-    ``param_groups``, ``state`` and ``defaults`` are the wrapped optimizer's own at every moment, also after
-    ``load_state_dict``, which replaces them; schedulers, ``GradScaler`` and step hooks take this for the optimizer it
-    is.
+    ``param_groups``, ``state`` and ``defaults`` always are those of the wrapped optimizer, also after ``load_state_dict``
+    replaced them. Schedulers, ``GradScaler`` and step hooks work as with the wrapped optimizer.
 
     Args:
-        optim: the optimizer to wrap.
+        optim: optimizer to wrap.
 
     Raises:
-        HookConfigError: it is none.
+        HookConfigError: ``optim`` is no ``torch.optim.Optimizer``.
     """
 
     optim: Optimizer
 
     def __init__(self, optim: Optimizer) -> None:
         if not isinstance(optim, Optimizer):
-            raise HookConfigError(f"expected a torch.optim.Optimizer to wrap, got {type(optim).__name__}")
+            raise HookConfigError(f"got a {type(optim).__name__}. Give a torch.optim.Optimizer to wrap")
         super().__init__([{"params": list(group["params"])} for group in optim.param_groups], {})
-        for name in _SHARED:  # from here on found by __getattr__
+        for name in _SHARED:  # so that __getattr__ finds those of the wrapped optimizer
             del self.__dict__[name]
         self.optim = optim
 
@@ -41,13 +40,15 @@ class WrappedOptimizer(Optimizer):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _SHARED and "optim" in self.__dict__:  # Accelerate sets them; here they would hide the wrapped one's
+        if (
+            name in _SHARED and "optim" in self.__dict__
+        ):  # Accelerate sets them; own attributes would hide the wrapped ones
             setattr(self.optim, name, value)
         else:
             super().__setattr__(name, value)
 
     def inner_step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The wrapped optimizer's step."""
+        """Run the wrapped optimizer's step."""
         return self.optim.step() if closure is None else self.optim.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -56,7 +57,7 @@ class WrappedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if "optim" in self.__dict__:
             self.optim.add_param_group(param_group)
-        else:  # from Optimizer.__init__
+        else:  # called by Optimizer.__init__
             super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,6 +89,6 @@ class WrappedOptimizer(Optimizer):
 
 
 def needs_closure(optim: Optimizer) -> bool:
-    """Whether ``step()`` cannot do without a closure: it evaluates the model several times, as LBFGS does."""
+    """Return True if ``step()`` requires a closure, as that of LBFGS does."""
     parameters = inspect.signature(type(optim).step).parameters.values()
     return any(p.name == "closure" and p.default is p.empty for p in parameters)

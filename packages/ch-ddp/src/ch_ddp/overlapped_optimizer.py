@@ -1,7 +1,7 @@
-"""Optimizer overlap: a bucket's parameters are updated as soon as the bucket is reduced, during the backward.
+"""Optimizer overlap: updates a bucket's parameters as soon as the bucket is reduced, during the backward.
 
-The update of early buckets then costs no time after the backward, and on a GPU runs beside it. It is the wrapped
-optimizer's own ``step`` on the parameters of one bucket, so the result is that of the separate optimizer, to the bit.
+Early buckets then need no update after the backward. Each update is the wrapped optimizer's own ``step`` on the
+parameters of one bucket, so the result equals a separate optimizer step to the bit.
 """
 
 import inspect
@@ -20,23 +20,22 @@ from commhooks import Bucket, CommHook, HookConfigError, HookNotSupportedError
 class OverlappedOptimizer(WrappedOptimizer):
     """An optimizer that updates each bucket's parameters inside ``backward()``.
 
-    The training loop stays as it is: :meth:`step` updates what no bucket has brought (parameters outside the model,
-    those without a gradient on this rank until the end of the backward), runs the step hooks once, and starts the next
-    step. Backward passes under ``no_sync()`` update nothing. Works over every hook; over a foreign one, whose results
-    are checked together, the updates come at the end of the backward.
+    The training loop needs no change. :meth:`step` updates all remaining parameters (those outside the model, and those
+    without a gradient on this rank), runs the step hooks once, and starts the next step. Backwards under ``no_sync()``
+    update nothing. Every hook works. With a foreign hook all updates happen at the end of the backward.
+
+    Gradient clipping between backward and step has no effect. If ``backward()`` raises, some parameters may be updated
+    and others not, differently on each rank. Continue from a checkpoint then. A second synchronised backward before
+    :meth:`step` is an error for the same reason.
 
     Args:
-        optim: any optimizer that treats parameters one by one, as all of ``torch.optim`` but ``LBFGS`` do.
-        handle: the hook, attached to a DDP model.
+        optim: optimizer that treats each parameter separately, as all of ``torch.optim`` except ``LBFGS`` do.
+        handle: handle attached to a DDP model.
 
     Raises:
         HookConfigError: ``optim`` needs a closure, or has no parameter of the model.
-        HookNotSupportedError: the handle is not attached to a DDP model. A ``GradScaler`` raises it too: gradients
-            would have to be unscaled before they are used.
-
-    What changes gradients between backward and step (clipping) comes too late. When ``backward()`` raises, some
-    parameters may have been updated and others not, differently on each rank: go on from a checkpoint. A second
-    synchronised backward before :meth:`step` is an error for the same reason.
+        HookNotSupportedError: the handle is not attached to a DDP model, or a ``GradScaler`` steps this optimizer. The
+            scaler would have to unscale gradients before their use.
 
     Example:
         >>> import commhooks, torch.distributed as dist
@@ -57,20 +56,24 @@ class OverlappedOptimizer(WrappedOptimizer):
     def __init__(self, optim: Optimizer, handle: CommHook) -> None:
         super().__init__(optim)
         if needs_closure(optim):
-            raise HookConfigError(f"{type(optim).__name__} needs a closure at every step, and so cannot be overlapped")
+            raise HookConfigError(
+                f"{type(optim).__name__} needs a closure at every step, so it cannot overlap. Give an optimizer without one"
+            )
         binding: object = handle.binding
         if not isinstance(binding, DDPBinding):
             raise HookNotSupportedError(
-                f"{handle!r}: an optimizer overlaps with a hook that is attached to DistributedDataParallel"
+                f"{handle!r} is not attached to a DistributedDataParallel model. Attach it first, then make the optimizer"
             )
         self._names: Mapping[int, str] = binding.names
         self._updated: set[int] = set()
         if not self._by_name():
-            raise HookConfigError("none of the optimizer's parameters is a parameter of the model")
+            raise HookConfigError(
+                "the optimizer has no parameter of the model. Give it parameters of the attached model"
+            )
         binding.on_reduced(self._reduced)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """End the step: update the remaining parameters; returns what ``closure``, called first, did."""
+        """Update the remaining parameters and end the step. Return the result of ``closure``, which runs first."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -82,10 +85,10 @@ class OverlappedOptimizer(WrappedOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Asked by ``GradScaler.step``, the one place where a scaler can be told."""
+        """Refuse a ``GradScaler``, whose ``step`` reads this property."""
         raise HookNotSupportedError(
-            "OverlappedOptimizer has used the gradients before GradScaler could unscale them: train in bf16, which "
-            "needs no scaler, or use the optimizer without overlap"
+            "OverlappedOptimizer uses gradients before GradScaler can unscale them. Train in bf16, which needs no scaler, "
+            "or use the optimizer without overlap"
         )
 
     def _by_name(self) -> dict[str, torch.Tensor]:
@@ -93,10 +96,10 @@ class OverlappedOptimizer(WrappedOptimizer):
         return {self._names[id(p)]: p for p in params if id(p) in self._names}
 
     def _reduced(self, bucket: Bucket) -> None:
-        """Update the parameters of a bucket with the average it holds.
+        """Update the parameters of a bucket that holds the average.
 
-        One without a gradient of its own (unused on this rank) is left to :meth:`step`: only at the end of the
-        backward does DDP know whether another rank used it.
+        :meth:`step` updates a parameter that this rank did not use, because DDP knows only at the end of the backward
+        if another rank used it.
         """
         known = self._by_name()
         chosen = {p.name: known[p.name] for p in bucket.params if p.name in known}
@@ -104,8 +107,8 @@ class OverlappedOptimizer(WrappedOptimizer):
         again = sorted(name for name, p in ready.items() if id(p) in self._updated)
         if again:
             raise HookConfigError(
-                f"{again[0]!r} was updated in an earlier backward and step() has not been called since: accumulate "
-                "gradients under model.no_sync()"
+                f"{again[0]!r} was already updated in an earlier backward of this step. Accumulate gradients under "
+                "model.no_sync(), or call step() after each backward"
             )
         kept = [(p, p.grad) for p in ready.values()]
         try:
@@ -122,7 +125,7 @@ class OverlappedOptimizer(WrappedOptimizer):
 
     @contextmanager
     def _only(self, keep: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-        """Let the wrapped optimizer see some of its parameters only; their state is found by the parameter."""
+        """Restrict the wrapped optimizer to some of its parameters. Its state is keyed by parameter."""
         groups = self.optim.param_groups
         parts = ({**group, "params": [p for p in group["params"] if keep(p)]} for group in groups)
         self.optim.param_groups = [part for part in parts if part["params"]]
@@ -132,12 +135,12 @@ class OverlappedOptimizer(WrappedOptimizer):
             self.optim.param_groups = groups
 
     def __getstate__(self) -> dict[str, Any]:
-        raise HookNotSupportedError("OverlappedOptimizer belongs to a model's hook; copy or save its state_dict()")
+        raise HookNotSupportedError("an OverlappedOptimizer cannot be copied or pickled. Save its state_dict() instead")
 
 
 def _without_hooks(optim: Optimizer) -> None:
-    """One ``step()`` that runs no step hooks: they run once a step, not once a bucket."""
+    """Run ``step()`` without step hooks, which must run once per step instead of once per bucket."""
     step = type(optim).step
-    if getattr(step, "hooked", False):  # torch has wrapped it in what runs the hooks
+    if getattr(step, "hooked", False):  # torch's wrapper runs the hooks
         step = inspect.getattr_static(step, "__wrapped__")
     step(optim)

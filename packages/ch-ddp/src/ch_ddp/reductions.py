@@ -1,4 +1,4 @@
-"""The stateless reductions: exact average, 16-bit averages, and nothing at all."""
+"""Stateless reductions: the exact average, 16-bit averages, and no communication."""
 
 from typing import Literal
 
@@ -9,22 +9,22 @@ Rounding = Literal["nearest", "stochastic"]
 
 
 def allreduce() -> Plain:
-    """The exact average; to the bit what DDP computes without a hook."""
+    """Return the exact average, equal to the bit to DDP without a hook."""
     return Plain()
 
 
 def fp16_compress(accumulate: Accumulate = "wire", rounding: Rounding = "nearest") -> WireCast:
-    """The average with fp16 on the wire. Divided before the cast: 66 000 on one rank of two survives."""
+    """Return the average with fp16 on the wire. The division comes before the cast, so 66 000 on one of two ranks fits."""
     return WireCast(Plain(), "fp16", accumulate=accumulate, rounding=rounding, name="fp16_compress")
 
 
 def bf16_compress(accumulate: Accumulate = "wire", rounding: Rounding = "nearest") -> WireCast:
-    """The average with bf16 on the wire, on every backend that reduces bf16 (gloo does)."""
+    """Return the average with bf16 on the wire, for every backend that reduces bf16 (gloo does)."""
     return WireCast(Plain(), "bf16", accumulate=accumulate, rounding=rounding, name="bf16_compress")
 
 
 class Noop(Reduction):
-    """No communication: every rank keeps its own gradient. For measuring head-room, not for training."""
+    """No communication: every rank keeps its own gradient. Use it for measurements, not for training."""
 
     name = "noop"
     collectives = frozenset()
@@ -36,5 +36,5 @@ class Noop(Reduction):
 
 
 def noop() -> Noop:
-    """See :class:`Noop`."""
+    """Return :class:`Noop`."""
     return Noop()

@@ -1,6 +1,6 @@
-"""``register_ddp_comm_hook``: PyTorch's function of that name, and Lightning's.
+"""``register_ddp_comm_hook`` with the signatures of PyTorch's and of Lightning's function of that name.
 
-Told apart by the first argument: a :class:`DDPCommHookType` for PyTorch's, a model for Lightning's.
+The first argument decides: a :class:`DDPCommHookType` selects PyTorch's signature, a model selects Lightning's.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,9 +18,9 @@ What = str | Mapping[str, Any] | Callable[..., Any] | Reduction
 
 
 class DDPCommHookType(Enum):
-    """PyTorch's ten built-in hooks; the values are expressions.
+    """PyTorch's ten built-in hooks. The values are expressions.
 
-    PowerSGD starts compressing at step 1000, as PyTorch's does.
+    PowerSGD starts to compress at step 1000, as in PyTorch.
     """
 
     ALLREDUCE = "allreduce"
@@ -51,31 +51,30 @@ def register_ddp_comm_hook(comm_hook_type: Enum, model: torch.nn.Module, state: 
 
 
 def register_ddp_comm_hook(*args: Any, **kwargs: Any) -> CommHook | None:  # noqa: D417 - two forms, named below
-    """Attach a hook to a DDP model, by PyTorch's arguments or by Lightning's.
+    """Attach a hook to a DDP model, with PyTorch's arguments or with Lightning's.
 
     PyTorch's ``(comm_hook_type, model, state=None)``:
 
     Args:
-        comm_hook_type: a :class:`DDPCommHookType`, ours or PyTorch's.
-        model: the DDP model.
-        state: the process group to use; ``None`` is the model's own.
+        comm_hook_type: :class:`DDPCommHookType` of this package or of PyTorch.
+        model: DDP model.
+        state: process group to use. None means the model's group.
 
     Lightning's ``(model, ddp_comm_state=None, ddp_comm_hook=None, ddp_comm_wrapper=None)``:
 
     Args:
-        model: the DDP model.
-        ddp_comm_state: the hook's state, or the process group of one that has none; also by the name ``state``, as
-            Lightning's examples have it.
-        ddp_comm_hook: a hook: a name, an expression, a dict, or any callable, partials and objects included; without
-            one nothing happens.
-        ddp_comm_wrapper: a wrapper, by name or as a callable, to put around it.
+        model: DDP model.
+        ddp_comm_state: state of the hook, or the process group of a stateless hook. ``state`` is accepted as a second
+            name, because Lightning's examples use it.
+        ddp_comm_hook: name, expression, dict, or callable (function, partial or object). None attaches nothing.
+        ddp_comm_wrapper: wrapper around the hook, as a name or a callable.
 
     Returns:
-        The handle; ``None`` if there was no hook to register.
+        The handle, or None if there is no hook.
 
     Raises:
-        HookConfigError: neither form, or a hook or wrapper of the wrong kind.
-        AttachError: the model is not DDP's, or has a hook.
+        HookConfigError: the arguments match neither signature, or hook or wrapper have a wrong kind.
+        AttachError: the model is no DDP model, or already has a hook.
 
     Example:
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -92,7 +91,7 @@ def register_ddp_comm_hook(*args: Any, **kwargs: Any) -> CommHook | None:  # noq
 def _by_type(comm_hook_type: Enum, model: torch.nn.Module, state: object | None = None) -> CommHook:
     if comm_hook_type.name not in DDPCommHookType.__members__:
         legal = ", ".join(DDPCommHookType.__members__)
-        raise HookConfigError(f"{comm_hook_type!r} is not a DDPCommHookType; legal: {legal}")
+        raise HookConfigError(f"{comm_hook_type!r} is not a DDPCommHookType. Legal members: {legal}")
     return _attach(model, DDPCommHookType[comm_hook_type.name].value, state)
 
 
@@ -105,7 +104,7 @@ def _as_lightning(
     state: object | None = None,
 ) -> CommHook | None:
     if state is not None and ddp_comm_state is not None:
-        raise HookConfigError("ddp_comm_state= and state= are the same argument; give one of them")
+        raise HookConfigError("ddp_comm_state= and state= are two names of one argument. Give only one of them")
     ddp_comm_state = state if ddp_comm_state is None else ddp_comm_state
     if ddp_comm_hook is None:
         return None
@@ -121,18 +120,18 @@ def _wrapped(wrapper: str | Callable[..., Any], hook: What) -> What:
     if isinstance(hook, str | Mapping):
         hook = commhooks.create(hook).built
     if not callable(wrapper):
-        raise HookConfigError(f"ddp_comm_wrapper={wrapper!r:.80}: expected a wrapper's name or a callable")
+        raise HookConfigError(f"ddp_comm_wrapper={wrapper!r:.80} is illegal. Give the name of a wrapper, or a callable")
     wrapped: What = wrapper(hook)
     return wrapped
 
 
 def _attach(model: torch.nn.Module, hook: What, state: object | None) -> CommHook:
-    """A process group as state is where to reduce; a reduction has no other use for it."""
+    """Attach the hook. For a reduction, a process group given as state is the group to reduce over."""
     if isinstance(state, dist.ProcessGroup) and not _foreign(hook):
         return commhooks.attach(model, hook, process_group=state)
     return commhooks.attach(model, hook, state=state)
 
 
 def _foreign(hook: What) -> bool:
-    """Whether a callable is none of our hooks, and so takes a process group as its own state."""
+    """Return True if the hook is a foreign callable, which receives a process group as its state."""
     return callable(hook) and not isinstance(hook, Reduction) and not hasattr(hook, "reduction")

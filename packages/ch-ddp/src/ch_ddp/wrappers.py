@@ -1,7 +1,7 @@
-"""The 16-bit wrappers.
+"""Wrappers that send 16 bits.
 
-Around one of our reductions or hooks, a wrapper changes what travels: collectives are cast, the algebra and the state
-stay in their own precision. Around a foreign hook it casts the bucket before the hook and its result back after it.
+Around a reduction, or a hook made from one, a wrapper casts the messages. Algebra and state keep their precision. Around
+a foreign hook it casts the bucket before the hook runs, and casts the result back.
 """
 
 from collections.abc import Callable
@@ -21,19 +21,19 @@ Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 def fp16_compress_wrapper(
     hook: Hook | Reduction, *, accumulate: Accumulate = "wire", rounding: Rounding = "nearest"
 ) -> Any:
-    """``hook`` with fp16 on the wire.
+    """Return ``hook`` with fp16 on the wire.
 
     Args:
-        hook: a reduction, one of our hooks, or any ``(state, bucket) -> Future``.
-        accumulate: ``"wire"``, or ``"fp32"`` to sum in fp32 (our reductions only).
-        rounding: ``"nearest"`` or ``"stochastic"`` (our reductions only).
+        hook: reduction, hook made from a reduction, or any ``(state, bucket) -> Future``.
+        accumulate: ``"wire"`` sums in 16 bits, ``"fp32"`` in fp32 (reductions only).
+        rounding: ``"nearest"`` or ``"stochastic"`` (reductions only).
 
     Returns:
-        A reduction for a reduction, a hook for a hook. The result has the bucket's own dtype; it can be pickled if
-        ``hook`` can, and wrapped again.
+        A reduction for a reduction, a hook for a hook. The average has the bucket's dtype. The result pickles if
+        ``hook`` does, and may be wrapped again.
 
     Raises:
-        HookConfigError: the hook sends nothing that could be cast, or cannot take the options.
+        HookConfigError: the hook sends nothing that could be cast, or does not support the options.
 
     Example:
         >>> from ch_ddp import allreduce_hook, fp16_compress_wrapper
@@ -46,21 +46,21 @@ def fp16_compress_wrapper(
 def bf16_compress_wrapper(
     hook: Hook | Reduction, *, accumulate: Accumulate = "wire", rounding: Rounding = "nearest"
 ) -> Any:
-    """``hook`` with bf16 on the wire; see :func:`fp16_compress_wrapper`."""
+    """Return ``hook`` with bf16 on the wire. Arguments are those of :func:`fp16_compress_wrapper`."""
     return _wrap(hook, "bf16", accumulate, rounding)
 
 
 def _wrap(hook: Hook | Reduction, dtype: Dtype, accumulate: Accumulate, rounding: Rounding) -> Any:
     carried = hook if isinstance(hook, Reduction) else getattr(hook, "reduction", None)
     if isinstance(carried, Reduction) or callable(carried):
-        make = partial(_cast, dtype=dtype, accumulate=accumulate, rounding=rounding)  # no lambda: hooks are pickled
+        make = partial(_cast, dtype=dtype, accumulate=accumulate, rounding=rounding)  # a lambda would not pickle
         return composed(f"{dtype}_wrapper", [hook], make)
     if not callable(hook):
-        raise HookConfigError(f"{dtype}_wrapper wraps a reduction or a hook function, got {type(hook).__name__}")
+        raise HookConfigError(f"{dtype}_wrapper got a {type(hook).__name__}. Give a reduction or a hook function")
     if (accumulate, rounding) != ("wire", "nearest"):
         raise HookConfigError(
-            f"{dtype}_wrapper casts a foreign hook's bucket and sees no collective: accumulate={accumulate!r}, "
-            f"rounding={rounding!r} cannot be applied; leave them out"
+            f"{dtype}_wrapper cannot apply accumulate={accumulate!r} and rounding={rounding!r} to a foreign hook, because it "
+            "does not see the hook's collectives. Leave both options out"
         )
     return CastBucket(hook, dtype)
 
@@ -70,7 +70,7 @@ def _cast(parts: list[Reduction], dtype: Dtype, accumulate: Accumulate, rounding
 
 
 class CastBucket:
-    """A foreign hook that is given the bucket in 16 bits; its result is cast back into the original buffer."""
+    """Foreign hook that receives the bucket in 16 bits. Its result is cast back into the original buffer."""
 
     def __init__(self, hook: Hook, dtype: Dtype) -> None:
         self.hook, self.dtype = hook, dtype

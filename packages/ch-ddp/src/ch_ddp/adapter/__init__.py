@@ -1,4 +1,4 @@
-"""The adapter for ``DistributedDataParallel``, and what a class derived from it is driven with."""
+"""Adapter for ``DistributedDataParallel``, with the parts that classes derived from DDP build on."""
 
 from typing import TYPE_CHECKING
 
