@@ -33,7 +33,7 @@ ORDER = (  # of ch-core: a module imports from its own line and from those below
     "state fsdp_states encoding param_table state_owner",
     "transport casting",
     "numerics scratch shards",
-    "bucket requests volume errors log typing _lazy",
+    "bucket device requests volume errors log typing _lazy",
 )
 PACKAGES = (
     "ch_bench",

@@ -9,7 +9,7 @@ import torch
 from ch_ddp.adapter.foreign import Control
 from ch_ddp.adapter.result_checks import gradient_checksum
 from commhooks import AllReduce, Bucket, Reduction
-from commhooks.engine.status import Status
+from commhooks.engine.outcome import Status
 from commhooks.errors import RemoteHookError
 from commhooks.simulate import SimulatedRank, simulate
 

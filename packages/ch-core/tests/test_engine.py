@@ -14,8 +14,8 @@ from commhooks.bucket import Bucket
 from commhooks.compositions.error_feedback import ErrorFeedback
 from commhooks.compositions.wire_cast import WireCast
 from commhooks.engine.engine import Engine
-from commhooks.engine.sampling import Recording
 from commhooks.engine.schedule import TUNED, CpuTuning
+from commhooks.engine.stats import Recording
 from commhooks.errors import HookConfigError, HookResultError, HookTimeoutError, RemoteHookError, TransportError
 from commhooks.reduction import Plain, Reduction, StepContext
 from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Wire

@@ -281,9 +281,9 @@ def test_a_reduction_that_raises_before_it_is_a_generator_is_heard_of() -> None:
     assert simulate(2, body) == [["NoneType", "RemoteHookError"], ["NoneType", "ArithmeticError"]]
 
 
-@pytest.mark.parametrize(("ends", "last"), [(True, Phase.COMMITTED), (False, Phase.ROLLED_BACK)])
-def test_an_outcome_has_one_life(ends: bool, last: Phase) -> None:
-    def body(rank: SimulatedRank) -> list[Phase]:
+@pytest.mark.parametrize("ends", [True, False])
+def test_an_outcome_has_one_life(ends: bool) -> None:
+    def body(rank: SimulatedRank) -> tuple[list[Phase], list[bool], int]:
         engine, says = rank.engine(Counts()), Says()
         engine.set_judge(says)
         says.answer = None
@@ -297,11 +297,14 @@ def test_an_outcome_has_one_life(ends: bool, last: Phase) -> None:
         life.append(outcome.phase)
         one_step(engine)  # on top of it
         life.append(outcome.phase)
+        tentative = [engine.state.tentative]
         says.answer = ends
         assert engine.resolve_step() is ends
-        return [*life, outcome.phase, engine.outcome.phase]
+        tentative.append(engine.state.tentative)
+        return [*life, outcome.phase, engine.outcome.phase], tentative, engine.state.step
 
-    assert simulate(2, body)[1] == [Phase.OPEN] * 2 + [Phase.DECIDED] * 2 + [Phase.TENTATIVE] * 2 + [last, last]
+    life = [Phase.OPEN] * 2 + [Phase.DECIDED] * 2 + [Phase.SETTLED] * 4
+    assert simulate(2, body)[1] == (life, [True, False], 2 if ends else 0)
 
 
 def test_a_step_that_never_finishes_was_never() -> None:
@@ -314,7 +317,7 @@ def test_a_step_that_never_finishes_was_never() -> None:
         engine.resolve_step()
         return outcome.phase, engine.in_step, engine.state.step
 
-    assert simulate(2, body) == [(Phase.ROLLED_BACK, False, 1)] * 2
+    assert simulate(2, body) == [(Phase.SETTLED, False, 1)] * 2
 
 
 def test_ranks_that_judge_a_step_differently_are_told() -> None:

@@ -10,8 +10,8 @@ import torch
 
 from commhooks.bucket import Bucket
 from commhooks.compositions.wire_cast import WireCast
-from commhooks.engine.stage import Stage
-from commhooks.engine.status import finiteness
+from commhooks.engine.collectives import Stage
+from commhooks.engine.outcome import finiteness
 from commhooks.errors import RemoteHookError
 from commhooks.reduction import Plain, Reduction, StepContext
 from commhooks.requests import AllGather, AllReduce
@@ -176,8 +176,8 @@ class Halves(Reduction):
 @pytest.mark.parametrize("where", ["before", "after", "nowhere"])
 def test_a_failure_that_is_told_late_leaves_nan_on_every_rank(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA: a scaler skips the step on all ranks, or on none. Of bytes that were gathered nothing shows by itself."""
-    monkeypatch.setattr("commhooks.engine.outcome.told_late", lambda device: True)
-    monkeypatch.setattr("commhooks.engine.engine.told_late", lambda device: True)
+    monkeypatch.setattr("commhooks.engine.outcome.is_asynchronous", lambda device: True)
+    monkeypatch.setattr("commhooks.engine.engine.is_asynchronous", lambda device: True)
 
     def body(rank: SimulatedRank) -> tuple[BaseException | None, list[bool], list[float]]:
         engine, found = rank.engine(Halves(where)), []

@@ -10,8 +10,8 @@ import torch
 import commhooks
 from commhooks.bucket import Bucket, BucketLayout
 from commhooks.compositions.wire_cast import WireCast
+from commhooks.engine.collectives import void_requests
 from commhooks.engine.engine import Engine
-from commhooks.engine.void_requests import void_requests
 from commhooks.errors import HookConfigError
 from commhooks.handle import CommHook
 from commhooks.reduction import Plain, Reduction, StepContext

@@ -21,7 +21,7 @@ from commhooks import (
 from commhooks.compositions.error_feedback import error_feedback
 from commhooks.compositions.policy import policy
 from commhooks.compositions.warmup import warmup
-from commhooks.engine.residual_stats import residual_figures
+from commhooks.engine.stats import residual_figures
 from commhooks.registry.expression import canonical
 from commhooks.simulate import SimulatedRank, simulate
 
@@ -52,7 +52,7 @@ def test_what_error_feedback_holds_back_is_told_of_transposed_parameters_too() -
                 bucket.view("w").copy_(gradient)
                 engine.submit(bucket)
                 assert engine.finish() is None
-                figures = residual_figures(engine)
+                figures = residual_figures(engine.residual_norms())
                 engine.rollback()
             return figures
 

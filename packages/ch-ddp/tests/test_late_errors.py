@@ -43,7 +43,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[DistributedDataParallel]:
 
     def late(self: Any, *args: Any) -> None:
         send(self, *args)
-        self._on_cuda = True
+        self._reads_late = True
 
     monkeypatch.setattr(StepOutcome, "send", late)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

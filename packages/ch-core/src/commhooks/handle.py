@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.adapters.base import Binding
-from commhooks.engine.residual_stats import residual_figures
+from commhooks.engine.stats import residual_figures
 from commhooks.errors import AttachError
 from commhooks.fingerprint import levels
 from commhooks.reduction import Plain, Reduction
@@ -141,7 +141,10 @@ class CommHook:
         if self._binding is None and self._last is not None:
             return dict(self._last)
         engine = self._bound().engine
-        return self._bound().stats() | (residual_figures(engine) if detail and engine is not None else {})
+        figures = self._bound().stats()
+        if detail and engine is not None:
+            figures |= residual_figures(engine.residual_norms())
+        return figures
 
     def plan(self) -> list[PlanRow]:
         """How each parameter is treated at the present step, in model order."""

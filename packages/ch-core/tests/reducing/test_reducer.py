@@ -222,8 +222,8 @@ def test_over_gloo_two_at_once() -> None:
 
 def test_a_failure_on_a_gpu_is_told_by_the_round_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backward on a GPU is told by the next one; an average is used at once, and would be NaN by then."""
-    monkeypatch.setattr("commhooks.engine.outcome.told_late", lambda device: True)
-    monkeypatch.setattr("commhooks.engine.engine.told_late", lambda device: True)
+    monkeypatch.setattr("commhooks.engine.outcome.is_asynchronous", lambda device: True)
+    monkeypatch.setattr("commhooks.engine.engine.is_asynchronous", lambda device: True)
 
     def body(rank: SimulatedRank) -> list[str]:  # two dtypes, two buckets a round
         reducer = Reducer(TwoStages(broken=(1, 3)), mine(rank.rank, 2), transport=rank.transport)

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ch_fsdp.flat_reduction import FlatSum, flat_bucket, flat_version
 from commhooks import DefaultState, LowPrecisionState, Plain, Reduction, WireCast
-from commhooks.adapters import Immediate, ProcessGroupTransport
+from commhooks.adapters import ProcessGroupTransport, StatelessEngine
 
 __all__ = [
     "DefaultState",
@@ -95,7 +95,7 @@ class _Bare:
     """What the plain hooks keep for one process group, but not the group: it would live for ever."""
 
     def __init__(self) -> None:
-        self.runner = Immediate()
+        self.runner = StatelessEngine()
         self.sums: dict[tuple[int, bool], tuple[FlatSum, Reduction]] = {}
 
     def run(self, reduction: Reduction, state: Factors, grad: torch.Tensor, output: torch.Tensor | None) -> None:

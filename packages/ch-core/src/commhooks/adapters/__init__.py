@@ -1,54 +1,55 @@
-"""The API of an adapter's author: what puts a hook in place on another kind of wrapped model builds on this alone.
+"""The API for authors of adapters, which put a hook in place on other kinds of wrapped models.
 
-An adapter is a function ``adapter(model, handle, options) -> Binding``, named with the wrapper's class by the plugin hook
-``commhooks_adapter``; :func:`commhooks.attach` calls it. It starts no collective: the ranks have not agreed yet. What it
-makes is a :class:`Binding`, which says what is in place, and takes it out again.
+An adapter is a function ``adapter(model, handle, options) -> Binding``. The plugin hook ``commhooks_adapter`` registers it
+with the name of the wrapper's class, and :func:`commhooks.attach` calls it. The ranks have not agreed yet at that time, so an
+adapter starts no collective. It returns a :class:`Binding`, which represents the hook on the model and can remove it.
 
-**What it is given**: the model, the :class:`~commhooks.CommHook` (its ``reduction``, ``None`` for a foreign function, its
-``state``, and its ``identity``, data to compare ranks by) and the :class:`AttachOptions`.
+**Arguments.** The model; the :class:`~commhooks.CommHook`; the :class:`AttachOptions`. The handle has a ``reduction``
+(``None`` for a foreign function), a ``state``, and an ``identity``, by which ranks are compared.
 
-**How to drive an engine.** An :class:`Engine` runs one reduction over one group of ranks, a :class:`Transport`: a
-:class:`ProcessGroupTransport`, or one of your own. Give it every part of a backward's gradient as a
-:class:`~commhooks.Bucket`, in the same order on every rank: :meth:`~Engine.submit` if more follow that it can overlap with
-(what is under way of it is an :class:`BucketRun`), or :meth:`~Engine.run` if the wrapper uses the average as soon as you
-return. Then say :meth:`~Engine.finish` once, which ends
-the step and gives the error to raise, the same decision on every rank; in between, who has other work to do may
-:meth:`~Engine.advance` what is under way. Raise it with :func:`raise_after_backward`, not from
-inside the wrapper's hook. A backward that was cut short by an exception is :meth:`~Engine.abandon`-ed before the next. On
-CUDA, run the engine inside a :class:`SideStream`, unless the wrapper calls you on a stream of its own. Several engines that
-end their steps together, one an axis of a mesh, are an :class:`EngineGroup`; a single bucket without any step, as in a plain
-function, is :class:`Immediate`. Where each rank wants its own part of the average only (a sharded model), drive the engine with
-:class:`Scattered` around the reduction, and with the buckets that it makes.
+**Drive an engine.** An :class:`Engine` runs one reduction over the ranks of one :class:`Transport`, such as a
+:class:`ProcessGroupTransport`. Give it each part of a backward's gradient as a :class:`~commhooks.Bucket`, in the same order
+on every rank.
 
-**When a backward ends**: :func:`backward_id` tells one from another (:data:`NO_BACKWARD`: none runs), and
-:func:`at_end_of_backward` and :func:`after_backward` call back, before and after the wrapper's own callback.
+- :meth:`~Engine.submit` takes a bucket and returns its :class:`BucketRun`. Use it if more buckets follow that may overlap.
+- :meth:`~Engine.run` takes a bucket and returns when it holds the average.
+- :meth:`~Engine.advance` moves the buckets in flight forward while other work runs.
+- :meth:`~Engine.finish` ends the step and returns the error to raise, on all ranks or on none. Raise it with
+  :func:`raise_after_backward`, not inside the wrapper's hook.
+- :meth:`~Engine.abandon` drops the step of a backward that an exception has ended.
 
-**What became of a step**: its :class:`StepOutcome`, ``engine.outcome``, is what the ranks have told one another: it failed, or
-it is finite. Whether it was used is another matter. :func:`watch_optimizer` has the optimizer and scaler given to ``attach`` say
-that, by an :class:`OptimizerWatch` which ``detach`` has to close. A wrapper that has another judge (a vote) gives the engine its
-own :class:`StepJudge` by :meth:`~Engine.set_judge`.
+On a GPU, run the engine inside a :class:`SideStream`, unless the wrapper calls on a stream that it made for this. An
+:class:`EngineGroup` joins engines that end their steps together, one for each axis of a mesh. A :class:`StatelessEngine`
+reduces a single bucket without steps. For sharded models, in which each rank needs its part of the average only, put
+:class:`Scattered` around the reduction.
 
-**A transport of one's own** has the members of :class:`Transport`; what it starts is :class:`Work`. Over a process group that
-torch does not know by name, :class:`ProcessGroupWork` gives torch's works a deadline and typed errors. :class:`CpuTuning` says
-how an engine sends messages on a CPU; :data:`TUNED` is what it does unless told otherwise, and ``TUNED.wait`` waits for a
-collective of an adapter's own as an engine does.
+**End of a backward.** :func:`backward_id` identifies the running backward (:data:`NO_BACKWARD` if none runs).
+:func:`at_end_of_backward` and :func:`after_backward` call a function before and after the wrapper's own callback.
 
-**Between groups that come and go** (``attach(manager=)``): an adapter that serves a model inside one group asks
-:func:`manager_adapter` for the :class:`ManagerAdapter` of the manager's class, gives it the :data:`Layouts` of its model, and
-drives the engine of the :class:`ManagedAxis` that it makes. ``commhooks.Reducer(manager=)`` does the same with its tensors.
+**Outcome of a step.** ``engine.outcome`` is a :class:`StepOutcome`. It says if a rank failed and if the numbers are finite. A
+:class:`StepJudge` says if the step was used. :func:`watch_optimizer` makes one of the optimizer and scaler given to
+``attach``: an :class:`OptimizerWatch`, which ``detach`` must close. :meth:`Engine.set_judge` sets any other, such as a vote.
 
-**Whether ranks agree.** ``attach`` compares the ranks of ``Binding.group`` by itself. An adapter with several groups compares
-along each with :func:`agree_along`, a :class:`Fingerprint` of fields and lines over the group's store (:func:`digest` makes a
-line of a tensor), or over any other exchange with :func:`agree`; whatever else it has to
-exchange before the first collective goes through a :class:`StoreExchange`.
+**Transports.** Another transport implements :class:`Transport`, and its collectives implement :class:`Work`.
+:class:`ProcessGroupWork` gives torch's works a deadline and typed errors. :class:`CpuTuning` controls how an engine sends
+messages of a CPU. :data:`TUNED` is its default, and ``TUNED.wait`` waits for a collective as an engine does.
 
-Example: an adapter of a wrapper that calls one function with all gradients, on each rank, at the end of a backward.
+**Managers** (``attach(manager=)``). Groups of ranks may join and leave. An adapter of a model inside one group asks
+:func:`manager_adapter` for the :class:`ManagerAdapter` of the manager's class, passes the :data:`Layouts` of its model, and
+drives the engine of the :class:`ManagedAxis` that it returns. ``commhooks.Reducer(manager=)`` does the same.
+
+**Agreement of ranks.** ``attach`` compares the ranks of ``Binding.group``. An adapter with several groups compares each with
+:func:`agree_along`, which exchanges a :class:`Fingerprint` of fields and lines over the group's store. :func:`digest` makes a
+line of a tensor. :func:`agree` works over any other exchange. A :class:`StoreExchange` carries other data that the ranks
+need before the first collective.
+
+Example: an adapter of a wrapper that calls one function with all gradients at the end of each backward.
 
     >>> import torch, torch.distributed as dist
     >>> import commhooks
     >>> from commhooks.adapters import AttachOptions, Binding, Engine, ProcessGroupTransport
     >>> from commhooks.adapters import raise_after_backward, watch_optimizer
-    >>> class Wrapper(torch.nn.Module):  # somebody else's
+    >>> class Wrapper(torch.nn.Module):  # of another library
     ...     def __init__(self, module):
     ...         super().__init__()
     ...         self.module, self.process_group, self.reduce = module, dist.group.WORLD, lambda grads: None
@@ -123,14 +124,12 @@ if TYPE_CHECKING:
     from commhooks.adapters.optimizer_watch import OptimizerWatch, watch_optimizer
     from commhooks.agreement import Fingerprint, StoreExchange, agree, agree_along
     from commhooks.compositions.scattered import Scattered
+    from commhooks.device import SideStream
     from commhooks.engine.bucket_run import BucketRun
-    from commhooks.engine.engine import Engine
+    from commhooks.engine.engine import Engine, StatelessEngine
     from commhooks.engine.group import EngineGroup
-    from commhooks.engine.immediate import Immediate
-    from commhooks.engine.outcome import StepOutcome
+    from commhooks.engine.outcome import StepJudge, StepOutcome
     from commhooks.engine.schedule import TUNED, CpuTuning
-    from commhooks.engine.status import StepJudge
-    from commhooks.engine.streams import SideStream
     from commhooks.fingerprint import digest
     from commhooks.transport.base import Transport, Work
     from commhooks.transport.process_group import ProcessGroupTransport, ProcessGroupWork
@@ -145,7 +144,6 @@ __all__ = [
     "Engine",
     "EngineGroup",
     "Fingerprint",
-    "Immediate",
     "Layouts",
     "ManagedAxis",
     "ManagerAdapter",
@@ -154,6 +152,7 @@ __all__ = [
     "ProcessGroupWork",
     "Scattered",
     "SideStream",
+    "StatelessEngine",
     "StepJudge",
     "StepOutcome",
     "StoreExchange",
@@ -179,14 +178,12 @@ __getattr__, __dir__ = lazy(
         "adapters.optimizer_watch": "OptimizerWatch watch_optimizer",
         "agreement": "Fingerprint StoreExchange agree agree_along",
         "compositions.scattered": "Scattered",
+        "device": "SideStream",
         "engine.bucket_run": "BucketRun",
-        "engine.engine": "Engine",
+        "engine.engine": "Engine StatelessEngine",
         "engine.group": "EngineGroup",
-        "engine.immediate": "Immediate",
+        "engine.outcome": "StepJudge StepOutcome",
         "engine.schedule": "TUNED CpuTuning",
-        "engine.status": "StepJudge",
-        "engine.streams": "SideStream",
-        "engine.outcome": "StepOutcome",
         "fingerprint": "digest",
         "transport.base": "Transport Work",
         "transport.process_group": "ProcessGroupTransport ProcessGroupWork",

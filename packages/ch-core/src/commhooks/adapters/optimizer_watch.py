@@ -27,8 +27,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from commhooks.adapters.backward import NO_BACKWARD, backward_id
 from commhooks.adapters.base import AttachOptions
 from commhooks.adapters.numbers_seen import Image, hold_numbers
+from commhooks.device import HostCopy
 from commhooks.engine.engine import Engine
-from commhooks.engine.host_copy import HostCopy
 from commhooks.errors import CommHooksError, HookConfigError, StateError
 
 

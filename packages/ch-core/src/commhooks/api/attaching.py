@@ -20,7 +20,7 @@ from commhooks.registry.registry import adapters
 from commhooks.report.report import never_compresses
 from commhooks.state import HookState
 from commhooks.state_owner import refuse_judge
-from commhooks.transport.lost import group_timeout, refuse_lost
+from commhooks.transport.process_group import group_timeout, refuse_lost
 
 log = logging.getLogger("commhooks")
 

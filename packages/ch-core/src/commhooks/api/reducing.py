@@ -11,16 +11,15 @@ from commhooks.adapters.managed import ManagedAxis, manager_adapter
 from commhooks.agreement import agree
 from commhooks.api.creating import as_handle
 from commhooks.bucket import Bucket, BucketLayout
+from commhooks.device import SideStream
 from commhooks.engine.engine import Engine
-from commhooks.engine.streams import SideStream
 from commhooks.errors import AttachError, HookConfigError, HookNotSupportedError
 from commhooks.fingerprint import fingerprint, rows_of, verify
 from commhooks.handle import CommHook
 from commhooks.reduction import Reduction
 from commhooks.state import HookState
 from commhooks.transport.base import Transport
-from commhooks.transport.lost import group_timeout, refuse_lost
-from commhooks.transport.process_group import ProcessGroupTransport
+from commhooks.transport.process_group import ProcessGroupTransport, group_timeout, refuse_lost
 
 
 class _ReducerBinding(Binding):

@@ -15,6 +15,7 @@ from commhooks.checkpoint.format import shown
 from commhooks.checkpoint.merging import merge
 from commhooks.checkpoint.recut import recut
 from commhooks.checkpoint.save_load import load_obtained, state_dict
+from commhooks.device import device_of_backend
 from commhooks.errors import StateError
 from commhooks.state import HookState
 
@@ -128,5 +129,4 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
     """Where rank 0 receives: NCCL sends from and to GPUs alone."""
-    nccl = "nccl" in str(dist.get_backend(group))
-    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    return device_of_backend(str(dist.get_backend(group)))

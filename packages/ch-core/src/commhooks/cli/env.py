@@ -33,6 +33,8 @@ def _torch() -> dict[str, Any]:
     try:
         import torch
         import torch.distributed as dist
+
+        from commhooks.device import device_names
     except Exception as error:  # the report is needed most when torch is broken
         return {"error": f"{type(error).__name__}: {error}"}
     found: dict[str, Any] = {"version": str(torch.__version__), "distributed": dist.is_available()}
@@ -44,7 +46,7 @@ def _torch() -> dict[str, Any]:
         }
         found["backends"] = [name for name, present in backends.items() if present()]
     found["cuda"] = torch.version.cuda
-    found["devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    found["devices"] = device_names()
     return found
 
 

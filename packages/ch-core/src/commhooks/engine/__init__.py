@@ -1,4 +1,4 @@
-"""The engine: the only place that starts collectives. See :mod:`commhooks.engine.engine`.
+"""The engine is the only code that starts collectives. Start with :mod:`commhooks.engine.engine`.
 
-Private: what others may use of it is exported by :mod:`commhooks` and :mod:`commhooks.adapters`.
+The package is internal. :mod:`commhooks` and :mod:`commhooks.adapters` export its public parts.
 """

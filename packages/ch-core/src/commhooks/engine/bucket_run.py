@@ -1,61 +1,62 @@
-"""A bucket under way: its generator, its plan, and the stage that it waits for."""
+"""One bucket on its way through its reduction: its generator, its plan, and the stage that it waits for."""
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
 from commhooks.bucket import Bucket, BucketLayout
-from commhooks.engine.counters import Counters
-from commhooks.engine.outcome import StepOutcome
-from commhooks.engine.profiling import profiled
-from commhooks.engine.schedule import BucketPlan
-from commhooks.engine.stage import Stage
-from commhooks.engine.status import BETWEEN, DECODE, ENCODE
-from commhooks.engine.void_requests import make_void, void_requests
+from commhooks.engine.collectives import Sender, Stage, fill_nan, void_requests
+from commhooks.engine.outcome import BETWEEN, DECODE, ENCODE, StepOutcome
+from commhooks.engine.schedule import BucketPlan, CpuTuning
+from commhooks.engine.stats import Counters, profiled
 from commhooks.errors import HookResultError
 from commhooks.reduction import Stages
 from commhooks.requests import Request, StagePlan, as_tuple
 
-_NOTHING = BucketPlan((), BucketLayout((), 0, torch.float32, "cpu"))
+_EMPTY_PLAN = BucketPlan((), BucketLayout((), 0, torch.float32, "cpu"))
 
 
 class BucketRun:
-    """A bucket whose generator has not ended.
+    """One bucket on its way through its reduction.
 
     Args:
-        slot: its number in the step.
+        number: its number among the buckets in flight.
         bucket: the bucket.
-        outcome: of the step.
+        outcome: outcome of its step.
 
     Attributes:
-        plan: what it goes through.
-        stages: the generator, as soon as there is one.
-        stage: how many stages it has asked for.
-        pending: the last of them, until it is done.
-        failed: whether its reduction raised here: it sends NaN until the plan ends, or the others would wait.
-        done: whether it has ended.
+        plan: the stages that it passes.
+        generator: the running reduction.
+        stage: number of stages that it has asked for.
+        pending: the newest of these stages, until it is done.
+        failed: True if the reduction raised on this rank. It then sends NaN until the plan ends, so that no peer waits.
+        done: True if it has passed all stages.
     """
 
-    __slots__ = ("bucket", "done", "failed", "outcome", "pending", "plan", "slot", "stage", "stages")
+    __slots__ = ("bucket", "done", "failed", "generator", "number", "outcome", "pending", "plan", "stage")
 
-    def __init__(self, slot: int, bucket: Bucket, outcome: StepOutcome) -> None:
-        self.slot, self.bucket, self.outcome = slot, bucket, outcome
-        self.plan = _NOTHING
-        self.stages: Stages | None = None
+    def __init__(self, number: int, bucket: Bucket, outcome: StepOutcome) -> None:
+        self.number, self.bucket, self.outcome = number, bucket, outcome
+        self.plan = _EMPTY_PLAN
+        self.generator: Stages | None = None
         self.stage = 0
         self.pending: Stage | None = None
         self.failed = self.done = False
 
     @property
     def due(self) -> StagePlan | None:
-        """What it has to ask for next; ``None`` when it has asked for everything."""
+        """The requests of its next stage; ``None`` after the last one."""
         return self.plan.plan[self.stage] if self.stage < len(self.plan.plan) else None
 
     def advance(self, timeout: float | None, counters: Counters) -> tuple[Request, ...] | None:
-        """Wait for the pending stage and resume the generator; what it asks for next, ``None`` when it has ended.
+        """Wait for the pending stage and resume the reduction.
 
-        Errors of the reduction are noted in the outcome; those of the transport are raised.
+        Errors of the reduction are noted in the outcome. Errors of the transport are raised.
+
+        Returns:
+            The requests of the next stage; ``None`` after the last one.
         """
         if self.pending is not None:
             self._complete(self.pending, timeout, counters)
@@ -67,37 +68,35 @@ class BucketRun:
         due = self.due
         return None if due is None else void_requests(due, self.outcome.world_size, self.bucket.device)
 
-    def end(self, use: Callable[[Bucket], None] | None) -> None:
-        """It has asked for everything, and everything has come.
+    def end(self, on_reduced: Callable[[Bucket], None] | None) -> None:
+        """Finish after the last stage, and give the average to a callback.
 
         Args:
-            use: who uses each average at once, if somebody does: called with the bucket unless it failed.
+            on_reduced: called with the bucket, unless the reduction failed.
         """
         self.done = True
-        if self.failed:  # half decoded, perhaps: nobody may take it for an average
-            make_void(self.bucket.storage)
-        # A finite P and Q may overflow when multiplied out in fp16; opaque payloads show nothing before decoding.
+        if self.failed:  # the bucket may be half decoded, and must not pass for an average
+            fill_nan(self.bucket.storage)
+        # A finite P and Q may overflow when multiplied in fp16. Packed payloads show NaN and Inf only after decoding.
         if self.plan.opaque or self.bucket.dtype == torch.float16:
-            self.outcome.look((self.bucket.storage,))
-        if use is not None and not self.failed:
+            self.outcome.check((self.bucket.storage,))
+        if on_reduced is not None and not self.failed:
             try:
-                use(self.bucket)
+                on_reduced(self.bucket)
             except BaseException as error:
                 self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Its reduction raised on this rank."""
+        """Note that the reduction raised on this rank."""
         self.close()
         self.failed = True
-        self.outcome.report(error, self._where(), self.bucket.index)
+        where = ENCODE if self.stage == 0 else BETWEEN if self.due is not None else DECODE
+        self.outcome.fail_bucket(error, where, self.bucket.index)
 
     def close(self) -> None:
         """End the generator."""
-        if self.stages is not None:
-            self.stages.close()
-
-    def _where(self) -> int:
-        return ENCODE if self.stage == 0 else BETWEEN if self.due is not None else DECODE
+        if self.generator is not None:
+            self.generator.close()
 
     def _complete(self, pending: Stage, timeout: float | None, counters: Counters) -> None:
         self.pending = None
@@ -105,23 +104,24 @@ class BucketRun:
         with profiled(self.outcome.name, "wait", self.stage):
             pending.wait(timeout)
         counters.wait_seconds += time.perf_counter() - begun
-        reduced, pending.reduced = pending.reduced, []  # buckets of one round share a stage, and look once
-        self.outcome.look(reduced)
+        reduced, pending.reduced = pending.reduced, []  # buckets may share the stage, and one check is enough
+        self.outcome.check(reduced)
 
     def _resume(self, counters: Counters) -> tuple[Request, ...] | None:
-        """The generator's next requests, checked against the plan; ``None`` when it ended."""
-        assert self.stages is not None  # noqa: S101 - it has failed otherwise
+        """Return the reduction's next requests, checked against the plan; ``None`` after the last stage."""
+        assert self.generator is not None  # noqa: S101 - otherwise it has failed
         expected, name = self.due, self.outcome.name
         begun = time.perf_counter()
         with profiled(name, "stage", self.stage):
             try:
-                requests = as_tuple(next(self.stages))
+                requests = as_tuple(next(self.generator))
             except StopIteration:
                 if expected is None:
                     counters.decode_seconds += time.perf_counter() - begun
                     return None
                 raise HookResultError(
-                    f"{name} ended after {self.stage} stages; its plan has {len(self.plan.plan)}"
+                    f"{name} ended after {self.stage} stages, but its plan has {len(self.plan.plan)}. A reduction must yield "
+                    "the same requests for the same layout and step"
                 ) from None
         counters.encode_seconds += time.perf_counter() - begun
         found = tuple(r.plan() for r in requests)
@@ -131,3 +131,49 @@ class BucketRun:
                 f"{expected}. Requests may depend on the layout and the step only"
             )
         return requests
+
+
+@dataclass(slots=True)
+class RequestBatch:
+    """Requests of several buckets that become one stage.
+
+    Attributes:
+        requests: the requests, in the order in which the buckets made them.
+        runs: the buckets.
+    """
+
+    requests: list[Request] = field(default_factory=list)
+    runs: list[BucketRun] = field(default_factory=list)
+
+    def add(self, run: BucketRun, requests: tuple[Request, ...]) -> None:
+        """Add the requests of a bucket's next stage."""
+        self.requests.extend(requests)
+        self.runs.append(run)
+        run.stage += 1
+
+    def enough(self, tuning: CpuTuning) -> bool:
+        """True if these first stages are worth a message."""
+        return sum(run.plan.volumes[0][0] for run in self.runs) >= tuning.coalesced_bytes
+
+    def start(self, sender: Sender) -> None:
+        """Start all requests as one stage and empty the batch."""
+        if not self.runs:
+            return
+        begun = time.perf_counter()
+        requests, runs = tuple(self.requests), self.runs
+        self.requests, self.runs = [], []
+        traffic = sender.counters.traffic
+        traffic.rounds += bool(requests)
+        first = runs[0]
+        # The average of a bucket that ends at once equals DDP's to the bit, so ranks add in DDP's order.
+        any_order = not any(run.plan.ends_at_once for run in runs)
+        with profiled(first.outcome.name, "start", first.stage):
+            owner, newest = (first.number, first.stage), runs[-1].bucket.is_last
+            stage = Stage(sender.transport, sender.scratch, owner, any_order, sender.tuning, newest)
+            for run in runs:
+                run.pending = stage
+            stage.start(requests)
+        if stage.error is not None:
+            first.outcome.fail_bucket(stage.error, BETWEEN, first.bucket.index)
+        traffic.wire_bytes += stage.wire_bytes
+        sender.counters.encode_seconds += time.perf_counter() - begun

@@ -1,15 +1,14 @@
-"""The engine: runs many reductions at once, starting every collective in one order on every rank.
+"""The engine runs the reductions of all buckets of a step and starts every collective in one order on all ranks.
 
-The lockstep rule, independent of timing: when bucket *b* arrives, start its first stage, then advance each older bucket
-by one stage, in bucket order; on the last bucket, drain. The all-reduces that older buckets ask for at one time are one
-stage; what could not become one message is started at once. A bucket may be cut into pieces, each a bucket that has come
-at the same time. Everything is started on the thread that calls the hook, before its last call returns. Which buckets
-wait for the drain, and which first stages for one another, is decided in :mod:`commhooks.engine.schedule`. Only ending a
-bucket, which starts nothing, is done at once where somebody uses each average.
+The lockstep rule does not depend on timing. When bucket *b* arrives, start its first stage. Then advance each older bucket
+by one stage, in bucket order. On the last bucket, drain. All-reduces that older buckets ask for at one time form one stage.
+Collectives that cannot be merged start at once. Everything starts on the thread that calls the hook, before its last call
+returns. :mod:`commhooks.engine.schedule` decides which buckets wait for the drain, which first stages are sent together, and
+which buckets are cut into pieces.
 
-One status message per step (an all-reduced vector) says on which ranks a reduction raised and whether anything
-reduced was not finite; from it all ranks decide alike whether the step is committed (:mod:`commhooks.engine.outcome`). It
-follows the drain, or is sent beside the last messages where nothing is left to do but to wait for them.
+One status message in each step tells all ranks which rank raised and if the reduced numbers are finite
+(:mod:`commhooks.engine.outcome`). It follows the drain. If no code of a reduction is left to run, it travels with the last
+messages.
 """
 
 import time
@@ -20,43 +19,95 @@ from typing import NoReturn, TypeVar
 import torch
 
 from commhooks.bucket import Bucket, BucketLayout
-from commhooks.engine.bucket_run import BucketRun
-from commhooks.engine.counters import Counters
-from commhooks.engine.open_steps import OpenSteps
-from commhooks.engine.outcome import Phase, StepOutcome, told_late
-from commhooks.engine.sampling import Sampler
+from commhooks.device import is_asynchronous, is_capturing
+from commhooks.engine.bucket_run import BucketRun, RequestBatch
+from commhooks.engine.collectives import Sender, Stage
+from commhooks.engine.outcome import DECODE, ENCODE, Commits, Phase, StepJudge, StepOutcome
 from commhooks.engine.schedule import TUNED, CpuTuning
-from commhooks.engine.sender import RequestBatch, Sender
-from commhooks.engine.status import DECODE, ENCODE, StepJudge
-from commhooks.engine.step_buckets import StepBuckets
+from commhooks.engine.stats import Counters, ResidualNorm, Sampler, residual_norms
 from commhooks.errors import CommHooksError, HookNotSupportedError, TransportError
 from commhooks.reduction import Reduction, StepContext
-from commhooks.requests import StagePlan
+from commhooks.requests import StagePlan, as_tuple
+from commhooks.scratch import Scratch
 from commhooks.state import HookState
 from commhooks.transport.base import Transport
 
 T = TypeVar("T")
 
 
-class Engine:
-    """Drives one reduction over one group of ranks.
-
-    Args:
-        reduction: what to run on every bucket.
-        transport: where its collectives happen.
-        state: what the reduction remembers; a fresh one if not given.
-        timeout: seconds that one collective may take on the host.
-        sends_status: off, the messages are exactly those of DDP without a hook.
-        tuning: how a CPU's messages are sent, on all ranks alike.
+class StepBuckets:
+    """The buckets of the running step, or of the last one, in order of arrival.
 
     Attributes:
-        counters: the figures behind ``handle.stats()``.
-        outcome: on the running step, or the last one.
-        open_steps: finished steps that are not committed yet; its ``judge`` says whether they were used.
-        failure: the transport is lost: nothing can be started any more.
-        buckets: of the running step, or the last one.
-        sampler: samples steps for telemetry.
+        layouts: layouts of all buckets.
+        in_flight: runs that have not ended.
+        count: number of the next run. Runs in flight have different numbers.
+        keep: True if buckets stay readable after the step.
+        kept: buckets that hold their average, if they are kept.
+        submitted: buckets in which a late failure must still write NaN when the step ends.
+    """
+
+    __slots__ = ("count", "in_flight", "keep", "kept", "layouts", "submitted")
+
+    def __init__(self) -> None:
+        self.layouts: list[BucketLayout] = []
+        self.in_flight: list[BucketRun] = []
+        self.count = 0
+        self.keep = False
+        self.kept: list[Bucket] = []
+        self.submitted: list[Bucket] = []
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.layouts.clear()
+        self.kept.clear()
+
+    def add(self, bucket: Bucket, outcome: StepOutcome) -> BucketRun:
+        """Add the next bucket of the step that has this outcome."""
+        run = BucketRun(self.count, bucket, outcome)
+        self.count += 1
+        self.layouts.append(bucket.layout)
+        self.in_flight.append(run)
+        return run
+
+    def drop_ended(self) -> None:
+        """Remove runs that have ended."""
+        if self.keep:
+            self.kept += [run.bucket for run in self.in_flight if run.done]
+        self.in_flight = [run for run in self.in_flight if not run.done]
+
+    def drained(self) -> None:
+        """Count from 0 again. No run is in flight, so the next bucket may use the same scratch."""
+        self.submitted.clear()  # the wrapper owns their memory
+        self.count = 0
+
+    def abandon(self) -> None:
+        """Close all runs of a step that never finishes."""
+        for run in self.in_flight:
+            run.close()
+        self.in_flight = []
+        self.drained()
+
+
+class Engine:
+    """Runs one reduction over one group of ranks.
+
+    Args:
+        reduction: runs on every bucket.
+        transport: carries its collectives.
+        state: memory of the reduction; a fresh one if not given.
+        timeout: seconds that one collective may take on the host.
+        sends_status: False to send exactly the messages of DDP without a hook.
+        tuning: decides how messages of a CPU are sent. All ranks need the same.
+
+    Attributes:
+        counters: figures for ``handle.stats()``.
+        outcome: outcome of the running step, or of the last one.
+        commits: finished steps that are not settled yet.
+        failure: error of a lost transport. The engine then starts nothing any more.
         participating: True if this rank contributes data to the running step.
+        buckets: buckets of the running step, or of the last one.
+        sampler: measures errors of some steps for telemetry.
     """
 
     def __init__(
@@ -72,98 +123,130 @@ class Engine:
         self.reduction, self.transport = reduction, transport
         self.state = state if state is not None else HookState()
         self.counters = Counters()
-        self.sender = Sender(transport, self.counters, timeout, tuning, sends_status=sends_status)
-        self.outcome = StepOutcome(reduction.name, transport, phase=Phase.ROLLED_BACK)  # there has been no step
-        self.open_steps = OpenSteps(self.state)
+        self.sender = Sender(transport, self.counters, timeout, tuning)
+        self.outcome = StepOutcome(reduction.name, transport, phase=Phase.SETTLED)  # no step has run yet
+        self.commits = Commits(self.state)
         self.failure: BaseException | None = None
         self.participating = True
-        self._on_reduced: Callable[[Bucket], None] | None = None
-        self._loss_scale: Callable[[], float] | None = None
         self.buckets = StepBuckets()
         self.sampler = Sampler(transport.rank)
+        self._sends_status = sends_status
+        self._first_stages = RequestBatch()  # not worth a message yet
+        self._on_reduced: Callable[[Bucket], None] | None = None
+        self._loss_scale: Callable[[], float] | None = None
         self.state.driven_by(self)
 
     @property
     def in_step(self) -> bool:
-        """Whether buckets of a step have arrived and the step has not ended."""
+        """True if buckets of a step have arrived and the step has not ended."""
         return self.outcome.running
+
+    # -- settings of an adapter
+
+    def set_judge(self, judge: StepJudge | None) -> None:
+        """Ask this judge if finished steps were used. Without a judge every finite step was."""
+        self.commits.judge = judge
+
+    def set_loss_scale(self, read: Callable[[], float] | None) -> None:
+        """Call this function at the first bucket of each step for the loss scale of its gradients."""
+        self._loss_scale = read
+
+    def set_on_reduced(self, callback: Callable[[Bucket], None] | None) -> None:
+        """Call this function with each bucket as soon as it holds its average."""
+        self._on_reduced = callback
+
+    def set_participating(self, participating: bool) -> None:
+        """Set if this rank contributes data. A rank that has run out of input only joins the collectives."""
+        self.participating = participating
+
+    def keep_buckets(self) -> None:
+        """Keep the buckets of the last step readable until the next step begins."""
+        self.buckets.keep = True
 
     # -- one step
 
     def submit(self, bucket: Bucket) -> BucketRun | None:
-        """Take the next bucket of the step, perhaps in pieces: start each, advance the older ones. Returns what is under
-        way of it; ``None`` from an engine whose step is lost already, and which drops it.
+        """Take the next bucket of the step: start its first stage, then advance the older buckets.
 
-        Errors of the reduction are kept for :meth:`finish`; errors of the transport are raised.
+        Errors of the reduction are raised by :meth:`finish` on all ranks.
+
+        Returns:
+            The run of the bucket, or of its first unfinished piece. ``None`` if the engine has already lost the step.
+
+        Raises:
+            TransportError: the transport is lost.
         """
         begun = time.perf_counter()
         pieces = self.sender.tuning.pieces(bucket, self.reduction)
         if not self.in_step:
             self._begin(bucket.device)
-        if told_late(bucket.device):
+        if is_asynchronous(bucket.device):
             self.buckets.submitted.append(bucket)
-        older, started, sender = list(self.buckets.under_way), [], self.sender
-        for piece in pieces:
-            live = self._activate(piece)
-            started.append(live)
-            try:
-                if not live.plan.coalesces:
-                    sender.start(sender.held)
-                self._advance([live], sender.held)
-                if not live.plan.coalesces or piece.is_last or sender.held.enough(sender.tuning):
-                    sender.start(sender.held)
-            except Exception as error:
-                self._lose(error)
-        # Not the pieces of this bucket: nothing has been done since that their messages could hide behind.
-        used = self._on_reduced is not None
+        older, started = list(self.buckets.in_flight), []
         try:
-            self._advance([one for one in older if not one.plan.waits or (used and one.due is None)])
+            for piece in pieces:
+                run = self._add(piece)
+                started.append(run)
+                self._start_first_stage(run)
+            # Not the pieces of this bucket: no time has passed in which their messages could have travelled.
+            used = self._on_reduced is not None
+            self._advance([run for run in older if not run.plan.waits or (used and run.due is None)])
         except Exception as error:
             self._lose(error)
         self.counters.hook_seconds += time.perf_counter() - begun
-        return next((live for live in started if not live.done), started[-1])
+        return next((run for run in started if not run.done), started[-1])
 
     def advance(self) -> None:
-        """Each bucket under way one stage further: for who has other work to do while messages travel, between
-        :meth:`submit` and :meth:`finish`. On all ranks at the same place, because it starts collectives.
+        """Advance each bucket in flight by one stage.
+
+        Call it between :meth:`submit` and :meth:`finish`, while other work runs. It starts collectives, so all ranks must
+        call it at the same place.
         """
         begun = time.perf_counter()
         try:
-            self.sender.start(self.sender.held)
-            self._advance(self.buckets.under_way)
+            self._first_stages.start(self.sender)
+            self._advance(self.buckets.in_flight)
         except Exception as error:
             self._lose(error)
         self.counters.hook_seconds += time.perf_counter() - begun
 
     def finish(self, *, outside: BaseException | None = None) -> BaseException | None:
-        """End the step: drain, exchange the status, return the error to raise: the same decision on every rank.
+        """End the step: drain and exchange the status.
 
         Args:
-            outside: an error of this rank that happened outside the reduction, to be made known to the others.
+            outside: error of this rank outside the reduction. The peers learn of it.
+
+        Returns:
+            The error to raise. If one rank returns an error, all ranks do.
+
+        Raises:
+            TransportError: the transport is lost.
         """
         begun = time.perf_counter()
-        if not self.in_step:  # nothing came, but there is an error to make known
+        if not self.in_step:  # no bucket arrived, but there is an error to send
             self.outcome = StepOutcome(self.reduction.name, self.transport, late=self.outcome.take_error())
         if outside is not None:
             self.outcome.fail(outside, ENCODE)
-        # Where members come and go, one more message under way keeps a group alive from which a peer has gone. Where
-        # something of a bucket is still to run, it may fail, and the others have to be told.
+        # The status travels with the last messages only if no code that may raise runs after them. In elastic groups, an
+        # extra pending message would keep a dead group alive.
         delivers = self.reduction.delivers and not self.transport.elastic and self._on_reduced is None
-        beside = delivers and all(live.due is None for live in self.buckets.under_way)
+        early = delivers and all(run.due is None for run in self.buckets.in_flight)
         try:
-            if beside:
-                self.sender.send_status(self.outcome, self._clock())
+            if early:
+                self._send_status()
             self._drain()
-            if self.sampler.recordings and self.in_step:  # before the status is received: its event covers the figures
+            if (
+                self.sampler.recordings and self.in_step
+            ):  # before the status is received, which tells that it is complete
                 self._local(partial(self.sampler.end, self.reduction, self.state), DECODE)
-            if not beside:
-                self.sender.send_status(self.outcome, self._clock())
+            if not early:
+                self._send_status()
             self.outcome.decide(self.sender.timeout)
-            if not beside and self._on_reduced is None:
+            if not early and self._on_reduced is None:
                 self.outcome.spoil(self.buckets.submitted)
         except Exception as lost:
             self._lose(lost)
-        self.open_steps.ended(self.outcome, elastic=self.transport.elastic)
+        self.commits.finished(self.outcome, elastic=self.transport.elastic)
         try:
             error = self.outcome.error(self.sender.carry_out)
         except Exception as lost:
@@ -174,10 +257,10 @@ class Engine:
         return error
 
     def run(self, bucket: Bucket) -> None:
-        """The immediate driver: run one bucket from its first stage to its end (FSDP2, whose calls stand alone).
+        """Take a bucket and run it to its end. FSDP2 uses each average as soon as its call returns.
 
-        A unit may be reduced several times in one step (a module that a forward uses twice, a loss in chunks). Each
-        reduction starts from the state that the one before has staged.
+        A unit may be reduced several times in one step, if a forward uses a module twice or the loss comes in chunks. Each
+        reduction starts from the state that the previous one staged.
         """
         if self.in_step:
             self.state.reopen({p.name for p in bucket.layout.params}, self.reduction.fields)
@@ -191,101 +274,89 @@ class Engine:
         self.counters.hook_seconds += time.perf_counter() - begun
 
     def abandon(self) -> None:
-        """Forget a step that will never finish (a backward that raised half way), and what it staged.
+        """Drop a step that never finishes, such as one of a backward that raised, and its staged state.
 
-        Collectives that this rank started and others did not are ended by the transport's timeout.
+        If only this rank started a collective, the transport's timeout ends it.
         """
         self.sender.forget()
+        self._first_stages = RequestBatch()
         self.buckets.abandon()
         self.sampler.abandon()
         self.outcome.abandon()
         self.state.rollback()
 
-    # -- what an adapter tells it
-
-    def set_judge(self, judge: StepJudge | None) -> None:
-        """Ask this judge if finished steps were used. Without one, every finite step was."""
-        self.open_steps.judge = judge
-
-    def set_loss_scale(self, read: Callable[[], float] | None) -> None:
-        """Call this function at the first bucket of each step for the loss scale of its gradients."""
-        self._loss_scale = read
-
-    def set_on_reduced(self, callback: Callable[[Bucket], None] | None) -> None:
-        """Call this function with each bucket as soon as it holds its average."""
-        self._on_reduced = callback
-
-    def set_participating(self, participating: bool) -> None:
-        """Say if this rank contributes data from the next step on. One that has run out of input joins the collectives only."""
-        self.participating = participating
-
-    def keep_buckets(self) -> None:
-        """Keep the buckets of the last step readable until the next step begins."""
-        self.buckets.keep = True
-
     # -- between steps
 
     def resolve_step(self, *, force: bool = False) -> bool | None:
-        """Commit or roll back the last finished step and those that wait with it; see :meth:`.OpenSteps.settle`."""
-        return self.open_steps.settle(force=force)
+        """Commit or roll back the last finished step; see :meth:`.Commits.settle`."""
+        return self.commits.settle(force=force)
 
     def forget_open_steps(self) -> None:
-        """Another state has been loaded: what is still open was part of the one before."""
-        self.open_steps.forget()
+        """Drop unsettled steps, because another state has been loaded."""
+        self.commits.forget()
 
     def rollback(self) -> None:
-        """The optimizer did not use the last finished step, nor those that wait with it: as if they had never been."""
-        self.open_steps.rollback()
+        """Treat the last finished step, and steps that wait with it, as not used."""
+        self.commits.rollback()
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
-        """Every rank's ``mine`` (1-D), one row each. Between steps, on all ranks alike."""
+        """Return every rank's ``mine``, shape (n,), as rows of (world_size, n). All ranks must call it."""
         try:
             return self.sender.gather(mine)
         except Exception as error:
             self._lose(error)
 
     def move(self, transport: Transport) -> None:
-        """Go on over another group of ranks, between steps. The state stays."""
+        """Use another group of ranks from the next step on. The state stays."""
         self.resolve_step()
         self.transport, self.failure = transport, None
         self.sender.move(transport)
 
     def plan(self, layout: BucketLayout) -> tuple[StagePlan, ...]:
-        """The stages that a bucket of this layout goes through at the present step."""
+        """Return the stages that a bucket of this layout passes at the present step."""
         ctx = StepContext(self.transport.rank, self.transport.world_size, self.state.step)
         return self.sender.plan_of(self.reduction, layout, ctx).plan
+
+    def residual_norms(self) -> dict[str, ResidualNorm]:
+        """Return the norm of every parameter's residual after the last finished step, on this rank.
+
+        Gradients that are gone are left out. With FSDP2 that is so in the first call. From then on the engine keeps them.
+        """
+        self.keep_buckets()
+        step = self.state.step if self.outcome.phase is Phase.DECIDED else max(self.state.step - 1, 0)
+        return residual_norms(self.reduction, self.state, step, self.buckets.kept)
 
     # -- the lockstep rule
 
     def _begin(self, device: torch.device) -> None:
         if self.failure is not None:
             raise self.failure
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # Replayed, a step would be committed never, and its state written to the same of two buffers every time.
+        if is_capturing(device):
+            # A replayed step would never be committed, and would write its state to the same of two buffers every time.
             raise HookNotSupportedError(
-                f"{self.reduction.name} cannot be captured in a CUDA graph: the host decides after each step what becomes "
-                "of it. detach() the hook before the capture, or capture the parts of the model without their backward"
+                f"{self.reduction.name} cannot be captured in a CUDA graph, because the host decides after each step if it is "
+                "committed. detach() the hook before the capture, or capture the parts of the model without their backward"
             )
         late = self.outcome.take_error()
-        doubt = self.open_steps.answer(self.gather)
-        looks = bool(self.reduction.fields)  # one without state has nothing to undo
-        self.outcome = StepOutcome(self.reduction.name, self.transport, looks=looks, late=late)
+        doubt = self.commits.begin(self.gather)
+        stateful = bool(self.reduction.fields)
+        self.outcome = StepOutcome(self.reduction.name, self.transport, check_finite=stateful, late=late)
         if doubt is not None:
             self.outcome.fail(doubt, ENCODE)
         scale = self._loss_scale
-        if scale is not None and self.reduction.fields:
+        if scale is not None and stateful:
             self._local(lambda: self.state.rescale(scale()))
         self.buckets.begin()
-        self._local(lambda: self.state.bring(device))
+        self._local(partial(self.state.bring, device))
         if self.sampler.recordings:  # the status of the last step has been read, so its sample is complete
-            self._local(lambda: self.sampler.begin(self.reduction, self.state, self.counters))
+            self._local(partial(self.sampler.begin, self.reduction, self.state, self.counters))
         self.counters.begin()
 
     def _local(self, action: Callable[[], T], where: int = ENCODE) -> T | None:
-        """Run code that belongs to this rank alone, such as a user's callback.
+        """Run code of this rank alone, such as a user's callback.
 
-        Peers are in the step's collectives. An exception that left the hook here would keep them waiting, so it fails the
-        step and all ranks raise at its end. That includes Ctrl-C.
+        Peers are in the step's collectives. An exception that left the hook here, even Ctrl-C, would keep them waiting. It
+        fails the step instead, and all ranks raise at its end.
         """
         try:
             return action()
@@ -293,73 +364,106 @@ class Engine:
             self.outcome.fail(error, where)
             return None
 
-    def _clock(self) -> int | None:
-        """Steps behind this rank, for the status; ``None`` if it does not count."""
-        if not self.participating:
-            return None
-        used = self._local(self.open_steps.used_steps, DECODE)
-        return self.state.step + (used or 0)
-
-    def _activate(self, bucket: Bucket) -> BucketRun:
-        live = self.buckets.add(bucket, self.outcome)
+    def _add(self, bucket: Bucket) -> BucketRun:
+        """Plan a bucket and create its generator."""
+        run = self.buckets.add(bucket, self.outcome)
         ctx = StepContext(
             self.transport.rank,
             self.transport.world_size,
             self.state.step,
             state=self.state,
             scratch=self.sender.scratch,
-            owner=live.slot,
+            owner=run.number,
             participating=self.participating,
             shared=self.reduction.shared_fields,
             absent=bucket.unused,
         )
         self.counters.gradient_bytes += bucket.layout.size * bucket.dtype.itemsize
         self.sender.device = bucket.device
-        try:  # what the plan raises is the same on every rank: it follows from layout and step
-            live.plan = self.sender.plan_of(self.reduction, bucket.layout, ctx)
+        try:  # the plan follows from layout and step, so its errors are the same on every rank
+            run.plan = self.sender.plan_of(self.reduction, bucket.layout, ctx)
             if self.reduction.fields:  # another hook may have written the state, or another memory format
                 self.state.read_as(self.reduction.encodings(bucket.layout, self.state.step))
             if self.sampler.recordings and self.participating:
-                ctx.sent = self._local(lambda: self.sampler.take(bucket, self.reduction, self.state))
-            live.stages = self.reduction.start(bucket, ctx)  # a run() that is no generator function may raise here
+                ctx.sent = self._local(partial(self.sampler.take, bucket, self.reduction, self.state))
+            run.generator = self.reduction.start(bucket, ctx)  # a run() that is no generator function may raise here
         except BaseException as error:  # Ctrl-C too
-            live.fail(error)
-        return live
+            run.fail(error)
+        return run
 
-    def _advance(self, lives: list[BucketRun], held: RequestBatch | None = None) -> None:
-        """Each one stage further: wait for its pending one, resume the generator; start what they ask for as one, or leave
-        it in ``held``.
+    def _start_first_stage(self, run: BucketRun) -> None:
+        """Start the first stage of a bucket, or keep it until first stages together are worth a message."""
+        batch, coalesces = self._first_stages, run.plan.coalesces
+        if not coalesces:
+            batch.start(self.sender)
+        self._advance([run], batch)
+        if not coalesces or run.bucket.is_last or batch.enough(self.sender.tuning):
+            batch.start(self.sender)
+
+    def _advance(self, runs: list[BucketRun], batch: RequestBatch | None = None) -> None:
+        """Advance each bucket by one stage and start its requests as one stage.
+
+        Args:
+            runs: the buckets, in order.
+            batch: collects the requests instead of starting them.
         """
-        if not lives:
+        if not runs:
             return
-        asked = RequestBatch() if held is None else held
-        for live in lives:
-            requests = live.advance(self.sender.timeout, self.counters)
-            if requests is not None:
-                self.counters.traffic.add(*live.plan.volumes[live.stage])
-                alone = held is None and not live.plan.merges[live.stage]
-                batch = RequestBatch() if alone else asked
-                batch.add(live, requests)
-                if alone:  # nothing of another bucket would travel with it
-                    self.sender.start(batch)
+        asked = RequestBatch() if batch is None else batch
+        for run in runs:
+            requests = run.advance(self.sender.timeout, self.counters)
+            if requests is None:
+                run.end(self._on_reduced if self.participating else None)
+                continue
+            self.counters.traffic.add(*run.plan.volumes[run.stage])
+            if (
+                batch is None and not run.plan.merges[run.stage]
+            ):  # another bucket's requests could not be merged with it
+                alone = RequestBatch()
+                alone.add(run, requests)
+                alone.start(self.sender)
             else:
-                live.end(self._on_reduced if self.participating else None)
-        self.buckets.ended()
-        if held is None:
-            self.sender.start(asked)
+                asked.add(run, requests)
+        self.buckets.drop_ended()
+        if batch is None:
+            asked.start(self.sender)
 
     def _drain(self) -> None:
-        """Advance every live bucket to its end; the last, a stage behind, sends while the others work."""
-        self.sender.start(self.sender.held)
-        newest = self.buckets.count - 1  # by number: which of the others have ended already may differ between ranks
-        while self.buckets.under_way:
-            self._advance([live for live in self.buckets.under_way if live.slot < newest])
-            self._advance([live for live in self.buckets.under_way if live.slot == newest])
+        """Advance every bucket to its end. The newest is one stage behind, so it sends while the others work."""
+        self._first_stages.start(self.sender)
+        newest = self.buckets.count - 1  # by number, because ranks may differ in which of the others have ended
+        while self.buckets.in_flight:
+            self._advance([run for run in self.buckets.in_flight if run.number < newest])
+            self._advance([run for run in self.buckets.in_flight if run.number == newest])
+
+    def _send_status(self) -> None:
+        """Send this rank's part of the status. A step without collectives sends none, because no peer takes part."""
+        clock = None
+        if self.participating:
+            clock = self.state.step + (self._local(self.commits.used_steps, DECODE) or 0)
+        together = self._sends_status and self.transport.world_size > 1 and self.counters.communicated
+        self.outcome.send(clock, self.sender.device, self.sender.post if together else None)
 
     def _lose(self, error: Exception) -> NoReturn:
-        """The transport failed. The engine is dead: nobody knows what the others received."""
+        """Stop for good, because the transport failed and ranks may have received different messages."""
         lost = error if isinstance(error, CommHooksError) else TransportError(f"{type(error).__name__}: {error}")
         self.failure = lost
         self.abandon()
         self.transport.abort()
         raise lost from (None if lost is error else error)
+
+
+class StatelessEngine:
+    """Runs one bucket at a time, without state, steps or status. An exception is raised at once.
+
+    It has scratch memory but no transport. Cached for a process group, it does not keep the group alive.
+    """
+
+    def __init__(self) -> None:
+        self._scratch = Scratch()
+
+    def run(self, reduction: Reduction, bucket: Bucket, transport: Transport) -> None:
+        """Leave the average in the bucket, or in the tensors where the reduction puts it."""
+        ctx = StepContext(transport.rank, transport.world_size, scratch=self._scratch)
+        for requests in reduction.start(bucket, ctx):
+            Stage(transport, self._scratch, reduction.name).start(as_tuple(requests)).wait(None)

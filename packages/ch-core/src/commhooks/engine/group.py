@@ -1,23 +1,23 @@
-"""Several engines of one handle: each over a group of ranks of its own, all of them ending their steps together."""
+"""Several engines of one handle, one for each axis of a mesh of ranks. They end their steps together."""
 
 import torch
 
 from commhooks.bucket import Bucket
-from commhooks.engine.counters import Counters
+from commhooks.device import is_asynchronous
+from commhooks.engine.collectives import Sender
 from commhooks.engine.engine import Engine
-from commhooks.engine.outcome import StepOutcome, told_late
-from commhooks.engine.sender import Sender
-from commhooks.engine.status import ENCODE
+from commhooks.engine.outcome import ENCODE, StepOutcome
+from commhooks.engine.stats import Counters
 from commhooks.transport.base import Transport
 
 
 class EngineGroup:
-    """The engines of one handle, by axis of a mesh of ranks.
+    """The engines of one handle, by axis of a mesh.
 
     Args:
         engines: axis -> engine, in the order in which they end.
-        relay: an axis along which none of them ends last. What went wrong on the others is passed on along it at the end
-            of every step, so that every rank of the mesh raises; without it the ranks of one column would go on alone.
+        relay: another axis of the mesh, along which errors of the engines are passed on at the end of every step. Then all
+            ranks of the mesh raise. Without it the ranks of other columns would continue.
 
     Attributes:
         engines: as given.
@@ -30,23 +30,23 @@ class EngineGroup:
             timeout = next(iter(engines.values())).sender.timeout
             self._relay = Sender(relay, Counters(), timeout)
         self._relayed: StepOutcome | None = None  # of the last step
-        self._raised = False  # whether this rank has raised what that is about
+        self._raised = False  # True if this rank has raised the error of that step
 
     @property
     def in_step(self) -> bool:
-        """Whether something of a step has come that has not ended."""
+        """True if an engine has a running step."""
         return any(engine.in_step for engine in self.engines.values())
 
     def run(self, axis: str, bucket: Bucket) -> None:
-        """Reduce a bucket over an axis, now. Errors of the reduction are kept for :meth:`finish`."""
+        """Reduce a bucket over an axis at once. :meth:`finish` returns errors of the reduction."""
         with torch.no_grad():
             self.engines[axis].run(bucket)
 
     def finish(self, *, outside: BaseException | None = None) -> BaseException | None:
-        """End the step on every axis; returns the error to raise.
+        """End the step on every axis and return the error to raise.
 
         Args:
-            outside: an error of this rank that happened outside the reductions, to be made known to the others.
+            outside: error of this rank outside the reductions. The peers learn of it.
         """
         error = outside
         for engine in self.engines.values():
@@ -55,19 +55,19 @@ class EngineGroup:
         return error if self._relay is None else self._pass_on(error, self._relay)
 
     def abandon(self) -> None:
-        """Forget a step that will never finish."""
+        """Drop a step that never finishes."""
         for engine in self.engines.values():
             if engine.in_step:
                 engine.abandon()
 
     def check(self) -> None:
-        """Raise the loss of a transport."""
+        """Raise the error of a lost transport."""
         for engine in self.engines.values():
             if engine.failure is not None:
                 raise engine.failure
 
     def stats(self) -> dict[str, float]:
-        """The figures of all axes together, and traffic by axis. Steps are common to them; all else adds up."""
+        """Return the figures of all axes, and traffic by axis. Steps are common to the axes; other figures add up."""
         counters = {axis: engine.counters for axis, engine in self.engines.items()}
         rows = [one.as_dict() for one in counters.values()]
         total = {key: (max if key.endswith("steps") else sum)(row[key] for row in rows) for key in rows[0]}
@@ -80,7 +80,7 @@ class EngineGroup:
         return total
 
     def _pass_on(self, error: BaseException | None, relay: Sender) -> BaseException | None:
-        """One more status, along the relay. On CUDA it is read at the end of the next step, like the engines'."""
+        """Send one more status along the relay. On a GPU the next step reads it, like the status of the engines."""
         devices = [engine.sender.device for engine in self.engines.values()]
         device = next((one for one in devices if one.type != "cpu"), devices[0])
         outcome = StepOutcome("the hook", relay.transport)
@@ -88,12 +88,12 @@ class EngineGroup:
             outcome.fail(error, ENCODE)
         outcome.send(None, device, relay.post)
         outcome.decide(relay.timeout)
-        late = told_late(device)
+        late = is_asynchronous(device)
         pending, self._relayed = (self._relayed if late else outcome), outcome
         raised, self._raised = self._raised, error is not None
-        told = pending.take_error(relay.carry_out) if pending is not None else None
-        if told is None or (late and raised):
+        relayed = pending.take_error(relay.carry_out) if pending is not None else None
+        if relayed is None or (late and raised):
             return error
         for engine in self.engines.values():
             engine.rollback()
-        return error or told
+        return error or relayed

@@ -1,71 +1,249 @@
-"""What becomes of one step: one object with one life.
+"""Outcome of a step: the status message, the decision that all ranks share, and commit or rollback of the state.
 
-``OPEN`` while buckets arrive: what fails, or is not finite, is noted. ``SENT`` when this rank's part of the status is on its
-way, and nothing can be added any more. ``DECIDED`` when all ranks' parts have come: they all see the same, and decide alike.
-``TENTATIVE`` while its gradients wait to be used with the next ones (:mod:`commhooks.engine.open_steps`). ``COMMITTED`` or
-``ROLLED_BACK`` in the end.
+At the end of each step the ranks all-reduce one status vector of ``W + 1`` fp32 numbers::
+
+    element r   = code of rank r + 4 * clock of rank r      (0 from every other rank)
+    element W   = number of ranks that saw a reduced NaN or Inf, or NaN
+
+The code of rank r says where its reduction raised, 0 if it did not. The clock counts the steps behind rank r. Ranks with
+different clocks would soon start different collectives. Clock 0 marks a rank that has run out of input. Both fit exactly,
+because 4 * 2**18 is below 2**24. All ranks see the same vector, so all decide equally. Texts of errors follow only after a
+failure, in messages of a fixed size.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from commhooks.bucket import Bucket
-from commhooks.engine.stage import Stage
-from commhooks.engine.status import WHERE, Exchange, Status, finiteness
-from commhooks.requests import Request
+from commhooks.device import HostCopy, is_asynchronous
+from commhooks.engine.collectives import Stage
+from commhooks.errors import CommHooksError, RankMismatchError, RemoteHookError
+from commhooks.requests import AllGather, AllReduce, Request
+from commhooks.state import HookState
 from commhooks.transport.base import Transport
 
 log = logging.getLogger("commhooks")
 
+ENCODE, BETWEEN, DECODE = 1, 2, 3
+WHERE = {ENCODE: "before its first collective", BETWEEN: "between collectives", DECODE: "after its last collective"}
+TEXT_BYTES = 512
+_CODES, _CLOCKS = 4, 2**18 - 1
+
+CarryOut = Callable[[Request], None]
+"""Carries out one request over all ranks and returns when it is done."""
+
+
+class StepJudge(Protocol):
+    """Tells an engine if finished steps were used: an optimizer's watch, or a manager's vote.
+
+    Several steps may wait for one answer. Their gradients add up, and an optimizer uses all of them or none. The engine asks
+    between collectives, so it turns exceptions of a judge into an error of the next step on all ranks.
+    """
+
+    def begin(self) -> None:
+        """Begin a period. All earlier steps have been answered."""
+
+    def end(self) -> None:
+        """End a step. Its gradients may be used from now on."""
+
+    def used(self) -> bool | None:
+        """True if the steps since :meth:`begin` were used, False if they were skipped, ``None`` while they wait."""
+
+    def doubt(self) -> CommHooksError | None:
+        """Return the reason if it cannot be known. :meth:`used` is then False, and all ranks raise the reason."""
+
+    def clock(self) -> int:
+        """Return the number of used steps. It is equal on all ranks."""
+
+    def follow(self, clock: int) -> None:
+        """Set the clock to the peers' value. This rank took no part in their step."""
+
+
+class Status:
+    """The status message of one step: this rank's part, and all ranks' parts after :meth:`received`.
+
+    Args:
+        rank: this rank.
+        world: number of ranks.
+        code: where this rank's reduction raised, 0 if it did not.
+        clock: steps behind this rank; ``None`` if it contributes no data.
+        sums: results of :func:`finiteness` for reduced tensors.
+        device: device of the step's collectives.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        code: int,
+        clock: int | None,
+        sums: Sequence[torch.Tensor | float],
+        device: torch.device,
+    ) -> None:
+        self.rank, self.world = rank, world
+        mine = code + _CODES * (0 if clock is None else 1 + clock % _CLOCKS)
+        self.vector = torch.zeros(world + 1, dtype=torch.float32, device=device)
+        self.vector[rank] = mine
+        unread = [s.to(device) for s in sums if isinstance(s, torch.Tensor)]
+        if unread:  # 0, or NaN
+            torch.sum(torch.stack(unread).mul_(0.0), 0, dtype=torch.float32, out=self.vector[world])
+        if not math.isfinite(sum(s for s in sums if isinstance(s, float))):
+            self.vector[world] = 1
+        self._copy: HostCopy | None = None
+        self._values: list[float] | None = None
+        self._failed: dict[int, int] = {}
+        self._clocks: dict[int, int] = {}
+
+    def message(self) -> AllReduce:
+        """Return the request that gives all ranks the whole vector."""
+        return AllReduce(self.vector, "sum")
+
+    def received(self) -> None:
+        """Copy the received vector to the host. On a GPU the host waits for it only when it reads the values."""
+        self._copy = HostCopy(self.vector)
+
+    def _read(self) -> list[float]:
+        if self._values is None:
+            self._values = (self._copy or HostCopy(self.vector)).values()
+            parts = list(enumerate(int(value) for value in self._values[: self.world]))
+            self._failed = {rank: value % _CODES for rank, value in parts if value % _CODES}
+            self._clocks = {rank: value // _CODES - 1 for rank, value in parts if value >= _CODES}
+        return self._values
+
+    @property
+    def failed(self) -> dict[int, int]:
+        """Rank -> code, for ranks whose reduction raised."""
+        self._read()
+        return self._failed
+
+    @property
+    def clocks(self) -> dict[int, int]:
+        """Rank -> steps behind it, for ranks that contributed data."""
+        self._read()
+        return self._clocks
+
+    def neutral(self) -> torch.Tensor:
+        """Return -0.0, which changes no sum, or NaN if a rank failed; shape (1,), on the device, without a wait."""
+        failed = self.vector[: self.world].remainder(_CODES).sum(0, keepdim=True) > 0
+        return torch.where(failed, math.nan, -0.0)
+
+    def incomplete(self) -> bool:
+        """True if a rank contributed no data."""
+        return len(self.clocks) < self.world
+
+    def good(self) -> bool:
+        """True if no rank failed, all ranks are at the same step, and all reduced numbers are finite."""
+        bad = self._read()[self.world]
+        return not self._failed and len(set(self._clocks.values())) <= 1 and bad == 0 and math.isfinite(bad)
+
+    def error(self, name: str, own: BaseException | None, carry_out: CarryOut | None) -> BaseException | None:
+        """Return the error that this rank raises for the step; ``None`` if no rank failed.
+
+        Args:
+            name: name of the reduction.
+            own: exception of this rank.
+            carry_out: exchanges the texts if a rank failed. Without it the error has no texts.
+        """
+        failed = self.failed
+        if failed:
+            texts = self._texts(own, carry_out) if self.world > 1 and carry_out is not None else {}
+            if own is not None:
+                return own
+            lines = "; ".join(f"rank {r} {WHERE[code]}: {texts.get(r, 'see its log')}" for r, code in failed.items())
+            return RemoteHookError(
+                f"{name} raised on another rank, so this step's gradients are not valid on any rank. {lines}"
+            )
+        if own is not None:  # the manager drops a healing member's part of the status, but the member knows its error
+            return own
+        clocks = self.clocks
+        return _out_of_step(name, clocks) if len(set(clocks.values())) > 1 else None
+
+    def _texts(self, own: BaseException | None, carry_out: CarryOut) -> dict[int, str]:
+        mine = b"" if own is None else _described(own).encode(errors="replace")[:TEXT_BYTES]
+        device = self.vector.device
+        text = torch.tensor(list(mine.ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8, device=device)
+        received = torch.empty(self.world * TEXT_BYTES, dtype=torch.uint8, device=device)
+        carry_out(AllGather(text, received))
+        rows = received.view(self.world, TEXT_BYTES).cpu()
+        return {r: bytes(rows[r].tolist()).rstrip(b"\0").decode(errors="replace") for r in range(self.world)}
+
+
+def _described(error: BaseException) -> str:
+    """Return type and text of an exception. Its ``__str__`` may raise while peers wait for the text."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__}, whose text could not be formatted"
+
+
+def _out_of_step(name: str, clocks: dict[int, int]) -> CommHooksError:
+    lines = ", ".join(f"rank {rank}: {clock}" for rank, clock in clocks.items())
+    return RankMismatchError(
+        f"{name}: the ranks are not at the same step ({lines}), so gradients of different steps were averaged. The numbers "
+        "count committed steps and, with optimizer=, scaler= or a manager, its steps too. A rank skipped an optimizer "
+        "step, ran one under no_sync(), rolled back, or resumed alone. Load the same checkpoint on all ranks, or attach again"
+    )
+
+
+def finiteness(tensor: torch.Tensor) -> torch.Tensor | float:
+    """Return a number that is finite if all elements are. On a GPU it is a 0-d tensor, so that the host need not wait."""
+    if is_asynchronous(tensor.device):  # in a wider type, where a sum does not overflow
+        return tensor.sum(dtype=torch.float32 if tensor.dtype.itemsize < 4 else torch.float64)
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    total = tensor.sum().item()
+    if math.isfinite(total) or not tensor.numel():
+        return 0.0
+    low, high = tensor.aminmax()  # the sum of finite elements may overflow
+    return (low - low + high - high).item()
+
 
 class Phase(Enum):
-    """How far a outcome has come."""
+    """Progress of an outcome."""
 
-    OPEN = auto()
-    SENT = auto()
-    DECIDED = auto()
-    TENTATIVE = auto()
-    COMMITTED = auto()
-    ROLLED_BACK = auto()
-
-
-def told_late(device: torch.device) -> bool:
-    """Whether what became of a step is read when the next one begins: the host would wait for the device."""
-    return device.type == "cuda"
+    OPEN = auto()  # buckets arrive, and failures are noted
+    SENT = auto()  # this rank has sent its part of the status, so nothing can be added
+    DECIDED = auto()  # all parts have arrived; the state still holds the step as staged
+    SETTLED = auto()  # the state has committed the step, or rolled it back
 
 
 class StepOutcome:
-    """Outcome of one step of one engine.
+    """Outcome of one step of one engine, from the first bucket to commit or rollback.
 
     Args:
-        name: of the reduction.
-        transport: of its group.
-        looks: whether somebody has to know if what was reduced is finite: a reduction without state has nothing to undo.
-        late: an error of the step before, which on CUDA becomes known only now.
-        phase: how far it has come.
+        name: name of the reduction.
+        transport: transport of its group.
+        check_finite: True if reduced numbers are checked for NaN and Inf. Only a reduction with state needs it.
+        late: error of the previous step, which the host learns only now on a GPU.
+        phase: its first phase.
 
     Attributes:
-        counted: whether this rank's numbers counted; without them it cannot know what becomes of the step.
-        alone: whether it was decided without the other ranks.
+        participated: True if this rank contributed data. Otherwise it cannot know if the step was used.
+        alone: True if this rank decided without its peers.
+        phase: its present phase.
     """
 
     __slots__ = (
         "_error",
         "_late",
-        "_on_cuda",
+        "_reads_late",
+        "_reported",
         "_stage",
         "_status",
         "_sums",
-        "_told",
         "alone",
-        "counted",
-        "looks",
+        "check_finite",
         "name",
+        "participated",
         "phase",
         "rank",
         "world_size",
@@ -76,68 +254,68 @@ class StepOutcome:
         name: str,
         transport: Transport,
         *,
-        looks: bool = False,
+        check_finite: bool = False,
         late: BaseException | None = None,
         phase: Phase = Phase.OPEN,
     ) -> None:
         self.name, self.rank, self.world_size = name, transport.rank, transport.world_size
-        self.looks, self.phase, self.counted, self.alone = looks, phase, True, True
+        self.check_finite, self.phase, self.participated, self.alone = check_finite, phase, True, True
         self._error: tuple[BaseException, int] | None = None
         self._sums: list[torch.Tensor | float] = []
         self._status: Status | None = None
         self._stage: Stage | None = None
         self._late = late
-        self._on_cuda = self._told = False
+        self._reads_late = self._reported = False
 
     # -- open
 
     @property
     def running(self) -> bool:
-        """Whether the step has not been decided yet."""
+        """True if the ranks have not decided yet."""
         return self.phase in (Phase.OPEN, Phase.SENT)
 
     @property
     def failed(self) -> bool:
-        """Whether this rank's reduction raised, and nobody has been told yet."""
+        """True if this rank has an exception that is not raised yet."""
         return self._error is not None
 
     def fail(self, error: BaseException, where: int) -> None:
-        """This rank's reduction raised; the first error counts."""
+        """Note an exception of this rank. The first one counts."""
         if self._error is None:
             self._error = (error, where)
 
-    def report(self, error: BaseException, where: int, bucket: int) -> None:
-        """:meth:`fail` in a bucket, and say so in the log: the other ranks name no line of code."""
+    def fail_bucket(self, error: BaseException, where: int, bucket: int) -> None:
+        """Note an exception of this rank's reduction and log the bucket. Peers see no line of code."""
         self.fail(error, where)
         with suppress(Exception):  # a handler of the user may raise, while peers are in the step's collectives
             log.error("[rank %d] %s raised %s of bucket %d", self.rank, self.name, WHERE[where], bucket)
 
-    def look(self, reduced: Iterable[torch.Tensor]) -> None:
-        """Note whether these numbers are finite."""
-        if self.looks:
+    def check(self, reduced: Iterable[torch.Tensor]) -> None:
+        """Note if reduced numbers are finite."""
+        if self.check_finite:
             self._sums.extend(finiteness(tensor) for tensor in reduced if tensor.is_floating_point())
 
     # -- open -> sent
 
     def send(self, clock: int | None, device: torch.device, post: Callable[[Request], Stage] | None) -> None:
-        """Make this rank's part of the status, and send it.
+        """Send this rank's part of the status.
 
         Args:
-            clock: steps behind this rank; ``None`` if it does not count.
-            device: where the collectives of the step happened.
-            post: starts the message; ``None`` where nobody else takes part.
+            clock: steps behind this rank; ``None`` if it contributes no data.
+            device: device of the step's collectives.
+            post: starts the message; ``None`` if this rank decides alone.
         """
         code = self._error[1] if self._error is not None else 0
         self._status = Status(self.rank, self.world_size, code, clock, self._sums, device)
         self._sums = []
         self._stage = post(self._status.message()) if post is not None else None
-        self.counted, self.alone, self._on_cuda = clock is not None, post is None, told_late(device)
+        self.participated, self.alone, self._reads_late = clock is not None, post is None, is_asynchronous(device)
         self.phase = Phase.SENT
 
     # -- sent -> decided
 
     def decide(self, timeout: float | None) -> None:
-        """Receive what the others said. On CUDA the host does not wait for it."""
+        """Receive the status of all ranks. On a GPU the host does not wait for it."""
         assert self._status is not None  # noqa: S101 - sent before
         stage, self._stage = self._stage, None
         if stage is not None:
@@ -146,64 +324,209 @@ class StepOutcome:
         self.phase = Phase.DECIDED
 
     def spoil(self, buckets: Iterable[Bucket]) -> None:
-        """Where the host learns too late that a rank's reduction raised: leave NaN in every parameter's average on all ranks.
-        Otherwise a scaler on the rank that failed would skip the step, and those of the others would not.
+        """On a GPU, write NaN into every parameter's average on all ranks if a rank failed.
+
+        The host learns of the failure too late. Without NaN, a scaler on the failed rank would skip the step while scalers on
+        its peers would not.
         """
-        if not self._on_cuda or self._status is None or self.alone:
+        if not self._reads_late or self._status is None or self.alone:
             return
         firsts: dict[torch.dtype, list[torch.Tensor]] = {}
         for bucket in buckets:
-            firsts.setdefault(bucket.dtype, []).extend(bucket.cached(_first_numbers, partial(_first_numbers, bucket)))
+            firsts.setdefault(bucket.dtype, []).extend(bucket.cached(_first_elements, partial(_first_elements, bucket)))
         if firsts:
             neutral = self._status.neutral()
-            for dtype, numbers in firsts.items():
-                torch._foreach_add_(numbers, [neutral.to(dtype)] * len(numbers))  # by lists: one launch, and no wait
+            for dtype, elements in firsts.items():
+                torch._foreach_add_(elements, [neutral.to(dtype)] * len(elements))  # lists: one launch, and no wait
 
-    def error(self, carry_out: Exchange) -> BaseException | None:
-        """The error that this rank raises at the end of the step: on CUDA the one of the step before, because reading
-        this one's would make the host wait.
+    def error(self, carry_out: CarryOut) -> BaseException | None:
+        """Return the error that this rank raises at the end of the step.
+
+        On a GPU it is the error of the previous step, because the host would wait for this step's status.
 
         Args:
-            carry_out: for the failing ranks' texts.
+            carry_out: exchanges the texts of failed ranks.
         """
         late, self._late = self._late, None
-        return late if self._on_cuda else self.take_error(None if self.alone else carry_out)
+        return late if self._reads_late else self.take_error(None if self.alone else carry_out)
 
-    def take_error(self, carry_out: Exchange | None = None) -> BaseException | None:
-        """The error of the step, if it is decided and nobody has been told of it yet.
+    def take_error(self, carry_out: CarryOut | None = None) -> BaseException | None:
+        """Return the error of a decided step once; ``None`` at later calls.
 
         Args:
-            carry_out: for the failing ranks' texts; without it, which needs no other rank, there are none.
+            carry_out: exchanges the texts of failed ranks. Without it no peer is needed, and the error has no texts.
         """
-        if self._status is None or self.running or self._told:
+        if self._status is None or self.running or self._reported:
             return None
-        own, self._error, self._told = self._error, None, True
+        own, self._error, self._reported = self._error, None, True
         return self._status.error(self.name, own[0] if own else None, carry_out)
 
     def good(self) -> bool:
-        """Whether no rank failed, all are at the same step, and everything reduced was finite."""
+        """True if no rank failed, all ranks are at the same step, and all reduced numbers are finite."""
         return self._status is not None and self._status.good()
 
     def incomplete(self) -> bool:
-        """Whether a rank did not count: it had run out of input."""
+        """True if a rank contributed no data."""
         return self._status is not None and self._status.incomplete()
 
-    # -- decided -> the end
-
-    def end(self, phase: Phase) -> None:
-        """Committed, rolled back, or committed tentatively."""
-        self.phase = phase
+    # -- decided -> settled
 
     def abandon(self) -> None:
-        """The step never finishes."""
+        """Drop a step that never finishes."""
         if self.running:
             self._status = self._stage = self._error = None
             self._sums.clear()
-            self.phase = Phase.ROLLED_BACK
+            self.phase = Phase.SETTLED
 
 
-def _first_numbers(bucket: Bucket) -> list[torch.Tensor]:
-    """One number of each parameter's place in a bucket, ``(1,)`` each."""
+def _first_elements(bucket: Bucket) -> list[torch.Tensor]:
+    """Return a view of one element of each parameter in a bucket, shape (1,) each."""
     if bucket.storage.is_sparse:
         return []
     return [bucket.storage.narrow(0, p.offset, 1) for p in bucket.layout.params if p.numel]
+
+
+_ANSWERS = (True, False, None)  # used, skipped, waiting, as ranks send them
+
+
+class Commits:
+    """Commits finished steps to the state, or rolls them back.
+
+    A running step is staged. The beginning of the next step settles it. If its gradients still wait to be used, the state
+    commits it tentatively, on top of earlier ones. Later the state keeps or undoes all of them together.
+
+    Args:
+        state: receives the commits.
+
+    Attributes:
+        judge: tells if finished steps were used. Without a judge every finite step was.
+    """
+
+    def __init__(self, state: HookState) -> None:
+        self.state = state
+        self.judge: StepJudge | None = None
+        self._last: StepOutcome | None = None  # of the last finished step
+        self._common: StepOutcome | None = None  # the same if the ranks decided it together, until the next step
+        self._took_part = True
+        self._veto = False
+        self._judge_error: BaseException | None = None
+        self._peers: tuple[int, int] | None = None  # their answer and clock, for a step that this rank took no part in
+
+    def used_steps(self) -> int:
+        """Return the number of steps that the judge saw used.
+
+        The status adds the committed steps to it. On ranks that judge a step differently the sums differ.
+        """
+        return 0 if self.judge is None else self.judge.clock()
+
+    def finished(self, outcome: StepOutcome, *, elastic: bool) -> None:
+        """Take the outcome of a finished step.
+
+        In an elastic group a member knows each outcome by itself. It must not ask its peers, which may be gone.
+        """
+        self._last, self._took_part = outcome, outcome.participated or elastic
+        self._common = None if outcome.alone or elastic else outcome
+        if self.judge is not None:
+            try:
+                self.judge.end()
+            except BaseException as error:  # the status is sent, so all ranks raise it at the end of the next step
+                self._judge_error = error
+
+    def settle(self, *, force: bool = False) -> bool | None:
+        """Commit or roll back the last finished step and earlier tentative ones.
+
+        Args:
+            force: True if the next step begins. A step that still waits is then committed tentatively.
+
+        Returns:
+            True if the state kept the last step, False if it did not, ``None`` if the step still waits.
+        """
+        last = self._unsettled
+        if last is None and not self.state.tentative:
+            return None
+        used = self._used()
+        if used is None and not force and self._took_part:
+            return None
+        self._veto = False
+        kept = last is not None and last.good() and used is not False
+        if kept:
+            # A rank that took no part presumes that the step is used. The next step brings the peers' answer.
+            self.state.commit(tentative=used is None, presumed=not force)
+        else:
+            self.state.rollback()
+        if last is not None:
+            last.phase = Phase.SETTLED
+        if used is not None:
+            self.state.resolve(used)
+        return kept
+
+    def rollback(self) -> None:
+        """Treat the last finished step, and earlier tentative ones, as not used."""
+        if self.state.tentative or self._unsettled is not None:
+            self._veto = True
+
+    def forget(self) -> None:
+        """Drop unsettled steps, because the state has been replaced. Messages between ranks stay the same."""
+        if self._unsettled is not None:
+            self._unsettled.phase = Phase.SETTLED
+        self._veto = False
+
+    def begin(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> BaseException | None:
+        """Settle finished steps, because the next step begins. Return an error or doubt of the judge for all ranks.
+
+        Args:
+            gather: returns every rank's tensor as one row each.
+        """
+        if self.judge is None:
+            self.settle(force=True)
+            return None
+        judge, common = self.judge, self._common
+        error, self._judge_error, self._common = self._judge_error, None, None
+        if common is not None and common.incomplete():
+            used: bool | None = False
+            clock = 0
+            try:  # peers already wait in this message
+                used, clock = (self._used(), judge.clock()) if self._took_part else (None, 0)
+            except BaseException as raised:
+                error = error or raised
+            self._exchange_answers(used, clock, gather)
+        try:
+            self.settle(force=True)
+        except BaseException as raised:  # the judge cannot answer, so its steps count as skipped
+            error, self._veto = error or raised, True
+            self.settle(force=True)
+        try:
+            doubt: BaseException | None = judge.doubt() if self._took_part else None
+            if self._peers is not None:
+                judge.follow(self._peers[1])
+            if not self.state.tentative:
+                judge.begin()
+        except BaseException as raised:
+            doubt = raised
+        self._peers = None
+        return error or doubt
+
+    @property
+    def _unsettled(self) -> StepOutcome | None:
+        return self._last if self._last is not None and self._last.phase is Phase.DECIDED else None
+
+    def _used(self) -> bool | None:
+        if self._veto:
+            return False
+        if self.judge is None:
+            return True
+        if self._took_part:
+            return self.judge.used()
+        return None if self._peers is None else _ANSWERS[self._peers[0]]
+
+    def _exchange_answers(self, used: bool | None, clock: int, gather: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Tell ranks that took no part in the last step if it was used.
+
+        Such a rank has no optimizer that knows, but the number of committed steps decides its collectives. All ranks know
+        from the last status if there was such a rank, so all of them send this message or none does.
+        """
+        answer = _ANSWERS.index(used) if self._took_part else -1
+        rows = gather(torch.tensor([answer, clock], dtype=torch.int64, device="cpu")).tolist()
+        answers = [(int(answer), int(clock)) for answer, clock in rows if answer >= 0]
+        if not self._took_part and answers:
+            self._peers = answers[0]

@@ -1,7 +1,7 @@
-"""How a message is sent: held back and coalesced, direct or round a ring, whole or in halves, waited for awake or asleep.
+"""Decides how each message is sent: coalesced or alone, direct or ring, whole or in halves, spinning or blocking.
 
-Every such decision is made here, from the layout, the sizes and :class:`CpuTuning` alone, so that all ranks decide alike.
-On a GPU and over transports that are not ``free`` most of it does not apply: a message is sent as it was asked for.
+Every decision follows from the layout, the sizes and :class:`CpuTuning` alone, so all ranks decide equally. On a GPU, and on
+transports that are not ``free``, most of them do not apply. A message is then sent as the reduction asked for it.
 """
 
 import math
@@ -15,75 +15,81 @@ from typing import Any
 import torch
 
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout
+from commhooks.device import is_asynchronous
 from commhooks.reduction import Reduction
 from commhooks.requests import StagePlan, payload_bytes, trip_bytes
 from commhooks.transport.base import Work
 
-_give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
+_yield_core: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 @dataclass(frozen=True, slots=True)
 class CpuTuning:
-    """What a CPU's messages cost, and what is done about it. ``CpuTuning.off()`` sends everything as it was asked for.
+    """Limits for messages of a CPU. ``CpuTuning.off()`` sends every message as the reduction asked for it.
 
-    Changing a number changes which collectives are started, so all ranks of a group need the same; the two of spinning
-    alone are each rank's own business.
+    All ranks of a group need the same limits, because the limits decide which collectives start. Only the two limits of
+    spinning may differ.
     """
 
-    # Later stages of at most a 16th of the gradient's bytes wait for the drain. Otherwise waiting for the first stage would
-    # hold up the backward, whose cores the threads that carry a message take; hiding so few bytes saves less than that.
+    # Later stages of at most a 16th of the gradient's bytes wait for the drain. To wait for the first stage earlier would
+    # delay the backward, because threads that carry a message take its cores. Hiding so few bytes saves less.
     held_share: float = 1 / 16
-    # First stages are held back until together they are worth a message: 32 KiB take 5 ms at 50 Mbit/s, a quarter of one at
-    # 1 Gbit/s. Without it each small bucket pays a message's latency; with more, the backward hides less of them.
+    # First stages are collected until they are worth a message. 32 KiB take 5 ms at 50 Mbit/s, and 0.25 ms at 1 Gbit/s.
+    # Without this limit each small bucket pays the latency of a message. A higher one hides less behind the backward.
     coalesced_bytes: float = 1 << 15
-    # Two ranks exchange up to 128 KiB directly, in one message instead of a ring's two, one after the other. On slow links
-    # a direct exchange of more takes longer than the ring's two halves, because both directions share the link.
+    # Two ranks exchange up to 128 KiB directly, in one message. A ring needs two, one after the other. On slow links a
+    # direct exchange of more bytes takes longer than the ring's two halves, because both directions share the link.
     direct_bytes: int = 1 << 17
-    # From three ranks on a direct exchange sends more than a ring: up to 32 KiB more cost less than the 2 (W - 1) messages
-    # that the ring needs in turn. Without this limit the traffic of W ranks would grow with W.
+    # From three ranks on, a direct exchange sends more bytes than a ring. Up to 32 KiB more cost less than the 2 (W - 1)
+    # sequential messages of the ring. Without this limit the traffic of W ranks would grow with W.
     direct_extra_bytes: int = 1 << 15
-    # gloo has two threads a group, each busy with one message: without halves, from 4 MiB on, one of them would idle. Not
-    # where a later bucket's message keeps it busy: halves then only cost.
+    # gloo has two threads per group, and each carries one message. From 4 MiB on, halves keep both busy. If a message of a
+    # later bucket follows, halves only cost.
     halved_from: float = 4 << 20
-    # Waking up from a blocking wait can take longer than a short message, on a virtual machine by milliseconds. Longer
-    # messages, or more than 2 ms, would only take the core from those who carry them.
+    # To wake up from a blocking wait can take longer than a short message, on a virtual machine by milliseconds. For
+    # longer messages, or after 2 ms, spinning only takes the core from the threads that carry them.
     spin_bytes: int = 1 << 20
     spin_seconds: float = 0.002
-    # A bucket goes through its stages in pieces of the reduction's `piece_bytes`. Whole, its arithmetic and its messages
-    # would wait for one another.
+    # A bucket is cut into pieces of the reduction's `piece_bytes`. Arithmetic and messages of a whole bucket would wait for
+    # each other.
     cuts: bool = True
 
     @classmethod
     def off(cls) -> "CpuTuning":
-        """Nothing held back, no direct exchange, no halves, no spinning, no pieces."""
+        """Return limits that coalesce, halve, cut and spin nothing, and exchange nothing directly."""
         return cls(-1, 0, -1, -1, math.inf, -1, 0.0, False)
 
     def pieces(self, bucket: Bucket, reduction: Reduction) -> tuple[Bucket, ...]:
-        """What goes through the stages by itself; the bucket as it is, where the last message delivers its average."""
+        """Return the pieces that pass the stages separately.
+
+        A bucket whose last message delivers its average stays whole: there is no arithmetic to overlap.
+        """
         size = reduction.piece_bytes
         if not size or not self.cuts or reduction.delivers or bucket.device.type != "cpu":
             return (bucket,)
         return pieces(bucket, size)
 
     def direct(self, size: int, world_size: int) -> bool:
-        """Whether so many bytes had better be exchanged directly than round a ring. Two ranks send the same number
-        either way.
-        """
+        """True if a direct exchange of this many bytes costs less than a ring. Two ranks send the same bytes in both."""
         return world_size > 1 and size <= self.direct_bytes and (world_size - 2) * size <= self.direct_extra_bytes
 
     def wait(self, work: Work, output: torch.Tensor, timeout: float | None) -> None:
-        """Wait for a collective; for a short one on a CPU without going to sleep, if the work can be asked.
+        """Wait for a collective. Spin for a short one on a CPU, if the work has ``is_completed()``.
 
         Args:
-            work: under way.
-            output: where its result goes.
+            work: the collective.
+            output: receives its result.
             timeout: seconds; see :meth:`.Work.wait`.
         """
         done: Any = getattr(work, "is_completed", None)
-        if done is not None and output.numel() * output.itemsize <= self.spin_bytes and not output.is_cuda:
+        if (
+            done is not None
+            and output.numel() * output.itemsize <= self.spin_bytes
+            and not is_asynchronous(output.device)
+        ):
             until = time.monotonic() + self.spin_seconds
             while not done() and time.monotonic() < until:
-                _give_way()  # whoever else wants the core gets it
+                _yield_core()
         work.wait(timeout)
 
 
@@ -91,7 +97,7 @@ TUNED = CpuTuning()
 
 
 def pieces(bucket: Bucket, nbytes: int) -> tuple[Bucket, ...]:
-    """A bucket as several of about ``nbytes`` over its storage, cut between parameters; itself where it cannot be cut.
+    """Return a bucket as views of about ``nbytes`` each, cut between parameters; the bucket itself if it cannot be cut.
 
     >>> bucket = Bucket.from_tensors({"a": torch.ones(8, 8), "b": torch.ones(8), "c": torch.ones(8, 8)})
     >>> [[p.name for p in piece.params] for piece in pieces(bucket, 256)]
@@ -118,14 +124,14 @@ def pieces(bucket: Bucket, nbytes: int) -> tuple[Bucket, ...]:
 
 @lru_cache(maxsize=256)
 def _cut(layout: BucketLayout, numel: int) -> tuple[tuple[int, BucketLayout], ...]:
-    """``(offset, layout)`` of each piece of about ``numel`` elements; a parameter's offset is counted from that of its piece."""
+    """Return ``(offset, layout)`` of each piece of about ``numel`` elements. Offsets of parameters start at their piece."""
     count = round(layout.numel / numel)
     if count < 2 or layout.segments() != ((0, layout.numel),) or any(p.kind != "dense" for p in layout.params):
         return ((0, layout),)
     groups: list[list[ParamLayout]] = [[]]
     for p in sorted(layout.params, key=lambda p: p.offset):
-        held = p.offset - groups[-1][0].offset if groups[-1] else 0
-        if held and p.numel and held + p.numel / 2 > layout.numel / count:
+        taken = p.offset - groups[-1][0].offset if groups[-1] else 0
+        if taken and p.numel and taken + p.numel / 2 > layout.numel / count:
             groups.append([])
         groups[-1].append(p)
     made = []
@@ -137,22 +143,22 @@ def _cut(layout: BucketLayout, numel: int) -> tuple[tuple[int, BucketLayout], ..
 
 
 class BucketPlan:
-    """What buckets of one layout go through, and what follows from it: worked out once, not at every step.
+    """The stages of buckets with one layout, and the decisions that follow. The engine computes it once per layout.
 
     Args:
         plan: the stages.
-        layout: of the buckets.
-        tuning: what is worth waiting for.
+        layout: layout of the buckets.
+        tuning: the limits.
 
     Attributes:
-        volumes: bytes of each stage, as ``(payload, payload times the passes it makes)``.
-        waits: whether what is left after the first stage, if anything, waits for the drain.
-        coalesces: whether what is asked for first may be sent with what the next buckets ask for. Not where it ends with
-            that, nor where it asks for much (which would be copied), nor for anything but all-reduces (which would not
-            become one message).
-        merges: of each stage, whether others' requests may become one message with it.
-        ends_at_once: whether nothing is left after the first stage: such an average is DDP's to the bit.
-        opaque: whether what is received shows only when decoded whether it is finite.
+        volumes: ``(payload bytes, payload bytes times passes)`` of each stage.
+        waits: True if later stages are deferred to the drain.
+        coalesces: True if the first stage may be sent together with the next buckets' first stages. Large requests are
+            not, because merging copies them. Neither are other collectives than all-reduces, which cannot be merged, nor
+            buckets that end with their first stage.
+        merges: for each stage, True if requests of other buckets may be merged with it.
+        ends_at_once: True if nothing follows the first stage. Such an average equals DDP's to the bit.
+        opaque: True if finiteness can be checked only after decoding.
     """
 
     __slots__ = ("coalesces", "ends_at_once", "merges", "opaque", "plan", "volumes", "waits")

@@ -34,7 +34,7 @@ from commhooks.handle import CommHook
 from commhooks.launch.digest import digest
 from commhooks.log import log
 from commhooks.state import HookState
-from commhooks.transport.lost import group_timeout
+from commhooks.transport.process_group import group_timeout
 
 SAVED = "saved"  # a file beside a snapshot after which the script has saved something
 LATEST, MARKED = 2, 5  # how many snapshots are kept

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
+
+from commhooks.device import product_settings
 
 
 @contextmanager
@@ -28,12 +29,12 @@ def exact_products(device: torch.device) -> Iterator[None]:
         'bf16'
         >>> allowed.fp32_precision = "none"
     """
-    backends: Any = torch.backends
-    backend = backends.cuda.matmul if device.type == "cuda" else backends.mkldnn.matmul
+    settings = product_settings(device)
+    backend = settings[0]
     if backend.fp32_precision in ("ieee", "none"):
         yield
         return
-    both = [(each, each.fp32_precision) for each in (backends.cuda.matmul, backends.mkldnn.matmul)]
+    both = [(each, each.fp32_precision) for each in settings]
     older = _older_setting()
     if older is not None:
         # Set by `backend.fp32_precision` alone it would contradict the newer one, and torch refuses CUDA products then.

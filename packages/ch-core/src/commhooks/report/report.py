@@ -7,7 +7,7 @@ from typing import Any
 from commhooks.adapters.base import Binding
 from commhooks.bucket import BucketLayout
 from commhooks.engine.engine import Engine
-from commhooks.engine.residual_stats import HeldBack, held_back, together
+from commhooks.engine.stats import ResidualNorm, combined
 from commhooks.reduction import Reduction, StepContext
 from commhooks.report.rendering import as_html, as_text
 from commhooks.report.rows import PlanRow, grouped, patterns, plan_rows, reason_of
@@ -99,9 +99,9 @@ def report(hook: str, binding: Binding, rows: Sequence[PlanRow], reduction: Redu
         made = tuple(_foreign(binding.layout, group) for group in grouped(rows))
         return Report(hook, 0, 0, stats, made, _total(made, None, None), ())
     layouts = engine.buckets.layouts or [binding.layout]
-    held = held_back(engine)
+    held = engine.residual_norms()
     made = tuple(_row(engine, layouts, group, held) for group in grouped(rows))
-    total = _total(made, ratio_of(engine, layouts), together(held, held))
+    total = _total(made, ratio_of(engine, layouts), combined(held, held))
     world = engine.transport.world_size
     return Report(hook, engine.transport.rank, world, stats, made, total, _warnings(hook, binding, engine, stats))
 
@@ -140,7 +140,7 @@ def _plan(engine: Engine, layout: BucketLayout, step: int | None) -> tuple[Stage
 
 
 def _row(
-    engine: Engine, layouts: Sequence[BucketLayout], group: Sequence[PlanRow], held: Mapping[str, HeldBack]
+    engine: Engine, layouts: Sequence[BucketLayout], group: Sequence[PlanRow], held: Mapping[str, ResidualNorm]
 ) -> ReportRow:
     names = frozenset(row.name for row in group)
     chosen = [layout.select(names) for layout in layouts if any(p.name in names for p in layout.params)]
@@ -150,7 +150,7 @@ def _row(
         if part.params
     ]
     plans = [request for part in parts for stage in engine.plan(part) for request in stage]
-    back = together(held, [row.name for row in group])
+    back = combined(held, [row.name for row in group])
     return ReportRow(
         group[0].treatment,
         reason_of(group),
@@ -171,7 +171,7 @@ def _foreign(layout: BucketLayout, group: Sequence[PlanRow]) -> ReportRow:
     )
 
 
-def _total(rows: Sequence[ReportRow], ratio: float | None, held: HeldBack | None) -> ReportRow:
+def _total(rows: Sequence[ReportRow], ratio: float | None, held: ResidualNorm | None) -> ReportRow:
     payloads = [row.payload_bytes for row in rows if row.payload_bytes is not None]
     return ReportRow(
         "all",

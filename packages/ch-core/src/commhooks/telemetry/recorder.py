@@ -5,7 +5,7 @@ from os import PathLike
 from types import TracebackType
 
 from commhooks.engine.engine import Engine
-from commhooks.engine.sampling import Recording
+from commhooks.engine.stats import Recording
 from commhooks.errors import AttachError, HookNotSupportedError
 from commhooks.handle import CommHook
 from commhooks.telemetry.writers import Writer, csv_file

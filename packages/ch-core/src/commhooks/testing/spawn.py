@@ -418,7 +418,7 @@ def _join_group(order: _Order) -> Callable[[], None]:
         else FileStore(str(Path(order.folder, "store")), order.world_size)
     )
     if order.backend == "nccl":
-        torch.cuda.set_device(order.rank)
+        torch.accelerator.set_device_index(order.rank)
     dist.init_process_group(
         order.backend,
         store=store,

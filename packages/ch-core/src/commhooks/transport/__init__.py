@@ -1,4 +1,4 @@
-"""Where collectives really happen.
+"""Transports carry the collectives of an engine.
 
-Private: what others may use of it is exported by :mod:`commhooks` and :mod:`commhooks.adapters`.
+The package is internal. :mod:`commhooks` and :mod:`commhooks.adapters` export its public parts.
 """

@@ -1,4 +1,4 @@
-"""What the engine asks of a transport: raw collectives on flat tensors, and nothing else."""
+"""The protocol between an engine and its transport: raw collectives on flat tensors."""
 
 from typing import Protocol
 
@@ -6,27 +6,28 @@ import torch
 
 
 class Work(Protocol):
-    """A collective under way. One that has ``is_completed()`` too is asked for a short time before it is waited for."""
+    """A collective in flight. If it also has ``is_completed()``, the engine polls it for a short time before it waits."""
 
     def wait(self, timeout: float | None) -> None:
-        """Return when it is done.
+        """Return when the collective is done.
 
         Raises:
-            HookTimeoutError: not done after ``timeout`` seconds.
-            TransportError: it failed (a peer was lost, sizes did not match).
+            HookTimeoutError: it was not done after ``timeout`` seconds.
+            TransportError: it failed, because a peer was lost or sizes did not match.
         """
 
 
 class Transport(Protocol):
-    """Raw collectives of one group of ranks, on contiguous tensors, all asynchronous. ``op`` is ``"sum"`` or ``"max"``: a
-    mean is made by the engine, which divides before any cast.
+    """Asynchronous collectives of one group of ranks, on contiguous tensors.
+
+    ``op`` is ``"sum"`` or ``"max"``. The engine makes means, because it divides before any cast.
 
     Attributes:
         rank: this rank in the group.
-        world_size: ranks in the group.
-        free: whether the ranks are free to carry out an all-reduce on a CPU as is best, because all of them run this
-            engine. Not where a peer without a hook has to match the messages.
-        elastic: whether rank and world size change from step to step (a manager's members come and go).
+        world_size: number of ranks.
+        free: True if the engine may replace an all-reduce on a CPU by other collectives. All ranks must run this engine;
+            a peer without a hook could not match the messages.
+        elastic: True if rank and world size may change between steps, because members come and go under a manager.
     """
 
     rank: int
@@ -43,4 +44,4 @@ class Transport(Protocol):
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: str) -> Work: ...
 
     def abort(self) -> None:
-        """Give up: nothing more will be started, pending work may never end."""
+        """Start nothing more. Pending work may never end."""

@@ -1,4 +1,4 @@
-"""Collectives over a ``torch.distributed`` process group."""
+"""Collectives over a ``torch.distributed`` process group, and a register of groups that must not be used again."""
 
 import time
 from collections.abc import Callable
@@ -7,18 +7,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+from torch.utils.weak import WeakIdKeyDictionary
 
+from commhooks.device import is_asynchronous
 from commhooks.errors import HookTimeoutError, TransportError
-from commhooks.transport.base import Transport, Work
-from commhooks.transport.lost import give_up, refuse_lost
+from commhooks.transport.base import Work
 
-# torch 2.13 renames the flat collectives and warns of the old names at every call.
+# torch 2.13 renames the flat collectives and warns about the old names at every call.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
 
 
 class ProcessGroupWork:
-    """``torch.distributed`` work with a deadline and typed errors; keeps its tensors alive until it is done."""
+    """Work of ``torch.distributed`` with a deadline and typed errors. It keeps its tensors alive until it is done."""
 
     __slots__ = ("_keep", "_what", "_work")
 
@@ -26,11 +28,11 @@ class ProcessGroupWork:
         self._work, self._what, self._keep = work, what, keep
 
     def wait(self, timeout: float | None) -> None:
-        on_cpu = not self._keep[0].is_cuda
+        """See :meth:`.Work.wait`."""
         begun = time.monotonic()
         try:
-            # On CUDA a timeout would make the host wait for the kernel; the stream waits instead.
-            if timeout is not None and on_cpu:
+            # On a GPU the stream waits. With a timeout the host would wait for the kernel.
+            if timeout is not None and not is_asynchronous(self._keep[0].device):
                 self._work.wait(timedelta(seconds=timeout))
             else:
                 self._work.wait()
@@ -44,19 +46,21 @@ class ProcessGroupWork:
             raise TransportError(f"{self._what} failed: {error}") from error
 
     def future(self) -> Any:
+        """Return torch's future of the work."""
         return self._work.get_future()
 
     def is_completed(self) -> bool:
+        """True if the work is done."""
         return self._work.is_completed()
 
 
 class ProcessGroupTransport:
-    """Collectives over a ``torch.distributed`` process group.
+    """A transport over a ``torch.distributed`` process group.
 
     Args:
         group: the group; ``None`` is the default group.
-        free: see :class:`Transport`; granted where gloo carries a CPU's tensors. Another backend may lack some
-            collectives, or be there to see those it is asked for.
+        free: see :class:`Transport`. It takes effect if gloo carries the tensors of a CPU. Other backends may lack some
+            collectives.
 
     Raises:
         TransportError: there is no process group.
@@ -89,17 +93,15 @@ class ProcessGroupTransport:
         return self._start("reduce-scatter", _REDUCE_SCATTER, output, input, op=self._OPS[op])
 
     def abort(self) -> None:
-        """The group belongs to the caller, who destroys it; until then nothing is started over it any more."""
+        """Refuse all further collectives over the group. Its owner destroys it."""
         give_up(self.group)
 
     def _start(self, what: str, collective: Callable[..., dist.Work], *tensors: torch.Tensor, **kwargs: object) -> Work:
         refuse_lost(self.group)
-        if (
-            self.group is not None and self.group.size() != self.world_size
-        ):  # or means are taken over those who were here
+        if self.group is not None and self.group.size() != self.world_size:  # a mean would divide by the old number
             raise TransportError(
                 f"the process group had {self.world_size} ranks when the hook was attached and has {self.group.size()} now. "
-                "Where members come and go, give torchft's Manager to ch_ft.DistributedDataParallel, and no group of it"
+                "If members come and go, give torchft's Manager to ch_ft.DistributedDataParallel, and no group of it"
             )
         try:
             work = collective(*tensors, group=self.group, async_op=True, **kwargs)
@@ -111,11 +113,43 @@ class ProcessGroupTransport:
 def _by_gloo(group: dist.ProcessGroup | None) -> bool:
     try:
         return "cpu:gloo" in dist.get_backend_config(group)
-    except (KeyError, TypeError, ValueError):  # a group that was not made by torch.distributed
+    except (KeyError, TypeError, ValueError):  # torch.distributed did not make this group
         return False
 
 
-def uses_group(transport: Transport, group: object) -> bool:
-    """Whether a transport goes over this process group; ``None`` is the default group of the moment."""
-    wanted = group if group is not None else dist.group.WORLD
-    return isinstance(transport, ProcessGroupTransport) and transport.group is wanted
+def group_timeout(group: object) -> float:
+    """Return the seconds that a process group gives each of its collectives. Other objects stand for the default group."""
+    if not isinstance(group, dist.ProcessGroup):
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if group is not None:
+        for device in group._device_types:
+            options = getattr(group._get_backend(device), "options", None)
+            if options is not None:
+                seconds: float = options._timeout.total_seconds()
+                return seconds
+    return default_pg_timeout.total_seconds()
+
+
+# A rank that gave up a collective continues, and a peer may match the old message with its next one. From then on ranks
+# average gradients of different steps, and no number shows it. So a group with a lost collective is never used again.
+_LOST = WeakIdKeyDictionary()  # process group -> True
+
+
+def give_up(group: dist.ProcessGroup | None) -> None:
+    """Forbid this process to use the group again."""
+    if group is not None:
+        _LOST[group] = True
+
+
+def refuse_lost(group: dist.ProcessGroup | None) -> None:
+    """Refuse a group over which a collective was lost.
+
+    Raises:
+        TransportError: a collective was lost.
+    """
+    if group in _LOST:
+        raise TransportError(
+            "a collective over this process group failed or was given up earlier, so ranks may be a step apart, and what is "
+            "averaged over it may belong to different steps. On all ranks: make another group (dist.new_group, or destroy "
+            "and initialise the default one), wrap the model over it and attach again, and load one checkpoint everywhere"
+        )

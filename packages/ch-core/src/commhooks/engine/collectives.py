@@ -1,0 +1,392 @@
+"""Starts requests on a transport, waits for them and decodes results. All transports share these rules.
+
+:class:`Stage` is one batch of requests in flight. :class:`Sender` is the only way from an engine to its transport.
+:func:`void_requests` makes the requests of a failed reduction, so that no peer waits for them.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from commhooks.bucket import BucketLayout
+from commhooks.casting import encode
+from commhooks.device import is_asynchronous
+from commhooks.engine.schedule import TUNED, BucketPlan, CpuTuning
+from commhooks.engine.stats import Counters
+from commhooks.reduction import Reduction, StepContext
+from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Request, StagePlan
+from commhooks.scratch import Scratch
+from commhooks.transport.base import Transport, Work
+
+Decode = Callable[[], None] | None
+Message = tuple[Any, torch.Tensor, Decode]
+"""A collective in flight, the tensor that receives its result, and the function that decodes it."""
+
+
+@dataclass(slots=True)
+class Stage:
+    """One batch of requests in flight.
+
+    :meth:`start` encodes (scales by 1/W, casts, merges) and starts the collectives. :meth:`wait` waits and decodes.
+    All-reduces of equal dtype, op and wire become one message.
+
+    Attributes:
+        transport: carries the messages.
+        scratch: provides memory for merged and cast tensors.
+        owner: key of that memory.
+        any_order: True if ranks may add unrounded numbers in another order than DDP does.
+        tuning: decides how messages are sent.
+        newest: True if no message of a later bucket needs gloo's threads before this one is done.
+        reduced: tensors that hold reduced numbers after :meth:`wait`.
+        wire_bytes: modelled bytes that this rank sends. A ring sends ``2 (W - 1) / W`` of an all-reduce, and
+            ``(W - 1) / W`` of any other collective. A direct exchange sends everything to ``W - 1`` ranks.
+        error: first exception of an ``on_sent`` of a request.
+    """
+
+    transport: Transport
+    scratch: Scratch
+    owner: object
+    any_order: bool = False
+    tuning: CpuTuning = TUNED
+    newest: bool = True
+    _works: list[Message] = field(default_factory=list)
+    reduced: list[torch.Tensor] = field(default_factory=list)
+    wire_bytes: float = 0.0
+    error: BaseException | None = None
+
+    def start(self, requests: tuple[Request, ...]) -> "Stage":
+        """Encode and start all requests."""
+        groups: dict[object, list[AllReduce]] = {}
+        for number, request in enumerate(requests):
+            if isinstance(request, AllReduce):
+                if request.tensor.is_sparse:
+                    self._sparse(request)
+                elif request.tensor.numel():
+                    key = (request.tensor.dtype, request.op, request.wire)
+                    groups.setdefault(key, []).append(request)
+            elif isinstance(request, AllGather):
+                self._move(number, request, self.transport.all_gather)
+            elif isinstance(request, AllToAll):
+                self._move(number, request, self.transport.all_to_all)
+            else:
+                self._reduce_scatter(number, request)
+        for number, group in enumerate(groups.values()):
+            self._all_reduce(number, group)
+        return self
+
+    def wait(self, timeout: float | None) -> None:
+        """Wait for every collective and write the results into the tensors of the requests."""
+        for work, output, decode in self._works:
+            self.tuning.wait(work, output, timeout)
+            if decode is not None:
+                decode()
+        self._works.clear()
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Call ``action`` when all results are decoded or lost, on the thread that delivers the last one."""
+        self._works = _on_arrival(self._works, action)
+
+    # -- all-reduce
+
+    def _all_reduce(self, number: int, group: list[AllReduce]) -> None:
+        first = group[0]
+        tensor, wire = first.tensor, first.wire
+        scale = self._scale(first.op)
+        if len(group) == 1 and wire is None:
+            self.reduced.append(tensor)
+            if first.sent is not None:
+                first.sent.copy_(tensor)
+            self._report_sent(first)  # before this scales the tensor and sends it
+            if scale != 1.0:
+                tensor.mul_(scale)
+            self._reduce(number, tensor.view(-1), first, None)
+            return
+        total = sum(r.tensor.numel() for r in group)
+        dtype = wire.dtype if wire is not None else tensor.dtype
+        merged = self.scratch.get(self.owner, f"stage all-reduce {number}", (total,), dtype, tensor.device)
+        tensors = [r.tensor.view(-1) for r in group]
+        parts = list(torch.split_with_sizes(merged, [t.numel() for t in tensors]))
+        if wire is None:
+            torch._foreach_copy_(parts, tensors)
+            if scale != 1.0:
+                merged.mul_(scale)
+        else:
+            for source, part in zip(tensors, parts, strict=True):
+                encode(source, part, scale, wire)
+        for request, part in zip(group, parts, strict=True):
+            if request.sent is not None:
+                request.sent.copy_(part.view(request.sent.shape)).mul_(1.0 / scale)
+        self.reduced.append(merged)  # one sum then checks all requests for NaN and Inf
+        self._reduce(number, merged, first, lambda: torch._foreach_copy_(tensors, parts))
+        for request in group:
+            self._report_sent(request)  # while the message travels; `wait` alone writes results
+
+    def _report_sent(self, request: AllReduce) -> None:
+        if request.on_sent is not None:
+            try:
+                request.on_sent()
+            except BaseException as error:  # raised here, it would keep peers waiting for this rank's message
+                self.error = self.error or error
+
+    def _reduce(self, number: int, flat: torch.Tensor, like: AllReduce, decode: Decode) -> None:
+        """Start an all-reduce of a flat tensor in the cheapest way that the transport allows.
+
+        With more than two ranks, the way decides the order of addition. Numbers that no cast has rounded then go DDP's way,
+        so that the average equals DDP's to the bit, unless ``any_order`` permits another.
+        """
+        size, op = flat.nbytes, _sum(like.op)
+        free = self.transport.free and not is_asynchronous(flat.device)
+        if free and (self.any_order or self.transport.world_size == 2 or like.wire is not None):
+            if op == "sum" and flat.is_floating_point() and self.tuning.direct(size, self.transport.world_size):
+                self._exchange_directly(number, flat, decode)
+                return
+            if self.newest and size >= self.tuning.halved_from:
+                ahead, flat = flat.chunk(2)
+                self._works.append((self.transport.all_reduce(ahead, op), ahead, None))
+        self._count(2 * size)
+        self._works.append((self.transport.all_reduce(flat, op), flat, decode))
+
+    def _exchange_directly(self, number: int, flat: torch.Tensor, decode: Decode) -> None:
+        """All-reduce few numbers in one message: send them to all ranks, and add the received rows in rank order."""
+        shape = (self.transport.world_size, flat.numel())
+        sent, received = (
+            self.scratch.get(self.owner, f"stage {what} {number}", shape, flat.dtype, flat.device)
+            for what in ("sent", "received")
+        )
+        sent.copy_(flat)
+
+        def add_rows() -> None:
+            first, second, *others = received.unbind(0)
+            torch.add(first, second, out=flat)
+            for row in others:
+                flat.add_(row)
+            if decode is not None:
+                decode()
+
+        self._count(sent.nbytes)
+        self._works.append((self.transport.all_to_all(received.view(-1), sent.view(-1)), received, add_rows))
+
+    def _sparse(self, request: AllReduce) -> None:
+        if self._scale(request.op) != 1.0:
+            request.tensor.div_(self.transport.world_size)  # DDP divides sparse gradients; dense ones it scales by 1/W
+        # gloo and NCCL gather indices and values
+        self._count(self.transport.world_size * (request.tensor._indices().nbytes + request.tensor._values().nbytes))
+        self._works.append((self.transport.all_reduce(request.tensor, _sum(request.op)), request.tensor, None))
+
+    # -- the other collectives
+
+    def _move(
+        self, number: int, request: AllGather | AllToAll, collective: Callable[[torch.Tensor, torch.Tensor], Work]
+    ) -> None:
+        """Start a collective that only moves numbers, cast to the wire's dtype if the request names one."""
+        sent, received, wire = request.input, request.output, request.wire
+        decode: Decode = None
+        if wire is not None:
+            name, device = f"stage {request.kind} {number}", sent.device
+            sent = self.scratch.get(self.owner, name + " input", sent.shape, wire.dtype, device)
+            received = self.scratch.get(self.owner, name + " output", received.shape, wire.dtype, device)
+            encode(request.input, sent, 1.0, wire)
+            decode = partial(_copy, request.output, received)
+        if request.sent is not None:
+            request.sent.copy_(sent)
+        self._count((sent if request.kind == "all_to_all" else received).nbytes)
+        self._works.append((collective(received, sent), received, decode))
+
+    def _reduce_scatter(self, number: int, request: ReduceScatter) -> None:
+        scale, wire = self._scale(request.op), request.wire
+        self.reduced.append(request.output)
+        if wire is None:
+            if scale != 1.0:
+                request.input.mul_(scale)
+            self._count(request.input.nbytes)
+            work = self.transport.reduce_scatter(request.output, request.input, _sum(request.op))
+            self._works.append((work, request.output, None))
+            return
+        device, owner = request.input.device, self.owner
+        name = f"stage reduce-scatter {number}"
+        sent = self.scratch.get(owner, name + " input", request.input.shape, wire.dtype, device)
+        received = self.scratch.get(owner, name + " output", request.output.shape, wire.dtype, device)
+        encode(request.input, sent, scale, wire)
+        self._count(sent.nbytes)
+        work = self.transport.reduce_scatter(received, sent, _sum(request.op))
+        self._works.append((work, received, partial(_copy, request.output, received)))
+
+    def _scale(self, op: str) -> float:
+        return 1.0 / self.transport.world_size if op == "mean" else 1.0
+
+    def _count(self, nbytes: int) -> None:
+        """Count a message whose parts for all ranks have ``nbytes``. A rank does not send its own part."""
+        self.wire_bytes += nbytes * (self.transport.world_size - 1) / self.transport.world_size
+
+
+def _sum(op: str) -> str:
+    """Return the op for the transport. A mean was divided before, so that a sum of 16-bit numbers cannot overflow."""
+    return "sum" if op == "mean" else op
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+# -- results that complete a hook's future
+
+
+def _on_arrival(works: Sequence[Message], action: Callable[[], None]) -> list[Message]:
+    """Decode each result on the thread that delivers it, and call ``action`` after the last one.
+
+    Returns:
+        The same collectives. Their decode functions wait until the result is decoded, and raise its error.
+    """
+    if not works:  # an empty bucket
+        action()
+    countdown = _Countdown(len(works), action)
+    found: list[Message] = []
+    for work, output, decode in works:
+        arrival = _Arrival(decode, countdown)
+        found.append((work, output, arrival.wait))
+        work.future().add_done_callback(arrival)
+    return found
+
+
+class _Countdown:
+    """Calls ``action`` at its n-th call, on any thread."""
+
+    def __init__(self, count: int, action: Callable[[], None]) -> None:
+        self._left, self._action, self._lock = count, action, threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._action()
+
+
+class _Arrival:
+    """Decodes one result. Another thread may wait for it."""
+
+    def __init__(self, decode: Decode, countdown: Callable[[], None]) -> None:
+        self._decode, self._countdown, self._done = decode, countdown, threading.Event()
+        self._error: BaseException | None = None
+
+    def __call__(self, future: Any) -> None:
+        try:
+            future.value()
+        except RuntimeError:  # lost; `Work.wait` raises the reason
+            self._decode = None
+        try:
+            if self._decode is not None:
+                with torch.no_grad():  # gradients would be recorded on this thread
+                    self._decode()
+        except BaseException as error:
+            self._error = error
+        self._done.set()
+        self._countdown()
+
+    def wait(self) -> None:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+
+# -- the way from an engine to its transport
+
+
+class Sender:
+    """Starts stages and an engine's own messages on a transport, and caches plans.
+
+    Args:
+        transport: carries the messages.
+        counters: counters of the engine.
+        timeout: seconds that one collective may take on the host.
+        tuning: decides how messages of a CPU are sent.
+
+    Attributes:
+        scratch: memory for merged and cast tensors.
+        device: device of the last bucket.
+    """
+
+    def __init__(
+        self, transport: Transport, counters: Counters, timeout: float | None, tuning: CpuTuning = TUNED
+    ) -> None:
+        self.transport, self.counters, self.timeout, self.tuning = transport, counters, timeout, tuning
+        self.scratch = Scratch()
+        self.device = torch.device("cpu")
+        self._plans: dict[tuple[BucketLayout, int, Hashable], BucketPlan] = {}
+
+    def plan_of(self, reduction: Reduction, layout: BucketLayout, ctx: StepContext) -> BucketPlan:
+        """Return the plan of buckets with this layout at this step."""
+        key = (layout, ctx.world_size, reduction.phase(ctx.step))  # a manager changes the number of ranks
+        if key not in self._plans:
+            self._plans[key] = BucketPlan(reduction.plan(layout, ctx), layout, self.tuning)
+        return self._plans[key]
+
+    def post(self, request: Request) -> Stage:
+        """Start a message of the engine itself."""
+        stage = Stage(self.transport, self.scratch, "status", True, self.tuning).start((request,))
+        self.counters.traffic.wire_bytes += stage.wire_bytes
+        return stage
+
+    def carry_out(self, request: Request) -> None:
+        """Start a message of the engine itself and wait for it."""
+        self.post(request).wait(self.timeout)
+
+    def gather(self, mine: torch.Tensor) -> torch.Tensor:
+        """Return every rank's ``mine``, shape (n,), as rows of (world_size, n) on the CPU."""
+        mine = mine.to(self.device)
+        rows = mine.new_empty(self.transport.world_size * mine.numel())
+        self.carry_out(AllGather(mine, rows))
+        return rows.view(self.transport.world_size, -1).cpu()
+
+    def move(self, transport: Transport) -> None:
+        """Use another group of ranks."""
+        self.transport = transport
+        self._plans.clear()  # they may depend on the number of ranks
+
+    def forget(self) -> None:
+        """Replace the scratch memory. The transport may still write to the old tensors of an abandoned step."""
+        self.scratch = Scratch()
+
+
+# -- requests of a failed reduction
+
+
+def void_requests(planned: StagePlan, world_size: int, device: torch.device) -> tuple[Request, ...]:
+    """Return the requests of one stage of a failed reduction, filled with NaN.
+
+    Their results are invalid on all ranks. On a GPU the ranks learn of the failure only after the optimizer's step. Until
+    then NaN makes a ``GradScaler`` skip it. Integers and packed bytes become zeros.
+
+    Example:
+        >>> from commhooks.requests import RequestPlan
+        >>> void_requests((RequestPlan("all_reduce", 2, torch.float32),), 2, torch.device("cpu"))[0].tensor
+        tensor([nan, nan])
+        >>> void_requests((RequestPlan("all_gather", 4, torch.uint8),), 2, torch.device("cpu"))[0].input
+        tensor([0, 0], dtype=torch.uint8)
+    """
+    made: list[Request] = []
+    for p in planned:
+        void = torch.zeros(p.numel, dtype=p.dtype, device=device)
+        fill_nan(void)
+        if p.kind == "all_reduce":
+            made.append(AllReduce(void, p.op, p.wire))
+        elif p.kind == "reduce_scatter":
+            made.append(ReduceScatter(void, void[: p.numel // world_size].clone(), p.op, p.wire))
+        elif p.kind == "all_gather":
+            made.append(AllGather(void[: p.numel // world_size].clone(), void, wire=p.wire))
+        else:
+            made.append(AllToAll(void, torch.empty_like(void), wire=p.wire))
+    return tuple(made)
+
+
+def fill_nan(tensor: torch.Tensor) -> None:
+    """Fill a tensor with NaN, if its dtype has NaN."""
+    if tensor.is_sparse:
+        tensor.mul_(math.nan)
+    elif tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(math.nan)
