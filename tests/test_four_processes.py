@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from commhooks.testing import spawn
-from commhooks.testing.gloo_worker import (
+from commhooks.testing.contract_processes import (
     Order,
     accumulated,
     attached,

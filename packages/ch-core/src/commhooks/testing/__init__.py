@@ -9,9 +9,10 @@ from commhooks._lazy import lazy
 from commhooks.testing.spawn import RankResult, Ranks, WorkerError, spawn
 
 if TYPE_CHECKING:
+    from commhooks.testing.conservation import mean_residuals, readings, unaccounted
     from commhooks.testing.contract import HookContract
+    from commhooks.testing.contract_fsdp1 import FlatHookContract
     from commhooks.testing.faulty import Faulty, Injected
-    from commhooks.testing.fsdp1_contract import FlatHookContract
     from commhooks.testing.simulated_ranks import SimulatedRanks
 
 __all__ = [
@@ -23,15 +24,19 @@ __all__ = [
     "Ranks",
     "SimulatedRanks",
     "WorkerError",
+    "mean_residuals",
+    "readings",
     "spawn",
+    "unaccounted",
 ]
 
 __getattr__, __dir__ = lazy(
     __name__,
     {
+        "conservation": "mean_residuals readings unaccounted",
         "contract": "HookContract",
         "faulty": "Faulty Injected",
-        "fsdp1_contract": "FlatHookContract",
+        "contract_fsdp1": "FlatHookContract",
         "simulated_ranks": "SimulatedRanks",
     },
 )

@@ -1,23 +1,39 @@
-"""What a hook under test says of itself, and how the contract makes it: the base of :class:`HookContract`."""
+"""The hook under test: its declarations, and simulated ranks of it. Base of every part of :class:`HookContract`."""
 
 import math
 from collections.abc import Callable, Mapping
-from functools import cached_property
-from typing import Any, ClassVar
+from functools import cached_property, wraps
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
-import pytest
 import torch
 
 import commhooks
 from commhooks.bucket import BucketLayout
+from commhooks.errors import RemoteHookError
 from commhooks.handle import CommHook
 from commhooks.reduction import Reduction, StepContext
 from commhooks.registry.builder import Builder
 from commhooks.registry.expression import canonical, nodes
 from commhooks.registry.specs import HookSpec
 from commhooks.state import HookState
-from commhooks.testing.gradients import parameters
+from commhooks.testing.gradients import all_ranks, parameters
 from commhooks.testing.simulated_ranks import SimulatedRanks
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+REMEDIES = {
+    "view size is not compatible": (
+        "a gradient keeps its parameter's strides, and a transposed or channels_last one is not contiguous. Read it with "
+        "reshape(-1), write it with copy_(), or take bucket.matrix(param), whose rows are contiguous in memory"
+    ),
+    "dtype": "a bucket has the dtype of its parameters. Cast with .to(), and set `dtypes` if the method takes fewer",
+    "meta": (
+        "requests are planned on meta tensors. Allocate with ctx.scratch(..., device=bucket.device), and read no numbers "
+        "to decide about requests"
+    ),
+}
+"""Part of an error's text -> its usual cause and remedy."""
 
 
 class Case:
@@ -25,19 +41,18 @@ class Case:
 
     Attributes:
         expr: its expression, as for :func:`commhooks.create`.
-        tolerance: relative distance from the exact average that is allowed: of one step for a hook without residuals;
-            for one with, of the sum of ``steps`` steps from the sum of the averages. By default rounding for exact
-            hooks, 0.05 for lossy ones, 0.6 for those with residuals.
-        mean: whether a step leaves (nearly) the mean of the ranks' gradients. ``False`` for a method that is meant to
-            leave something else, such as a majority vote or a momentum: its numbers are then compared between ranks
-            and runs, not with the mean.
-        conservation: relative error allowed in ``input = sent + residual``, averaged over the ranks; by default
-            rounding of fp32, or of 16 bits where the hook's collectives are cast.
-        steps: over how many steps a hook with residuals must come near the average.
-        first_step: steps counted before the checks begin, to be past a warm-up.
-        compresses: whether it sends fewer bytes than plain averaging; by default whether it is lossy.
-        world_sizes: simulated world sizes; 3 is where divisions show.
-        dtypes: gradient dtypes it takes.
+        tolerance: allowed relative distance from the exact average. It holds for one step of a hook without residuals,
+            and for the mean of ``steps`` steps of a hook with residuals. Default: rounding for exact hooks, 0.05 for lossy
+            hooks, 0.6 for hooks with residuals.
+        mean: False for a method that does not leave the mean, such as a majority vote or a momentum. Its results are
+            then compared between ranks and runs only.
+        conservation: allowed relative error of ``input = sent + residual``, averaged over the ranks. Default: rounding
+            of fp32, or of 16 bits if the hook's collectives are cast.
+        steps: number of steps after which a hook with residuals must come near the average.
+        first_step: number of steps counted before the checks begin, to be past a warm-up.
+        compresses: True if the hook sends fewer bytes than plain averaging. Default: True if it is lossy.
+        world_sizes: simulated world sizes; 3 shows divisions.
+        dtypes: gradient dtypes that the hook takes.
         timeout: seconds for the gloo processes, all checks together.
     """
 
@@ -55,7 +70,7 @@ class Case:
     # -- the hook
 
     def make(self) -> CommHook:
-        """A handle of the hook, not attached."""
+        """Return a handle of the hook that is not attached."""
         handle = commhooks.create(self.expr)
         if isinstance(handle.state, HookState):
             handle.state.step = self.first_step
@@ -63,7 +78,7 @@ class Case:
 
     @cached_property
     def handle(self) -> CommHook:
-        """One handle, to look at."""
+        """A handle to inspect."""
         return self.make()
 
     @cached_property
@@ -75,56 +90,105 @@ class Case:
 
     @cached_property
     def capabilities(self) -> frozenset[str]:
-        """What the specs of all levels declare, with the parameters that the expression gives."""
+        """Capabilities that the specs of all levels declare, with the options of the expression."""
         levels = zip(self.specs, nodes(canonical(self.expr)), strict=True)
         return frozenset().union(*(spec.capabilities_with(node.get("config", {})) for spec, node in levels))
 
     @property
     def reduction(self) -> Reduction:
-        """The reduction; a test that asks for it is skipped for a foreign hook, whose collectives are its own."""
-        if self.handle.reduction is None:
-            pytest.skip("a foreign hook: its collectives are its own and cannot be simulated; see the gloo checks")
-        return self.handle.reduction
+        """The hook as a reduction; :attr:`simulates` says if it is one."""
+        found = self.handle.reduction
+        assert found is not None, f"{self.handle.expr} is a foreign hook, whose collectives cannot be simulated"
+        return found
 
-    # -- what it promises
+    # -- its promises
+
+    @property
+    def simulates(self) -> bool:
+        """True if the hook is a reduction. A foreign hook starts its own collectives, which need processes."""
+        return self.handle.reduction is not None
+
+    @property
+    def installed(self) -> bool:
+        """True if every level is an installed hook, so that other processes find it."""
+        return all(spec.provider != "local" for spec in self.specs)
 
     @property
     def lossy(self) -> bool:
-        reduction = self.handle.reduction
-        return "lossy" in self.capabilities or (reduction is not None and reduction.lossy)
+        """True if the hook changes the average by more than rounding."""
+        return "lossy" in self.capabilities or (self.simulates and self.reduction.lossy)
 
     @property
     def averages(self) -> bool:
-        """Whether every step leaves the average on all ranks; what ``skips_sync`` says it does not."""
+        """True if every step leaves the same gradients on all ranks; a hook with ``skips_sync`` does not promise it."""
         return "skips_sync" not in self.capabilities
 
     @property
+    def sends_less(self) -> bool:
+        """True if the hook promises fewer bytes than plain averaging."""
+        return self.compresses if self.compresses is not None else self.lossy and self.averages
+
+    @property
     def wraps(self) -> bool:
-        """Whether the outermost level is a wrapper around one of our reductions."""
-        return self.handle.reduction is not None and not {"inner", "rules"}.isdisjoint(self.handle.config)
+        """True if the outermost level is a wrapper around a reduction."""
+        return self.simulates and not {"inner", "rules"}.isdisjoint(self.handle.config)
+
+    @property
+    def sends(self) -> bool:
+        """True if the hook is a reduction with collectives."""
+        return self.simulates and bool(self.reduction.collectives)
+
+    @property
+    def any_bucket(self) -> bool:
+        """True if results do not depend on the buckets."""
+        return not self.simulates or self.reduction.granularity == "tensor"
 
     @property
     def local_fields(self) -> list[str]:
+        """Fields of state that are local to a rank, such as residuals."""
         reduction = self.handle.reduction
         return [f for f, kind in reduction.fields.items() if kind == "local"] if reduction is not None else []
 
+    @property
+    def keeps_state(self) -> bool:
+        """True for a reduction with state fields."""
+        return self.simulates and bool(self.reduction.fields)
+
+    @property
+    def owes_residual(self) -> bool:
+        """True if the hook keeps a residual."""
+        return "residual" in self.local_fields
+
+    @property
+    def owes(self) -> bool:
+        """True if the law of error feedback holds for the hook."""
+        return self.owes_residual and (self.mean or self.conservation is not None)
+
     def allowed(self, dtype: torch.dtype = torch.float32) -> float:
-        """:attr:`tolerance`, or what follows from the hook."""
+        """Return :attr:`tolerance`, or its default."""
         if self.tolerance is not None:
             return self.tolerance
         if not self.lossy:
             return 4 * torch.finfo(dtype).eps
         return 0.6 if self.local_fields else 0.05
 
-    def needs_average(self) -> None:
-        if not self.averages:
-            pytest.skip("declares skips_sync: some steps leave the ranks with different gradients, on purpose")
+    def conserved(self, dtype: torch.dtype = torch.float32) -> float:
+        """Return :attr:`conservation`, or its default for gradients of ``dtype``."""
+        if self.conservation is not None:
+            return self.conservation
+        return max(2e-2 if self._sends_16_bits() else 1e-4, 4 * torch.finfo(dtype).eps)
+
+    def _sends_16_bits(self) -> bool:
+        layout = BucketLayout.of_tensors(parameters())
+        plan = self.reduction.plan(layout, StepContext(0, 2, 10**6))
+        wires = (r.wire.dtype if r.wire is not None else r.dtype for stage in plan for r in stage)
+        return any(dtype.is_floating_point and dtype.itemsize == 2 for dtype in wires)
 
     def near(self, error: float, allowed: float, where: str) -> None:
-        """Fail unless ``error`` is allowed, naming what to set."""
+        """Fail if ``error`` is larger than allowed, and name the attribute to set."""
         assert error <= allowed, (
             f"{where}: relative error {error:.3g} against the exact average, allowed {allowed:.3g}. If the method "
-            "promises no better, set `tolerance` (and `steps`, with residuals); if it is no mean, set `mean = False`"
+            "promises no better, set `tolerance` (and `steps`, with residuals). If it leaves no mean, set `mean = False`"
         )
 
     # -- simulated ranks
@@ -137,8 +201,15 @@ class Case:
         wrap: Callable[[Reduction], Reduction] | None = None,
         in_place: bool = False,
     ) -> SimulatedRanks:
-        """Simulated ranks of fresh handles, whose reductions are put into ``wrap``; ``in_place``, with one copy of state."""
-        _ = self.reduction  # skips a foreign hook
+        """Return simulated ranks of fresh handles.
+
+        Args:
+            world_size: number of ranks.
+            like: tensors like the parameters.
+            buckets: number of buckets.
+            wrap: put around every rank's reduction.
+            in_place: True for one copy of the state.
+        """
 
         def make() -> CommHook:
             handle = self.make()
@@ -150,20 +221,50 @@ class Case:
 
         return SimulatedRanks(make, world_size, like if like is not None else parameters(), buckets=buckets)
 
-    def sends_16_bits(self) -> bool:
-        """Whether any number travels in 16 bits."""
-        layout = BucketLayout.of_tensors(parameters())
-        plan = self.reduction.plan(layout, StepContext(0, 2, 10**6))
-        wires = (r.wire.dtype if r.wire is not None else r.dtype for stage in plan for r in stage)
-        return any(dtype.is_floating_point and dtype.itemsize == 2 for dtype in wires)
+    @cached_property
+    def first_failure(self) -> str:
+        """Why the hook cannot do one step, with the remedy; empty if it can."""
+        if not self.simulates:
+            return ""
+        try:
+            like = parameters()
+            errors = self.ranks(2, like).step(all_ranks(like, 2, 0)).errors
+        except Exception as raised:
+            errors = [raised]
+        own = [e for e in errors if e is not None and not isinstance(e, RemoteHookError)]
+        found = next((e for e in [*own, *errors] if e is not None), None)
+        if found is None:
+            return ""
+        remedy = next((f"\n{remedy}" for part, remedy in REMEDIES.items() if part in str(found)), "")
+        return f"one step on two simulated ranks failed with {type(found).__name__}: {found}{remedy}"
 
-    def conserved(self, dtype: torch.dtype = torch.float32) -> float:
-        """:attr:`conservation`, or what follows from the hook and from the rounding of a gradient of ``dtype``."""
-        if self.conservation is not None:
-            return self.conservation
-        return max(2e-2 if self.sends_16_bits() else 1e-4, 4 * torch.finfo(dtype).eps)
+
+def only_if(*conditions: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Collect a check only for hooks for which these attributes of :class:`Case` are true.
+
+    A hook that is registered after its test class was defined cannot be asked in time: then the check is skipped.
+    """
+
+    def mark(check: Callable[P, T]) -> Callable[P, T]:
+        @wraps(check)
+        def run(*args: P.args, **kwargs: P.kwargs) -> T:
+            if not applies(args[0], run):
+                import pytest  # not above: the ranks of other processes import this module, too
+
+                pytest.skip(f"needs {' and '.join(conditions)}")
+            return check(*args, **kwargs)
+
+        run.conditions = conditions  # type: ignore[attr-defined]
+        return run
+
+    return mark
+
+
+def applies(case: object, check: object) -> bool:
+    """Return True if a check that is marked with :func:`only_if` applies to a case."""
+    return all(getattr(case, condition) for condition in getattr(check, "conditions", ()))
 
 
 def finite(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether all numbers are finite."""
+    """Return True if all numbers are finite."""
     return all(math.isfinite(float(t.double().abs().sum())) for t in tensors.values())

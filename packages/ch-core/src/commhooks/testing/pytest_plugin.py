@@ -1,6 +1,7 @@
-"""The pytest plugin of the kit: two fixtures. Loading it imports neither torch nor hypothesis."""
+"""Pytest plugin of the kit, with two fixtures. Loading it imports neither torch nor hypothesis."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -8,13 +9,13 @@ import pytest
 if TYPE_CHECKING:
     from commhooks.registry.registry import Registry
 
-for _module in ("contract_metadata", "contract_numerics", "contract_state", "contract_gloo", "gloo_worker"):
-    pytest.register_assert_rewrite(f"commhooks.testing.{_module}")
+for _module in ("case", "average", "description", "feedback", "fsdp1", "processes", "shards", "state"):
+    pytest.register_assert_rewrite(f"commhooks.testing.contract_{_module}")
 
 
-@pytest.fixture
-def isolated_registry() -> "Iterator[Registry]":
-    """The registry with nothing in it but ch-core and ch-ddp; ``commhooks.register`` adds to it, until the test ends."""
+@contextmanager
+def isolated() -> "Iterator[Registry]":
+    """Empty the registry of everything but ch-core and ch-ddp until the block ends."""
     from commhooks.registry.discovery import GROUP, discover
     from commhooks.registry.metadata import entries
     from commhooks.registry.registry import REGISTRY, Registry
@@ -30,8 +31,15 @@ def isolated_registry() -> "Iterator[Registry]":
 
 
 @pytest.fixture
+def isolated_registry() -> "Iterator[Registry]":
+    """A registry that holds only ch-core and ch-ddp; ``commhooks.register`` adds to it until the test ends."""
+    with isolated() as registry:
+        yield registry
+
+
+@pytest.fixture
 def spawn() -> Callable[..., list[Any]]:
-    """:func:`commhooks.testing.spawn`: run a function on real gloo processes that end together."""
+    """Return :func:`commhooks.testing.spawn`, which runs a function on gloo processes."""
     from commhooks.testing.spawn import spawn as run
 
     return run

@@ -1,4 +1,4 @@
-"""The part of the contract about sharded gradients, for reductions with a ``run_scatter()``, over simulated ranks."""
+"""Contract, part 4: sharded gradients, for reductions with a ``run_scatter()``, on simulated ranks."""
 
 from typing import Any
 
@@ -11,20 +11,28 @@ from commhooks.errors import HookNotSupportedError
 from commhooks.shards import ShardLayout
 from commhooks.simulate import SimulatedRank, simulate
 from commhooks.state import HookState
-from commhooks.testing.contract_case import Case
+from commhooks.testing.contract_case import Case, only_if
 from commhooks.testing.gradients import all_ranks, average, distance
 
 SHAPES = {"w": (65, 40), "b": (65,), "rows": (5, 64), "column": (129, 1), "square": (96, 96)}
-"""Uneven on any number of ranks above one: padded, and on five ranks some have none of ``rows``'s."""
+"""Uneven on any number of ranks above one: padded, and on five ranks some ranks have no part of ``rows``."""
 
 
 class Scattering(Case):
-    """Checks of what each rank keeps. A reduction without ``run_scatter()`` is refused, and that is checked in their place."""
+    """Checks of each rank's part of the average. A reduction without ``run_scatter()`` must be refused instead."""
 
+    @property
+    def scatters(self) -> bool:
+        """True if the reduction can leave each rank a part of the average."""
+        return self.simulates and self.reduction.scatters
+
+    @property
+    def scatters_not(self) -> bool:
+        """True for a reduction without ``run_scatter()``."""
+        return self.simulates and not self.reduction.scatters
+
+    @only_if("scatters", "mean", "averages")
     def test_a_part_is_the_average_on_uneven_shards(self) -> None:
-        self._needs_parts()
-        if not (self.mean and self.averages):
-            pytest.skip("it leaves something else than the mean, on purpose")
         for dtype in (torch.float32, torch.bfloat16):
             for world in (1, *self.world_sizes, 5):
                 ranks = all_ranks(self._like(dtype), world, 0)
@@ -35,7 +43,7 @@ class Scattering(Case):
                 self.near(distance(total, average(ranks)), allowed, f"parts on {world} ranks, {dtype}")
 
     def _error_of_run(self, ranks: list[dict[str, torch.Tensor]], dtype: torch.dtype, steps: int) -> float:
-        """What ``run`` leaves of the same gradients: parts, of which less is sent, are to be as near."""
+        """Return the error that ``run`` makes on the same gradients; parts must come as near."""
         whole = self.ranks(len(ranks), self._like(dtype))
         total = {name: torch.zeros(shape, dtype=torch.float64, device="cpu") for name, shape in SHAPES.items()}
         for _ in range(steps):
@@ -47,11 +55,9 @@ class Scattering(Case):
                 total[name] += found.double() / steps
         return distance(total, average(ranks))
 
+    @only_if("scatters", "owes_residual")
     def test_parts_and_residuals_add_up_to_what_was_given(self) -> None:
-        """Summed over the steps, the averages are what was delivered and what the ranks keep, on average over them."""
-        self._needs_parts()
-        if "residual" not in self.local_fields:
-            pytest.skip("keeps no residual")
+        """Summed over steps, delivered parts plus the ranks' mean residual are the averages."""
         world, like = 3, self._like(torch.float32)
         given = [all_ranks(like, world, step) for step in range(4)]
         found = self._run(world, given)
@@ -64,8 +70,8 @@ class Scattering(Case):
                     got[name] += tensor.double().view(SHAPES[name]) / world
         self.near(distance(got, wanted), self.conserved(), "delivered parts and residuals of whole parameters")
 
+    @only_if("scatters")
     def test_a_step_that_is_rolled_back_leaves_no_trace_in_parts(self) -> None:
-        self._needs_parts()
         world, like = 2, self._like(torch.float32)
         given = [all_ranks(like, world, step) for step in (0, 1)]
         troubled = self._run(world, [given[0], given[1], given[1]], dropped=1)
@@ -73,26 +79,19 @@ class Scattering(Case):
         for name in SHAPES:
             assert torch.equal(troubled[-1][0][name], straight[-1][0][name]), f"{name}: a dropped step left a trace"
 
+    @only_if("scatters", "keeps_state")
     def test_parts_with_one_copy_of_the_state(self) -> None:
-        """``rollback=False``: to the bit what two copies give."""
-        self._needs_parts()
-        if not self.reduction.fields:
-            pytest.skip("keeps no state")
+        """``rollback=False`` gives the same bits as two copies of the state."""
         given = [all_ranks(self._like(torch.float32), 3, step) for step in range(3)]
         two, one = self._run(3, given), self._run(3, given, in_place=True)
         for (mine, _), (theirs, _) in zip(one, two, strict=True):
             other = [name for name in SHAPES if not torch.equal(mine[name], theirs[name])]
             assert not other, f"{other}: read an entry (ctx.read) before you write to what is staged for it"
 
+    @only_if("scatters_not")
     def test_without_run_scatter_it_is_refused(self) -> None:
-        if self.reduction.scatters:
-            pytest.skip("it has a run_scatter()")
         with pytest.raises(HookNotSupportedError, match="run_scatter"):
             Scattered(self.reduction)
-
-    def _needs_parts(self) -> None:
-        if not self.reduction.scatters:
-            pytest.skip("has no run_scatter(): where each rank keeps a part of the average it is refused by name")
 
     def _like(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         return {name: torch.zeros(shape, dtype=dtype, device="cpu") for name, shape in SHAPES.items()}
@@ -104,7 +103,7 @@ class Scattering(Case):
         dropped: int | None = None,
         in_place: bool = False,
     ) -> list[tuple[dict[str, torch.Tensor], list[HookState]]]:
-        """For every step, the parts of all ranks put together, and all ranks' state after the last."""
+        """Return, for every step, the whole average, and all ranks' state after the last step."""
         dtype = steps[0][0]["w"].dtype
         cut = ShardLayout.of(BucketLayout.of_shapes(SHAPES, dtype), world)
 
@@ -133,7 +132,7 @@ class Scattering(Case):
 
 
 def _packed(cut: ShardLayout, gradients: dict[str, torch.Tensor], world: int) -> torch.Tensor:
-    """One rank's gradients as W padded parts."""
+    """Return one rank's gradients as W padded parts, ``(W * n,)``."""
     parts = torch.zeros(world, cut.part.numel, dtype=cut.part.dtype, device="cpu")
     for p in cut.part.params:
         flat: Any = gradients[p.name].reshape(-1)
@@ -143,7 +142,7 @@ def _packed(cut: ShardLayout, gradients: dict[str, torch.Tensor], world: int) ->
 
 
 def _whole(cut: ShardLayout, parts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parameters of which each rank holds a part."""
+    """Return whole parameters from the parts of all ranks."""
     found = {}
     for p in cut.part.params:
         flat = torch.cat([part[p.offset : p.offset + p.numel] for part in parts])

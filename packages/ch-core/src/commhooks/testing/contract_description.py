@@ -1,17 +1,15 @@
-"""The part of the contract that runs no step: listing, options, expressions."""
+"""Contract, part 1: the description of a hook (listing, options, expressions). No step runs."""
 
 import json
 import subprocess
 import sys
 from functools import cache
 
-import pytest
-
 import commhooks
 from commhooks.bucket import BucketLayout
 from commhooks.reduction import Reduction, StepContext
 from commhooks.registry.expression import canonical
-from commhooks.testing.contract_case import Case
+from commhooks.testing.contract_case import Case, only_if
 from commhooks.testing.gradients import parameters
 
 _LIST = """
@@ -25,24 +23,22 @@ print(json.dumps({"torch": "torch" in sys.modules, "ids": [s.id for s in specs],
 
 @cache
 def listed() -> dict[str, object]:
-    """What a fresh interpreter lists, and whether it imported torch for that."""
+    """Return the hooks that a fresh interpreter lists, and if it imported torch for that."""
     run = subprocess.run([sys.executable, "-c", _LIST], capture_output=True, text=True, timeout=60, check=True)
     found: dict[str, object] = json.loads(run.stdout)
     return found
 
 
 class Describing(Case):
-    """Checks of what the hook says of itself."""
+    """Checks of the hook's description."""
 
+    @only_if("installed")
     def test_listing_imports_no_torch(self) -> None:
-        installed = [spec for spec in self.specs if spec.provider != "local"]
-        if not installed:
-            pytest.skip("registered in this process, not installed")
         found = listed()
         assert not found["torch"], "listing hooks imported torch: keep the plugin module free of it"
         ids = found["ids"]
         assert isinstance(ids, list)
-        missing = [spec.id for spec in installed if spec.id not in ids]
+        missing = [spec.id for spec in self.specs if spec.id not in ids]
         assert not missing, f"not listed in a fresh interpreter: {missing}; failures: {found['failures']}"
 
     def test_description(self) -> None:
@@ -58,10 +54,9 @@ class Describing(Case):
         for again in (commhooks.create(handle.config), commhooks.create(handle.expr)):
             assert (again.expr, again.config, again.full) == (handle.expr, handle.config, handle.full)
 
+    @only_if("wraps")
     def test_an_object_says_what_it_is(self) -> None:
-        """A wrapper given as an object prints an expression; what that builds is labelled, routed and planned alike."""
-        if not self.wraps:
-            pytest.skip("wraps nothing")
+        """A wrapper given as an object prints an expression that builds a hook with the same labels, routes and plans."""
         given, layout = self.reduction, BucketLayout.of_tensors(parameters())
         handle = commhooks.create(given)
         assert handle.config == canonical(handle.expr), (

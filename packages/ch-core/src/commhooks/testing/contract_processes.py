@@ -1,5 +1,9 @@
-"""The part of the contract that needs real processes: what each gloo rank runs. Imported by the ranks."""
+"""Contract, part 6: ``DistributedDataParallel`` on two gloo processes. Each check is a function that every rank runs.
 
+All checks of a test class run in one world of processes; each is a test of its own.
+"""
+
+import copy
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -9,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
@@ -18,8 +23,11 @@ from commhooks.reduction import Reduction
 from commhooks.registry.builder import Builder
 from commhooks.registry.expression import Node, canonical
 from commhooks.state import HookState
+from commhooks.testing.conservation import mean_residuals, unaccounted
+from commhooks.testing.contract_case import Case, only_if
 from commhooks.testing.faulty import WHERE, Faulty, Injected
 from commhooks.testing.gradients import distance, same_bits
+from commhooks.testing.spawn import spawn
 
 T = TypeVar("T")
 Grads = dict[str, torch.Tensor]
@@ -27,16 +35,29 @@ Grads = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Order:
-    """What the ranks are told of the hook under test."""
+    """The hook under test and its promises, as the ranks receive them.
+
+    Attributes:
+        expr: its expression.
+        tolerance: allowed relative distance from the exact average.
+        steps: number of steps whose sum must come near the sum of the averages.
+        averages: True if all ranks get the same gradients.
+        mean: True if the gradients are the mean.
+        compresses: True if the hook sends less than plain averaging.
+        any_bucket: True if results do not depend on the buckets.
+        first_step: steps counted before the first one.
+        conservation: allowed relative error of the law of error feedback.
+    """
 
     expr: str | Mapping[str, Any]
     tolerance: float
-    steps: int  # over which the sum must come near that of the averages
+    steps: int
     averages: bool
     mean: bool
     compresses: bool
-    any_bucket: bool  # whether another bucket size changes nothing
+    any_bucket: bool
     first_step: int
+    conservation: float
 
     def attach(self, model: DistributedDataParallel, **options: Any) -> CommHook:
         return commhooks.attach(model, self.make(), **options)
@@ -49,7 +70,7 @@ class Order:
 
 
 class Model(torch.nn.Module):
-    """Some of everything: matrices, a transposed one, a prime, a scalar, an empty one, one that may stay unused."""
+    """Matrices (one transposed), a prime size, a scalar, an empty parameter, and a layer that may stay unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +95,7 @@ def wrapped(cap: float = 0.004, **options: Any) -> DistributedDataParallel:
 
 
 def backward(model: DistributedDataParallel, step: int, late: bool = True, micro: int = 1) -> Grads:
-    """Gradients after one backward (of ``micro`` micro-batches, all but the last without synchronisation)."""
+    """Return the gradients after ``micro`` micro-batches, of which only the last is synchronised."""
     model.zero_grad()
     for number in range(micro):
         generator = torch.Generator().manual_seed(1000 * step + 10 * number + dist.get_rank())
@@ -106,7 +127,7 @@ def near(total: Grads, wanted: Grads, allowed: float) -> None:
 
 
 def summed(model: DistributedDataParallel, order: Order, check: bool = True, **how: Any) -> Grads:
-    """The mean over ``order.steps`` backwards of the same batch."""
+    """Return the mean over ``order.steps`` backwards of the same batch."""
     total: Grads = {}
     for _ in range(order.steps):
         found = backward(model, 0, **how)
@@ -121,7 +142,7 @@ def summed(model: DistributedDataParallel, order: Order, check: bool = True, **h
 
 
 def attached(order: Order) -> None:
-    """``attach``, then steps over several buckets: same bits, near the average, counted, in use."""
+    """Steps over several buckets leave the same bits, near the average, and the handle counts them."""
     model = wrapped()
     handle = order.attach(model)
     total = summed(model, order)
@@ -135,11 +156,8 @@ def attached(order: Order) -> None:
 
 
 def registered(order: Order) -> None:
-    """The plain function with PyTorch's signature, through ``register_comm_hook``."""
-    try:
-        hook, state = plain_hook(canonical(order.expr))
-    except HookConfigError:  # a composition of hooks that exist by name only
-        return
+    """The plain function with PyTorch's signature works through ``register_comm_hook``."""
+    hook, state = plain_hook(canonical(order.expr))
     model = wrapped()
     model.register_comm_hook(state, hook)
     for step in range(3):
@@ -149,10 +167,12 @@ def registered(order: Order) -> None:
 
 
 def plain_hook(node: Node) -> tuple[Callable[..., Any], object]:
-    """``commhooks.get`` for every level, and the state that its innermost hook takes."""
+    """Return the plain function of an expression, and the state of its innermost hook."""
     inner = node.get("inner")
     if "rules" in node or isinstance(inner, list):
-        raise HookConfigError(f"{node['hook']} takes several hooks: there is no plain function of it")
+        raise HookConfigError(
+            f"{node['hook']} takes several hooks, so it has no plain function: attach it by its expression"
+        )
     if inner is not None:
         hook, state = plain_hook(inner)
         return commhooks.get(node["hook"], "wrapper")(hook), state
@@ -163,7 +183,7 @@ def plain_hook(node: Node) -> tuple[Callable[..., Any], object]:
 
 
 def accumulated(order: Order) -> None:
-    """``no_sync`` micro-batches: one call of the hook per synchronised backward, on the accumulated gradient."""
+    """After ``no_sync`` micro-batches the hook runs once, on the accumulated gradient."""
     model, plain = wrapped(), wrapped()
     handle = order.attach(model)
     for step in range(2):
@@ -177,7 +197,7 @@ def accumulated(order: Order) -> None:
 
 
 def unused(order: Order) -> None:
-    """A layer that gets no gradient at first, with ``find_unused_parameters``."""
+    """With ``find_unused_parameters``, a layer that has no gradient at first gets the right one later."""
     model = wrapped(find_unused_parameters=True)
     order.attach(model)
     for step in range(4):
@@ -195,20 +215,18 @@ def views(order: Order) -> None:
         model = wrapped(1.0, **options)  # one bucket: the hook may depend on the bucket's size, not on these
         order.attach(model)
         runs.append([backward(model, step) for step in range(4)])
-    for other in runs[1:] if order.any_bucket else ():  # static_graph lays its buckets anew a step later
+    for other in runs[1:] if order.any_bucket else ():  # static_graph rebuilds its buckets a step later
         assert [same_bits(a, b) for a, b in zip(runs[0], other, strict=True)] == [[]] * 4
 
 
 def resumed(order: Order) -> None:
-    """Saved, wrapped anew with other buckets, loaded: bit for bit the uninterrupted run."""
+    """A run that is saved, wrapped again with other buckets and loaded gives the same bits."""
     whole, first = wrapped(), wrapped()
     order.attach(whole)
     saver = order.attach(first)
     for step in range(3):
         backward(whole, step)
         backward(first, step)
-    if saver.reduction is None:
-        return
     second = wrapped(0.02 if order.any_bucket else 0.004)
     loader = order.attach(second)
     loader.load_state_dict(saver.state_dict())
@@ -232,10 +250,9 @@ def not_finite(order: Order) -> None:
 
 
 def raising(order: Order) -> None:
-    """A reduction that raises on one rank: an error on every rank at once, and the model goes on."""
+    """If the reduction raises on one rank, every rank raises at once, and the model can go on."""
     handle = order.make()
-    if handle.reduction is None or not handle.reduction.collectives:
-        return
+    assert handle.reduction is not None
     faulty = handle.built = Faulty(handle.reduction)
     model = wrapped()
     commhooks.attach(model, handle)
@@ -252,20 +269,20 @@ def raising(order: Order) -> None:
                 raise AssertionError(f"the wrong rank has {error!r}") from error
         else:
             raise AssertionError(f"nothing was raised on rank {dist.get_rank()} ({where})")
-        assert time.monotonic() - begun < 5.0  # nobody waits for a time-out
+        assert time.monotonic() - begun < 5.0, "a rank waited for a time-out"
         found = backward(model, 2 + number)
         if order.averages:
             everywhere_the_same(found)
 
 
 def disagreeing(order: Order) -> None:
-    """Other options on one rank: every rank is told at ``attach``, before any gradient is sent."""
+    """If one rank has another hook, every rank raises in ``attach``, before any gradient is sent."""
     what: Any = order.expr if dist.get_rank() == 0 else _Other()
     try:
         commhooks.attach(wrapped(), what, timeout=10.0)
     except RankMismatchError:
         return
-    raise AssertionError("attach did not notice that the ranks use different hooks")
+    raise AssertionError("attach accepted different hooks on different ranks")
 
 
 class _Other(Reduction):
@@ -276,7 +293,7 @@ class _Other(Reduction):
 
 
 def detached(order: Order) -> None:
-    """After ``detach`` the exact average; attaching again works; a second hook is a typed error."""
+    """``detach`` restores the exact average, attaching again works, and a second hook is a typed error."""
     model = wrapped()
     handle = order.attach(model)
     backward(model, 0)
@@ -288,15 +305,65 @@ def detached(order: Order) -> None:
         raise AssertionError("a second hook was attached")
     handle.detach()
     plain = wrapped()
-    backward(plain, 0)  # after the first DDP lays its buckets anew, and four ranks sum in an order that depends on them
+    backward(
+        plain, 0
+    )  # DDP rebuilds its buckets after the first step, and the order of sums over four ranks depends on them
     for step in (0, 1):
         wanted = backward(plain, step)
         assert same_bits(backward(model, step), wanted) == []
     order.attach(model).check()
 
 
+class Experts(torch.nn.Module):
+    """Three experts, of which each rank leaves out one, and a layer that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList([torch.nn.Linear(64, 64, bias=False) for _ in range(3)])
+        self.twice = torch.nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: torch.Tensor, left_out: int) -> torch.Tensor:
+        hidden = self.twice(torch.tanh(self.twice(x)))
+        return torch.stack([e(hidden) for n, e in enumerate(self.experts) if n != left_out]).square().mean()
+
+
+def conserved(order: Order) -> None:
+    """Nothing is lost with unused parameters, a shared layer, accumulation and a rank that joins."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    bare = Experts()
+    model = DistributedDataParallel(copy.deepcopy(bare), bucket_cap_mb=0.02, find_unused_parameters=True)
+    handle = order.attach(model)
+    like = {name: param.detach() for name, param in bare.named_parameters()}
+    applied, own = ({name: torch.zeros_like(param) for name, param in like.items()} for _ in range(2))
+    with Join([model]):
+        for step in range(12 if rank == 0 else 6):
+            model.zero_grad()
+            bare.zero_grad()
+            for micro in range(2):
+                chance = torch.Generator("cpu").manual_seed(100 * step + 10 * micro + rank)
+                x = torch.randn(8, 64, generator=chance, dtype=torch.float32, device="cpu")
+                with model.no_sync() if micro == 0 else nullcontext():
+                    model(x, (rank + step) % 3).backward()
+                bare(x, (rank + step) % 3).backward()
+            for total, net in ((applied, model.module), (own, bare)):
+                for name, param in net.named_parameters():
+                    if param.grad is not None:
+                        total[name] += param.grad
+    handle.commit()
+    rows = {name: row["residual"] for name, row in handle.state_dict()["entries"].items() if "residual" in row}
+    every: list[Any] = [None] * world
+    dist.all_gather_object(every, (own, rows))
+    wanted = {name: torch.stack([one[name] for one, _ in every]).sum(0) / world for name in like}
+    if rank == 0:  # the other one has joined half way
+        gaps = unaccounted(wanted, applied, mean_residuals([kept for _, kept in every], like))
+        for name, gap in gaps.items():
+            lost = gap / float(wanted[name].norm())
+            assert lost <= order.conservation, f"{lost:.3g} of the gradients of {name} is neither applied nor owed"
+
+
 def run_checks(checks: Mapping[str, Callable[[T], None]], order: T) -> dict[str, str]:
-    """Run every check, whatever became of the others; returns its traceback, empty if it passed."""
+    """Run every check, and return its traceback, empty if it passed."""
     outcomes = {}
     for name, check in checks.items():
         try:
@@ -309,10 +376,96 @@ def run_checks(checks: Mapping[str, Callable[[T], None]], order: T) -> dict[str,
 
 CHECKS = {
     check.__name__: check
-    for check in (attached, registered, accumulated, unused, views, resumed, not_finite, detached, raising, disagreeing)
+    for check in (
+        attached,
+        registered,
+        accumulated,
+        unused,
+        views,
+        resumed,
+        not_finite,
+        detached,
+        raising,
+        disagreeing,
+        conserved,
+    )
 }
+CONDITIONS = {"registered": "has_function", "resumed": "simulates", "raising": "sends", "conserved": "owes"}
+"""Check -> the attribute of :class:`Case` that must be true for it."""
 
 
-def main(rank: int, world_size: int, order: Order) -> dict[str, str]:
-    """Run every check of a world; see :func:`run_checks`."""
-    return run_checks(CHECKS, order)
+def main(rank: int, world_size: int, checks: list[str], order: Order) -> dict[str, str]:
+    """Run checks on one rank; see :func:`run_checks`."""
+    return run_checks({name: CHECKS[name] for name in checks}, order)
+
+
+class Processes(Case):
+    """Checks over ``DistributedDataParallel`` with several buckets and real collectives."""
+
+    @property
+    def has_function(self) -> bool:
+        """True if the hook exists as a plain function."""
+        try:
+            plain_hook(canonical(self.expr))
+        except HookConfigError:
+            return False
+        return True
+
+    def order(self) -> Order:
+        """Return the hook and its promises for the ranks."""
+        return Order(
+            self.expr,
+            max(self.allowed(), 1e-6),
+            self.steps if self.local_fields else 1,
+            self.averages,
+            self.mean,
+            self.sends_less,
+            self.any_bucket,
+            self.first_step,
+            self.conserved() if self.owes else 0.0,
+        )
+
+    def checks(self) -> list[str]:
+        """Return the names of the checks that apply."""
+        return [name for name in CHECKS if name not in CONDITIONS or getattr(self, CONDITIONS[name])]
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """Collect one test for each check that applies."""
+        if "check" in metafunc.fixturenames:
+            try:
+                names = self.checks()
+            except Exception:  # the hook is not registered yet, or is broken: the checks will tell
+                names = list(CHECKS)
+            metafunc.parametrize("check", names)
+
+    @only_if("installed")
+    def test_gloo(self, check: str) -> None:
+        assert_passed(self, main, (self.checks(), self.order()), check, self.timeout)
+
+
+_DONE: dict[str, list[dict[str, str]] | Exception] = {}  # test class -> outcomes by rank, or the error of its world
+
+
+def assert_passed(
+    test: object, body: Callable[..., dict[str, str]], args: tuple[object, ...], check: str, timeout: float
+) -> None:
+    """Fail if a check failed on any rank of the test class's world, which runs once for all its checks.
+
+    Args:
+        test: instance of the class.
+        body: called as ``body(rank, world_size, *args)``; returns a traceback for each check, empty if it passed.
+        args: passed to ``body``.
+        check: name of the check.
+        timeout: seconds for the whole world.
+    """
+    key = f"{type(test).__module__}.{type(test).__qualname__}"
+    if key not in _DONE:
+        try:
+            _DONE[key] = spawn(body, 2, *args, timeout=timeout, group_timeout=20.0)
+        except Exception as error:  # every check of this world fails with it
+            _DONE[key] = error
+    done = _DONE[key]
+    if isinstance(done, Exception):
+        raise done
+    for rank, outcomes in enumerate(done):
+        assert not outcomes[check], f"rank {rank}:\n{outcomes[check]}"
