@@ -34,6 +34,7 @@ def contract(expr: str) -> type:
     inside |= {"steps": sparse} if sparse else {}
     noise = max((NOISE.get(node["hook"], 0.0) for node in nodes(canonical(expr))), default=0.0)
     inside |= {"tolerance": noise} if noise else {}
+    inside |= {"mixes": any(node["hook"] == "batched_powersgd" for node in nodes(canonical(expr)))}
     return type(name, (HookContract,), inside)
 
 

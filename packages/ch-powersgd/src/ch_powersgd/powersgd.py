@@ -241,7 +241,7 @@ class _BucketStep:
             matrix.less_product(d, p, subtracted, out=d)
             if not stack.is_one_param:
                 for param, e in stack.pieces(d):
-                    self._staged_residual(param).copy_(e)
+                    self._keep(param, e)
         g = d
         if feedback and (stack.is_one_param or self._averaged):
             largest = self.workspace.largest
@@ -251,7 +251,23 @@ class _BucketStep:
             self.bucket.matrix(param).copy_(average)
         if feedback and self._averaged:  # subtract the average as the bucket's dtype rounded it
             for param, one in stack.pieces(d):
-                torch.sub(one, self.bucket.matrix(param), out=self._staged_residual(param))
+                self._keep(param, one.sub_(self.bucket.matrix(param)))
+
+    def _keep(self, param: ParamLayout, e: torch.Tensor) -> None:
+        """Stage a residual ``(rows, cols)``. A rank without a gradient adds its share of the error to the old residual.
+
+        It sent nothing of the old residual, but where a bucket is one matrix its message has numbers for the parameter.
+        """
+        if self.ctx.sends(param.name):
+            self._staged_residual(param).copy_(e)
+            return
+        owner, shape = self.ctx.as_owner(), param.matrix_shape
+        old = owner.read(param.name, "residual", shape)
+        new = owner.stage(param.name, "residual", shape, self.workspace.dtype, self.workspace.device)
+        if old is None:
+            new.copy_(e)
+        else:
+            torch.add(old, e, out=new)
 
     def _residual(self, param: ParamLayout) -> torch.Tensor | None:
         return self.ctx.read(param.name, "residual", param.matrix_shape) if self.config.error_feedback else None

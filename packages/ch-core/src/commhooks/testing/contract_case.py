@@ -48,6 +48,8 @@ class Case:
             then compared between ranks and runs only.
         conservation: allowed relative error of ``input = sent + residual``, averaged over the ranks. Default: rounding
             of fp32, or of 16 bits if the hook's collectives are cast.
+        mixes: True if the method mixes the parameters of a bucket, so that the average of a parameter that no rank has
+            used is not zero. DDP drops that average, and the law of conservation does not cover it.
         steps: number of steps after which a hook with residuals must come near the average.
         first_step: number of steps counted before the checks begin, to be past a warm-up.
         compresses: True if the hook sends fewer bytes than plain averaging. Default: True if it is lossy.
@@ -60,6 +62,7 @@ class Case:
     tolerance: ClassVar[float | None] = None
     mean: ClassVar[bool] = True
     conservation: ClassVar[float | None] = None
+    mixes: ClassVar[bool] = False
     steps: ClassVar[int] = 12
     first_step: ClassVar[int] = 0
     compresses: ClassVar[bool | None] = None
@@ -220,6 +223,9 @@ class Case:
             return handle
 
         return SimulatedRanks(make, world_size, like if like is not None else parameters(), buckets=buckets)
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """Collect the parametrised checks; parts of the contract add theirs."""
 
     @cached_property
     def first_failure(self) -> str:

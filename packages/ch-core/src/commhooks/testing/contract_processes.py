@@ -47,6 +47,7 @@ class Order:
         any_bucket: True if results do not depend on the buckets.
         first_step: steps counted before the first one.
         conservation: allowed relative error of the law of error feedback.
+        mixes: True if the average of a parameter that no rank has used is not zero.
     """
 
     expr: str | Mapping[str, Any]
@@ -58,6 +59,7 @@ class Order:
     any_bucket: bool
     first_step: int
     conservation: float
+    mixes: bool
 
     def attach(self, model: DistributedDataParallel, **options: Any) -> CommHook:
         return commhooks.attach(model, self.make(), **options)
@@ -340,12 +342,13 @@ def conserved(order: Order) -> None:
         for step in range(12 if rank == 0 else 6):
             model.zero_grad()
             bare.zero_grad()
+            left_out = -1 if order.mixes and step >= 6 else (rank + step) % 3  # after the join one rank is left
             for micro in range(2):
                 chance = torch.Generator("cpu").manual_seed(100 * step + 10 * micro + rank)
                 x = torch.randn(8, 64, generator=chance, dtype=torch.float32, device="cpu")
                 with model.no_sync() if micro == 0 else nullcontext():
-                    model(x, (rank + step) % 3).backward()
-                bare(x, (rank + step) % 3).backward()
+                    model(x, left_out).backward()
+                bare(x, left_out).backward()
             for total, net in ((applied, model.module), (own, bare)):
                 for name, param in net.named_parameters():
                     if param.grad is not None:
@@ -423,6 +426,7 @@ class Processes(Case):
             self.any_bucket,
             self.first_step,
             self.conserved() if self.owes else 0.0,
+            self.mixes,
         )
 
     def checks(self) -> list[str]:
@@ -431,6 +435,7 @@ class Processes(Case):
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """Collect one test for each check that applies."""
+        super().pytest_generate_tests(metafunc)
         if "check" in metafunc.fixturenames:
             try:
                 names = self.checks()
