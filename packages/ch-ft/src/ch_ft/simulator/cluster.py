@@ -28,8 +28,9 @@ class SimulatedDeath(BaseException):
 
 @dataclass(slots=True, eq=False)
 class _Meeting:
-    """One collective of one quorum."""
+    """One collective of one quorum, by its number in the attempt."""
 
+    number: int
     posts: dict[str, tuple[tuple[object, ...], Post]] = field(default_factory=dict)
     done: bool = False
 
@@ -42,7 +43,12 @@ class _Quorum:
     participants: list[str]
     step: int
     meetings: dict[int, _Meeting] = field(default_factory=dict)
-    broken: str | None = None
+    stopped: dict[str, int] = field(default_factory=dict)  # member -> the first collective that it takes no part in
+
+    def absent(self, meeting: _Meeting) -> str | None:
+        """Return a member that will never take part in this collective, if there is one."""
+        found = (name for name, first in self.stopped.items() if first <= meeting.number)
+        return next((name for name in found if name not in meeting.posts), None)
 
 
 class SimulatedCluster:
@@ -61,7 +67,7 @@ class SimulatedCluster:
 
     Attributes:
         on_collective: called with the manager and the number of the collective within the attempt, before it is
-            posted; may call :meth:`SimulatedManager.die`.
+            posted; may call :meth:`SimulatedManager.die` or :meth:`SimulatedManager.report_error`.
         history: for each quorum: the step, who contributed.
 
     Example:
@@ -150,6 +156,7 @@ class SimulatedCluster:
     def arrive(self, manager: "SimulatedManager") -> None:
         """Wait until the next quorum has formed with this member in it."""
         with self.changed:
+            self._stop(manager)
             self._waiting.add(manager.name)
             manager.quorum = None
             self._form()
@@ -162,21 +169,35 @@ class SimulatedCluster:
             self._waiting.discard(name)
             if return_at is not None:
                 self._returning[name] = return_at
-            if manager.quorum is not None:
-                manager.quorum.broken = name
+            self._stop(manager)
             self._form()
             self.changed.notify_all()
+
+    def announce(self, manager: "SimulatedManager") -> None:
+        """Let the script act before a member's next collective."""
+        if self.on_collective is not None:
+            self.on_collective(manager, manager.number)
+
+    def stop(self, manager: "SimulatedManager") -> None:
+        """A member takes part in no further collective of its attempt; peers that wait for it fail."""
+        with self.changed:
+            self._stop(manager)
+            self.changed.notify_all()
+
+    def _stop(self, manager: "SimulatedManager") -> None:
+        if manager.quorum is not None:
+            manager.quorum.stopped.setdefault(manager.name, manager.number)
 
     def post(
         self, manager: "SimulatedManager", key: tuple[object, ...], post: Post, hold: Callable[[list[Post]], None]
     ) -> _Meeting:
         """A member's part in the next collective of its attempt, carried out by ``hold`` when all have posted theirs."""
-        quorum, number = manager.quorum, manager.next_number()
+        quorum = manager.quorum
         assert quorum is not None  # noqa: S101 - start_quorum() came first
-        if self.on_collective is not None:
-            self.on_collective(manager, number)
         with self.changed:
-            meeting = quorum.meetings.setdefault(number, _Meeting())
+            number = manager.number
+            manager.number += 1
+            meeting = quorum.meetings.setdefault(number, _Meeting(number))
             meeting.posts[manager.name] = (key, post)
             if len(meeting.posts) == len(quorum.members):
                 asked = {name: key for name, (key, _) in sorted(meeting.posts.items())}
@@ -222,7 +243,7 @@ class SimulatedManager:
         self.quorum: _Quorum | None = None
         self._step = 0
         self._error: Exception | None = None
-        self._number = 0
+        self.number = 0  # of the next collective of the attempt
         self._pending: dict[str, Any] | None = None
         self._healing = False
         self._loads: dict[str, Callable[[Any], None]] = {}
@@ -235,6 +256,8 @@ class SimulatedManager:
     def allreduce(
         self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: ReduceOp.RedOpType = ReduceOp.AVG
     ) -> Work:
+        if self._error is None:
+            self.cluster.announce(self)
         if self._error is not None:
             return _Nothing()
         if not self.is_participating():
@@ -248,7 +271,13 @@ class SimulatedManager:
         return self._error
 
     def report_error(self, e: Exception) -> None:
+        """Fail the attempt here: no further collective is sent.
+
+        As over torchft, peers that wait for one of those fail at their group's time-out, here at once. Collectives that
+        this member has taken part in are completed. If there is no further one, its peers commit and it heals.
+        """
         self._error = e
+        self.cluster.stop(self)
 
     # -- Membership
 
@@ -308,12 +337,10 @@ class SimulatedManager:
 
     def bring(self, key: tuple[object, ...], post: Post, hold: Callable[[list[Post]], None]) -> "_RaisingWork":
         """Take part in a collective that is not the manager's own."""
+        self.cluster.announce(self)
+        if self._error is not None:
+            raise RuntimeError(f"{self.name} has failed in this attempt: {self._error}")
         return _RaisingWork(_SimulatedWork(self, self.cluster.post(self, key, post, hold), None))
-
-    def next_number(self) -> int:
-        """Of a collective within the attempt."""
-        self._number += 1
-        return self._number - 1
 
     def snapshot(self) -> dict[str, Any]:
         """What a healing member receives."""
@@ -322,7 +349,7 @@ class SimulatedManager:
     def take(self, quorum: _Quorum, pending: dict[str, Any] | None) -> None:
         """Enter a quorum."""
         self.quorum, self._pending, self._healing = quorum, pending, pending is not None
-        self._error, self._number, self._step = None, 0, quorum.step
+        self._error, self.number, self._step = None, 0, quorum.step
 
     def _heal(self) -> None:
         pending, self._pending, self._healing = self._pending, None, False
@@ -342,9 +369,12 @@ class _SimulatedWork:
         cluster, quorum, meeting = self._manager.cluster, self._quorum, self._meeting
         assert quorum is not None  # noqa: S101
         with cluster.changed:
-            cluster.wait_for(lambda: meeting.done or quorum.broken is not None, f"{self._manager.name} waits for a sum")
+            cluster.wait_for(
+                lambda: meeting.done or quorum.absent(meeting) is not None, f"{self._manager.name} waits for a sum"
+            )
+            absent = quorum.absent(meeting)
         if not meeting.done:
-            raise RuntimeError(f"{quorum.broken} died in the middle of a collective")
+            raise RuntimeError(f"{absent} takes no part in collective {meeting.number}: it died, failed or gave up")
         if self._divide is not None:
             self._divide.div_(len(quorum.participants))
             self._divide = None
