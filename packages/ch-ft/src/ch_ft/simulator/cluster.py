@@ -374,7 +374,7 @@ class _SimulatedWork:
             )
             absent = quorum.absent(meeting)
         if not meeting.done:
-            raise RuntimeError(f"{absent} takes no part in collective {meeting.number}: it died, failed or gave up")
+            raise RuntimeError(f"{absent} died, failed or gave up before collective {meeting.number}")
         if self._divide is not None:
             self._divide.div_(len(quorum.participants))
             self._divide = None
