@@ -97,7 +97,12 @@ def verify(handle: Any, rows: Rows, timeout: float, *, watched: bool = False, fa
 
 
 def verify_state(
-    handle: Any, timeout: float, step: int, entries: Mapping[tuple[str, str], torch.Tensor], refused: str = ""
+    handle: Any,
+    timeout: float,
+    step: int,
+    entries: Mapping[tuple[str, str], torch.Tensor],
+    refused: str = "",
+    buckets: Sequence[Sequence[str]] = (),
 ) -> None:
     """Agree on a state that is about to be loaded into an attached handle; nothing has been changed yet.
 
@@ -110,6 +115,7 @@ def verify_state(
         step: committed steps of the state.
         entries: ``(parameter, field)`` -> tensor.
         refused: why this rank refuses its state; empty if it does not.
+        buckets: names of the parameters in each bucket of the state's last step.
 
     Raises:
         RankMismatchError: on every rank.
@@ -122,6 +128,7 @@ def verify_state(
     shared = [(*key, entries[key]) for key in sorted(entries) if kinds.get(key[1]) == "shared"]
     everywhere = {"refused": refused.splitlines(), "step": [str(step)]}
     here = {
+        "buckets": [", ".join(names) for names in buckets],
         "state": [_entry(*one) for one in shared],
         "numbers that all ranks share": [f"{name} {field} {digest(tensor)}" for name, field, tensor in shared],
     }

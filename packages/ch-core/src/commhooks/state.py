@@ -27,6 +27,8 @@ class HookState:
         step: number of committed steps.
         params: names and shapes of the parameters of the model it belongs to, in model order; empty until known.
             Where no names are seen (``register_comm_hook``), they are called by position and shape, ``"0:50x50"``.
+        buckets: names of the parameters in each of DDP's buckets in the last step; empty if the reduction does not depend
+            on the buckets. A resumed process begins with them.
         in_place: keep one copy: what is staged is the committed tensor, to be overwritten. A step that does not count drops
             every entry, on all ranks alike: residuals begin at zero. ``attach(..., rollback=False)`` sets it; where the
             hook is registered, set it before the first step.
@@ -54,6 +56,7 @@ class HookState:
         self.step = 0
         self.scale = 1.0
         self.params: ParamTable = ()
+        self.buckets: tuple[tuple[str, ...], ...] = ()
         self._committed = Entries()
         self._place: RankId | None = None
         self._forget()
@@ -266,6 +269,7 @@ class HookState:
         *,
         keep: frozenset[str] = frozenset(),
         ordered: bool = True,
+        buckets: tuple[tuple[str, ...], ...] = (),
     ) -> None:
         """Put ``entries`` and ``step`` in place of everything held.
 
@@ -278,6 +282,7 @@ class HookState:
                 the state from before that step, and the step itself is still to be committed on top.
             ordered: True if they have the parameter's own order, as :meth:`entries` gives them. False if each has the order
                 that its reader expects, as in checkpoints of format 1.
+            buckets: the new :attr:`buckets`; empty to keep those of before.
         """
         (before, self._base), held = (self._base, None), self._committed
         self._committed = Entries(entries, dict.fromkeys(entries, OWN_ORDER) if ordered else {})
@@ -292,6 +297,7 @@ class HookState:
         self.step, self.scale, self._place, self._device = step, 1.0, place, None
         if params is not None:
             self.params = params
+        self.buckets = buckets or self.buckets
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Give parameters other names, in every entry."""
@@ -302,6 +308,7 @@ class HookState:
             buffers.clear()
             buffers.update(moved)
         self._accepted.clear()
+        self.buckets = tuple(tuple(names.get(name, name) for name in bucket) for bucket in self.buckets)
         self.renames = dict(names)
 
     def bind(self, model: torch.nn.Module) -> None:
@@ -468,7 +475,7 @@ class HookState:
         return kept
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
-        self.__dict__.update(kept)
+        self.__dict__.update({"buckets": ()} | kept)  # version 0.1.0 pickles none
         self._committed = Entries.of(self._committed)
         self._place = RankId(*kept["_place"]) if kept["_place"] is not None else None
         self._forget()

@@ -8,6 +8,7 @@ Format 2, every key required and no other allowed::
      "world_size": int, "rank": int | None,    # rank None: merged over all ranks, of use to any rank
      "step": int,                              # committed steps
      "params": [[name, [size, ...]], ...],     # the model's trainable parameters, in model order
+     "buckets": [[name, ...], ...],            # DDP's, in order; empty if results do not depend on them
      "fields": {field: "local" | "shared"},    # "local" differs from rank to rank: save every rank's
      "entries": {name: {field: Tensor}}}
 

@@ -11,7 +11,7 @@ from commhooks.param_table import ParamTable
 
 FORMAT = 2
 _FORMATS = (1, 2)
-_KEYS = ("format", "expr", "config", "world_size", "rank", "step", "params", "fields", "entries")
+_KEYS = ("format", "expr", "config", "world_size", "rank", "step", "params", "buckets", "fields", "entries")
 _LOCALITIES = ("local", "shared")
 _LONGEST = 4096  # characters of a name or an expression
 _WORLD = 1 << 20
@@ -30,6 +30,7 @@ class Saved:
     params: ParamTable
     fields: dict[str, str]
     entries: dict[tuple[str, str], torch.Tensor]
+    buckets: tuple[tuple[str, ...], ...] = ()
     format: int = FORMAT
 
 
@@ -41,6 +42,8 @@ def read(saved: object) -> Saved:
     """
     if not isinstance(saved, Mapping):
         raise StateError(f"the state of a hook is a dict, as handle.state_dict() makes it; got {type(saved).__name__}")
+    if type(saved.get("format")) is int and saved["format"] == 1:
+        saved = {**saved, "buckets": []}  # which it does not have
     missing = [key for key in _KEYS if key not in saved]
     if missing:
         raise StateError(f"this is not the state of a hook: {', '.join(missing)} {_are(missing)} missing")
@@ -65,13 +68,14 @@ def read(saved: object) -> Saved:
         params=_params(saved["params"]),
         fields=fields,
         entries=_entries(saved["entries"], fields),
+        buckets=_buckets(saved["buckets"]),
         format=saved["format"],
     )
 
 
 def as_dict(saved: Saved, entries: Mapping[str, Mapping[str, torch.Tensor]], rank: int | None = None) -> dict[str, Any]:
     """The dict that :func:`read` reads."""
-    return {
+    made = {
         "format": saved.format,
         "expr": saved.expr,
         "config": saved.config,
@@ -79,9 +83,13 @@ def as_dict(saved: Saved, entries: Mapping[str, Mapping[str, torch.Tensor]], ran
         "rank": rank,
         "step": saved.step,
         "params": [[name, list(shape)] for name, shape in saved.params],
+        "buckets": [list(names) for names in saved.buckets],
         "fields": saved.fields,
         "entries": entries,
     }
+    if saved.format == 1:
+        del made["buckets"]
+    return made
 
 
 def _params(table: object) -> ParamTable:
@@ -96,6 +104,12 @@ def _params(table: object) -> ParamTable:
     if len({name for name, _ in made}) != len(made):
         raise StateError("params names a parameter twice")
     return tuple(made)
+
+
+def _buckets(buckets: object) -> tuple[tuple[str, ...], ...]:
+    if type(buckets) is not list or not all(type(names) is list for names in buckets):
+        raise StateError(f"buckets is a list of lists of parameter names, got {shown(buckets)}")
+    return tuple(tuple(_text("a name in buckets", name) for name in names) for names in buckets)
 
 
 def _fields(fields: object) -> dict[str, str]:

@@ -71,7 +71,15 @@ def state_dict(hook: "CommHook | HookState") -> dict[str, Any]:
         entries.setdefault(name, {})[field] = tensor.detach().clone()
         fields.setdefault(field, "local")  # nothing is known of it: keep every rank's own
     made = Saved(
-        holder.expr, holder.config, place.world_size, place.rank, holder.state.certain_step, holder.params, fields, {}
+        holder.expr,
+        holder.config,
+        place.world_size,
+        place.rank,
+        holder.state.certain_step,
+        holder.params,
+        fields,
+        {},
+        holder.state.buckets,
     )
     return as_dict(made, entries, place.rank)
 
@@ -109,7 +117,9 @@ def load_obtained(
         holder.state.settle()  # of the state that is replaced, as is what stays open
         if holder.state.engine is not None:
             holder.state.engine.forget_open_steps()
-        holder.state.replace(made.entries, made.step, made.table, made.place, ordered=made.ordered)
+        holder.state.replace(
+            made.entries, made.step, made.table, made.place, ordered=made.ordered, buckets=made.buckets
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +131,7 @@ class Loaded:
     table: ParamTable
     place: RankId | None
     ordered: bool  # True if entries have the parameters' own order
+    buckets: tuple[tuple[str, ...], ...]
 
 
 def _prepared(holder: CheckpointTarget, saved: Mapping[str, Any], world_change: str) -> Loaded:
@@ -146,7 +157,8 @@ def _prepared(holder: CheckpointTarget, saved: Mapping[str, Any], world_change: 
     place = holder.place
     if place is None and found.rank is not None and world_change != "reset":
         place = RankId(found.rank, found.world_size, loaded=True)  # verified when the hook is attached
-    return Loaded(copied, found.step, table, place, ordered)
+    buckets = tuple(tuple(translation.get(name, name) for name in names) for names in found.buckets)
+    return Loaded(copied, found.step, table, place, ordered, buckets)
 
 
 def _share(found: Saved, holder: CheckpointTarget) -> dict[str, float]:
@@ -165,10 +177,10 @@ def _share(found: Saved, holder: CheckpointTarget) -> dict[str, float]:
 def _agreed(hook: "CommHook | HookState", made: Loaded | None, refusal: Exception | None) -> None:
     """Load on all ranks or on none: of an attached handle only, whose ranks all make this call."""
     if not isinstance(hook, HookState) and hook.attached and hook.agreement_timeout is not None:
-        step, entries = (made.step, made.entries) if made is not None else (0, {})
+        step, entries, buckets = (made.step, made.entries, made.buckets) if made is not None else (0, {}, ())
         try:
             why = "" if refusal is None else str(refusal) or repr(refusal)
-            verify_state(hook, hook.agreement_timeout, step, entries, why)
+            verify_state(hook, hook.agreement_timeout, step, entries, why, buckets)
         except CommHooksError as error:
             if refusal is None:
                 raise

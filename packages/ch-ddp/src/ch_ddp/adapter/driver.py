@@ -15,6 +15,7 @@ from ch_ddp.adapter.finalization import Finalizer, raise_finalized
 from ch_ddp.adapter.futures import HookFuture, Promise, behind_backward, future_for
 from ch_ddp.adapter.layout import averaged, bucket_layout, models_of, named_by_position
 from ch_ddp.adapter.result_checks import gradient_checksum, mismatch
+from ch_ddp.adapter.saved_buckets import SavedBuckets
 from commhooks import Bucket, BucketLayout, CommHooksError, GradBucket, TransportError
 from commhooks.adapters import (
     NO_BACKWARD,
@@ -51,6 +52,9 @@ class DDPDriver:
         self._count = 0  # number of buckets in the current step
         self._futures: list[tuple[TensorFuture, torch.Tensor]] = []  # the end of the step completes them
         self._promises: list[Promise] = []  # their own messages complete them
+        # A hook that treats a bucket as one vector resumes from a checkpoint with the checkpoint's buckets.
+        by_bucket = engine.reduction.granularity == "bucket" and not engine.transport.elastic
+        self._saved = SavedBuckets(engine.state) if by_bucket else None
         self._hook, self._delivers = hook, hook is not None and engine.reduction.delivers
         self._task = NO_BACKWARD
         self._side = SideStream()
@@ -90,7 +94,7 @@ class DDPDriver:
             try:
                 self._take(self._bucket(grad_bucket, buffer), behind)
                 if grad_bucket.is_last():
-                    self._finish(self.engine.finish() or self._compare())
+                    self._finish(self._reduced())
             except Exception as error:  # the transport failed; an exception here would leave DDP unusable
                 self._finish(_typed(error))
         if grad_bucket.is_last():
@@ -117,6 +121,8 @@ class DDPDriver:
             self.engine.run(bucket)
             self._futures.pop()[0].set_result(bucket.storage)
             return
+        if self._saved is not None and self._saved.hold(bucket):
+            return
         live = self.engine.submit(bucket)
         future, buffer = self._futures[-1]
         if live is None or not isinstance(future, HookFuture):
@@ -140,7 +146,8 @@ class DDPDriver:
         self._end_step()
         with self._side.on(buffer):
             try:
-                error = (self.engine.finish() or self._compare()) if self.engine.in_step else None
+                holds = self._saved is not None and self._saved.holds
+                error = self._reduced() if self.engine.in_step or holds else None
             except Exception as lost:
                 error = _typed(lost)
             self._finish(error)
@@ -149,6 +156,17 @@ class DDPDriver:
         self.index = None
         if self._used is not None:
             self._used.averaged()
+
+    def _reduced(self) -> BaseException | None:
+        """End the engine's step, and return its error."""
+        saved = self._saved
+        if saved is None:
+            return self.engine.finish() or self._compare()
+        for bucket in saved.release():
+            self.engine.submit(bucket)
+        error = self.engine.finish()
+        saved.end()
+        return error or self._compare()
 
     def check(self) -> None:
         """Raise the error of the last step. CPU models raise it from ``backward()``, CUDA models one step later."""
@@ -166,6 +184,8 @@ class DDPDriver:
         self._futures.clear()
         self._promises.clear()
         self._count = 0
+        if self._saved is not None:
+            self._saved.begin()
         if self._by_position and self._renames is not self.engine.state.renames:
             self._renames = self.engine.state.renames  # the user called state.bind(model) after the first step
             self._names = {}
