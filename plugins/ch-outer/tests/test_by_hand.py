@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ch_outer import OuterOptimizer, Schedule, plain_sgd
-from ch_outer.parts import divide
+from ch_outer import OuterOptimizer, Schedule, nesterov, plain_sgd
+from ch_outer.fragment import divide
 from commhooks import Plain
 from commhooks.simulate import SimulatedRank, simulate
 from commhooks.testing import spawn
@@ -84,7 +84,9 @@ def hand_options(options: dict[str, Any]) -> tuple[int, list[list[str]], int, fl
 def test_it_is_the_loop_written_by_hand_over_simulated_ranks(case: str, world: int) -> None:
     def ours(rank: SimulatedRank) -> list[torch.Tensor]:
         model = make()
-        optimizer = OuterOptimizer(adam(model), model, exchange=Plain(), transport=rank.transport, **CASES[case])
+        optimizer = OuterOptimizer(
+            adam(model), model, exchange=Plain(), outer=nesterov(), transport=rank.transport, **CASES[case]
+        )
         train(model, optimizer, rank.rank, range(17))
         return values(model)
 
@@ -109,7 +111,7 @@ def over_gloo(rank: int, world: int) -> list[str]:
     wrong = []
     for case, options in CASES.items():
         model = make()
-        optimizer = OuterOptimizer(adam(model), model, exchange="allreduce", timeout=20.0, **options)
+        optimizer = OuterOptimizer(adam(model), model, exchange="allreduce", outer=nesterov(), timeout=20.0, **options)
         train(model, optimizer, rank, range(17))
         if not same(values(model), by_hand(rank, mean, 17, *hand_options(options))):
             wrong.append(case)

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ch_outer import OuterOptimizer, plain_sgd
-from ch_outer.parts import buffers_of, parameters_of
+from ch_outer.parameters import buffers_of, parameters_of
 from commhooks import HookConfigError, Plain, RankMismatchError, StateError
 from commhooks.adapters import digest
 from commhooks.simulate import SimulatedRank, simulate

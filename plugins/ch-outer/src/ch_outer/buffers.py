@@ -1,26 +1,35 @@
 """Averages floating-point buffers (BatchNorm's statistics) at the end of a round, so that all ranks hold one model."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from ch_outer.joining import joined
-from ch_outer.parts import buffers_of
-from commhooks import AllReduce, Bucket, HookConfigError, Plain, Reducer, RemoteHookError, StateError, StepContext
+from ch_outer.parameters import buffers_of
+from commhooks import (
+    AllReduce,
+    Bucket,
+    HookConfigError,
+    Plain,
+    Reducer,
+    RemoteHookError,
+    Stages,
+    StateError,
+    StepContext,
+)
 
 _LOW_BITS = 27  # of the 52 explicit mantissa bits of fp64
 
 
 class ExactMean(Plain):
-    """Average whose result for equal numbers is that number, to the bit.
+    """Average of equal numbers that returns this number, to the bit.
 
-    A mean in the buffer's own dtype is not exact: three times ``x / 3`` is not ``x`` in most cases, and constant buffers
-    (rotary tables, masks) would drift round after round. Every addend here has so few significant bits that sums over
-    fewer than 2**13 ranks are exact: fp16 and bf16 travel as fp32, fp32 as fp64, fp64 as two halves of its mantissa.
+    In a buffer's own dtype, three times ``x / 3`` often differs from ``x``. Constant buffers (rotary tables, masks) would then
+    drift round after round. Here each addend has few significant bits, so that sums over fewer than 2**13 ranks are exact.
+    fp16 and bf16 travel as fp32, fp32 travels as fp64, and fp64 travels as two halves of its mantissa.
     """
 
-    def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[AllReduce]:
+    def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
         parts = _exact_parts(bucket.storage)  # (1 or 2, n)
         # A power of two changes no bit of the mantissa. Without it a mask of torch.finfo(dtype).min would overflow.
         power = 2.0 ** (ctx.world_size - 1).bit_length()
@@ -43,19 +52,19 @@ def _exact_parts(numbers: torch.Tensor) -> torch.Tensor:
 
 
 class Buffers:
-    """The buffers of a model, and what the ranks share of them: the last average.
+    """The floating-point buffers of a model, and their last average.
 
     Args:
-        model: whose; each rank's own run on between two averages.
-        kind: ``"average"``, or ``"local"``: then there are none here.
-        **where: of the reducer.
+        model: the model. Its own buffers may change between two averages.
+        kind: ``"average"``, or ``"local"`` to leave buffers alone.
+        **where: options of the reducer.
 
     Attributes:
-        shared: by name, as of the last average: with the starts, the one model that all ranks share.
-        reducers: the one that averages them, if there are any.
+        shared: the last average by name. Ranks share this model together with the starts.
+        reducers: a list of the reducer, or an empty list if nothing is averaged.
 
     Raises:
-        HookConfigError: another kind.
+        HookConfigError: the kind is unknown.
     """
 
     def __init__(self, model: torch.nn.Module, kind: str, **where: Any) -> None:
@@ -66,11 +75,11 @@ class Buffers:
         self.reducers = [Reducer(ExactMean(), self.shared, **where)] if self.shared else []
 
     def live(self) -> dict[str, torch.Tensor]:
-        """Those in the model, looked up anew: a module may put another tensor in the place of one."""
+        """Return the averaged buffers of the model. Modules may replace the tensor of a buffer, so look them up each time."""
         return buffers_of(self._model) if self.shared else {}
 
     def places(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Each with what is shared of it, but for those that have changed their shape (a cache that grows)."""
+        """Return pairs of a buffer and its last average. Buffers with another shape (a cache that grows) are left out."""
         pairs = [(live, self.shared.get(name)) for name, live in self.live().items()]
         return [(live, shared) for live, shared in pairs if shared is not None and shared.shape == live.shape]
 
@@ -78,7 +87,7 @@ class Buffers:
         """Check that all floating-point buffers of the model are averaged.
 
         Raises:
-            HookConfigError: a buffer was added or removed since.
+            HookConfigError: a buffer was added or removed since construction.
         """
         if self._kind == "average" and (odd := sorted(buffers_of(self._model).keys() ^ self.shared.keys())):
             raise HookConfigError(
@@ -87,10 +96,10 @@ class Buffers:
             )
 
     def average(self) -> dict[str, torch.Tensor]:
-        """Average over the ranks. Nothing is written yet.
+        """Return the average over the ranks, without writing it anywhere.
 
         Raises:
-            HookConfigError: on all ranks, if a rank's buffer has another shape than at construction.
+            HookConfigError: on all ranks, if a buffer of one rank has another shape than at construction.
         """
         if not self.reducers:
             return {}
@@ -100,7 +109,7 @@ class Buffers:
                 shape = tuple(live[name].shape) if name in live else None
                 error = HookConfigError(
                     f"the buffer {name!r} has shape {shape} and had {tuple(shared.shape)} when the OuterOptimizer was made, so "
-                    "it cannot be averaged: keep its shape, or give buffers='local'"
+                    "it cannot be averaged. Keep its shape, or give buffers='local'"
                 )
         try:
             return self.reducers[0].start(live, error=error).wait()
@@ -108,14 +117,19 @@ class Buffers:
             raise HookConfigError(f"a peer could not average its buffers, so no rank has. {remote}") from remote
 
     def put(self, averaged: Mapping[str, torch.Tensor], *, live: bool = True) -> None:
-        """What all ranks share from now on, if it is anything; this rank's own, too, if they are ``live``."""
+        """Keep an average, if there is one.
+
+        Args:
+            averaged: the average by name, or an empty dict.
+            live: True to write it to the model too.
+        """
         for name, average in averaged.items():
             self.shared[name].copy_(average)
         for own, shared in self.places() if averaged and live else ():
             own.copy_(shared)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is shared. The model's own are in its own state."""
+        """Return the last average and the reducer's state. The model's own buffers are in the model's state."""
         return {
             "shared": {name: b.clone() for name, b in self.shared.items()},
             "reducers": [reducer.state_dict() for reducer in self.reducers],
@@ -125,18 +139,11 @@ class Buffers:
         """Refuse the buffers of another model.
 
         Raises:
-            StateError: naming one of them.
+            StateError: names a buffer that differs.
         """
         here, there = ({name: tuple(b.shape) for name, b in one.items()} for one in (self.shared, saved["shared"]))
         for name, shape in here.items() ^ there.items():
             raise StateError(
-                f"the saved outer state and this model differ in the buffer {name!r} of shape {shape}: give the same model and "
+                f"the saved outer state and this model differ in the buffer {name!r} of shape {shape}. Use the same model and "
                 "buffers="
             )
-
-    def join(self, given: Mapping[str, Any], *, behind: bool) -> None:
-        """Go on from another member's :meth:`state_dict`; who is ``behind`` has its buffers, too."""
-        self.check(given)
-        self.put(given["shared"], live=behind)
-        for reducer, theirs in zip(self.reducers, given["reducers"], strict=True):
-            reducer.load_state_dict(joined(reducer.state_dict(), theirs, behind=behind))

@@ -1,4 +1,4 @@
-"""The outer optimizer: inner steps on every rank alone, now and then a step of all on what those have moved."""
+"""The outer optimizer: inner steps on each rank alone, and rounds in which all ranks move to one start."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,66 +9,73 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ch_outer.buffers import Buffers
-from ch_outer.fragment import Fragment, local, start_of
-from ch_outer.handover import handed, holds, join_parts, load_parts, refuse_foreign, take
-from ch_outer.inner import InnerOptimizer
-from ch_outer.joining import hand_over
-from ch_outer.parts import check_parameters, divide, facts_of, options_of, parameters_of, reshard, trained, write
+from ch_outer.fragment import Fragment, divide, start_of
+from ch_outer.inner_optimizer import InnerOptimizer
+from ch_outer.outer_sgd import OuterFactory, default_outer, warn_of_short_run
+from ch_outer.parameters import check_parameters, facts_of, local, options_of, parameters_of, reshard, trained, write
 from ch_outer.rounds import FixedRounds, ManagedRounds, Manager, Rounds
 from ch_outer.schedule import Schedule
+from ch_outer.state import (
+    broadcast_newest,
+    check_checkpoint,
+    equals_snapshot,
+    join,
+    load_checkpoint,
+    load_snapshot,
+    snapshot,
+)
 from commhooks import HookConfigError, Reducer, StateError
 from commhooks.adapters import Transport
 
-OuterFactory = Callable[[Sequence[torch.Tensor]], Optimizer]
-
-
-def _nesterov(starts: Sequence[torch.Tensor]) -> Optimizer:
-    return torch.optim.SGD(list(starts), lr=0.7, momentum=0.9, nesterov=True)
-
 
 class OuterOptimizer(InnerOptimizer):
-    """Steps ``optim`` on this rank alone; every ``every`` steps what has moved goes through a reduction to all ranks.
+    """Steps ``optim`` on this rank alone, and exchanges the moves of its parameters every ``every`` steps.
 
-    A real optimizer: closures, schedulers, ``GradScaler``, gradient clipping and hooks see the inner one's groups. Under a
-    ``GradScaler`` every ``scaler.step(optimizer)`` counts, also one that it skips on this rank for an infinite gradient, so
-    that ranks stay together.
+    This is a real optimizer. Closures, schedulers, ``GradScaler``, gradient clipping and hooks see the groups of the inner
+    optimizer. Under a ``GradScaler`` each ``scaler.step(optimizer)`` counts, also if this rank skips it for an infinite gradient.
+    Ranks so stay together.
 
-    Every rank makes the same number of ``step()`` calls, which is when messages are sent. Parameters, frozen ones too, and
-    averaged buffers are equal on all ranks when this is made, or it raises. Over a ``manager``, whose members come and go,
-    neither is asked: a newcomer is sent start, outer optimizer, buffers and counts in its first ``step()``, before its inner
-    step. What is frozen it has itself.
+    Every rank makes the same number of ``step()`` calls, because these calls send the messages. Parameters, frozen ones too, and
+    averaged buffers must be equal on all ranks at construction. Under a ``manager`` they may differ. A new member receives
+    start, outer optimizer, buffers and counts in its first ``step()``, before its inner step. It must bring frozen parameters
+    itself.
+
+    Each round checks that all trainable parameters and floating-point buffers of the model are exchanged.
 
     Args:
-        optim: the inner optimizer, whatever it is.
-        model: whose parameters are exchanged, all that require gradients, whoever steps them: several inner optimizers are
-            stepped one after another, the one wrapped here last. Plain, in DDP, or by FSDP2 (then shards are exchanged with
-            the same shards of other groups).
+        optim: the inner optimizer, of any class.
+        model: the model. All its trainable parameters are exchanged, whichever optimizer steps them. Step several inner
+            optimizers one after another, and wrap the last. The model is plain, in DDP, or sharded by FSDP2. Shards are
+            exchanged with the same shards of other groups.
         every: inner steps between two exchanges of one parameter.
-        exchange: what averages the pseudo-gradients: any reduction (expression, dict or object).
-        outer: makes the outer optimizer of the starts; Nesterov SGD of rate 0.7 and momentum 0.9 if not given.
-        fragments: how many parts of equal size take turns; or the parts, as lists of parameter names.
-        overlap: inner steps that go on while an exchange is under way.
-        mix: part of a rank's own parameters that stays when an exchange arrives: 0 takes the new start, 0.5 is Streaming
-            DiLoCo's. What the inner steps did during the overlap is lost with 0; ``"carry"`` adds it to the new start.
-        buffers: ``"average"``: floating-point buffers (BatchNorm's statistics) are averaged exactly after the last fragment
-            of a round, so that all ranks hold one model; ``"local"``: they stay each rank's own. Integer ones always do.
-        process_group: the ranks that exchange; with DDP or FSDP2 inside a group, those of equal place in every group.
-        transport: instead of a process group, e.g. a simulated rank's.
-        manager: instead of a process group, a manager under which ranks come and go: torchft's (with ch-ft installed). The
-            outer optimizer calls its ``start_quorum()`` and ``should_commit()``; nothing else may. Then ``overlap`` is at most
+        exchange: averages the pseudo-gradients: any reduction (expression, dict or object).
+        outer: makes the outer optimizer of the starts. The default is ``nesterov(1.0, 0.3)``, which suits short runs. More
+            momentum needs more rounds (:func:`.rounds_needed`).
+        fragments: number of fragments of equal size that take turns, or the parameter names of each fragment.
+        overlap: inner steps that an exchange has to arrive.
+        mix: share of a rank's own parameters that stays on arrival. 0 takes the new start, and loses the inner steps of the
+            overlap. 0.5 is Streaming DiLoCo's. ``"carry"`` adds the inner steps of the overlap to the new start.
+        buffers: ``"average"`` averages floating-point buffers (BatchNorm's statistics) exactly after the last fragment of a
+            round, so that all ranks hold one model. ``"local"`` leaves them alone. Integer buffers are always local.
+        process_group: the ranks that exchange. With DDP or FSDP2 inside groups, the ranks of equal place in each group.
+        transport: instead of a process group, for example the transport of a simulated rank.
+        manager: instead of a process group, a torchft manager (with ch-ft installed), whose members come and go. Only the outer
+            optimizer may call its ``start_quorum()`` and ``should_commit()``. ``overlap`` is then at most
             ``every // fragments``.
-        timeout: seconds that one collective may take; those of the process group if not given. A manager has its own.
-        verify_ranks: compare options, shapes and starts over the ranks first; over a manager options and shapes, in
-            every round.
+        timeout: seconds that one collective may take; by default those of the process group. A manager has its own.
+        verify_ranks: True to compare options, shapes and starts over the ranks first. Under a manager each round compares
+            options and shapes.
+        steps: inner steps of the whole run, if known. The constructor then warns of too few rounds for the momentum of a given
+            ``outer``. Without it, :meth:`finish` warns.
 
     Attributes:
-        outer: the outer optimizer, of the starts in model order; its learning rate may be scheduled.
+        outer: the outer optimizer of the starts, in model order. Its learning rate may be scheduled.
         count: inner steps done, skipped ones included.
         landed: exchanges that have moved a start.
-        schedule: when what is exchanged.
+        schedule: times of the exchanges.
 
     Raises:
-        HookConfigError: an option is out of range, or the inner optimizer steps what is no parameter of the model.
+        HookConfigError: an option is out of range, or the inner optimizer steps a tensor that is no parameter of the model.
         RankMismatchError: ranks differ in options or parameters.
 
     Example:
@@ -105,86 +112,94 @@ class OuterOptimizer(InnerOptimizer):
         manager: Manager | None = None,
         timeout: float | None = None,
         verify_ranks: bool = True,
+        steps: int | None = None,
     ) -> None:
         params = trained(model, optim)
         parts = divide(params, fragments)
         self.schedule = Schedule(every, len(parts), overlap)
         super().__init__(optim)
         starts = {name: start_of(param) for name, param in params.items()}
-        self.outer = (outer or _nesterov)(list(starts.values()))
-        self.count, self.landed, self._model, self._finishing = 0, 0, model, False
-        self._failure: Exception | None = None  # an outer step that failed on this rank alone
+        self.outer = (outer or default_outer())(list(starts.values()))
+        if steps is not None and outer is not None:
+            warn_of_short_run(self.outer, steps // every)
+        self.count, self.landed = 0, 0
+        self._model, self._exchanged, self._warns = model, params, steps is None and outer is not None
+        self._device = next(iter(starts.values())).device
+        self._failure: Exception | None = None  # of an outer step that failed on this rank alone
+        self._finishing = False
+        self._goal: int | None = None  # committed rounds after which `finish` ends, equal on all ranks
+        self._takeovers = 0  # how often this member received the state of a peer
         where: dict[str, Any] = {"process_group": process_group, "transport": transport, "manager": manager}
         where |= {"timeout": timeout, "verify_ranks": verify_ranks}
-        self._device = next(iter(starts.values())).device
-        self._fragments: list[Fragment] = []
-        self._exchanged = params
-        facts = facts_of(model, starts, parameters_of(model)[1], buffers, values=verify_ranks and manager is None)
+        fixed = manager is None  # a manager sends its members equal values, so only fixed ranks compare values
+        facts = facts_of(model, starts, parameters_of(model)[1], buffers, values=verify_ranks and fixed)
         facts["outer step"] = [f"{self.schedule}, mix={mix}, buffers={buffers}", *options_of(self.outer)]
+        self._rounds: Rounds = FixedRounds()
         if manager is not None:
-            self._rounds: Rounds = ManagedRounds(manager, self.schedule, facts=facts, verify_ranks=verify_ranks)
-        else:  # over a manager, what members begin with is sent to them
-            self._rounds = FixedRounds()
+            self._rounds = ManagedRounds(manager, self.schedule, facts=facts, verify_ranks=verify_ranks)
+        self._fragments: list[Fragment] = []
         for index, names in enumerate(parts):
             mine = {name: starts[name] for name in names}
-            # One state and one handle per fragment: a round of each is one committed step, whatever the others do.
+            # Each fragment has its own reducer, so that a round of a fragment is one committed step of its state.
             reducer = Reducer(exchange, mine, facts=facts, rounds=self._rounds.of(index), **where)
-            self._fragments.append(
-                Fragment({name: params[name] for name in names}, mine, reducer, mix, fixed=manager is None)
-            )
+            self._fragments.append(Fragment({name: params[name] for name in names}, mine, reducer, mix, fixed=fixed))
         self._buffers = Buffers(model, buffers, **where)
-        self._goal: int | None = None  # committed rounds after which `finish` ends, the same on all ranks
-        self._taken = 0  # how often this member was behind, and was sent what the others have
         if manager is not None:
             manager.register_state_dict_fn("ch_outer", self._take_over, self._hand_over)
 
     # -- steps
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """An inner step, and what is due after it; returns what ``closure`` did.
+        """Make an inner step, then receive and start the exchanges that are due. Return the closure's result.
 
         Raises:
-            CommHooksError: an exchange failed, on all ranks alike. The inner step is done, start and parameters are as they
-                were (moved, if only buffers failed), and the next round exchanges what this one did not. After a
-                TransportError or HookTimeoutError the process group is lost. (Over a manager the round is voted down.)
+            CommHooksError: an exchange failed, on all ranks. The inner step is done. Start and parameters have not moved, or
+                have moved if only buffers failed, and the next round exchanges the moves of this one. After a TransportError or
+                HookTimeoutError the process group is lost. Members of a manager vote the round down instead, and only the
+                failing member raises.
         """
         failed = None
         with torch.no_grad():
-            began = self._meet()
-            self._goal = None  # the others may end; this one does not
-        loss = None if began and closure is None else self.scaled_step(closure)
+            took_over = self._meet()
+            self._goal = None  # peers may finish, this rank does not
+        # Gradients of a member that has just taken over a start belong to other parameters.
+        loss = None if took_over and closure is None else self.scaled_step(closure)
         self.count += 1
         with torch.no_grad():
             try:
-                self._under_way()
-            except Exception as error:  # a reduction's own, too
+                self._advance_exchanges()
+            except Exception as error:  # any type, because a reduction raises its own
                 if not isinstance(self._rounds, ManagedRounds):
                     raise
-                failed = error  # the other members only see a round that does not count, and begin the next one
-            self._begin_due()
+                failed = error  # the other members only see a lost round and begin the next one, as must this member
+            self._start_due()
         if failed is not None:
             raise failed
         return loss
 
-    def _begin_due(self) -> None:
+    def _start_due(self) -> None:
         for due in self.schedule.due(self.count):
             self._round(due, overlap=self.schedule.overlap > 0)
 
-    def _meet(self) -> bool:
-        """A member's first step begins where the others are: it takes part in their round with nothing of its own. Whether
-        it has taken over their start: its gradients are of other parameters then.
-        """
-        taken = self._taken
-        while not self._rounds.met:
-            before = self.landed
-            self._rounds.met = self._round(0)
-            if self._rounds.met and self.landed > before and self.schedule.overlap and self._goal is None:
-                self.count += self.schedule.overlap  # for others who do not `finish` it is as old when it lands
-                self._begin_due()
-        return self._taken > taken
+    def _advance_exchanges(self) -> None:
+        """Land the exchanges that are due and advance the others, in the order of their starts, which all ranks share."""
+        for since, index in self._in_flight():
+            passed = self.count - since
+            if passed >= self.schedule.overlap:
+                self._land(index)
+                continue
+            fragment = self._fragments[index]
+            for _ in range(self.schedule.advances(fragment.reducer.stages, passed)):
+                fragment.advance()
+
+    def _in_flight(self) -> list[tuple[int, int]]:
+        """Return ``(inner steps at the start, index)`` of the fragments under way, oldest first."""
+        return sorted((f.since, index) for index, f in enumerate(self._fragments) if f.since is not None)
+
+    # -- rounds
 
     def _round(self, due: int, *, overlap: bool = False) -> bool:
-        """Exchange the fragment whose turn it is; whether it has landed, or, in a job's first round, all have met."""
+        """Exchange the fragment that has its turn. Return True if it has landed or, in a job's first round, if all have met."""
         index = self._rounds.open(due)
         if self._finishing and self._goal is None:
             self._goal = self._rounds.committed(self.landed) + len(self._fragments)
@@ -198,7 +213,7 @@ class OuterOptimizer(InnerOptimizer):
         return False if overlap else self._land(index)
 
     def _obstacle(self) -> Exception | None:
-        """Return why this rank cannot take part in a round. Raised before it, the error would leave the peers alone in it."""
+        """Return a reason why this rank cannot contribute. Raised before the round, it would leave the peers waiting in it."""
         try:
             if self._failure is not None:
                 raise self._failure
@@ -208,20 +223,9 @@ class OuterOptimizer(InnerOptimizer):
             return error
         return None
 
-    def _under_way(self) -> None:
-        """Land what is due, advance the rest: in the order of their starts, the same on all ranks."""
-        live = [(f.since, index) for index, f in enumerate(self._fragments) if f.since is not None]
-        for since, index in sorted(live):
-            passed = self.count - since
-            if passed >= self.schedule.overlap:
-                self._land(index)
-                continue
-            fragment = self._fragments[index]
-            for _ in range(self.schedule.advances(fragment.reducer.stages, passed)):
-                fragment.advance()
-
     def _land(self, index: int) -> bool:
-        fragment, buffers, taken = self._fragments[index], {}, self._taken
+        """Receive an exchange and move the start. Return False if the members of a manager voted it down."""
+        fragment, buffers, takeovers = self._fragments[index], {}, self._takeovers
         try:
             fragment.receive()
             if index == len(self._fragments) - 1:
@@ -231,73 +235,119 @@ class OuterOptimizer(InnerOptimizer):
                 fragment.miss()
                 fragment.reducer.rollback()
             self._rounds.close()
-            if fragment.waiting:  # the buffers failed, and what has come is on all ranks
+            if fragment.waiting:  # only the buffers failed, and all ranks have the average
                 self._move_start(fragment)
             raise
         if not self._rounds.close():
             fragment.miss()
             return False
-        self._move_start(fragment, healed=self._taken > taken)
+        self._move_start(fragment, healed=self._takeovers > takeovers)
         self._buffers.put(buffers)
         return True
 
     def _move_start(self, fragment: Fragment, *, healed: bool = False) -> None:
         try:
             fragment.land(self.outer, healed=healed)
-        except (
-            Exception
-        ) as error:  # an outer optimizer of the user: the peers have moved their starts, this rank has not
+        except Exception as error:  # a user's outer optimizer may raise here, while the peers move their starts
             self._failure = StateError(
                 f"the outer step of an earlier round failed on this rank ({type(error).__name__}: {error}), so its start "
-                "differs from its peers': load a state_dict() on all ranks"
+                "differs from that of its peers. Load a state_dict() on all ranks"
             )
             raise
         self.landed += 1
         reshard(self._model)
 
+    # -- members that come and go
+
+    def _meet(self) -> bool:
+        """Take part in a round of the peers before a member's first step. Return True if the member took over their start."""
+        takeovers = self._takeovers
+        while not self._rounds.met:
+            before = self.landed
+            self._rounds.met = self._round(0)
+            if self._rounds.met and self.landed > before and self.schedule.overlap and self._goal is None:
+                self.count += self.schedule.overlap  # peers that do not finish have made these steps since the exchange
+                self._start_due()
+        return self._takeovers > takeovers
+
     def _hand_over(self) -> dict[str, Any]:
-        """What a member that is behind is sent; what the reductions share is sent by them."""
-        given = handed(self._fragments, self.outer, self._buffers)
+        """Return the state for a member that is behind. Reductions send their shared state themselves."""
+        given = snapshot(self._fragments, self.outer, self._buffers)
         return {**given, "schedule": str(self.schedule), "count": self.count, "landed": self.landed, "goal": self._goal}
 
     def _take_over(self, given: Mapping[str, Any]) -> None:
-        """This member is behind, or new. Called by the manager, before a round's exchange (a synchronous quorum) or in its vote.
+        """Load a peer's state. The manager calls this before a round's exchange (a synchronous quorum) or in its vote.
 
         Raises:
-            StateError: the others train something else.
+            StateError: the peer trains another model or uses another schedule.
         """
         if given["schedule"] != str(self.schedule):
-            raise StateError(f"the others have {given['schedule']}, this member {self.schedule}: give all the same")
-        same = holds(self._fragments, self._buffers, given)  # refuses what does not fit, before anything is taken over
+            raise StateError(
+                f"the peers use {given['schedule']}, this member {self.schedule}: give all members the same every=, fragments= "
+                "and overlap="
+            )
+        same = equals_snapshot(self._fragments, self._buffers, given)  # refuses another model before anything changes
         self._goal = given["goal"] if given["goal"] is not None else self._goal
         if same and self.landed == given["landed"]:
-            return  # a job's first quorum heals all members but one, and they may hold the same already
+            return  # a job's first quorum heals all members but one, also members that are equal already
         since = next((f.since for f in self._fragments if f.since is not None), self.count)
         with torch.no_grad():
-            take(self._fragments, self.outer, self._buffers, given)
+            load_snapshot(self._fragments, self.outer, self._buffers, given)
             reshard(self._model)
-        self.count = given["count"] + self.count - since  # given when the round began
-        self.landed = given["landed"]
-        self._failure = None
-        self._taken += 1
+        self.count = given["count"] + self.count - since  # the peer's count is that of the round's start
+        self.landed, self._failure = given["landed"], None
+        self._takeovers += 1
+
+    def move(self, process_group: dist.ProcessGroup) -> None:
+        """Continue over another process group, which has survivors of a lost one and new ranks.
+
+        All ranks of the new group make this call. A new rank first makes an optimizer with equal options over a group that
+        contains only itself. Exchanges under way are dropped. An average that a checkpoint waited for lands. The rank with most
+        exchanges gives start, outer optimizer, averaged buffers, counts and shared state to all. New ranks, and ranks that missed
+        an exchange, begin at the start with these buffers. The others keep their parameters and residuals.
+
+        Raises:
+            HookConfigError: under a manager, which does this itself.
+            RankMismatchError: the optimizers do not belong together.
+        """
+        if isinstance(self._rounds, ManagedRounds):
+            raise HookConfigError("there is no move() under a manager, whose members come and go by themselves")
+        with torch.no_grad():
+            for fragment in sorted(self._fragments, key=lambda f: f.since or 0):
+                if fragment.waiting:
+                    self._move_start(fragment)
+                fragment.drop()
+        for reducer in self._reducers():
+            reducer.move(process_group)
+        given = broadcast_newest(self.state_dict(), (self.landed, self.count), process_group, self._device)
+        behind = self.landed < given["landed"] or self.count == 0
+        self.outer.load_state_dict(given["outer"])
+        self.count, self.landed, self._failure = given["count"], given["landed"], None
+        with torch.no_grad():
+            join(self._fragments, self._buffers, given, behind=behind)
+        reshard(self._model)
 
     # -- between steps
 
     @property
     def under_way(self) -> int:
-        """Exchanges under way: 0 at a place where a pause, to evaluate say, gives no message more time."""
-        return sum(fragment.since is not None for fragment in self._fragments)
+        """Number of exchanges under way. At 0 a pause, for example to evaluate, gives no message more time."""
+        return len(self._in_flight())
 
     def finish(self) -> None:
-        """At the end of training, on all ranks: land what is under way, and exchange what has moved since. Then every rank
-        holds the start, and so the same parameters.
+        """End the training, on all ranks. Land the exchanges under way, then exchange the remaining moves.
+
+        All ranks then hold the start as their parameters.
+
+        Raises:
+            CommHooksError: as :meth:`step` does.
         """
         with torch.no_grad():
-            for _, index in sorted((f.since, i) for i, f in enumerate(self._fragments) if f.since is not None):
+            for _, index in self._in_flight():
                 self._land(index)
             self._finishing, done = True, 0
             self._meet()
-            try:  # each fragment once; over a manager again until it counts, by the rounds that all members have seen
+            try:  # each fragment once; a manager repeats a lost round, and all members count the committed ones
                 while self._goal is None or self._rounds.committed(self.landed) < self._goal:
                     done += self._round(done % len(self._fragments))
             finally:
@@ -305,11 +355,12 @@ class OuterOptimizer(InnerOptimizer):
             for fragment in self._fragments:
                 fragment.begin_at(fragment.starts)
             reshard(self._model)
+        if self._warns:
+            warn_of_short_run(self.outer, self.landed // len(self._fragments))
 
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
-        """The starts in the place of the parameters, and the last averages in that of the buffers: the one model that all
-        ranks share, to evaluate or save.
+        """Put the model that all ranks share in place, to evaluate or save it: the starts and the last average of the buffers.
 
         Example:
             >>> from commhooks.simulate import SimulatedGroup, SimulatedTransport
@@ -333,59 +384,29 @@ class OuterOptimizer(InnerOptimizer):
         finally:
             write(self._model, [(mine, before) for (mine, _), before in zip(places, own, strict=True)])
 
-    def move(self, process_group: dist.ProcessGroup) -> None:
-        """Go on over another group of ranks: those that are left when one was lost, and newcomers.
-
-        Every rank of the new group makes this call, a newcomer after it has made an optimizer over a group of its own (the
-        options are the same everywhere). What is under way is dropped; what a checkpoint has waited for lands. The rank with
-        most exchanges behind it gives start, outer optimizer, averaged buffers and counts to all, and what the reductions
-        share. Who is behind it (an exchange may have come on one rank and failed on another), or new, begins at the start with
-        these buffers; the others keep what they have moved, and their residuals.
-
-        Raises:
-            HookConfigError: over a manager, where this happens by itself.
-            RankMismatchError: the optimizers do not belong together.
-        """
-        if isinstance(self._rounds, ManagedRounds):
-            raise HookConfigError("over a manager members come and go by themselves: there is no move()")
-        with torch.no_grad():
-            for fragment in sorted(self._fragments, key=lambda f: f.since or 0):
-                if fragment.waiting:
-                    self._move_start(fragment)
-                fragment.drop()
-        for reducer in self._reducers():
-            reducer.move(process_group)
-        given = hand_over(self.state_dict(), (self.landed, self.count), process_group, self._device)
-        behind = self.landed < given["landed"] or self.count == 0
-        self.outer.load_state_dict(given["outer"])
-        self.count, self.landed = given["count"], given["landed"]
-        with torch.no_grad():
-            join_parts(self._fragments, self._buffers, given, behind=behind)
-        reshard(self._model)
-
-    def _reducers(self) -> list[Reducer]:
-        return [*(fragment.reducer for fragment in self._fragments), *self._buffers.reducers]
-
     def stats(self) -> dict[str, float]:
-        """The exchanges' figures added up (see :meth:`commhooks.CommHook.stats`), and ``rounds_done``: whole rounds."""
+        """Return the sum of all exchanges' figures (see :meth:`commhooks.CommHook.stats`), and ``rounds_done``."""
         rows = [reducer.stats() for reducer in self._reducers()]
         whole = float(self.landed // len(self._fragments))
         return {key: sum(row[key] for row in rows) for key in rows[0]} | {"rounds_done": whole}
 
+    def _reducers(self) -> list[Reducer]:
+        return [*(fragment.reducer for fragment in self._fragments), *self._buffers.reducers]
+
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that goes on to the bit from here on this rank: at any step, on all ranks at the same.
+        """Return the state from which this rank continues to the bit. All ranks save at the same step.
 
-        Exchanges under way are waited for, and what they bring is saved with the step at which it is due. Not the model:
-        save that beside it. ``torch.load(weights_only=True)`` reads it.
+        Exchanges under way are received, and their averages are saved with the step at which they are due. Save the model as
+        well. ``torch.load(weights_only=True)`` reads this state.
 
         Raises:
-            RuntimeError: over a manager, with an exchange under way, on which nobody has voted.
+            RuntimeError: under a manager, if an exchange is under way, because the vote on it is open.
         """
         if self.under_way and isinstance(self._rounds, ManagedRounds):
             raise RuntimeError(
-                "an exchange is under way, and the vote on it is open: save where optimizer.under_way is 0"
+                "an exchange is under way, and the vote on it is open. Save where optimizer.under_way is 0"
             )
         return {
             "inner": self.optim.state_dict(),
@@ -398,25 +419,24 @@ class OuterOptimizer(InnerOptimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], *, world_change: str = "error") -> None:
-        """Go on from :meth:`state_dict`, on every rank; the model's own state is loaded beside it. One that is refused
-        changes nothing.
+        """Continue from :meth:`state_dict`, on all ranks. Load the model's own state as well. A refused state changes nothing.
 
         Args:
-            state_dict: this rank's.
-            world_change: for another number of ranks: see :meth:`commhooks.CommHook.load_state_dict`.
+            state_dict: this rank's state.
+            world_change: for another number of ranks, see :meth:`commhooks.CommHook.load_state_dict`.
 
         Raises:
-            StateError: it is not such a state, or of another model, schedule or sharding.
+            StateError: the state is of another class, model, schedule or sharding.
         """
-        refuse_foreign(
+        check_checkpoint(
             state_dict, str(self.schedule), self._fragments, self._buffers, inner=self.optim, outer=self.outer
         )
         with torch.no_grad():
-            load_parts(self._fragments, self._buffers, state_dict, world_change)
+            load_checkpoint(self._fragments, self._buffers, state_dict, world_change)
         self.optim.load_state_dict(state_dict["inner"])
         self.outer.load_state_dict(state_dict["outer"])
         self.count, self.landed, self._rounds.met = state_dict["count"], state_dict["landed"], True
         self._failure = None
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("an OuterOptimizer holds a process group and cannot be copied: save its state_dict()")
+        raise TypeError("an OuterOptimizer holds a process group and cannot be copied. Save its state_dict() instead")

@@ -1,38 +1,25 @@
-"""Published methods as options of one :class:`~ch_outer.OuterOptimizer`; whatever is given besides takes their place."""
+"""Published methods as options of one :class:`~ch_outer.OuterOptimizer`. Options of the caller override those of the paper.
 
-from collections.abc import Callable, Sequence
-from functools import partial
+Each preset takes an inner optimizer, its model and options, and returns an outer optimizer.
+"""
+
 from typing import Any
 
 import torch
 
 from ch_outer.optimizer import OuterOptimizer
-
-OuterFactory = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
-"""Makes the outer optimizer of the starts, in model order."""
-
-
-def nesterov(rate: float = 0.7, momentum: float = 0.9) -> OuterFactory:
-    """Outer SGD with Nesterov momentum: ``v = momentum v + delta; start -= rate (delta + momentum v)``.
-
-    >>> nesterov(0.5)([torch.zeros(1)]).param_groups[0]["lr"]
-    0.5
-    """
-    return partial(torch.optim.SGD, lr=rate, momentum=momentum, nesterov=True)
-
-
-def plain_sgd(rate: float = 1.0) -> OuterFactory:
-    """Outer SGD without momentum; at rate 1 the start becomes the average of the ranks' parameters."""
-    return partial(torch.optim.SGD, lr=rate)
+from ch_outer.outer_sgd import nesterov, plain_sgd
 
 
 def diloco(optim: torch.optim.Optimizer, model: torch.nn.Module, **options: Any) -> OuterOptimizer:
-    """DiLoCo (arXiv:2311.08105): every 500 inner AdamW steps the exact mean, then Nesterov with 0.7 and 0.9.
+    """DiLoCo (arXiv:2311.08105): the exact mean every 500 inner AdamW steps, then Nesterov with 0.7 and 0.9.
+
+    These values need hundreds of rounds. Give ``steps=`` for a warning at the start of a shorter run.
 
     Args:
         optim: the inner optimizer.
-        model: whose parameters it steps.
-        **options: of :class:`OuterOptimizer`, in place of the paper's.
+        model: the model whose parameters it steps.
+        **options: options of :class:`OuterOptimizer`, instead of the paper's.
 
     Example:
         >>> import torch
@@ -48,18 +35,18 @@ def diloco(optim: torch.optim.Optimizer, model: torch.nn.Module, **options: Any)
         ...         model(torch.full((1, 4), 1.0 + rank.rank)).sum().backward()
         ...         optimizer.step()
         ...     return model.weight.tolist()
-        >>> here, there = simulate(2, body)
-        >>> here == there
+        >>> first, second = simulate(2, body)
+        >>> first == second
         True
     """
     return OuterOptimizer(optim, model, **{"every": 500, "outer": nesterov(0.7, 0.9), **options})
 
 
 def streaming_diloco(optim: torch.optim.Optimizer, model: torch.nn.Module, **options: Any) -> OuterOptimizer:
-    """Streaming DiLoCo (arXiv:2501.18512): DiLoCo in four fragments at staggered steps, each exchange under way for five
-    inner steps, half of a rank's own parameters kept on arrival.
+    """Streaming DiLoCo (arXiv:2501.18512): DiLoCo in four fragments that take turns.
 
-    The paper's exchange is 4-bit: give ``exchange="quant4"`` (ch-quant) or any other. ``options`` as for :func:`diloco`.
+    Each exchange has five inner steps to arrive, and half of a rank's own parameters stays on arrival. The paper exchanges
+    4 bits; use ``exchange="quant4"`` (ch-quant) for that. Arguments are those of :func:`diloco`.
     """
     given = {"every": 100, "fragments": 4, "overlap": 5, "mix": 0.5, "outer": nesterov(0.7, 0.9)}
     return OuterOptimizer(optim, model, **{**given, **options})
@@ -68,15 +55,16 @@ def streaming_diloco(optim: torch.optim.Optimizer, model: torch.nn.Module, **opt
 def sparseloco(
     optim: torch.optim.Optimizer, model: torch.nn.Module, *, density: float = 0.02, decay: float = 0.95, **options: Any
 ) -> OuterOptimizer:
-    """SparseLoCo (arXiv:2508.15706): the largest entries of each chunk of the pseudo-gradient plus a decaying residual, two
-    bits and a place each, then plain SGD. Needs ch-sparse, whose ``topk`` it exchanges.
+    """SparseLoCo (arXiv:2508.15706): the largest entries of the pseudo-gradient plus a decaying residual, then plain SGD.
+
+    Each entry travels as two bits and a place. The exchange is ``topk`` of ch-sparse, which must be installed.
 
     Args:
         optim: the inner optimizer.
-        model: whose parameters it steps.
-        density: part of the entries sent.
-        decay: of the residual per round: what was not sent for long came from weights that have moved on since.
-        **options: of :class:`OuterOptimizer`, in place of the paper's.
+        model: the model whose parameters it steps.
+        density: part of the entries that is sent.
+        decay: factor of the residual per round. Old entries come from weights that have moved since.
+        **options: options of :class:`OuterOptimizer`, instead of the paper's.
     """
     exchange = {"hook": "topk", "config": {"density": density, "decay": decay, "bits": 2}}
     return OuterOptimizer(optim, model, **{"every": 30, "exchange": exchange, "outer": plain_sgd(1.0), **options})
@@ -85,7 +73,7 @@ def sparseloco(
 def muloco(optim: torch.optim.Optimizer, model: torch.nn.Module, **options: Any) -> OuterOptimizer:
     """MuLoCo (arXiv:2505.23725): DiLoCo around Muon, whose steps survive coarse exchanges better than AdamW's.
 
-    The inner Muon is yours (``torch.optim.Muon`` takes matrices only): wrap it, and step the AdamW of the other parameters
-    just before; all of the model's parameters are exchanged, whoever steps them. ``options`` as for :func:`diloco`.
+    ``torch.optim.Muon`` takes matrices only. Wrap it, and step the AdamW of the other parameters just before. All parameters of
+    the model are exchanged. Arguments are those of :func:`diloco`.
     """
     return OuterOptimizer(optim, model, **{"every": 30, "outer": nesterov(0.7, 0.6), **options})

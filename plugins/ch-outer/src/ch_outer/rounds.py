@@ -1,9 +1,9 @@
-"""Who decides about a round: nobody, where the ranks stay; a manager's vote, where members come and go.
+"""Decides if a round counts. Fixed ranks always agree; under a manager, members come and go, and vote.
 
-A round over a manager lies between its ``start_quorum()`` and its ``should_commit()``. All members move the start, or those that
-did not are behind by a step, and the next quorum sends them the others' start. Which fragment is exchanged follows from the
-number of committed rounds alone, which a member that comes back knows before anything is sent. The first round of a job
-exchanges nothing: its members meet, and begin at one start.
+A managed round lies between ``start_quorum()`` and ``should_commit()``. All members move the start. A member that did not is one
+step behind, and the next quorum sends it the start of a peer. The number of committed rounds alone decides which fragment is
+exchanged, and a returning member knows this number before it sends anything. The first round of a job exchanges nothing. Its
+members meet and begin at one start.
 """
 
 from collections.abc import Callable
@@ -16,50 +16,50 @@ from commhooks import CommHooksError, HookConfigError, Plain, Reducer
 
 
 class Manager(Protocol):
-    """What is asked of a manager: torchft's, or ch-ft's simulated one. What its reductions need besides, ch-ft asks for."""
+    """Methods that an outer optimizer calls on a manager of torchft or of ch-ft's simulation."""
 
     def start_quorum(self) -> None:
-        """Begin a round: agree on the members."""
+        """Begin a round and agree on its members."""
 
     def num_participants(self) -> int:
-        """How many contribute; waits for the quorum."""
+        """Return how many members contribute, after the quorum."""
 
     def current_step(self) -> int:
-        """Committed rounds, the same on all members once the quorum is there."""
+        """Return the number of committed rounds, equal on all members after the quorum."""
 
     def should_commit(self) -> bool:
-        """Vote: whether the round counts."""
+        """Vote, and return True if the round counts."""
 
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
     ) -> None:
-        """Add to what a member that is behind is sent."""
+        """Add an entry to the state that a member behind its peers receives."""
 
 
 class Rounds(Protocol):
-    """What an outer optimizer asks before and after an exchange.
+    """Decisions of an outer optimizer before and after an exchange.
 
     Attributes:
-        met: whether this rank holds the start of the others.
+        met: True if this rank holds the same start as its peers.
     """
 
     met: bool
 
     def of(self, fragment: int) -> Callable[[int], int] | None:
-        """Committed rounds -> how many of them were a fragment's; ``None`` where a fragment's rounds are counted by itself."""
+        """Return a function from committed rounds to rounds of a fragment, or ``None`` if each fragment counts its own."""
 
     def open(self, due: int) -> int | None:
-        """A round begins in which fragment ``due`` has its turn: the one to exchange, ``None`` if nothing is."""
+        """Begin a round in which fragment ``due`` has its turn. Return the fragment to exchange, or ``None`` for none."""
 
     def close(self) -> bool:
-        """Everything of the round has come, or its error: whether it counts."""
+        """End the round after its messages or its error. Return True if it counts."""
 
     def committed(self, landed: int) -> int:
-        """How many rounds have counted: the same on all ranks once a round is open. This one has seen ``landed`` land."""
+        """Return how many rounds have counted, equal on all ranks in an open round. This rank has seen ``landed`` of them."""
 
 
 class FixedRounds:
-    """Ranks that stay, and began with equal parameters: all of them raise, or the round counts."""
+    """Rounds of ranks that stay and began with equal parameters. All ranks raise, or the round counts."""
 
     met = True
 
@@ -77,42 +77,41 @@ class FixedRounds:
 
 
 class ManagedRounds:
-    """Rounds that a manager's members vote on.
+    """Rounds on which the members of a manager vote.
 
     Args:
-        manager: whose.
-        schedule: when what is exchanged.
-        **options: of the reducer over which members meet.
+        manager: the manager.
+        schedule: the times of the exchanges.
+        **options: options of the reducer of the first round.
 
     Raises:
-        HookConfigError: exchanges of two fragments would be under way at once.
+        HookConfigError: two exchanges would overlap.
     """
 
     def __init__(self, manager: Manager, schedule: Schedule, **options: Any) -> None:
         every, fragments, overlap = schedule.every, schedule.fragments, schedule.overlap
         if overlap > every // fragments:
             raise HookConfigError(
-                f"overlap={overlap} with every={every} and fragments={fragments}: exchanges of two fragments would be under way "
-                f"at once, and a manager votes on one round after another. Over a manager overlap is at most "
+                f"overlap={overlap} with every={every} and fragments={fragments} would keep exchanges of two fragments under way "
+                f"at once, and a manager votes on one round after another. Use an overlap of at most "
                 f"every // fragments = {every // fragments}"
             )
         self.manager, self.fragments, self.met = manager, fragments, False
-        self._meeting = Reducer(
-            Plain(), {"meeting": torch.zeros(1, dtype=torch.float32, device="cpu")}, manager=manager, **options
-        )
+        meeting = {"meeting": torch.zeros(1, dtype=torch.float32, device="cpu")}
+        self._meeting = Reducer(Plain(), meeting, manager=manager, **options)
 
     def of(self, fragment: int) -> Callable[[int], int]:
-        turns, first = self.fragments, fragment + 1  # step 0 is the meeting
+        turns, first = self.fragments, fragment + 1  # step 0 is the first round, which exchanges nothing
         return lambda step: max(0, (step - first + turns - 1) // turns)
 
     def open(self, due: int) -> int | None:
         self.manager.start_quorum()
-        self.manager.num_participants()  # waits: the step below is a newcomer's only then
+        self.manager.num_participants()  # waits for the quorum; before it, a newcomer's step is not that of its peers
         step = self.manager.current_step()
         if step:
             return (step - 1) % self.fragments
         try:
-            # Options are compared; and a vote ends what torchft serves, so nobody may vote before all have been sent it.
+            # Compares options. It also delays the vote, which ends torchft's serving of state, until all members have it.
             self._meeting.average()
         except CommHooksError:
             self.close()

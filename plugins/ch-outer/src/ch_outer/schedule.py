@@ -1,4 +1,4 @@
-"""When which fragment is exchanged: from the number of inner steps alone, so that all ranks decide alike."""
+"""Decides which fragment is exchanged after which inner step. Only the count of steps matters, so all ranks decide equally."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,14 @@ from commhooks import HookConfigError
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Fragment f of F starts its exchange after inner steps ``(f + 1) * every // F``, and every ``every`` steps from then on.
+    """Times of all exchanges.
+
+    Fragment f of F starts its first exchange after ``(f + 1) * every // F`` inner steps, and another one every ``every`` steps.
 
     Args:
-        every: inner steps between two exchanges of one fragment: H.
-        fragments: into how many the parameters are split: F. They take turns, evenly spread over the H steps.
-        overlap: inner steps that go on while an exchange is under way: tau. 0: the step waits for it.
+        every: inner steps between two exchanges of one fragment (H in the papers).
+        fragments: number of fragments (F). They take turns, evenly spread over the H steps.
+        overlap: inner steps between the start of an exchange and its arrival. At 0 the step waits for the exchange.
 
     Raises:
         HookConfigError: a number is out of range.
@@ -37,22 +39,28 @@ class Schedule:
                 raise HookConfigError(f"{name}={value!r}: expected an integer of at least {least}")
         if self.fragments > self.every:
             raise HookConfigError(
-                f"fragments={self.fragments} need as many inner steps, every={self.every}: one exchange starts at a time"
+                f"fragments={self.fragments} is more than every={self.every}. Only one exchange starts after each inner step, so "
+                "use at most as many fragments as inner steps"
             )
         if self.overlap > self.every:
             raise HookConfigError(
-                f"overlap={self.overlap} is more than every={self.every}: a fragment's exchange has to arrive before its next "
-                "one starts"
+                f"overlap={self.overlap} is more than every={self.every}. An exchange must arrive before the next one of its "
+                "fragment starts, so use overlap <= every"
             )
 
     def due(self, count: int) -> list[int]:
-        """The fragments whose exchange starts after ``count`` inner steps."""
+        """Return the fragments whose exchange starts after ``count`` inner steps."""
         place = count % self.every
         return [f for f in range(self.fragments) if (f + 1) * self.every // self.fragments % self.every == place]
 
     def advances(self, stages: int, passed: int) -> int:
-        """How many stages of an exchange of ``stages`` are waited for, ``passed`` steps after its start: evenly spread over
-        the overlap, each with the same time to travel.
+        """Return how many stages of an exchange to complete at one inner step.
+
+        The stages are spread evenly over the overlap, so that each has the same time to travel.
+
+        Args:
+            stages: stages of the exchange.
+            passed: inner steps since its start.
 
         >>> [Schedule(8, overlap=6).advances(2, passed) for passed in range(1, 6)]
         [0, 0, 1, 0, 0]

@@ -1,4 +1,4 @@
-"""The optimizer inside: stepped on this rank alone, with or without a ``GradScaler`` around the outer one."""
+"""The inner optimizer, which steps this rank alone, also under a ``GradScaler`` around the outer optimizer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,14 +9,16 @@ from ch_ddp import WrappedOptimizer
 
 
 class InnerOptimizer(WrappedOptimizer):
-    """A wrapped optimizer whose every step counts, also one that a ``GradScaler`` skips."""
+    """Wraps an optimizer so that each step counts, also a step that a ``GradScaler`` skips."""
 
-    _step_supports_amp_scaling = True  # a GradScaler then calls step() also when it skips, as the count has to go on
+    _step_supports_amp_scaling = (
+        True  # without it a GradScaler does not call step() when it skips, and ranks' counts differ
+    )
 
     def scaled_step(self, closure: Callable[[], Any] | None) -> Any:
-        """The wrapped optimizer's step, as a ``GradScaler`` around this one has it: unscaled here, there, or skipped."""
-        scale: torch.Tensor | None = getattr(self, "grad_scale", None)  # both set by a GradScaler, around this call
-        found: torch.Tensor | None = getattr(self, "found_inf", None)
+        """Step the wrapped optimizer as a ``GradScaler`` would: unscale first, or skip. Return the closure's result."""
+        scale: torch.Tensor | None = getattr(self, "grad_scale", None)  # 0-d; a GradScaler sets both for this call
+        found: torch.Tensor | None = getattr(self, "found_inf", None)  # 0-d
         if found is None:
             return self.inner_step(closure)
         if getattr(self.optim, "_step_supports_amp_scaling", False):
@@ -29,7 +31,7 @@ class InnerOptimizer(WrappedOptimizer):
         if found.item():
             return None
         if scale is not None:
-            inverse = scale.double().reciprocal().float()  # in GradScaler's own arithmetic
+            inverse = scale.double().reciprocal().float()  # as GradScaler computes it, to the bit
             for group in self.param_groups:
                 for param in group["params"]:
                     if param.grad is not None:
