@@ -36,8 +36,12 @@ def plain_sgd(rate: float = 1.0) -> OuterFactory:
 
 
 def default_outer() -> OuterFactory:
-    """Return the default, DiLoCo's Nesterov SGD."""
-    return nesterov(0.7, 0.9)
+    """Return the default, Nesterov SGD of rate 1 and momentum 0.3.
+
+    In runs of 10 to 150 rounds its loss was at most 3.2 % above that of the best of five settings. Each of the others was up to
+    8 to 16 % above (docs/measured/outer-default.md).
+    """
+    return nesterov(1.0, 0.3)
 
 
 def momentum_of(outer: Optimizer) -> float:
