@@ -89,8 +89,8 @@ class ManagedDriver(DDPDriver):
     def check(self) -> None:
         """A lost step is tried again; nothing is kept back."""
 
-    def _first(self) -> None:
-        super()._first()
+    def _begin_step(self) -> None:
+        super()._begin_step()
         self._asked = None
         self.used.forget()
         self.engine.enter(self._agreement)
