@@ -1,7 +1,7 @@
-"""What a reduction may ask for: the four collectives, as data.
+"""The requests of a reduction: the four collectives, as data.
 
-A request names the tensors to send and to fill. A reduction yields one request, or a tuple of requests that may
-travel together; when it is resumed the tensors hold the result. Nothing here communicates.
+A request names the tensors to send and to fill. A reduction yields one request, or a tuple of requests that may travel
+together. When the engine resumes it, the tensors hold the result. This module does not communicate.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ Op = Literal["mean", "sum", "max"]
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How floating-point numbers travel: the element type on the wire.
+    """The element type in which floating-point numbers travel.
 
     Attributes:
         dtype: ``torch.bfloat16`` or ``torch.float16``.
@@ -26,15 +26,15 @@ class Wire:
     rounding: Literal["nearest", "stochastic"] = "nearest"
 
     def narrows(self, dtype: torch.dtype) -> bool:
-        """Whether numbers of ``dtype`` become smaller on this wire."""
+        """True if numbers of ``dtype`` become smaller on this wire."""
         return dtype.is_floating_point and dtype.itemsize > self.dtype.itemsize
 
 
 class RequestPlan(NamedTuple):
-    """One request without its numbers: what all ranks must agree on.
+    """One request without its numbers. All ranks must plan the same.
 
-    ``numel`` counts the full-size tensor: the reduced one, the input of a reduce-scatter or all-to-all, the output
-    of an all-gather.
+    ``numel`` counts the full-size tensor. That is the reduced tensor, the input of a reduce-scatter or all-to-all, or the
+    output of an all-gather.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class RequestPlan(NamedTuple):
 
     @property
     def trip_bytes(self) -> int:
-        """Payload times the passes it makes over the network: two for an all-reduce, one for the others."""
+        """Payload times its passes over the network, two for an all-reduce, one for other collectives."""
         return self.payload_bytes * (2 if self.kind == "all_reduce" else 1)
 
 
@@ -59,14 +59,14 @@ class AllReduce:
     """Reduce ``tensor`` over all ranks, in place.
 
     Args:
-        tensor: contiguous tensor of any shape; may be the bucket's own buffer.
-        op: ``"mean"`` (each rank multiplies by 1/W before any cast, then sums), ``"sum"``, ``"max"``.
-            Never decide anything by ``"max"`` on floats: gloo's drops NaN.
+        tensor: contiguous tensor of any shape; may be the buffer of the bucket.
+        op: ``"mean"`` (each rank multiplies by 1/W before any cast, then sums), ``"sum"`` or ``"max"``. Do not detect NaN by
+            ``"max"``, because gloo's drops it.
         wire: element type that travels; ``None`` sends ``tensor.dtype``.
-        sent: if given (same shape and dtype as ``tensor``), filled with this rank's own contribution as the
-            others receive it, after rounding on the wire: what error feedback has to subtract. With ``on_sent`` it may be
-            ``tensor`` itself, which saves a copy.
-        on_sent: called once ``sent`` is filled, and before ``tensor`` holds anything received; it must not raise.
+        sent: same shape and dtype as ``tensor``. The engine fills it with this rank's contribution as peers receive it,
+            rounded on the wire. Error feedback subtracts it. With ``on_sent`` it may be ``tensor`` itself, which saves a copy.
+        on_sent: called after ``sent`` is filled, before ``tensor`` holds received numbers. If it raises, all ranks raise at
+            the end of the step.
     """
 
     tensor: torch.Tensor
@@ -84,11 +84,11 @@ class AllReduce:
 
 @dataclass(slots=True, eq=False)
 class ReduceScatter:
-    """Reduce ``input`` (W equal parts) and give part r to rank r in ``output``.
+    """Reduce ``input``, W equal parts, and give part r to rank r in ``output``.
 
     Args:
-        input: 1-D, ``W * n`` elements. Scaled in place when ``op="mean"``.
-        output: 1-D, ``n`` elements.
+        input: shape (W * n,). The engine scales it in place if ``op="mean"``.
+        output: shape (n,).
     """
 
     input: torch.Tensor
@@ -105,14 +105,14 @@ class ReduceScatter:
 
 @dataclass(slots=True, eq=False)
 class AllGather:
-    """Concatenate every rank's ``input`` (``n`` elements) into ``output`` (``W * n``), in rank order.
+    """Concatenate every rank's ``input`` into ``output``, in rank order.
 
     Args:
-        input: 1-D, ``n`` elements of any dtype. Its bytes are opaque, unless one of the next two says otherwise.
-        output: 1-D, ``W * n`` elements of the same dtype.
-        castable: these are floating-point numbers that a 16-bit wrapper may round; see :attr:`.Reduction.castable`.
-        wire: element type that floating-point numbers travel in; ``None`` sends ``input.dtype``.
-        sent: if given (like ``input``), filled with what the others receive of this rank, after rounding on the wire.
+        input: shape (n,), of any dtype. Its bytes are opaque unless ``castable`` or ``wire`` is set.
+        output: shape (W * n,), same dtype.
+        castable: True if a 16-bit wrapper may round these floating-point numbers; see :attr:`.Reduction.castable`.
+        wire: element type in which floating-point numbers travel; ``None`` sends ``input.dtype``.
+        sent: shape and dtype of ``input``. The engine fills it with this rank's numbers as peers receive them.
     """
 
     input: torch.Tensor
@@ -130,10 +130,9 @@ class AllGather:
 
 @dataclass(slots=True, eq=False)
 class AllToAll:
-    """Send part r of ``input`` to rank r, receive rank r's part into part r of ``output``.
+    """Send part r of ``input`` to rank r, and receive rank r's part into part r of ``output``.
 
-    Both are 1-D with the same number of elements, a multiple of W. ``castable``, ``wire`` and ``sent`` are as those of
-    :class:`AllGather`.
+    Both have shape (n,), n a multiple of W. See :class:`AllGather` for ``castable``, ``wire`` and ``sent``.
     """
 
     input: torch.Tensor
@@ -155,16 +154,16 @@ _KINDS = frozenset(get_args(Request))
 
 
 def _roundable(request: AllGather | AllToAll) -> None:
-    """Refuse to round what are no numbers, such as packed bytes."""
+    """Refuse to round packed bytes."""
     if (request.castable or request.wire is not None) and not request.input.is_floating_point():
         raise TypeError(
-            f"{type(request).__name__} of {request.input.dtype} cannot be rounded: give castable= and wire= for floating-"
-            "point numbers only; other bytes travel as they are"
+            f"{type(request).__name__} of {request.input.dtype} cannot be rounded. Only floating-point numbers can: leave out "
+            "castable= and wire="
         )
 
 
 def refusal(request: Request, world_size: int) -> str | None:
-    """Why no transport of so many ranks can carry a request: what was given, what is legal, what to do; ``None`` if one can.
+    """Return why no transport of this many ranks can carry a request; ``None`` if one can.
 
     Example:
         >>> refusal(AllGather(torch.zeros(3), torch.zeros(3)), 2)
@@ -173,7 +172,7 @@ def refusal(request: Request, world_size: int) -> str | None:
     name = type(request).__name__
     if isinstance(request, AllReduce | ReduceScatter) and request.op not in get_args(Op):
         return (
-            f"{name}(op={request.op!r}): an op is one of {', '.join(map(repr, get_args(Op)))}; 'mean' divides by the number "
+            f"{name}(op={request.op!r}): expected one of {', '.join(map(repr, get_args(Op)))}. 'mean' divides by the number "
             "of ranks before it sums"
         )
     if isinstance(request, AllReduce):
@@ -194,33 +193,40 @@ def refusal(request: Request, world_size: int) -> str | None:
 
 
 def _reducible(tensor: torch.Tensor, op: Op) -> None:
-    """Refuse what a transport would fail on, while the rank's own generator is still to blame and can be replaced."""
+    """Refuse a tensor that no transport carries. Raised here, the error belongs to the reduction of this rank."""
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise TypeError(f"a mean of {tensor.dtype} is not defined; send it as op='sum', or as floating point")
     if not tensor.is_sparse and not tensor.is_contiguous():
-        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous")
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous. Request a contiguous "
+            "tensor, such as one of ctx.scratch(...)"
+        )
 
 
 Requests = Request | tuple[Request, ...]
-"""What a reduction may yield, one request or several that are sent together."""
+"""One request, or several that are sent together, as a reduction yields them."""
 
 StagePlan = tuple[RequestPlan, ...]
 
 
 def payload_bytes(stages: Iterable[StagePlan]) -> int:
-    """Bytes that a rank gives to the collectives of some stages."""
+    """Return the bytes that a rank gives to the collectives of some stages."""
     return sum(request.payload_bytes for stage in stages for request in stage)
 
 
 def trip_bytes(stages: Iterable[StagePlan]) -> int:
-    """:func:`payload_bytes` times the passes over the network: to be multiplied by (W - 1) / W, what a rank sends."""
+    """Return :func:`payload_bytes` times passes over the network. A rank sends (W - 1) / W of it."""
     return sum(request.trip_bytes for stage in stages for request in stage)
 
 
 def as_tuple(requests: object) -> tuple[Request, ...]:
-    """The yielded value as a tuple of requests; ``TypeError`` for anything else."""
+    """Return a yielded value as a tuple of requests.
+
+    Raises:
+        TypeError: it is neither a request nor a tuple of requests.
+    """
     found = requests if isinstance(requests, tuple) else (requests,)
-    if _KINDS.issuperset(map(type, found)):  # asked for every bucket, often with dozens of requests
+    if _KINDS.issuperset(map(type, found)):  # fast: every bucket passes here, often with dozens of requests
         return found
     for r in found:
         if not isinstance(r, Request):

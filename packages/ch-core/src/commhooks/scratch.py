@@ -1,7 +1,7 @@
 """Scratch tensors that live from step to step.
 
-Fresh allocations cost page faults on every step; a pool keyed by live bucket and name costs them once. Two live
-buckets never share a tensor, because their generators interleave.
+Fresh allocations would cost page faults in every step. The pool is keyed by bucket and name. Two buckets in flight never
+share a tensor, because their generators interleave.
 """
 
 from collections.abc import Hashable, Sequence
@@ -26,7 +26,7 @@ class Scratch:
     def get(
         self, owner: Hashable, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """The tensor of this owner and name; made anew when shape, dtype or device changed."""
+        """Return the tensor of this owner and name. A new shape, dtype or device replaces it."""
         key = (owner, name)
         found = self._tensors.get(key)
         if found is None or found.shape != tuple(shape) or found.dtype != dtype or found.device != device:

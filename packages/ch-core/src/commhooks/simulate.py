@@ -1,9 +1,9 @@
-"""N simulated ranks in one process: the same engine, a transport made of threads and a table.
+"""Simulates N ranks in one process, with the same engine over a transport of threads.
 
-A collective is done when all ranks have asked for it; sums are made in rank order in the tensor's own dtype, as a
-real one makes them. Ranks that ask for different things get a typed error, a rank that never asks a time-out.
+A collective happens when all ranks have asked for it. Ranks add in rank order in the dtype of the tensor, as real
+collectives do. Ranks that ask for different collectives get a typed error. If a rank never asks, its peers get a time-out.
 
-Ranks take turns: one runs until it waits for a collective that is not done. Threads that all ran at once would hand
+Ranks take turns. One rank runs until it waits for a collective that is not done. If all threads ran at once, they would pass
 Python's lock around at every tensor operation, and four ranks would take several times as long.
 """
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Meeting:
-    """One collective: what each rank brought, and whether it has happened."""
+    """One collective: the tensors of each rank so far, and its end."""
 
     posts: dict[int, tuple[tuple[object, ...], tuple[torch.Tensor, ...]]] = field(default_factory=dict)
     done: bool = False
@@ -37,7 +37,7 @@ class _Meeting:
 
 
 class SimulatedGroup:
-    """A group of ranks that meet in memory.
+    """A group of simulated ranks.
 
     Args:
         world_size: number of ranks.
@@ -55,7 +55,7 @@ class SimulatedGroup:
 
     @contextmanager
     def turn(self, rank: int) -> Iterator[None]:
-        """Let no other rank of :func:`together` run until this one waits for a collective, on whatever thread."""
+        """Run this rank alone until it waits for a collective."""
         with self._turn:
             self._running = rank
             try:
@@ -65,7 +65,7 @@ class SimulatedGroup:
 
     @contextmanager
     def waiting(self, rank: int) -> Iterator[None]:
-        """Let another rank run while this one waits for something of it; without effect where no turns are taken."""
+        """Let another rank run while this one waits for it. Without turns it does nothing."""
         mine = self._running == rank
         if mine:
             self._running = None
@@ -78,12 +78,13 @@ class SimulatedGroup:
                 self._running = rank
 
     def post(self, rank: int, number: int, key: tuple[object, ...], tensors: tuple[torch.Tensor, ...]) -> _Meeting:
+        """Bring a rank's tensors to a collective. The last rank carries it out."""
         with self.changed:
             meeting = self.meetings.setdefault(number, _Meeting())
             meeting.posts[rank] = (key, tensors)
             if len(meeting.posts) == self.world_size:
                 del self.meetings[number]
-                self._hold(meeting)
+                self._carry_out(meeting)
                 self.changed.notify_all()
             return meeting
 
@@ -93,10 +94,12 @@ class SimulatedGroup:
             self.aborted = self.aborted or why
             self.changed.notify_all()
 
-    def _hold(self, meeting: _Meeting) -> None:
+    def _carry_out(self, meeting: _Meeting) -> None:
         keys = {rank: key for rank, (key, _) in sorted(meeting.posts.items())}
         if len(set(keys.values())) > 1:
-            meeting.error = f"the ranks asked for different collectives: {keys}"
+            meeting.error = (
+                f"the ranks asked for different collectives: {keys}. All ranks must ask for the same, in one order"
+            )
         else:
             kind, op = str(keys[0][0]), str(keys[0][1])
             perform(kind, op, [meeting.posts[r][1] for r in range(self.world_size)])
@@ -104,7 +107,7 @@ class SimulatedGroup:
 
 
 def perform(kind: str, op: str, ranks: list[tuple[torch.Tensor, ...]]) -> None:
-    """Carry out one collective on all ranks' tensors."""
+    """Carry out one collective on the tensors of all ranks."""
     world = len(ranks)
     if kind == "all_reduce":
         total = _reduce(op, [t for (t,) in ranks])
@@ -151,7 +154,7 @@ class _SimulatedWork:
 
 
 class SimulatedTransport:
-    """One rank's end of a :class:`SimulatedGroup`."""
+    """The transport of one rank of a :class:`SimulatedGroup`."""
 
     free = False
     elastic = False
@@ -184,22 +187,22 @@ class SimulatedTransport:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRank:
-    """What the body of a simulation is given: one rank of the group."""
+    """One rank of a simulated group, as the body of a simulation receives it."""
 
     rank: int
     world_size: int
     transport: SimulatedTransport
 
     def engine(self, reduction: Reduction, state: HookState | None = None, *, tuning: CpuTuning = TUNED) -> Engine:
-        """An engine of this rank."""
+        """Return an engine of this rank."""
         return Engine(reduction, self.transport, state, timeout=60.0, tuning=tuning)
 
 
 def simulate(world_size: int, body: Callable[[SimulatedRank], T]) -> list[T]:
     """Run ``body`` once per rank, each on a thread, and return the results in rank order.
 
-    When one rank raises, the others are ended and its exception is raised. Ranks take turns: a body that waits for
-    another rank by anything but a collective does so inside ``with rank.transport.group.waiting(rank.rank):``.
+    If one rank raises, the simulation ends the others and raises the exception. Ranks take turns, so a body that waits for
+    another rank without a collective must wait inside ``with rank.transport.group.waiting(rank.rank):``.
 
     Example:
         >>> import torch
@@ -219,7 +222,7 @@ def simulate(world_size: int, body: Callable[[SimulatedRank], T]) -> list[T]:
 
 
 def together(group: SimulatedGroup, body: Callable[[int], T]) -> list[T]:
-    """Run ``body(rank)`` for every rank of a group, each on a thread; see :func:`simulate`."""
+    """Run ``body(rank)`` for every rank of a group, each on a thread. See :func:`simulate`."""
     results: dict[int, T] = {}
     errors: list[tuple[int, BaseException]] = []
 
@@ -227,7 +230,7 @@ def together(group: SimulatedGroup, body: Callable[[int], T]) -> list[T]:
         try:
             with group.turn(rank):
                 results[rank] = body(rank)
-        except BaseException as error:  # the other ranks must not wait for this one
+        except BaseException as error:  # otherwise its peers would wait
             errors.append((rank, error))
             group.abort(f"rank {rank} raised {type(error).__name__}: {error}")
 

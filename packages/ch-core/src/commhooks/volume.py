@@ -1,22 +1,22 @@
-"""How what crosses the network grows with the number of ranks."""
+"""Volume: how the bytes that cross the network grow with the number of ranks."""
 
 from collections.abc import Callable
 
-BF16_BYTES = 4  # of an element: two bytes, and an all-reduce passes the network twice
-LATER = 10**6  # steps: every warm-up is over
+BF16_BYTES = 4  # per element: two bytes, and an all-reduce passes the network twice
+LATER = 10**6  # a step after every warm-up
 
 
 def passes_bf16(volume: Callable[[int], int], elements: int, world_size: int) -> int | None:
-    """From how many ranks on a gradient of ``elements`` crosses the network as more bytes than ``bf16_compress`` sends.
+    """Return the smallest number of ranks at which a hook sends more bytes than ``bf16_compress``.
 
     Args:
-        volume: bytes of a step, by number of ranks: payload times passes.
-        elements: of the gradient.
-        world_size: ranks to look at.
+        volume: number of ranks -> bytes of a step, payload times passes.
+        elements: elements of the gradient.
+        world_size: largest number of ranks to consider.
 
     Returns:
-        A number of at most ``world_size``; ``None`` if so many ranks send no more than that, or if the volume does not
-        grow with their number.
+        A number of at most ``world_size``. ``None`` if that many ranks do not send more, or if the volume does not grow
+        with the number of ranks.
 
     Example:
         >>> passes_bf16(lambda ranks: 500 * ranks, 1000, 64)

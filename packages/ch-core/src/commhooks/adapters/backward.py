@@ -1,7 +1,7 @@
-"""Which backward runs, and what is to be done at its end.
+"""Identifies the running backward and runs code at its end.
 
-A wrapper that reduces in hooks of autograd must not be interrupted half way: DDP's reducer never recovers from an
-exception. So an adapter raises when the wrapper has finished.
+An adapter must not raise while the wrapper reduces in hooks of autograd, because DDP's reducer never recovers from an
+exception. It raises after the wrapper has finished.
 """
 
 from collections.abc import Callable
@@ -9,20 +9,21 @@ from collections.abc import Callable
 import torch
 
 NO_BACKWARD = -1
-"""What :func:`backward_id` gives where none runs."""
+"""Returned by :func:`backward_id` if no backward runs."""
 
 
 def backward_id() -> int:
-    """The number of the backward that this thread runs, :data:`NO_BACKWARD` if none. One inside of another, as a reentrant
-    checkpoint runs it, has a number of its own.
+    """Return the number of the backward that this thread runs, :data:`NO_BACKWARD` if none runs.
+
+    A nested backward, such as one of a reentrant checkpoint, has another number.
     """
     return torch._C._current_graph_task_id()
 
 
 def at_end_of_backward(action: Callable[[], None]) -> None:
-    """Run ``action`` at the end of the running backward, before DDP waits for its hooks' futures.
+    """Run ``action`` at the end of the running backward, before DDP waits for the futures of its hooks.
 
-    Not at the end of one that a reentrant checkpoint runs inside of another: the other goes on.
+    It does not run at the end of a nested backward, because the outer one continues.
     """
 
     def end() -> None:
@@ -33,10 +34,10 @@ def at_end_of_backward(action: Callable[[], None]) -> None:
 
 
 def after_backward(action: Callable[[], None]) -> None:
-    """Run ``action`` when DDP has finished the running backward; at once if none is running.
+    """Run ``action`` after DDP has finished the running backward; at once if no backward runs.
 
-    DDP finishes in a callback of its own, queued at the last bucket; a callback that queues the action runs after it.
-    Raising from the hook, or from a callback queued directly, leaves the reducer unusable for ever.
+    DDP finishes in a callback that it queues at the last bucket. A callback that queues the action runs after it. If the
+    hook, or a callback that is queued directly, raises, the reducer stays unusable.
     """
     if backward_id() == NO_BACKWARD:
         action()
@@ -45,7 +46,12 @@ def after_backward(action: Callable[[], None]) -> None:
 
 
 def raise_after_backward(error: BaseException, first: Callable[[], None] | None = None) -> None:
-    """Raise from ``backward()`` once DDP has finished, and ``first`` has been called."""
+    """Raise an error from ``backward()`` after DDP has finished.
+
+    Args:
+        error: the error.
+        first: called before it is raised.
+    """
 
     def raiser() -> None:
         if first is not None:

@@ -1,4 +1,4 @@
-"""What an adapter is given, and what it makes: a :class:`Binding`, the hook in place on one model."""
+"""The options of an adapter and the :class:`Binding` that it returns."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -14,18 +14,18 @@ from commhooks.errors import HookNotSupportedError
 
 @dataclass(frozen=True, slots=True)
 class AttachOptions:
-    """The arguments of :func:`commhooks.attach` that an adapter may need. It refuses those that it cannot honour.
+    """Arguments of :func:`commhooks.attach` for an adapter, which refuses those that it does not support.
 
     Attributes:
-        process_group: the group to reduce over; ``None``: the model's own.
-        axis: of a model that reduces along several; ``None``: the adapter's choice.
-        optimizer, scaler: who uses the gradients, for :func:`watch_optimizer`.
-        verify_ranks: whether ranks may be compared: an adapter that exchanges anything itself asks this first.
+        process_group: group to reduce over; ``None`` for the group of the model.
+        axis: axis to reduce along, for a model with several; ``None`` if the adapter chooses.
+        optimizer, scaler: optimizer and ``GradScaler`` that use the gradients, for :func:`watch_optimizer`.
+        verify_ranks: True if the adapter may compare ranks. If not, it exchanges nothing before the first step.
         timeout: seconds that one collective may take.
-        manager: of groups of ranks that come and go, each of which holds the whole model: what reduces between them is
-            made by :func:`manager_adapter`. ``attach`` refuses it where the adapter has no ``takes_manager = True``.
-        facts: what must be the same on all ranks besides, as lines by name (of a :class:`commhooks.Reducer`).
-        rounds: committed steps of the manager -> how many of them were this hook's, if it takes no part in some.
+        manager: manager of groups that join and leave, each of which holds the whole model. :func:`manager_adapter` finds
+            what reduces between the groups. ``attach`` refuses a manager unless the adapter has ``takes_manager = True``.
+        facts: further lines by name that all ranks must share, of a :class:`commhooks.Reducer`.
+        rounds: function from the manager's committed steps to the number of steps in which the hook took part.
     """
 
     process_group: dist.ProcessGroup | None = None
@@ -40,22 +40,22 @@ class AttachOptions:
 
 
 class Binding(ABC):
-    """A hook in place on a model: what an adapter makes, and all that a :class:`~commhooks.CommHook` asks of it.
+    """A hook in place on a model, as an adapter returns it and a :class:`~commhooks.CommHook` uses it.
 
-    An adapter sets the attributes, and writes :attr:`calls` and :meth:`detach`; the rest has a default that suits a model
-    with one engine.
+    An adapter sets the attributes and implements :attr:`calls` and :meth:`detach`. The other methods have defaults for a
+    model with one engine.
 
     Attributes:
-        engine: what runs the reduction; ``None`` for a foreign function.
-        layout: everything that the hook reduces as one virtual bucket, in model order, the same on every rank of
-            :attr:`group`. Its names are the keys of the hook's state; ``plan()`` lists them.
-        params: the parameters whose gradients are reduced, in model order. The state is theirs: it refuses to serve
-            another model while they live. Empty where there is no model.
-        group: the ranks that must agree on hook, options and shapes before the first step, and on a state before it is
-            loaded. ``None``: nobody is asked (ranks that come and go agree in every step).
-        other_axes: further groups whose ranks load a state together with this one (a mesh).
-        sums: the model adds up what the ranks of :attr:`group` have, and never divides by their number (the loss is
-            divided by the tokens of all ranks): what a residual weighs then does not depend on how many ranks there are.
+        engine: runs the reduction; ``None`` for a foreign function.
+        layout: all gradients that the hook reduces as one virtual bucket, in model order, equal on every rank of
+            :attr:`group`. Its names are the keys of the hook's state, and ``plan()`` lists them.
+        params: parameters whose gradients are reduced, in model order. While they live, the state refuses to serve another
+            model. Empty without a model.
+        group: ranks that must agree on hook, options and shapes before the first step, and on a state before they load it.
+            ``None`` if ranks are not compared. Groups under a manager agree in every step.
+        other_axes: other groups of a mesh whose ranks load a state together with this one.
+        sums: True if the model adds the gradients of ranks and never divides by their number, because the loss is divided by
+            the tokens of all ranks. The weight of a residual then does not depend on the number of ranks.
     """
 
     engine: Engine | None = None
@@ -71,24 +71,24 @@ class Binding(ABC):
     @property
     @abstractmethod
     def calls(self) -> int:
-        """How often the model has called the hook: ``assert_active()`` fails if it does not grow."""
+        """Number of calls of the hook by the model. ``assert_active()`` fails if it does not grow."""
 
     @abstractmethod
     def detach(self) -> None:
-        """Leave plain averaging in the hook's place, so that the model stays usable and can be attached to again.
+        """Put plain averaging in the hook's place, so that the model stays usable and can be attached again.
 
-        Called as well when the ranks do not agree, before :meth:`ready`.
+        ``attach`` also calls it, before :meth:`ready`, if the ranks disagree.
         """
 
-    def ready(self) -> None:  # noqa: B027 - most have nothing to do
-        """The ranks of :attr:`group` have agreed: the first place for a collective of the adapter's own."""
+    def ready(self) -> None:  # noqa: B027 - most adapters need no collective
+        """Start collectives of the adapter itself. The ranks of :attr:`group` have agreed."""
 
     def stats(self) -> dict[str, float]:
-        """Cumulative figures, those of all engines together; see :meth:`commhooks.CommHook.stats`."""
+        """Return the cumulative figures of all engines; see :meth:`commhooks.CommHook.stats`."""
         return {"calls": float(self.calls)} if self.engine is None else self.engine.counters.as_dict()
 
     def check(self) -> None:
-        """Raise what could not be raised from ``backward()``: on CUDA a step's error is known when the next begins."""
+        """Raise an error that ``backward()`` has not raised. On a GPU the next step tells the error of a step."""
         error = None if self.engine is None else self.engine.failure or self.engine.outcome.take_error()
         if error is not None:
             raise error
@@ -97,19 +97,20 @@ class Binding(ABC):
         """Compare the reduced gradients of all ranks every ``every`` steps; 0 stops it.
 
         Raises:
-            HookNotSupportedError: this kind of model has no place for it.
+            HookNotSupportedError: the adapter does not support it.
         """
         raise HookNotSupportedError(
-            f"{type(self).__name__} cannot compare gradients: verify_gradients() is there for DDP models only"
+            f"{type(self).__name__} cannot compare gradients: verify_gradients() supports DDP models only"
         )
 
     def on_reduced(self, callback: Callable[[Bucket], None] | None) -> None:
-        """Have ``callback`` called with every bucket of a backward as soon as it holds the average, on the thread that
-        runs the backward; ``None`` stops it. What it raises is raised from ``backward()`` on every rank.
+        """Call a function with every bucket of a backward as soon as it holds the average; ``None`` stops it.
+
+        It runs on the thread of the backward. If it raises, ``backward()`` raises on every rank.
 
         Raises:
-            HookNotSupportedError: this kind of model has no place for it.
+            HookNotSupportedError: the adapter does not support it.
         """
         raise HookNotSupportedError(
-            f"{type(self).__name__} tells nobody of its buckets: on_reduced() is there for DDP models only"
+            f"{type(self).__name__} does not report buckets: on_reduced() supports DDP models only"
         )

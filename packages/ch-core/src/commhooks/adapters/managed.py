@@ -1,8 +1,8 @@
-"""Between groups of ranks that come and go: what an adapter asks of the package that knows their manager.
+"""Reductions between groups of ranks that join and leave under a manager.
 
-A model may be spread over the ranks of one group (FSDP2), while groups that each hold all of it join, die and heal under a
-manager (torchft's). The adapter of the model knows nothing of managers, and who knows the manager nothing of the model:
-they meet here, by the manager's class.
+A model may be spread over the ranks of one group (FSDP2), while several such groups join, die and heal under a manager of
+torchft. The adapter of the model does not know managers, and the package of the manager does not know the model. They meet
+here, by the class of the manager.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,43 +18,43 @@ from commhooks.registry.registry import manager_adapters
 
 
 class ManagedAxis(Protocol):
-    """A handle's reduction between the groups of one manager.
+    """The reduction of a handle between the groups of one manager.
 
     Attributes:
-        engine: driven with :meth:`Engine.run` or :meth:`Engine.submit`, and :meth:`Engine.finish`, the same layouts in the same
-            order on all members. It waits for the quorum by itself. A lost peer raises nothing: what is left of the
-            attempt does nothing, and the manager drops it.
+        engine: its engine. Drive it with :meth:`Engine.run` or :meth:`Engine.submit`, then :meth:`Engine.finish`, with the
+            same layouts in the same order on all members. It waits for the quorum. If a peer is lost it raises nothing. The
+            rest of the attempt does nothing, and the manager drops it.
     """
 
     engine: Engine
 
     def plain(self) -> Engine:
-        """Let go of the handle; an engine that averages plainly in its place."""
+        """Release the handle. Return an engine for plain averaging in its place."""
 
     def close(self) -> None:
-        """Let go of the handle: nothing of it is sent to a healing member any more."""
+        """Release the handle. Healing members get nothing of it any more."""
 
 
 Layouts = Callable[[], Sequence[BucketLayout]]
-"""What the next step reduces, in order: members compare it before every step."""
+"""Returns the layouts that the next step reduces, in order. Members compare them before every step."""
 
 ManagerAdapter = Callable[[object, Any, AttachOptions, Layouts], ManagedAxis]
-"""``adapter(owner, handle, options, layouts)``, named with the manager's class by the plugin hook ``commhooks_manager``. The
-owner, a model or a :class:`commhooks.Reducer`, is what the manager sends the handle's shared state for."""
+"""``adapter(owner, handle, options, layouts)``. The plugin hook ``commhooks_manager`` registers it with the name of the
+manager's class. The owner is a model or a :class:`commhooks.Reducer`, for which the manager sends the handle's shared state."""
 
 
 def manager_adapter(manager: object) -> ManagerAdapter:
-    """What reduces between the groups of a manager: that of the first class in its MRO that has one.
+    """Return the adapter of a manager: that of the first class in its MRO for which a package registers one.
 
     Raises:
-        AttachError: none has, or its package is not installed.
+        AttachError: no installed package registers one.
     """
     known = manager_adapters()
-    what = f"what reduces over {class_names(manager)[0]}"
+    what = f"support for {class_names(manager)[0]}"
     found: ManagerAdapter | None = offered_for(manager, known, KNOWN_MANAGERS, what)
     if found is not None:
         return found
     raise AttachError(
-        f"manager={type(manager).__name__}: expected a manager of groups of ranks; known here: "
+        f"manager={type(manager).__name__}: expected a manager of groups of ranks. Supported here: "
         f"{', '.join(sorted(known)) or 'none (install ch-ft)'}"
     )

@@ -1,19 +1,32 @@
-"""What became of the gradients of a step: used by an optimizer, skipped, or still waiting in ``.grad``.
+"""Finds out if an optimizer used the gradients of a step.
 
-The rule, for all synchronised backwards since the last answer together, because they add up in the same ``.grad``:
+A hook that keeps state must not commit a step whose gradients were dropped. A ``GradScaler`` skips steps with Inf, and a
+training loop may zero gradients without a step. torch does not report either, so the watch collects evidence:
 
-* *used*: an optimizer that holds parameters of the model has stepped or runs a closure, or, as long as none has ever
-  stepped, the parameters have been changed by something else;
-* *skipped*: the gradients are gone (``None`` or zero) and nothing of the above has happened;
-* *waiting*: they are still there.
+==============================  ==============================================================================
+evidence                        source
+==============================  ==============================================================================
+an optimizer has stepped        torch's global hooks before and after ``step()`` of every optimizer
+an optimizer runs a closure     the hook before ``step()`` wraps the closure
+a fused optimizer was skipped   its ``found_inf``, which a ``GradScaler`` sets; copied after ``step()``
+parameters have changed         a :class:`.ParameterSnapshot`, until an optimizer steps for the first time
+gradients are gone              ``.grad`` is ``None`` or zero
+==============================  ==============================================================================
 
-Any optimizer counts, not only the one given to ``attach``: torch tells of the steps of all of them. The gradients are
-looked at when the next backward begins, before it adds to them, and when an optimizer of the model begins its step. One
-that holds other parameters, fp32 copies, has taken the gradients over by then.
+All synchronised backwards since the last answer share one answer, because they add up in the same ``.grad``:
 
-An ordinary step costs a comparison of two integers per parameter and backward, and no work on tensors but a few numbers
-of one gradient, on a CPU. On CUDA the host waits for the device where a loss scale is read, where a ``GradScaler`` runs
-a fused optimizer, and where gradients wait from one backward to the next.
+- *used* (True): an optimizer that holds parameters of the model has stepped or runs a closure. Until an optimizer steps for
+  the first time, changed parameters count too.
+- *skipped* (False): the gradients are gone, and nothing above has happened.
+- *waiting* (``None``): the gradients are still there.
+
+Any optimizer counts, not only the one given to ``attach``. The watch reads gradients when the next backward begins, before
+it adds to them, and when an optimizer of the model begins its step. An optimizer of other parameters, such as fp32 copies,
+has copied the gradients by then.
+
+An ordinary step compares two integers for each parameter and backward, and reads a few elements of one gradient on a CPU. On
+a GPU the host waits if it reads a loss scale, if a ``GradScaler`` runs a fused optimizer, and if gradients wait from one
+backward to the next.
 """
 
 import functools
@@ -26,171 +39,74 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from commhooks.adapters.backward import NO_BACKWARD, backward_id
 from commhooks.adapters.base import AttachOptions
-from commhooks.adapters.numbers_seen import Image, hold_numbers
-from commhooks.device import HostCopy
+from commhooks.adapters.change_detection import ParameterSnapshot, any_nonzero_gradient
+from commhooks.device import HostCopy, is_asynchronous
 from commhooks.engine.engine import Engine
 from commhooks.errors import CommHooksError, HookConfigError, StateError
 
 
-class OptimizerWatch:
-    """Whether the optimizer used a step: the engine's :class:`~commhooks.adapters.StepJudge`.
-
-    A ``GradScaler`` that found Inf does not call ``optimizer.step()``, unless the optimizer is fused: that one is
-    called and told by its ``found_inf``.
+class LossScale:
+    """Reads the scale of a ``GradScaler`` without delaying a GPU.
 
     Args:
-        optimizer: the one given to ``attach``; it counts even if it holds other parameters (fp32 copies).
-        scaler: a ``GradScaler``.
-        params: the model's trainable parameters.
-
-    Raises:
-        HookConfigError: what was given is no optimizer, or no scaler.
+        scaler: a ``GradScaler``, or ``None`` for a scale of 1.
     """
 
-    def __init__(self, optimizer: Any, scaler: Any, params: Iterable[torch.Tensor]) -> None:
-        if optimizer is not None and not hasattr(optimizer, "param_groups"):
-            raise HookConfigError(f"optimizer={type(optimizer).__name__}: expected a torch.optim.Optimizer")
-        if scaler is not None and not hasattr(scaler, "get_scale"):
-            raise HookConfigError(f"scaler={type(scaler).__name__}: expected a torch.amp.GradScaler")
-        self.scaler = scaler
-        self._params = [p for p in params if p.requires_grad]
-        self._ids = {id(p) for p in self._params}
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet([optimizer] if optimizer is not None else [])
-        self._given = weakref.ref(optimizer) if optimizer is not None else lambda: None
-        self._holds: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
-        self._watched: tuple[int, list[torch.Tensor]] = (-1, self._params)
-        self._stepping: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._closures = 0  # that optimizers run at present
-        self._behind = 0  # optimizer steps before this period
-        self._steps: dict[int, int] = {}  # by optimizer
-        self._task: list[int | None] = [None]  # of the backward that was looked at last
-        self._image: Image | None = Image(self._params)  # until an optimizer is seen to step
-        self._scale: tuple[int, int, HostCopy] | None = None  # which tensor, at which version
-        self.late_error: Callable[[], BaseException | None] | None = None
-        self.begin()
-        this = weakref.ref(self)  # torch and the parameters must not keep alive what nobody else does
-        self._removable: list[Any] = [
-            register_optimizer_step_pre_hook(_relay(this, OptimizerWatch._before_step)),
-            register_optimizer_step_post_hook(_relay(this, OptimizerWatch._after_step)),
-        ]
-        arriving = _arriving(self._task, this)
-        self._removable += [p.register_hook(arriving) for p in self._params]
-        weakref.finalize(self, _remove, self._removable).atexit = False  # nobody may call close()
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+        self._copy: HostCopy | None = None
+        self._copied: tuple[int, int] | None = None  # identity and version of the tensor that was copied
 
-    def scale(self) -> float:
-        """The loss scale of the step that begins. On CUDA the host waits for what was started before the forward; for all
-        of it where the scale has changed since, as in the first step.
+    def read(self) -> float:
+        """Return the scale of the step that begins.
+
+        On a GPU the host waits for work from before the forward only. If the scale has changed since :meth:`prefetch`, as in
+        the first step, the host waits for all work.
         """
-        if self.scaler is None or not self.scaler.is_enabled():
+        if self._scaler is None or not self._scaler.is_enabled():
             return 1.0
-        tensor = self._scale_tensor()
-        if tensor is not None and self._scale is not None and self._scale[:2] == (id(tensor), tensor._version):
-            return self._scale[2].values()[0]
-        return float(self.scaler.get_scale())
+        tensor = self._tensor()
+        if tensor is not None and self._copy is not None and self._copied == (id(tensor), tensor._version):
+            return self._copy.values()[0]
+        return float(self._scaler.get_scale())
 
-    def forward_begins(self) -> None:
-        """Send for the loss scale: by now the scaler has updated it, and what the device still has to do for this step is
-        behind it.
-        """
-        tensor = self._scale_tensor()
-        if tensor is not None and (self._scale is None or self._scale[:2] != (id(tensor), tensor._version)):
-            self._scale = (id(tensor), tensor._version, HostCopy(tensor))
+    def prefetch(self) -> None:
+        """Copy the scale to the host. The forward begins, so the scaler has updated it, and the queue is short."""
+        tensor = self._tensor()
+        if tensor is not None and self._copied != (id(tensor), tensor._version):
+            self._copied, self._copy = (id(tensor), tensor._version), HostCopy(tensor)
 
-    def _scale_tensor(self) -> torch.Tensor | None:
-        found = getattr(self.scaler, "_scale", None)
+    def _tensor(self) -> torch.Tensor | None:
+        found = getattr(self._scaler, "_scale", None)
         return found if isinstance(found, torch.Tensor) else None
 
-    # -- what the engine asks and says
 
-    def begin(self) -> None:
-        """A step begins, and those before it have been answered for."""
-        self._behind = self.clock()
-        self._steps = {}
-        self._stepped = False  # for certain
-        self._held_back: list[HostCopy] = []  # by a GradScaler that ran fused steps; 0 of each that was run
-        self._had: list[torch.Tensor] = []
-        self._finished = False
-        self._verdict: bool | None = None
-        self._doubt: CommHooksError | None = None
-        if self._image is not None:
-            self._image.take()
+class ModelOptimizers:
+    """Knows which optimizers hold parameters of a model.
 
-    def end(self) -> None:
-        """The step has ended: its gradients are in ``.grad``, or used already."""
-        self._finished = True
-        self._had = [p for p in self._to_watch() if p.grad is not None]
+    Args:
+        given: the optimizer given to ``attach``. It counts even if it holds other parameters, such as fp32 copies.
+        params: parameters of the model.
+    """
 
-    def used(self) -> bool | None:
-        """Whether what was reduced since :meth:`begin` has been used; ``None`` while it waits in ``.grad``."""
-        task = backward_id()
-        if self._task[0] is None or self._task[0] != task:
-            self._look(beginning=task != NO_BACKWARD)
-        return self._verdict
+    def __init__(self, given: Any, params: list[torch.Tensor]) -> None:
+        self._params = params
+        self._ids = {id(p) for p in params}
+        self._given = weakref.ref(given) if given is not None else lambda: None
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet([given] if given is not None else [])
+        self._holds: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        self._held: tuple[int, list[torch.Tensor]] = (-1, params)
 
-    def doubt(self) -> CommHooksError | None:
-        """Why it cannot be told, if it cannot; such steps count as skipped."""
-        return self._doubt
+    def add(self, optimizer: Any) -> None:
+        """Remember an optimizer that counts."""
+        self._seen.add(optimizer)
 
-    def clock(self) -> int:
-        """Optimizer steps since attaching, equal on all ranks. Optimizers inside one another, or side by side, step
-        once.
-        """
-        return self._behind + max(self._steps.values(), default=0)
+    def counts(self, optimizer: Any) -> bool:
+        """True if a step of this optimizer may use the model's gradients."""
+        return optimizer is self._given() or self.holds_ours(optimizer)
 
-    def follow(self, clock: int) -> None:
-        """This rank took no part: the others have made so many steps."""
-        self._behind = clock
-        self._steps.clear()
-
-    def also_remove(self, hook: Any) -> None:
-        """:meth:`close` removes this one, too."""
-        self._removable.append(hook)
-
-    def close(self) -> None:
-        """Leave optimizers and parameters alone."""
-        _remove(self._removable)
-
-    # -- what torch tells
-
-    def _begins(self) -> None:
-        """A backward is about to add its first gradient to ``.grad``."""
-        if not self._closures:
-            self._stepping.clear()  # a step that raised has told nobody of its end
-        try:
-            self._look(beginning=True)
-        except Exception as error:  # raised here it would end the backward on this rank alone, while peers wait for it
-            self._verdict, self._doubt = False, _cannot_tell(error)
-
-    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._counts(optimizer):
-            return None
-        error = self.late_error() if self.late_error is not None else None
-        if error is not None:  # on CUDA backward() does not wait for it; no parameter has been changed yet
-            raise error
-        if optimizer in self._stepping:
-            self._stepping.clear()  # its last step raised
-        if not self._stepping and self._holds_ours(optimizer):
-            self._look_for_nothing()
-        self._known.add(optimizer)
-        self._stepping.add(optimizer)
-        return self._with_closure(args, kwargs)
-
-    def _after_step(self, optimizer: Any, args: object, kwargs: object) -> None:
-        if not self._counts(optimizer):
-            return
-        self._stepping.discard(optimizer)
-        self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
-        found = getattr(optimizer, "found_inf", None)  # there only while a GradScaler runs a fused step
-        if not isinstance(found, torch.Tensor):
-            self._stepped, self._image = True, None
-        elif not self._stepped:
-            self._held_back.append(HostCopy(found))
-
-    def _counts(self, optimizer: Any) -> bool:
-        return optimizer is self._given() or self._holds_ours(optimizer)
-
-    def _holds_ours(self, optimizer: Any) -> bool:
-        """Whether an optimizer holds parameters of the model; asked anew when it has been given more."""
+    def holds_ours(self, optimizer: Any) -> bool:
+        """True if the optimizer holds parameters of the model. Cached until it gets more parameters."""
         size = _size(optimizer)
         known = self._holds.get(optimizer)
         if known is None or known[0] != size:
@@ -198,8 +114,155 @@ class OptimizerWatch:
             known = self._holds[optimizer] = (size, found)
         return known[1]
 
-    def _with_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """The arguments of ``step``, the closure among them counted while it runs: its backwards are used."""
+    def held_params(self) -> list[torch.Tensor]:
+        """Return the parameters that a known optimizer holds; all if there is none. Training loops never zero others."""
+        size = sum(map(_size, self._seen))
+        if size != self._held[0]:
+            held = {id(p) for optimizer in self._seen for group in optimizer.param_groups for p in group["params"]}
+            self._held = size, [p for p in self._params if id(p) in held] or self._params
+        return self._held[1]
+
+
+class OptimizerWatch:
+    """Tells an engine if an optimizer used a step. It is a :class:`~commhooks.adapters.StepJudge`.
+
+    A ``GradScaler`` that found Inf does not call ``optimizer.step()``. It does call the step of a fused optimizer, which then
+    reads ``found_inf`` itself.
+
+    Args:
+        optimizer: the optimizer given to ``attach``; ``None`` to watch those that hold parameters of the model.
+        scaler: a ``GradScaler``, or ``None``.
+        params: parameters of the model.
+        late_error: returns an error that ``backward()`` could not raise on a GPU. The optimizer's step raises it.
+
+    Raises:
+        HookConfigError: an argument is not an optimizer, or not a scaler.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        scaler: Any,
+        params: Iterable[torch.Tensor],
+        *,
+        late_error: Callable[[], BaseException | None] | None = None,
+    ) -> None:
+        if optimizer is not None and not hasattr(optimizer, "param_groups"):
+            raise HookConfigError(f"optimizer={type(optimizer).__name__}: expected a torch.optim.Optimizer")
+        if scaler is not None and not hasattr(scaler, "get_scale"):
+            raise HookConfigError(f"scaler={type(scaler).__name__}: expected a torch.amp.GradScaler")
+        params = [p for p in params if p.requires_grad]
+        self._loss_scale = LossScale(scaler)
+        self._optimizers = ModelOptimizers(optimizer, params)
+        self._late_error = late_error
+        self._stepping: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers inside of step()
+        self._closures = 0  # closures that optimizers run now
+        self._earlier_steps = 0  # optimizer steps before this period
+        self._steps: dict[int, int] = {}  # id(optimizer) -> its steps in this period
+        self._backward: list[int | None] = [None]  # backward whose begin was seen last; shared with the hooks
+        self._snapshot: ParameterSnapshot | None = ParameterSnapshot(params)  # until an optimizer steps
+        self.begin()
+        this = weakref.ref(self)  # torch and the parameters keep the hooks, which must not keep the watch alive
+        self._hooks: list[Any] = [
+            register_optimizer_step_pre_hook(_weak_call(this, OptimizerWatch._before_step)),
+            register_optimizer_step_post_hook(_weak_call(this, OptimizerWatch._after_step)),
+        ]
+        arriving = _gradient_hook(self._backward, this)
+        self._hooks += [p.register_hook(arriving) for p in params]
+        weakref.finalize(self, _remove, self._hooks).atexit = False  # a user may never call close()
+
+    def scale(self) -> float:
+        """Return the loss scale of the step that begins."""
+        return self._loss_scale.read()
+
+    def prefetch_scale_at_forward(self, module: torch.nn.Module) -> None:
+        """Copy the loss scale to the host whenever the module's forward begins."""
+        self._hooks.append(module.register_forward_pre_hook(_prefetch_hook(self._loss_scale)))
+
+    def close(self) -> None:
+        """Remove all hooks from optimizers, parameters and modules."""
+        _remove(self._hooks)
+
+    # -- StepJudge
+
+    def begin(self) -> None:
+        """Begin a period. All earlier steps have been answered."""
+        self._earlier_steps = self.clock()
+        self._steps = {}
+        self._stepped = False  # an optimizer that is not fused has stepped
+        self._found_inf: list[HostCopy] = []  # one for each fused step; 0 if it ran
+        self._with_gradient: list[torch.Tensor] = []  # parameters that had a gradient when the last step ended
+        self._ended = False
+        self._answer: bool | None = None
+        self._doubt: CommHooksError | None = None
+        if self._snapshot is not None:
+            self._snapshot.take()
+
+    def end(self) -> None:
+        """End a step. Its gradients are in ``.grad``, or already used."""
+        self._ended = True
+        self._with_gradient = [p for p in self._optimizers.held_params() if p.grad is not None]
+
+    def used(self) -> bool | None:
+        """See :meth:`.StepJudge.used`."""
+        backward = backward_id()
+        if self._backward[0] is None or self._backward[0] != backward:
+            self._examine(backward_begins=backward != NO_BACKWARD)
+        return self._answer
+
+    def doubt(self) -> CommHooksError | None:
+        """See :meth:`.StepJudge.doubt`."""
+        return self._doubt
+
+    def clock(self) -> int:
+        """Return the optimizer steps since attach. Optimizers that are nested, or step in turn, count once."""
+        return self._earlier_steps + max(self._steps.values(), default=0)
+
+    def follow(self, clock: int) -> None:
+        """See :meth:`.StepJudge.follow`."""
+        self._earlier_steps = clock
+        self._steps.clear()
+
+    # -- events from torch
+
+    def _backward_begins(self) -> None:
+        """A backward is about to add its first gradient to ``.grad``."""
+        if not self._closures:
+            self._stepping.clear()  # a step that raised has called no post hook
+        try:
+            self._examine(backward_begins=True)
+        except Exception as error:  # raised here, it would end the backward on this rank alone while peers wait for it
+            self._answer, self._doubt = False, _cannot_examine(error)
+
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._optimizers.counts(optimizer):
+            return None
+        error = self._late_error() if self._late_error is not None else None
+        if error is not None:  # the optimizer has changed no parameter yet
+            raise error
+        if optimizer in self._stepping:
+            self._stepping.clear()  # its last step raised
+        if not self._stepping and self._optimizers.holds_ours(optimizer):
+            self._examine_before_step()
+        self._optimizers.add(optimizer)
+        self._stepping.add(optimizer)
+        return self._with_counted_closure(args, kwargs)
+
+    def _after_step(self, optimizer: Any, args: object, kwargs: object) -> None:
+        if not self._optimizers.counts(optimizer):
+            return
+        self._stepping.discard(optimizer)
+        self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
+        found_inf = getattr(optimizer, "found_inf", None)  # set only while a GradScaler runs a fused step
+        if not isinstance(found_inf, torch.Tensor):
+            self._stepped, self._snapshot = True, None
+        elif not self._stepped:
+            self._found_inf.append(HostCopy(found_inf))
+
+    def _with_counted_closure(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return the arguments of ``step()`` with a counted closure, because the step uses backwards of its closure."""
         if callable(kwargs.get("closure")):
             return args, {**kwargs, "closure": self._counted(kwargs["closure"])}
         if len(args) > 1 and callable(args[1]):
@@ -219,63 +282,98 @@ class OptimizerWatch:
 
     # -- the rule
 
-    def _look(self, *, beginning: bool) -> None:
-        """Find the verdict, if it can be found now; ``beginning``: a backward is about to add to the gradients."""
-        if not self._finished or self._verdict is not None:
-            return
-        if self._used():
-            self._verdict = True
-            return
-        if not self._had:
-            return  # taken over, or used, before the step ended: an optimizer will tell
-        gone = [p for p in self._had if p.grad is None]
-        if len(gone) == len(self._had):
-            self._verdict = False
-        elif gone and beginning:
-            self._verdict, self._doubt = False, _partly_gone(len(gone), len(self._had))
-        elif not gone and (beginning or self._on_cpu()) and not hold_numbers(self._had):
-            self._verdict = False
+    def _examine(self, *, backward_begins: bool) -> None:
+        """Set the answer if the evidence suffices.
 
-    def _look_for_nothing(self) -> None:
-        """An optimizer begins its step. Zeroed before, it steps with nothing: that is no use of what was reduced."""
-        if self._verdict is not None or not self._had or self._steps or self._closures:
+        Args:
+            backward_begins: True if a backward is about to add to the gradients. Later, nothing tells old from new ones.
+        """
+        if not self._ended or self._answer is not None:
             return
-        dropped = self._had[0].grad is None and all(p.grad is None for p in self._had)
-        if dropped or (self._on_cpu() and not hold_numbers(self._had)):
-            self._look(beginning=False)
+        if self._optimizer_used_them():
+            self._answer = True
+            return
+        params = self._with_gradient
+        if not params:
+            return  # an optimizer took the gradients before the step ended; its step will answer
+        gone = [p for p in params if p.grad is None]
+        if len(gone) == len(params):
+            self._answer = False
+        elif gone and backward_begins:
+            self._answer, self._doubt = False, _partly_gone(len(gone), len(params))
+        elif not gone and (backward_begins or self._reads_cheaply()) and not any_nonzero_gradient(params):
+            self._answer = False
 
-    def _on_cpu(self) -> bool:
-        return self._had[0].device.type == "cpu"
+    def _examine_before_step(self) -> None:
+        """If gradients are zero or missing when an optimizer begins its step, the step uses nothing."""
+        params = self._with_gradient
+        if self._answer is not None or not params or self._steps or self._closures:
+            return
+        missing = params[0].grad is None and all(p.grad is None for p in params)
+        if missing or (self._reads_cheaply() and not any_nonzero_gradient(params)):
+            self._examine(backward_begins=False)
 
-    def _used(self) -> bool:
+    def _reads_cheaply(self) -> bool:
+        return not is_asynchronous(self._with_gradient[0].device)
+
+    def _optimizer_used_them(self) -> bool:
         if self._stepped or self._closures or self._stepping:
             return True
-        if self._held_back:  # On CUDA this waits for the fused optimizer, and for nothing after it.
-            if all(any(found.values()) for found in self._held_back):
+        if self._found_inf:  # on a GPU the host waits for the fused step, not for later work
+            if all(any(found.values()) for found in self._found_inf):
                 return False
-            self._stepped, self._image = True, None
+            self._stepped, self._snapshot = True, None
             return True
-        return self._image is not None and self._image.differs()
+        return self._snapshot is not None and self._snapshot.differs()
 
-    def _to_watch(self) -> list[torch.Tensor]:
-        """The parameters that some optimizer holds; all, as long as none is known. Nobody zeroes the others."""
-        size = sum(map(_size, self._known))
-        if size != self._watched[0]:
-            held = {id(p) for optimizer in self._known for group in optimizer.param_groups for p in group["params"]}
-            self._watched = size, [p for p in self._params if id(p) in held] or self._params
-        return self._watched[1]
+
+def watch_optimizer(
+    engine: Engine | None,
+    options: AttachOptions,
+    params: Iterable[torch.Tensor],
+    module: torch.nn.Module | None = None,
+) -> OptimizerWatch | None:
+    """Let the optimizer and scaler given to ``attach`` decide which steps of an engine count.
+
+    Args:
+        engine: the engine; ``None`` for a foreign hook, which has none.
+        options: options of the adapter.
+        params: parameters of the model.
+        module: its forward begins a step. With it, the host does not wait for a GPU when it reads the loss scale.
+
+    Returns:
+        A watch that the adapter must close; ``None`` if ``attach`` got neither optimizer nor scaler.
+    """
+    if options.optimizer is None and options.scaler is None:
+        return None
+    late_error = _late_error_of(weakref.ref(engine)) if engine is not None else None
+    watch = OptimizerWatch(options.optimizer, options.scaler, params, late_error=late_error)
+    if engine is not None:
+        engine.set_judge(watch)
+        engine.set_loss_scale(watch.scale if options.scaler is not None else None)
+    if module is not None and options.scaler is not None:
+        watch.prefetch_scale_at_forward(module)
+    return watch
+
+
+def _late_error_of(engine_ref: "weakref.ref[Engine]") -> Callable[[], BaseException | None]:
+    def late_error() -> BaseException | None:
+        engine = engine_ref()
+        return engine.outcome.take_error() if engine is not None else None
+
+    return late_error
 
 
 def _partly_gone(gone: int, had: int) -> CommHooksError:
     return StateError(
-        f"of the {had} gradients of the last step {gone} were dropped (.grad is None), the others are still there, and "
-        "no optimizer has stepped: whether the step was used cannot be told, and its residuals belong to all of them. "
-        "Zero or keep all gradients together, say handle.rollback() when a step is given up, or attach without "
-        "optimizer= and scaler= (then every finite step counts)"
+        f"of the {had} gradients of the last step {gone} were dropped (.grad is None), the others are still there, and no "
+        "optimizer has stepped. So it is not known whether the step was used, and its residuals belong to all gradients. "
+        "Zero or keep all gradients together, call handle.rollback() if you drop a step, or attach without optimizer= and "
+        "scaler= (then every finite step counts)"
     )
 
 
-def _cannot_tell(error: Exception) -> CommHooksError:
+def _cannot_examine(error: Exception) -> CommHooksError:
     doubt = StateError(
         f"the gradients of the last step could not be examined ({type(error).__name__}: {error}), so it is not known whether "
         "an optimizer used them. Attach without optimizer= and scaler= (then every finite step counts)"
@@ -285,12 +383,12 @@ def _cannot_tell(error: Exception) -> CommHooksError:
 
 
 def _size(optimizer: Any) -> int:
-    """Number of parameters that an optimizer holds; they only ever become more."""
+    """Return the number of parameters that an optimizer holds. It only grows."""
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
-def _relay(this: "weakref.ref[OptimizerWatch]", method: Any) -> Any:
-    """Calls a method of the watch while it lives; not traced by a compiled ``optimizer.step``."""
+def _weak_call(this: "weakref.ref[OptimizerWatch]", method: Any) -> Any:
+    """Return a function that calls a method while the watch lives. A compiled ``optimizer.step`` does not trace it."""
 
     def call(*args: Any) -> Any:
         watch = this()
@@ -299,17 +397,21 @@ def _relay(this: "weakref.ref[OptimizerWatch]", method: Any) -> Any:
     return torch.compiler.disable(call)
 
 
-def _arriving(task: list[int | None], this: "weakref.ref[OptimizerWatch]") -> Callable[[torch.Tensor], None]:
-    """The hook of every parameter; only the first of a backward does more than to compare its number."""
+def _prefetch_hook(loss_scale: LossScale) -> Any:
+    return torch.compiler.disable(lambda *_: loss_scale.prefetch())
+
+
+def _gradient_hook(seen: list[int | None], this: "weakref.ref[OptimizerWatch]") -> Callable[[torch.Tensor], None]:
+    """Return the hook of every parameter. After the first call of a backward, it only compares two integers."""
     current = torch._C._current_graph_task_id
 
     def arriving(gradient: torch.Tensor) -> None:
         now = current()
-        if now != task[0]:
-            task[0] = now
+        if now != seen[0]:
+            seen[0] = now
             watch = this()
             if watch is not None:
-                watch._begins()
+                watch._backward_begins()
 
     return arriving
 
@@ -318,38 +420,3 @@ def _remove(hooks: list[Any]) -> None:
     for hook in hooks:
         hook.remove()
     hooks.clear()
-
-
-def watch_optimizer(
-    engine: Engine | None,
-    options: AttachOptions,
-    params: Iterable[torch.Tensor],
-    module: torch.nn.Module | None = None,
-) -> OptimizerWatch | None:
-    """Have the optimizer and scaler given to ``attach`` decide which of an engine's steps count.
-
-    Args:
-        engine: whose steps; ``None``: nobody asks.
-        options: as an adapter is given them.
-        params: the model's.
-        module: whose forward begins a step; given, the host does not wait for it when it asks for the loss scale.
-    """
-    if options.optimizer is None and options.scaler is None:
-        return None
-    watch = OptimizerWatch(options.optimizer, options.scaler, params)
-    if engine is not None:
-        engine.set_judge(watch)
-        engine.set_loss_scale(watch.scale if options.scaler is not None else None)
-        watch.late_error = _late_error(weakref.ref(engine))
-    if module is not None and options.scaler is not None:
-        begins = _relay(weakref.ref(watch), OptimizerWatch.forward_begins)
-        watch.also_remove(module.register_forward_pre_hook(lambda *_: begins()))
-    return watch
-
-
-def _late_error(of: "weakref.ref[Engine]") -> Callable[[], BaseException | None]:
-    def error() -> BaseException | None:
-        engine = of()
-        return engine.outcome.take_error() if engine is not None else None
-
-    return error

@@ -1,7 +1,7 @@
-"""Figures of every so manyth step, to TensorBoard, a CSV file, or a callable of your own (W&B, MLflow).
+"""Records figures of some steps to TensorBoard, a CSV file, or any callable (W&B, MLflow).
 
-Off unless :func:`record` is called. It takes part in no collective and never waits for a device, so it may run on one
-rank alone; :mod:`commhooks.engine.sampling` says what is measured.
+:func:`record` starts it. It takes part in no collective and never waits for a device, so one rank may run it alone. See
+:class:`commhooks.engine.stats.Sampler` for the figures.
 """
 
 from typing import TYPE_CHECKING

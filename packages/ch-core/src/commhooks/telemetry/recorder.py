@@ -1,4 +1,4 @@
-"""Samples the steps of an attached hook."""
+"""Records samples of an attached hook's steps."""
 
 from contextlib import AbstractContextManager
 from os import PathLike
@@ -47,22 +47,27 @@ class Recorder(AbstractContextManager["Recorder"]):
 def record(handle: CommHook, to: "Writer | str | PathLike[str]", *, every: int = 100, rank: int | None = 0) -> Recorder:
     """Sample every ``every``-th step of an attached hook, the first one included.
 
-    A sample has, of that step and this rank: ``payload_bytes``, ``wire_bytes``, ``ratio`` (how many times fewer bytes than
-    plain averaging); ``hook_seconds``, ``encode_seconds``, ``wait_seconds``, ``decode_seconds`` of host time (on CUDA that
-    of launching); and where the hook keeps a residual or says what it sent, ``relative_error`` ‖r‖ / ‖p‖, ``cosine`` of p
-    and p - r, and ``residual_norm`` ‖r‖ in the gradient's units, where p is the gradient plus the residual of before and
-    r what is held back. It is delivered when the next step begins. A sampled step costs a copy of the gradients and three
-    passes over them; the others cost nothing.
+    A sample holds figures of one step on this rank:
+
+    - ``payload_bytes``, ``wire_bytes``, and ``ratio``, the bytes of plain averaging divided by the bytes of the hook.
+    - ``hook_seconds``, ``encode_seconds``, ``wait_seconds`` and ``decode_seconds`` of host time. On a GPU they cover launches.
+    - ``relative_error`` ‖r‖ / ‖p‖, ``cosine`` of p and p - r, and ``residual_norm`` ‖r‖ in units of the gradient. Here p is the
+      gradient plus the old residual, and r the part of p that was not sent. They need a hook that keeps a residual or reports
+      its contribution.
+
+    The writer receives a sample when the next step begins. A sampled step costs a copy of the gradients and three passes over
+    them. Other steps cost nothing. If a writer or the sampling raises, telemetry logs it and stops; training continues.
+    Several recorders may record one handle.
 
     Args:
-        handle: attached. It is recorded until it is detached or the recorder is closed.
-        to: ``to(step, figures)``, for example :func:`~commhooks.telemetry.tensorboard`, or the path of a CSV file.
+        handle: an attached handle. Recording ends when it is detached, or when the recorder is closed.
+        to: called as ``to(step, figures)``, for example :func:`~commhooks.telemetry.tensorboard`; or the path of a CSV file.
         every: steps from one sample to the next.
-        rank: of the group, the one that records; ``None``: each one, with a ``to`` of its own.
+        rank: rank of the group that records; ``None`` if each rank does, with its own ``to``.
 
     Raises:
-        AttachError: not attached.
-        HookNotSupportedError: a foreign hook, which runs on no engine.
+        AttachError: the handle is not attached.
+        HookNotSupportedError: the hook is a foreign function, which runs on no engine.
 
     Example:
         >>> import commhooks, torch, torch.distributed as dist
@@ -82,10 +87,12 @@ def record(handle: CommHook, to: "Writer | str | PathLike[str]", *, every: int =
         raise ValueError(f"every={every}: expected a number of steps, at least 1")
     binding = handle.binding
     if binding is None:
-        raise AttachError(f"{handle.expr} is not attached to a model: there is nothing to record")
+        raise AttachError(f"{handle.expr} is not attached to a model: call commhooks.attach(...) before record(...)")
     engine = binding.engine
     if engine is None:
-        raise HookNotSupportedError(f"{handle.expr} is a foreign hook: nothing is known of what it sends")
+        raise HookNotSupportedError(
+            f"{handle.expr} is a foreign hook, which cannot be recorded: its collectives are unknown. Record a hook by name"
+        )
     mine = rank is None or engine.transport.rank == rank
     write: Writer = to if callable(to) else csv_file(to) if mine else lambda step, figures: None
     return Recorder(engine if mine else None, write, every)

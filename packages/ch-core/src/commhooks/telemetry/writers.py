@@ -1,4 +1,4 @@
-"""Where samples go."""
+"""Writers of samples: a CSV file and TensorBoard."""
 
 import csv
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 Writer = Callable[[int, Mapping[str, float]], None]
-"""Given the number of a step and its figures."""
+"""Receives the number of a step and its figures."""
 
 COLUMNS = (
     "payload_bytes",
@@ -21,11 +21,11 @@ COLUMNS = (
     "wait_seconds",
     "decode_seconds",
 )
-"""What a sample may have; a figure that is not known is left out."""
+"""Figures of a sample. A sample has no key for an unknown figure."""
 
 
 def csv_file(path: "str | PathLike[str]") -> Writer:
-    """Lines of ``step`` and :data:`COLUMNS` in a file, one written through at a time; a resumed run goes on in it.
+    """Return a writer that appends one line of ``step`` and :data:`COLUMNS` per sample. A resumed run continues the file.
 
     Example:
         >>> import tempfile
@@ -49,14 +49,14 @@ def csv_file(path: "str | PathLike[str]") -> Writer:
 
 
 def tensorboard(where: Any, prefix: str = "commhooks/") -> Writer:
-    """Scalars of TensorBoard.
+    """Return a writer of TensorBoard scalars.
 
     Args:
-        where: a ``SummaryWriter`` that there is already (Lightning's is ``logger.experiment``), or the folder of a new one.
-        prefix: of the names.
+        where: a ``SummaryWriter``, such as Lightning's ``logger.experiment``, or the folder of a new one.
+        prefix: prefix of the names.
 
     Raises:
-        ImportError: a folder was given, and ``tensorboard`` is not installed.
+        ImportError: ``where`` is a folder, and the package ``tensorboard`` is not installed.
     """
     writer = where
     if isinstance(where, str | PathLike):
