@@ -11,7 +11,7 @@ import torch
 
 import ch_quant
 import commhooks
-from ch_quant import Codec, Exchange
+from ch_quant import Codec, TwoStageExchange
 from commhooks import BucketLayout, HookConfigError, StepContext
 
 CASES = Path(__file__).with_name("triton_cases.py")
@@ -70,7 +70,7 @@ def test_cpu_tensors_are_refused_without_the_interpreter() -> None:
     with pytest.raises(HookConfigError, match=r"tensors of 'cpu'.*TRITON_INTERPRET=1"):
         reduction.check(layout)
     with pytest.raises(HookConfigError, match="tensors of 'cpu'"):
-        Exchange(Codec(4, 128), [256], StepContext(), torch.device("cpu"), parts=1, kernel="triton")
+        TwoStageExchange(Codec(4, 128), [256], StepContext(), torch.device("cpu"), parts=1, kernel="triton")
     plain = commhooks.create("quant4").reduction
     assert plain is not None
     plain.check(layout)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from ch_quant import Codec, Exchange, Feedback
+from ch_quant import Codec, Feedback, TwoStageExchange
 from ch_quant.codec import Workspace
 from ch_quant.triton_codec import INTERPRETED, TritonWorkspace
 from commhooks import StepContext
@@ -135,7 +135,7 @@ def averaged(
             after.append([torch.zeros(n, device=DEVICE) for n in SIZES])
             ctx = StepContext(rank, world)
             made: Any = {"parts": world, "rotated": rotated, "kernel": kernel}
-            exchanges.append(Exchange(codec, SIZES, ctx, DEVICE, **made))
+            exchanges.append(TwoStageExchange(codec, SIZES, ctx, DEVICE, **made))
         residuals = [Feedback(old, new) if fed else None for old, new in zip(kept, after, strict=True)]
         for one, own, residual in zip(exchanges, vectors, residuals, strict=True):
             first.append(one.send([own] * world, [residual] * world if residual is not None else None))

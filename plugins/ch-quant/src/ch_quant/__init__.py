@@ -1,7 +1,6 @@
 """Quantized hooks: blocks of 8, 4, 3, 2 or 1 bits in two stages, and PyTorch's two affine ones.
 
-The names are imported when first used: commhooks imports this package to list what it offers, and listing must not
-load torch.
+Names are imported at first use: ``commhooks list`` imports this package and must not load torch.
 """
 
 from typing import TYPE_CHECKING
@@ -11,18 +10,20 @@ from commhooks import lazy
 if TYPE_CHECKING:
     from ch_quant.affine import AffineGather, quantize_per_channel, quantize_per_tensor
     from ch_quant.codec import Codec
-    from ch_quant.exchange import Exchange, all_reduce, reduce_scatter
-    from ch_quant.family import Quantized, quant2, quant4, quant8, sign
+    from ch_quant.exchange import TwoStageExchange, all_reduce, reduce_scatter
     from ch_quant.feedback import Feedback, PackedFeedback
     from ch_quant.hooks import quant8_hook, quantization_perchannel_hook, quantization_pertensor_hook
+    from ch_quant.options import QuantOptions
+    from ch_quant.quantized import Quantized, quant2, quant4, quant8, sign
 
 __all__ = [
     "AffineGather",
     "Codec",
-    "Exchange",
     "Feedback",
     "PackedFeedback",
+    "QuantOptions",
     "Quantized",
+    "TwoStageExchange",
     "all_reduce",
     "quant2",
     "quant4",
@@ -41,9 +42,10 @@ __getattr__, __dir__ = lazy(
     {
         "affine": "AffineGather quantize_per_channel quantize_per_tensor",
         "codec": "Codec",
-        "exchange": "Exchange all_reduce reduce_scatter",
+        "exchange": "TwoStageExchange all_reduce reduce_scatter",
         "feedback": "Feedback PackedFeedback",
-        "family": "Quantized quant2 quant4 quant8 sign",
+        "quantized": "Quantized quant2 quant4 quant8 sign",
+        "options": "QuantOptions",
         "hooks": "quant8_hook quantization_perchannel_hook quantization_pertensor_hook",
     },
 )

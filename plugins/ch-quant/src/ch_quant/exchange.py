@@ -2,7 +2,7 @@
 
 W ranks hold W parts of equal size each; part r belongs to rank r (after ZeRO++'s qgZ, arXiv:2306.10209)::
 
-    1. all-to-all    rank r receives every rank's part r, packed           Exchange.send, then Exchange.take
+    1. all-to-all    rank r receives every rank's part r, packed  TwoStageExchange.send, then Exchange.take
        locally       m = mean over ranks, in fp32, in rank order
     2. all-gather    everybody receives every m, packed, from its owner    Exchange.share, then Exchange.deliver
 
@@ -19,22 +19,24 @@ divided by W. So ``applied + mean residual = sum of the averages`` holds exactly
 :mod:`ch_quant.feedback`'s affair.
 """
 
+import zlib
 from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Literal
 
 import torch
 
 from ch_quant import rotation
 from ch_quant.blocks import Chunk, Cut, cut, gather, scatter, whole
-from ch_quant.codec import Codec
+from ch_quant.codec import Codec, Workspace
 from ch_quant.feedback import Residuals
-from ch_quant.kernels import Kernel, workspace
-from ch_quant.noise import generator
-from commhooks import AllGather, AllToAll, Stages, StepContext
+from commhooks import AllGather, AllToAll, HookConfigError, Stages, StepContext
 
+Kernel = Literal["torch", "triton"]
 Vectors = Sequence[torch.Tensor]
 
 
-class Exchange:
+class TwoStageExchange:
     """One average on its way.
 
     Args:
@@ -190,7 +192,7 @@ class Exchange:
         return self.ctx.scratch(name, shape, torch.uint8, self._device)
 
 
-def all_reduce(exchange: Exchange, vectors: Vectors, feedback: Residuals | None = None) -> Stages:
+def all_reduce(exchange: TwoStageExchange, vectors: Vectors, feedback: Residuals | None = None) -> Stages:
     """Both stages: leave the mean over ranks in ``vectors``, of an exchange that cuts them into W parts.
 
     Example:
@@ -199,7 +201,8 @@ def all_reduce(exchange: Exchange, vectors: Vectors, feedback: Residuals | None 
         ...     name, lossy, collectives = "four", True, frozenset({"all_to_all", "all_gather"})
         ...     def run(self, bucket, ctx):
         ...         vectors = [bucket.matrix(p).view(-1) for p in bucket.params]
-        ...         made = Exchange(Codec(4, 128), [p.numel for p in bucket.params], ctx, bucket.device, parts=ctx.world_size)
+        ...         sizes, parts = [p.numel for p in bucket.params], ctx.world_size
+        ...         made = TwoStageExchange(Codec(4, 128), sizes, ctx, bucket.device, parts=parts)
         ...         yield from all_reduce(made, vectors)
         >>> stages = Four().plan(BucketLayout.of_shapes({"w": (64, 64)}), StepContext(world_size=4))
         >>> [(r.kind, r.payload_bytes) for stage in stages for r in stage]  # 4096 half bytes and 32 scales, padded to 4 parts
@@ -212,7 +215,7 @@ def all_reduce(exchange: Exchange, vectors: Vectors, feedback: Residuals | None 
 
 
 def reduce_scatter(
-    exchange: Exchange, parts: Sequence[Vectors], own: Vectors, feedback: Sequence[Residuals] | None = None
+    exchange: TwoStageExchange, parts: Sequence[Vectors], own: Vectors, feedback: Sequence[Residuals] | None = None
 ) -> Stages:
     """The first stage alone: leave the mean over ranks of part r in rank r's ``own``.
 
@@ -224,3 +227,51 @@ def reduce_scatter(
     """
     yield exchange.send(parts, feedback)
     exchange.take(own)
+
+
+def check_kernel(kernel: Kernel, codec: Codec, device: torch.device | None = None) -> None:
+    """Refuse a kernel that cannot run here.
+
+    Args:
+        kernel: ``"torch"`` or ``"triton"``.
+        codec: the format.
+        device: of the numbers, if known.
+
+    Raises:
+        HookConfigError: Triton is not installed, has no kernel for the format, or cannot reach the device.
+    """
+    if kernel == "triton":
+        found = _triton()
+        found.check_codec(codec)
+        if device is not None and device.type != "meta":
+            found.check_device(device)
+
+
+def workspace(kernel: Kernel, codec: Codec, ctx: StepContext, device: torch.device, rows: int) -> Workspace:
+    """Return memory and arithmetic for chunks of up to ``rows`` blocks. Raises as :func:`check_kernel` does."""
+    check_kernel(kernel, codec, device)
+    if kernel == "torch" or device.type == "meta":  # a dry run computes nothing
+        return Workspace(codec, ctx, device, rows)
+    made: Workspace = _triton().TritonWorkspace(codec, ctx, device, rows)
+    return made
+
+
+def _triton() -> ModuleType:
+    try:
+        from ch_quant import triton_codec
+    except ImportError as error:
+        raise HookConfigError(
+            f"kernel='triton' needs Triton, which cannot be imported here ({error}): pip install 'ch-quant[triton]', or "
+            "leave kernel out: torch's operations send the same bytes"
+        ) from error
+    return triton_codec
+
+
+def generator(device: torch.device, name: str, rank: int, step: int) -> torch.Generator:
+    """Return the random numbers of one stage on one rank in one step.
+
+    They follow from name, rank and step, so a resumed run draws the same ones. They differ between ranks, or the errors of
+    all ranks would add up; decoding needs none of them.
+    """
+    seed = zlib.crc32(f"{name} {rank} {step}".encode()) | (step & 0x7FFFFFFF) << 32
+    return torch.Generator(device).manual_seed(seed)

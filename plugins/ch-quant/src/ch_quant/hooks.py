@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ch_quant.affine import quantize_per_channel, quantize_per_tensor
-from ch_quant.family import quant8
+from ch_quant.quantized import quant8
 from commhooks import GradBucket, as_hook
 
 _PER_TENSOR = as_hook(quantize_per_tensor(), "quantization_pertensor_hook")

@@ -28,7 +28,7 @@ from rich.table import Table
 import commhooks
 from ch_bench import bench_report
 from ch_bench.convergence.study_tasks import SETTINGS, TASKS, Task
-from ch_quant import Exchange, Quantized
+from ch_quant import Quantized, TwoStageExchange
 from commhooks import Bucket, BucketLayout, Reduction, Stages, StepContext
 from commhooks.testing import SimulatedRanks
 
@@ -63,7 +63,7 @@ class FirstStage(Reduction):
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
         vectors = [bucket.matrix(p).view(-1) for p in bucket.params]
-        exchange = Exchange(
+        exchange = TwoStageExchange(
             self.whole.codec,
             [len(v) for v in vectors],
             ctx,

@@ -12,7 +12,7 @@ import torch
 
 from ch_bench.gpu_kit.rows import Rows, Skipped, Values
 from ch_bench.gpu_kit.setting import Setting
-from ch_quant import Codec, Exchange, Feedback
+from ch_quant import Codec, Feedback, TwoStageExchange
 from commhooks import HookConfigError, StepContext
 
 NUMBERS = 6_553_600  # 25 MB in fp32
@@ -38,7 +38,7 @@ class Side:
         self.vectors = [torch.randn(each, generator=generator, device=device) for _ in range(VECTORS)]
         self.kept = [torch.zeros_like(v) for v in self.vectors]
         ctx = StepContext(world_size=2)
-        self.exchange = Exchange(Codec(bits, 128), [each] * VECTORS, ctx, device, parts=2, kernel=kernel)
+        self.exchange = TwoStageExchange(Codec(bits, 128), [each] * VECTORS, ctx, device, parts=2, kernel=kernel)
         self.feedback = Feedback([torch.ones_like(v) for v in self.vectors], self.kept) if fed else None
         self.steps: dict[str, Callable[[], Any]] = {"send": self.send, "share": self.share, "deliver": self.deliver}
         first = self.send()

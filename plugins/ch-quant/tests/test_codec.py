@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from ch_quant import Codec, rotation
 from ch_quant.blocks import cut, gather, scatter
-from ch_quant.codec import Workspace
-from ch_quant.packing import WIDTHS, pack, packed_bytes, unpack
+from ch_quant.codec import WIDTHS, Workspace, pack, packed_bytes, unpack
 from commhooks import StepContext
 
 pytestmark = pytest.mark.timeout(120)

@@ -1,4 +1,4 @@
-"""``quant``: average with a few bits a number on the wire; and its presets."""
+"""``quant``: average with a few bits a number on the wire, and its presets."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
@@ -6,38 +6,27 @@ from typing import Any, Literal
 import torch
 
 from ch_quant.codec import Codec
-from ch_quant.exchange import Exchange, all_reduce, reduce_scatter
+from ch_quant.exchange import TwoStageExchange, all_reduce, check_kernel, reduce_scatter
 from ch_quant.feedback import RELEASED, Feedback, PackedFeedback
-from ch_quant.kernels import Kernel, check_kernel
-from ch_quant.packing import WIDTHS
-from commhooks import Bucket, BucketLayout, HookConfigError, Packed, ParamLayout, Reduction, Shards, Stages, StepContext
+from ch_quant.options import FED, PRESETS, QuantOptions
+from commhooks import Bucket, BucketLayout, Packed, ParamLayout, Reduction, Shards, Stages, StepContext
 
 FIELD = "residual"
 DRAWN = "drawn"
 
 
-class Quantized(Reduction):
+class Quantized(QuantOptions, Reduction):
     """Average with blocks of ``bits``-bit codes on the wire, in two stages (see :mod:`ch_quant.exchange`).
 
-    Args:
-        bits: 8, 4, 3, 2 or 1.
-        block: numbers that share a scale, a multiple of 16. Each parameter starts a block of its own.
-        rounding: ``"nearest"``, or ``"stochastic"``: without bias, and with more noise.
-        rotation: ``"hadamard"`` rotates each block before it is rounded; ``block`` is a power of two then.
-        error_feedback: keep what both roundings lost, and send a quarter of it in every step (:mod:`ch_quant.feedback`).
-        residual: in what it is kept: ``"fp32"``, or ``"int8"`` with a scale for each block (LoCo, arXiv:2407.04480):
-            2.1 bytes a number instead of 8, and about a two-hundredth of a block's largest is forgotten in a step.
-        exempt: average parameters of fewer than two dimensions, and those smaller than a block, exactly.
-        kernel: what does the arithmetic: ``"torch"``, or ``"triton"``: Triton's kernels, on CUDA, for 8 and 4 bits rounded to
-            nearest. The bytes on the wire are the same, so that each rank may have its own.
-        name: a preset's, which says the bits.
+    Options: see :class:`~ch_quant.options.QuantOptions`. The residual in 8 bits follows LoCo (arXiv:2407.04480): it takes
+    2.1 bytes a number instead of 8, and forgets about a two-hundredth of a block's largest number in a step.
 
     Raises:
-        HookConfigError: an option that is none of these, or a kernel that cannot run here.
+        HookConfigError: options that contradict each other, or a kernel that cannot run here.
 
-    State: ``residual``, local, one per quantized parameter, with ``error_feedback`` only. ``drawn``, shared, one number
-    per quantized parameter, with stochastic rounding only: in how many steps it was rounded so. What is drawn follows from
-    ``ctx.step``, which counts the steps that were used, for hooks that have state.
+    State: ``residual``, local, fp32 or int8, one per quantized parameter, with ``error_feedback``. ``drawn``, shared,
+    int64, one number per quantized parameter, with stochastic rounding: it counts the steps that drew. The draws follow from
+    ``ctx.step``, which counts only used steps for a hook with state.
 
     Example:
         >>> from commhooks import BucketLayout
@@ -53,63 +42,24 @@ class Quantized(Reduction):
     lossy = True
     piece_bytes = 4 << 20
 
-    def __init__(
-        self,
-        bits: int = 4,
-        block: int = 128,
-        rounding: Literal["nearest", "stochastic"] = "nearest",
-        rotation: Literal["hadamard"] | None = None,
-        error_feedback: bool = False,
-        residual: Literal["fp32", "int8"] = "fp32",
-        exempt: bool = True,
-        kernel: Kernel = "torch",
-        name: str = "quant",
-    ) -> None:
-        if bits not in WIDTHS or isinstance(bits, bool):
-            raise HookConfigError(f"bits={bits!r}: expected one of {', '.join(map(str, WIDTHS))}")
-        if isinstance(block, bool) or not isinstance(block, int) or block < 16 or block % 16:
-            raise HookConfigError(f"block={block!r}: expected a multiple of 16")
-        if rounding not in ("nearest", "stochastic"):
-            raise HookConfigError(f"rounding={rounding!r}: expected 'nearest' or 'stochastic'")
-        if rotation not in (None, "hadamard"):
-            raise HookConfigError(f"rotation={rotation!r}: expected None or 'hadamard'")
-        if rotation and block & (block - 1):
-            raise HookConfigError(f"block={block}: rotation='hadamard' takes a power of two, such as 128")
-        if residual not in ("fp32", "int8"):
-            raise HookConfigError(f"residual={residual!r}: expected 'fp32' or 'int8'")
-        if residual != "fp32" and not error_feedback:
-            raise HookConfigError(f"residual={residual!r} without error_feedback: nothing is kept; leave it out")
-        if error_feedback and rounding == "stochastic" and bits <= 2:
-            raise HookConfigError(
-                f"bits={bits} with rounding='stochastic' may lose more than a gradient has, so that error feedback would "
-                "grow without bound: use rounding='nearest', or error_feedback=False"
-            )
-        self.name, self.codec = name, Codec(bits, block, rounding)
-        self.rotation, self.error_feedback, self.residual = rotation, bool(error_feedback), residual
-        check_kernel(kernel, self.codec)
-        self.exempt, self.kernel = bool(exempt), kernel
-        self.packed = Packed("residual_scale", block) if residual == "int8" else None
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.codec = Codec(self.bits, self.block, self.rounding)
+        check_kernel(self.kernel, self.codec)
+        self.packed = Packed("residual_scale", self.block) if self.residual == "int8" else None
         self.packed_fields = {FIELD: self.packed} if self.packed is not None else {}
-        # Which rank keeps what the second rounding lost depends on the parts, so on the bucket; and so does what is drawn.
-        self.granularity = "bucket" if error_feedback or rounding == "stochastic" else "tensor"
+        # The parts of a bucket decide which rank owes the error of the second rounding, and the draws.
+        self.granularity = "bucket" if self.error_feedback or self.rounding == "stochastic" else "tensor"
         self.fields = {}
-        if error_feedback:
+        if self.error_feedback:
             self.fields[FIELD] = "local"
-        if rounding == "stochastic":
+        if self.rounding == "stochastic":
             self.fields[DRAWN] = "shared"
         self.memory_order_fields = frozenset({FIELD})
 
     def config(self) -> dict[str, Any]:
-        bits = {"bits": self.codec.bits} if self.name == "quant" else {}
-        return bits | {
-            "block": self.codec.block,
-            "rounding": self.codec.rounding,
-            "rotation": self.rotation,
-            "error_feedback": self.error_feedback,
-            "residual": self.residual,
-            "exempt": self.exempt,
-            "kernel": self.kernel,
-        }
+        """Return the options; a preset's name stands for its bits."""
+        return {name: value for name, value in super().config().items() if name != "bits" or self.name not in PRESETS}
 
     def check(self, layout: BucketLayout) -> None:
         check_kernel(self.kernel, self.codec, layout.device)
@@ -123,7 +73,7 @@ class Quantized(Reduction):
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
         vectors = bucket.cached((self, "vectors"), lambda: [bucket.matrix(p).view(-1) for p in bucket.params])
-        exchange = Exchange(
+        exchange = TwoStageExchange(
             self.codec,
             [p.numel for p in bucket.params],
             ctx,
@@ -137,8 +87,8 @@ class Quantized(Reduction):
         yield from all_reduce(exchange, vectors, self._feedback(bucket, ctx, exchange) if self.error_feedback else None)
 
     def run_scatter(self, shards: Shards, ctx: StepContext) -> Stages:
-        """The first stage alone: what a rank keeps is rounded once, and arrives in fp32."""
-        exchange = Exchange(
+        """Run the first stage alone. A rank's part is rounded once and arrives in fp32."""
+        exchange = TwoStageExchange(
             self.codec,
             [p.numel for p in shards.params],
             ctx,
@@ -170,7 +120,7 @@ class Quantized(Reduction):
             for p in params:
                 ctx.stage(p.name, DRAWN, (1,), torch.int64, device).fill_(ctx.step + 1)
 
-    def _feedback(self, bucket: Bucket, ctx: StepContext, exchange: Exchange) -> Feedback | PackedFeedback:
+    def _feedback(self, bucket: Bucket, ctx: StepContext, exchange: TwoStageExchange) -> Feedback | PackedFeedback:
         """Return the residuals of a bucket's parameters, of their shapes in memory.
 
         A rank that sends no gradient of a parameter still owns a part of its average. It sends nothing of the residual
@@ -196,9 +146,9 @@ class Quantized(Reduction):
     def _wholes(
         self, params: Sequence[ParamLayout], ctx: StepContext, device: torch.device
     ) -> list[tuple[torch.Tensor | None, torch.Tensor]]:
-        """Residuals of the last step, and the places for the new ones, fp32, where ranks have parts of parameters.
+        """Return, for each parameter that ranks share out, its old residual and the place of the new one, fp32.
 
-        Parts end where no block ends, so that 8 bits are unpacked as a whole; a place is for both then.
+        Parts end within blocks, so an 8-bit residual is unpacked as a whole, and old and new share one place.
         """
         packed = self.packed
         if packed is None:
@@ -215,21 +165,32 @@ class Quantized(Reduction):
         return found
 
 
+def preset(name: str, **options: Any) -> Quantized:
+    """Return the hook of a preset."""
+    return Quantized(PRESETS[name], name=name, **({"error_feedback": name in FED} | options))  # type: ignore[arg-type]
+
+
 def quant8(**options: Any) -> Quantized:
-    """Eight bits: half of bf16's bytes, and hardly any noise. Options as those of :class:`Quantized` but for ``bits``."""
-    return Quantized(8, name="quant8", **options)
+    """Return a hook of eight bits, which sends half of bf16's bytes with hardly any noise.
+
+    Args:
+        **options: of :class:`~ch_quant.options.QuantOptions`, without ``bits``.
+    """
+    return preset("quant8", **options)
 
 
 def quant4(**options: Any) -> Quantized:
-    """Four bits: a quarter of bf16's bytes."""
-    return Quantized(4, name="quant4", **options)
+    """Return a hook of four bits, which sends a quarter of bf16's bytes. Options as in :func:`quant8`."""
+    return preset("quant4", **options)
 
 
 def quant2(**options: Any) -> Quantized:
-    """Two bits; with error feedback."""
-    return Quantized(2, name="quant2", **{"error_feedback": True} | options)
+    """Return a hook of two bits with error feedback. Options as in :func:`quant8`."""
+    return preset("quant2", **options)
 
 
 def sign(**options: Any) -> Quantized:
-    """One bit, and the mean magnitude of each block; with error feedback (Karimireddy et al. 2019, arXiv:1901.09847)."""
-    return Quantized(1, name="sign", **{"error_feedback": True} | options)
+    """Return a hook of one bit and each block's mean magnitude, with error feedback (Karimireddy et al. 2019,
+    arXiv:1901.09847). Options as in :func:`quant8`.
+    """
+    return preset("sign", **options)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ch_quant.family import Quantized
+from ch_quant.quantized import Quantized
 from commhooks.testing import HookContract
 
 
