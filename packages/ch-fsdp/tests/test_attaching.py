@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import commhooks
-from ch_fsdp.torch_internals import param_groups
+from ch_fsdp.torch_internals.param_groups import param_groups
 from commhooks import HookConfigError, HookNotSupportedError
 from commhooks.testing import spawn
 

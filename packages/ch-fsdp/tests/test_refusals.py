@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import Shard
 
 import commhooks
-from ch_fsdp.torch_internals import param_groups
+from ch_fsdp.torch_internals.param_groups import param_groups
 from commhooks import AttachError, HookConfigError, HookNotSupportedError, RankMismatchError
 from commhooks.reduction import Plain
 from commhooks.testing import spawn

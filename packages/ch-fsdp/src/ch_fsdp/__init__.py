@@ -1,8 +1,8 @@
 """Communication hooks for FSDP1 and FSDP2.
 
-``commhooks.attach(model, "bf16_compress")`` needs nothing from here: the adapters are found by the model's class. What
-is exported are FSDP1's hooks and states with PyTorch's names and signatures. Imported lazily, so that listing hooks
-does not load torch.
+``commhooks.attach(model, "bf16_compress")`` finds the adapter by the model's class and needs no import of this package.
+The package exports FSDP1's hooks and states with PyTorch's names and signatures. It imports them lazily, so that listing
+hooks does not load torch.
 """
 
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from commhooks import lazy
 
 if TYPE_CHECKING:
-    from ch_fsdp.flat_reduction import flat_bucket, flat_version
+    from ch_fsdp.flat_sum import flat_bucket, flat_version
     from ch_fsdp.hooks import (
         DefaultState,
         LowPrecisionState,
@@ -34,7 +34,7 @@ __all__ = [
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "flat_reduction": "flat_bucket flat_version",
+        "flat_sum": "flat_bucket flat_version",
         "hooks": "DefaultState LowPrecisionState allreduce_hook bf16_compress_hook fp16_compress_hook "
         "reduce_scatter_hook",
     },

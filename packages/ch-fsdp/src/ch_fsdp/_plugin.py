@@ -1,4 +1,4 @@
-"""What ch-fsdp provides, as data; importing this loads no torch."""
+"""The hooks and adapters of ch-fsdp, as data. Importing this module loads no torch."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ _LOSSY = frozenset({"lossy", "changes_dtype"})
 
 @hookimpl
 def commhooks_specs() -> Iterable[HookSpec]:
-    """FSDP1's hooks. FSDP2 has no hook function: there a reduction's name is given to ``commhooks.attach``."""
+    """Return FSDP1's hooks. FSDP2 has no hook functions: ``commhooks.attach`` takes the name of a reduction."""
     return (
         HookSpec(
             "allreduce",
@@ -29,7 +29,7 @@ def commhooks_specs() -> Iterable[HookSpec]:
             "fp16_compress",
             "fsdp",
             "ch_fsdp:fp16_compress_hook",
-            "as allreduce or reduce_scatter, with fp16 on the wire",
+            "allreduce or reduce_scatter with fp16 on the wire",
             params={},
             capabilities=_LOSSY,
             aliases=("fp16",),
@@ -38,7 +38,7 @@ def commhooks_specs() -> Iterable[HookSpec]:
             "bf16_compress",
             "fsdp",
             "ch_fsdp:bf16_compress_hook",
-            "as allreduce or reduce_scatter, with bf16 on the wire",
+            "allreduce or reduce_scatter with bf16 on the wire",
             params={},
             capabilities=_LOSSY,
             aliases=("bf16",),
@@ -48,7 +48,7 @@ def commhooks_specs() -> Iterable[HookSpec]:
 
 @hookimpl
 def commhooks_adapter() -> Iterable[tuple[str, str]]:
-    """FSDP1's wrapper class, and the class that ``fully_shard`` mixes into every module (FSDP2)."""
+    """Return the adapters of FSDP1's wrapper class and of the class that ``fully_shard`` mixes into modules (FSDP2)."""
     return (
         ("torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel", "ch_fsdp.fsdp1:adapter"),
         ("torch.distributed.fsdp.FSDPModule", "ch_fsdp.fsdp2:adapter"),
@@ -58,7 +58,7 @@ def commhooks_adapter() -> Iterable[tuple[str, str]]:
 
 @hookimpl
 def commhooks_wraps() -> Iterable[str]:
-    """FSDP1's class, and FSDP2's function."""
+    """Return FSDP1's class and FSDP2's function."""
     return (
         "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel",
         "torch.distributed.fsdp._fully_shard._fully_shard:fully_shard",

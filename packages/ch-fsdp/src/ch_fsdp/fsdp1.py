@@ -1,8 +1,8 @@
-"""The adapter for FSDP1 (``FullyShardedDataParallel``): one trampoline on every unit, signature by sharding strategy.
+"""The adapter for FSDP1 (``FullyShardedDataParallel``): one hook on every unit, whose signature follows the strategy.
 
-FSDP1 hands a hook a flat vector, so plain averaging and its 16-bit casts fit, whatever the strategy. Hybrid sharding,
-for which ``register_comm_hook`` refuses every hook, works: the trampoline reduce-scatters inside the shard group and
-then all-reduces between the replicas, each with the cast.
+FSDP1 hands a hook a flat vector, so plain averaging and its 16-bit casts fit every strategy. ``register_comm_hook`` refuses
+hybrid sharding. This adapter reduce-scatters inside the shard group and then all-reduces between the replicas, both with
+the cast.
 """
 
 import inspect
@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from ch_fsdp.flat_reduction import FlatSum, fits_flat, flat_bucket, flat_layout, flat_version
-from ch_fsdp.hooks import divide_twice
-from ch_fsdp.private1 import Unit, UnitEnds, is_inner, units
-from ch_fsdp.step_boundary import Steps
+from ch_fsdp.flat_sum import FlatSum, fits_flat, flat_bucket, flat_layout, flat_version
+from ch_fsdp.hooks import set_factors
+from ch_fsdp.steps import Steps
+from ch_fsdp.torch_internals.fsdp1_units import Unit, UnitBackwardEnd, is_inner, units
 from commhooks import (
     AttachError,
     CommHook,
@@ -30,21 +30,26 @@ from commhooks import (
 from commhooks.adapters import AttachOptions, Binding, Engine, Fingerprint, ProcessGroupTransport, agree_along
 
 Call = Callable[[str, torch.Tensor, torch.Tensor | None], None]
+"""Reduces the flat gradient of a named unit. The third argument is this rank's shard, or ``None`` (``NO_SHARD``)."""
 
 
-class Slot:
-    """What one unit's trampoline calls at present."""
+class UnitHook:
+    """The function that one unit's hook calls now. It stays on the unit for ever.
+
+    Attributes:
+        expr: the attached hook, ``None`` after ``detach()``.
+    """
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self.holder: str | None = None
+        self.expr: str | None = None
         self.call: Call | None = None
-        unit.register(self, trampoline)
+        unit.register(self, call_unit_hook)
 
 
-def trampoline(state: Slot, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
-    """The only hook ever put on a unit."""
-    assert state.call is not None  # noqa: S101 - set as soon as the slot is made
+def call_unit_hook(state: UnitHook, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
+    """The only hook function that this adapter registers with FSDP1."""
+    assert state.call is not None  # noqa: S101 - FSDP1Binding sets it right after it makes the state
     state.call(state.unit.name, grad, output)
 
 
@@ -54,9 +59,9 @@ class FlatDriver:
     Args:
         reduction: plain averaging or a cast of it.
         model: the outermost unit.
-        unit: any unit; all share groups and strategy.
+        unit: any unit. All units have the same groups and strategy.
         timeout: seconds that one collective may take.
-        sends_status: off, the messages are exactly those of FSDP without a hook.
+        sends_status: False for exactly the messages of FSDP without a hook.
     """
 
     def __init__(
@@ -70,16 +75,16 @@ class FlatDriver:
     ) -> None:
         engines: dict[str, Engine] = {}
         self._sums: dict[str, FlatSum] = {}
-        wanted = {"shard" if unit.sharded else "replicate": unit.group}
+        axes = {"shard" if unit.sharded else "replicate": unit.group}
         if unit.replicas is not None:
-            wanted["replicate"] = unit.replicas
-        for axis, group in wanted.items():
+            axes["replicate"] = unit.replicas
+        for axis, group in axes.items():
             flat, whole = flat_version(reduction, scatter=axis == "shard")
-            divide_twice(flat, DefaultState(group))
+            set_factors(flat, DefaultState(group))
             self._sums[axis] = flat
             engines[axis] = Engine(whole, ProcessGroupTransport(group), timeout=timeout, sends_status=sends_status)
         self.steps = Steps(engines)
-        self.ends = UnitEnds(model, self.steps.end, self.steps.abandon)
+        self.end = UnitBackwardEnd(model, self.steps.end, self.steps.abandon)
 
     def __call__(self, name: str, grad: torch.Tensor, output: torch.Tensor | None) -> None:
         if output is None:
@@ -104,7 +109,7 @@ class FSDP1Binding(Binding):
         self.engine: Engine | None = None
         self._foreign = 0
         self.driver: FlatDriver | None = None
-        reduction = carried(handle)
+        reduction = reduction_of(handle)
         if reduction is not None:
             self.driver = FlatDriver(reduction, model, self.units[0], options.timeout)
             engines = self.driver.steps.group.engines
@@ -112,10 +117,10 @@ class FSDP1Binding(Binding):
         call: Call = self.driver if self.driver is not None else self._foreign_call(handle)
         numels = {u.name: u.numel() for u in self.units}
         self.layout = flat_layout(numels, self.units[0].dtype(), next(model.parameters()).device)
-        # Last: nothing after it can fail, and leave trampolines in a model that has no handle.
-        self._slots = [u.registered if isinstance(u.registered, Slot) else Slot(u) for u in self.units]
-        for slot in self._slots:
-            slot.call, slot.holder = call, handle.expr
+        # Last, because an error after it would leave hooks in a model without a handle.
+        self._hooks = [u.hook_state if isinstance(u.hook_state, UnitHook) else UnitHook(u) for u in self.units]
+        for hook in self._hooks:
+            hook.call, hook.expr = call, handle.expr
 
     @property
     def calls(self) -> int:
@@ -130,17 +135,17 @@ class FSDP1Binding(Binding):
 
     def detach(self) -> None:
         if self.driver is not None:
-            self.driver.ends.close()
+            self.driver.end.close()
         plain = FlatDriver(Plain(), self._model, self.units[0], self._timeout, sends_status=False)
-        for slot in self._slots:
-            slot.call, slot.holder = plain, None
+        for hook in self._hooks:
+            hook.call, hook.expr = plain, None
 
     def _agree(self, handle: CommHook, options: AttachOptions) -> None:
-        """Refuse what does not fit; on every rank of the group if on one."""
+        """Refuse a hook that does not fit, on every rank of the group if one rank refuses it."""
         first = self.units[0]
         refusal: CommHooksError | None = None
         try:
-            fit(self.units, handle, options)
+            check_fits(self.units, handle, options)
         except CommHooksError as error:
             refusal = error
         if options.verify_ranks:
@@ -171,60 +176,63 @@ def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) ->
 
 
 def refuse_inner(model: FullyShardedDataParallel) -> None:
-    """Raise :class:`AttachError` if ``model`` is an inner unit, or has no parameters to reduce."""
+    """Raise :class:`AttachError` if ``model`` is an inner unit or has no parameters to reduce."""
     if is_inner(model):
         raise AttachError("this is an inner FSDP unit: FSDP1's hooks are set for the whole model; attach to the root")
     if not any(True for _ in units(model)):
-        raise AttachError("this FSDP model has no parameters of its own to reduce")
+        raise AttachError("this FSDP model has no parameters to reduce: attach to a model that has")
 
 
-def carried(handle: CommHook) -> Reduction | None:
-    """The reduction that a handle runs; ``None`` for a foreign FSDP1 function."""
+def reduction_of(handle: CommHook) -> Reduction | None:
+    """Return the reduction of a handle, or ``None`` for a foreign FSDP1 function."""
     reduction = handle.reduction or getattr(handle.built, "reduction", None)
     return reduction if isinstance(reduction, Reduction) else None
 
 
-def fit(all_units: list[Unit], handle: CommHook, options: AttachOptions) -> None:
-    """Raise unless the handle can run on these units.
+def check_fits(all_units: list[Unit], handle: CommHook, options: AttachOptions) -> None:
+    """Check that the handle can run on these units.
 
     Raises:
-        HookNotSupportedError: the reduction needs named gradients, or the function has another signature.
-        AttachError: a slot is taken, or the units do not share their groups.
+        HookNotSupportedError: the reduction needs named gradients, the function has another signature, or the units do
+            not share their groups.
+        SlotTakenError: a unit has a hook.
     """
     first = all_units[0]
     if options.axis is not None:
-        raise HookNotSupportedError(f"axis={options.axis!r}: FSDP1's strategy decides; axes can be chosen with FSDP2")
+        raise HookNotSupportedError(
+            f"axis={options.axis!r}: FSDP1's strategy decides the axis; leave axis out, or use FSDP2"
+        )
     for unit in all_units:
         if (unit.group, unit.replicas, unit.sharded) != (first.group, first.replicas, first.sharded):
             raise HookNotSupportedError(
                 f"units {first.name} and {unit.name} have different groups or strategies: one handle serves one. "
                 "Wrap all with the same process_group and sharding_strategy, or use FSDP2"
             )
-        held = unit.registered
-        if isinstance(held, Slot) and held.holder is not None:
-            raise SlotTakenError(f"this model has {held.holder} attached already: handle.detach() first")
-        if unit.hook is not None and not isinstance(held, Slot):
+        ours = unit.hook_state
+        if isinstance(ours, UnitHook) and ours.expr is not None:
+            raise SlotTakenError(f"this model has {ours.expr} attached already: handle.detach() first")
+        if unit.hook is not None and not isinstance(ours, UnitHook):
             named = getattr(unit.hook, "__qualname__", repr(unit.hook))
             raise SlotTakenError(f"this model's hook slot is taken by {named}: attach instead of register_comm_hook")
-    reduction = carried(handle)
+    reduction = reduction_of(handle)
     if reduction is None:
         hook: Callable[..., Any] = handle.built  # type: ignore[assignment]
-        _fit_function(hook, handle.expr, first)
+        _check_function(hook, handle.expr, first)
     elif not fits_flat(reduction):
         raise HookNotSupportedError(
             f"{reduction!r} needs each parameter's own shape, and FSDP1 gives a hook one flat vector. Use FSDP2 with a "
-            "replicate axis, or DistributedDataParallel (which is what NO_SHARD is); here 'allreduce', "
-            "'reduce_scatter', 'fp16_compress' and 'bf16_compress' fit"
+            "replicate axis, or DistributedDataParallel (the same as NO_SHARD). FSDP1 supports 'allreduce', "
+            "'reduce_scatter', 'fp16_compress' and 'bf16_compress'"
         )
 
 
-def _fit_function(hook: Callable[..., Any], expr: str, unit: Unit) -> None:
+def _check_function(hook: Callable[..., Any], expr: str, unit: Unit) -> None:
     parameters = list(inspect.signature(hook).parameters.values())
     names = [p.name for p in parameters]
-    given = (None, None, None) if unit.sharded else (None, None)
+    arguments = (None, None, None) if unit.sharded else (None, None)
     wanted = "(state, grad, output)" if unit.sharded else "(state, grad)"
     try:
-        inspect.signature(hook).bind(*given)
+        inspect.signature(hook).bind(*arguments)
     except TypeError:
         names.append("bucket")
     if "bucket" in names:

@@ -1,7 +1,7 @@
-"""FSDP2's shard axis: our reduce-scatter in torch's slot, one object per parameter group.
+"""FSDP2's shard axis: a reduce-scatter of this package in torch's slot, one object per parameter group.
 
-torch passes the ``op`` that its factors come down to: ``AVG``, ``SUM`` (it scales by itself before and after) or
-``PREMUL_SUM(1 / factor)``, which gloo refuses and we carry out. Everything else is :class:`ch_fsdp.flat_reduction.FlatSum`.
+torch passes the ``op`` that its factors lead to: ``AVG``, ``SUM`` (torch scales before and after it) or
+``PREMUL_SUM(1 / factor)``. gloo refuses ``PREMUL_SUM``, and this module carries it out.
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ch_fsdp.flat_reduction import fits_flat, flat_bucket, flat_version, is_cast
-from ch_fsdp.step_boundary import Steps
-from ch_fsdp.torch_internals import ParamGroup, premultiplier
+from ch_fsdp.flat_sum import fits_flat, flat_bucket, flat_version, is_cast
+from ch_fsdp.steps import Steps
+from ch_fsdp.torch_internals.param_groups import ParamGroup, premultiplier
 from commhooks import (
     AttachError,
     Bucket,
@@ -28,13 +28,16 @@ Op = dist.ReduceOp
 
 
 class ShardAxis:
-    """What all reduce-scatters of one model share.
+    """The engine that all reduce-scatters of one model share.
 
     Args:
-        reduction: plain averaging, a cast of it, or one that ``scatters``.
-        group: the ranks over which the model is sharded.
+        reduction: plain averaging, a cast of it, or a reduction with ``run_scatter``.
+        group: the ranks of the shard mesh.
         timeout: seconds that one collective may take.
-        state: of a reduction that keeps something.
+        state: state of a stateful reduction.
+
+    Attributes:
+        called: names of the groups that torch reduced here.
     """
 
     def __init__(
@@ -45,12 +48,16 @@ class ShardAxis:
         self.engine = Engine(self.form.reduction, ProcessGroupTransport(group), state, timeout=timeout)
         self.called: set[str] = set()
 
-    def follow(self, group: dist.ProcessGroup, name: str, holder: str) -> AttachError | None:
-        """Go on over another process group of the same ranks (``set_separate_reduce_scatter_group``)."""
+    def move(self, group: dist.ProcessGroup, name: str, expr: str) -> AttachError | None:
+        """Use another process group of the same ranks (``set_separate_reduce_scatter_group``).
+
+        Returns:
+            The error if the ranks differ.
+        """
         if dist.get_process_group_ranks(group) != dist.get_process_group_ranks(self.group):
             return AttachError(
-                f"{name}: the ranks that it is sharded over have changed since {holder} was attached; detach the "
-                "handle and attach again"
+                f"{name}: the ranks of its shard mesh have changed since {expr} was attached; detach the handle and "
+                "attach again"
             )
         self.group = group
         self.engine.move(ProcessGroupTransport(group))
@@ -60,8 +67,8 @@ class ShardAxis:
 class _Flat:
     """Plain averaging and its casts, on the flat gradient.
 
-    ``AVG`` on a 16-bit wire divides before the cast, so that no sum overflows; without a cast it divides the sum, which
-    is to the bit what gloo does.
+    On a 16-bit wire ``AVG`` divides before the cast, so that no sum overflows. Without a cast it divides the sum, as gloo
+    does, with the same bits.
     """
 
     def __init__(self, reduction: Reduction) -> None:
@@ -86,13 +93,13 @@ class _Flat:
 
 
 class _Named:
-    """A reduction that leaves each rank a part of the average, on named chunks of parameters; a sum is W averages."""
+    """A reduction with ``run_scatter``, on named chunks of parameters. A sum is W averages."""
 
     def __init__(self, reduction: Reduction) -> None:
         self.reduction = Scattered(reduction)
 
     def bucket(self, group: ParamGroup, parts: torch.Tensor, output: torch.Tensor, op: Any) -> Bucket:
-        layout = group.parts(parts.dtype)
+        layout = group.scatter_layout(parts.dtype)
         if layout.part.numel != output.numel():
             raise HookResultError(
                 f"{group.name}: FSDP2 gave {output.numel()} elements for each rank, its trainable parameters have "
@@ -106,19 +113,21 @@ class _Named:
 
 
 def _factor(op: Any) -> float:
-    """What a sum is multiplied by."""
+    """Return the factor of a sum."""
     if op == Op.PREMUL_SUM:
         return premultiplier(op)
     if op == Op.SUM:
         return 1.0
-    raise HookNotSupportedError(f"FSDP2 asked for {op}; the hooks here know AVG, SUM and PREMUL_SUM")
+    raise HookNotSupportedError(
+        f"FSDP2 asked for the reduction {op}; the hooks support AVG, SUM and PREMUL_SUM. Detach the hook"
+    )
 
 
 class ShardScatter:
-    """The object given to ``set_custom_reduce_scatter``: allocation as torch's own, communication ours."""
+    """The object in FSDP2's reduce-scatter slot (``set_custom_reduce_scatter``). It allocates as torch's own does."""
 
-    def __init__(self, group: ParamGroup, axis: ShardAxis, steps: Steps, holder: str) -> None:
-        self.group, self.axis, self.steps, self.holder = group, axis, steps, holder
+    def __init__(self, group: ParamGroup, axis: ShardAxis, steps: Steps, expr: str) -> None:
+        self.group, self.axis, self.steps, self.expr = group, axis, steps, expr
         self.replaced = group.comm
         group.comm = self
 
@@ -127,7 +136,7 @@ class ShardScatter:
         return self.group.comm is self
 
     def remove(self) -> None:
-        """Give torch its own object back."""
+        """Put torch's own object back."""
         if self.in_place:
             self.group.comm = self.replaced
 
@@ -142,35 +151,32 @@ class ShardScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Reduce ``input_tensor`` (``W * n``) and leave this rank's part in ``output_tensor`` (``n``).
+        """Reduce ``input_tensor``, ``(W * n,)``, into this rank's ``output_tensor``, ``(n,)``.
 
-        Runs on the stream that FSDP has made current. Returns when the work is done (CPU) or in the stream (CUDA).
+        Runs on the stream that FSDP made current. Returns when the result is there (CPU) or queued (CUDA).
         """
-        if group.group_name != self.axis.group.group_name:
-            refusal = self.axis.follow(group, self.group.name, self.holder)
-            if refusal is not None:  # raised from here it would leave the gradients unsharded
-                self.steps.keep(refusal)
-                self.replaced(output_tensor, input_tensor, group, op, async_op=False)
-                return
-        self.axis.called.add(self.group.name)
-        form = self.axis.form
         try:
-            bucket = form.bucket(self.group, input_tensor, output_tensor, op)
-        except HookResultError as error:  # as above
-            self.steps.keep(error)
+            if group.group_name != self.axis.group.group_name:
+                refusal = self.axis.move(group, self.group.name, self.expr)
+                if refusal is not None:
+                    raise refusal
+            self.axis.called.add(self.group.name)
+            bucket = self.axis.form.bucket(self.group, input_tensor, output_tensor, op)
+        except (AttachError, HookResultError) as error:  # raised from here it would leave the gradients unsharded
+            self.steps.fail(error)
             self.replaced(output_tensor, input_tensor, group, op, async_op=False)
             return
         try:
             self.steps.run("shard", bucket)
         finally:
-            form.release()
+            self.axis.form.release()
 
 
 def check_free(group: ParamGroup) -> None:
     """Raise :class:`~commhooks.SlotTakenError` unless torch's own reduce-scatter is in the slot."""
     comm = group.comm
     if isinstance(comm, ShardScatter):
-        raise SlotTakenError(f"{group.name} has {comm.holder} attached on its shard axis: detach() that handle first")
+        raise SlotTakenError(f"{group.name} has {comm.expr} attached on its shard axis: detach() that handle first")
     kind = type(comm).__name__
     if kind != "DefaultReduceScatter":
         raise SlotTakenError(

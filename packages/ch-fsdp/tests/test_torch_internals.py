@@ -1,4 +1,4 @@
-"""What ``private`` reads, against what torch says in public: the file to run first on a new torch."""
+"""Compares the private parts of torch that this package reads with the public API. Run it first on a new torch."""
 
 from collections.abc import Callable
 
@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import ShardingStrategy
 
 import commhooks
-from ch_fsdp.private1 import units
-from ch_fsdp.torch_internals import param_groups, premultiplier
+from ch_fsdp.torch_internals.fsdp1_units import units
+from ch_fsdp.torch_internals.param_groups import param_groups, premultiplier
 from commhooks.testing import spawn
 
 from .fsdp_kit import batch, gpt, line, shard1, shard2, square
@@ -80,7 +80,7 @@ def body_square(rank: int, world: int) -> None:
     model.register_comm_hook("state", hook)
     found = list(units(model))
     assert [u.name for u in found] == ["root", "_fsdp_wrapped_module.blocks.0", "_fsdp_wrapped_module.blocks.1"]
-    assert all(u.hook is hook and u.registered == "state" and u.replicas is None for u in found)
+    assert all(u.hook is hook and u.hook_state == "state" and u.replicas is None for u in found)
     model(*batch(0, rank)).backward()
     assert sorted(sizes) == sorted(u.numel() for u in found)
 

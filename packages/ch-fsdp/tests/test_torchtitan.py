@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from ch_fsdp.titan import attach
+from ch_fsdp.torchtitan import attach
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchtitan") is not None, reason="torchtitan is installed")
@@ -17,7 +17,7 @@ def test_the_override_is_the_config_of_a_checkpointer_that_attaches() -> None:
     pytest.importorskip("torchtitan")
     from torchtitan.components.checkpointer import CheckpointManager
 
-    from ch_fsdp.titan import CommHookCheckpointManager
+    from ch_fsdp.torchtitan import CommHookCheckpointManager
 
     before = CheckpointManager.Config(enable=True, folder="there", interval=7)
     config = attach(before, "powersgd(rank=4)", axis="replicate")

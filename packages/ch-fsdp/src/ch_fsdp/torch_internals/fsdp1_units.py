@@ -1,7 +1,4 @@
-"""Everything this package reads or sets of FSDP1 that torch keeps private.
-
-FSDP1 registers no hook under hybrid sharding, and tells a hook neither the unit nor the end of a backward.
-"""
+"""FSDP1's units: their hook slot, flat gradient and the end of a backward."""
 
 import functools
 import math
@@ -12,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-from ch_fsdp.torch_internals import missing, need
+from ch_fsdp.torch_internals.required import missing, need
 from commhooks.adapters import NO_BACKWARD, backward_id
 
 try:
@@ -27,10 +24,10 @@ HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 class Unit:
-    """One FSDP1 unit: what one wrapped module reduces together.
+    """One FSDP1 unit: the parameters that one wrapped module reduces together.
 
     Attributes:
-        name: fully qualified name of its module; ``"root"`` for the model itself.
+        name: fully qualified name of its module, ``"root"`` for the model itself.
     """
 
     def __init__(self, name: str, state: Any) -> None:
@@ -40,12 +37,12 @@ class Unit:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group over which the unit is sharded (or, with ``NO_SHARD``, replicated)."""
+        """The group over which the unit is sharded, or replicated under ``NO_SHARD``."""
         return self._state.process_group  # type: ignore[no-any-return]
 
     @property
     def replicas(self) -> dist.ProcessGroup | None:
-        """Under hybrid sharding, the group of ranks that hold the same shard."""
+        """The ranks with the same shard under hybrid sharding, else ``None``."""
         return self._state._inter_node_pg if self._state.sharding_strategy in HYBRID else None
 
     @property
@@ -57,17 +54,17 @@ class Unit:
         return self._state._comm_hook
 
     @property
-    def registered(self) -> Any:
-        """The state that the hook was registered with."""
+    def hook_state(self) -> Any:
+        """The state that the user or this package registered with the hook."""
         return self._state._comm_hook_state
 
     def register(self, state: object, hook: object) -> None:
-        """Put a hook in place; unlike ``register_comm_hook``, per unit and under hybrid sharding too."""
+        """Register a hook for this unit. ``register_comm_hook`` refuses hybrid sharding and acts on all units."""
         self._state._comm_hook_state = state
         self._state._comm_hook = hook
 
     def numel(self) -> int:
-        """Elements of the gradient that the hook is given, padded."""
+        """Return the number of elements of the hook's gradient, padded."""
         handle = self._state._handle
         if handle is None:
             return 0
@@ -80,19 +77,22 @@ class Unit:
         return handle._reduce_dtype or torch.float32 if handle is not None else torch.float32
 
 
-class UnitEnds:
-    """Hears when FSDP1 itself ends a backward: of all its functions at that place, this is one of an object.
+class UnitBackwardEnd:
+    """Calls the adapter when FSDP1 ends a backward.
+
+    torch calls ``next_iter`` of the outermost unit's execution order there. It is the only function that belongs to one
+    model.
 
     Args:
         model: the outermost unit.
-        ended: called when all units have been reduced.
-        forget: called before a forward: what has begun by then was cut short by an exception.
+        ended: called after all units were reduced.
+        forget: called before a forward, to drop a step that an exception interrupted.
     """
 
     def __init__(self, model: FullyShardedDataParallel, ended: Callable[[], None], forget: Callable[[], None]) -> None:
         need(model, "_exec_order_data")
         self._model, self._ended, self._forget = model, ended, forget
-        self._follow()
+        self._listen()
         self._forward = model.register_forward_pre_hook(self._before_forward)
 
     def close(self) -> None:
@@ -100,11 +100,11 @@ class UnitEnds:
 
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
         if backward_id() == NO_BACKWARD:
-            self._follow()
+            self._listen()
             self._forget()
 
-    def _follow(self) -> None:
-        """Listen to what the outermost unit has by now; no other listener is heard any more."""
+    def _listen(self) -> None:
+        """Become the only listener of the outermost unit, whose execution order torch may have replaced."""
         data: Any = self._model._exec_order_data
         if not hasattr(data, "_commhooks_listener"):
             original = data.next_iter
@@ -119,12 +119,12 @@ class UnitEnds:
 
 
 def is_inner(model: FullyShardedDataParallel) -> bool:
-    """Whether this is known not to be the outermost FSDP1 wrapper: torch decides it at the first forward."""
+    """Return True if ``model`` is known to be inside of another FSDP1 unit. torch decides it in the first forward."""
     return model._is_root is False
 
 
 def units(model: FullyShardedDataParallel) -> Iterator[Unit]:
-    """Every FSDP1 unit of the model that has parameters, in module order."""
+    """Yield every FSDP1 unit of the model that has parameters, in module order."""
     names = {id(module): name for name, module in model.named_modules()}
     for state in traversal._get_fsdp_states(model):
         if state._handle is not None:

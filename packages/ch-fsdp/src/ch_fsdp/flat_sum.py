@@ -1,9 +1,9 @@
-"""The one reduction of this package: the sum of a flat gradient, whole or scattered.
+"""The sum of a flat gradient, whole or scattered: plain averaging and its casts for FSDP1 and FSDP2's shard axis.
 
-``result = (premultiply * g_1 + ... + premultiply * g_W) / divide``, and each rank keeps all of it (FSDP1's NO_SHARD) or
-its own W-th (every sharded strategy, FSDP2). Which factors apply differs between FSDP1 (a power of two before, the
-rest after, against overflow in 16 bits) and FSDP2 (what the ``op`` that torch passes means); what travels on the wire
-is :class:`commhooks.compositions.wire_cast.WireCast` around it, fp32 accumulation included.
+``result = (premultiply * g_1 + ... + premultiply * g_W) / divide``. Each rank keeps the whole result (FSDP1's
+``NO_SHARD``) or its own W-th (every sharded strategy, FSDP2). FSDP1 multiplies by a power of two before the sum and divides
+by the rest after it, against overflow in 16 bits. FSDP2's factors follow from the ``op`` that torch passes.
+:class:`commhooks.WireCast` around the sum decides the dtype on the wire and the accumulation in fp32.
 """
 
 from collections.abc import Hashable
@@ -32,13 +32,13 @@ class FlatSum(Reduction):
     """All-reduce or reduce-scatter of a bucket's storage as one vector.
 
     Args:
-        scatter: whether each rank keeps only its part.
+        scatter: True if each rank keeps only its part.
 
     Attributes:
-        output: where this rank's part goes; set before each run, ``world_size`` times smaller than the bucket.
+        output: tensor for this rank's part, ``(n,)`` for a bucket of ``W * n`` elements. Set it before each run.
         op: ``"sum"``, or ``"mean"``, which divides by the world size before any cast.
         premultiply: factor before the sum.
-        divide: divisor after it.
+        divide: divisor after the sum.
 
     Example:
         >>> from commhooks.requests import StagePlan
@@ -74,18 +74,18 @@ class FlatSum(Reduction):
     def _result(self, flat: torch.Tensor, world_size: int) -> torch.Tensor:
         if not self.scatter:
             return flat
-        if flat.is_meta or self.output is None:  # planning: no numbers
+        if flat.is_meta or self.output is None:  # the engine plans from shapes alone
             return flat.new_empty(flat.numel() // world_size)
         return self.output
 
 
 def flat_bucket(name: str, flat: torch.Tensor) -> Bucket:
-    """A whole flat gradient as a bucket of one entry."""
+    """Return a whole flat gradient, ``(numel,)``, as a bucket of one entry."""
     return Bucket(flat_layout({name: flat.numel()}, flat.dtype, flat.device), flat)
 
 
 def flat_layout(numels: dict[str, int], dtype: torch.dtype, device: torch.device) -> BucketLayout:
-    """Flat gradients, one after another, as one virtual bucket."""
+    """Return flat gradients, one after another, as the layout of one virtual bucket."""
     entries, offset = [], 0
     for name, numel in numels.items():
         entries.append(ParamLayout(name, (numel,), (1,), offset))
@@ -94,28 +94,31 @@ def flat_layout(numels: dict[str, int], dtype: torch.dtype, device: torch.device
 
 
 def is_cast(reduction: Reduction) -> bool:
-    """Whether this is plain averaging on a 16-bit wire."""
+    """Return True for plain averaging on a 16-bit wire."""
     return isinstance(reduction, WireCast) and isinstance(reduction.inner, Plain)
 
 
 def fits_flat(reduction: Reduction) -> bool:
-    """Whether a reduction means the same on a flat vector as on named gradients: plain averaging and its casts."""
+    """Return True if a reduction needs no parameter names and shapes: plain averaging and its casts."""
     return isinstance(reduction, Plain) or is_cast(reduction)
 
 
 def flat_version(reduction: Reduction, *, scatter: bool) -> tuple[FlatSum, Reduction]:
-    """What ``reduction`` is on flat gradients: the sum inside (to be told the factors), and what to run.
+    """Return ``reduction`` for flat gradients: the sum inside, which takes the factors, and the reduction to run.
 
     Raises:
-        HookNotSupportedError: it needs parameters with names and shapes.
+        HookNotSupportedError: the reduction needs parameters with names and shapes.
     """
     if not fits_flat(reduction):
-        raise HookNotSupportedError(f"{reduction!r} cannot work on flat gradients: it needs each parameter's own shape")
+        raise HookNotSupportedError(
+            f"{reduction!r} cannot work on flat gradients, because it needs the shape of each parameter. Plain averaging "
+            "and its casts can: use 'allreduce', 'reduce_scatter', 'fp16_compress' or 'bf16_compress'"
+        )
     flat = FlatSum(scatter=scatter)
     if not isinstance(reduction, WireCast):
         return flat, flat
     wire = reduction.wire
     dtype = _WIRE_NAMES[wire.dtype]
     cast = WireCast(flat, dtype, accumulate=reduction.accumulate, rounding=wire.rounding)  # type: ignore[arg-type]
-    cast.name = reduction.name  # shown as what was attached
+    cast.name = reduction.name  # reports show the attached name
     return flat, cast

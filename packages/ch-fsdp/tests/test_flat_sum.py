@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ch_fsdp.flat_reduction import FlatSum, fits_flat, flat_bucket, flat_version
+from ch_fsdp.flat_sum import FlatSum, fits_flat, flat_bucket, flat_version
 from ch_powersgd import PowerSGD
 from commhooks.compositions.wire_cast import WireCast
 from commhooks.errors import HookNotSupportedError
@@ -100,5 +100,5 @@ def test_only_plain_averaging_and_its_casts_fit() -> None:
     assert fits_flat(BF16)
     for reduction in (PowerSGD(), WireCast(PowerSGD(), "bf16"), FlatSum(scatter=True)):
         assert not fits_flat(reduction)
-    with pytest.raises(HookNotSupportedError, match="own shape"):
+    with pytest.raises(HookNotSupportedError, match="shape of each parameter"):
         flat_version(PowerSGD(), scatter=True)

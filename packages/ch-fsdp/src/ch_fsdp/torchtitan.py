@@ -1,10 +1,10 @@
-"""torchtitan: an override that attaches a hook to the model and puts its state into torchtitan's checkpoints.
+"""torchtitan: an override that attaches a hook to the model and saves its state in torchtitan's checkpoints.
 
-torchtitan builds its checkpointer last, with the parallelized model. So a checkpointer derived from its own is the one
-place for both. torchtitan divides the loss by the tokens of all ranks and adds gradients up; residuals follow that
+torchtitan builds its checkpointer last, with the parallelized model. So a subclass of the checkpointer can do both.
+torchtitan divides the loss by the tokens of all ranks and sums the gradients. Residuals follow that
 (:attr:`commhooks.adapters.Binding.sums`).
 
-``--override.imports 'ch_fsdp.titan.attach={"hook": "powersgd(rank=4)"}'``
+``--override.imports 'ch_fsdp.torchtitan.attach={"hook": "powersgd(rank=4)"}'``
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from ch_ddp.frameworks import TrainerHook
 try:
     from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.config.override import derive, override
-except ImportError:  # said when it is used: tools that look at every module can import this one
+except ImportError:  # `attach` raises it, so that tools can import every module of this package
     CheckpointManager = None
 
 _KEY = "commhook"
@@ -24,15 +24,15 @@ _KEY = "commhook"
 if CheckpointManager is not None:
 
     class CommHookCheckpointManager(CheckpointManager):
-        """Attaches a hook to every part of the model; ``step-N/commhook`` of a checkpoint has every rank's state of it.
+        """Attaches a hook to every part of the model, and saves every rank's state in ``step-N/commhook``.
 
         Attributes:
-            hooks: one for each part; ``hooks[0].handle`` is what :func:`commhooks.attach` returned.
+            hooks: one for each part of the model. ``hooks[0].handle`` is the handle of the first part.
         """
 
         @dataclass(kw_only=True, slots=True)
         class Config(CheckpointManager.Config):
-            """Torchtitan's own options, and the arguments of :func:`commhooks.attach`."""
+            """torchtitan's own options, and the arguments of :func:`commhooks.attach`."""
 
             hook: Any = ""
             attach_options: dict[str, Any] = field(default_factory=dict)
@@ -53,7 +53,7 @@ if CheckpointManager is not None:
 
         def dcp_load(self, state_dict: Any, checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
-            if "optimizer" in state_dict and not from_hf:  # a run that goes on, not weights to begin with
+            if "optimizer" in state_dict and not from_hf:  # a resumed run, not only initial weights
                 for number, hook in enumerate(self.hooks):
                     hook.load(self._folder(checkpoint_id, number))
 
@@ -62,15 +62,11 @@ if CheckpointManager is not None:
 
     @override(target=CheckpointManager.Config, description="attach a communication hook")  # type: ignore[untyped-decorator]
     def attach(config: Any, hook: Any, **options: Any) -> Any:
-        """The override: ``hook`` and ``options`` are the arguments of :func:`commhooks.attach`."""
+        """Return torchtitan's config with a hook. The arguments are those of :func:`commhooks.attach`."""
         return derive(config, CommHookCheckpointManager.Config, hook=hook, attach_options=options)
 
 else:
 
     def attach(config: Any, hook: Any, **options: Any) -> Any:
-        """Needs torchtitan.
-
-        Raises:
-            ImportError: always.
-        """
-        raise ImportError("ch_fsdp.titan needs torchtitan: pip install 'torchtitan>=0.3'")
+        """Raise ``ImportError``, because torchtitan is not installed."""
+        raise ImportError("ch_fsdp.torchtitan needs torchtitan: pip install 'torchtitan>=0.3'")

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import commhooks
-from ch_fsdp.torch_internals import param_groups
+from ch_fsdp.torch_internals.param_groups import param_groups
 from commhooks import AttachError, HookConfigError, HookNotSupportedError
 from commhooks.checkpoint import dcp
 from commhooks.testing import spawn

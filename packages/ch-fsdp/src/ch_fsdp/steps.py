@@ -1,0 +1,100 @@
+"""The step of an FSDP model: engines that run each bucket at once, and end together when FSDP ends a backward.
+
+FSDP calls no hook last: the root's group may be ready before the first layer's, and the order depends on the graph. One
+backward may also contain several passes of autograd. So the adapter calls :meth:`Steps.end` when FSDP ends a backward.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from commhooks import Bucket
+from commhooks.adapters import (
+    NO_BACKWARD,
+    Engine,
+    EngineGroup,
+    Transport,
+    after_backward,
+    backward_id,
+    raise_after_backward,
+)
+
+
+class Deferred(Protocol):
+    """Reductions that wait for the end of a step."""
+
+    def finish(self, engine: Engine) -> None:
+        """Run the reductions that still wait."""
+
+    def forget(self, *, reset: bool = False) -> None:
+        """Drop the reductions of this step, and with ``reset`` also gradients of earlier backwards."""
+
+
+class Steps:
+    """The engines of one handle, by axis.
+
+    Args:
+        engines: ``"shard"``, ``"replicate"`` or both, in the order in which they end.
+        inspect: called at the end of each step. The ranks of all axes hear of an error that it returns.
+        relay: the shard axis, if no engine ends a step there last. Errors between the replicas of one shard travel along
+            it, so that every rank of the mesh raises.
+        deferred: reductions between replicas that wait for the end of the step (FSDP2).
+        due: returns True if this backward is a step even without a call.
+
+    Attributes:
+        calls: number of calls of the hooks.
+    """
+
+    def __init__(
+        self,
+        engines: dict[str, Engine],
+        inspect: Callable[[], BaseException | None] = lambda: None,
+        relay: Transport | None = None,
+        deferred: Deferred | None = None,
+        due: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.group = EngineGroup(engines, relay)
+        self.calls = 0
+        self._inspect, self._deferred, self._due = inspect, deferred, due
+        self._error: BaseException | None = None
+        self._ending = NO_BACKWARD  # the pass of autograd whose end is the end of the step
+
+    def run(self, axis: str, bucket: Bucket) -> None:
+        """Reduce a bucket over an axis now. The end of the backward raises errors of the reduction."""
+        self.calls += 1
+        self.group.run(axis, bucket)
+
+    def fail(self, error: BaseException) -> None:
+        """Record an error of this rank. All ranks raise at the end of the backward, which FSDP could not end otherwise."""
+        self._error = self._error or error
+
+    def end(self) -> None:
+        """End the step after the present pass of autograd.
+
+        Parts of a model that the user calls one by one each end their own backward. In one pass of autograd that is one
+        step.
+        """
+        task = backward_id()
+        if task == NO_BACKWARD or task != self._ending:
+            self._ending = task
+            after_backward(self._end)
+
+    def abandon(self, *, reset: bool = False) -> None:
+        """Forget a step whose backward an exception interrupted.
+
+        Args:
+            reset: also forget gradients that ``set_requires_all_reduce(False)`` kept of earlier backwards.
+        """
+        self._error = None
+        if self._deferred is not None:
+            self._deferred.forget(reset=reset)
+        self.group.abandon()
+
+    def _end(self) -> None:
+        if self._error is None and not self.group.in_step and not self._due():
+            return
+        error, self._error = self._error or self._inspect(), None
+        if self._deferred is not None:
+            self._deferred.finish(self.group.engines["replicate"])
+        error = self.group.finish(outside=error)
+        if error is not None:
+            raise_after_backward(error)
