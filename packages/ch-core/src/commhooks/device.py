@@ -14,13 +14,14 @@ CPU tests cannot detect a breach of these rules:
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 _SYNCHRONOUS = frozenset({"cpu", "meta"})
 _ACCELERATOR_BACKENDS = ("nccl", "xccl", "hccl")
+_SAME_QUEUE = nullcontext()
 
 
 def is_asynchronous(device: torch.device) -> bool:
@@ -83,19 +84,19 @@ class SideStream:
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
 
+    def on(self, tensor: torch.Tensor) -> AbstractContextManager[None]:
+        """Return a block on the side stream of the tensor's device, which records the tensor there."""
+        return _SAME_QUEUE if tensor.is_cpu else self._on(tensor)
+
     @contextmanager
-    def on(self, tensor: torch.Tensor) -> Iterator[None]:
-        """Enter the side stream of the tensor's device and record the tensor there."""
+    def _on(self, tensor: torch.Tensor) -> Iterator[None]:
         device = tensor.device
-        if device.type in _SYNCHRONOUS:
+        module: Any = None if device.type in _SYNCHRONOUS else torch.get_device_module(device)
+        if not hasattr(module, "Stream"):
             yield
             return
-        module = torch.get_device_module(device)
         side = self._streams.get(device)
         if side is None:
-            if not hasattr(module, "Stream"):
-                yield
-                return
             side = self._streams[device] = module.Stream(device)
         side.wait_stream(module.current_stream(device))
         with module.stream(side):

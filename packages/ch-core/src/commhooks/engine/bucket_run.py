@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -10,11 +12,13 @@ from commhooks.bucket import Bucket, BucketLayout
 from commhooks.engine.collectives import Sender, Stage, fill_nan, void_requests
 from commhooks.engine.outcome import BETWEEN, DECODE, ENCODE, StepOutcome
 from commhooks.engine.schedule import BucketPlan, CpuTuning
-from commhooks.engine.stats import Counters, profiled
+from commhooks.engine.stats import Counters
 from commhooks.errors import HookResultError
 from commhooks.reduction import Stages
 from commhooks.requests import Request, StagePlan, as_tuple
 
+_OFF: AbstractContextManager[Any] = nullcontext()
+_on_this_thread = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 _EMPTY_PLAN = BucketPlan((), BucketLayout((), 0, torch.float32, "cpu"))
 
 
@@ -101,7 +105,7 @@ class BucketRun:
     def _complete(self, pending: Stage, timeout: float | None, counters: Counters) -> None:
         self.pending = None
         begun = time.perf_counter()
-        with profiled(self.outcome.name, "wait", self.stage):
+        with _profiled(self.outcome.name, "wait", self.stage):
             pending.wait(timeout)
         counters.wait_seconds += time.perf_counter() - begun
         reduced, pending.reduced = pending.reduced, []  # buckets may share the stage, and one check is enough
@@ -112,7 +116,7 @@ class BucketRun:
         assert self.generator is not None  # noqa: S101 - otherwise it has failed
         expected, name = self.due, self.outcome.name
         begun = time.perf_counter()
-        with profiled(name, "stage", self.stage):
+        with _profiled(name, "stage", self.stage):
             try:
                 requests = as_tuple(next(self.generator))
             except StopIteration:
@@ -167,7 +171,7 @@ class RequestBatch:
         first = runs[0]
         # The average of a bucket that ends at once equals DDP's to the bit, so ranks add in DDP's order.
         any_order = not any(run.plan.ends_at_once for run in runs)
-        with profiled(first.outcome.name, "start", first.stage):
+        with _profiled(first.outcome.name, "start", first.stage):
             owner, newest = (first.number, first.stage), runs[-1].bucket.is_last
             stage = Stage(sender.transport, sender.scratch, owner, any_order, sender.tuning, newest)
             for run in runs:
@@ -177,3 +181,14 @@ class RequestBatch:
             first.outcome.fail_bucket(stage.error, BETWEEN, first.bucket.index)
         traffic.wire_bytes += stage.wire_bytes
         sender.counters.encode_seconds += time.perf_counter() - begun
+
+
+def _profiled(reduction: str, what: str, stage: int) -> AbstractContextManager[Any]:
+    """Return the profiler range ``commhooks::REDUCTION::WHATn``.
+
+    Without a profiler it returns an empty context, because an unused ``record_function`` costs more than the start of a
+    collective.
+    """
+    on_any_thread = getattr(torch.autograd.profiler, "_is_profiler_enabled", False)
+    on = on_any_thread or _on_this_thread()
+    return torch.profiler.record_function(f"commhooks::{reduction}::{what}{stage}") if on else _OFF

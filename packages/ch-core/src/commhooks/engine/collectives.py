@@ -15,7 +15,6 @@ import torch
 
 from commhooks.bucket import BucketLayout
 from commhooks.casting import encode
-from commhooks.device import is_asynchronous
 from commhooks.engine.schedule import TUNED, BucketPlan, CpuTuning
 from commhooks.engine.stats import Counters
 from commhooks.reduction import Reduction, StepContext
@@ -140,7 +139,7 @@ class Stage:
         so that the average equals DDP's to the bit, unless ``any_order`` permits another.
         """
         size, op = flat.nbytes, _sum(like.op)
-        free = self.transport.free and not is_asynchronous(flat.device)
+        free = self.transport.free and flat.is_cpu
         if free and (self.any_order or self.transport.world_size == 2 or like.wire is not None):
             if op == "sum" and flat.is_floating_point() and self.tuning.direct(size, self.transport.world_size):
                 self._exchange_directly(number, flat, decode)

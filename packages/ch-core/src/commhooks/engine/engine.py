@@ -177,10 +177,10 @@ class Engine:
             TransportError: the transport is lost.
         """
         begun = time.perf_counter()
-        pieces = self.sender.tuning.pieces(bucket, self.reduction)
+        pieces, device = self.sender.tuning.pieces(bucket, self.reduction), bucket.device
         if not self.in_step:
-            self._begin(bucket.device)
-        if is_asynchronous(bucket.device):
+            self._begin(device)
+        if is_asynchronous(device):
             self.buckets.submitted.append(bucket)
         older, started = list(self.buckets.in_flight), []
         try:

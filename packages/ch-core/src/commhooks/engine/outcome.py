@@ -194,7 +194,7 @@ def _out_of_step(name: str, clocks: dict[int, int]) -> CommHooksError:
 
 def finiteness(tensor: torch.Tensor) -> torch.Tensor | float:
     """Return a number that is finite if all elements are. On a GPU it is a 0-d tensor, so that the host need not wait."""
-    if is_asynchronous(tensor.device):  # in a wider type, where a sum does not overflow
+    if not tensor.is_cpu:  # in a wider type, where a sum does not overflow
         return tensor.sum(dtype=torch.float32 if tensor.dtype.itemsize < 4 else torch.float64)
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout
-from commhooks.device import is_asynchronous
 from commhooks.reduction import Reduction
 from commhooks.requests import StagePlan, payload_bytes, trip_bytes
 from commhooks.transport.base import Work
@@ -82,11 +81,7 @@ class CpuTuning:
             timeout: seconds; see :meth:`.Work.wait`.
         """
         done: Any = getattr(work, "is_completed", None)
-        if (
-            done is not None
-            and output.numel() * output.itemsize <= self.spin_bytes
-            and not is_asynchronous(output.device)
-        ):
+        if done is not None and output.numel() * output.itemsize <= self.spin_bytes and output.is_cpu:
             until = time.monotonic() + self.spin_seconds
             while not done() and time.monotonic() < until:
                 _yield_core()

@@ -1,11 +1,10 @@
-"""Figures of an engine: counters, sampled errors for telemetry, norms of residuals, and profiler ranges."""
+"""Figures of an engine: counters, sampled errors for telemetry, and norms of residuals."""
 
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -90,23 +89,6 @@ class Counters:
             "encode_seconds": self.encode_seconds,
             "decode_seconds": self.decode_seconds,
         }
-
-
-# -- profiler ranges
-
-_OFF: AbstractContextManager[Any] = nullcontext()
-_on_this_thread = getattr(torch.autograd, "_profiler_enabled", lambda: True)
-
-
-def profiled(reduction: str, what: str, stage: int) -> AbstractContextManager[Any]:
-    """Return the profiler range ``commhooks::REDUCTION::WHATn``.
-
-    Without a profiler it returns an empty context, because an unused ``record_function`` costs more than the start of a
-    collective.
-    """
-    on_any_thread = getattr(torch.autograd.profiler, "_is_profiler_enabled", False)
-    on = on_any_thread or _on_this_thread()
-    return torch.profiler.record_function(f"commhooks::{reduction}::{what}{stage}") if on else _OFF
 
 
 # -- sampled errors

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.utils.weak import WeakIdKeyDictionary
 
-from commhooks.device import is_asynchronous
 from commhooks.errors import HookTimeoutError, TransportError
 from commhooks.transport.base import Work
 
@@ -32,7 +31,7 @@ class ProcessGroupWork:
         begun = time.monotonic()
         try:
             # On a GPU the stream waits. With a timeout the host would wait for the kernel.
-            if timeout is not None and not is_asynchronous(self._keep[0].device):
+            if timeout is not None and self._keep[0].is_cpu:
                 self._work.wait(timedelta(seconds=timeout))
             else:
                 self._work.wait()
