@@ -1,17 +1,23 @@
-"""An FSDP2 model that changes after attach: parameters are thawed and frozen."""
+"""Attaching to FSDP2: replicas, names, failed attaches, and parameters thawed or frozen after attach."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import commhooks
+from ch_fsdp.torch_internals.param_groups import param_groups
+from commhooks import HookConfigError, HookNotSupportedError
 from commhooks.testing import spawn
 
-from .fsdp_kit import square
+from .fsdp_kit import batch, flat_params, gpt, line, shard2, square, train
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.gloo]
 
@@ -99,3 +105,262 @@ def body_brackets(rank: int, world: int) -> None:
 def test_names_with_brackets_on_the_shard_axis() -> None:
     pytest.importorskip("ch_quant")
     spawn(body_brackets, 4)
+
+
+POWERSGD = "powersgd(rank=2, min_compression_rate=1)"
+
+
+def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
+    every = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, tensor)
+    return every
+
+
+def body_compiled(rank: int, world: int) -> None:
+    """The hook of a compiled model is its own's: same numbers, and the averaging was the hook's."""
+    plain, compiled = shard2(gpt(), line(2)), torch.compile(shard2(gpt(), line(2)), backend="eager")
+    handles = [commhooks.attach(model, "bf16_compress") for model in (plain, compiled)]
+    for step in range(2):
+        for model in (plain, compiled):
+            model(*batch(step, rank)).backward()
+    assert [handle.stats()["steps"] for handle in handles] == [2, 2]
+    for ours, same in zip(plain.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(same.grad.to_local(), ours.grad.to_local())
+
+
+def test_a_compiled_model_is_unwrapped() -> None:
+    spawn(body_compiled, 2)
+
+
+# -- which ranks are replicas
+
+
+def body_stages(rank: int, world: int) -> None:
+    """Two pipeline stages that are built alike: nothing of one may reach the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "shard"))
+    model = shard2(gpt(seed=mesh.get_local_rank("pp")), mesh["shard"])
+    before = [p.to_local().clone() for p in model.parameters()]
+    for what in ("allreduce", "bf16_compress", POWERSGD):
+        with pytest.raises(HookNotSupportedError, match=r"sharded over 2 of 4 ranks.*process_group"):
+            commhooks.attach(model, what)
+    handle = commhooks.attach(model, "bf16_compress", axis="shard")
+    assert all(torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True))
+    model(*batch(0, rank)).backward()
+    assert handle.stats()["steps"] == 1
+
+
+def body_declared(rank: int, world: int) -> None:
+    """The mesh says which ranks are replicas, beside stages too."""
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp_replicate", "shard"))
+    stage, replica = mesh.get_local_rank("pp"), mesh.get_local_rank("dp_replicate")
+    model = shard2(gpt(seed=10 * stage + replica), mesh["shard"])
+    handle = commhooks.attach(model, POWERSGD)
+    assert handle.binding.group.size() == 2
+    assert torch.equal(flat_params(model), flat_params(shard2(gpt(seed=10 * stage), mesh["shard"])))
+    alone = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "replicate", "shard"))
+    handle = commhooks.attach(shard2(gpt(), alone["shard"]), "allreduce")  # one replica of each stage
+    assert "shard_rounds" in handle.stats()
+    assert "replicate_rounds" not in handle.stats()
+
+
+def test_stages_are_not_taken_for_replicas() -> None:
+    spawn(body_stages, 4)
+
+
+def test_the_mesh_says_which_ranks_are_replicas() -> None:
+    spawn(body_declared, 4)
+
+
+def body_flattened(rank: int, world: int) -> None:
+    """The dimension called so may be inside of what the model is sharded over: then those ranks are no replicas."""
+    mesh = square()
+    flat = mesh._flatten("dp")
+    handle = commhooks.attach(shard2(gpt(), flat), "bf16_compress")
+    assert "replicate_rounds" not in handle.stats()
+    with pytest.raises(HookNotSupportedError, match="there is none"):
+        commhooks.attach(shard2(gpt(), flat), POWERSGD)
+    mixed = gpt()
+    fully_shard(mixed.blocks[0], mesh=mesh["shard"])
+    fully_shard(mixed, mesh=DeviceMesh.from_group(mesh["shard"].get_group(), "cpu"))  # says nothing of replicas
+    with pytest.raises(HookNotSupportedError, match=r"root: none.*blocks.0: 2 ranks.*process_group"):
+        commhooks.attach(mixed, POWERSGD)
+
+
+def test_what_is_sharded_over_is_no_replica() -> None:
+    spawn(body_flattened, 4)
+
+
+# -- what replicas are given
+
+
+def body_after_evaluation(rank: int, world: int, shards: int) -> list[float]:
+    """A forward without a backward leaves the root gathered; replicas that start apart are made equal all the same."""
+    mesh = init_device_mesh("cpu", (world // shards, shards), mesh_dim_names=("replicate", "shard"))
+    replica = mesh.get_local_rank("replicate")
+    model = shard2(gpt(seed=replica), mesh["shard"])
+    with torch.no_grad():
+        model(*batch(0, rank))
+    handle = commhooks.attach(model, POWERSGD)
+    assert torch.equal(flat_params(model), flat_params(gpt(seed=0)))
+    train(model, 2, rank)
+    every = gathered(flat_params(model))
+    assert all(torch.equal(every[0], one) for one in every)
+    handle.detach()
+    commhooks.attach(model, POWERSGD, state=handle.state)  # after a forward that did train
+    return []
+
+
+@pytest.mark.parametrize(("world", "shards"), [(2, 1), (4, 2)])
+def test_attach_after_an_evaluation_forward(world: int, shards: int) -> None:
+    spawn(body_after_evaluation, world, shards)
+
+
+# -- tensor parallelism
+
+
+class Planned(nn.Module):
+    """``up`` and ``down`` are tensor-parallel (``down``'s bias is the same on its ranks); ``router`` is outside the plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.router = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.router(self.down(torch.relu(self.up(x))))
+
+
+def tensor_parallel(mesh: DeviceMesh, **options: Any) -> nn.Module:
+    model = Planned()
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["shard"], **options)
+
+
+def body_drift(rank: int, world: int) -> None:
+    """What is the same on all tensor-parallel ranks stays so, and has one name there."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    model = tensor_parallel(mesh)
+    handle = commhooks.attach(model, "powersgd(rank=2)")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(6):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(step + 10 * mesh.get_local_rank("replicate"))
+        model(torch.randn(8, 16, generator=generator)).square().mean().backward()
+        optimizer.step()
+    assert handle.stats()["compressed_steps"] == 6
+    place = f"[{mesh.get_local_rank('tp')}/2]"
+    names = {row.name: row.treatment for row in handle.plan()}
+    assert names["router.weight"] == names[f"up.weight{place}"] == "powersgd"
+    assert {"router.bias", "down.bias", f"up.bias{place}", f"down.weight{place}"} <= set(names)
+    for same in (model.router.weight, model.router.bias, model.down.bias):
+        every = gathered(same.to_local())
+        assert all(torch.equal(every[0], one) for one in every)
+    parts = gathered(model.up.weight.to_local())
+    assert not torch.equal(parts[0], parts[1]), "cut by tensor parallelism: this test would prove nothing"
+    for what in ("batched_powersgd(rank=1)", "bf16_compress(rounding='stochastic')"):
+        with pytest.raises(HookNotSupportedError, match="drift apart"):
+            commhooks.attach(tensor_parallel(mesh), what)
+    cut = Planned()  # the parts alone may be rounded as one
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel(), "router": ColwiseParallel()}
+    parallelize_module(cut, mesh["tp"], plan)
+    del cut.down.bias
+    cut.down.register_parameter("bias", None)
+    commhooks.attach(fully_shard(cut, mesh=mesh["shard"]), "batched_powersgd(rank=1)")
+
+
+def test_what_tensor_parallel_ranks_share_stays_the_same() -> None:
+    spawn(body_drift, 4)
+
+
+# -- names, and all or nothing
+
+
+class Bracketed(nn.Module):
+    """A module's name looks like the place of a shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleDict({"e[0]": nn.Linear(16, 16), "e[1/2]": nn.Linear(16, 16)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parts["e[1/2]"](self.parts["e[0]"](x))
+
+
+def body_names(rank: int, world: int) -> None:
+    mesh = square()["shard"]
+    wrapped = checkpoint_wrapper(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
+    inner = nn.Sequential(checkpoint_wrapper(nn.Linear(16, 16)), nn.Linear(16, 16))
+    for make in (wrapped, inner, Bracketed()):
+        model = fully_shard(make, mesh=mesh)
+        handle = commhooks.attach(model, POWERSGD)
+        model(torch.ones(2, 16) + rank).sum().backward()
+        assert [row.name for row in handle.plan()] == [f"{name}[{rank % 2}/2]" for name, _ in model.named_parameters()]
+        assert handle.stats()["compressed_steps"] == 1
+
+
+class Picky(commhooks.Reduction):
+    """Refuses the model, after the adapter has made its place."""
+
+    name, lossy = "picky", True
+
+    def check(self, layout: Any) -> None:
+        raise HookConfigError("not this model")
+
+    def run(self, bucket: Any, ctx: Any) -> Iterator[Any]:
+        yield from ()
+
+
+def slots(model: nn.Module) -> list[tuple[Any, ...]]:
+    groups = [group.torch_group for group in param_groups(model)]
+    return [
+        (g._all_reduce_hook, type(g._reduce_scatter_comm), getattr(g, "reduce_scatter_unused_params", None))
+        for g in groups
+    ]
+
+
+def body_failed(rank: int, world: int) -> None:
+    """After a refusal the model is as it was, wherever the refusal came from; the next attach goes through."""
+    model = shard2(gpt(), square()["shard"])
+    before, forward = slots(model), len(model._forward_hooks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def refused(error: type[Exception], what: Any, **options: Any) -> None:
+        with pytest.raises(error):
+            commhooks.attach(model, what, **options)
+        assert slots(model) == before
+        assert len(model._forward_hooks) == forward
+        assert not optimizer._optimizer_step_post_hooks
+
+    refused(HookConfigError, Picky(), optimizer=optimizer)
+    refused(commhooks.RankMismatchError, "allreduce" if rank else POWERSGD, optimizer=optimizer)
+    refused(Exception, POWERSGD, optimizer=optimizer, scaler=object())
+    refused(Exception, POWERSGD, state=3)
+    handle = commhooks.attach(model, POWERSGD)
+    model(*batch(0, rank)).backward()
+    assert handle.stats()["compressed_steps"] == 1
+    handle.detach()
+    refused_again = slots(model)
+    with pytest.raises(HookConfigError):
+        commhooks.attach(model, Picky())
+    assert slots(model) == refused_again, "the plain averaging that detach() has left is still there"
+    model.zero_grad()
+    model(*batch(1, rank)).backward()
+    every = gathered(model.blocks[0].norm.weight.grad.to_local())
+    assert torch.equal(every[rank % 2], every[rank % 2 + 2])
+
+
+def test_names_follow_the_model() -> None:
+    spawn(body_names, 4)
+
+
+def test_a_failed_attach_leaves_nothing() -> None:
+    spawn(body_failed, 4)
+
+
+def body_one_mesh(rank: int, world: int) -> None:
+    commhooks.attach(shard2(gpt(), line(2)), "bf16_compress")  # no further ranks: nothing to ask
+
+
+def test_one_mesh_over_all_ranks_needs_no_names() -> None:
+    spawn(body_one_mesh, 2)

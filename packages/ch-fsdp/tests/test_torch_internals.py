@@ -1,12 +1,15 @@
 """Compares the private parts of torch that this package reads with the public API. Run it first on a new torch."""
 
+import ast
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import ShardingStrategy
 
+import ch_fsdp
 import commhooks
 from ch_fsdp.torch_internals.fsdp1_units import units
 from ch_fsdp.torch_internals.param_groups import param_groups, premultiplier
@@ -98,3 +101,20 @@ def test_premultiplier_and_names() -> None:
     names = {spec.name for spec in commhooks.list_hooks(kind="fsdp") if spec.provider == "ch-fsdp"}
     assert names == {"allreduce", "reduce_scatter", "fp16_compress", "bf16_compress"}
     assert commhooks.get("bf16", kind="fsdp").__name__ == "bf16_compress_hook"
+
+
+def test_no_other_module_touches_private_parts_of_torch() -> None:
+    root = Path(ch_fsdp.__file__).parent
+    found = []
+    for path in root.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+                private = names[0] == "torch" and any(name.startswith("_") for name in names)
+            else:  # a private attribute of another object than `self` or a super class
+                private = isinstance(node, ast.Attribute) and node.attr.startswith("_") and node.attr[:2] != "__"
+                private = private and not (isinstance(node.value, ast.Name) and node.value.id == "self")
+                private = private and not isinstance(node.value, ast.Call)
+            if private:
+                found.append(f"{path.name}:{node.lineno}")
+    assert not found, "move this into ch_fsdp.torch_internals"
