@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from commhooks.testing import readings, unaccounted
 from tests.campaign.hooks import FP16, ROUNDING, Entry
 
 Grads = Mapping[str, torch.Tensor | None]
@@ -170,7 +171,8 @@ class Bounds:
         limit = factor * (rounding + self.entry.wire) * float(sums.size[name])
         limit += sums.steps * self.tiny(dtype) * sums.wanted[name].numel() ** 0.5
         gap = sums.applied[name] - sums.wanted[name]
-        off = min(float((gap + each).norm()) for each in owed or [torch.zeros_like(gap)])
+        kept = {name: (owed[0], owed[1])} if owed else {}
+        off = unaccounted({name: sums.wanted[name]}, {name: sums.applied[name]}, kept)[name]
         if not off <= limit:
             length = float(sums.wanted[name].norm())
             raise Wrong(
@@ -200,18 +202,6 @@ class Sums:
             self.size[name] = self.size.get(name, 0.0) + float(exact.size.norm()) / scale
 
 
-def orders(residual: torch.Tensor, like: torch.Tensor) -> list[torch.Tensor]:
-    """A residual's numbers in the parameter's logical order: kept so, or kept in memory order (PowerSGD's matrices)."""
-    straight = flat64(residual)
-    if like.is_contiguous() or like.is_complex():
-        return [straight, straight]
-    back = torch.empty_like(like, dtype=torch.float64)
-    if back.stride() != like.stride():  # not dense: DDP's bucket holds it row by row
-        return [straight, straight]
-    back.as_strided((like.numel(),), (1,)).copy_(straight)
-    return [straight, back.reshape(-1)]
-
-
 def mean_owed(
     residuals: Mapping[str, torch.Tensor], params: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None
 ) -> dict[str, list[torch.Tensor]]:
@@ -219,7 +209,7 @@ def mean_owed(
     both = {}
     for name, param in params.items():
         zero = torch.zeros_like(flat64(param))
-        both[name] = orders(residuals[name], param) if name in residuals else [zero, zero]
+        both[name] = readings(residuals[name], param) if name in residuals else (zero, zero)
     flat = torch.cat([t for pair in both.values() for t in pair])
     dist.all_reduce(flat, group=group)
     parts = iter((flat / dist.get_world_size(group)).split([t.numel() for pair in both.values() for t in pair]))

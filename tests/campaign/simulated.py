@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from commhooks import CommHook
-from commhooks.testing import SimulatedRanks
-from tests.campaign.checks import Bounds, Exact, Oracle, Sums, Wrong, digest, flat64, orders
+from commhooks.testing import SimulatedRanks, mean_residuals
+from tests.campaign.checks import Bounds, Exact, Oracle, Sums, Wrong, digest, flat64
 from tests.campaign.draw import Case
 from tests.campaign.hooks import entry_of
 from tests.campaign.notes import Notes
@@ -129,5 +129,4 @@ def _one_step(case: Case, ranks: SimulatedRanks, like: Tensors, step: int, sums:
 
 def _owed(saved: list[dict[str, Any]], name: str, like: torch.Tensor) -> list[torch.Tensor]:
     rows = [one["entries"].get(name, {}).get("residual") for one in saved]
-    pairs = [orders(row, like) if row is not None else [torch.zeros_like(flat64(like))] * 2 for row in rows]
-    return [torch.stack([pair[place] for pair in pairs]).mean(0) for place in (0, 1)]
+    return list(mean_residuals([{} if row is None else {name: row} for row in rows], {name: like})[name])

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 from ch_sparse import TopK
 from ch_sparse.chunks import Chunks, largest
-from ch_sparse.values import TwoLevels
+from ch_sparse.message import TwoLevels
 from commhooks.simulate import SimulatedRank, simulate
 from commhooks.testing import spawn
 

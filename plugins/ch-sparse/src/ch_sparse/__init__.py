@@ -1,7 +1,6 @@
-"""Sparse hooks: the largest entries of every chunk (`topk`), and a random choice that all ranks make alike (`randomk`).
+"""Sparse hooks: the largest entries of every chunk (`topk`), and the same random entries on all ranks (`randomk`).
 
-The names are imported when first used: commhooks imports this package to list what it offers, and listing must not
-load torch.
+Names are imported at first use: ``commhooks list`` imports this package and must not load torch.
 """
 
 from typing import TYPE_CHECKING

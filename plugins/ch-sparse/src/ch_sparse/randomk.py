@@ -14,12 +14,12 @@ What is not finite and not chosen shows itself, too: a stratum that holds a NaN 
 """
 
 import zlib
-from typing import Any
 
 import torch
 
-from ch_sparse.base import Sparse, fill
-from commhooks import AllReduce, Bucket, BucketLayout, HookConfigError, ParamLayout, Stages, StepContext, per_layout
+from ch_sparse.options import RandomKOptions
+from ch_sparse.sparse import Sparse, fill
+from commhooks import AllReduce, Bucket, BucketLayout, ParamLayout, Stages, StepContext, per_layout
 
 DRAWN = "drawn"
 _MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # splitmix64's, as signed numbers
@@ -27,19 +27,13 @@ _MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685
 _SMALL = 2.0**-100
 
 
-class RandomK(Sparse):
+class RandomK(RandomKOptions, Sparse):
     """The mean of one entry of each stratum.
 
-    Args:
-        density: part of the entries that is sent, above 0 and at most 1; ``round(1 / density)`` elements are a stratum.
-        seed: of the choice, the same on all ranks.
-        feedback: keep what was not sent for the next step, in fp32.
-        decay: what a step leaves of what was kept; 1 loses nothing.
-        start_iter: committed steps that are averaged exactly before.
-        exempt: average parameters of fewer than two dimensions, and those of fewer than ``1 / density`` elements, exactly.
+    Options: see :class:`~ch_sparse.options.RandomKOptions`.
 
     Raises:
-        HookConfigError: an option out of its range, or ``decay`` without ``feedback``.
+        HookConfigError: an option out of its limits, or ``decay`` without ``feedback``.
 
     State: ``residual``, local, fp32, one per sparsified parameter, with ``feedback``. Without it ``drawn``, shared, one number
     per sparsified parameter: how many steps have chosen. The choice follows from ``ctx.step``, which counts the steps that
@@ -54,24 +48,11 @@ class RandomK(Sparse):
 
     name = "randomk"
 
-    def __init__(
-        self,
-        density: float = 0.05,
-        seed: int = 0,
-        feedback: bool = True,
-        decay: float = 1.0,
-        start_iter: int = 0,
-        exempt: bool = True,
-    ) -> None:
-        super().__init__(density, feedback, decay, start_iter, exempt)
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise HookConfigError(f"seed={seed!r}: expected an integer, the same on all ranks")
-        self.seed, self.size = seed, max(1, round(1.0 / density))
-        if not feedback:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.size = max(1, round(1.0 / self.density))  # elements of a stratum
+        if not self.feedback:
             self.fields = {DRAWN: "shared"}
-
-    def config(self) -> dict[str, Any]:
-        return super().config() | {"seed": self.seed}
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
         keys = self._keys_of(bucket.layout)  # (rows,)

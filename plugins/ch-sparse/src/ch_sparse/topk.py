@@ -17,31 +17,20 @@ the volume grows with the number of ranks, and :meth:`~commhooks.Reduction.cauti
 What is not finite is larger than all else, so at least one such entry of a chunk is sent.
 """
 
-from typing import Any
-
-from ch_sparse.base import Sparse, fill
-from ch_sparse.bits import BitPacking
 from ch_sparse.chunks import Chunks, largest
-from ch_sparse.exchange import Exchange
-from ch_sparse.values import VALUES
-from commhooks import Bucket, BucketLayout, HookConfigError, Stages, StepContext, per_layout
+from ch_sparse.message import VALUES, BitPacking, SparseExchange
+from ch_sparse.options import TopKOptions
+from ch_sparse.sparse import Sparse, fill
+from commhooks import Bucket, BucketLayout, Stages, StepContext, per_layout
 
 
-class TopK(Sparse):
+class TopK(TopKOptions, Sparse):
     """The mean of each rank's largest entries.
 
-    Args:
-        density: part of a chunk's entries that is sent, above 0 and at most 1.
-        chunk: consecutive elements of a parameter among which the largest are chosen, 16 to 65536.
-        bits: of a value on the wire: 32 (fp32, which a 16-bit wrapper may round), 16 (bf16), or 2 (a sign, and one of two
-            levels that each chunk has).
-        feedback: keep what was not sent for the next step, in fp32.
-        decay: what a step leaves of what was kept; 1 loses nothing.
-        start_iter: committed steps that are averaged exactly before.
-        exempt: average parameters of fewer than two dimensions, and those of fewer than ``1 / density`` elements, exactly.
+    Options: see :class:`~ch_sparse.options.TopKOptions`. A 16-bit wrapper may round values of 32 bits.
 
     Raises:
-        HookConfigError: an option out of its range, or ``decay`` without ``feedback``.
+        HookConfigError: an option out of its limits, or ``decay`` without ``feedback``.
 
     State: ``residual``, local, fp32, one per sparsified parameter, with ``feedback`` only.
 
@@ -55,28 +44,11 @@ class TopK(Sparse):
     name = "topk"
     collectives = frozenset({"all_gather"})
 
-    def __init__(
-        self,
-        density: float = 0.01,
-        chunk: int = 4096,
-        bits: int = 16,
-        feedback: bool = True,
-        decay: float = 1.0,
-        start_iter: int = 0,
-        exempt: bool = True,
-    ) -> None:
-        super().__init__(density, feedback, decay, start_iter, exempt)
-        if isinstance(chunk, bool) or not isinstance(chunk, int) or not 16 <= chunk <= 65536:
-            raise HookConfigError(f"chunk={chunk!r}: expected 16 to 65536 elements")
-        if bits not in VALUES:
-            raise HookConfigError(f"bits={bits!r}: expected one of {sorted(VALUES, reverse=True)}")
-        self.chunk, self.bits = chunk, bits
-        self.reports_sent = not feedback
-        self.castable = frozenset({"all_gather"}) if bits == 32 else frozenset()
-        self._values, self._places = VALUES[bits], BitPacking((chunk - 1).bit_length())
-
-    def config(self) -> dict[str, Any]:
-        return super().config() | {"chunk": self.chunk, "bits": self.bits}
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.reports_sent = not self.feedback
+        self.castable = frozenset({"all_gather"}) if self.bits == 32 else frozenset()
+        self._values, self._places = VALUES[self.bits], BitPacking((self.chunk - 1).bit_length())
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
         chunks = self._chunks_of(bucket.layout)
@@ -85,7 +57,7 @@ class TopK(Sparse):
         self.load(bucket, places, ctx)
 
         columns = largest(grid, chunks.k)  # (rows, k)
-        exchange = Exchange(chunks, self._values, self._places, ctx, bucket.device)
+        exchange = SparseExchange(chunks, self._values, self._places, ctx, bucket.device)
         yield exchange.requests(grid.gather(1, columns), columns)
 
         at, sent = chunks.positions(chunks.entries(columns)), exchange.own()
@@ -97,7 +69,7 @@ class TopK(Sparse):
             fill(ctx.sent, places)
 
         total = grid.zero_().view(-1)
-        for at, values in exchange:  # a place is in a message once, so no order of adding is left to the device
+        for at, values in exchange:  # a message holds a place once, so the device cannot change the order of the sum
             total.index_add_(0, at, values, alpha=1.0 / ctx.world_size)
         fill(bucket, places)
 

@@ -17,7 +17,7 @@ Readings = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's numbers in logical order, ``(numel,)`` fp64 (twice as many for a complex tensor), on the CPU."""
     dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
-    numbers = torch.view_as_real(dense) if dense.is_complex() else dense
+    numbers = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
     return numbers.reshape(-1).to("cpu", torch.float64)
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ch_sparse.bits import BitPacking
+from ch_sparse.message import BitPacking
 
 
 @given(st.integers(1, 16).flatmap(lambda w: st.tuples(st.just(w), st.lists(st.integers(0, 2**w - 1), max_size=70))))
