@@ -12,7 +12,7 @@ import torch
 
 import commhooks
 from ch_ft import DistributedDataParallel, OptimizerWrapper, SimulatedCluster, SimulatedManager
-from ch_ft.managed_engine import attempts_of
+from ch_ft.attempts import attempts_of
 from commhooks.errors import AttachError, HookConfigError, HookNotSupportedError
 from commhooks.reduction import Plain
 

@@ -146,7 +146,7 @@ def test_what_is_refused() -> None:
         manager = cluster.join("a")
         with pytest.raises(HookConfigError, match=r"LBFGS evaluates the model inside step\(\), after the vote"):
             OptimizerWrapper(manager, torch.optim.LBFGS([torch.nn.Parameter(torch.ones(1))]))
-        with pytest.raises(HookConfigError, match=r"expected a torch\.optim\.Optimizer to wrap, got Linear"):
+        with pytest.raises(HookConfigError, match=r"got a Linear. Give a torch\.optim\.Optimizer"):
             OptimizerWrapper(manager, torch.nn.Linear(1, 1))  # type: ignore[arg-type]
 
 

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 from commhooks import lazy
 
 if TYPE_CHECKING:
-    from ch_ft.ddp import DistributedDataParallel
+    from ch_ft.ddp import DistributedDataParallel, PureDistributedDataParallel
     from ch_ft.local_manager import Local, local, start_lighthouse
+    from ch_ft.manager import Manager, Membership, Reducer, Transaction
     from ch_ft.optimizer import OptimizerWrapper
-    from ch_ft.protocols import Manager, Membership, Reducer, Transaction
-    from ch_ft.pure_ddp import PureDistributedDataParallel
     from ch_ft.simulator import SimulatedCluster, SimulatedDeath, SimulatedManager
     from ch_ft.transport import ManagerTransport
 
@@ -38,11 +37,10 @@ __all__ = [
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "ddp": "DistributedDataParallel",
+        "ddp": "DistributedDataParallel PureDistributedDataParallel",
         "local_manager": "Local local start_lighthouse",
         "optimizer": "OptimizerWrapper",
-        "protocols": "Manager Membership Reducer Transaction",
-        "pure_ddp": "PureDistributedDataParallel",
+        "manager": "Manager Membership Reducer Transaction",
         "simulator": "SimulatedCluster SimulatedDeath SimulatedManager",
         "transport": "ManagerTransport",
     },

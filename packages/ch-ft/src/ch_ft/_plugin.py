@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from ch_ft.versions import installed_torchft
+from ch_ft.torchft_support import installed_torchft
 from commhooks import hookimpl
 
 
@@ -10,8 +10,8 @@ from commhooks import hookimpl
 def commhooks_adapter() -> Iterable[tuple[str, str]]:
     """Both models, so that attaching to the one without buckets says why not."""
     return (
-        ("ch_ft.ddp.DistributedDataParallel", "ch_ft.adapter:adapter"),
-        ("ch_ft.pure_ddp.PureDistributedDataParallel", "ch_ft.adapter:refuse_pure"),
+        ("ch_ft.ddp.DistributedDataParallel", "ch_ft.ddp_binding:adapter"),
+        ("ch_ft.ddp.PureDistributedDataParallel", "ch_ft.ddp_binding:refuse_pure"),
     )
 
 
@@ -20,7 +20,7 @@ def commhooks_manager() -> Iterable[tuple[str, str]]:
     """Torchft's manager and the simulated one: between the groups of an FSDP2 model."""
     return (
         ("torchft.manager.Manager", "ch_ft.replica_groups:between"),
-        ("ch_ft.simulator.cluster.SimulatedManager", "ch_ft.replica_groups:between"),
+        ("ch_ft.simulator.SimulatedManager", "ch_ft.replica_groups:between"),
     )
 
 

@@ -1,54 +1,74 @@
-"""Manager-backed DistributedDataParallel: DDP's reducer, with every collective over the manager.
+"""Fault-tolerant replacements of DDP: average gradients over a manager while members die and return.
 
-The reducer must lay out its buckets alike in every iteration and on every member, a newly started one included.
-DDP rebuilds them after its first iteration unless it looks for unused parameters, so that is always switched on.
+DDP rebuilds its buckets after the first iteration unless it searches for unused parameters. A member that joins later
+would then reduce other buckets than its peers. So :class:`DistributedDataParallel` always searches for them.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
+from torch import nn
+from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.weak import WeakIdKeyDictionary
 
 import commhooks
-from ch_ddp.adapter import Finalizer, acquire_slot, averaged
-from ch_ft.ddp_drivers import PlainDriver
-from ch_ft.failfast import FailFast
-from ch_ft.plain_average import Averaging
-from ch_ft.protocols import Abortable, Manager, Reducer
+from ch_ddp.adapter import (
+    Finalizer,
+    TensorFuture,
+    acquire_slot,
+    averaged,
+    behind_backward,
+    future_for,
+    raise_finalized,
+)
+from ch_ft.fail_fast import FailFast
+from ch_ft.manager import Abortable, Manager, Membership, Reducer, Work
 from ch_ft.used_params import GroupOfOne, UsedParams
-from commhooks import AttachError, CommHook, HookConfigError, HookNotSupportedError, Reduction
+from commhooks import AttachError, CommHook, GradBucket, HookConfigError, HookNotSupportedError, Reduction
+from commhooks.adapters import backward_id
 
 _OVER_A_FIXED_GROUP = ("broadcast_buffers", "forward_sync_buffers", "delay_all_reduce_named_params")
+_NEEDED_BY_HOOKS = (
+    "num_participants",
+    "is_participating",
+    "participating_rank",
+    "current_step",
+    "register_state_dict_fn",
+)
 
 
 class DistributedDataParallel(TorchDDP):
-    """DDP that goes on when members die, with torchft's name and signature.
+    """DDP that trains on when members die. It has torchft's name and signature.
 
-    Averages over the participants of each step. A lost peer never raises: the step is not committed and is tried
-    again. Parameters and optimizer must be part of what the manager transfers.
+    It averages over the participants of each step. A lost peer raises nothing: the step is not committed, and the next
+    attempt repeats it. The manager must transfer parameters and optimizer to healing members.
 
     Args:
-        manager: torchft's Manager; for plain averaging any :class:`~ch_ft.Reducer` will do.
-        module: the module to train.
-        hook: what :func:`commhooks.attach` takes: ``"powersgd(rank=4)"``, ``"bf16_compress"`` ... Without it, plain
-            averaging.
-        process_group: the group that was given to the manager. With it, a member that notices a failure closes its
-            connections, so that the others notice at once instead of after the group's time-out.
-        fail_fast: ``False`` leaves the others to the group's time-out.
-        **kwargs: DDP's own, e.g. ``bucket_cap_mb``. Equal on all members.
+        manager: torchft's Manager. Plain averaging works with any :class:`~ch_ft.Reducer`.
+        module: module to train.
+        hook: first argument of :func:`commhooks.attach`, such as ``"powersgd(rank=4)"``. Without it, gradients are
+            averaged plainly.
+        process_group: process group of the manager. A member that notices a failure closes its connections, so its
+        peers
+            notice at once. Without it they notice at the group's time-out.
+        fail_fast: False to let peers wait for the time-out.
+        **kwargs: arguments of DDP, such as ``bucket_cap_mb``. All members need the same.
 
     Attributes:
-        handle: the attached hook, or ``None``.
-        averaged: names of the parameters that are averaged.
+        handle: attached hook, or ``None``.
+        averaged: names of the averaged parameters.
+        used: parameters that a step used.
 
     Raises:
         HookConfigError: ``static_graph=True`` or ``find_unused_parameters=False``, under which buckets change from
             one iteration to the next; ``broadcast_buffers=True`` or ``delay_all_reduce_named_params``, which go over
             a process group of fixed ranks.
-        HookNotSupportedError: the hook needs more than all-reduce.
+        HookNotSupportedError: the hook needs a collective that the manager does not carry.
 
-    A parameter thawed or added after wrapping is an error of the next forward.
+    A parameter that is thawed or added after wrapping raises ``AttachError`` in the next forward.
 
     Example:
         >>> import torch
@@ -66,7 +86,7 @@ class DistributedDataParallel(TorchDDP):
     def __init__(
         self,
         manager: Reducer,
-        module: torch.nn.Module,
+        module: nn.Module,
         *,
         hook: str | Mapping[str, Any] | Reduction | Callable[..., Any] | CommHook | None = None,
         process_group: Abortable | None = None,
@@ -75,9 +95,8 @@ class DistributedDataParallel(TorchDDP):
     ) -> None:
         if kwargs.get("static_graph") or not kwargs.pop("find_unused_parameters", True):
             raise HookConfigError(
-                "static_graph=True and find_unused_parameters=False let DDP rebuild its buckets after the first "
-                "iteration; a replica that joins later would reduce other buckets than the rest. Leave both at their "
-                "defaults here"
+                "static_graph=True and find_unused_parameters=False let DDP rebuild its buckets after the first iteration. "
+                "A member that joins later would reduce other buckets than its peers. Leave both at their defaults"
             )
         refused = [name for name in _OVER_A_FIXED_GROUP if kwargs.get(name)]
         if refused:
@@ -98,8 +117,8 @@ class DistributedDataParallel(TorchDDP):
         if hook is not None:
             self.handle = commhooks.attach(self, cast(Any, hook))
 
-    def plain(self) -> PlainDriver:
-        """What the trampoline calls while no hook is attached."""
+    def plain(self) -> "PlainDriver":
+        """Return the driver that averages while no hook is attached."""
         return PlainDriver(Averaging(self.manager, self.fail_fast), self.used, Finalizer.of(self))
 
     def join(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,23 +133,187 @@ class DistributedDataParallel(TorchDDP):
         )
 
     def full_manager(self) -> Manager:
-        """The manager, as what a hook needs.
+        """Return the manager if it has all methods that hooks need.
 
         Raises:
-            HookConfigError: it lacks a method that hooks need and plain averaging does not.
+            HookConfigError: it lacks one. The message names it.
         """
-        needed = ("num_participants", "is_participating", "participating_rank", "current_step")
-        missing = [name for name in (*needed, "register_state_dict_fn") if not hasattr(self.manager, name)]
+        missing = [name for name in _NEEDED_BY_HOOKS if not hasattr(self.manager, name)]
         if missing:
             raise HookConfigError(
                 f"{type(self.manager).__name__} lacks {', '.join(missing)}: it can average plainly, but a hook needs "
-                "ch_ft.Membership and ch_ft.Transaction as well. Give torchft's Manager or a SimulatedManager"
+                "ch_ft.Membership and ch_ft.Transaction too. Give torchft's Manager or a SimulatedManager"
             )
         return cast(Manager, self.manager)
 
 
-def _refuse_thawed(model: torch.nn.Module, inputs: object) -> None:
-    """DDP averages what required a gradient when it was made; of the rest each member would keep its own gradient."""
+class PureDistributedDataParallel(nn.Module):
+    """Averages each gradient by one all-reduce over the manager. It has torchft's name and signature.
+
+    It is simple and slow: use it for small models, for parameters that DDP cannot hold, and for comparison. All members
+    must use the same parameters in the same order. A parameter that is thawed or added later is averaged from the next
+    forward on. It takes no hook.
+
+    torchft's class of this name starts its all-reduces and waits for none. The wait takes the mean, so replicas of
+    torchft's class train on sums, on parts of sums, or on their own gradients. This class waits before ``backward()``
+    returns.
+
+    Args:
+        manager: torchft's Manager, or any :class:`~ch_ft.Reducer`.
+        module: module to train.
+        process_group, fail_fast: see :class:`~ch_ft.DistributedDataParallel`.
+
+    Example:
+        >>> import torch
+        >>> from ch_ft import SimulatedCluster
+        >>> with SimulatedCluster() as cluster:
+        ...     manager = cluster.join("a")
+        ...     manager.start_quorum()
+        ...     model = PureDistributedDataParallel(manager, torch.nn.Linear(2, 1))
+        ...     model(torch.ones(1, 2)).sum().backward()
+        ...     model.module.weight.grad
+        tensor([[1., 1.]])
+    """
+
+    def __init__(
+        self,
+        manager: Reducer,
+        module: nn.Module,
+        *,
+        process_group: Abortable | None = None,
+        fail_fast: bool = True,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.averaging = Averaging(manager, FailFast(manager, process_group, fail_fast))
+        self._backward = -1
+        self._watched = WeakIdKeyDictionary()  # parameter -> True
+        self._watch()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._watch()
+        return self.module(*args, **kwargs)
+
+    def _watch(self) -> None:
+        """Watch parameters that require a gradient. Torch refuses such a hook on a frozen parameter."""
+        for parameter in self.module.parameters():
+            if parameter.requires_grad and parameter not in self._watched:
+                parameter.register_post_accumulate_grad_hook(self._gradient_ready)
+                self._watched[parameter] = True
+
+    def _gradient_ready(self, parameter: torch.Tensor) -> None:
+        backward = backward_id()
+        if backward != self._backward:
+            self._backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        if parameter.grad is not None:
+            self.averaging.start(parameter.grad)
+
+    def _finish(self) -> None:
+        self.averaging.finish()
+
+
+class Averaging:
+    """Plain averages of one backward. They start as gradients appear, and the end of the backward waits for them.
+
+    It only calls ``manager.allreduce(tensor)``, with one exception. A manager sums before it divides, and the sum of
+    two fp16 gradients of 40 000 is infinite. So fp16 is divided first.
+
+    Args:
+        manager: carries the all-reduces. For fp16 it needs :class:`~ch_ft.Membership`.
+        fail_fast: called if an all-reduce fails.
+    """
+
+    def __init__(self, manager: Reducer, fail_fast: FailFast) -> None:
+        self.manager = manager
+        self.fail_fast = fail_fast
+        self._in_flight: list[Work] = []
+
+    def start(self, tensor: torch.Tensor) -> None:
+        """Start to average a tensor in place. All members must call it in the same order."""
+        if tensor.dtype == torch.float16:
+            tensor.mul_(1.0 / max(cast(Membership, self.manager).num_participants(), 1))
+            self._in_flight.append(self.manager.allreduce(tensor, reduce_op=ReduceOp.SUM))
+        else:
+            self._in_flight.append(self.manager.allreduce(tensor))
+
+    def finish(self) -> bool:
+        """Wait for all averages and return True if none failed. After a failure the step will not be committed."""
+        works, self._in_flight = self._in_flight, []
+        failed = False
+        while works and not failed:
+            failed = works.pop(0).wait() is False or self.manager.errored() is not None
+        if failed:
+            works.clear()
+            self.fail_fast(None)
+        return not failed
+
+    def participating(self) -> bool:
+        """Return True if this member's gradients count; False as well if the manager cannot tell."""
+        asks = getattr(self.manager, "is_participating", None)
+        return asks is not None and bool(asks())
+
+    def forget(self) -> None:
+        """Drop the averages of an interrupted backward."""
+        self._in_flight.clear()
+
+
+class PlainDriver:
+    """Averages the buckets of a model without a hook. All of them travel while the backward runs.
+
+    Args:
+        averaging: averages of the backward.
+        used: parameters that the model used. Its map travels with the last bucket.
+        finalizer: finalizer of the model's backwards.
+    """
+
+    def __init__(self, averaging: Averaging, used: UsedParams, finalizer: Finalizer) -> None:
+        self.averaging, self.used, self._finalizer = averaging, used, finalizer
+        self.calls = 0
+        self._futures: list[tuple[TensorFuture, torch.Tensor]] = []
+
+    def __call__(self, bucket: GradBucket, /) -> TensorFuture:
+        """Start one bucket. The last one completes the futures of all."""
+        self.calls += 1
+        if bucket.index() == 0:  # drop leftovers of a backward that raised
+            self.averaging.forget()
+            self.used.forget()
+            self._futures.clear()
+        buffer = bucket.buffer()
+        future = future_for(buffer)
+        self._futures.append((future, buffer))
+        error = self._guarded(partial(self.averaging.start, buffer))
+        if bucket.is_last() or behind_backward():
+            error = self._guarded(partial(self._finish, buffer.device)) or error
+            for done, reduced in self._futures:
+                done.set_result(reduced)
+            self._futures.clear()
+            self._finalizer.ready()
+        if error is not None:
+            raise_finalized(error)
+        return future
+
+    def check(self) -> None:
+        """Raise nothing: every error is raised from ``backward()``."""
+
+    def _finish(self, device: torch.device) -> None:
+        everywhere = self.used.map(device)  # (params,)
+        self.averaging.start(everywhere)
+        if self.averaging.finish():
+            self.used.share(everywhere, self.averaging.participating())
+
+    def _guarded(self, action: Callable[[], None]) -> Exception | None:
+        """Return an exception instead of raising it. DDP would not recover from one that leaves its hook."""
+        try:
+            action()
+        except Exception as error:  # the quorum timed out, so this member is out
+            self.averaging.forget()
+            return error
+        return None
+
+
+def _refuse_thawed(model: nn.Module, inputs: object) -> None:
+    """Refuse parameters that DDP does not average, because each member would keep its own gradient of them."""
     assert isinstance(model, DistributedDataParallel)  # noqa: S101 - the hook is registered on no other
     if not (torch.is_grad_enabled() and model.require_backward_grad_sync):
         return
@@ -139,6 +322,6 @@ def _refuse_thawed(model: torch.nn.Module, inputs: object) -> None:
     if thawed:
         raise AttachError(
             f"{', '.join(thawed[:3])}{' ...' if len(thawed) > 3 else ''}: thawed or added after the model was wrapped. "
-            "DDP averages what required a gradient then, and the members would drift apart: wrap model.module anew "
-            "on all members, after thawing"
+            "DDP averages only parameters that required a gradient then, so members would drift apart. Wrap model.module "
+            "again on all members, after thawing"
         )

@@ -1,8 +1,8 @@
-"""What a healing member receives of a hook: the shared state, and the fingerprint of what made it.
+"""Transfer a hook's shared state to a healing member.
 
-Format 1: ``{"format": 1, "fingerprint": {field: text}, "step": int, "params": {name: {field: tensor}}}``. Only fields
-that are the same on all members travel (PowerSGD's Q). A residual is private: copied, it would be counted twice, so
-the healed member begins with none.
+Format 1: ``{"format": 1, "fingerprint": {field: text}, "step": int, "params": {name: {field: tensor}}}``. It has only
+fields that are equal on all members, such as PowerSGD's Q. A residual belongs to one member. Copied, it would count
+twice, so a healed member starts with none.
 """
 
 import weakref
@@ -11,17 +11,19 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ch_ft.agreement import Fingerprint, compare
-from ch_ft.managed_engine import ManagedEngine
-from ch_ft.protocols import Manager
+from ch_ft.fingerprints import Fingerprint, compare
+from ch_ft.manager import Manager
 from commhooks import StateError
+from commhooks.adapters import Engine
 
 FORMAT = 1
 
 
-def save(engine: ManagedEngine, fingerprint: Fingerprint) -> dict[str, Any]:
-    """A snapshot of the committed state. Runs on the quorum's thread while training goes on, hence the clones:
-    torchft's transport serves CPU tensors as they are, not copies.
+def save(engine: Engine, fingerprint: Fingerprint) -> dict[str, Any]:
+    """Return a snapshot of the committed state.
+
+    The quorum's thread calls it while training goes on, and torchft's transport serves CPU tensors without a copy. So
+    the snapshot has clones.
     """
     engine.resolve_step()
     shared = engine.reduction.shared_fields
@@ -32,20 +34,23 @@ def save(engine: ManagedEngine, fingerprint: Fingerprint) -> dict[str, Any]:
     return {"format": FORMAT, "fingerprint": dict(fingerprint), "step": engine.state.certain_step, "params": params}
 
 
-def load(engine: ManagedEngine, fingerprint: Fingerprint, saved: dict[str, Any]) -> None:
-    """Take over a snapshot, under what this member may have staged in the step that it heals in.
+def load(engine: Engine, fingerprint: Fingerprint, saved: dict[str, Any]) -> None:
+    """Load a snapshot. State that this member staged in the current step stays on top of it.
 
-    With an async quorum the snapshot, from before the step, comes after the step's collectives. What the step staged of
-    shared fields is committed on top, which is right if it follows from what was reduced, as PowerSGD's Q does. A field
-    that is made of its own old value needs ``use_async_quorum=False``.
+    With an asynchronous quorum the snapshot is from before the step, but arrives after the step's collectives. The
+    vote then commits shared fields that the step staged. That is right if they follow from reduced values, as
+    PowerSGD's Q does. A field that depends on its own old value needs ``use_async_quorum=False``.
 
     Raises:
-        RankMismatchError: it was made by another hook or for another model.
+        RankMismatchError: another hook or model made the snapshot.
         StateError: it is no such snapshot.
     """
     if not isinstance(saved, dict) or saved.get("format") != FORMAT:
         found = saved.get("format") if isinstance(saved, dict) else type(saved).__name__
-        raise StateError(f"the state of the hook that was sent has format {found!r}; this version reads {FORMAT}")
+        raise StateError(
+            f"a peer sent a hook's state of format {found!r}; this version reads format {FORMAT}. Install the same version of "
+            "ch-ft on all members"
+        )
     compare(fingerprint, saved["fingerprint"])
     entries = {
         (name, field): tensor.detach().clone()
@@ -56,7 +61,7 @@ def load(engine: ManagedEngine, fingerprint: Fingerprint, saved: dict[str, Any])
 
 
 class Transferred:
-    """What the manager sends to a healing member for one owner of a hook's state: registered once, whatever is attached later."""
+    """Entry of one model or reducer in the state that its manager transfers. Registered once, for all later hooks."""
 
     def __init__(self, manager: Manager) -> None:
         self.manager = weakref.ref(manager)
@@ -65,8 +70,8 @@ class Transferred:
         _COUNTS[manager] = count + 1
         manager.register_state_dict_fn(f"commhooks.{count}", self.load, self.save)
 
-    def serve(self, engine: ManagedEngine | None, fingerprint: Fingerprint) -> None:
-        """Send the state of this engine from now on, or nothing."""
+    def serve(self, engine: Engine | None, fingerprint: Fingerprint) -> None:
+        """Send the state of this engine from now on. ``None`` sends nothing."""
         self._served = engine, fingerprint
 
     def save(self) -> dict[str, Any]:
@@ -79,12 +84,12 @@ class Transferred:
             load(engine, fingerprint, saved)
 
 
-_COUNTS = WeakIdKeyDictionary()  # manager -> owners of a hook's state
-_TRANSFERRED = WeakIdKeyDictionary()  # owner -> Transferred
+_COUNTS = WeakIdKeyDictionary()  # manager -> number of its entries
+_TRANSFERRED = WeakIdKeyDictionary()  # model or reducer -> Transferred
 
 
 def transferred(owner: object, manager: Manager) -> Transferred:
-    """The entry of a model, or of a reducer, in what its manager transfers."""
+    """Return the entry of a model or reducer in the state that its manager transfers."""
     found: Transferred | None = _TRANSFERRED.get(owner)
     if found is None or found.manager() is not manager:
         found = _TRANSFERRED[owner] = Transferred(manager)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from ch_ft.protocols import Abortable
-from ch_ft.torchft_names import require_torchft
+from ch_ft.manager import Abortable
+from ch_ft.torchft_support import require_torchft
 
 if TYPE_CHECKING:
     from torchft import Manager
@@ -87,7 +87,8 @@ def local(
         timeout: seconds for torchft's other operations; more than ``group_timeout``.
         quorum_timeout: seconds to wait for the others; more than a step and ``group_timeout`` together.
         process_group: the manager's group; by default a new ``torchft.ProcessGroupGloo``. Nightly builds of torchft on
-            torch 2.14 or later also take one of torch's own, made with ``enable_reconfigure=True``; shut it down yourself.
+            torch 2.14 or later also take one of torch's own, made with ``enable_reconfigure=True``; shut it down
+            yourself.
         **manager: further arguments of torchft's Manager, e.g. ``use_async_quorum=False``, ``init_sync=False``.
 
     Raises:

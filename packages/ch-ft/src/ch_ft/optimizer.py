@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from ch_ddp import WrappedOptimizer, needs_closure
-from ch_ft.protocols import Manager
+from ch_ft.manager import Manager
 from commhooks import HookConfigError
 
 
@@ -26,8 +26,8 @@ class OptimizerWrapper(WrappedOptimizer):
         manager: torchft's Manager, or a simulated one.
         optim: the optimizer to wrap.
         schedulers: learning-rate schedulers (made for ``optim`` or for this), stepped only when the step is committed.
-            Put their ``state_dict`` into what the manager transfers, and the ``GradScaler``'s: a healed member needs the
-            group's learning rate and loss scale.
+            Put their ``state_dict`` into what the manager transfers, and the ``GradScaler``'s: a healed member needs
+            the group's learning rate and loss scale.
         listeners: called with the outcome of every step.
 
     Attributes:

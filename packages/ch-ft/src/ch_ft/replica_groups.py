@@ -1,27 +1,23 @@
-"""Between replica groups: ranks that hold one model together (FSDP2), in groups that a manager lets join, die and heal.
+"""Reduce between replica groups that a manager lets join, die and heal.
 
-Every rank has a manager of its own, which reduces with the ranks of the other groups that hold the same part of the model.
-What one rank loses, the vote of its group drops on all of them. A :class:`commhooks.Reducer` over a manager is driven from here
-too: tensors in the place of a model's gradients, a round in that of a backward.
+The ranks of one group hold one model together (FSDP2). Each rank has its own manager, and reduces with the ranks of
+other groups that hold the same part of the model. If one rank loses a step, the vote of its group drops it on all its
+ranks. A :class:`commhooks.Reducer` over a manager works the same way, with tensors instead of gradients and a round
+instead of a backward.
 """
 
-import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
 import torch
 
-from ch_ft import agreement, healing
-from ch_ft.exchange import group_behind
-from ch_ft.failfast import FailFast
-from ch_ft.managed_engine import ManagedEngine, attempts_of
-from ch_ft.optimizer import OptimizerWrapper
-from ch_ft.protocols import Manager
-from ch_ft.transport import ManagerTransport, exchange_for
-from ch_ft.versions import installed
+from ch_ft import fingerprints, healing
+from ch_ft.attempts import ManagedSteps
+from ch_ft.fail_fast import FailFast
+from ch_ft.manager import Manager
+from ch_ft.transport import ManagerTransport, collectives_for, group_of_manager
 from commhooks import (
-    AttachError,
     Bucket,
     BucketLayout,
     CommHook,
@@ -32,21 +28,21 @@ from commhooks import (
     Reduction,
     StepContext,
 )
-from commhooks.adapters import AttachOptions, BucketRun, Engine, Layouts, OptimizerWatch, raise_after_backward
+from commhooks.adapters import AttachOptions, BucketRun, Engine, Layouts, raise_after_backward
 
 R = TypeVar("R")
 
 
-class GroupEngine(ManagedEngine):
-    """Runs buckets inside of a backward that other ranks of the group carry out with this one.
+class GroupEngine(Engine):
+    """Engine that skips the rest of an attempt after a loss.
 
-    So nothing may be raised in the middle of it, or those would wait for ever: after a loss the rest of the attempt is
-    computed, not reduced, and dropped by the vote.
+    Other ranks of the group take part in the same backward. If this rank raised in it, they would wait for ever. So
+    after a loss the rest of the attempt is computed but not reduced, and the vote drops it.
 
     Args:
-        transport, manager, reduction, state: as for :class:`~ch_ft.managed_engine.ManagedEngine`.
-        agreement: run at the beginning of every backward; raises if the members differ.
-        rounds: steps of the manager -> how many of them were this engine's; all of them if not given.
+        transport, reduction, state: see :class:`~commhooks.adapters.Engine`.
+        manager: manager that commits the steps.
+        agreement: called with the engine at the beginning of every backward. It raises if members differ.
     """
 
     def __init__(
@@ -56,20 +52,23 @@ class GroupEngine(ManagedEngine):
         reduction: Reduction,
         state: HookState | None,
         agreement: Callable[["GroupEngine"], None],
-        rounds: Callable[[int], int] | None = None,
     ) -> None:
-        super().__init__(reduction, transport, manager, state)
-        self._rounds = rounds
+        super().__init__(reduction, transport, state, timeout=None)
+        self._manager_transport, self._manager = transport, manager
         self._agreement = agreement
-        self._attempts = attempts_of(manager)
-        self._lost: int | None = None  # number of the attempt
-        self._guarded = False  # inside of `run`, which submits
-        self._attempts.voters.add(self)
+        self._lost: int | None = None  # number of the lost attempt
+        self._guarded = False  # True inside run(), which calls submit()
+        self._steps: ManagedSteps | None = None
 
-    def begin(self) -> None:
-        super().begin()
-        if self._rounds is not None:
-            self.state.step = self._rounds(self.state.step)
+    def follow(self, options: AttachOptions | None = None, owner: object = None) -> None:
+        """Let the manager commit this engine's steps from now on."""
+        params = owner.parameters() if isinstance(owner, torch.nn.Module) else ()
+        self._steps = ManagedSteps(self, self._manager_transport, self._manager, options, params)
+
+    @property
+    def steps(self) -> ManagedSteps:
+        assert self._steps is not None  # noqa: S101 - follow() comes right after construction
+        return self._steps
 
     def run(self, bucket: Bucket) -> None:
         self._unless_lost(partial(super().run, bucket))
@@ -81,15 +80,26 @@ class GroupEngine(ManagedEngine):
         if self.in_step:
             self._unless_lost(super().advance)
 
+    def finish(self, *, outside: BaseException | None = None) -> BaseException | None:
+        if self._lost == self.steps.attempts.number or not self.in_step:
+            if outside is not None:
+                self.steps.report(outside)
+            return outside
+        try:
+            error = super().finish(outside=outside)
+        except CommHooksError as lost:
+            error = lost
+        return None if error is None else self._drop(error)
+
     def _unless_lost(self, work: Callable[[], R]) -> R | None:
         if self._guarded:
             return work()
-        if self._lost == self._attempts.number:
+        if self._lost == self.steps.attempts.number:
             return None
         self._guarded = True
         try:
-            if not self.in_step and not self.enter(lambda: self._agreement(self)):
-                assert self.failure is not None  # noqa: S101 - that is why not
+            if not self.in_step and not self.steps.enter(lambda: self._agreement(self)):
+                assert self.failure is not None  # noqa: S101 - enter() has set it
                 raise self.failure
             return work()
         except CommHooksError as error:
@@ -100,66 +110,39 @@ class GroupEngine(ManagedEngine):
         finally:
             self._guarded = False
 
-    def finish(self, *, outside: BaseException | None = None) -> BaseException | None:
-        if self._lost == self._attempts.number or not self.in_step:
-            if outside is not None:
-                self.report(outside)
-            return outside
-        try:
-            error = super().finish(outside=outside)
-        except CommHooksError as lost:
-            error = lost
-        return None if error is None else self._drop(error)
-
     def _drop(self, error: BaseException) -> BaseException | None:
-        self._lost, self.failure = self._attempts.number, None  # the next attempt is another
-        return self.lost(error)
-
-    # -- the attempt's transaction
-
-    def before_vote(self) -> None:
-        self.known_before_vote()
-
-    def after_vote(self, committed: bool) -> None:
-        self.resolve(committed)
-
-    def leave(self) -> None:
-        """Take no part in votes any more."""
-        self._attempts.voters.discard(self)
+        self._lost = self.steps.attempts.number
+        self.set_failure(None)  # the next attempt may succeed
+        return self.steps.lost(error)
 
 
 class Between:
-    """A handle's reduction between the groups: a :class:`commhooks.adapters.ManagedAxis`."""
+    """Reduction of a handle between the groups of one manager. Implements :class:`commhooks.adapters.ManagedAxis`."""
 
     def __init__(
         self, manager: Manager, owner: object, handle: CommHook, options: AttachOptions, layouts: Layouts
     ) -> None:
         if handle.reduction is None or not isinstance(handle.state, HookState):
             raise HookNotSupportedError(
-                f"{handle.expr} is a foreign hook, and cannot run over a manager. Use a hook by name"
+                f"{handle.expr} is a foreign hook and cannot run over a manager. Use a hook by name"
             )
-        # A reducer's works are its own. Those of a backward lie in frames of torch as well: closing connections there is untried.
-        group = None if isinstance(owner, torch.nn.Module) else group_behind(manager)
+        # Works of a reducer are its own. Frames of torch hold works of a backward too, and closing connections there is untried.
+        group = None if isinstance(owner, torch.nn.Module) else group_of_manager(manager)
         fail_fast = FailFast(manager, group if hasattr(group, "abort") else None)
-        transport = ManagerTransport(manager, fail_fast, exchange_for(handle.reduction, manager))
+        transport = ManagerTransport(manager, fail_fast, collectives_for(handle.reduction, manager))
         self._manager, self._layouts, self._verifies = manager, layouts, options.verify_ranks
-        watch = watched(manager, options, owner.parameters() if isinstance(owner, torch.nn.Module) else ())
         self._facts = {
-            "hook": handle.expr,
-            "options and providers": _sha(repr(handle.identity)),
-            "commhooks": installed("ch-core") or "",
-            "torch": torch.__version__.split("+")[0],
-            **{name: f"{'; '.join(lines)[:200]}, {_sha(repr(list(lines)))}" for name, lines in options.facts.items()},
+            **fingerprints.of_handle(handle),
+            **{
+                name: f"{'; '.join(lines)[:200]}, {fingerprints.short_hash(repr(list(lines)))}"
+                for name, lines in options.facts.items()
+            },
         }
         self.engine: Engine
-        self.engine = self._engine = GroupEngine(
-            transport, manager, handle.reduction, handle.state, self._agree, options.rounds
-        )
+        self.engine = self._engine = GroupEngine(transport, manager, handle.reduction, handle.state, self._agree)
         for layout in layouts():
-            self._engine.plan(layout)  # raises here, if it must, and not in the first backward
-        self._engine.votes.optimizer = watch
-        if watch is not None and options.scaler is not None:
-            self._engine.set_loss_scale(watch.scale)
+            self._engine.plan(layout)  # its errors are raised here and not in the first backward
+        self._engine.follow(options, owner)
         self._transferred = healing.transferred(owner, manager)
         self._transferred.serve(self._engine, self._facts)
 
@@ -167,40 +150,29 @@ class Between:
         self.close()
         self._facts = {**self._facts, "hook": "detached", "options and providers": ""}
         self._engine = GroupEngine(ManagerTransport(self._manager), self._manager, Plain(), None, self._agree)
+        self._engine.follow()
         return self._engine
 
     def close(self) -> None:
         self._transferred.serve(None, {})
-        self._engine.leave()
-        if self._engine.votes.optimizer is not None:
-            self._engine.votes.optimizer.close()
+        self._engine.steps.close()
 
     def _agree(self, engine: GroupEngine) -> None:
-        """Anew in every backward: parameters may have been thawed since the last one, here and not there."""
+        """Compare members in every backward, because one of them may have thawed parameters since the last."""
         if not self._verifies:
             return
         layouts = self._layouts()
+        count = sum(len(layout.params) for layout in layouts)
         facts = {
             **self._facts,
-            "parameters": f"{sum(len(one.params) for one in layouts)} tensors, {_sha(repr(list(map(_described, layouts))))}",
-            "collectives": _sha(repr([_plans(engine, layout) for layout in layouts])),
+            "parameters": f"{count} tensors, {fingerprints.short_hash(repr([_described(one) for one in layouts]))}",
+            "collectives": fingerprints.short_hash(repr([_plans(engine, layout) for layout in layouts])),
         }
-        agreement.agree(engine.transport, facts)
-
-
-def watched(manager: Manager, options: AttachOptions, params: Iterable[torch.Tensor]) -> OptimizerWatch | None:
-    """What watches the optimizer and scaler given to ``attach``, if any: they decide after the manager has."""
-    if isinstance(options.optimizer, OptimizerWrapper) and options.optimizer.manager is not manager:
-        raise AttachError(
-            "the OptimizerWrapper given as optimizer= votes with another manager than the model's: give both the same one"
-        )
-    if options.optimizer is None and options.scaler is None:
-        return None
-    return OptimizerWatch(options.optimizer, options.scaler, params)
+        fingerprints.agree(engine.steps.transport, facts)
 
 
 def between(owner: object, handle: CommHook, options: AttachOptions, layouts: Layouts) -> Between:
-    """The ``commhooks_manager`` of torchft's Manager and of the simulated one."""
+    """Return the reduction between groups. The plugin hook ``commhooks_manager`` names it."""
     manager: Manager = options.manager  # type: ignore[assignment]  # the registry matched the class
     return Between(manager, owner, handle, options, layouts)
 
@@ -210,10 +182,6 @@ def _described(layout: BucketLayout) -> tuple[object, ...]:
 
 
 def _plans(engine: GroupEngine, layout: BucketLayout) -> list[object]:
-    """Now, and when every warm-up is over: a plan at this step alone would say less, and one of another step differ."""
+    """Return the plans of now and of after every warm-up. One plan alone could be equal by chance."""
     steps = (engine.state.step, engine.state.step + 10**6)
     return [engine.reduction.plan(layout, StepContext(0, 1, step)) for step in steps]
-
-
-def _sha(text: str) -> str:
-    return f"sha {hashlib.sha256(text.encode()).hexdigest()[:8]}"

@@ -71,9 +71,9 @@ class UsedParams:
     def _follow(self, everywhere: torch.Tensor) -> None:
         """End with the participants' gradients, also for a parameter that only this member used.
 
-        Participants leave the gradient of a parameter alone that none of them used. If they have none, this member clears
-        its own. If they have an old one, it keeps an untouched old one, which is equal. It replaces a missing one, or one
-        that its own backward changed, by the average of theirs.
+        Participants leave the gradient of a parameter alone that none of them used. If they have none, this member
+        clears its own. If they have an old one, it keeps an untouched old one, which is equal. It replaces a missing
+        one, or one that its own backward changed, by the average of theirs.
         """
         values, missing, absent = everywhere.tolist(), [], []
         for i, (param, value) in enumerate(zip(self._params, values, strict=True)):
@@ -90,8 +90,8 @@ class GroupOfOne(dist.ProcessGroup):
     """Process group that DDP talks to. It holds one rank and connects to no peer.
 
     DDP compares shapes and broadcasts parameters at construction, and broadcasts buffers before each forward. Members
-    change from step to step, so these calls must reach no other member. A healing member receives parameters and buffers
-    through the manager instead. DDP averages no gradient over its group, because a hook is always registered.
+    change from step to step, so these calls must reach no other member. A healing member receives parameters and
+    buffers through the manager instead. DDP averages no gradient over its group, because a hook is always registered.
     """
 
     def __init__(self) -> None:

@@ -11,6 +11,7 @@ One status message in each step tells all ranks which rank raised and if the red
 messages.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -131,6 +132,7 @@ class Engine:
         self.buckets = StepBuckets()
         self.sampler = Sampler(transport.rank)
         self._sends_status = sends_status
+        self._resolving = threading.RLock()
         self._first_stages = RequestBatch()  # not worth a message yet
         self._on_reduced: Callable[[Bucket], None] | None = None
         self._loss_scale: Callable[[], float] | None = None
@@ -158,6 +160,10 @@ class Engine:
     def set_participating(self, participating: bool) -> None:
         """Set if this rank contributes data. A rank that has run out of input only joins the collectives."""
         self.participating = participating
+
+    def set_failure(self, failure: BaseException | None) -> None:
+        """Refuse further steps with this error. ``None`` allows them again after members of an elastic group have met."""
+        self.failure = failure
 
     def keep_buckets(self) -> None:
         """Keep the buckets of the last step readable until the next step begins."""
@@ -288,8 +294,12 @@ class Engine:
     # -- between steps
 
     def resolve_step(self, *, force: bool = False) -> bool | None:
-        """Commit or roll back the last finished step; see :meth:`.Commits.settle`."""
-        return self.commits.settle(force=force)
+        """Commit or roll back the last finished step; see :meth:`.Commits.settle`.
+
+        A thread that takes a snapshot of the state, such as that of a quorum, may call it during a forward.
+        """
+        with self._resolving:
+            return self.commits.settle(force=force)
 
     def forget_open_steps(self) -> None:
         """Drop unsettled steps, because another state has been loaded."""

@@ -75,7 +75,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
 
 KNOWN_ADAPTERS: dict[str, str] = {
     "ch_ft.ddp.DistributedDataParallel": "ch-ft",
-    "ch_ft.pure_ddp.PureDistributedDataParallel": "ch-ft",
+    "ch_ft.ddp.PureDistributedDataParallel": "ch-ft",
     "torch.distributed._composable.replicate.DDP": "ch-ddp",
     "torch.distributed.fsdp.FSDPModule": "ch-fsdp",
     "torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule": "ch-fsdp",
@@ -84,6 +84,6 @@ KNOWN_ADAPTERS: dict[str, str] = {
 }
 
 KNOWN_MANAGERS: dict[str, str] = {
-    "ch_ft.simulator.cluster.SimulatedManager": "ch-ft",
+    "ch_ft.simulator.SimulatedManager": "ch-ft",
     "torchft.manager.Manager": "ch-ft",
 }

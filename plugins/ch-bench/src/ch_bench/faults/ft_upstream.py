@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ch_bench import bench_report
-from ch_ft.testing import theirs
+from ch_ft.testing import torchft_suite
 
 
 def main() -> int:
@@ -26,15 +26,18 @@ def main() -> int:
     console = Console(record=True, width=130)
     installed = name_and_version()
     on_ours = {
-        f"DDP tests of {installed}": theirs.run(*theirs.DDP),
-        f"manager-integration tests of {installed}, the DDP part": theirs.run(*theirs.INTEGRATION),
+        f"DDP tests of {installed}": torchft_suite.run(*torchft_suite.DDP),
+        f"manager-integration tests of {installed}, the DDP part": torchft_suite.run(*torchft_suite.INTEGRATION),
     }
     tables = [(title, {"on ch_ft": outcome}) for title, outcome in on_ours.items()]
     if options.newer is not None:
         with tempfile.TemporaryDirectory() as folder:
             zipfile.ZipFile(options.newer).extract("torchft/ddp_test.py", folder)
             file = str(Path(folder) / "torchft" / "ddp_test.py")
-            newer = {"on ch_ft": theirs.run(file), f"on {installed}'s own class": theirs.run(file, ours=False)}
+            newer = {
+                "on ch_ft": torchft_suite.run(file),
+                f"on {installed}'s own class": torchft_suite.run(file, ours=False),
+            }
         tables.append((f"DDP tests of {'-'.join(options.newer.name.split('-')[:2])}", newer))
     for title, columns in tables:
         console.print(shown(title, columns))

@@ -14,7 +14,7 @@ from ch_ft import (
     SimulatedDeath,
     SimulatedManager,
 )
-from ch_ft.exchange import Exchange
+from ch_ft.transport import MemberCollectives
 from commhooks.errors import TransportError
 
 NET = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Tanh(), torch.nn.Linear(40, 40), torch.nn.Linear(40, 40))
@@ -199,7 +199,7 @@ def test_a_run_of_kills_heals_and_vetoes_leaves_the_members_equal() -> None:
 def test_a_peer_that_is_lost_is_reported_to_the_manager_and_ends_the_rest() -> None:
     def body(manager: SimulatedManager) -> None:
         manager.start_quorum()
-        transport = ManagerTransport(manager, exchange=Exchange(manager, manager.process_group))
+        transport = ManagerTransport(manager, members=MemberCollectives(manager, manager.process_group))
         transport.begin()
         transport.meet()
         if manager.name == "b":

@@ -1,14 +1,14 @@
-"""Everything that ch-ft takes from torchft, in one place: when torchft changes, this is the page to look at.
+"""Everything that ch-ft takes from torchft. If torchft changes, adapt this module. Imports no torch.
 
-No private name of torchft is used. What a Manager must have is in :mod:`ch_ft.protocols`; its process groups are asked
-for :meth:`~ch_ft.protocols.Abortable.abort` and the two collectives of :class:`~ch_ft.protocols.MemberGroup` alone, so
-``configure``, which the nightly builds have replaced by ``reconfigure``, is the Manager's own business.
+It uses no private name of torchft. :mod:`ch_ft.manager` lists the methods of a Manager. Of process groups it calls
+:meth:`~ch_ft.manager.Abortable.abort` and the methods of :class:`~ch_ft.manager.MemberGroup`. It never calls
+``configure``, which nightly builds have replaced by ``reconfigure``. The Manager does.
 """
 
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from ch_ft.protocols import Membership, Reducer, Transaction
-from ch_ft.versions import installed_torchft
+from ch_ft.manager import Membership, Reducer, Transaction
 from commhooks import HookNotSupportedError
 
 if TYPE_CHECKING:
@@ -23,14 +23,14 @@ USED = {
     "process_group.ProcessGroupDummy": [],
     "coordination.LighthouseServer": ["address", "shutdown"],
 }
-"""Names below the module torchft -> methods that are called."""
+"""Name below the module torchft -> its methods that ch-ft calls."""
 
 
 def require_torchft() -> Any:
-    """The torchft module.
+    """Return the torchft module.
 
     Raises:
-        HookNotSupportedError: it is not installed, or lacks something of :data:`USED`.
+        HookNotSupportedError: it is not installed, or lacks a name of :data:`USED`.
     """
     try:
         import torchft
@@ -51,7 +51,7 @@ def require_torchft() -> Any:
 
 
 def lacking(torchft: "ModuleType") -> list[str]:
-    """Which of :data:`USED` a torchft does not have."""
+    """Return the names of :data:`USED` that a torchft does not have."""
     missing = []
     for path, methods in USED.items():
         found: Any = torchft
@@ -62,9 +62,9 @@ def lacking(torchft: "ModuleType") -> list[str]:
 
 
 def group_of(manager: object) -> Any:
-    """The process group that torchft's Manager was given; ``None`` if this is none of its managers.
+    """Return the process group of torchft's Manager; ``None`` for any other manager.
 
-    The Manager shows it to nobody, but what torchft puts around a Manager for DDP says what lies inside.
+    The Manager has no public name for it. torchft's wrapper of a Manager for DDP does.
     """
     if installed_torchft() is None:
         return None
@@ -73,22 +73,35 @@ def group_of(manager: object) -> Any:
         return None
     try:
         return torchft.process_group.ManagedProcessGroup(manager).parent
-    except AttributeError:  # a double of the Manager that has its methods and nothing inside
+    except AttributeError:  # a test double with the methods of a Manager and no group
         return None
 
 
 def swallows(group: object) -> str | None:
-    """Why a group carries no all-to-all or all-gather, or ``None`` if it does."""
+    """Return the reason if a group carries no all-to-all and all-gather, else ``None``."""
     if installed_torchft() is None:
         return None
     groups = require_torchft().process_group
     while group is not None:
         if isinstance(group, groups.ProcessGroupDummy):
-            return f"its process group, a {type(group).__name__}, discards what it is given"
+            return f"its process group, a {type(group).__name__}, discards its input"
         if isinstance(group, groups.ProcessGroupBaby):
             return f"its process group, a {type(group).__name__}, lives in another process and shares whole tensors with it"
         try:
             group = getattr(group, "parent", None)
-        except AssertionError:  # connected to nobody before the first quorum
+        except AssertionError:  # it has no parent before the first quorum
             return None
     return None
+
+
+def installed(distribution: str) -> str | None:
+    """Return the version of a distribution without importing it; ``None`` if it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def installed_torchft() -> str | None:
+    """Return the version of torchft or of its nightly build; ``None`` if neither is installed."""
+    return installed("torchft") or installed("torchft-nightly")

@@ -5,12 +5,14 @@ import pytest
 pytest.importorskip("torchft")
 pytest.importorskip("parameterized")
 
-from ch_ft.testing import theirs
+from ch_ft.testing import torchft_suite
 
 
 @pytest.mark.timeout(110)
-@pytest.mark.parametrize(("tests", "at_least"), [(theirs.DDP, 2), (theirs.INTEGRATION, 5)], ids=["ddp", "integration"])
+@pytest.mark.parametrize(
+    ("tests", "at_least"), [(torchft_suite.DDP, 2), (torchft_suite.INTEGRATION, 5)], ids=["ddp", "integration"]
+)
 def test_their_tests_pass_on_our_classes(tests: tuple[str, ...], at_least: int) -> None:
-    outcome = theirs.run(*tests)
+    outcome = torchft_suite.run(*tests)
     assert set(outcome.values()) == {"passed"}, outcome
     assert len(outcome) >= at_least

@@ -1,6 +1,6 @@
 """A pytest plugin: torchft's own tests, from its installed wheel, on our classes.
 
-Run with ``-p ch_ft.testing.upstream --pyargs torchft.ddp_test``. Nothing of theirs is copied; their names
+Run with ``-p ch_ft.testing.torchft_plugin --pyargs torchft.ddp_test``. Nothing of theirs is copied; their names
 are pointed at ours before their test modules are imported. Two things of their training loop are changed: its replicas
 listen on fixed ports, here they take any; and each thread seeds the one random number generator and makes its model
 while another may already be drawing its first batch, so that now and then, on anybody's classes, two replicas begin

@@ -26,7 +26,7 @@ def run(*arguments: str, ours: bool = True, seconds: int = 100) -> dict[str, str
     """
     environment = {**os.environ, "RUST_LOG": "error", "OMP_NUM_THREADS": "1"}
     environment["COLUMNS"] = "300"  # or pytest leaves the reasons out
-    plugin = ["-p", "ch_ft.testing.upstream"] if ours else []
+    plugin = ["-p", "ch_ft.testing.torchft_plugin"] if ours else []
     options = ["-rA", "-q", "--no-header", "-c", os.devnull, "--import-mode=importlib"]
     command = [sys.executable, "-m", "pytest", *plugin, *options, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, cwd=HERE)

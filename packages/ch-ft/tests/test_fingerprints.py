@@ -2,7 +2,7 @@
 
 from ch_ft import SimulatedCluster, SimulatedManager
 
-from .test_fsdp_manager import COLLECTIVES, POWERSGD, Member, batch, one_rank
+from .test_replica_groups import COLLECTIVES, POWERSGD, Member, batch, one_rank
 
 __all__ = ["one_rank"]  # a fixture
 

@@ -16,7 +16,7 @@ from ch_ft import (
     SimulatedCluster,
     SimulatedManager,
 )
-from ch_ft.transport import exchange_for
+from ch_ft.transport import collectives_for
 from commhooks.bucket import Bucket
 from commhooks.compositions.wire_cast import WireCast
 from commhooks.errors import AttachError, HookConfigError, HookNotSupportedError, RankMismatchError
@@ -335,12 +335,10 @@ def test_what_a_manager_cannot_carry_is_refused_by_name() -> None:
             HookNotSupportedError, match=r"scattering.*needs reduce_scatter, and a manager carries sums"
         ):
             DistributedDataParallel(manager, net(), hook=Scattering())
-        assert exchange_for(gathering, manager) is not None
-        assert exchange_for(Plain(), manager) is None
+        assert collectives_for(gathering, manager) is not None
+        assert collectives_for(Plain(), manager) is None
         del manager.process_group
-        with pytest.raises(
-            HookNotSupportedError, match=r"bf16_wrapper.*SimulatedManager says nothing of its process group"
-        ):
+        with pytest.raises(HookNotSupportedError, match=r"bf16_wrapper.*SimulatedManager shows no process group"):
             DistributedDataParallel(manager, net(), hook=gathering)
 
 

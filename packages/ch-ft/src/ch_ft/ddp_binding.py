@@ -1,0 +1,148 @@
+"""Attach a hook to :class:`ch_ft.DistributedDataParallel`: an engine over the manager, driven by DDP's buckets."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from ch_ddp.adapter import DDPDriver, Finalizer, acquire_slot, averaged, model_layout, raise_finalized
+from ch_ft import fingerprints, healing
+from ch_ft.attempts import ManagedSteps
+from ch_ft.ddp import DistributedDataParallel
+from ch_ft.transport import ManagerTransport, collectives_for
+from ch_ft.used_params import UsedParams
+from commhooks import AttachError, Bucket, CommHook, HookNotSupportedError, HookState, TransportError
+from commhooks.adapters import AttachOptions, Binding, Engine, Work
+
+
+class ManagedDriver(DDPDriver):
+    """Turns the hook calls of a model into steps that the manager commits.
+
+    Args:
+        engine: engine of the attached hook.
+        steps: attempts of that engine.
+        names: ``id(parameter)`` -> name.
+        used: parameters that the model used. Its map travels with the last bucket.
+        agreement: called at the beginning of every step. It raises if members differ.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        steps: ManagedSteps,
+        names: Mapping[int, str],
+        used: UsedParams,
+        agreement: Callable[[], None],
+    ) -> None:
+        super().__init__(engine, names)
+        self.steps, self.used, self._agreement = steps, used, agreement
+        self._asked: tuple[torch.Tensor, Work] | None = None  # map of used parameters in flight
+
+    def check(self) -> None:
+        """Raise nothing: the next attempt repeats a lost step."""
+
+    def _begin_step(self) -> None:
+        super()._begin_step()
+        self._asked = None
+        self.used.forget()
+        self.steps.enter(self._agreement)
+
+    def _take(self, bucket: Bucket, behind: bool) -> None:
+        super()._take(bucket, behind)
+        if bucket.is_last:
+            everywhere = self.used.map(bucket.device)  # (params,)
+            self._asked = everywhere, self.engine.transport.all_reduce(everywhere, "max")
+
+    def _finish(self, error: BaseException | None) -> None:
+        asked, self._asked = self._asked, None
+        error = error or self._share_used(asked)
+        for future, buffer in self._futures:
+            future.set_result(buffer)
+        self._futures.clear()
+        if self.finalizer is not None:
+            self.finalizer.ready()
+        raised = None if error is None else self.steps.lost(error)
+        if raised is not None:
+            raise_finalized(raised)
+
+    def _share_used(self, asked: tuple[torch.Tensor, Work] | None) -> TransportError | None:
+        """Receive the map of used parameters. Return the error if a peer was lost."""
+        if asked is None:
+            return None
+        everywhere, work = asked
+        try:
+            work.wait(None)
+        except TransportError as lost:
+            self.engine.transport.abort()
+            return lost
+        self.used.share(everywhere, self.engine.participating)
+        return None
+
+
+class ManagedBinding(Binding):
+    """Hook in place on a :class:`ch_ft.DistributedDataParallel`."""
+
+    engine: Engine
+
+    def __init__(self, model: DistributedDataParallel, handle: CommHook, options: AttachOptions) -> None:
+        if options.process_group is not None:
+            raise AttachError("this model reduces over its manager: leave process_group out of attach()")
+        if handle.reduction is None:
+            raise HookNotSupportedError(
+                f"{handle.expr} is a foreign hook: it needs a process group, and this model has a manager. Use a hook by "
+                "name, or write it as a Reduction"
+            )
+        if not isinstance(handle.state, HookState):
+            raise AttachError(f"the state of {handle.expr} must be a HookState; got {type(handle.state).__name__}")
+        self.model = model
+        self.layout, self.params = model_layout(model), [p for _, p in averaged(model)]
+        manager = model.full_manager()
+        self._transport = ManagerTransport(manager, model.fail_fast, collectives_for(handle.reduction, manager))
+        self.engine = Engine(handle.reduction, self._transport, handle.state, timeout=None)
+        plan = self.engine.plan(self.layout)  # its errors are raised here and not in the first backward
+        self.steps = ManagedSteps(self.engine, self._transport, manager, options, model.module.parameters())
+        self.fingerprint = {
+            **fingerprints.of_handle(handle),
+            "collectives": fingerprints.short_hash(repr(plan)),
+            "parameters": f"{len(self.layout.params)} tensors, {self.layout.size} numbers, "
+            + fingerprints.short_hash(repr([(p.name, p.shape) for p in self.layout.params]) + str(self.layout.dtype)),
+            "bucket_cap_mb": f"{model.bucket_bytes_cap / 2**20:g}",
+        }
+        names = {id(p): name for name, p in model.module.named_parameters()}
+        self._slot = acquire_slot(model, model.plain)
+        agreement = self._agree if options.verify_ranks else lambda: None
+        self._driver = ManagedDriver(self.engine, self.steps, names, model.used, agreement)
+        self._driver.finalizer = Finalizer.of(model)
+        self._driver.follow(model)
+        self._slot.driver, self._slot.holder = self._driver, handle.expr
+        self._transferred = healing.transferred(model, manager)
+        self._transferred.serve(self.engine, self.fingerprint)
+
+    @property
+    def calls(self) -> int:
+        return self._driver.calls
+
+    def check(self) -> None:
+        self._driver.check()
+
+    def detach(self) -> None:
+        self._slot.driver, self._slot.holder = self.model.plain(), None
+        self._driver.close()
+        self._transferred.serve(None, {})
+        self.steps.close()
+
+    def _agree(self) -> None:
+        fingerprints.agree(self._transport, self.fingerprint)
+
+
+def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) -> ManagedBinding:
+    """Attach a hook to a :class:`ch_ft.DistributedDataParallel`. The plugin hook ``commhooks_adapter`` names it."""
+    assert isinstance(model, DistributedDataParallel)  # noqa: S101 - the registry matched the class
+    return ManagedBinding(model, handle, options)
+
+
+def refuse_pure(model: torch.nn.Module, handle: CommHook, options: AttachOptions) -> ManagedBinding:
+    """Refuse to attach to :class:`ch_ft.PureDistributedDataParallel`, which has no buckets."""
+    raise AttachError(
+        f"{type(model).__name__} averages each gradient by itself and has no buckets for {handle.expr}. Use "
+        "ch_ft.DistributedDataParallel"
+    )

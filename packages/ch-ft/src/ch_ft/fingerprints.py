@@ -1,0 +1,81 @@
+"""Compare members before their gradients travel.
+
+If two members disagree on a tensor's size, gloo raises no error. It ends the process, and the healthy ones too. So
+each step begins with one small all-reduce of fixed size: a 1, and one number per field. The ones add up to the number
+of contributors. A field is equal on all of them if its sum is that number times this member's own. A healing member
+receives the sum but adds nothing. It compares too, and leaves before it does harm.
+
+The count is also the divisor of means. It equals the manager's number of participants with one exception: when
+torchft synchronises new members at step 0, it counts all of them, although one contributes and the others heal.
+"""
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+
+from ch_ft.torchft_support import installed
+from ch_ft.transport import ManagerTransport
+from commhooks import CommHook, RankMismatchError
+
+Fingerprint = Mapping[str, str]
+"""Facts that must be equal on all members: field -> text. All members have the same fields."""
+
+
+def of_handle(handle: CommHook) -> dict[str, str]:
+    """Return the fields of a hook: its expression, options, and the versions that run it."""
+    return {
+        "hook": handle.expr,
+        "options and providers": short_hash(repr(handle.identity)),
+        "commhooks": installed("ch-core") or "",
+        "torch": torch.__version__.split("+")[0],
+    }
+
+
+def agree(transport: ManagerTransport, fingerprint: Fingerprint) -> None:
+    """Compare fingerprints over the quorum, and tell the transport the number of contributors.
+
+    Raises:
+        RankMismatchError: a member differs. The message names the fields.
+        TransportError: a peer was lost.
+
+    The numbers have 24 bits, so sums over up to 2**29 members are exact in float64.
+    """
+    mine = torch.tensor([1, *map(_number, fingerprint.values())], dtype=torch.float64, device="cpu")
+    total = mine.clone()  # (1 + fields,)
+    transport.all_reduce(total, "sum").wait(None)
+    contributors = int(total[0])
+    same = (total == mine * contributors).tolist()[1:]
+    if not all(same):
+        differing = [name for name, ok in zip(fingerprint, same, strict=True) if not ok]
+        raise _mismatch({name: f"here {fingerprint[name]}" for name in differing})
+    transport.contributors(contributors)
+
+
+def compare(mine: Fingerprint, peer: Fingerprint) -> None:
+    """Refuse a state of another hook or model.
+
+    Raises:
+        RankMismatchError: names the fields and both values.
+    """
+    names = [name for name in {**mine, **peer} if mine.get(name) != peer.get(name)]
+    if names:
+        raise _mismatch({name: f"here {mine.get(name)}, there {peer.get(name)}" for name in names})
+
+
+def short_hash(text: str) -> str:
+    """Return a text of fixed length that differs if ``text`` does."""
+    return f"sha {hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def _mismatch(fields: Mapping[str, str]) -> RankMismatchError:
+    listed = "; ".join(f"{name}: {values}" for name, values in fields.items())
+    return RankMismatchError(
+        f"this member and the others do not run the same thing. {listed}. Start every replica with the same code, "
+        "model and hook expression"
+    )
+
+
+def _number(text: str) -> int:
+    """Return 24 bits of SHA-256."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:3], "big")
