@@ -1,4 +1,4 @@
-"""What the tests of this package share: a small GPT, its batches, and ways to shard it."""
+"""Helpers of this package's tests: a small GPT, its batches and functions that shard it."""
 
 from typing import Any
 
@@ -65,7 +65,7 @@ def grads(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def single(steps: int, world: int, lr: float = 0.1, **options: Any) -> tuple[TinyGPT, list[float]]:
-    """What one process computes that sees all ranks' batches."""
+    """Train one process on all ranks' batches."""
     model = gpt(**options)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     losses = []

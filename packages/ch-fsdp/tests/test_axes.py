@@ -1,4 +1,4 @@
-"""Parameter groups that do not lie on one mesh: the refusal says which lies where."""
+"""Parameter groups on several meshes. The error names the mesh of each group."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Steps of FSDP2 that are easily miscounted: several roots, more calls than were announced, a forward in between."""
+"""Ends of backwards that are easy to miscount: several roots, unexpected calls, a forward in between."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def same_everywhere(model: nn.Module) -> None:
 
 
 def body_towers(rank: int, world: int) -> None:
-    for used in ((True, True, True), (True, True, False), (False, True, False)):  # whether rank 1 uses both towers
+    for used in ((True, True, True), (True, True, False), (False, True, False)):  # True if rank 1 uses both towers
         model = Towers()
         sharded(model, *model.left, model.left, *model.right, model.right)
         handle = commhooks.attach(model, "allreduce", timeout=20)
@@ -75,7 +75,7 @@ def test_a_backward_of_two_towers_is_one_step() -> None:
 
 
 def body_rounding(rank: int, world: int) -> None:
-    """What torch adds and what is added later is rounded alike: on some ranks an average comes late."""
+    """Check that averages that torch adds and averages that arrive late are rounded in the same way."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64, dtype=torch.bfloat16) for _ in range(3)))
@@ -105,7 +105,7 @@ def outputs(model: nn.Module, step: int, rank: int) -> list[torch.Tensor]:
 
 
 def body_more_calls(rank: int, world: int) -> None:
-    """A group that comes again after it has been reduced: an error, on all ranks, and the next step is well again."""
+    """Check that a group handed over after its reduction raises on all ranks, and that the next step works."""
     model = chain()
     sharded(model, *model)
     handle = commhooks.attach(model, "allreduce", timeout=20)
@@ -134,7 +134,7 @@ def test_a_group_that_comes_again_is_an_error_after_the_backward() -> None:
 
 
 def body_open(rank: int, world: int) -> None:
-    """Where the user says where the backward ends, a forward in between ends nothing."""
+    """With a manual end of the backward, a forward in between ends no step."""
     if not hasattr(FSDPModule, "set_manual_backward_finalization"):  # from torch 2.15 on
         return
     found = []
@@ -164,7 +164,7 @@ def test_a_forward_before_the_end_by_hand_ends_nothing() -> None:
 def body_undecided(rank: int, world: int) -> None:
     """Without a dtype known beforehand FSDP2 itself would raise in the first backward, half way."""
     if not hasattr(torch.empty(0), "grad_dtype") or not hasattr(FSDPModule, "set_manual_backward_finalization"):
-        return  # before torch 2.15 nobody asks
+        return  # before torch 2.15 there is no manual end
     for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.float32)):
         model = chain()
         model[1].weight.grad_dtype = None

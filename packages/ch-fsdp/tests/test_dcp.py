@@ -1,4 +1,4 @@
-"""The state of a hook on FSDP2 through distributed checkpointing: one save for the whole mesh, on any mesh again."""
+"""Distributed checkpoints of a hook on FSDP2: one save for the whole mesh that loads on any mesh."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def held(handle: CommHook) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def mean_residuals(handle: CommHook) -> dict[str, torch.Tensor]:
-    """Parameter -> mean over replicas of what they owe, all shards put together by rows."""
+    """Return parameter -> mean residual over the replicas, with all shards joined by rows."""
     every: list[Any] = [None] * dist.get_world_size()
     shapes = {row.name: row.shape for row in handle.plan()}
     mine = {n: t.view(shapes[n]) for (n, field), t in held(handle).items() if field == "residual"}
@@ -60,7 +60,7 @@ def mean_residuals(handle: CommHook) -> dict[str, torch.Tensor]:
 
 
 def body_everything(rank: int, world: int, folder: str) -> None:
-    """Model, optimizer and hook in one save; the same mesh goes on to the bit."""
+    """Save model, optimizer and hook together, and resume on the same mesh to the bit."""
     mesh = plane(2, 2)
     model, optimizer, handle = built(mesh)
     steps(model, optimizer, range(3))
@@ -85,7 +85,7 @@ def body_everything(rank: int, world: int, folder: str) -> None:
 
 
 def on_other_meshes(folder: str, owed: dict[str, torch.Tensor]) -> None:
-    """Uncut, and cut anew: what is owed is put together, nothing is lost."""
+    """Load residuals without shards and with other shards, and check that no part is lost."""
     model, optimizer, handle = built(plane(4, 1))
     with pytest.raises(StateError, match=r"holds 2 shards.*world_change='mean'"):
         dcp.load(handle, folder)
@@ -114,7 +114,7 @@ def test_model_optimizer_and_hook_in_one_save(tmp_path: Any) -> None:
 
 
 def body_digests(rank: int, world: int) -> None:
-    """Only what two parts save under one name is compared by its bits: no shard is, each has names of its own."""
+    """Check that only entries with the same name in two parts are compared. Each shard has different names."""
     model, optimizer, handle = built(plane(2, 2))
     steps(model, optimizer, range(2))
     with pytest.MonkeyPatch.context() as patch:
@@ -139,7 +139,7 @@ def test_digests_of_long_tensors() -> None:
 
 
 def body_refused(rank: int, world: int, folder: str) -> None:
-    """What could never be loaded is refused when it is saved, on every rank."""
+    """Check that saving a state that could never load raises an error on every rank."""
     mesh = plane(2, 2)
     model, optimizer, handle = built(mesh)
     steps(model, optimizer, range(2))

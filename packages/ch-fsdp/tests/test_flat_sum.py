@@ -65,7 +65,7 @@ def test_error_grows_with_the_world_only_without_fp32_accumulation() -> None:
 
 
 def test_stochastic_rounding_is_unbiased() -> None:
-    """A value between two bf16 numbers: its average over many elements is itself, where nearest always rounds down."""
+    """Check that the average of many rounded copies is the value itself. Rounding to nearest always rounds down."""
     value = 1.0 + 1 / 512  # a quarter of the way from 1 to the next bf16
     rows = torch.full((2, 20_000), value)
     nearest, _ = reduce(BF16_FP32, rows, op="sum", divide=2.0)

@@ -140,11 +140,11 @@ def body_functions(rank: int, world: int) -> dict[str, float]:
         model = wrapped(strategy)
         model.register_comm_hook(ch_fsdp.DefaultState(dist.group.WORLD), hook)
         assert torch.equal(local_grads(model, rank), local_grads(wrapped(strategy), rank))
-    # Divided before the cast: every rank's gradient is beyond fp16's 65504, and so is their sum.
+    # The hook divides before the cast, because each gradient and their sum exceed fp16's 65504.
     grad = torch.full((4,), 100_000.0)
     ch_fsdp.fp16_compress_hook(ch_fsdp.LowPrecisionState(dist.group.WORLD), grad)
     assert torch.equal(grad, torch.full((4,), 100_000.0)) or world != 4
-    # PyTorch's own states, which can neither be weakly referenced nor told from ours by what the hooks read.
+    # Use PyTorch's own states, which support no weak references.
     every = torch.arange(2.0 * world)
     whole = every.clone()
     ch_fsdp.allreduce_hook(torch_hooks.DefaultState(dist.group.WORLD), whole)

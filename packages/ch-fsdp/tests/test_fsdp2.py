@@ -117,7 +117,7 @@ def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def body_compiled(rank: int, world: int) -> None:
-    """The hook of a compiled model is its own's: same numbers, and the averaging was the hook's."""
+    """Check that the hook on a compiled model gives the same numbers as on the model itself."""
     plain, compiled = shard2(gpt(), line(2)), torch.compile(shard2(gpt(), line(2)), backend="eager")
     handles = [commhooks.attach(model, "bf16_compress") for model in (plain, compiled)]
     for step in range(2):
@@ -136,7 +136,7 @@ def test_a_compiled_model_is_unwrapped() -> None:
 
 
 def body_stages(rank: int, world: int) -> None:
-    """Two pipeline stages that are built alike: nothing of one may reach the other."""
+    """Check that two pipeline stages of the same shapes exchange nothing."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "shard"))
     model = shard2(gpt(seed=mesh.get_local_rank("pp")), mesh["shard"])
     before = [p.to_local().clone() for p in model.parameters()]
@@ -150,7 +150,7 @@ def body_stages(rank: int, world: int) -> None:
 
 
 def body_declared(rank: int, world: int) -> None:
-    """The mesh says which ranks are replicas, beside stages too."""
+    """Check that the mesh decides which ranks are replicas, also with pipeline stages."""
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp_replicate", "shard"))
     stage, replica = mesh.get_local_rank("pp"), mesh.get_local_rank("dp_replicate")
     model = shard2(gpt(seed=10 * stage + replica), mesh["shard"])
@@ -172,7 +172,7 @@ def test_the_mesh_says_which_ranks_are_replicas() -> None:
 
 
 def body_flattened(rank: int, world: int) -> None:
-    """The dimension called so may be inside of what the model is sharded over: then those ranks are no replicas."""
+    """Check that a dimension with this name inside of the shard mesh does not count as replicas."""
     mesh = square()
     flat = mesh._flatten("dp")
     handle = commhooks.attach(shard2(gpt(), flat), "bf16_compress")
@@ -190,7 +190,7 @@ def test_what_is_sharded_over_is_no_replica() -> None:
     spawn(body_flattened, 4)
 
 
-# -- what replicas are given
+# -- parameters and buffers of the replicas
 
 
 def body_after_evaluation(rank: int, world: int, shards: int) -> list[float]:
@@ -237,7 +237,7 @@ def tensor_parallel(mesh: DeviceMesh, **options: Any) -> nn.Module:
 
 
 def body_drift(rank: int, world: int) -> None:
-    """What is the same on all tensor-parallel ranks stays so, and has one name there."""
+    """Check that parameters that all tensor-parallel ranks share stay the same and have one name."""
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
     model = tensor_parallel(mesh)
     handle = commhooks.attach(model, "powersgd(rank=2)")
@@ -359,7 +359,7 @@ def test_a_failed_attach_leaves_nothing() -> None:
 
 
 def body_one_mesh(rank: int, world: int) -> None:
-    commhooks.attach(shard2(gpt(), line(2)), "bf16_compress")  # no further ranks: nothing to ask
+    commhooks.attach(shard2(gpt(), line(2)), "bf16_compress")  # no other ranks, so no names are needed
 
 
 def test_one_mesh_over_all_ranks_needs_no_names() -> None:

@@ -1,4 +1,4 @@
-"""torch's own 2-D mesh (HSDP) on gloo, 2 replicas x 2 shards: a handle reduces between the replicas in torch's place."""
+"""torch's own 2-D mesh (HSDP) on gloo with 2 replicas x 2 shards. A handle reduces between the replicas."""
 
 from collections.abc import Callable
 from typing import Any
@@ -81,7 +81,7 @@ def slots(model: Any) -> list[tuple[Any, ...]]:
 
 
 def body_numbers(rank: int, world: int) -> None:
-    """To the bit what torch does: factors, sums, precisions, offload, frozen parameters, resharding."""
+    """Compare with torch to the bit: factors, sums, precisions, offload, frozen parameters, resharding."""
     cases: list[tuple[Setup, dict[str, Any]]] = [
         (lambda model: None, {}),
         (lambda model: None, {"reshard_after_forward": False}),
@@ -111,7 +111,7 @@ def body_numbers(rank: int, world: int) -> None:
 
 
 def body_half(rank: int, world: int) -> None:
-    """Reduced in fp16 torch divides at other places: what is nearly zero is rounded in other ways."""
+    """In fp16 torch divides elsewhere, so numbers near zero are rounded differently."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
     for setup in (lambda model: None, each("set_gradient_divide_factor", 8.0)):
         mine, torchs = native(mp_policy=policy), native(mp_policy=policy)
@@ -130,7 +130,7 @@ def test_allreduce_is_torchs_own_to_the_bit() -> None:
 
 
 def body_compressed(rank: int, world: int) -> None:
-    """Bytes are saved between the replicas, what is held back is not lost, and parameters stay what they were."""
+    """Check that bytes between replicas shrink, that residuals are not lost, and that parameters stay the same."""
     mine, torchs = native(), native()
     plain = commhooks.attach(native(), "allreduce")
     backward(plain.binding._model, rank)
@@ -193,7 +193,7 @@ def test_compressed_between_the_replicas() -> None:
 
 
 def body_tensor_parallel(rank: int, world: int) -> None:
-    """Beside tensor parallelism the parameters have three dimensions; the replicas are one of them."""
+    """With tensor parallelism the parameters have three mesh dimensions. One of them has the replicas."""
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("outer", "inner", "tp"))  # no name that says replicas
 
     def made() -> Any:
@@ -228,7 +228,7 @@ def test_beside_tensor_parallelism() -> None:
 
 
 def body_accumulation(rank: int, world: int) -> None:
-    """What torch keeps back on a 2-D mesh is kept back, and reduced once."""
+    """Check that gradients of set_requires_all_reduce(False) on a 2-D mesh are reduced once."""
     for setter in ("set_requires_gradient_sync", "set_requires_all_reduce"):
         mine, torchs = native(), native()
         handle = commhooks.attach(mine, "allreduce")
@@ -282,7 +282,7 @@ def test_accumulation() -> None:
 
 
 def body_resume(rank: int, world: int, folder: str) -> None:
-    """Model, optimizer and hook in one save; goes on to the bit, on torch's 2-D mesh and on a 1-D one."""
+    """Save model, optimizer and hook together and resume to the bit, on torch's 2-D mesh and on a 1-D mesh."""
 
     def built(mesh: Any) -> tuple[Any, torch.optim.Optimizer, Any]:
         model = shard2(gpt(), mesh)
@@ -317,7 +317,7 @@ def test_save_and_resume(tmp_path: Any) -> None:
     spawn(body_resume, 4, str(tmp_path / "all"), timeout=200)
 
 
-# -- refusals, and what is left behind
+# -- refusals, and the model after them
 
 
 def body_refused(rank: int, world: int) -> None:

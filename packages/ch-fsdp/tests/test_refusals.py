@@ -1,4 +1,4 @@
-"""What does not fit is refused with one typed error on every rank, and the ranks are still in step afterwards."""
+"""Models that a hook refuses, with one typed error on every rank. The ranks stay in step afterwards."""
 
 from collections.abc import Callable
 from functools import partial
@@ -145,7 +145,7 @@ def test_every_rank_gets_the_same_error() -> None:
 
 
 def body_disagreement(rank: int, world: int) -> None:
-    """One rank alone is wrong: all are told what differs."""
+    """If one rank differs, all ranks raise an error that names the difference."""
     fields = {
         "hook": lambda: commhooks.attach(fsdp2(), ["bf16_compress", "fp16_compress"][rank]),
         "axes": lambda: commhooks.attach(fsdp2(), "allreduce" if rank else "bf16_compress", axis="shard"),
@@ -174,7 +174,7 @@ def body_uneven(rank: int, world: int) -> None:
 
 
 def body_replicas(rank: int, world: int) -> None:
-    """Replicas that are none: other meshes, other shards."""
+    """Process groups whose ranks are no replicas: other meshes, other shards."""
     crossed = [dist.new_group([0, 3]), dist.new_group([1, 2])]  # holders of different shards
     with pytest.raises(RankMismatchError, match=r"shard: rank. 0.* 0/2; rank. 1.* 1/2|received along|shard: "):
         commhooks.attach(shard2(gpt(), square()["shard"]), POWERSGD, process_group=crossed[rank in (1, 2)])
@@ -199,7 +199,7 @@ def test_replicas_that_are_none() -> None:
 
 
 def body_never_called(rank: int, world: int) -> None:
-    """Found at the end of the first backward, on every rank, and the model goes on."""
+    """Check that every rank raises at the end of the first backward, and that training continues."""
     model = fsdp2()
     handle = commhooks.attach(model, "bf16_compress")
     model.set_custom_reduce_scatter(Sums())  # acts on the root only

@@ -111,7 +111,7 @@ def test_trains_as_one_process_does(group: str) -> None:
 
 
 def body_same_generator(rank: int, world: int) -> tuple[float, float]:
-    """PowerSGD on two replicas of an unsharded FSDP2 model, and on DDP: one class, the same gradients."""
+    """Compare PowerSGD on two replicas of an unsharded FSDP2 model with PowerSGD on DDP."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     fsdp = shard2(gpt(), mesh["shard"])
     ddp = DistributedDataParallel(gpt(), bucket_cap_mb=0.001)
@@ -224,7 +224,7 @@ class Fails(commhooks.Reduction):
 
 
 def body_failure(rank: int, world: int) -> None:
-    """A reduction that raises on one rank raises on every rank of the mesh, and the model goes on."""
+    """Check that a reduction's error on one rank raises on every rank of the mesh, and that training continues."""
     model = inside()
     for where in ("encode", "between", "decode"):
         reduction = Fails(where, rank=3)
@@ -258,8 +258,8 @@ class Twins(nn.Module):
 
 
 def body_unused(rank: int, world: int) -> None:
-    """A twin without a gradient on some replicas: its zero is averaged in, under its own name."""
-    # torch 2.10 has it not: a short shard is refused
+    """Check that a parameter without a gradient on some replicas is averaged as zero under its own name."""
+    # torch 2.10 lacks the option, so the hook refuses a short shard
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         return
     mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
@@ -309,7 +309,7 @@ def body_accumulation_and_precision(rank: int, world: int) -> None:
         p.requires_grad_(False)
     handle = commhooks.attach(frozen, "allreduce")
     assert one_backward(frozen, rank).numel() < one_backward(mine, rank).numel()
-    for p in frozen.blocks[0].parameters():  # thawed while attached: reduced from now on
+    for p in frozen.blocks[0].parameters():  # thawed while attached, so reduced from now on
         p.requires_grad_(True)
     assert distance(one_backward(frozen, rank), one_backward(mine, rank)) == 0
 
@@ -362,7 +362,7 @@ class Picky(commhooks.Reduction):
 
 
 def body_other_parts(rank: int, world: int) -> None:
-    for between in (False, True):  # whether backwards happen between the handles
+    for between in (False, True):  # True if backwards happen between the handles
         for parts in (("1", "0", ""), ("", "1"), ("", "1", ""), ("0", "1", "2")):
             model = sharded()
             for number, part in enumerate(parts):
@@ -413,7 +413,7 @@ class Halves(nn.Module):
 
 
 def body_two_handles(rank: int, world: int) -> None:
-    """Two handles over the same replicas: each rank takes their groups in an order of its own."""
+    """Run two handles over the same replicas, with a different order of groups on each rank."""
     mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))["shard"]
     ways = (((0, 1), (1, 0)), ((0, 1), (0,)), ((1,), (0,)))  # by step, then rank
     for paths in (ways, ways[::-1]):

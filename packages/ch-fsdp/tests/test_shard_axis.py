@@ -1,4 +1,4 @@
-"""FSDP2's shard axis on gloo: our reduce-scatter against torch's own."""
+"""FSDP2's shard axis on gloo, compared with torch's own reduce-scatter."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ BF16 = torch.bfloat16
 
 
 def unsharded_bytes(world: int, itemsize: int) -> int:
-    """One step's reduce-scatters: every parameter padded along dim 0 to a multiple of the world size."""
+    """Return the bytes of one step's reduce-scatters, with each parameter padded along dim 0."""
     shapes = [tuple(p.shape) for p in gpt().parameters()]
     return sum(-(-s[0] // world) * world * (s[1] if len(s) > 1 else 1) for s in shapes) * itemsize
 
@@ -107,7 +107,7 @@ def freeze(model: Any) -> None:
 
 
 def body_policies(rank: int, world: int) -> dict[str, float]:
-    """Divide factors, sums, precision policies, offload, frozen parameters: as torch does it without a hook."""
+    """Compare divide factors, sums, precision policies, offload and frozen parameters with torch without a hook."""
     mesh, found = line(world), {}
 
     def pair(case: str, name: str, setup: Callable[[Any], None] = lambda m: None, **options: Any) -> None:
@@ -125,7 +125,7 @@ def body_policies(rank: int, world: int) -> dict[str, float]:
         pair("reduce in fp32", name, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32))
         pair("offload", name, offload_policy=CPUOffloadPolicy(pin_memory=False))
     pair("reduce in fp16", "allreduce", mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
-    # On gloo torch's own PREMUL_SUM fails, so the factor is compared with what it means.
+    # torch's own PREMUL_SUM fails on gloo, so compare with scaled gradients.
     exact = one_backward(shard2(gpt(), mesh), rank)
     for case, setup in (("factor", with_factor), ("factor and sums", with_both)):
         for name in ("allreduce", "bf16_compress"):
@@ -163,7 +163,7 @@ def body_accumulation(rank: int, world: int) -> None:
 
 
 def body_separate_group(rank: int, world: int) -> None:
-    """A process group of its own for the reduce-scatters, given and taken away while a handle is attached."""
+    """Set and remove a separate process group for the reduce-scatters while a handle is attached."""
     model = shard2(gpt(), line(world))
     if not hasattr(model, "set_separate_reduce_scatter_group"):  # torch before 2.13
         return

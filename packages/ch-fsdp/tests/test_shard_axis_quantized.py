@@ -1,4 +1,4 @@
-"""Reductions that leave each rank a part, on FSDP2's shard axis: alone, and beside the replicate axis with other bits."""
+"""Quantized reductions on FSDP2's shard axis, with and without another bit width on the replicate axis."""
 
 import io
 from pathlib import Path
@@ -28,7 +28,7 @@ BF16 = torch.bfloat16
 
 
 def body_near(rank: int, world: int) -> None:
-    """Uneven shards (65 rows, 33 rows): each bit width as near as it promises, with the bytes that it promises."""
+    """Check error and bytes of each bit width on uneven shards (65 rows, 33 rows)."""
     mesh = line(world)
     exact = one_backward(shard2(gpt(), mesh), rank)
     for name, limit, share in (
@@ -53,14 +53,14 @@ def body_near(rank: int, world: int) -> None:
 
 
 def body_feedback(rank: int, world: int) -> None:
-    """What was held back is delivered: the mean of the gradients applied so far comes near the exact one."""
+    """Check that residuals arrive: the mean of the applied gradients approaches the exact gradient."""
     mesh = line(world)
     exact = one_backward(shard2(gpt(), mesh), rank)
     model = shard2(gpt(), mesh)
     handle = commhooks.attach(model, FOUR)
     once = one_backward(model, rank)
     total = {name: g.clone() for name, g in once.items()}
-    for _ in range(31):  # a step sends a quarter of what was held back, so four steps' worth of it is still to come
+    for _ in range(31):  # a step sends a quarter of the residual, so about four steps of it are still due
         for name, g in one_backward(model, rank).items():
             total[name] += g
     assert distance({name: g / 32 for name, g in total.items()}, exact) < distance(once, exact) / 4
@@ -99,7 +99,7 @@ def body_cases(rank: int, world: int) -> None:
 
 
 def body_unused(rank: int, world: int) -> None:
-    # torch 2.10 has it not: a short shard is refused
+    # torch 2.10 lacks the option, so the hook refuses a short shard
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         return
 
@@ -167,7 +167,7 @@ def accumulated(model: Shared, x: torch.Tensor) -> None:
 
 
 def body_conserved(rank: int, world: int, mesh: DeviceMesh, expr: str, **options: Any) -> None:
-    """A block that is reduced several times in a step: all gradients applied, and the residuals, are all gradients."""
+    """Reduce a block several times in a step. Applied gradients plus residuals equal the sum of all gradients."""
     for way in (twice, more_and_more, two_forwards, recomputed, in_chunks, accumulated):
         made = []
         for _ in range(2):
@@ -294,7 +294,7 @@ def body_resume(rank: int, world: int) -> None:
 
 
 def body_other_count(rank: int, world: int) -> None:
-    """A state of three shards, merged, goes on over two: residuals are of whole parameters."""
+    """Resume a merged state of three shards over two shards. Residuals belong to whole parameters."""
     model = shard2(gpt(), line(world))
     handle = commhooks.attach(model, FOUR)
     one_backward(model, rank)
@@ -316,7 +316,7 @@ def body_other_count(rank: int, world: int) -> None:
 
 
 def body_dcp(rank: int, world: int, folder: str) -> None:
-    """One distributed checkpoint of the mesh: a key for each replica, and every rank gets its own back."""
+    """Save one distributed checkpoint with a key for each replica, and check that every rank gets its part back."""
     model = shard2(gpt(), square())
     handle = commhooks.attach(model, FOUR, axis="shard")
     one_backward(model, rank)

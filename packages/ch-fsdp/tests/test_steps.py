@@ -1,4 +1,4 @@
-"""What one step of FSDP2 is: each group once, in one order on all ranks, ended where FSDP2 ends a backward."""
+"""Steps of FSDP2. Each reduces every group once, in one order on all ranks, and ends when FSDP2 ends a backward."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,7 +28,7 @@ Loss = Callable[["Net", int, int], torch.Tensor]
 
 
 class Net(nn.Module):
-    """Four linear layers of one shape: what is taken for another's shows in the numbers only."""
+    """Four linear layers of one shape. A mix-up of two layers shows only in the numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def both_ways(model: Net, step: int, rank: int) -> torch.Tensor:
 
 
 def sometimes_twice(model: Net, step: int, rank: int) -> torch.Tensor:
-    """As often as the step says; and in the first steps once, so that nobody expects more."""
+    """Use blocks more often in later steps, so that the first steps do not announce it."""
     return model(data(step, rank), (0, 1, 2) + (1, 0) * max(0, step - 1)).square().mean()
 
 
@@ -76,7 +76,7 @@ def experts(model: Net, step: int, rank: int) -> torch.Tensor:
 
 
 def crossed(model: Net, step: int, rank: int) -> torch.Tensor:
-    """Each replica uses the blocks in an order of its own."""
+    """Each replica uses the blocks in a different order."""
     return model(data(step, rank), ((0, 1, 2), (2, 0, 1), (1, 2, 0))[(rank + step) % 3]).square().mean()
 
 
@@ -85,14 +85,14 @@ def reentrant(model: Net, step: int, rank: int) -> torch.Tensor:
 
 
 def mean_gradients(loss: Loss, step: int, world: int) -> dict[str, torch.Tensor]:
-    """What one process finds that sees every replica's batch."""
+    """Return the gradients of one process on every replica's batch."""
     model = Net()
     sum(loss(model, step, rank) / world for rank in range(world)).backward()
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
 
 
 def applied_and_owed(handle: Any, applied: dict[str, torch.Tensor], world: int) -> dict[str, torch.Tensor]:
-    """All gradients applied and the mean of what the ranks still owe."""
+    """Return the sum of all applied gradients and of the mean residual."""
     handle.commit()
     owed = {name.partition("[")[0]: t for name, field, t in handle.state.entries() if field == "residual"}
     whole_sum = {}
@@ -138,7 +138,7 @@ def test_groups_used_on_one_replica_only_are_averaged_as_zeros() -> None:
 
 
 def body_accumulated(rank: int, world: int) -> None:
-    """Several synchronised backwards for one optimizer step: each is used, and none is rolled back."""
+    """Run several synchronised backwards for one optimizer step. The optimizer uses each, so none is rolled back."""
     place = replicas(world)
     for given in (True, False):
         model = sharded(place["mesh"])
@@ -168,7 +168,7 @@ def test_accumulated_backwards_are_used_by_the_optimizer() -> None:
 
 
 def body_detached(rank: int, world: int) -> None:
-    """Plain averaging after detach() keeps to the turns, in a dtype of its own too."""
+    """Check that plain averaging after detach() keeps the order of groups, also in another dtype."""
     place = replicas(world)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)  # torch divides after its hook
     for options in ({}, {"mp_policy": policy}):
@@ -195,7 +195,7 @@ class Fails(commhooks.Reduction):
 
 
 def pipeline(model: Any) -> Callable[[torch.Tensor], None]:
-    """Torch's own pipeline runtime over one stage: it reduces after its last backward, outside of any."""
+    """Run torch's own pipeline over one stage. It reduces after its last backward."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=alone)
     schedule = ScheduleGPipe(stage, 3, loss_fn=lambda out, target: out.square().mean())
@@ -218,7 +218,7 @@ def by_hand(model: Any) -> Callable[[torch.Tensor], None]:
 
 
 def in_chunks(model: Any) -> Callable[[torch.Tensor], None]:
-    """One forward of the body, and the last block once for each part of the loss, each with a backward of its own."""
+    """Run the body once, and the last block with a separate backward for each part of the loss."""
 
     def step(x: torch.Tensor) -> None:
         body = model(x, (0, 1))
@@ -258,7 +258,7 @@ def body_ends(rank: int, world: int) -> None:
 
 
 def body_cut_short(rank: int, world: int) -> None:
-    """After an exception in a backward FSDP2 ends none any more, until it is told to forget it."""
+    """After an exception FSDP2 ends no later backward until reset_iter_state()."""
     place = replicas(world)
     model = sharded(place["mesh"])
     handle = commhooks.attach(model, POWERSGD, process_group=place["group"], timeout=30)

@@ -1,4 +1,4 @@
-"""A model that sums what its replicas have (torchtitan): the sum of residuals is what another mesh must be given."""
+"""A model that sums its replicas' gradients (torchtitan). Another mesh must get the sum of the residuals."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def built(replicas: int, shards: int, factor: float | None) -> tuple[Any, CommHo
 
 
 def owed(handle: CommHook, replicas: int, sums: bool) -> float:
-    """The residuals of all ranks: their sum, or of each shard the mean over replicas."""
+    """Return the sum of the residuals of all ranks, or the mean over replicas of each shard."""
     rows = [row["residual"].double() for row in handle.state_dict()["entries"].values()]
     total = torch.stack([row.sum() for row in rows]).sum() / (1 if sums else replicas)
     dist.all_reduce(total)

@@ -39,7 +39,7 @@ def body_groups(rank: int, world: int) -> None:
         assert all(tuple(public[name].shape) == shape for name, shape in seen_shapes.items())
     assert set(seen) == set(public)
 
-    # What the public setters set is what the private fields hold, and the flat shard is as long as the layout says.
+    # The private fields hold the values of the public setters, and the flat shard has the layout's length.
     lengths: dict[str, int] = {}
 
     def hook_of(name: str) -> Callable[[torch.Tensor], None]:
