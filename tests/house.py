@@ -29,9 +29,9 @@ ORDER = (  # of ch-core: a module imports from its own line and from those below
     "compositions",
     "registry",
     "agreement fingerprint",
-    "reduction combine",
-    "state fsdp_states encoding param_table state_owner",
-    "transport casting",
+    "reduction",
+    "state fsdp_states encoding param_table",
+    "transport rounding",
     "numerics scratch shards",
     "bucket device requests volume errors log typing _lazy",
 )
@@ -45,6 +45,7 @@ READ_CHECKPOINTS = {("commhooks.state", "commhooks.checkpoint"), ("commhooks.han
 FACES = {  # public modules that are no packages
     "commhooks.checkpoint.dcp",
     "commhooks.errors",
+    "commhooks.numerics",
     "commhooks.simulate",
     *(f"ch_ddp.frameworks.{name}" for name in ("accelerate", "fabric", "lightning", "ray", "transformers")),
 }

@@ -18,8 +18,7 @@ from commhooks.registry.expression import Node, unparse
 from commhooks.report.report import Report, report
 from commhooks.report.rows import PlanRow, plan_rows
 from commhooks.requests import payload_bytes
-from commhooks.state import HookState
-from commhooks.state_owner import refuse_judge
+from commhooks.state import HookState, refuse_judge
 
 ForeignHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
@@ -114,7 +113,7 @@ class CommHook:
 
     def _fit(self, binding: Binding) -> None:
         """A state that was loaded before there was a model is checked."""
-        from commhooks.checkpoint.validation import fit_to
+        from commhooks.checkpoint.save_load import fit_to
 
         if self.alone:
             return  # what was loaded is of any rank, and not used

@@ -1,11 +1,11 @@
-"""A reduction: a compression method as a generator over a bucket.
+"""Reductions: compression methods as generators over a bucket.
 
-It yields collective requests and is resumed when their tensors hold the result; when it ends, the bucket holds the
-averaged gradient. It never sees a process group, a future, a stream or a callback, so the same generator runs over
-DDP, FSDP2's replicate axis, a fault-tolerance manager and simulated ranks.
+A reduction yields collective requests, and resumes when their tensors hold the results. When it ends, the bucket holds the
+averaged gradient. It sees no process group, future, stream or callback. The same generator therefore runs over DDP, FSDP2's
+replicate axis, a fault-tolerance manager and simulated ranks.
 
-Control flow may depend on the layout and on ``ctx.step`` alone, never on numbers: that is what lets
-:meth:`Reduction.plan` know every collective before it happens, by running the generator on meta tensors.
+Control flow may depend on the layout and on ``ctx.step`` alone, never on numbers. :meth:`Reduction.plan` can then list all
+collectives of a step before it begins, by running the generator on meta tensors.
 """
 
 from abc import ABC, abstractmethod
@@ -17,32 +17,30 @@ from typing import Any, Literal, cast
 import torch
 
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout
-from commhooks.combine import parallel, plain
 from commhooks.encoding import Encoding, Packed
 from commhooks.errors import HookConfigError, HookNotSupportedError, HookResultError
-from commhooks.requests import Requests, StagePlan, as_tuple, refusal, trip_bytes
+from commhooks.requests import AllReduce, Request, Requests, StagePlan, as_tuple, refusal, trip_bytes
 from commhooks.scratch import Scratch
 from commhooks.shards import Shards, plain_scatter
 from commhooks.state import HookState
 from commhooks.volume import BF16_BYTES, LATER, passes_bf16
 
 Stages = Generator[Requests, None, None]
-"""What ``run`` returns. It yields requests, and is resumed when their tensors hold the results."""
+"""Result of :meth:`Reduction.run`: a generator that yields requests, and resumes when their tensors hold the results."""
 
 
 class StepContext:
-    """What a reduction may know about the step it is in.
+    """The step that a reduction runs in: its number, this rank, state and scratch memory.
 
     Attributes:
-        rank: this rank in the group. Must not decide which collectives are requested.
+        rank: this rank in the group. It must not decide which collectives are requested.
         world_size: ranks in the group.
-        step: number of committed steps before this one. A step that was rolled back is not counted, nor, where the
-            reduction keeps state, one whose reduced numbers were not finite; a stateless one has nothing to undo, looks
-            at no numbers, and counts it.
-        participating: ``False`` on a rank that only joins the collectives (out of data, healing, spare): what it
-            stages is dropped, but for fields that are the same on all ranks anyhow.
-        sent: where to report what this rank contributed, or ``None`` when it is not asked for (see
-            :attr:`Reduction.reports_sent`).
+        step: number of committed steps before this one. Steps that were rolled back do not count. A reduction with state
+            does not count steps whose reduced numbers were not finite. A stateless one has nothing to undo, and counts
+            them.
+        participating: False on a rank that only joins the collectives (out of data, healing, spare). Its staged tensors
+            are dropped, except fields that are the same on all ranks.
+        sent: bucket to fill with this rank's contribution, or ``None`` (see :attr:`Reduction.reports_sent`).
     """
 
     __slots__ = (
@@ -79,17 +77,17 @@ class StepContext:
         self._scratch = scratch if scratch is not None else Scratch()
         self._owner = owner
         self._shared = shared
-        self._absent = absent  # parameters that this rank has no gradient for
+        self._absent = absent  # parameters without a gradient on this rank
         self._whole = participating and not absent
 
     def read(self, name: str, field: str, shape: Sequence[int] | None = None) -> torch.Tensor | None:
-        """The committed state tensor of a parameter, or ``None``. Not to be written to.
+        """Return the committed state tensor of a parameter, or ``None``. It must not be written to.
 
-        With ``shape`` one of another shape, which other options have left, reads as ``None`` too.
+        With ``shape``, a tensor of another shape (from other options) also reads as ``None``.
 
-        A joined rank sends zeros and commits nothing: its local fields read as ``None`` and stay as they are. So it is
-        for a single parameter that this rank has not used: DDP drops its average where no other rank has used it either.
-        :meth:`as_owner` reads and stages them.
+        A joined rank sends zeros and commits nothing. Its local fields read as ``None`` and stay unchanged. The same holds
+        for a parameter that this rank has not used, because DDP drops the average if no rank used it. :meth:`as_owner`
+        reads and stages these fields.
         """
         if not (self._whole or self._takes_part(name, field)):
             return None
@@ -104,7 +102,10 @@ class StepContext:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> torch.Tensor:
-        """A tensor to fill: the parameter's new state once this step is committed. Read the old one first: it may be that."""
+        """Return a tensor to fill. It becomes the parameter's state when the step commits.
+
+        Read the old tensor first: with ``rollback=False`` this is the old tensor.
+        """
         if not (self._whole or self._takes_part(name, field)):
             return self._scratch.get((self._owner, name), "staged " + field, shape, dtype, torch.device(device))
         return self._state.stage(name, field, shape, dtype, device)
@@ -118,11 +119,14 @@ class StepContext:
         *,
         brief: bool = False,
     ) -> torch.Tensor:
-        """An uninitialised tensor, this bucket's until the generator ends; ``brief``, every bucket's, until it yields."""
+        """Return an uninitialised tensor that belongs to this bucket until the generator ends.
+
+        With ``brief`` all buckets share it, and it is valid until the generator yields.
+        """
         return self._scratch.get(None if brief else self._owner, name, shape, dtype, torch.device(device))
 
     def child(self, part: str, *, sent: Bucket | None = None) -> "StepContext":
-        """The same step for a part of a composition, with scratch of its own, and its report in ``sent``."""
+        """Return the same step for a part of a composition, with separate scratch memory and its report in ``sent``."""
         return StepContext(
             self.rank,
             self.world_size,
@@ -161,30 +165,29 @@ class Reduction(ABC):
 
     Attributes:
         name: shown in profiler ranges, errors and tables.
-        granularity: ``"tensor"`` if each parameter is treated alone (then results do not depend on
-            ``bucket_cap_mb``), ``"bucket"`` if the bucket is treated as one vector.
-        collectives: kinds of requests it yields.
-        castable: kinds of requests whose numbers a 16-bit wrapper may round. An all-gather or all-to-all is rounded only if
-            it says so too (``AllGather(..., castable=True)``): the others of the same kind may carry packed bytes.
-        lossy: whether the result differs from the average by more than rounding of the bucket's dtype.
-        trips: how often the gradient would cross the network uncompressed: 2 for an all-reduce, 1 for a
-            reduce-scatter. What a step sends is compared with it.
-        fields: state fields and whether each is ``"local"`` to a rank or ``"shared"`` (the same on all ranks).
-        scaled_fields: which of them follow a loss scale, and by which power: 1 for those in the gradient's units, 2 for
-            those in its square's. The engine multiplies them when a ``GradScaler`` changes its scale, and
-            ``state_dict()`` has them unscaled.
-        memory_order_fields: those that hold a parameter as :meth:`.Bucket.matrix` shows it, in the order of its memory;
-            the others have its own shape. If another reduction takes over the state, the engine converts their common
-            fields; checkpoints hold the parameter's own order.
-        packed_fields: those that are held in 8 bits, and how: see :class:`~commhooks.Packed`.
-        reports_sent: whether :meth:`run`, when ``ctx.sent`` is a bucket (of the layout it was given), leaves in it
-            what this rank contributed: in the gradient's units, before the division by W, after all rounding. The
-            ``sent`` of an :class:`~commhooks.requests.AllReduce` of the gradient itself is just that. It is what
-            ``error_feedback`` needs; a reduction that keeps a residual of its own leaves this ``False``.
-        delivers: whether it sends the bucket as it is, by mean all-reduces in place, rounded on the wire at most: no code of
-            it runs after them. A class with a :meth:`run` or :meth:`start` of its own does not inherit it.
-        piece_bytes: on a CPU a larger bucket is cut between parameters into pieces of about so many bytes of gradient, each
-            a bucket of its own: the arithmetic of one runs beside the messages of another. ``None``: never.
+        granularity: ``"tensor"`` if each parameter is treated alone, so that results do not depend on ``bucket_cap_mb``.
+            ``"bucket"`` if the bucket is treated as one vector.
+        collectives: kinds of requests that it yields.
+        castable: kinds of requests that a 16-bit wrapper may round. An all-gather or all-to-all must also be marked
+            (``AllGather(..., castable=True)``), because others of the same kind may carry packed bytes.
+        lossy: True if the result differs from the average by more than rounding of the bucket's dtype.
+        trips: how often an uncompressed gradient would cross the network: 2 for an all-reduce, 1 for a reduce-scatter.
+            Reports compare the sent bytes with it.
+        fields: state fields, each ``"local"`` to a rank or ``"shared"`` (the same on all ranks).
+        scaled_fields: power of the loss scale in each field that follows it: 1 for gradients, 2 for their squares. The
+            engine multiplies these fields when a ``GradScaler`` changes its scale. ``state_dict()`` holds them unscaled.
+        memory_order_fields: fields that hold a parameter in the order of its memory, as :meth:`.Bucket.matrix` shows it.
+            Other fields have the parameter's own shape. If another reduction takes over the state, the engine converts
+            their common fields. Checkpoints hold the parameter's own order.
+        packed_fields: fields that are held in 8 bits, and their format, see :class:`~commhooks.Packed`.
+        reports_sent: True if :meth:`run` fills ``ctx.sent``, a bucket of the same layout, with this rank's contribution:
+            in the gradient's units, before the division by W, after all rounding. The ``sent`` of an
+            :class:`~commhooks.requests.AllReduce` of the gradient itself is such a contribution. ``error_feedback`` needs
+            it. A reduction with its own residual leaves it False.
+        delivers: True if it only sends the bucket by mean all-reduces in place, so that none of its code runs after them.
+            A class that defines :meth:`run` or :meth:`start` does not inherit it.
+        piece_bytes: on a CPU, the engine cuts a larger bucket between parameters into pieces of about this many bytes of
+            gradient. Each piece is a bucket, so that arithmetic overlaps with messages. ``None``: never cut.
 
     Example:
         >>> import torch
@@ -223,7 +226,7 @@ class Reduction(ABC):
 
     @property
     def shared_fields(self) -> frozenset[str]:
-        """State fields that are the same on all ranks: a newcomer is given them."""
+        """State fields that are the same on all ranks. A new rank receives them."""
         return frozenset(name for name, kind in self.fields.items() if kind == "shared")
 
     def memory_order(self, param: ParamLayout, step: int) -> frozenset[str]:
@@ -254,15 +257,15 @@ class Reduction(ABC):
         return layout.params
 
     def phase(self, step: int) -> Hashable:
-        """Anything that changes with the step and changes the requests (a warm-up, an alternation)."""
+        """Return a value that changes with the step if the requests do (a warm-up, an alternation)."""
         return ()
 
     def route(self, param: ParamLayout, step: int) -> str | None:
-        """Why this parameter is averaged plainly instead of being given to :meth:`run`; ``None`` if it is not."""
+        """Return the reason to average this parameter exactly instead of by :meth:`run`; ``None`` if there is none."""
         return None
 
     def routes(self, layout: BucketLayout, step: int) -> dict[str, str]:
-        """Parameter name -> reason, for those that are averaged plainly."""
+        """Return parameter name -> reason for the parameters that are averaged exactly."""
         cache: dict[Hashable, dict[str, str]] = self.__dict__.setdefault("_routes", {})
         key = (layout, self.phase(step))
         if key not in cache:
@@ -271,13 +274,13 @@ class Reduction(ABC):
         return cache[key]
 
     def start(self, bucket: Bucket, ctx: StepContext) -> Stages:
-        """The generator to drive: :meth:`run` over the parameters that fit, plain averaging over the others."""
+        """Return the generator to drive: :meth:`run` for the parameters that fit, exact averaging for the others."""
         return self.run_with_plain(
             bucket, ctx, self.routes(bucket.layout, ctx.step) if self.lossy or self.fields else ()
         )
 
     def run_with_plain(self, bucket: Bucket, ctx: StepContext, plainly: Collection[str]) -> Stages:
-        """:meth:`run`, and at the same time plain averaging of the parameters named in ``plainly``."""
+        """Run :meth:`run`, and in the same rounds average the parameters of ``plainly`` exactly."""
         if not plainly:
             return self._stages(bucket, ctx)
         if len(plainly) == len(bucket.params):
@@ -291,35 +294,36 @@ class Reduction(ABC):
         )
 
     def _stages(self, bucket: Bucket, ctx: StepContext) -> Stages:
-        """:meth:`run`, which is easily written without a single ``yield``."""
+        """Call :meth:`run`, and refuse a result that is no generator, as from a ``run`` without ``yield``."""
         stages: object = self.run(bucket, ctx)
         if not hasattr(stages, "__next__"):
             raise HookResultError(
-                f"{self.name}: run() returned {type(stages).__name__}, and has to be a generator: it yields its requests, such "
-                "as AllReduce(bucket.buffer), and goes on when they hold the result. One that asks for nothing ends with "
+                f"{self.name}: run() returned {type(stages).__name__}. It must be a generator that yields its requests, such as "
+                "AllReduce(bucket.buffer), and resumes when they hold the result. If it has no requests, end it with "
                 "`yield from ()`"
             )
         return cast(Stages, stages)
 
-    # -- where each rank keeps a part of the average
+    # -- on gradients that the ranks share out
 
     @property
     def scatters(self) -> bool:
-        """Whether it has a :meth:`run_scatter`; without, a place where each rank keeps a part refuses it by name."""
+        """True if it has a :meth:`run_scatter`. Sharded models refuse a reduction without one by name."""
         return type(self).run_scatter is not Reduction.run_scatter
 
     def run_scatter(self, shards: Shards, ctx: StepContext) -> Stages:
-        """:meth:`run` as a reduce-scatter: yield requests; leave this rank's part of the average in ``shards.output``.
+        """Yield requests; leave this rank's part of the average in ``shards.output``.
 
-        Optional. Residuals are local, under the parameter's name and of its whole shape (:meth:`.Shards.cut`), so that the
-        same state goes on under another number of ranks.
+        Optional. Residuals are local, under the parameter's name and of its whole shape (:meth:`.Shards.cut`). The same
+        state then fits another number of ranks.
         """
         raise HookNotSupportedError(
-            f"{self.name} cannot leave each rank a part of the average: it has no run_scatter()"
+            f"{self.name} cannot leave each rank a part of the average, because it has no run_scatter(). Use a hook that "
+            "scatters, such as allreduce, bf16_compress or quant4"
         )
 
     def start_scatter(self, shards: Shards, ctx: StepContext) -> Stages:
-        """The generator to drive: :meth:`run_scatter` over the parameters that fit, plain averaging over the others."""
+        """Return the generator to drive: :meth:`run_scatter` for the parameters that fit, exact averaging for the others."""
         plainly = self.routes(shards.layout.part, ctx.step) if self.lossy or self.fields else {}
         if not plainly:
             return self.run_scatter(shards, ctx)
@@ -329,26 +333,26 @@ class Reduction(ABC):
         return parallel(self.run_scatter(shards.select({p.name for p in shards.params} - plainly.keys()), ctx), exact)
 
     def label(self, param: ParamLayout, step: int) -> str:
-        """What treats a parameter that is not averaged plainly, for ``handle.plan()``."""
+        """Return the name of the method that treats a parameter, for ``handle.plan()``."""
         return self.name
 
     def check(self, layout: BucketLayout) -> None:  # noqa: B027 - most reductions take any model
-        """Refuse a model, given as one virtual bucket of all its parameters; called when a handle is attached.
+        """Refuse a model that does not fit. ``attach`` passes all parameters as one virtual bucket.
 
         Raises:
             HookConfigError: naming the parameters.
         """
 
     def cautions(self, layout: BucketLayout, world_size: int) -> list[str]:
-        """What one should know before this runs on a model over so many ranks, in sentences. ``attach`` logs them, and
-        ``handle.cautions()`` has them.
+        """Return warnings about this reduction on a model over ``world_size`` ranks, in sentences.
 
-        By default, for a reduction that gathers: that its volume grows with the number of ranks, where more crosses the
-        network than ``bf16_compress`` would send. One that overrides this adds to ``super().cautions(...)``.
+        ``attach`` logs them, and ``handle.cautions()`` returns them. By default a reduction that gathers warns if its
+        volume, which grows with the number of ranks, exceeds the volume of ``bf16_compress``. An override adds to
+        ``super().cautions(...)``.
 
         Args:
             layout: all parameters, as one virtual bucket.
-            world_size: ranks, of any number.
+            world_size: any number of ranks.
         """
         if "all_gather" not in self.collectives:
             return []
@@ -367,11 +371,11 @@ class Reduction(ABC):
         ]
 
     def plan(self, layout: BucketLayout, ctx: StepContext) -> tuple[StagePlan, ...]:
-        """Every stage's requests, from the layout alone: the generator is run on meta tensors.
+        """Return the requests of every stage, from the layout alone, by running the generator on meta tensors.
 
         Raises:
-            HookConfigError: the generator cannot be run without numbers.
-            HookResultError: it asks for what no transport can carry.
+            HookConfigError: the generator cannot run without numbers.
+            HookResultError: no transport can carry one of its requests.
         """
         meta = BucketLayout(layout.params, layout.numel, layout.dtype, "meta")
         bucket = Bucket(meta, torch.empty(layout.numel, dtype=layout.dtype, device="meta"))
@@ -396,11 +400,11 @@ class Reduction(ABC):
         return tuple(stages)
 
     def config(self) -> dict[str, Any]:
-        """Parameters that rebuild this reduction, as plain values."""
+        """Return the options that rebuild this reduction, as plain values."""
         return {}
 
     def node(self) -> dict[str, Any]:
-        """The canonical expression node of this reduction, those inside it included."""
+        """Return the canonical expression node of this reduction and of the reductions inside it."""
         return {"hook": self.name, "config": self.config()}
 
     def __repr__(self) -> str:
@@ -421,3 +425,35 @@ class Plain(Reduction):
 
     def run_scatter(self, shards: Shards, ctx: StepContext) -> Stages:
         return plain_scatter(shards, ctx.scratch)
+
+
+def plain(bucket: Bucket, sent: Bucket | None = None) -> Stages:
+    """Average the bucket exactly with one in-place all-reduce per contiguous piece. The engine merges these.
+
+    ``sent``, a bucket of the same layout, is filled with this rank's contribution.
+    """
+    runs = bucket.segments()
+    reports = sent.segments() if sent is not None else [None] * len(runs)
+    if runs:
+        yield tuple(AllReduce(run, sent=report) for run, report in zip(runs, reports, strict=True))
+
+
+def parallel(*generators: Stages) -> Stages:
+    """Advance several generators together. Their requests of one stage travel as one tuple.
+
+    Exact averaging beside a two-stage method therefore adds no round.
+    """
+    live = list(generators)
+    try:
+        while live:
+            stage: list[Request] = []
+            for generator in tuple(live):
+                try:
+                    stage.extend(as_tuple(next(generator)))
+                except StopIteration:
+                    live.remove(generator)
+            if stage:
+                yield tuple(stage)
+    finally:
+        for generator in live:
+            generator.close()

@@ -1,40 +1,93 @@
-"""State of a stateful hook: tensors keyed by parameter name, written beside the old ones and committed per step.
+"""State of a stateful hook: tensors by parameter name and field, staged in a step and committed after it.
 
-A step never overwrites what it may have to give back: it *stages* new tensors, and only :meth:`HookState.commit`
-makes them the state. Two buffers per entry are kept and swapped, so a committed step costs no copy. With
-:attr:`HookState.in_place` there is one: a step overwrites it, and one that does not count leaves nothing.
+A step never overwrites an entry that it may have to restore. It *stages* new tensors, and :meth:`HookState.commit` makes them
+the state. Each entry has two buffers that take turns, so a commit copies nothing. With :attr:`HookState.in_place` there is one
+buffer: a step overwrites it, and a step that does not count leaves no entry.
 """
 
+import logging
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
+from typing import Any, NoReturn, Protocol
 
 import torch
 
-from commhooks.encoding import OWN_ORDER, Encoding, Entries
-from commhooks.errors import StateError
+from commhooks.encoding import OWN_ORDER, Encoding, Entries, Key
+from commhooks.errors import HookNotSupportedError, HookResultError, StateError
 from commhooks.param_table import ParamTable, position_name, refuse_shapes, trained_params, translate
-from commhooks.state_owner import Base, RankId, StateWriter, another_rank, refuse_judge, refuse_late_read, say_lost
+
+log = logging.getLogger("commhooks")
+
+BucketNames = tuple[tuple[str, ...], ...]
+"""Names of the parameters in each of DDP's buckets, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankId:
+    """The rank that residuals belong to.
+
+    Attributes:
+        loaded: True if it was read from a checkpoint, and :meth:`HookState.driven_by` has still to verify it.
+    """
+
+    rank: int
+    world_size: int
+    loaded: bool = dataclass_field(default=False, compare=False)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.world_size}"
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """State before the first tentative step.
+
+    Attributes:
+        entries, step: the state.
+        presumed: True if checkpoints hold the tentative steps as if the optimizer had used them.
+    """
+
+    entries: Entries
+    step: int
+    presumed: bool = False
+
+
+class StateWriter(Protocol):
+    """The engine that writes to a state."""
+
+    @property
+    def reduction(self) -> Any: ...
+
+    @property
+    def transport(self) -> Any: ...
+
+    def resolve_step(self) -> bool | None:
+        """Commit or roll back the last finished step if it is still open."""
+
+    def forget_open_steps(self) -> None:
+        """Forget finished steps, because another state was loaded."""
 
 
 class HookState:
     """Base for the state of stateful hooks.
 
-    Entries are addressed by ``(parameter name, field)``, never by bucket: bucket rebuilds, another ``bucket_cap_mb``,
-    re-wrapping and resuming change nothing. Needs no process group, and can be pickled and deep-copied without one.
+    Entries are addressed by ``(parameter name, field)``, never by bucket. Another ``bucket_cap_mb``, rebuilt buckets and
+    wrapping the model again keep them. A state needs no process group, and can be pickled and copied without one.
 
     Attributes:
         step: number of committed steps.
-        params: names and shapes of the parameters of the model it belongs to, in model order; empty until known.
-            Where no names are seen (``register_comm_hook``), they are called by position and shape, ``"0:50x50"``.
+        params: names and shapes of the model's parameters in model order; empty until known. On the
+            ``register_comm_hook`` path, which shows no names, a name is position and shape: ``"0:50x50"``.
         buckets: names of the parameters in each of DDP's buckets in the last step; empty if the reduction does not depend
-            on the buckets. A resumed process begins with them.
-        in_place: keep one copy: what is staged is the committed tensor, to be overwritten. A step that does not count drops
-            every entry, on all ranks alike: residuals begin at zero. ``attach(..., rollback=False)`` sets it; where the
-            hook is registered, set it before the first step.
-        scale: loss scale in whose units the fields of :attr:`scaled` are held; :meth:`entries` gives them unscaled.
-        scaled: fields that follow the loss scale, and by which power: 1 for the gradient's units, 2 for its square.
-            An engine adds the reduction's ``scaled_fields``.
+            on the buckets. A resumed process begins with these buckets.
+        in_place: True to keep one copy. A staged tensor is then the committed one, to be overwritten. A step that does not
+            count drops every entry on all ranks, and residuals begin at zero. ``attach(..., rollback=False)`` sets it. On
+            the ``register_comm_hook`` path, set it before the first step.
+        scale: loss scale of the gradients that the fields of :attr:`scaled` were made from. :meth:`entries` divides by it.
+        scaled: power of the loss scale in each field that follows it: 1 for gradients, 2 for their squares. An engine adds
+            the reduction's ``scaled_fields``.
 
     Example:
         >>> import torch
@@ -56,33 +109,38 @@ class HookState:
         self.step = 0
         self.scale = 1.0
         self.params: ParamTable = ()
-        self.buckets: tuple[tuple[str, ...], ...] = ()
+        self.buckets: BucketNames = ()
         self._committed = Entries()
         self._place: RankId | None = None
         self._forget()
 
     def _forget(self) -> None:
-        """Everything that belongs to this process and not to the state."""
-        self._staged: dict[tuple[str, str], torch.Tensor] = {}
-        self._carried: dict[tuple[str, str], torch.Tensor] = {}  # staged by an earlier reduction of this step
-        self._spare: dict[tuple[str, str], torch.Tensor] = {}
-        self._base: Base | None = None
-        self._accepted: dict[int, Mapping[tuple[str, str], Encoding]] = {}  # by identity: nothing to convert
-        self._device: torch.device | None = None  # where everything is; None: wherever it was loaded to
+        """Reset everything that belongs to this process, and not to the state."""
+        self._staged: dict[Key, torch.Tensor] = {}
+        self._carried: dict[Key, torch.Tensor] = {}  # staged by an earlier reduction of this step
+        self._spare: dict[Key, torch.Tensor] = {}  # buffers for later steps
+        self._base: Snapshot | None = None
+        self._accepted: dict[int, Mapping[Key, Encoding]] = {}  # by identity: mappings that need no conversion
+        self._device: torch.device | None = None  # of all entries; None after a load, which may put them anywhere
         self._engine: weakref.ref[StateWriter] | None = None
         self._owners: tuple[weakref.ref[torch.Tensor], ...] = ()  # the parameters, in the order of the table
-        self.drivers: dict[object, Any] = {}  # of the hook functions that were given this state
-        self.renames: dict[str, str] = {}  # of the last translation, for those who keep names themselves
+        self.drivers: dict[object, Any] = {}  # of the hook functions that were called with this state
+        self.renames: dict[str, str] = {}  # of the last translation, for objects with names of their own
+
+    # -- entries in a step
 
     def read(self, name: str, field: str) -> torch.Tensor | None:
-        """The committed tensor, or ``None``. Not to be written to."""
+        """Return the committed tensor, or ``None``. It must not be written to."""
         return self._committed.get((name, field))
 
     def before(self, name: str, field: str) -> torch.Tensor | None:
-        """:meth:`read` inside a step, refused where :attr:`in_place` has given the tensor away to be overwritten."""
+        """Return the entry from before this step. :attr:`in_place`, refuse it if the tensor is already being overwritten."""
         key = (name, field)
         if self.in_place and key in self._staged:
-            refuse_late_read(name, field)
+            raise HookResultError(
+                f"{field!r} of {name} is read after it was staged, and with rollback=False the staged tensor is the committed "
+                "one. Call ctx.read() before ctx.stage(), then write number by number: torch.add(gradient, before, out=staged)"
+            )
         return self._carried[key] if key in self._carried else self._committed.get(key)
 
     def reopen(self, names: Collection[str], fields: Collection[str]) -> None:
@@ -106,9 +164,9 @@ class HookState:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> torch.Tensor:
-        """An uninitialised tensor that becomes the entry when this step commits. Asked for again, it is the same.
+        """Return an uninitialised tensor that becomes the entry when this step commits. A second call returns the same.
 
-        Read the entry before, or number by number while, you write to it: :attr:`in_place` it is the committed tensor.
+        :attr:`in_place` it is the committed tensor: read the old entry before, or number by number while you write.
         """
         key = (name, field)
         found = self._staged.get(key)
@@ -121,21 +179,24 @@ class HookState:
         return found
 
     def newest(self, name: str, field: str) -> torch.Tensor:
-        """What the last step has staged, if that is still open, else what is committed; one of :meth:`held`, unpacked."""
+        """Return the unpacked entry that the last step staged, or else the committed one. Only for keys in :meth:`held`."""
         key = (name, field)
-        stores = (self._staged, self._carried, self._committed)
-        store = next(store for store in stores if key in store)
+        store = next(store for store in (self._staged, self._carried, self._committed) if key in store)
         return Entries(store, self._committed.encodings).numbers(key)
 
     def numbers(self, name: str, field: str) -> torch.Tensor | None:
-        """The committed numbers, or ``None``: :meth:`read`, unpacked."""
+        """Return the committed entry unpacked, in the order of its hook; ``None`` if there is none."""
         return self._committed.numbers((name, field)) if (name, field) in self._committed else None
 
-    def read_as(self, encodings: Mapping[tuple[str, str], Encoding]) -> None:
+    def held(self) -> set[Key]:
+        """Return ``(parameter name, field)`` of every staged or committed entry."""
+        return {*self._staged, *self._carried, *self._committed}
+
+    def read_as(self, encodings: Mapping[Key, Encoding]) -> None:
         """Convert committed entries to the encodings that a reduction reads and writes. Their numbers stay.
 
         Args:
-            encodings: of a bucket's entries, see :meth:`.Reduction.encodings`; the same object while they are the same.
+            encodings: of the entries of one bucket, from :meth:`.Reduction.encodings`. The same object again costs nothing.
         """
         if self._accepted.get(id(encodings)) is encodings:
             return
@@ -143,22 +204,20 @@ class HookState:
             self._accepted.clear()
         self._accepted[id(encodings)] = encodings
 
-    def held(self) -> set[tuple[str, str]]:
-        """``(parameter name, field)`` of everything staged or committed."""
-        return {*self._staged, *self._carried, *self._committed}
+    # -- the end of a step
 
     def commit(self, *, tentative: bool = False, presumed: bool = False) -> None:
-        """Make what was staged the state and count the step.
+        """Make the staged entries the state, and count the step.
 
         Args:
-            tentative: nobody knows yet whether the step is used: keep what was before it, for :meth:`resolve`. Several
-                steps may be committed on top of one another in this way; all of them are resolved together.
-            presumed: tentative, but to be saved as if it were used.
+            tentative: True if the optimizer may still skip the step. :meth:`resolve` decides later, for all tentative
+                steps together.
+            presumed: True if checkpoints hold a tentative step as if it were used.
         """
         if tentative and self.in_place:
             refuse_judge("a step that waits to be used")
         if tentative and self._base is None:
-            self._base = Base(self._committed.copy(), self.step)
+            self._base = Snapshot(self._committed.copy(), self.step)
         if self._base is not None:
             self._base.presumed = presumed
         self._fold_carried()
@@ -169,17 +228,17 @@ class HookState:
         self.step += 1
 
     def _fold_carried(self) -> None:
-        """Stage the entries that a second reduction has read and not replaced."""
+        """Stage the entries that a second reduction read and did not replace."""
         self._staged = {**self._carried, **self._staged}
         self._carried.clear()
 
     @property
     def tentative(self) -> bool:
-        """Whether steps are committed that may still be rolled back."""
+        """True if committed steps may still be rolled back."""
         return self._base is not None
 
     def resolve(self, used: bool) -> None:
-        """Keep the steps that were committed tentatively, or go back to before the first of them."""
+        """Keep the tentative steps, or return to the state before the first of them."""
         base, self._base = self._base, None
         if base is None:
             return
@@ -189,25 +248,33 @@ class HookState:
             self._accepted.clear()
         self._put_aside(dropped)
 
-    def _put_aside(self, dropped: Mapping[tuple[str, str], torch.Tensor]) -> None:
-        """Later steps may write to these tensors, unless they still are, or may again become, the state."""
+    def _put_aside(self, dropped: Mapping[Key, torch.Tensor]) -> None:
+        """Reuse these tensors in later steps, unless they are the state or may become it again."""
         base, held = self._base.entries if self._base is not None else {}, self._committed
         self._spare.update({k: t for k, t in dropped.items() if t is not held.get(k) and t is not base.get(k)})
 
     def rollback(self) -> None:
-        """Drop what was staged: the step never was. :attr:`in_place`, drop everything: how far a failed step has come
-        differs between ranks, and what they share must not.
+        """Drop the staged entries. :attr:`in_place`, drop all entries.
+
+        Ranks fail a step at different places, so entries that the step overwrote would differ between ranks.
         """
         self._carried.clear()
         if not self.in_place:
             self._spare.update(self._staged)
         elif self._committed:
-            say_lost(self._place, self.step + 1)
+            log.warning(
+                "[%s] step %d does not count (a hook raised, or numbers were not finite), and rollback=False keeps no second "
+                "copy: residuals begin at zero again",
+                self._place or "a state without a rank",
+                self.step + 1,
+            )
             self._committed.clear()
         self._staged.clear()
 
+    # -- units and devices
+
     def bring(self, device: torch.device) -> None:
-        """Have everything on the device of the gradients: what is loaded may be elsewhere, as ``map_location`` says."""
+        """Move all entries to the device of the gradients. A loaded state may be elsewhere, by ``map_location``."""
         if self._device != device:
             stores = self._stores()
             moved = {id(tensor): tensor.to(device) for store in stores for tensor in store.values()}
@@ -216,7 +283,7 @@ class HookState:
             self._device = device
 
     def rescale(self, scale: float) -> None:
-        """Hold what has the gradient's units in those of another loss scale: a scaler has changed it.
+        """Convert the fields of :attr:`scaled` to another loss scale.
 
         Raises:
             ValueError: ``scale`` is not a positive finite number.
@@ -236,6 +303,8 @@ class HookState:
             tensor.mul_((scale / self.scale) ** power)
         self.scale = scale
 
+    # -- checkpoints
+
     def entries(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield ``(parameter name, field, tensor)`` of every certain entry, sorted by name and field.
 
@@ -247,12 +316,15 @@ class HookState:
 
     @property
     def certain_step(self) -> int:
-        """The committed steps that nothing can roll back any more: :attr:`step` but for tentative ones."""
+        """Number of committed steps without tentative ones."""
         return self._certain()[1]
 
     def _certain(self) -> tuple[Entries, int]:
         if self.in_place and (self._staged or self._carried):
-            raise StateError("a step is under way, and with rollback=False it overwrites the state: save after it")
+            raise StateError(
+                "a step is running, and with rollback=False it overwrites the state. Save before the first backward of a "
+                "step or after the last"
+            )
         base = self._base
         return (self._committed, self.step) if base is None or base.presumed else (base.entries, base.step)
 
@@ -262,34 +334,34 @@ class HookState:
 
     def replace(
         self,
-        entries: Mapping[tuple[str, str], torch.Tensor],
+        entries: Mapping[Key, torch.Tensor],
         step: int,
         params: ParamTable | None = None,
-        place: "RankId | None" = None,
+        place: RankId | None = None,
         *,
         keep: frozenset[str] = frozenset(),
         ordered: bool = True,
-        buckets: tuple[tuple[str, ...], ...] = (),
+        buckets: BucketNames = (),
     ) -> None:
-        """Put ``entries`` and ``step`` in place of everything held.
+        """Replace all entries and the step.
 
         Args:
             entries: the new committed tensors, unscaled and unpacked.
             step: the new step.
-            params: names and shapes of the parameters, where they change too.
-            place: what made the state, until it is known to fit.
-            keep: fields whose staged and tentative tensors stay: a member that healed in the middle of a step received
-                the state from before that step, and the step itself is still to be committed on top.
-            ordered: True if they have the parameter's own order, as :meth:`entries` gives them. False if each has the order
-                that its reader expects, as in checkpoints of format 1.
-            buckets: the new :attr:`buckets`; empty to keep those of before.
+            params: names and shapes of the parameters, if they change too.
+            place: rank that the state was saved on, if it is still to be verified.
+            keep: fields whose staged and tentative tensors stay. A member that heals in the middle of a step receives the
+                state from before the step, and the step is still to be committed on top.
+            ordered: True if they have the parameter's own order, as :meth:`entries` yields them. False if each has the
+                order that its reader expects, as in checkpoints of format 1.
+            buckets: the new :attr:`buckets`; empty to keep the old ones.
         """
         (before, self._base), held = (self._base, None), self._committed
         self._committed = Entries(entries, dict.fromkeys(entries, OWN_ORDER) if ordered else {})
-        self._committed.read_as(held.encodings)  # what is staged and kept has these
+        self._committed.read_as(held.encodings)  # staged entries that stay have these
         self._accepted.clear()
         if before is not None and keep:
-            self._base = Base(self._committed.copy(), step, before.presumed)
+            self._base = Snapshot(self._committed.copy(), step, before.presumed)
             self._committed.update({k: t for k, t in held.items() if k[1] in keep and t is not before.entries.get(k)})
         self._fold_carried()
         self._staged = {key: tensor for key, tensor in self._staged.items() if key[1] in keep}
@@ -299,23 +371,43 @@ class HookState:
             self.params = params
         self.buckets = buckets or self.buckets
 
-    def rename(self, names: Mapping[str, str]) -> None:
-        """Give parameters other names, in every entry."""
-        for store in self._stores():
-            store.rename(names)
-        for buffers in (self._staged, self._carried, self._spare):
-            moved = {(names.get(name, name), field): t for (name, field), t in buffers.items()}
-            buffers.clear()
-            buffers.update(moved)
-        self._accepted.clear()
-        self.buckets = tuple(tuple(names.get(name, name) for name in bucket) for bucket in self.buckets)
-        self.renames = dict(names)
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and plain values for :meth:`load_state_dict`; see :mod:`commhooks.checkpoint`."""
+        from commhooks.checkpoint import state_dict
+
+        return state_dict(self)
+
+    def load_state_dict(self, saved: Mapping[str, Any], *, world_change: str = "error") -> None:
+        """Load the result of :meth:`state_dict`, all or nothing. See :func:`commhooks.checkpoint.load_state_dict`."""
+        from commhooks.checkpoint import load_state_dict
+
+        load_state_dict(self, saved, world_change=world_change)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the committed state, without process group, model or buffers."""
+        self.settle()
+        kept = dict(self.__dict__)
+        kept["_committed"], kept["step"] = self._certain()
+        for name in _OF_PROCESS:
+            kept.pop(name, None)
+        kept["_place"] = (self._place.rank, self._place.world_size) if self._place is not None else None
+        if "process_group" in kept:
+            kept["process_group"] = None  # the next model's group, or the default one
+        return kept
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        self.__dict__.update({"buckets": ()} | kept)  # version 0.1.0 pickled none
+        self._committed = Entries.of(self._committed)
+        self._place = RankId(*kept["_place"]) if kept["_place"] is not None else None
+        self._forget()
+
+    # -- the model
 
     def bind(self, model: torch.nn.Module) -> None:
         """Make this the state of ``model``: entries keyed by position get the model's parameter names.
 
-        :func:`commhooks.attach` does this by itself; on the bare ``register_comm_hook`` path it is optional, before or
-        after the first step.
+        :func:`commhooks.attach` does this by itself. After ``register_comm_hook`` it is optional, before or after the first
+        step.
 
         Args:
             model: the model, wrapped in ``DistributedDataParallel`` or not.
@@ -338,7 +430,7 @@ class HookState:
         self.bind_params([(n, tuple(p.shape)) for n, p in trained], [p for _, p in trained])
 
     def bind_params(self, params: Iterable[tuple[str, Sequence[int]]], owners: Sequence[torch.Tensor] = ()) -> None:
-        """:meth:`bind` with names and shapes in model order, and the parameters themselves."""
+        """Bind to parameters by names and shapes in model order; ``owners`` are the parameters themselves."""
         table = tuple((name, tuple(shape)) for name, shape in params)
         if owners:
             self.refuse_other(owners)
@@ -353,19 +445,11 @@ class HookState:
         if owners:
             self._owners = tuple(weakref.ref(p) for p in owners)
 
-    def follow(self, params: ParamTable, owners: Sequence[torch.Tensor]) -> None:
-        """Take over the table of a model whose trainable parameters have changed; entries stay.
-
-        Args:
-            params: names and shapes of all parameters that have entries or may get some, in model order.
-            owners: these parameters themselves.
-        """
-        self.params = params
-        self._owners = tuple(weakref.ref(p) for p in owners)
-
     def bind_by_position(self, owners: Sequence[torch.Tensor]) -> None:
-        """:meth:`bind` where no names are seen: to parameters in model order, called by position and shape, or as a
-        checkpoint calls them. Raises :class:`StateError` if it was kept for parameters of other shapes.
+        """Bind to parameters in model order without names. They get names by position, or those of a loaded checkpoint.
+
+        Raises:
+            StateError: the state has entries for parameters of other shapes.
         """
         shapes = [tuple(p.shape) for p in owners]
         if self.params and [shape for _, shape in self.params] != shapes:
@@ -375,8 +459,20 @@ class HookState:
         names = [name for name, _ in self.params] or map(position_name, range(len(shapes)), shapes)
         self.bind_params(list(zip(names, shapes, strict=True)), owners)
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give parameters other names in every entry."""
+        for store in self._stores():
+            store.rename(names)
+        for buffers in (self._staged, self._carried, self._spare):
+            moved = {(names.get(name, name), field): t for (name, field), t in buffers.items()}
+            buffers.clear()
+            buffers.update(moved)
+        self._accepted.clear()
+        self.buckets = tuple(tuple(names.get(name, name) for name in bucket) for bucket in self.buckets)
+        self.renames = dict(names)
+
     def refuse_other(self, owners: Iterable[torch.Tensor]) -> None:
-        """Refuse the parameters of another model than the one it is bound to.
+        """Refuse the parameters of a second model.
 
         Raises:
             StateError: the state serves another model that is still alive.
@@ -384,47 +480,61 @@ class HookState:
         held = self.names()
         if held and not any(id(p) in held for p in owners):
             raise StateError(
-                "this hook state serves another model already, and each would get the other's residuals: make one "
+                "this hook state serves another model already, and each model would get the other's residuals. Make one "
                 "state per model, or handle.detach() the first"
             )
 
     def names(self) -> dict[int, str]:
-        """``id(parameter)`` -> name, of the model it is bound to."""
+        """Return ``id(parameter)`` -> name of the model that the state is bound to."""
         pairs = zip(self.params, self._owners, strict=False)
         return {id(p): name for (name, _), ref in pairs if (p := ref()) is not None}
 
     def unbind(self) -> None:
-        """Belong to no model any more, so that another of the same shapes may be bound."""
+        """Release the model, so that another model with the same shapes may be bound."""
         self._owners = ()
 
+    # -- the engine
+
     def driven_by(self, engine: StateWriter) -> None:
-        """Called by an engine that will write to this state; one that did so before is settled.
+        """Register the engine that will write to this state. An earlier engine's open step is settled.
 
         Raises:
-            StateError: the state was loaded before there was a process group, and is another rank's.
+            StateError: the state was loaded before the process group existed, and belongs to another rank.
         """
         self.keep_copies(one=self.in_place)
-        self.scaled = {**engine.reduction.scaled_fields, **self.scaled}
+        scaled = {**self.scaled, **engine.reduction.scaled_fields}
+        if scaled != self.scaled:
+            self.rescale(1.0)  # by the powers of the hook before
+        self.scaled = scaled
         transport = engine.transport
         if self.in_place and transport.elastic:
             refuse_judge("a manager's vote")
         here, there = RankId(transport.rank, transport.world_size), self._place
         foreign = [key for key in self._committed if engine.reduction.fields.get(key[1]) == "local"]
         if there is not None and foreign and there != here and not transport.elastic:
-            another_rank(there, here)
-            for key in foreign:
-                del self._committed[key]
+            self._drop_residuals(foreign, there, here)
         self._place = here
         self._engine = weakref.ref(engine)
 
+    def _drop_residuals(self, keys: Iterable[Key], there: RankId, here: RankId) -> None:
+        """Drop the residuals of another rank's pickled state; refuse a loaded state."""
+        if there.loaded:
+            raise StateError(
+                f"the loaded state is of rank {there.rank} of {there.world_size}, this is rank {here.rank} of "
+                f"{here.world_size}. Load it after attach() with world_change='mean' or 'reset', or load this rank's own"
+            )
+        log.warning("the pickled state is of %s, not of %s: residuals are reset. Save every rank's", there, here)
+        for key in keys:
+            del self._committed[key]
+
     def keep_copies(self, *, one: bool) -> None:
-        """Set :attr:`in_place`. What the engine before has left open ends by the rules that it began under."""
+        """Set :attr:`in_place`. Open steps of the earlier engine end by the rules that they began with."""
         self.settle()
         if self._staged or self._carried:
-            self.rollback()  # a step that it has not seen the end of
+            self.rollback()  # its step never ended
         self.resolve(False)
         if one != self.in_place:
-            self._spare.clear()  # may be what is committed
+            self._spare.clear()  # in place, a spare buffer may be the committed tensor
         self.in_place = one
 
     @property
@@ -433,49 +543,28 @@ class HookState:
         return self._engine() if self._engine is not None else None
 
     def settle(self) -> None:
-        """Commit or roll back a finished step whose verdict is still open."""
+        """Commit or roll back a finished step whose outcome is still open."""
         engine = self.engine
         if engine is not None:
             engine.resolve_step()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values that :meth:`load_state_dict` reads; see :mod:`commhooks.checkpoint`."""
-        from commhooks.checkpoint import state_dict
 
-        return state_dict(self)
+_OF_PROCESS = (
+    *("_staged", "_carried", "_spare", "_base", "_accepted"),
+    *("_device", "_engine", "_owners", "drivers", "renames"),
+)
 
-    def load_state_dict(self, saved: Mapping[str, Any], *, world_change: str = "error") -> None:
-        """Go on from :meth:`state_dict`; all or nothing. See :func:`commhooks.checkpoint.load_state_dict`."""
-        from commhooks.checkpoint import load_state_dict
 
-        load_state_dict(self, saved, world_change=world_change)
+def refuse_judge(judge: str) -> NoReturn:
+    """Refuse ``rollback=False`` together with an object that decides after a step if the step counts.
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What is committed, without process group, model or buffers."""
-        self.settle()
-        kept = dict(self.__dict__)
-        kept["_committed"], kept["step"] = self._certain()
-        own = (
-            "_staged",
-            "_carried",
-            "_spare",
-            "_base",
-            "_accepted",
-            "_device",
-            "_engine",
-            "_owners",
-            "drivers",
-            "renames",
-        )
-        for name in own:
-            kept.pop(name, None)
-        kept["_place"] = (self._place.rank, self._place.world_size) if self._place is not None else None
-        if "process_group" in kept:
-            kept["process_group"] = None  # the group of the model, or the default one, when it is used again
-        return kept
+    Args:
+        judge: the object, for the message.
 
-    def __setstate__(self, kept: dict[str, Any]) -> None:
-        self.__dict__.update({"buckets": ()} | kept)  # version 0.1.0 pickles none
-        self._committed = Entries.of(self._committed)
-        self._place = RankId(*kept["_place"]) if kept["_place"] is not None else None
-        self._forget()
+    Raises:
+        HookNotSupportedError: always.
+    """
+    raise HookNotSupportedError(
+        f"rollback=False and {judge} exclude each other. {judge} may undo a step, and with one copy of the state there is no "
+        f"earlier copy to return to. Leave out rollback=False, or {judge}"
+    )

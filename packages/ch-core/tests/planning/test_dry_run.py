@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from commhooks.bucket import Bucket, BucketLayout
-from commhooks.compositions.scattered import Scattered
+from commhooks.compositions.reduce_scatter import Scattered
 from commhooks.compositions.wire_cast import WireCast
 from commhooks.errors import HookConfigError, HookResultError
 from commhooks.reduction import Plain, Reduction, StepContext
@@ -70,7 +70,7 @@ def no_yield(bucket: Bucket, ctx: StepContext) -> None:
 
 
 def test_a_run_without_a_yield_is_told_to_yield() -> None:
-    with pytest.raises(HookResultError, match=r"no_yield: run\(\) returned NoneType, and has to be a generator"):
+    with pytest.raises(HookResultError, match=r"no_yield: run\(\) returned NoneType\. It must be a generator"):
         NoYield().plan(LAYOUT, StepContext())
     with pytest.raises(HookConfigError, match=r"no_yield\(bucket, ctx\) has no yield"):
         as_reduction(no_yield)

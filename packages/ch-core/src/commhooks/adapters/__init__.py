@@ -123,7 +123,7 @@ if TYPE_CHECKING:
     from commhooks.adapters.managed import Layouts, ManagedAxis, ManagerAdapter, manager_adapter
     from commhooks.adapters.optimizer_watch import OptimizerWatch, watch_optimizer
     from commhooks.agreement import Fingerprint, StoreExchange, agree, agree_along
-    from commhooks.compositions.scattered import Scattered
+    from commhooks.compositions.reduce_scatter import Scattered
     from commhooks.device import SideStream
     from commhooks.engine.bucket_run import BucketRun
     from commhooks.engine.engine import Engine, StatelessEngine
@@ -177,7 +177,7 @@ __getattr__, __dir__ = lazy(
         "adapters.managed": "Layouts ManagedAxis ManagerAdapter manager_adapter",
         "adapters.optimizer_watch": "OptimizerWatch watch_optimizer",
         "agreement": "Fingerprint StoreExchange agree agree_along",
-        "compositions.scattered": "Scattered",
+        "compositions.reduce_scatter": "Scattered",
         "device": "SideStream",
         "engine.bucket_run": "BucketRun",
         "engine.engine": "Engine StatelessEngine",

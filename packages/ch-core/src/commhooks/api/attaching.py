@@ -18,8 +18,7 @@ from commhooks.registry.by_class import class_names, offered_for
 from commhooks.registry.known_names import KNOWN_ADAPTERS
 from commhooks.registry.registry import adapters
 from commhooks.report.report import never_compresses
-from commhooks.state import HookState
-from commhooks.state_owner import refuse_judge
+from commhooks.state import HookState, refuse_judge
 from commhooks.transport.process_group import group_timeout, refuse_lost
 
 log = logging.getLogger("commhooks")

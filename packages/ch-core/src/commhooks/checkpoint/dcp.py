@@ -28,8 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from commhooks.checkpoint.format import Saved, as_dict, read
-from commhooks.checkpoint.recut import recut, shard_of
 from commhooks.checkpoint.save_load import load_obtained, state_dict
+from commhooks.checkpoint.world_change import recut, shard_of
 from commhooks.errors import StateError
 from commhooks.state import HookState
 
@@ -95,7 +95,7 @@ def load(
 
     Each rank reads for itself. On the old number of ranks it is given its own residuals. On another, with
     ``world_change="mean"``, it reads all ranks', averages them, and goes on from the mean; where the model is cut into
-    another number of shards, the mean residual is put together and cut anew (:mod:`commhooks.checkpoint.recut`).
+    another number of shards, the mean residual is put together and cut anew (:mod:`commhooks.checkpoint.world_change`).
 
     Args:
         hook: an attached handle, or the state of a hook given to ``register_comm_hook``.

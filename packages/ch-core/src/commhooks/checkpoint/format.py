@@ -1,4 +1,4 @@
-"""Parses untrusted state: every type, key and size is checked before it is used."""
+"""Form of a saved state: parses untrusted data, and checks every type, key and size before use."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from commhooks.encoding import Key
 from commhooks.errors import StateError
 from commhooks.param_table import ParamTable
+from commhooks.state import BucketNames
 
 FORMAT = 2
 _FORMATS = (1, 2)
@@ -20,7 +22,7 @@ _STEPS = 1 << 53
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A saved state, as :func:`read` has checked it: well formed. Whether it fits is decided elsewhere."""
+    """A saved state whose form :func:`read` has checked. It may still be of another hook, model or rank."""
 
     expr: str
     config: dict[str, Any] | None
@@ -29,8 +31,8 @@ class Saved:
     step: int
     params: ParamTable
     fields: dict[str, str]
-    entries: dict[tuple[str, str], torch.Tensor]
-    buckets: tuple[tuple[str, ...], ...] = ()
+    entries: dict[Key, torch.Tensor]
+    buckets: BucketNames = ()
     format: int = FORMAT
 
 
@@ -38,18 +40,19 @@ def read(saved: object) -> Saved:
     """Check the form of a saved state.
 
     Raises:
-        StateError: it is not one, of another format version, or damaged; the message names the place.
+        StateError: it is no saved state, has another format version, or is damaged. The message names the place.
     """
     if not isinstance(saved, Mapping):
         raise StateError(f"the state of a hook is a dict, as handle.state_dict() makes it; got {type(saved).__name__}")
     if type(saved.get("format")) is int and saved["format"] == 1:
-        saved = {**saved, "buckets": []}  # which it does not have
+        saved = {**saved, "buckets": []}  # format 1 has none
     missing = [key for key in _KEYS if key not in saved]
     if missing:
         raise StateError(f"this is not the state of a hook: {', '.join(missing)} {_are(missing)} missing")
     if type(saved["format"]) is not int or saved["format"] not in _FORMATS:
         raise StateError(
-            f"state format {shown(saved['format'])}; this version of commhooks reads formats {', '.join(map(str, _FORMATS))}"
+            f"state format {shown(saved['format'])}; this version of commhooks reads formats {', '.join(map(str, _FORMATS))}. "
+            "Load it with the version that saved it, or a later one"
         )
     unknown = [key for key in saved if type(key) is not str or key not in _KEYS]
     if unknown:
@@ -74,7 +77,7 @@ def read(saved: object) -> Saved:
 
 
 def as_dict(saved: Saved, entries: Mapping[str, Mapping[str, torch.Tensor]], rank: int | None = None) -> dict[str, Any]:
-    """The dict that :func:`read` reads."""
+    """Return the dict that :func:`read` reads."""
     made = {
         "format": saved.format,
         "expr": saved.expr,
@@ -92,6 +95,36 @@ def as_dict(saved: Saved, entries: Mapping[str, Mapping[str, torch.Tensor]], ran
     return made
 
 
+def alike(saved: object, own: object, ignored: tuple[str, ...] = ("version",)) -> bool:
+    """Return True if two configurations are the same but for versions. Goes no deeper than ``own``.
+
+    An option that this version no longer has may be saved if it was off (False or None).
+    """
+    if type(saved) is not type(own):
+        return False
+    if isinstance(own, dict) and isinstance(saved, dict):
+        keys = own.keys() - set(ignored)
+        gone = saved.keys() - set(ignored) - keys
+        off = all(saved[k] is False or saved[k] is None for k in gone)
+        return off and keys <= saved.keys() and all(alike(saved[k], own[k], ignored) for k in keys)
+    if isinstance(own, list) and isinstance(saved, list):
+        return len(saved) == len(own) and all(alike(a, b, ignored) for a, b in zip(saved, own, strict=True))
+    return isinstance(own, bool | int | float | str | type(None)) and saved == own
+
+
+def shown(value: object) -> str:
+    """Return a value for an error message. The text is short for any value that a file may hold."""
+    if value is None or type(value) in (bool, float):
+        return repr(value)
+    if type(value) is int:
+        return str(value) if -(1 << 64) < value < 1 << 64 else "an integer of more than 64 bits"
+    if isinstance(value, str):
+        return repr(value if len(value) <= 60 else value[:57] + "...")
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return "[" + ", ".join(map(shown, value[:6])) + (", ...]" if len(value) > 6 else "]")
+    return f"a {type(value).__name__}"
+
+
 def _params(table: object) -> ParamTable:
     if type(table) is not list:
         raise StateError(f"params is a list of [name, sizes], got {shown(table)}")
@@ -106,7 +139,7 @@ def _params(table: object) -> ParamTable:
     return tuple(made)
 
 
-def _buckets(buckets: object) -> tuple[tuple[str, ...], ...]:
+def _buckets(buckets: object) -> BucketNames:
     if type(buckets) is not list or not all(type(names) is list for names in buckets):
         raise StateError(f"buckets is a list of lists of parameter names, got {shown(buckets)}")
     return tuple(tuple(_text("a name in buckets", name) for name in names) for names in buckets)
@@ -122,10 +155,10 @@ def _fields(fields: object) -> dict[str, str]:
     return dict(fields)
 
 
-def _entries(entries: object, fields: Mapping[str, object]) -> dict[tuple[str, str], torch.Tensor]:
+def _entries(entries: object, fields: Mapping[str, object]) -> dict[Key, torch.Tensor]:
     if type(entries) is not dict:
         raise StateError(f"entries is a dict, got {shown(entries)}")
-    found: dict[tuple[str, str], torch.Tensor] = {}
+    found: dict[Key, torch.Tensor] = {}
     for name, row in entries.items():
         _text("the name of an entry", name)
         if type(row) is not dict:
@@ -144,51 +177,21 @@ def _tensor(where: str, tensor: object) -> torch.Tensor:
         raise StateError(f"{where} is a dense tensor with numbers, got {tensor.layout} on {tensor.device}")
     if tensor.numel() > max(1, tensor.untyped_storage().nbytes() // tensor.element_size()):
         there = tensor.untyped_storage().nbytes()
-        raise StateError(f"{where} claims {tensor.numel()} numbers, and {there} bytes are there")
+        raise StateError(f"{where} claims {tensor.numel()} numbers, but the file has {there} bytes for it")
     return tensor.detach()
 
 
-def _text(what: str, value: object) -> str:
+def _text(label: str, value: object) -> str:
     if type(value) is not str or len(value) > _LONGEST:
-        raise StateError(f"{what} is a string of at most {_LONGEST} characters, got {shown(value)}")
+        raise StateError(f"{label} is a string of at most {_LONGEST} characters, got {shown(value)}")
     return value
 
 
-def _integer(what: str, value: object, least: int, most: int) -> int:
+def _integer(label: str, value: object, least: int, most: int) -> int:
     if type(value) is not int or not least <= value <= most:
-        raise StateError(f"{what} is an integer from {least} to {most}, got {shown(value)}")
+        raise StateError(f"{label} is an integer from {least} to {most}, got {shown(value)}")
     return value
-
-
-def shown(value: object) -> str:
-    """A value for an error message: short, whatever was in the file."""
-    if value is None or type(value) in (bool, float):
-        return repr(value)
-    if type(value) is int:
-        return str(value) if -(1 << 64) < value < 1 << 64 else "an integer of more than 64 bits"
-    if isinstance(value, str):
-        return repr(value if len(value) <= 60 else value[:57] + "...")
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return "[" + ", ".join(map(shown, value[:6])) + (", ...]" if len(value) > 6 else "]")
-    return f"a {type(value).__name__}"
 
 
 def _are(items: list[str]) -> str:
     return "is" if len(items) == 1 else "are"
-
-
-def alike(saved: object, own: object, ignored: tuple[str, ...] = ("version",)) -> bool:
-    """Return True if two configurations are the same but for versions. Goes no deeper than ``own``.
-
-    An option that this version no longer has may be saved if it was off (False or None).
-    """
-    if type(saved) is not type(own):
-        return False
-    if isinstance(own, dict) and isinstance(saved, dict):
-        keys = own.keys() - set(ignored)
-        gone = saved.keys() - set(ignored) - keys
-        off = all(saved[k] is False or saved[k] is None for k in gone)
-        return off and keys <= saved.keys() and all(alike(saved[k], own[k], ignored) for k in keys)
-    if isinstance(own, list) and isinstance(saved, list):
-        return len(saved) == len(own) and all(alike(a, b, ignored) for a, b in zip(saved, own, strict=True))
-    return isinstance(own, bool | int | float | str | type(None)) and saved == own

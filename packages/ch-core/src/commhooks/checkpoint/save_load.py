@@ -1,43 +1,55 @@
-"""Saving and loading: the state of an attached handle, an unattached one, or a bare :class:`HookState`."""
+"""Saves and loads the state of a handle, attached or not, or of a bare :class:`HookState`.
+
+A load checks everything before it changes anything. What a reduction keeps is found like its collectives are: the generator
+runs on meta tensors, and the check looks at the tensors that it stages. No hook has to declare shapes.
+"""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from commhooks.bucket import BucketLayout
+from commhooks.bucket import Bucket, BucketLayout
 from commhooks.checkpoint.format import Saved, alike, as_dict, read, shown
-from commhooks.checkpoint.merging import for_rank
-from commhooks.checkpoint.validation import Key, fits
-from commhooks.encoding import Entries
+from commhooks.checkpoint.world_change import for_rank
+from commhooks.encoding import Entries, Key
 from commhooks.errors import CommHooksError, StateError
 from commhooks.fingerprint import verify_state
 from commhooks.param_table import ParamTable, translate
-from commhooks.reduction import Reduction
-from commhooks.state import HookState
-from commhooks.state_owner import RankId, StateWriter
+from commhooks.reduction import Reduction, StepContext
+from commhooks.state import BucketNames, HookState, RankId, StateWriter
 
 if TYPE_CHECKING:
     from commhooks.handle import CommHook
 
 log = logging.getLogger("commhooks")
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_LEGAL = (*_DTYPES, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+_ROOM = 4  # an entry of unknown shape may have up to this many times its parameter's elements
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTarget:
-    """Who saves or loads: everything that is known about the place, which is little before attaching."""
+    """The state that is saved or loaded, and everything that is known of its place. Before ``attach`` that is little.
+
+    Attributes:
+        place: ``None`` before there is a process group.
+        sums: True if the model adds the ranks' gradients, and never averages.
+        elastic: True if ranks change from step to step. A residual then belongs to the replica whose file holds it.
+    """
 
     state: HookState
     expr: str
     config: dict[str, Any] | None
     reduction: Reduction | None
     layout: BucketLayout | None
-    place: RankId | None  # None: there is no process group yet
-    sums: bool = False  # the model adds up the ranks' gradients, and never averages
-    elastic: bool = False  # ranks change from step to step: a residual belongs to the replica whose file it is in
+    place: RankId | None
+    sums: bool = False
+    elastic: bool = False
 
     @property
     def params(self) -> ParamTable:
@@ -50,53 +62,67 @@ class CheckpointTarget:
         return dict(self.reduction.fields) if self.reduction is not None else {}
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A saved state that fits, copied to the device of its model.
+
+    Attributes:
+        ordered: True if entries have the parameters' own order.
+    """
+
+    entries: dict[Key, torch.Tensor]
+    step: int
+    table: ParamTable
+    place: RankId | None
+    ordered: bool
+    buckets: BucketNames
+
+
+# -- saving
+
+
 def state_dict(hook: "CommHook | HookState") -> dict[str, Any]:
-    """The committed state on this rank, copied; a finished step is committed or rolled back first.
+    """Return a copy of the committed state on this rank. A finished step is committed or rolled back first.
 
     Args:
-        hook: a handle, or the state of a hook given to ``register_comm_hook``.
+        hook: a handle, or the state of a hook on the ``register_comm_hook`` path.
 
     Raises:
-        StateError: a foreign hook that keeps its state itself.
+        StateError: a foreign hook keeps its state itself.
     """
-    holder = _holder(hook)
-    holder.state.settle()
+    target = _target(hook)
+    state = target.state
+    state.settle()
     entries: dict[str, dict[str, torch.Tensor]] = {}
-    fields, place = holder.fields, holder.place or RankId(0, 1)
-    by_name = holder.reduction is not None and holder.reduction.granularity == "tensor"
-    trained = {name for name, _ in holder.params} if by_name else set()
-    for name, field, tensor in holder.state.entries():
+    fields, place = target.fields, target.place or RankId(0, 1)
+    by_name = target.reduction is not None and target.reduction.granularity == "tensor"
+    trained = {name for name, _ in target.params} if by_name else set()
+    for name, field, tensor in state.entries():
         if trained and name not in trained:
-            continue  # frozen between wrapping and attach: still in DDP's buckets, and used by nobody
+            continue  # frozen between wrapping and attach: still in DDP's buckets, but unused
         entries.setdefault(name, {})[field] = tensor.detach().clone()
-        fields.setdefault(field, "local")  # nothing is known of it: keep every rank's own
-    made = Saved(
-        holder.expr,
-        holder.config,
-        place.world_size,
-        place.rank,
-        holder.state.certain_step,
-        holder.params,
-        fields,
-        {},
-        holder.state.buckets,
-    )
-    return as_dict(made, entries, place.rank)
+        fields.setdefault(field, "local")  # an unknown field: keep every rank's own
+    step, ranks, rank = state.certain_step, place.world_size, place.rank
+    made = Saved(target.expr, target.config, ranks, rank, step, target.params, fields, {}, state.buckets)
+    return as_dict(made, entries, rank)
+
+
+# -- loading
 
 
 def load_state_dict(hook: "CommHook | HookState", saved: Mapping[str, Any], *, world_change: str = "error") -> None:
-    """Go on from a saved state; all or nothing.
+    """Load a saved state, all or nothing.
 
     Args:
-        hook: a handle, attached or not, or the state of a hook given to ``register_comm_hook``.
+        hook: a handle, attached or not, or the state of a hook on the ``register_comm_hook`` path.
         saved: from :func:`state_dict` or :func:`merge`, usually through ``torch.load(..., weights_only=True)``.
-        world_change: what happens to residuals that are not this rank's own. ``"error"``; ``"mean"``: ``saved`` is
-            merged, every rank goes on from the mean; ``"reset"``: they are dropped, what all ranks share is kept.
+        world_change: treatment of residuals of other ranks. ``"error"`` refuses them. ``"mean"`` gives every rank the mean
+            of a merged state. ``"reset"`` drops them, and keeps the shared fields.
 
     Raises:
-        StateError: malformed, not finite, or of another hook, configuration, model, rank or world size. Nothing has
-            been changed.
-        RankMismatchError: attached handles of several ranks were given states that do not belong together.
+        StateError: malformed, not finite, or of another hook, configuration, model, rank or world size. Nothing was
+            changed.
+        RankMismatchError: ranks of an attached handle load states that do not belong together.
     """
     load_obtained(hook, lambda: saved, world_change=world_change)
 
@@ -104,78 +130,64 @@ def load_state_dict(hook: "CommHook | HookState", saved: Mapping[str, Any], *, w
 def load_obtained(
     hook: "CommHook | HookState", obtain: Callable[[], Mapping[str, Any]], *, world_change: str = "error"
 ) -> None:
-    """:func:`load_state_dict` of what ``obtain`` returns. If that raises, no rank loads anything."""
-    holder = _holder(hook)
+    """Load the result of ``obtain()``. If that raises on one rank of an attached handle, no rank loads anything."""
+    target = _target(hook)
     made: Loaded | None = None
     refusal: Exception | None = None
     try:
-        made = _prepared(holder, obtain(), world_change)
-    except Exception as error:  # out of memory too: the others must not load what this rank cannot
+        made = _prepared(target, obtain(), world_change)
+    except Exception as error:  # out of memory, too: the other ranks must not load
         refusal = error
     _agreed(hook, made, refusal)
     if made is not None:
-        holder.state.settle()  # of the state that is replaced, as is what stays open
-        if holder.state.engine is not None:
-            holder.state.engine.forget_open_steps()
-        holder.state.replace(
-            made.entries, made.step, made.table, made.place, ordered=made.ordered, buckets=made.buckets
-        )
+        state = target.state
+        state.settle()  # open steps belong to the old state
+        if state.engine is not None:
+            state.engine.forget_open_steps()
+        state.replace(made.entries, made.step, made.table, made.place, ordered=made.ordered, buckets=made.buckets)
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A saved state that fits, copied to where it belongs."""
-
-    entries: dict[Key, torch.Tensor]
-    step: int
-    table: ParamTable
-    place: RankId | None
-    ordered: bool  # True if entries have the parameters' own order
-    buckets: tuple[tuple[str, ...], ...]
-
-
-def _prepared(holder: CheckpointTarget, saved: Mapping[str, Any], world_change: str) -> Loaded:
-    """Read and check everything; nothing is changed."""
+def _prepared(target: CheckpointTarget, saved: Mapping[str, Any], world_change: str) -> Loaded:
+    """Read and check a saved state, and copy it. Nothing is changed."""
     found = read(saved)
-    _same_hook(found, holder)
-    translation = translate(found.params, holder.params)
-    lasting = None if holder.elastic else holder.place
-    share = _share(found, holder) if found.rank is None else {}
+    _refuse_another_hook(found, target)
+    translation = translate(found.params, target.params)
+    lasting = None if target.elastic else target.place
+    share = _share(found, target) if found.rank is None else {}
     entries = {
         (translation.get(name, name), field): tensor * share[field] if field in share else tensor
         for (name, field), tensor in for_rank(found, lasting, world_change).items()
     }
     ordered = found.format > 1
-    if not ordered and holder.reduction is not None and holder.layout is not None:
-        encodings = holder.reduction.encodings(holder.layout, max(found.step - 1, 0))
+    if not ordered and target.reduction is not None and target.layout is not None:
+        encodings = target.reduction.encodings(target.layout, max(found.step - 1, 0))
         entries, ordered = dict(Entries(entries, encodings).decoded()), True
-    table = holder.params or found.params
+    table = target.params or found.params
     world = lasting.world_size if lasting is not None else found.world_size
-    fits(entries, table, found.step, holder.reduction, holder.layout, world)
-    device = holder.layout.device if holder.layout is not None else None
+    fits(entries, table, found.step, target.reduction, target.layout, world)
+    device = target.layout.device if target.layout is not None else None
     copied = {key: torch.empty_like(t, device=device).copy_(t) for key, t in entries.items()}
-    place = holder.place
+    place = target.place
     if place is None and found.rank is not None and world_change != "reset":
-        place = RankId(found.rank, found.world_size, loaded=True)  # verified when the hook is attached
+        place = RankId(found.rank, found.world_size, loaded=True)  # attach() verifies it
     buckets = tuple(tuple(translation.get(name, name) for name in names) for names in found.buckets)
     return Loaded(copied, found.step, table, place, ordered, buckets)
 
 
-def _share(found: Saved, holder: CheckpointTarget) -> dict[str, float]:
-    """What a mean over other ranks is multiplied by, so that the sum over these ranks is that over those.
+def _share(found: Saved, target: CheckpointTarget) -> dict[str, float]:
+    """Return the factor of each field of a merged state, for a model that sums gradients over its ranks.
 
-    Where ranks are averaged, the mean is what stays, and a rank's own residual is the mean. Where they are summed, each of
-    W' ranks has its W'-th part of the sum of W.
+    Each of W' ranks then owes the W'-th part of the sum over W ranks, which is W / W' times their mean.
     """
-    if not holder.sums or holder.place is None or holder.reduction is None:
+    if not target.sums or target.place is None or target.reduction is None:
         return {}
-    ratio = found.world_size / holder.place.world_size
-    local = {field for field, locality in holder.fields.items() if locality == "local"}
-    return {field: ratio**power for field, power in holder.reduction.scaled_fields.items() if field in local}
+    ratio = found.world_size / target.place.world_size
+    local = {field for field, locality in target.fields.items() if locality == "local"}
+    return {field: ratio**power for field, power in target.reduction.scaled_fields.items() if field in local}
 
 
 def _agreed(hook: "CommHook | HookState", made: Loaded | None, refusal: Exception | None) -> None:
-    """Load on all ranks or on none: of an attached handle only, whose ranks all make this call."""
+    """Let all ranks of an attached handle load, or none. All of them make this call."""
     if not isinstance(hook, HookState) and hook.attached and hook.agreement_timeout is not None:
         step, entries, buckets = (made.step, made.entries, made.buckets) if made is not None else (0, {}, ())
         try:
@@ -189,7 +201,44 @@ def _agreed(hook: "CommHook | HookState", made: Loaded | None, refusal: Exceptio
         raise refusal
 
 
-def _holder(hook: "CommHook | HookState") -> CheckpointTarget:
+def _refuse_another_hook(found: Saved, target: CheckpointTarget) -> None:
+    if found.config is not None and target.config is not None:
+        if not alike(found.config, target.config):
+            options = ""
+            if found.expr == target.expr:
+                options = f" with other options, or of another provider{_other_options(found.config, target.config)}"
+            raise StateError(f"the state was saved by {shown(found.expr)}{options}; this hook is {shown(target.expr)}")
+        if not alike(found.config, target.config, ignored=()):
+            log.warning("the state of %s was saved by another version of its package", target.expr)
+    if target.reduction is not None and set(found.fields) - set(target.fields):
+        raise StateError(
+            f"the state of {shown(found.expr)} has the fields {shown(sorted(found.fields))}; {target.expr} keeps "
+            f"{shown(sorted(target.fields))}"
+        )
+    for field, locality in target.fields.items():
+        if found.fields.get(field, locality) != locality:
+            saved = found.fields[field]
+            raise StateError(f"field {shown(field)} was saved as {saved}; {target.expr} keeps it {locality}")
+
+
+def _other_options(saved: dict[str, Any], own: dict[str, Any]) -> str:
+    """Describe the outermost hook's options that differ."""
+    before, now = saved.get("config"), own.get("config")
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return ""
+    missing = object()
+    differing = [
+        f"{name}={shown(before[name]) if name in before else 'unknown'} there, {shown(value)} here"
+        for name, value in now.items()
+        if not alike(before.get(name, missing), value)
+    ]
+    return f" ({'; '.join(differing)})" if differing else ""
+
+
+# -- the place of a state
+
+
+def _target(hook: "CommHook | HookState") -> CheckpointTarget:
     if isinstance(hook, HookState):
         return _bare(hook)
     state = hook.state
@@ -198,7 +247,7 @@ def _holder(hook: "CommHook | HookState") -> CheckpointTarget:
     engine = hook.binding.engine if hook.binding is not None else None
     place, elastic = _where(engine) if engine is not None else (_place(hook.process_group), False)
     if hook.alone:
-        place = None  # any rank's state may be looked at by one process, which leaves it as it is
+        place = None  # one process may look at any rank's state, and leaves it unchanged
     layout = hook.binding.layout if hook.binding is not None else None
     configured = hook.built if isinstance(hook.built, Reduction) else None
     sums = hook.binding is not None and hook.binding.sums
@@ -214,7 +263,7 @@ def _bare(state: HookState) -> CheckpointTarget:
 
 
 def _where(engine: StateWriter) -> tuple[RankId, bool]:
-    """An engine's place, and whether it changes from step to step."""
+    """Return an engine's place, and True if it changes from step to step."""
     transport = engine.transport
     return RankId(transport.rank, transport.world_size), transport.elastic
 
@@ -225,35 +274,100 @@ def _place(group: dist.ProcessGroup | None) -> RankId | None:
     return None
 
 
-def _same_hook(found: Saved, holder: CheckpointTarget) -> None:
-    if found.config is not None and holder.config is not None:
-        if not alike(found.config, holder.config):
-            options = ""
-            if found.expr == holder.expr:
-                options = f" with other options, or of another provider{_other_options(found.config, holder.config)}"
-            raise StateError(f"the state was saved by {shown(found.expr)}{options}; this hook is {shown(holder.expr)}")
-        if not alike(found.config, holder.config, ignored=()):
-            log.warning("the state of %s was saved by another version of its package", holder.expr)
-    if holder.reduction is not None and set(found.fields) - set(holder.fields):
-        raise StateError(
-            f"the state of {shown(found.expr)} has the fields {shown(sorted(found.fields))}; {holder.expr} keeps "
-            f"{shown(sorted(holder.fields))}"
-        )
-    for field, locality in holder.fields.items():
-        if found.fields.get(field, locality) != locality:
-            saved = found.fields[field]
-            raise StateError(f"field {shown(field)} was saved as {saved}; {holder.expr} keeps it {locality}")
+# -- entries that fit a model and a reduction
 
 
-def _other_options(saved: dict[str, Any], own: dict[str, Any]) -> str:
-    """The outermost hook's options that differ, in words."""
-    before, now = saved.get("config"), own.get("config")
-    if not isinstance(before, dict) or not isinstance(now, dict):
-        return ""
-    missing = object()
-    told = [
-        f"{name}={shown(before[name]) if name in before else 'unknown'} there, {shown(value)} here"
-        for name, value in now.items()
-        if not alike(before.get(name, missing), value)
-    ]
-    return f" ({'; '.join(told)})" if told else ""
+def fits(
+    entries: Mapping[Key, torch.Tensor],
+    params: ParamTable,
+    step: int,
+    reduction: Reduction | None,
+    layout: BucketLayout | None,
+    world_size: int,
+) -> None:
+    """Check entries, in the parameters' own order, against the model; check their numbers.
+
+    Raises:
+        StateError: an entry of an unknown parameter or field, of another shape or dtype, too large, or not finite.
+    """
+    sizes = {name: torch.Size(shape).numel() for name, shape in params}
+    by_name = reduction is None or reduction.granularity == "tensor"
+    largest = _ROOM * max([256, *sizes.values()]) if by_name else _ROOM * (sum(sizes.values()) + 256)
+    for (name, field), tensor in entries.items():
+        where = f"the state of {shown(name)}, field {shown(field)},"
+        if tensor.dtype not in _LEGAL:
+            raise StateError(f"{where} is of {tensor.dtype}; a hook keeps floating or integer numbers")
+        if sizes and by_name and name not in sizes:
+            raise StateError(f"{where} is of no parameter of this model")
+        bound = _ROOM * max(256, sizes[name]) if by_name and name in sizes else largest
+        if sizes and tensor.numel() > bound:
+            raise StateError(f"{where} has {tensor.numel()} numbers; at most {bound} are plausible here")
+    if reduction is not None and layout is not None and by_name:
+        _as_expected(entries, reduction, layout, step, world_size)
+    for (name, field), tensor in entries.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise StateError(f"the state of {shown(name)}, field {shown(field)}, holds NaN or infinite numbers")
+
+
+def fit_to(state: HookState, reduction: Reduction, layout: BucketLayout, world_size: int) -> None:
+    """Check a state that was loaded before there was a model, or that another hook kept.
+
+    Raises:
+        StateError: see :func:`fits`.
+    """
+    state.read_as(reduction.encodings(layout, max(state.step - 1, 0)))
+    known = {name for name, _ in state.params}  # parameters frozen before attach are still in DDP's buckets
+    entries = {(name, field): tensor for name, field, tensor in state.entries() if name in known}
+    fits(entries, state.params, state.step, reduction, layout, world_size)
+
+
+def _as_expected(
+    entries: Mapping[Key, torch.Tensor], reduction: Reduction, layout: BucketLayout, step: int, world_size: int
+) -> None:
+    pending = dict(entries)
+    known: dict[Key, set[tuple[tuple[int, ...], torch.dtype]]] = {}
+    for at, dtype in _conditions(layout.dtype, step):
+        for key, like in expected(reduction, layout, at, dtype, world_size).items():
+            known.setdefault(key, set()).add((tuple(like.shape), like.dtype))
+            if key in pending and (tuple(pending[key].shape), pending[key].dtype) in known[key]:
+                del pending[key]
+        if not pending:
+            return
+    for (name, field), tensor in pending.items():
+        legal = known.get((name, field))
+        if legal is not None:
+            wanted = " or ".join(sorted(f"{list(shape)} of {dtype}" for shape, dtype in legal))
+            raise StateError(
+                f"the state of {shown(name)}, field {shown(field)}, is {list(tensor.shape)} of {tensor.dtype}; "
+                f"{reduction.name} keeps {wanted} here"
+            )
+
+
+def _conditions(dtype: torch.dtype, step: int) -> Iterator[tuple[int, torch.dtype]]:
+    """Yield steps and gradient dtypes under which an entry may have been kept, the likeliest first.
+
+    A method that alternates keeps the entries of either step, and a model may have parameters of several dtypes.
+    """
+    for kind in dict.fromkeys((dtype, *_DTYPES)):
+        for at in (max(step - 1, 0), step):
+            yield at, kind
+
+
+def expected(
+    reduction: Reduction, layout: BucketLayout, step: int, dtype: torch.dtype, world_size: int
+) -> dict[Key, torch.Tensor]:
+    """Return the entries that one step stages, as meta tensors; empty if the generator cannot run without numbers."""
+    meta = BucketLayout(layout.params, layout.numel, dtype, "meta")
+    bucket = Bucket(meta, torch.empty(layout.numel, dtype=dtype, device="meta"))
+    state = HookState()
+    stages = reduction.start(bucket, StepContext(0, world_size, step, state=state))
+    try:
+        for _ in stages:
+            pass
+    except Exception:  # a reduction with a plan() of its own: size alone bounds its entries
+        return {}
+    finally:
+        stages.close()
+    state.commit()
+    state.read_as(reduction.encodings(meta, step))
+    return {(name, field): tensor for name, field, tensor in state.entries()}

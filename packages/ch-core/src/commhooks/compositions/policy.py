@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout
-from commhooks.combine import parallel
 from commhooks.compositions.base import Composite, composed
 from commhooks.errors import HookConfigError
-from commhooks.reduction import Reduction, Stages, StepContext
+from commhooks.reduction import Reduction, Stages, StepContext, parallel
 from commhooks.requests import payload_bytes
 from commhooks.shards import Shards
 

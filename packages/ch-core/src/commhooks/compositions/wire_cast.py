@@ -15,11 +15,11 @@ from typing import Any, Literal
 import torch
 
 from commhooks.bucket import Bucket, ParamLayout
-from commhooks.casting import encode
 from commhooks.compositions.base import Composite
 from commhooks.errors import HookConfigError
 from commhooks.reduction import Reduction, Stages, StepContext
 from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Request, Requests, Wire, as_tuple
+from commhooks.rounding import encode
 from commhooks.shards import Shards
 
 _DEFAULTS = {"accumulate": "wire", "rounding": "nearest"}

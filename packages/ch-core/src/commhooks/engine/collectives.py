@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from commhooks.bucket import BucketLayout
-from commhooks.casting import encode
 from commhooks.engine.schedule import TUNED, BucketPlan, CpuTuning
 from commhooks.engine.stats import Counters
 from commhooks.reduction import Reduction, StepContext
 from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Request, StagePlan
+from commhooks.rounding import encode
 from commhooks.scratch import Scratch
 from commhooks.transport.base import Transport, Work
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from commhooks.bucket import BucketLayout
-from commhooks.compositions.scattered import Scattered
+from commhooks.compositions.reduce_scatter import Scattered
 from commhooks.errors import HookNotSupportedError
 from commhooks.shards import ShardLayout
 from commhooks.simulate import SimulatedRank, simulate

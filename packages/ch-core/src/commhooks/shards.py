@@ -1,28 +1,29 @@
-"""A gradient that the ranks share out: each keeps the average of one part of it (a reduce-scatter).
+"""Gradients that the ranks share out: each rank keeps the average of one part (a reduce-scatter).
 
-FSDP cuts every parameter into W chunks along a dimension, pads them to the size of the first, and lays the r-th chunks of all
-parameters one after another: part r, which is rank r's. All parts have the same layout, whatever is padding in them.
+FSDP cuts every parameter into W chunks along a dimension and pads them to the size of the first chunk. Part r holds chunk r of
+every parameter, and belongs to rank r. All parts have the same layout; only their padding differs.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from commhooks.bucket import BucketLayout, ParamLayout, contiguous_stride
+from commhooks.requests import ReduceScatter, Requests
 
 
 class ShardLayout:
-    """How parameters are cut into W parts: the same on every rank, with no numbers in it.
+    """How parameters are cut into W parts. It is the same on every rank, and holds no numbers.
 
     Args:
-        part: names, padded shapes and offsets of one part; names are the parameters' own.
-        whole: name -> the shape of the parameter, of which a part holds a chunk.
-        dims: name -> the dimension that is cut; 0 if not given. Along another one the chunks are equal.
+        part: names, padded shapes and offsets of one part. The names are the parameters' own.
+        whole: name -> shape of the whole parameter.
+        dims: name -> the dimension that is cut; 0 if absent. Along another dimension the chunks are equal.
 
     Attributes:
-        part, whole, dims: as given.
+        part, whole, dims: the arguments.
     """
 
     __slots__ = ("_whole", "dims", "part", "whole")
@@ -35,7 +36,7 @@ class ShardLayout:
 
     @staticmethod
     def of(layout: BucketLayout, world_size: int) -> "ShardLayout":
-        """Parameters of these shapes, cut along dimension 0 as FSDP2 does.
+        """Cut the parameters of ``layout`` along dimension 0, as FSDP2 does.
 
         >>> cut = ShardLayout.of(BucketLayout.of_shapes({"w": (5, 2), "b": (3,)}), 2)
         >>> [(p.name, p.shape, p.offset) for p in cut.part.params], cut.bucket(2).numel
@@ -46,7 +47,7 @@ class ShardLayout:
         return ShardLayout(BucketLayout.of_shapes(shapes, layout.dtype, layout.device), whole)
 
     def bucket(self, world_size: int) -> BucketLayout:
-        """All parts as one bucket: what a rank has before the reduce-scatter."""
+        """Return all parts as one bucket, which is a rank's input to the reduce-scatter."""
         part = self.part
         params = [
             ParamLayout(p.name, p.shape, p.stride, r * part.numel + p.offset)
@@ -56,22 +57,22 @@ class ShardLayout:
         return BucketLayout(params, world_size * part.numel, part.dtype, part.device)
 
     def select(self, names: frozenset[str]) -> "ShardLayout":
-        """Some of the parameters, in the same places."""
+        """Return the layout of some of the parameters, in the same places."""
         return ShardLayout(self.part.select(names), self.whole, self.dims)
 
     def whole_param(self, name: str) -> ParamLayout:
-        """The parameter that is cut, row-major."""
+        """Return the whole parameter, row-major."""
         return self._whole[name]
 
 
 @dataclass(slots=True)
 class Shards:
-    """W parts of a gradient, and the place for one average.
+    """W parts of a gradient, and the place for the average of one.
 
     Attributes:
         layout: how the parameters are cut.
-        storage: ``(W * n,)``: this rank's gradient, part r for rank r, with zeros in the padding. May be overwritten.
-        output: ``(n,)``, this rank's part of the average when the reduction has ended. Nobody looks at its padding.
+        storage: ``(W * n,)``: this rank's gradient, part r for rank r, zeros in the padding. May be overwritten.
+        output: ``(n,)``: this rank's part of the average when the reduction has ended. Its padding is ignored.
         index: position in the step, equal on all ranks.
 
     Example:
@@ -90,7 +91,7 @@ class Shards:
 
     @property
     def params(self) -> tuple[ParamLayout, ...]:
-        """Of one part: padded shapes, and offsets in it."""
+        """Parameters of one part: padded shapes, and offsets in the part."""
         return self.layout.part.params
 
     @property
@@ -102,24 +103,25 @@ class Shards:
         return self.storage.numel() // max(self.output.numel(), 1)
 
     def vectors(self) -> list[list[torch.Tensor]]:
-        """Each part's parameters as live 1-D views, padding included: the same sizes in every part."""
+        """Return each part's parameters as live 1-D views with padding. Sizes are the same in every part."""
         return [self._split(part) for part in self.storage.view(self.world_size, -1)]
 
     def own(self) -> list[torch.Tensor]:
-        """The places for this rank's averages: live 1-D views of :attr:`output`, of the same sizes."""
+        """Return the places for this rank's averages: live 1-D views of :attr:`output`, of the same sizes."""
         return self._split(self.output)
 
     def select(self, names: Iterable[str]) -> "Shards":
-        """Some of the parameters, over the same memory."""
+        """Return some of the parameters, over the same memory."""
         return Shards(self.layout.select(frozenset(names)), self.storage, self.output, self.index)
 
     def whole(self, param: ParamLayout) -> ParamLayout:
-        """The parameter of which ``param`` is a chunk: what is kept for it has its shape, on every rank, whatever W is."""
+        """Return the whole parameter that ``param`` is a chunk of. State has its shape on every rank, for any W."""
         return self.layout.whole_param(param.name)
 
     def cut(self, param: ParamLayout, kept: torch.Tensor) -> list[torch.Tensor]:
-        """A tensor with a number for every element of the whole parameter, as W vectors without padding: what belongs to
-        the numbers of :meth:`vectors`. The last ones are shorter, or empty. Views, if dimension 0 is cut; else copies.
+        """Cut a tensor of the whole parameter's size into W vectors that match :meth:`vectors`, without padding.
+
+        The last ones are shorter or empty. They are views if dimension 0 is cut, else copies.
         """
         dim, whole = self.layout.dims.get(param.name, 0), self.whole(param)
         if dim == 0:
@@ -129,7 +131,7 @@ class Shards:
         return [c.contiguous().view(-1) for c in kept.view(whole.shape).chunk(self.world_size, dim)]
 
     def join(self, param: ParamLayout, pieces: Sequence[torch.Tensor], kept: torch.Tensor) -> None:
-        """Put what :meth:`cut` gave back into ``kept``, where it gave copies."""
+        """Write the vectors of :meth:`cut` back into ``kept`` if they are copies."""
         dim = self.layout.dims.get(param.name, 0)
         if dim:
             chunks = kept.view(self.whole(param).shape).chunk(self.world_size, dim)
@@ -138,3 +140,29 @@ class Shards:
 
     def _split(self, part: torch.Tensor) -> list[torch.Tensor]:
         return [part[p.offset : p.offset + p.numel] for p in self.params]
+
+
+def plain_scatter(shards: Shards, scratch: Callable[..., torch.Tensor]) -> Generator[Requests, None, None]:
+    """Average the parameters exactly, with one reduce-scatter. Parameters with gaps between them are copied first.
+
+    Args:
+        shards: the parameters.
+        scratch: ``ctx.scratch``.
+    """
+    segments, n, world = shards.layout.part.segments(), shards.output.numel(), shards.world_size
+    if segments == ((0, n),):
+        yield ReduceScatter(shards.storage, shards.output, "mean")
+        return
+    size = sum(numel for _, numel in segments)
+    dtype, device = shards.storage.dtype, shards.device
+    packed, mine = scratch("plain", (world, size), dtype, device), scratch("plain part", (size,), dtype, device)
+    parts, at = shards.storage.view(world, n), 0
+    for offset, numel in segments:
+        packed[:, at : at + numel].copy_(parts[:, offset : offset + numel])
+        at += numel
+    if size:
+        yield ReduceScatter(packed.view(-1), mine, "mean")
+    at = 0
+    for offset, numel in segments:
+        shards.output[offset : offset + numel].copy_(mine[at : at + numel])
+        at += numel

@@ -7,8 +7,8 @@ import torch
 
 import commhooks
 from commhooks import Bucket
-from commhooks.casting import encode, stochastic_round
 from commhooks.requests import Wire
+from commhooks.rounding import encode, stochastic_round
 from commhooks.simulate import SimulatedRank, simulate
 
 DTYPES = (torch.bfloat16, torch.float16)
