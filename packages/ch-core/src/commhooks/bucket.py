@@ -1,10 +1,9 @@
 """Gradient buckets: one flat buffer with a named view per parameter.
 
-A :class:`Bucket` is what a reduction works on. It is not tied to DDP: it is built from torch's ``GradBucket``
-(``commhooks.ddp``), from an FSDP shard, or from plain tensors (:meth:`Bucket.from_tensors`), so that a hook can be
-tested with no process group at all.
+A reduction works on a :class:`Bucket`. Adapters build it from torch's ``GradBucket`` or from an FSDP shard.
+:meth:`Bucket.from_tensors` builds it from plain tensors, so that a hook can be tested without a process group.
 
-A :class:`BucketLayout` is the bucket without its numbers: hashable, equal on every rank, and enough to plan all
+A :class:`BucketLayout` is the bucket without its numbers. It is hashable, equal on every rank, and enough to plan all
 collectives of a reduction.
 """
 
@@ -21,7 +20,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 P = ParamSpec("P")
 
-_RUNS, _SELECTED = object(), object()  # keys of what every bucket keeps
+_RUNS, _SELECTED = object(), object()  # cache keys of every bucket
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -39,7 +38,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def dense(param: torch.Tensor) -> bool:
-    """Whether the strides are a permutation of row-major ones (non-overlapping and without holes)."""
+    """Return True if the strides are a permutation of row-major ones: without overlap, and without holes."""
     expected = 1
     for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
         if size == 1:
@@ -52,19 +51,19 @@ def dense(param: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ParamLayout:
-    """Where one parameter's gradient lies in a bucket.
+    """Place of one parameter's gradient in a bucket.
 
     Attributes:
         name: fully qualified parameter name, the key of all state.
         shape: logical shape of the parameter.
-        stride: strides in elements inside the bucket (the parameter's own when it is dense, so that a
-            transposed or channels-last parameter is seen with its numbers in the right places).
+        stride: strides in elements inside the bucket. A dense parameter has its own, so that a transposed or channels-last
+            parameter is seen with its numbers in the right places.
         offset: first element, counted from the start of the bucket's storage.
-        kind: ``"dense"``, or what makes it unfit for anything but plain averaging: ``"complex"``, ``"sparse"``.
-        numel: elements of the parameter.
-        matrix_shape: ``(outer, inner)``: the axis that is outermost in memory against all others. For a row-major
-            weight this is ``(dim 0, rest)``; for a transposed one it is the transposed matrix, for a channels-last one
-            a permutation of its columns: each is the same problem to a low-rank method.
+        kind: ``"dense"``; ``"complex"`` and ``"sparse"`` parameters can only be averaged exactly.
+        numel: number of elements.
+        matrix_shape: ``(outer, inner)``: the axis that is outermost in memory, and all other axes. For a row-major weight
+            it is ``(dim 0, rest)``, for a transposed one the transposed matrix, for a channels-last one a permutation of
+            the columns. Each is the same problem to a low-rank method.
     """
 
     name: str
@@ -82,7 +81,7 @@ class ParamLayout:
 
     @staticmethod
     def of(name: str, tensor: torch.Tensor, offset: int = 0, kind: str = "dense") -> "ParamLayout":
-        """Where a parameter's gradient lies: in its own strides if they leave no holes, else row by row.
+        """Return the layout of a parameter's gradient: its own strides if they leave no holes, else row-major.
 
         >>> ParamLayout.of("w", torch.empty(3, 2).t()).stride, ParamLayout.of("w", torch.empty(3, 2)[:, :1]).stride
         ((1, 2), (1, 1))
@@ -92,11 +91,11 @@ class ParamLayout:
 
     @property
     def plain_only(self) -> str | None:
-        """Why no lossy method may touch this parameter; ``None`` if one may."""
+        """Reason to average this parameter exactly: ``"complex"``, ``"sparse"`` or ``"empty"``; else ``None``."""
         return self.kind if self.kind != "dense" else "empty" if self.numel == 0 else None
 
     def to_memory_order(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor of :attr:`shape` as :meth:`Bucket.matrix` would show it, ``(outer, inner)``.
+        """Copy a tensor of :attr:`shape` to the order of memory, ``(outer, inner)``, as :meth:`Bucket.matrix` shows it.
 
         >>> turned = ParamLayout("w", (2, 3), (1, 2), 0)  # stored as (3, 2)
         >>> turned.to_memory_order(torch.arange(6).view(2, 3))
@@ -112,7 +111,7 @@ class ParamLayout:
         return flat.view(self.matrix_shape)
 
     def to_own_shape(self, matrix: torch.Tensor) -> torch.Tensor:
-        """The opposite of :meth:`to_memory_order`."""
+        """Copy a matrix of :meth:`to_memory_order` back to the parameter's own shape and order."""
         return matrix.reshape(-1).as_strided(self.shape, self.stride).clone(memory_format=torch.contiguous_format)
 
 
@@ -124,16 +123,16 @@ def _matrix_shape(shape: tuple[int, ...], stride: tuple[int, ...], numel: int) -
 
 
 class BucketLayout:
-    """Shapes, names, dtype and device of a bucket: hashable, with no numbers in it.
+    """Names, shapes, dtype and device of a bucket. It is hashable and holds no numbers.
 
     Args:
         params: the parameters, in the order of the buffer.
-        numel: elements of the underlying storage (at least those of ``params``).
-        dtype: element type of the buffer.
-        device: where the buffer lives.
+        numel: elements of the underlying storage, which may be more than those of ``params``.
+        dtype: dtype of the buffer.
+        device: device of the buffer.
 
     Attributes:
-        size: elements of all parameters together (the storage may hold more).
+        size: elements of all parameters together.
     """
 
     __slots__ = ("__dict__", "_hash", "_key", "device", "dtype", "numel", "params", "size")
@@ -163,7 +162,7 @@ class BucketLayout:
         return f"BucketLayout({len(self.params)} parameters, {self.size} elements, {self.dtype})"
 
     def segments(self) -> tuple[tuple[int, int], ...]:
-        """``(offset, numel)`` of each contiguous piece of storage that the parameters cover."""
+        """Return ``(offset, numel)`` of each contiguous piece of storage that the parameters cover."""
         cached: tuple[tuple[int, int], ...] | None = self.__dict__.get("_runs")
         if cached is None:
             pieces: list[list[int]] = []
@@ -178,7 +177,7 @@ class BucketLayout:
         return cached
 
     def select(self, names: frozenset[str]) -> "BucketLayout":
-        """The layout of a sub-bucket that holds only ``names`` (over the same storage)."""
+        """Return the layout of a sub-bucket that holds only ``names``, over the same storage."""
         cache: dict[frozenset[str], BucketLayout] = self.__dict__.setdefault("_selected", {})
         if names not in cache:
             chosen = (p for p in self.params if p.name in names)
@@ -187,11 +186,11 @@ class BucketLayout:
 
     @staticmethod
     def of_tensors(tensors: Mapping[str, torch.Tensor], kinds: Mapping[str, str] | None = None) -> "BucketLayout":
-        """Parameters, by name, as one virtual bucket: one after another, each as :meth:`ParamLayout.of` lays it.
+        """Lay parameters one after another as one virtual bucket, each as :meth:`ParamLayout.of` does.
 
         Args:
-            tensors: the parameters, in model order.
-            kinds: see :class:`ParamLayout`; of those that are not ``"dense"``.
+            tensors: name -> parameter, in model order.
+            kinds: name -> kind of each parameter that is not ``"dense"``, see :class:`ParamLayout`.
 
         >>> layout = BucketLayout.of_tensors({"w": torch.ones(2, 3), "b": torch.ones(3)})
         >>> layout.numel, layout.dtype
@@ -208,7 +207,7 @@ class BucketLayout:
     def of_shapes(
         shapes: Mapping[str, Sequence[int]], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> "BucketLayout":
-        """Row-major layout of parameters laid one after another.
+        """Return the row-major layout of parameters laid one after another.
 
         >>> BucketLayout.of_shapes({"w": (2, 3), "b": (3,)}).params[1].offset
         6
@@ -252,9 +251,13 @@ class Bucket:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor], *, index: int = 0, is_last: bool = True) -> "Bucket":
-        """Copy tensors of one dtype and device into a new bucket, each row-major."""
+        """Copy tensors of one dtype and device into a new bucket, each row-major.
+
+        Raises:
+            ValueError: no tensors, or tensors of several dtypes or devices.
+        """
         if not tensors:
-            raise ValueError("Bucket.from_tensors was given no tensors; give at least one name -> tensor")
+            raise ValueError("Bucket.from_tensors got no tensors; give at least one name -> tensor")
         first = next(iter(tensors.values()))
         odd = [n for n, t in tensors.items() if t.dtype != first.dtype or t.device != first.device]
         if odd:
@@ -276,29 +279,29 @@ class Bucket:
         return self.storage.device
 
     def view(self, param: ParamLayout | str) -> torch.Tensor:
-        """Live view with the parameter's logical shape and its own strides."""
+        """Return a live view with the parameter's logical shape and its own strides."""
         p = self._param(param)
         return self._flat(p).as_strided(p.shape, p.stride)
 
     def matrix(self, param: ParamLayout | str) -> torch.Tensor:
-        """Live contiguous view of shape :attr:`ParamLayout.matrix_shape`."""
+        """Return a live contiguous view of shape :attr:`ParamLayout.matrix_shape`."""
         p = self._param(param)
         return self._flat(p).view(p.matrix_shape)
 
     def views(self) -> Iterator[tuple[ParamLayout, torch.Tensor]]:
-        """Every parameter with its live view."""
+        """Return every parameter with its live view."""
         return ((p, self.view(p)) for p in self.params)
 
     def segments(self) -> list[torch.Tensor]:
-        """The contiguous 1-D pieces that hold the parameters: live views, one for an undivided bucket."""
+        """Return the contiguous 1-D pieces that hold the parameters, as live views. An undivided bucket has one."""
         return list(self.cached(_RUNS, self._cut))
 
     @property
     def buffer(self) -> torch.Tensor:
         """All parameters as one 1-D tensor.
 
-        A live view while they are one piece of storage; for a sub-bucket of several pieces a gathered copy, which
-        must be assigned back (``bucket.buffer = x``) for its numbers to take effect.
+        It is a live view if they are one piece of storage. For a sub-bucket of several pieces it is a gathered copy, which
+        must be assigned back (``bucket.buffer = x``) to take effect.
         """
         runs = self.segments()
         if len(runs) == 1:
@@ -316,23 +319,23 @@ class Bucket:
                 run.copy_(piece)
 
     def select(self, names: Iterable[str]) -> "Bucket":
-        """Sub-bucket of some parameters, over the same storage."""
+        """Return a sub-bucket of some parameters, over the same storage."""
         chosen = frozenset(names)
         return self.cached(
             (_SELECTED, chosen), lambda: Bucket(self.layout.select(chosen), self.storage, self.index, self.is_last)
         )
 
     def cached(self, key: Hashable, make: Callable[[], T], of: object = None) -> T:
-        """What ``make()`` gives, made once as long as this bucket lives; DDP's live from step to step.
+        """Return ``make()``, called once in the life of this bucket. DDP's buckets live from step to step.
 
-        For views of :attr:`storage` (:meth:`view`, :meth:`matrix`, :meth:`segments`), never for numbers, and so not for
-        :attr:`buffer`, which may be a copy. Making a view costs little, but between two passes over a large gradient
-        the code for it has left the core's cache.
+        Only for views of :attr:`storage` (:meth:`view`, :meth:`matrix`, :meth:`segments`), never for numbers, and so not for
+        :attr:`buffer`, which may be a copy. A view costs little, but between two passes over a large gradient the code that
+        makes it has left the core's cache.
 
         Args:
-            key: by which it is kept: one that only its maker has, such as ``(self, "halves")`` in a reduction.
-            make: makes it from the bucket and ``of``.
-            of: what it is made of besides the bucket; when that is another object, it is made anew.
+            key: cache key that no other caller has, such as ``(self, "halves")`` in a reduction.
+            make: makes the value from the bucket and ``of``.
+            of: second input of ``make``. Another object makes the value again.
 
         >>> import torch
         >>> b, mine = Bucket.from_tensors({"w": torch.ones(4, 2)}), object()
@@ -365,10 +368,10 @@ class Bucket:
 
 
 def per_layout(make: Callable[Concatenate[S, BucketLayout, P], T]) -> Callable[Concatenate[S, BucketLayout, P], T]:
-    """A method ``(self, layout, ...)`` whose result is made once for each layout, as long as its object lives.
+    """Cache the result of a method ``(self, layout, ...)`` for each layout, in the life of its object.
 
-    For what a reduction works out of shapes and names alone. The results are not copied or pickled with the reduction;
-    they must not refer to it, or it would never be freed. Further arguments are used when a result is made.
+    Use it for values that follow from shapes and names alone. Copies and pickles of the reduction leave the results out. A
+    result must not refer to the reduction, or it would never be freed. Further arguments matter only when a result is made.
 
     >>> class Mine:
     ...     @per_layout

@@ -11,7 +11,7 @@ from commhooks.bucket import ParamLayout, contiguous_stride
 
 _LEVELS = 127
 _SMALLEST = 1e-36  # a scale whose reciprocal is finite
-_TOGETHER = 1 << 18  # numbers treated at a time, which a core's caches hold
+_TOGETHER = 1 << 18  # numbers per pass: they fit a core's caches
 Key = tuple[str, str]
 """Parameter name and field of an entry."""
 _EMPTY: Mapping[Any, Any] = MappingProxyType({})
@@ -29,16 +29,16 @@ class FieldAccess(Protocol):
 
 @dataclass(frozen=True)
 class Packed:
-    """How a field is held in 8 bits: ``x = code * scale``, off by at most ``max|x| / 254`` of its block.
+    """Format of a field in 8 bits: ``x = code * scale``, off by at most ``max|x| / 254`` of its block.
 
-    The field itself is int8, of the shape that it would have in fp32; ``scales`` names another field, fp32, ``(blocks,)``.
-    A reduction that declares this in :attr:`Reduction.packed_fields <commhooks.Reduction.packed_fields>` reads and stages
-    the field with :meth:`held` and :meth:`stage`. Whoever else looks at the state (checkpoints, figures, another hook that
-    takes over) is given fp32, and a loss scale multiplies the scales alone.
+    The field is int8 and has the shape that it would have in fp32. ``scales`` names a second field, fp32, ``(blocks,)``. A
+    reduction declares this in :attr:`Reduction.packed_fields <commhooks.Reduction.packed_fields>`, and reads and stages the
+    field with :meth:`held` and :meth:`stage`. Checkpoints, reports and other hooks read fp32. A loss scale multiplies the
+    scales alone.
 
     Args:
-        scales: the field of the scales. It is not declared in ``fields``: it is a part of the other.
-        block: numbers, in the order of memory, that share a scale.
+        scales: name of the second field. It belongs to the first field, and is not declared in ``fields``.
+        block: numbers that share a scale, in the order of memory.
 
     Example:
         >>> packed = Packed("residual_scale", block=4)
@@ -52,15 +52,15 @@ class Packed:
     block: int = 128
 
     def blocks(self, numel: int) -> int:
-        """Scales of so many numbers."""
+        """Return the number of scales for ``numel`` numbers."""
         return -(-numel // self.block)
 
     def pack(
         self, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, spare: torch.Tensor | None = None
     ) -> None:
-        """Fill ``codes`` int8 and ``scales`` fp32 from ``x`` fp32 of as many numbers, all contiguous.
+        """Fill ``codes`` (int8) and ``scales`` (fp32) from ``x`` (fp32), all contiguous.
 
-        Of a larger field, whole blocks and the end of it may be given. ``spare``: fp32 of that many numbers, overwritten.
+        They may be a run of whole blocks of a larger field, or its end. ``spare`` is fp32 of the same size, overwritten.
         """
         for numbers, there, factor in self._chunks(x.view(-1), codes.view(-1), scales):
             room = spare.view(-1)[: numbers.numel()].view(numbers.shape) if spare is not None else None
@@ -70,16 +70,16 @@ class Packed:
             there.copy_(torch.mul(numbers, factor.clamp(min=_SMALLEST).reciprocal_(), out=room).round_())
 
     def unpack(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The numbers, fp32 of the codes' shape, in ``out`` or in new memory."""
+        """Return the numbers, fp32 of the codes' shape, in ``out`` or in new memory."""
         found = out if out is not None else torch.empty(codes.shape, device=codes.device, dtype=torch.float32)
         for numbers, there, factor in self._chunks(found.view(-1), codes.view(-1), scales):
             torch.mul(there, factor, out=numbers)
         return found
 
     def held(self, ctx: FieldAccess, name: str, field: str) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """A parameter's committed codes and scales, or ``None``.
+        """Return a parameter's committed codes and scales, or ``None``.
 
-        Without scales the first are no codes but numbers: of a checkpoint, or of a hook before that keeps them in fp32.
+        Without scales the first tensor holds numbers: from a checkpoint, or from another hook.
         """
         codes = ctx.read(name, field)
         if codes is None:
@@ -89,14 +89,14 @@ class Packed:
     def stage(
         self, ctx: FieldAccess, name: str, field: str, shape: Sequence[int], device: torch.device | str = "cpu"
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and scales to fill: the parameter's new field once this step is committed."""
+        """Return codes and scales to fill. They become the parameter's field when the step commits."""
         codes = ctx.stage(name, field, shape, torch.int8, device)
         return codes, ctx.stage(name, self.scales, (self.blocks(codes.numel()),), torch.float32, device)
 
     def _chunks(
         self, numbers: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Live views of blocks ``(rows, block)`` and their scales ``(rows, 1)``; the last block may be shorter."""
+        """Return live views of blocks ``(rows, block)`` and their scales ``(rows, 1)``. The last block may be shorter."""
         whole = numbers.numel() // self.block * self.block
         step = max(1, _TOGETHER // self.block) * self.block if numbers.device.type == "cpu" else max(whole, 1)
         cuts = [(a, min(a + step, whole), self.block) for a in range(0, whole, step)]

@@ -9,11 +9,14 @@ import torch.distributed as dist
 class DefaultState:
     """State of FSDP1's hooks: the group, and the factors before and after the sum.
 
-    Dividing by all of W before the sum underflows in 16 bits, dividing after it overflows, so the division is
-    split in two near-equal powers of two where W allows it.
+    In 16 bits, division by W before the sum underflows, and division after the sum overflows. The division is therefore
+    split into two nearly equal factors, the first one a power of two.
 
     Args:
         process_group: the group to reduce over.
+
+    Raises:
+        ValueError: ``process_group`` is None.
 
     Attributes:
         gradient_predivide_factor: smallest power of two f with ``f * f >= W`` while f divides W.
@@ -35,7 +38,7 @@ class DefaultState:
 
     @staticmethod
     def split_factor(world_size: int) -> tuple[float, float]:
-        """Pre- and post-divide factors whose product is ``world_size``."""
+        """Return the factors before and after the sum, whose product is ``world_size``."""
         factor = 1
         while world_size % factor == 0 and world_size / factor > factor:
             factor *= 2
@@ -43,7 +46,7 @@ class DefaultState:
 
     @staticmethod
     def _get_gradient_predivide_factor(world_size: int) -> float:
-        """PyTorch's name for the first of :meth:`split_factor`."""
+        """Return the first factor of :meth:`split_factor`, under PyTorch's name."""
         return DefaultState.split_factor(world_size)[0]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -59,7 +62,7 @@ class LowPrecisionState(DefaultState):
 
     Args:
         process_group: the group to reduce over.
-        parameter_type: dtype that the reduced gradient is cast back to.
+        parameter_type: dtype of the reduced gradient after the cast back.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, parameter_type: torch.dtype = torch.float32) -> None:

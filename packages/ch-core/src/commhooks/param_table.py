@@ -1,7 +1,7 @@
-"""Names of parameters: the table a state is keyed by, and the translation between names and positions.
+"""Names and shapes of a model's parameters, and the translation between names and positions.
 
-Where a hook sees no names (``register_comm_hook``), parameters are called by position in model order and shape:
-``"0:50x50"``. Tables of both kinds describe the same model when the shapes agree, place by place.
+A hook on the ``register_comm_hook`` path sees no names. Its parameters are called by position in model order and shape:
+``"0:50x50"``. Tables of both kinds describe the same model if the shapes agree, place by place.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,10 +16,10 @@ ParamTable = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def translate(old: ParamTable, new: ParamTable) -> dict[str, str]:
-    """Names of ``old`` -> names of ``new``: by name, or by place where either side knows no names.
+    """Map names of ``old`` to names of ``new``: by name, or by place if one side has positions.
 
     Raises:
-        StateError: the tables are of different models; the message names the first differences.
+        StateError: the tables are of different models. The message names the first differences.
     """
     if not old or not new or old == new:
         return {}
@@ -27,7 +27,7 @@ def translate(old: ParamTable, new: ParamTable) -> dict[str, str]:
         if [shape for _, shape in old] == [shape for _, shape in new]:
             return {a: b for (a, _), (b, _) in zip(old, new, strict=True)}
         raise StateError(
-            f"this state does not fit the model: it was kept by position, for {len(old)} parameters of shapes "
+            f"this state does not fit the model: it is keyed by position, for {len(old)} parameters of shapes "
             f"{few([s for _, s in old])}; the other side has {len(new)} of shapes {few([s for _, s in new])}"
         )
     before, after = dict(old), dict(new)
@@ -44,12 +44,12 @@ def translate(old: ParamTable, new: ParamTable) -> dict[str, str]:
 
 
 def positional(table: ParamTable) -> bool:
-    """Whether the parameters are called by position and shape."""
+    """Return True if the parameters are called by position and shape."""
     return all(name == position_name(i, shape) for i, (name, shape) in enumerate(table))
 
 
 def position_name(position: int, shape: Sequence[int]) -> str:
-    """What a parameter is called where no name is seen.
+    """Return the name of a parameter that is known by position alone.
 
     >>> position_name(0, (50, 50))
     '0:50x50'
@@ -58,7 +58,7 @@ def position_name(position: int, shape: Sequence[int]) -> str:
 
 
 def trained_params(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """Trainable parameters in model order; those of DDP have the names of the module inside."""
+    """Return trainable parameters in model order. Parameters of a DDP model have the names of the inner module."""
     ignored: Iterable[str] = ()
     inside, left_out = getattr(model, "module", None), getattr(model, "parameters_to_ignore", None)
     if isinstance(inside, torch.nn.Module) and left_out is not None:
@@ -67,14 +67,14 @@ def trained_params(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter
 
 
 def refuse_shapes(kept: Sequence[tuple[int, ...]], given: Sequence[tuple[int, ...]]) -> NoReturn:
-    """Raise :class:`StateError`: a state that was kept for parameters of other shapes."""
+    """Raise :class:`StateError` for a state of parameters of other shapes."""
     raise StateError(
-        f"this hook state was kept for a model with other parameters: for shapes {few(kept)}, and this model has "
-        f"{few(given)}. Call state.bind(ddp_model) before the first step, or make a new state for this model"
+        f"this hook state belongs to a model with other parameters, of shapes {few(kept)}; this model has {few(given)}. "
+        "Call state.bind(ddp_model) before the first step, or make a new state for this model"
     )
 
 
 def few(items: Sequence[object]) -> str:
-    """The first few of them, and how many more."""
+    """Return the first items as text, and the number of the others."""
     text = ", ".join(str(item) for item in items[:4])
     return text + (f" and {len(items) - 4} more" if len(items) > 4 else "")

@@ -1,16 +1,23 @@
-"""Numbers made ready for the wire: scaled before they are cast, rounded to the nearest or at random."""
+"""Rounds numbers for the wire: scales before the cast, to the nearest or at random."""
 
 import torch
 
 from commhooks.requests import Wire
 
-# Elements of fp32: few enough to stay in a CPU's cache between two passes, many enough for a call each.
+# fp32 elements per pass: few enough for a CPU's cache, many enough to be worth two calls.
 _BLOCK = 1 << 19
 
 
 def encode(source: torch.Tensor, target: torch.Tensor, scale: float, wire: Wire | None) -> None:
-    """``target = round(scale * source)`` in one pass: the scaling happens before the cast, so no value overflows
-    16 bits whose average does not.
+    """Write ``round(scale * source)`` to ``target``.
+
+    The scaling comes before the cast. Without that, a number could overflow 16 bits although the average does not.
+
+    Args:
+        source: floating-point numbers.
+        target: same number of elements, of the dtype on the wire.
+        scale: factor, such as ``1 / world_size``.
+        wire: rounding; ``None`` rounds to the nearest.
     """
     if wire is not None and wire.rounding == "stochastic":
         stochastic_round(source * scale, target)
@@ -23,9 +30,7 @@ def encode(source: torch.Tensor, target: torch.Tensor, scale: float, wire: Wire 
 
 
 def _scale_and_cast(source: torch.Tensor, target: torch.Tensor, scale: float) -> None:
-    """``target = round(scale * source)`` on a CPU, where ``torch.mul`` into another dtype takes twice as long as a
-    product and a cast that find each other in the cache.
-    """
+    """Scale and cast block by block on a CPU. ``torch.mul`` into another dtype would take twice as long."""
     scaled = torch.empty(min(_BLOCK, source.numel()), dtype=source.dtype, device=source.device)
     for part, out in zip(source.split(_BLOCK), target.split(_BLOCK), strict=True):
         out.copy_(torch.mul(part, scale, out=scaled[: part.numel()]))

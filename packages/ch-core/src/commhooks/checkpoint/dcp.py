@@ -1,14 +1,14 @@
 """State of hooks through ``torch.distributed.checkpoint``, with every rank's residual.
 
-Given plain tensors, distributed checkpointing takes equal keys for replicas and keeps one rank's: all ranks would go on
-from rank 0's residual. So each local field is saved as a table of shape ``(world size, ...)`` sharded by rank, and each
-rank writes its own row; on another number of ranks the whole table is read and averaged. Shared fields are saved once.
-What is not a tensor is saved as the bytes of a JSON text: nothing is pickled by us.
+Distributed checkpointing treats plain tensors with equal keys as replicas, and keeps one rank's. All ranks would then resume
+with rank 0's residual. Each local field is therefore saved as a table of shape ``(world size, ...)`` sharded by rank. Each rank
+writes its own row. Another number of ranks reads the whole table and averages it. Shared fields are saved once. All other
+values are saved as the bytes of a JSON text, so commhooks pickles nothing.
 
-Where a model is sharded and replicated (FSDP2), a rank's row is its place among its replicas, each shard has keys of its
-own (``"w[0/2]"``), and the text has one part per shard. One save by all ranks of the mesh holds everything.
+In a model that is sharded and replicated (FSDP2), a rank's row is its place among its replicas. Each shard has its own keys
+(``"w[0/2]"``), and the text has one part per shard. One save by all ranks of the mesh holds everything.
 
-Distributed checkpointing itself unpickles its ``.metadata`` file: load only what you trust.
+Distributed checkpointing itself unpickles its ``.metadata`` file. Load only files that you trust.
 """
 
 import json
@@ -38,26 +38,26 @@ if TYPE_CHECKING:
 
 Kind = tuple[tuple[int, ...], torch.dtype]
 _LARGEST = 1 << 26  # bytes of the JSON text
-_CHUNK = 1 << 20  # bytes of a tensor that are digested at a time: each takes sixteen
+_CHUNK = 1 << 20  # bytes per pass of a checksum; each byte takes sixteen of memory
 
 
 def sharded(
     hook: "CommHook | HookState", *, process_group: dist.ProcessGroup | None = None, key: str = "commhook"
 ) -> dict[str, torch.Tensor]:
-    """This rank's part of the state, saved beside the model: ``dcp.save({**model_state, **sharded(handle)}, ...)``.
+    """Return this rank's part of the state, to be saved with the model.
 
-    A collective call: every rank of the group makes it, after the same step.
+    Save it by ``dcp.save({**model_state, **sharded(handle)}, ...)``. A collective call: every rank of the group makes it,
+    after the same step.
 
     Args:
-        hook: an attached handle, or the state of a hook given to ``register_comm_hook``.
-        process_group: the group that saves: all ranks among which the model is sharded and replicated, or more; the
-            default group if not given.
+        hook: an attached handle, or the state of a hook on the ``register_comm_hook`` path.
+        process_group: the group that saves: at least all ranks that hold shards and replicas of the model; the default
+            group if None.
         key: prefix of the keys in the checkpoint. Parts of a model with the same parameter names (pipeline stages) need
             one each.
 
     Raises:
-        StateError: ranks of the hook are not in the group that saves, or two parts of the model have the same names. On
-            all of its ranks.
+        StateError: on all ranks of the group, if it lacks ranks of the hook, or two parts of the model have equal names.
     """
     saved = read(state_dict(hook))
     own = _own_group(hook, process_group)
@@ -78,7 +78,7 @@ def sharded(
 
 
 def save(hook: "CommHook | HookState", checkpoint_id: Any, *, key: str = "commhook", **options: Any) -> None:
-    """Save the hook's state alone: ``dcp.save(sharded(hook), checkpoint_id=...)``; ``options`` are ``dcp.save``'s."""
+    """Save the hook's state alone: ``dcp.save(sharded(hook), checkpoint_id=...)``. ``dcp.save`` takes the ``options``."""
     tensors = sharded(hook, process_group=options.get("process_group"), key=key)
     write_tensors(tensors, checkpoint_id=checkpoint_id, **options)
 
@@ -91,29 +91,29 @@ def load(
     world_change: str = "error",
     storage_reader: Any = None,
 ) -> None:
-    """Go on from what :func:`save` wrote, or :func:`sharded` among other things; all or nothing.
+    """Load the state that :func:`save` or :func:`sharded` saved, all or nothing.
 
-    Each rank reads for itself. On the old number of ranks it is given its own residuals. On another, with
-    ``world_change="mean"``, it reads all ranks', averages them, and goes on from the mean; where the model is cut into
-    another number of shards, the mean residual is put together and cut anew (:mod:`commhooks.checkpoint.world_change`).
+    Each rank reads by itself. On the old number of ranks it reads its own residuals. On another number, with
+    ``world_change="mean"``, it reads all residuals and takes their mean. For another number of shards the mean is assembled
+    and cut again (:mod:`commhooks.checkpoint.world_change`).
 
     Args:
-        hook: an attached handle, or the state of a hook given to ``register_comm_hook``.
+        hook: an attached handle, or the state of a hook on the ``register_comm_hook`` path.
         checkpoint_id: folder of the checkpoint.
-        key: prefix that was given when saving.
+        key: prefix of the keys when the state was saved.
         world_change: see :func:`commhooks.checkpoint.load_state_dict`.
-        storage_reader: for another storage than a folder.
+        storage_reader: reader of another storage than a folder.
 
     Raises:
-        StateError: there is no such state in the checkpoint, or it does not fit. If that is so on one rank of an
-            attached hook, no rank loads anything.
+        StateError: the checkpoint has no such state, or it does not fit. If so on one rank of an attached hook, no rank
+            loads anything.
     """
     reader = storage_reader if storage_reader is not None else FileSystemReader(checkpoint_id)
     load_obtained(hook, lambda: _saved(hook, reader, key, world_change), world_change=world_change)
 
 
 def _saved(hook: "CommHook | HookState", reader: Any, key: str, world_change: str) -> dict[str, Any]:
-    """What :func:`.load_state_dict` takes: this rank's row of each table, or the mean of all."""
+    """Return a saved state for this rank: its row of each table, or the mean of all rows."""
     metadata = reader.read_metadata()
     parts = _about(reader, metadata, key)
     mine = state_dict(hook)
@@ -135,7 +135,7 @@ def _saved(hook: "CommHook | HookState", reader: Any, key: str, world_change: st
 
 
 def _cut_otherwise(part: Mapping[str, Any], mine: Mapping[str, Any]) -> bool:
-    """Whether the only part of a checkpoint is of the same parameters, in another number of shards."""
+    """Return True if the only part of a checkpoint has the same parameters in another number of shards."""
     there, here = ([name for name, _ in table["params"]] for table in (part, mine))
     same = [shard_of(name)[0] for name in there] == [shard_of(name)[0] for name in here]
     return same and there != here
@@ -144,13 +144,13 @@ def _cut_otherwise(part: Mapping[str, Any], mine: Mapping[str, Any]) -> bool:
 def _recut(
     parts: list[dict[str, Any]], mine: Mapping[str, Any], reader: Any, metadata: Metadata, key: str, world_change: str
 ) -> dict[str, Any]:
-    """A state for this rank from all shards of another sharding."""
+    """Return a state for this rank from all shards of another sharding."""
     if world_change not in ("mean", "reset"):
         there = sorted({shard_of(name)[2] for part in parts for name, _ in part["params"]})
         raise StateError(
             f"the checkpoint holds {'/'.join(map(str, there))} shards of the parameters, and none is this rank's "
-            f"({mine['params'][0][0] if mine['params'] else 'nothing'}, ...): with world_change='mean' the mean residual "
-            "is put together and cut anew, with 'reset' it is dropped; what belongs to single shards starts afresh"
+            f"({mine['params'][0][0] if mine['params'] else 'none'}, ...). world_change='mean' assembles the mean residual and "
+            "cuts it again, 'reset' drops it; fields of single shards start again"
         )
     about = {k: v for k, v in parts[0].items() if k != "rows"}
     about |= {"params": mine["params"], "step": max(part["step"] for part in parts), "rank": None, "entries": {}}
@@ -185,12 +185,10 @@ def _fetch(
 
 
 def _about(reader: Any, metadata: Metadata, key: str) -> list[dict[str, Any]]:
-    """What was saved beside the tensors, one part per shard, checked as far as it is used here;
-    :func:`.load_state_dict` checks the rest.
-    """
+    """Return the JSON text's parts, one per shard. :func:`.load_state_dict` checks the values that are not used here."""
     size = _stored(metadata, f"{key}.about").size
     if len(size) != 1 or size.numel() > _LARGEST:
-        raise StateError(f"{key}.about in this checkpoint is not what commhooks saves: its size is {list(size)}")
+        raise StateError(f"{key}.about in this checkpoint was not saved by commhooks: its size is {list(size)}")
     text = torch.empty(size, dtype=torch.uint8, device="cpu")
     _fill({f"{key}.about": text}, reader)
     try:
@@ -210,7 +208,7 @@ def _part(about: Mapping[str, Any]) -> dict[str, Any]:
 def _fill(tensors: dict[str, torch.Tensor], reader: Any) -> None:
     try:
         read_tensors(tensors, storage_reader=reader, no_dist=True)
-    except CheckpointException as error:  # no Exception: what expects any error to be one would let it pass
+    except CheckpointException as error:  # not a subclass of Exception: callers would miss it
         raise StateError(f"the checkpoint cannot be read: {error}") from error
 
 
@@ -224,7 +222,7 @@ def _stored(metadata: Metadata, where: str) -> TensorStorageMetadata:
 
 
 def _own_group(hook: "CommHook | HookState", saving: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The ranks that hold the same parameters as this one, and of which each has residuals of its own."""
+    """Return the group of ranks that hold the same parameters as this rank. Each has its own residuals."""
     binding = getattr(hook, "binding", None)
     engine = binding.engine if binding is not None else getattr(hook, "engine", None)
     transport = engine.transport if engine is not None else None
@@ -233,7 +231,7 @@ def _own_group(hook: "CommHook | HookState", saving: dist.ProcessGroup | None) -
 
 
 def _complete(hook: "CommHook | HookState", saving: dist.ProcessGroup | None) -> None:
-    """Refuse to save a part of what the hook keeps: two such saves would overwrite each other's folder."""
+    """Refuse to save a part of the hook's state, because two such saves would overwrite each other's folder."""
     binding = getattr(hook, "binding", None)
     others = binding.other_axes if binding is not None else ()
     axes = [group for group in (_own_group(hook, saving), *others) if group is not None]
@@ -242,7 +240,7 @@ def _complete(hook: "CommHook | HookState", saving: dist.ProcessGroup | None) ->
     if missing:
         raise StateError(
             f"ranks {missing} hold parts of this hook's state and are not in the process group that saves "
-            f"({sorted(ranks)}): leave process_group out, or give one that has all ranks of the mesh"
+            f"({sorted(ranks)}). Leave process_group out, or pass a group with all ranks of the mesh"
         )
 
 
@@ -253,12 +251,12 @@ def _parts(
     saving: dist.ProcessGroup | None,
     key: str,
 ) -> list[dict[str, Any]]:
-    """What is saved beside the tensors, of every shard under this key; the same on all ranks."""
+    """Return the values of every shard under this key that go into the JSON text, equal on all ranks."""
     ranks = tuple(dist.get_process_group_ranks(own or dist.distributed_c10d._get_default_group()))
     every: list[Any] = [None] * dist.get_world_size(saving)
     dist.all_gather_object(every, (key, ranks, about, sorted(tensors)), group=saving)
-    mine = {who: part for where, who, part, _ in every if where == key}
-    claims = Counter(name for names in {who: names for _, who, _, names in every}.values() for name in names)
+    mine = {group: part for where, group, part, _ in every if where == key}
+    claims = Counter(name for names in {group: names for _, group, _, names in every}.values() for name in names)
     doubtful = {name for name, parts in claims.items() if parts > 1}  # the same on all ranks
     if doubtful:
         _distinct({name: _bits(tensor) for name, tensor in tensors.items() if name in doubtful}, saving)
@@ -266,7 +264,7 @@ def _parts(
 
 
 def _distinct(bits: Mapping[str, tuple[int, ...]], saving: dist.ProcessGroup | None) -> None:
-    """Refuse two tensors of one key: distributed checkpointing would keep one of them and say nothing."""
+    """Refuse two tensors of one key, because distributed checkpointing would silently keep one of them."""
     every: list[Any] = [None] * dist.get_world_size(saving)
     dist.all_gather_object(every, dict(bits), group=saving)
     found: dict[tuple[str, int], tuple[int, ...]] = {}
@@ -274,13 +272,13 @@ def _distinct(bits: Mapping[str, tuple[int, ...]], saving: dist.ProcessGroup | N
         for name, (row, *numbers) in rank_bits.items():
             if found.setdefault((name, row), tuple(numbers)) != tuple(numbers):
                 raise StateError(
-                    f"two parts of the model save {name!r} with different numbers, and one would be lost: give each part "
-                    "(pipeline stage) a key of its own, sharded(handle, key='stage0')"
+                    f"two parts of the model save {name!r} with different numbers, and one would be lost. Give each part "
+                    "(pipeline stage) its own key: sharded(handle, key='stage0')"
                 )
 
 
 def _bits(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The row that a tensor fills, and a digest of its bits."""
+    """Return the row that a tensor fills, and a checksum of its bits."""
     row = tensor.device_mesh.get_local_rank() if isinstance(tensor, DTensor) else -1
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     numbers = local.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -293,7 +291,7 @@ def _bits(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _agreed(saved: Saved, group: dist.ProcessGroup | None) -> dict[tuple[str, str], Kind]:
-    """Shape and dtype of every entry that any rank has; a rank that took no part in a step may lack some."""
+    """Return shape and dtype of every entry on any rank. A rank that did not participate in a step may lack some."""
     mine: Mapping[Any, Any] = {k: (tuple(t.shape), t.dtype) for k, t in saved.entries.items()}
     every: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(every, mine, group=group)
@@ -301,6 +299,6 @@ def _agreed(saved: Saved, group: dist.ProcessGroup | None) -> dict[tuple[str, st
 
 
 def _row(value: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """One rank's row of the table that all ranks make up."""
+    """Return one rank's row of the table of all ranks."""
     mesh = DeviceMesh.from_group(group or dist.distributed_c10d._get_default_group(), value.device.type)
     return DTensor.from_local(value.unsqueeze(0), mesh, [Shard(0)], run_check=False)

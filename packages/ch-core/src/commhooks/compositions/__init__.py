@@ -1,4 +1,1 @@
-"""Reductions made of other reductions.
-
-Private: what others may use of it is exported by :mod:`commhooks`.
-"""
+"""Reductions made of other reductions. :mod:`commhooks` exports the public ones."""

@@ -1,4 +1,4 @@
-"""What compositions share: the reductions they are made of, and what the whole declares about itself."""
+"""Base of reductions that are made of other reductions."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -16,22 +16,22 @@ Make = Callable[[list[Reduction]], Reduction]
 
 
 def composed(what: str, hooks: Sequence[object], make: Make) -> Any:
-    """``make`` applied to the reductions of ``hooks``: a reduction, or a hook if one of them is a hook.
+    """Apply ``make`` to the reductions of ``hooks``. Returns a reduction, or a hook if one of them is a hook.
 
     Args:
         what: the composition's name, for errors.
-        hooks: reductions, or hook functions that carry one, or that make one from their state.
+        hooks: reductions, hook functions that carry a reduction, or hook functions that make one from their state.
         make: the composition's constructor.
 
     Raises:
-        HookConfigError: one is a foreign function.
+        HookConfigError: one of the hooks is a foreign function.
     """
     found = [hook if isinstance(hook, Reduction) else getattr(hook, "reduction", None) for hook in hooks]
     for hook, inner in zip(hooks, found, strict=True):
         if not callable(inner) and not isinstance(inner, Reduction):
             raise HookConfigError(
-                f"{what} is made of reductions, and {getattr(hook, '__name__', repr(hook)):.80} is not one: its "
-                "collectives are its own and cannot be put together with others. Give the hook by name, for example "
+                f"{what} is made of reductions, and {getattr(hook, '__name__', repr(hook)):.80} is not one: it starts its "
+                "collectives itself, so they cannot be combined with others. Give the hook by name, for example "
                 f"commhooks.create('{what}(...)')"
             )
     ready = [inner for inner in found if isinstance(inner, Reduction)]
@@ -42,7 +42,7 @@ def composed(what: str, hooks: Sequence[object], make: Make) -> Any:
 
 
 class _FromState:
-    """Makes a composition whose parts follow from the hook's state."""
+    """Makes a composition from the hook's state."""
 
     def __init__(self, found: Sequence[Any], make: Make) -> None:
         self.found, self.make = found, make
@@ -52,27 +52,28 @@ class _FromState:
 
 
 class Composite(Reduction):
-    """A reduction made of others. What it declares, and how it treats a parameter, follows from its parts.
+    """A reduction made of other reductions. Its declarations follow from its parts.
 
-    A wrapper needs a ``name``, the one that it is registered under, and a :meth:`~commhooks.reduction.Reduction.run`
-    that drives ``self.inner.start(bucket, ctx)``; with options also ``__init__`` and
-    :meth:`~commhooks.reduction.Reduction.config`. What the class declares (``lossy``, ``fields``, ``collectives``) is
-    added to what the parts declare; a wrapper after which a part's report is no longer what was sent sets
-    ``self.reports_sent = False``. One with a :meth:`~commhooks.reduction.Reduction.run_scatter` that drives
-    ``part.start_scatter(shards, ctx)`` works where its parts do on a sharded gradient. One that chooses among several
-    parts says which in :meth:`part_for`.
+    A wrapper needs a ``name``, under which it is registered, and a :meth:`~commhooks.reduction.Reduction.run` that drives
+    ``self.inner.start(bucket, ctx)``. A wrapper with options also needs ``__init__`` and
+    :meth:`~commhooks.reduction.Reduction.config`.
+
+    Declarations of the class (``lossy``, ``fields``, ``collectives``) are added to those of the parts. State fields keep
+    the encoding of the part that writes them. Set ``self.reports_sent = False`` if a part's report is wrong after the
+    wrapper. For sharded gradients define :meth:`~commhooks.reduction.Reduction.run_scatter`, which drives
+    ``part.start_scatter(shards, ctx)``. To choose among several parts define :meth:`part_for`.
 
     Args:
-        parts: the reductions that it is made of; by themselves they average plainly what does not fit them.
+        parts: the reductions inside. Each averages parameters exactly that do not fit it.
 
     Attributes:
         parts: the reductions inside.
-        inner: the first of them, a wrapper's only one.
-        hook: the class's ``name``: what :meth:`node` calls it.
-        name: what is shown: ``hook`` with the names of the parts, ``"clip(powersgd)"``.
+        inner: the first part, a wrapper's only one.
+        hook: the class's ``name``, which :meth:`node` uses.
+        name: ``hook`` with the names of the parts, ``"clip(powersgd)"``.
 
     Raises:
-        HookConfigError: a part is not a reduction.
+        HookConfigError: a part is not a reduction, or two parts keep a field of one name in different ways.
 
     Example:
         >>> from commhooks.reduction import Plain
@@ -107,12 +108,12 @@ class Composite(Reduction):
         self.fields = self._merged("fields", self.fields)
 
     def pieces_of_parts(self) -> int | None:
-        """:attr:`piece_bytes` for one that only chooses among its parts: the largest, if the others average exactly."""
+        """Return :attr:`piece_bytes` of a composition that chooses among its parts: the largest of the lossy parts."""
         sizes = [part.piece_bytes for part in self.parts if part.lossy]
         return max((size for size in sizes if size), default=None) if all(sizes) else None
 
     def part_for(self, param: ParamLayout, step: int) -> Reduction:
-        """The part that treats a parameter in a step."""
+        """Return the part that treats a parameter in a step."""
         return self.inner
 
     def route(self, param: ParamLayout, step: int) -> str | None:
@@ -169,7 +170,7 @@ class Composite(Reduction):
             part.check(layout)
 
     def start(self, bucket: Bucket, ctx: StepContext) -> Stages:
-        return self.run(bucket, ctx)  # the parts average plainly what does not fit them
+        return self.run(bucket, ctx)  # the parts average parameters exactly that do not fit them
 
     @property
     def scatters(self) -> bool:

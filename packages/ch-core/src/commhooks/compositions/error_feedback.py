@@ -1,11 +1,11 @@
-"""Error feedback around any reduction that can tell what it sent.
+"""Error feedback around any reduction that reports what it sent.
 
-Rank i sends C(p_i) of ``p_i = g_i + e_i`` and keeps ``e_i' = p_i - C(p_i)``: nothing is lost, only late (Seide et
-al. 2014; Karimireddy et al. 2019, arXiv:1901.09847). The residual is this rank's own, in fp32 whatever travels, and
-exists only for parameters that are not averaged exactly.
+Rank i sends C(p_i) of ``p_i = g_i + e_i`` and keeps ``e_i' = p_i - C(p_i)``. Every part of a gradient is applied, only later
+(Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847). The residual belongs to this rank, in fp32 for any dtype on the
+wire. Parameters that are averaged exactly have none.
 
-In memory, per fp32 parameter: the residual, twice where steps may be given back, and a copy of what was sent, unless the
-inner reduction sends the bucket as it is (``delivers``).
+Memory per fp32 parameter: the residual, twice if steps may be rolled back, and a copy of the sent numbers unless the inner
+reduction ``delivers``.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ FIELD = "residual"
 
 
 class ErrorFeedback(Composite):
-    """``inner`` on the gradient plus what could not be sent before.
+    """Runs ``inner`` on the gradient plus the residual of earlier steps.
 
     State: ``residual``, local, fp32, one per compressed parameter.
 
     Raises:
-        HookConfigError: ``inner`` keeps a residual of its own, does not say what it sent, or loses nothing.
+        HookConfigError: ``inner`` keeps a residual itself, does not report what it sent, or is exact.
     """
 
     name = "error_feedback"
@@ -50,15 +50,15 @@ class ErrorFeedback(Composite):
         if not inner.reports_sent:
             raise HookConfigError(
                 f"error_feedback cannot wrap {inner.name}: it does not say what it sent (reports_sent is False). Its "
-                "author can: fill ctx.sent with this rank's contribution, and declare reports_sent = True"
+                "author can fill ctx.sent with this rank's contribution, and declare reports_sent = True"
             )
         if not inner.lossy:
             raise HookConfigError(f"{inner.name} loses nothing, so error_feedback would keep zeros: leave it out")
         super().__init__(inner)
-        self.reports_sent = False  # the report is used up here
+        self.reports_sent = False  # this class consumes the report
 
     def start(self, bucket: Bucket, ctx: StepContext) -> Stages:
-        return self.run_with_plain(bucket, ctx, self.routes(bucket.layout, ctx.step))  # those keep no residual
+        return self.run_with_plain(bucket, ctx, self.routes(bucket.layout, ctx.step))  # exact ones keep no residual
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
         kept = []
@@ -67,7 +67,7 @@ class ErrorFeedback(Composite):
             kept.append(_Kept(p, gradient, before, ctx.stage(p.name, FIELD, p.shape, device=bucket.device)))
         for part in self._parts(kept):
             _add(part)  # p = g + e
-        if self.inner.delivers:  # it sends the bucket as it is, which may itself hold what was sent until it has come
+        if self.inner.delivers:  # the bucket itself holds the sent numbers until the average arrives
             yield from self._subtracting(bucket, self.inner.start(bucket, ctx.child("inner")), kept)
             return
         storage = ctx.scratch("sent", bucket.storage.shape, bucket.dtype, bucket.device)
@@ -77,7 +77,7 @@ class ErrorFeedback(Composite):
             _subtract(part, [sent.view(one.param) for one in part])  # e' = p - C(p)
 
     def _subtracting(self, bucket: Bucket, inner: Stages, kept: Sequence["_Kept"]) -> Stages:
-        """What a reduction of all-reduces in place asks for; ``e' = p - C(p)`` as soon as C(p) is known, with no copy of it."""
+        """Yield the requests of in-place all-reduces. Compute ``e' = p - C(p)`` when C(p) is known, without a copy of C(p)."""
         start = bucket.storage.storage_offset()
         for requests in inner:
             asked = as_tuple(requests)
@@ -94,13 +94,13 @@ class ErrorFeedback(Composite):
 
     @staticmethod
     def _parts(kept: Sequence["_Kept"]) -> Sequence[Sequence["_Kept"]]:
-        """On a GPU all parameters at once, in few launches; on a CPU one after another, while it is in the cache."""
+        """Group parameters: all at once on a GPU, for few launches; one by one on a CPU, for its cache."""
         together = bool(kept) and kept[0].gradient.device.type != "cpu"
         return [kept] if together else [[one] for one in kept]
 
 
 class _Kept(NamedTuple):
-    """A parameter's gradient, its residual before this step, and the place for the new one."""
+    """A parameter's gradient, its old residual, and the place for the new one."""
 
     param: ParamLayout
     gradient: torch.Tensor
@@ -109,8 +109,8 @@ class _Kept(NamedTuple):
 
 
 def _add(part: Sequence[_Kept]) -> None:
-    """Leave gradient plus residual in the new residuals, and in the gradients."""
-    fresh = [one for one in part if one.wanted is not one.before]  # of one copy the old residual is the new one's place
+    """Write gradient plus residual to the new residuals, and to the gradients."""
+    fresh = [one for one in part if one.wanted is not one.before]  # with rollback=False both are one tensor
     if fresh:
         torch._foreach_copy_([one.wanted for one in fresh], [one.gradient for one in fresh])
     kept = [one for one in part if one.before is not None]
@@ -121,7 +121,7 @@ def _add(part: Sequence[_Kept]) -> None:
 
 
 def _other(one: _Kept) -> torch.Tensor:
-    """What is to be added to a new residual's place: its old one, or to that the gradient, rounded as in a copy."""
+    """Return the term that the new residual's place lacks: the old residual, or the gradient if the place holds that."""
     if one.before is not None and one.before is not one.wanted:
         return one.before
     return one.gradient.to(one.wanted.dtype) if one.gradient.dtype == torch.float64 else one.gradient
@@ -132,13 +132,13 @@ def _subtract(part: Sequence[_Kept], sent: Sequence[torch.Tensor]) -> None:
 
 
 def error_feedback(hook: Any) -> Any:
-    """``hook`` with local fp32 error feedback.
+    """Add local fp32 error feedback to ``hook``.
 
     Args:
         hook: a lossy reduction that reports what it sent, or a hook that carries one.
 
     Raises:
-        HookConfigError: see :class:`ErrorFeedback`. PowerSGD, which fuses its own, is refused.
+        HookConfigError: see :class:`ErrorFeedback`. PowerSGD has its own error feedback, and is refused.
 
     Example:
         >>> import torch

@@ -1,8 +1,8 @@
-"""A policy: which hook treats which parameter, as plain configuration.
+"""Policy: a hook for each parameter by name, as plain configuration.
 
-``{"*.norm*": "allreduce", "*.bias": "allreduce", "*": "powersgd(rank=4)"}``. The hooks of a bucket run side by
-side: their requests of one stage travel as one tuple, all-reduces of one dtype as one message, so that a policy has
-as many rounds as its longest hook.
+``{"*.norm*": "allreduce", "*.bias": "allreduce", "*": "powersgd(rank=4)"}``. The hooks of a bucket run together. Their
+requests of one stage travel as one tuple, and all-reduces of one dtype as one message. A policy therefore has as many rounds as
+its longest hook.
 """
 
 import fnmatch
@@ -21,9 +21,9 @@ log = logging.getLogger("commhooks")
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a parameter's full name matches a shell pattern; a leading ``*.`` includes the top level.
+    """Return True if a parameter's full name matches a shell pattern. A leading ``*.`` includes the top level.
 
-    A shard of a parameter (``"w[0/2]"``) matches what the parameter matches.
+    A shard of a parameter (``"w[0/2]"``) matches the patterns of the parameter.
 
     >>> [matches(n, "*.bias") for n in ("layers.0.bias", "bias", "bias.weight", "layers.0.bias[1/2]")]
     [True, True, False, True]
@@ -33,10 +33,10 @@ def matches(name: str, pattern: str) -> bool:
 
 
 class Policy(Composite):
-    """Reductions by pattern of parameter name; the first pattern that matches wins.
+    """Reductions by pattern of parameter name. The first pattern that matches wins.
 
-    Each part sees a sub-bucket of its own parameters and keeps their state under their names, so two parts of one
-    kind share nothing.
+    Each part sees a sub-bucket of its parameters and keeps their state under their names. Two parts of one kind share
+    no state.
 
     Args:
         rules: ``(pattern, reduction)``, in order of precedence.
@@ -57,7 +57,7 @@ class Policy(Composite):
         return {"hook": self.hook, "config": {}, "rules": [[pattern, part.node()] for pattern, part in self.rules]}
 
     def rule(self, name: str) -> int:
-        """Number of the rule that a parameter falls under.
+        """Return the number of the first rule that matches a parameter.
 
         Raises:
             HookConfigError: no pattern matches its name.
@@ -71,7 +71,7 @@ class Policy(Composite):
         )
 
     def groups(self, layout: BucketLayout) -> dict[int, frozenset[str]]:
-        """Names of the parameters under each rule that has any, in the order of the rules."""
+        """Return the names of the parameters of each rule, in the order of the rules. Rules without any are left out."""
         found = self._groups.get(layout)
         if found is None:
             names: dict[int, set[str]] = {}
@@ -81,7 +81,7 @@ class Policy(Composite):
         return found
 
     def payload(self, layout: BucketLayout, ctx: StepContext) -> dict[str, int]:
-        """Bytes that each pattern's parameters give to collectives per step and rank: what its own hook declares."""
+        """Return the bytes per step and rank that the hook of each pattern gives to collectives."""
         return {
             self.rules[number][0]: payload_bytes(self.rules[number][1].plan(layout.select(names), ctx))
             for number, names in self.groups(layout).items()
@@ -119,14 +119,14 @@ class Policy(Composite):
 
 
 def policy(rules: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> Any:
-    """A reduction that gives each parameter to the hook of the first pattern its name matches.
+    """Treat each parameter by the hook of the first pattern that matches its name.
 
     Args:
         rules: pattern -> reduction, in order of precedence. By name, write
             ``commhooks.create({"*.bias": "allreduce", "*": "powersgd(rank=4)"})``.
 
     Raises:
-        HookConfigError: no rule, or a foreign hook. At attach: a parameter that no pattern matches, by name.
+        HookConfigError: no rule, or a foreign hook. At attach, if no pattern matches a parameter.
 
     Example:
         >>> from commhooks.bucket import BucketLayout

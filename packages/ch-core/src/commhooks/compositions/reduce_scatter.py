@@ -1,4 +1,4 @@
-"""A reduction as the reduce-scatter of sharded gradients: what an adapter gives an :class:`~commhooks.adapters.Engine`."""
+"""Runs a reduction as a reduce-scatter of sharded gradients, for adapters of sharded models."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -13,16 +13,16 @@ from commhooks.shards import ShardLayout, Shards
 
 
 class Scattered(Reduction):
-    """:meth:`.Reduction.run_scatter` of a reduction, for buckets that :meth:`bucket` makes.
+    """Runs :meth:`.Reduction.run_scatter` of a reduction on buckets that :meth:`bucket` makes.
 
     Args:
-        inner: one that ``scatters``.
+        inner: a reduction that ``scatters``.
 
     Attributes:
-        factor: by which the average is multiplied at the end: W for a sum.
+        factor: factor of the average at the end; W makes a sum.
 
     Raises:
-        HookNotSupportedError: ``inner`` cannot leave each rank a part.
+        HookNotSupportedError: ``inner`` has no :meth:`.Reduction.run_scatter`.
 
     Example:
         >>> from commhooks.reduction import Plain
@@ -37,7 +37,8 @@ class Scattered(Reduction):
     def __init__(self, inner: Reduction) -> None:
         if not inner.scatters:
             raise HookNotSupportedError(
-                f"{inner!r} cannot leave each rank a part of the average: it has no run_scatter()"
+                f"{inner!r} cannot leave each rank a part of the average, because it has no run_scatter(). Use a hook that "
+                "scatters, such as allreduce, bf16_compress or quant4"
             )
         self.inner, self.name, self.factor = inner, inner.name, 1.0
         self.granularity, self.lossy = inner.granularity, inner.lossy
@@ -48,12 +49,12 @@ class Scattered(Reduction):
         self._output: torch.Tensor | None = None
 
     def bucket(self, layout: ShardLayout, storage: torch.Tensor, output: torch.Tensor, *, index: int = 0) -> Bucket:
-        """What to run next: see :class:`~commhooks.Shards`. One at a time: the output is that of the last made.
+        """Return the bucket to run next. Make and run one bucket at a time.
 
         Args:
-            layout: how the parameters are cut; give the same object every time.
-            storage: this rank's gradient, ``(W * n,)``.
-            output: ``(n,)``, for this rank's part of the average.
+            layout: how the parameters are cut. Pass the same object every time.
+            storage: ``(W * n,)``: this rank's gradient, see :class:`~commhooks.Shards`.
+            output: ``(n,)``: place for this rank's part of the average.
             index: position in the step, equal on all ranks.
         """
         self._output = output
@@ -66,7 +67,7 @@ class Scattered(Reduction):
         return Bucket(self._buckets[key], storage, index)
 
     def release(self) -> None:
-        """Hold the last bucket's output no longer."""
+        """Release the last bucket's output."""
         self._output = None
 
     def state_params(self, layout: BucketLayout) -> Sequence[ParamLayout]:
@@ -85,7 +86,7 @@ class Scattered(Reduction):
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
         cut = self._layouts.get(bucket.layout)
         dry = bucket.storage.is_meta
-        if dry:  # planned from shapes alone; the layouts that are known are those of a real device
+        if dry:  # a plan runs on meta tensors, and the known layouts are those of a real device
             cut = self._known(bucket.layout) or ShardLayout.of(bucket.layout, ctx.world_size)
         assert cut is not None  # noqa: S101 - bucket() has made it
         n = cut.part.numel
@@ -108,7 +109,7 @@ class Scattered(Reduction):
         return None
 
     def start(self, bucket: Bucket, ctx: StepContext) -> Stages:
-        return self.run(bucket, ctx)  # the inner one averages plainly what does not fit it
+        return self.run(bucket, ctx)  # the inner reduction averages parameters exactly that do not fit it
 
     def config(self) -> dict[str, Any]:
         return self.inner.config()

@@ -1,8 +1,8 @@
-"""Warm-up: one hook for the first steps, another after them.
+"""Warm-up: one hook for the first steps, and another one after them.
 
-Gradients change fastest at the start of training, where a low-rank or quantized one loses most. Which hook a step
-uses follows from ``ctx.step``, the number of committed steps, so all ranks switch at the same step and a resumed run
-goes on where it was.
+Gradients change fastest at the start of training, where a low-rank or quantized hook loses most. ``ctx.step``, the number of
+committed steps, decides which hook runs. All ranks therefore switch at the same step, also after a resume. The engine converts
+the state from the first hook's encoding to the second one's.
 """
 
 from collections.abc import Hashable
@@ -16,10 +16,10 @@ from commhooks.shards import Shards
 
 
 class Warmup(Composite):
-    """``first`` while fewer than ``steps`` steps are committed, then ``then``.
+    """Runs ``first`` until ``steps`` steps are committed, then ``then``.
 
-    Both see the step counted from the start of training, so warm-ups nest: ``warmup(warmup(a, b, steps=5), c,
-    steps=10)`` runs a, then b from step 5, then c from step 10.
+    Both count steps from the start of training, so warm-ups nest: ``warmup(warmup(a, b, steps=5), c, steps=10)`` runs a,
+    then b from step 5, then c from step 10.
     """
 
     name = "warmup"
@@ -34,7 +34,7 @@ class Warmup(Composite):
             self.name = f"warmup({then.name})"
 
     def active(self, step: int) -> Reduction:
-        """The reduction of a step."""
+        """Return the reduction of a step."""
         return self.first if step < self.steps else self.then
 
     def part_for(self, param: ParamLayout, step: int) -> Reduction:
@@ -59,11 +59,11 @@ class Warmup(Composite):
 
 
 def warmup(*hooks: Any, steps: int = 1000) -> Any:
-    """Plain averaging for ``steps`` steps, then a hook; or one hook, then another.
+    """Average exactly for ``steps`` steps, then run a hook; or run one hook, then another.
 
     Args:
-        hooks: the hook, or the first one and the one that takes over: reductions, or hooks that carry one.
-        steps: committed steps before the last hook takes over.
+        hooks: one hook, or a first and a second one: reductions, or hooks that carry one.
+        steps: number of committed steps before the last hook takes over.
 
     Returns:
         A reduction, or a hook if one was given.

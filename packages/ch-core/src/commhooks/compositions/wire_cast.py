@@ -1,12 +1,11 @@
-"""The wire-cast transform: what a wrapper does to a reduction.
+"""16-bit wires: a wrapper that casts the requests of a reduction.
 
-It is a map over requests. Floating-point all-reduces and reduce-scatters travel in 16 bits, and so do those all-gathers and
-all-to-alls that their author calls castable; the others carry opaque bytes. The algebra, the state and the residual of
-the wrapped reduction stay as they were.
+Floating-point all-reduces and reduce-scatters travel in 16 bits. So do all-gathers and all-to-alls that their author marks as
+castable; the others carry opaque bytes. The algebra, state and residual of the wrapped reduction stay unchanged.
 
-With ``accumulate="fp32"`` no 16-bit sum is ever made: an all-reduce becomes an all-to-all of 16-bit shards, a local
-fp32 sum and an all-gather of the 16-bit results; a reduce-scatter the first two. The volume is that of the 16-bit
-collective, and the number of roundings is two (one for a reduce-scatter), whatever the world size (a ring makes W-1).
+With ``accumulate="fp32"`` no sum is made in 16 bits. An all-reduce becomes an all-to-all of 16-bit shards, a local fp32 sum, and
+an all-gather of the 16-bit results. A reduce-scatter becomes the first two. The volume equals the volume of the 16-bit
+collective. There are two roundings (one for a reduce-scatter) at any world size; a ring makes W - 1.
 """
 
 from collections.abc import Generator
@@ -32,17 +31,17 @@ class WireCast(Composite):
     Args:
         inner: the reduction to wrap.
         dtype: ``"bf16"`` or ``"fp16"``.
-        accumulate: ``"wire"`` sums in 16 bits as the transport does, ``"fp32"`` as described above.
+        accumulate: ``"wire"`` sums in 16 bits as the transport does; ``"fp32"`` as the module describes.
         rounding: ``"nearest"`` or ``"stochastic"``.
-        name: its own, where it is a hook by itself (``"bf16_compress"``), not a wrapper around ``inner``.
+        name: name of a hook that is no wrapper (``"bf16_compress"``).
 
     Raises:
         HookConfigError: unknown option, or ``inner`` has no request that the wire could change.
     """
 
     lossy = True
-    delivers = True  # if ``inner`` does: its numbers are cast where the collective puts them
-    DTYPES = NAMES  # by the names that options have
+    delivers = True  # if ``inner`` does: the collective casts its numbers in place
+    DTYPES = NAMES  # by option value
 
     def __init__(
         self,
@@ -113,7 +112,7 @@ class WireCast(Composite):
     def _accumulated(
         self, requests: tuple[Request, ...], ctx: StepContext, number: int
     ) -> Generator[Requests, None, None]:
-        """The stage's 16-bit sums as two stages: all-to-all of shards, fp32 sum, all-gather."""
+        """Yield a stage's 16-bit sums as two stages: all-to-all of shards, fp32 sum, all-gather."""
         shards: list[_Sharded] = []
         first: list[Request] = []
         for i, r in enumerate(requests):
@@ -132,13 +131,13 @@ class WireCast(Composite):
 
 
 def _accumulating(collectives: frozenset[str]) -> frozenset[str]:
-    """The kinds of requests left when 16-bit sums are made locally."""
+    """Return the kinds of requests if 16-bit sums are made locally."""
     extra = {"all_to_all", "all_gather"} if "all_reduce" in collectives else {"all_to_all"}
     return (collectives - {"all_reduce", "reduce_scatter"}) | extra
 
 
 class _Sharded:
-    """One sum over ranks as all-to-all, local fp32 sum and, for an all-reduce, all-gather. Shard r is rank r's."""
+    """One sum over ranks as all-to-all, local fp32 sum and, for an all-reduce, all-gather. Shard r belongs to rank r."""
 
     def __init__(self, request: AllReduce | ReduceScatter, wire: Wire, ctx: StepContext, name: str) -> None:
         self.request, self.wire, self.world = request, wire, ctx.world_size
@@ -160,7 +159,7 @@ class _Sharded:
         return AllToAll(self.sent, self.received)
 
     def gather(self) -> AllGather | None:
-        """Sum this rank's shard; what is left to send, if anything."""
+        """Sum this rank's shard. Returns the request for an all-reduce's second stage."""
         total = self.received.view(self.world, self.shard).sum(0, dtype=torch.float32)  # (shard,) fp32
         if isinstance(self.request, ReduceScatter):
             self.request.output.copy_(total)
