@@ -120,7 +120,7 @@ class TwoLevels:
         # The squared error is that of the values around zero, less this.
         split = (sums * sums / above + rest * rest / below).argmax(1, keepdim=True)  # the last place above
         levels = part[: 4 * chunks.rows].view(torch.bfloat16).view(-1, 2)
-        levels[:, :1] = sums.gather(1, split) / (split.float() + 1.0) * unit
+        levels[:, :1] = sums.gather(1, split) / (split + 1) * unit
         levels[:, 1:] = rest.gather(1, split) / below.gather(1, split) * unit
         codes = (chosen < 0).int() + 2 * (place > split).int()
         used = self.packing.bytes(chunks.total)
