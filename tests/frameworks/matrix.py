@@ -26,7 +26,7 @@ STEPS, SAVED, KILLED = 20, 10, 13
 class Framework(NamedTuple):
     name: str
     package: str  # that must be installed
-    script: str  # SCRIPTS / f"{script}_hook.py"; up to its first "_", and with _plain.py, the one without the hook
+    script: str  # file in SCRIPTS, and after "_" a variant other than "hook"; see `variant`
     sums: bool = False  # gradients are summed over the ranks, not averaged
     starts: bool = False  # its own ranks; as many as RANKS says
     how: str = "adapter"
@@ -56,14 +56,33 @@ def version(framework: Framework) -> str:
 
 
 def changed(script: str) -> int:
-    """Lines of the plain script that the hook adds or changes, empty ones left out."""
-    names = plain_of(script), f"{script}_hook.py"
-    plain, hooked = ((SCRIPTS / name).read_text().splitlines() for name in names)
+    """Return the number of lines that the hook adds to the plain script or changes in it, without empty lines."""
+    plain, hooked = (variant(script, by_run).splitlines() for by_run in (True, False))
     return sum(1 for line in difflib.ndiff(plain, hooked) if line.startswith("+ ") and line[2:].strip())
 
 
-def plain_of(script: str) -> str:
-    return f"{script.partition('_')[0]}_plain.py"
+def variant(script: str, plain: bool) -> str:
+    """Return the text of a script with or without its hook.
+
+    A file holds all variants. A line that ends in ``# hook`` is only in the variant with the hook, ``# plain: X`` stands for
+    the line X of the others. ``# environment: X`` and ``# not environment`` are the same for Ray's ``runtime_env``.
+    """
+    name, _, other = script.partition("_")
+    kind = "plain" if plain else other or "hook"
+    lines = []
+    for line in (SCRIPTS / f"{name}.py").read_text().splitlines():
+        indent = line[: len(line) - len(line.lstrip())]
+        tag, _, rest = line.strip().removeprefix("# ").partition(": ")
+        if line.strip().startswith(("# plain: ", "# environment: ")):
+            if tag == kind or (tag == "plain" and kind != "hook"):
+                lines.append(indent + rest)
+        elif line.endswith("  # hook"):
+            lines += [line.removesuffix("  # hook")] if kind == "hook" else []
+        elif line.endswith("  # not environment"):
+            lines += [line.removesuffix("  # not environment")] if kind != "environment" else []
+        else:
+            lines.append(line)
+    return "\n".join(lines) + "\n"
 
 
 class Run(NamedTuple):
@@ -82,8 +101,9 @@ class Run(NamedTuple):
         out.mkdir()
         options = ("--hook", "powersgd(rank=2)", "--state", folder / "state")
         launcher = ["-m", "commhooks", "run", *options] if self.by_run else []
-        name, starts = self.framework.script, self.framework.starts
-        script = SCRIPTS / (plain_of(name) if self.by_run else f"{name}_hook.py")
+        starts = self.framework.starts
+        script = out / "script.py"
+        script.write_text(variant(self.framework.script, self.by_run))
         program = [*launcher, HERE / "observe.py", script, folder, *arguments]
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         observed = {"OBSERVED_OUT": str(out), "OBSERVED_KILL": str(kill_after)}

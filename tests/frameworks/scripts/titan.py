@@ -30,7 +30,8 @@ class Counted:
         self.step = int(state["step"])
 
 
-folder, overrides = sys.argv[1], ['ch_fsdp.torchtitan.attach={"hook": "powersgd(rank=2)"}']
+# plain: folder, overrides = sys.argv[1], []
+folder, overrides = sys.argv[1], ['ch_fsdp.torchtitan.attach={"hook": "powersgd(rank=2)"}']  # hook
 config = Config(checkpoint=CheckpointManager.Config(enable=True, folder="checkpoint", interval=10))
 apply_overrides(OverrideConfig(imports=parse_cli_imports(overrides)), config)
 

@@ -7,11 +7,14 @@ import lightning as L
 import torch
 from torch import nn
 
+from ch_ddp.frameworks.fabric import CommHookDDPStrategy  # hook
+
 folder, resume = sys.argv[1], "--resume" in sys.argv
 
 L.seed_everything(1)
 ranks = int(os.environ.get("WORLD_SIZE", "1"))
-fabric = L.Fabric(accelerator="cpu", strategy="ddp", devices=ranks)
+# plain: fabric = L.Fabric(accelerator="cpu", strategy="ddp", devices=ranks)
+fabric = L.Fabric(accelerator="cpu", strategy=CommHookDDPStrategy("powersgd(rank=2)"), devices=ranks)  # hook
 fabric.launch()
 model = nn.Sequential(nn.Linear(28 * 28, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
 model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=1e-3))

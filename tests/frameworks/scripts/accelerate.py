@@ -6,10 +6,13 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from ch_ddp.frameworks.accelerate import CommHookKwargs  # hook
+
 folder, resume = sys.argv[1], "--resume" in sys.argv
 
 torch.manual_seed(1)
-accelerator = Accelerator(cpu=True)
+# plain: accelerator = Accelerator(cpu=True)
+accelerator = Accelerator(cpu=True, kwargs_handlers=[CommHookKwargs("powersgd(rank=2)")])  # hook
 model = nn.Sequential(nn.Linear(28 * 28, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
 images = torch.utils.data.TensorDataset(torch.rand(640, 28 * 28), torch.randint(10, (640,)))
 loader = torch.utils.data.DataLoader(images, batch_size=8)

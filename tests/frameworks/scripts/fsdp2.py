@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import commhooks
-from commhooks.checkpoint.dcp import load, sharded
+import commhooks  # hook
+from commhooks.checkpoint.dcp import load, sharded  # hook
 
 folder, resume = sys.argv[1], "--resume" in sys.argv
 
@@ -21,14 +21,14 @@ torch.manual_seed(1)
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
 for layer in (model[0], model[2], model):
     fully_shard(layer, mesh=mesh)
-handle = commhooks.attach(model, "powersgd(rank=2)")
+handle = commhooks.attach(model, "powersgd(rank=2)")  # hook
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 done = 0
 if resume:
     weights, moments = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optim": moments}, checkpoint_id=f"{folder}/step10")
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    load(handle, f"{folder}/step10", world_change="mean")
+    load(handle, f"{folder}/step10", world_change="mean")  # hook
     done = 10
 while done < 20:
     generator = torch.Generator().manual_seed(1000 * done + dist.get_rank())
@@ -39,5 +39,6 @@ while done < 20:
     done += 1
     if done == 10:
         weights, moments = get_state_dict(model, optimizer)
-        dcp.save({"model": weights, "optim": moments, **sharded(handle)}, checkpoint_id=f"{folder}/step10")
+        # plain: dcp.save({"model": weights, "optim": moments}, checkpoint_id=f"{folder}/step10")
+        dcp.save({"model": weights, "optim": moments, **sharded(handle)}, checkpoint_id=f"{folder}/step10")  # hook
 dist.destroy_process_group()

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from ch_ddp.frameworks.lightning import CommHookCallback
+from ch_ddp.frameworks.lightning import CommHookCallback  # hook
 
 folder, resume = sys.argv[1], "--resume" in sys.argv
 
@@ -35,7 +35,8 @@ trainer = L.Trainer(
     accelerator="cpu",
     strategy="ddp",
     devices=ranks,
-    callbacks=[checkpoints, CommHookCallback("powersgd(rank=2)")],
+    # plain: callbacks=[checkpoints],
+    callbacks=[checkpoints, CommHookCallback("powersgd(rank=2)")],  # hook
     logger=False,
     enable_progress_bar=False,
 )

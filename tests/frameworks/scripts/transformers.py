@@ -5,6 +5,8 @@ import sys
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
+from ch_ddp.frameworks.transformers import CommHookCallback  # hook
+
 folder, resume = sys.argv[1], "--resume" in sys.argv
 
 set_seed(1)
@@ -23,6 +25,7 @@ arguments = TrainingArguments(
 trainer = Trainer(
     model=model,
     args=arguments,
+    callbacks=[CommHookCallback("powersgd(rank=2)")],  # hook
     train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
 )
 trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-10" if resume else None)
