@@ -38,7 +38,6 @@ PUBLIC = (
     "ch_bench.compatibility",
     "ch_bench.compatibility.run",
     "ch_bench.convergence",
-    "ch_bench.convergence.convergence",
     "ch_bench.cost",
     "ch_bench.cost.bench",
     "ch_bench.outer",

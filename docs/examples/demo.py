@@ -24,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import commhooks
 from ch_bench import gpt, launch, text, training
+from commhooks.testing import WorkerError
 
 DEFAULT_HOOKS = ["allreduce", "bf16_compress", "powersgd(rank=4)", "bf16_wrapper(powersgd(rank=4))"]
 NOOP_EVERY = 2  # the time reference needs a good median, not a step for every step
@@ -67,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         launch.launch(worker, args.nproc, args)
-    except launch.WorkerFailed as error:
+    except WorkerError as error:
         print(error, file=sys.stderr)
         return 1
     return 0

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import commhooks
-from ch_bench import bench_report, gpt, launch, text
+from ch_bench import gpt, launch, record, text
 
 HOOKS = ["allreduce", "bf16_compress(accumulate='fp32')", "powersgd(rank=4)", "bf16_wrapper(powersgd(rank=4))"]
 HOOKS += ["quant4 / quant4", "quant8 / quant4"]  # on the shard axis / between the replicas
@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--json", type=Path, help="keep all figures there")
-    parser.add_argument("--record", action="store_true", help="keep the output as docs/measured/NAME-DATE.md")
+    parser.add_argument("--record", action="store_true", help="write the output to docs/measured/fsdp.md")
     words = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(words)
     args.hooks = args.hooks or HOOKS
@@ -140,7 +140,8 @@ def main(argv: list[str] | None = None) -> int:
     console.print(table(runs))
     if args.record:
         command = shlex.join(["python", "docs/examples/fsdp2_hsdp.py", *words])
-        console.print(f"recorded in {bench_report.record('fsdp2-hsdp', command, console)}")
+        title = f"Loss with hooks between replicas, {args.steps} steps"
+        record.write("fsdp", title, command, record.printed(console))
     return 0
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ch_bench.advise.emulated import EmulatedTransport
-from ch_bench.advise.link import Curve, Network
+from ch_bench.advise.network import Curve, Message, Network
 from ch_bench.advise.predict import Prediction, recommend
-from ch_bench.advise.replay import Note, Recorder, Replay, Sent
+from ch_bench.advise.replay import EmulatedTransport, Note, Recorder, Replay
 from commhooks import Bucket, Reduction, get, list_hooks
 from commhooks.adapters import Engine
 
@@ -22,7 +21,7 @@ CURVE = Curve((0.0, SECOND, 2 * SECOND), (0.5, 1.5, 2.5), (0.0, 0.0, 0.0))  # ha
 def posts(*megabytes: float, after: float = 0.0) -> list[Note]:
     """Compute for a while, and post messages one after another."""
     times = (after, *([0.0] * (len(megabytes) - 1)))
-    sent = [Sent("all_reduce", "float32", int(size * SECOND)) for size in megabytes]
+    sent = [Message("all_reduce", "float32", int(size * SECOND)) for size in megabytes]
     return [Note(seconds, number, one) for number, (seconds, one) in enumerate(zip(times, sent, strict=True))]
 
 
@@ -69,7 +68,7 @@ def test_no_more_than_two_go_at_a_time():
 def test_an_idle_network_gives_a_burst_and_earns_it_again():
     once = [*posts(1.0), wait(0)]
     assert ends(*once, burst=0.4) == pytest.approx(0.6 + 0.5)
-    later = Note(10.0, 1, Sent("all_reduce", "float32", int(SECOND)))
+    later = Note(10.0, 1, Message("all_reduce", "float32", int(SECOND)))
     assert ends(*once, later, wait(1), burst=0.4) == pytest.approx(1.1 + 10.0 + 0.6 + 0.5)
 
 
@@ -172,6 +171,52 @@ def test_the_command_on_a_model_of_one_s_own(tmp_path: Path):
     assert rows["allreduce"]["payload"] == 4 * found["parameters"] == 2 * rows["bf16_compress"]["payload"]
     assert all(row["seconds"] >= row["waiting"] >= 0 for row in rows.values())
     assert {row["collective"] for row in found["network"]["collectives"]} >= {"all_reduce", "all_to_all"}
-    wrong = advise("mine:wrong")
-    assert wrong.returncode == 1
-    assert "(module, batch)" in wrong.stderr
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("advise", "--model", "nothing"),
+            "HookConfigError: unknown model 'nothing': write module:callable, or one of gpt",
+        ),
+        (
+            ("advise", "--model", "nothing:make"),
+            "HookConfigError: unknown model 'nothing:make' (No module named 'nothing')",
+        ),
+        (("advise", "--model", "mine:nothing"), "HookConfigError: unknown model 'mine:nothing' (module 'mine' has no"),
+        (("advise", "--model", "mine:torch"), "HookConfigError: model 'mine:torch' is a module, not a function"),
+        (
+            ("advise", "--model", "mine:wrong"),
+            "HookConfigError: model 'mine:wrong' returned int: return (module, batch)",
+        ),
+        (("advise", "--hooks", "nothing"), "UnknownHookError: unknown hook 'nothing'"),
+        (("bench", "--model", "nothing"), "HookConfigError: unknown model 'nothing'"),
+        (("bench", "--model", "mine:wrong"), "HookConfigError: model 'mine:wrong' returned int"),
+        (("bench", "--hooks", "nothing"), "UnknownHookError: unknown hook 'nothing'"),
+    ],
+)
+def test_a_wrong_name_is_one_error_with_the_remedy(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODEL)
+    command = [sys.executable, "-m", "commhooks", *words]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=tmp_path)
+    assert run.returncode == 1
+    assert message in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("ch_bench.cost.table", "nothing"), "UnknownHookError: unknown hook 'nothing'"),
+        (("ch_bench.cost.launches", "post_local_sgd"), "HookNotSupportedError: post_local_sgd is a foreign hook"),
+        (("ch_bench.links.wire_bytes", "--hooks", "nothing"), "UnknownHookError: unknown hook 'nothing'"),
+    ],
+)
+def test_programs_refuse_a_wrong_hook_with_one_error(words: tuple[str, ...], message: str) -> None:
+    run = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=100)
+    assert run.returncode == 1
+    assert message in run.stderr
+    assert "Traceback" not in run.stderr

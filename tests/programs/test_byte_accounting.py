@@ -7,17 +7,51 @@ import sys
 
 import pytest
 
-from ch_bench.counted import paper_bytes
 from ch_bench.links import netns
+from ch_bench.pytorch_hooks import reduction_of
+from commhooks import BucketLayout, StepContext
 
 REASON = netns.why_not()
+WORKERS, BATCH, IMAGES = 16, 128, 50_000
+STEPS = IMAGES // (WORKERS * BATCH)  # per epoch
+MIB = 2**20
+STAGES = ((64, 1), (128, 2), (256, 2), (512, 2))  # channels, stride of the first block
+
+
+def resnet18(classes: int = 10) -> dict[str, tuple[int, ...]]:
+    """Return the parameter shapes of ResNet-18 for 32 x 32 images (3 x 3 stem, two blocks in each of four stages)."""
+    shapes = {"conv1": (64, 3, 3, 3)} | _norm("bn1", 64)
+    before = 64
+    for i, (width, stride) in enumerate(STAGES, 1):
+        for j in range(2):
+            name = f"layer{i}.{j}"
+            shapes |= {f"{name}.conv1": (width, before, 3, 3)} | _norm(f"{name}.bn1", width)
+            shapes |= {f"{name}.conv2": (width, width, 3, 3)} | _norm(f"{name}.bn2", width)
+            if j == 0 and (stride != 1 or before != width):
+                shapes |= {f"{name}.shortcut": (width, before, 1, 1)} | _norm(f"{name}.shortcut_bn", width)
+            before = width
+    return shapes | {"linear.weight": (classes, before), "linear.bias": (classes,)}
+
+
+def _norm(name: str, width: int) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+
+def payload_per_epoch(expr: str) -> float:
+    """Return the MiB that one worker gives to collectives in an epoch.
+
+    Vogels et al. 2019 (https://arxiv.org/abs/1905.13727) train ResNet-18 on CIFAR-10 with 16 workers of batch 128, so an epoch
+    has 24 full steps. A convolution ``(out, in, k, k)`` is a matrix of ``out`` by ``in * k * k``; vectors are averaged.
+    """
+    plan = reduction_of(expr).plan(BucketLayout.of_shapes(resnet18()), StepContext(world_size=WORKERS))
+    return STEPS * sum(request.payload_bytes for stage in plan for request in stage) / MIB
 
 
 def test_the_paper_data_column_from_shapes_alone() -> None:
-    plain = paper_bytes.payload_per_epoch("allreduce")
+    plain = payload_per_epoch("allreduce")
     assert round(plain) == 1023
     for rank, megabytes, ratio in ((1, 4.2, 243), (2, 7.5, 136), (4, 14.2, 72), (7, 24.2, 42)):
-        planned = paper_bytes.payload_per_epoch(f"powersgd(rank={rank}, min_compression_rate=1)")  # the paper has none
+        planned = payload_per_epoch(f"powersgd(rank={rank}, min_compression_rate=1)")  # the paper has none
         assert round(planned, 1) == megabytes
         assert round(plain / planned) == ratio
 

@@ -7,20 +7,21 @@ import pytest
 import torch
 
 import commhooks
-from ch_bench.convergence import convergence, study_cells, study_peer, study_report, study_tasks
+from ch_bench.convergence import __main__ as study
+from ch_bench.convergence import report, runs, tasks
 
 pytestmark = pytest.mark.timeout(100)
 TINY = ["--tasks", "gpt", "--steps", "3", "--seeds", "1", "--jobs", "1", "--hooks", "allreduce", "powersgd(rank=1)"]
 
 
 def test_every_hook_is_compared_or_left_out_with_a_reason():
-    compared = {node["hook"] for e in study_cells.expressions() for node in _nodes(commhooks.create(e).config)}
+    compared = {node["hook"] for e in runs.expressions() for node in _nodes(commhooks.create(e).config)}
     listed = {spec.name for kind in ("reduction", "ddp", "wrapper") for spec in commhooks.list_hooks(kind=kind)}
-    assert listed - compared == set(study_cells.LEFT_OUT)
-    assert not compared & set(study_cells.LEFT_OUT)
-    assert set(study_cells.VARIANTS) <= listed
-    assert set(study_cells.RESIDUAL.values()) - {study_cells.TORCH} == {
-        commhooks.create(e).expr for e in study_cells.RESIDUAL.values() if e != study_cells.TORCH
+    assert listed - compared == set(runs.LEFT_OUT)
+    assert not compared & set(runs.LEFT_OUT)
+    assert set(runs.VARIANTS) <= listed
+    assert set(runs.RESIDUAL.values()) - {runs.TORCH} == {
+        commhooks.create(e).expr for e in runs.RESIDUAL.values() if e != runs.TORCH
     }
 
 
@@ -32,8 +33,8 @@ def _nodes(node: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_a_run_goes_on_where_it_was_and_gives_the_page(tmp_path, monkeypatch):
     words = [*TINY, "--out", str(tmp_path)]
-    assert convergence.main([*words, "--minutes", "1e-9"]) == 3, "no time: nothing was run, and it says so"
-    assert convergence.main(words) == 0
+    assert study.main([*words, "--minutes", "1e-9"]) == 3, "no time: nothing was run, and it says so"
+    assert study.main(words) == 0
     path = tmp_path / "results.json"
     first = json.loads(path.read_text())
     assert set(first) == {f"gpt/iid/0/{e}" for e in ("bf16_compress", "allreduce", "powersgd(rank=1)")}
@@ -47,7 +48,7 @@ def test_a_run_goes_on_where_it_was_and_gives_the_page(tmp_path, monkeypatch):
     first["gpt/iid/0/allreduce"]["setting"]["lr"] = 1.0
     first["gpt/iid/0/bf16_compress"]["record"]["train"][-1] = 1.25
     path.write_text(json.dumps(first))
-    assert convergence.main(words) == 0
+    assert study.main(words) == 0
     again = json.loads(path.read_text())
     assert again["gpt/iid/0/bf16_compress"]["record"]["train"][-1] == 1.25
     assert again["gpt/iid/0/powersgd(rank=1)"]["record"]["train"] == lossy["train"], "to the bit the same run"
@@ -60,11 +61,11 @@ def test_a_run_goes_on_where_it_was_and_gives_the_page(tmp_path, monkeypatch):
 
 def test_any_expression_can_be_asked_for(capsys):
     words = ["--tasks", "gpt", "--seeds", "1", "--hooks"]
-    asked = convergence.parse([*words, "powersgd( min_compression_rate=1,rank=3 )"]).hooks
+    asked = study.parse([*words, "powersgd( min_compression_rate=1,rank=3 )"]).hooks
     assert asked == ["bf16_compress", "powersgd(min_compression_rate=1, rank=3)"]
-    assert [cell.expr for cell in study_cells.cells(["gpt"], asked, 1, 3)] == asked
+    assert [one.expr for one in runs.runs(["gpt"], asked, 1, 3)] == asked
     with pytest.raises(SystemExit):
-        convergence.parse([*words, "no_such_hook"])
+        study.parse([*words, "no_such_hook"])
     assert "no_such_hook" in capsys.readouterr().err
 
 
@@ -74,31 +75,31 @@ def run(wire: list[float], train: list[float]) -> dict[str, Any]:
 
 def test_equal_bytes():
     base = run([0, 10, 20, 40], [4.0, 3.0, 2.0, 1.0])
-    assert [study_report.at_bytes(base, b, "train") for b in (0, 5, 10, 30, 40, 99)] == [4.0, 3.5, 3.0, 1.5, 1.0, 1.0]
-    thrifty = study_report.compare([run([0, 1, 2, 4], [4.0, 3.5, 3.0, 2.0])], [base], "x", False)
+    assert [report.at_bytes(base, b, "train") for b in (0, 5, 10, 30, 40, 99)] == [4.0, 3.5, 3.0, 1.5, 1.0, 1.0]
+    thrifty = report.compare([run([0, 1, 2, 4], [4.0, 3.5, 3.0, 2.0])], [base], "x", False)
     assert (thrifty.ratio, thrifty.budget) == (10.0, 4e-6)
     assert (thrifty.steps["train"].verdict, thrifty.steps["train"].difference) == ("worse", 1.0)
     assert thrifty.bytes["train"].ours == [2.0]
     assert thrifty.bytes["train"].base == [pytest.approx(3.6)]
     assert thrifty.bytes["train"].verdict == "better"
     # A hook that sends more is cut off where it has sent as much as the baseline in all.
-    wasteful = study_report.compare([run([0, 20, 40, 80], [4.0, 3.0, 2.0, 1.0])], [base], "x", False)
+    wasteful = report.compare([run([0, 20, 40, 80], [4.0, 3.0, 2.0, 1.0])], [base], "x", False)
     assert (wasteful.bytes["train"].ours, wasteful.bytes["train"].base) == ([2.0], [1.0])
     assert wasteful.steps["train"].verdict == "mixed"
 
 
 def test_a_verdict_needs_every_seed():
-    assert study_report.verdict([0.1, 0.2, 0.3]) == "worse"
-    assert study_report.verdict([0.1, 0.2, 0.3], higher=True) == "better"
-    assert study_report.verdict([0.1, -0.2, 0.3]) == "mixed"
-    assert study_report.verdict([0.0, 0.0]) == "mixed"
-    assert study_report.verdict([0.1, 0.0]) == "mixed"
+    assert report.verdict([0.1, 0.2, 0.3]) == "worse"
+    assert report.verdict([0.1, 0.2, 0.3], higher=True) == "better"
+    assert report.verdict([0.1, -0.2, 0.3]) == "mixed"
+    assert report.verdict([0.0, 0.0]) == "mixed"
+    assert report.verdict([0.1, 0.0]) == "mixed"
 
 
 def test_shards():
     labels = torch.arange(10).repeat(12)
     for kind in ("iid", "sorted"):
-        parts = study_tasks.shards(labels, 4, kind, seed=1)
+        parts = tasks.shards(labels, 4, kind, seed=1)
         assert sorted(torch.cat(parts).tolist()) == list(range(120))
         assert {len(part) for part in parts} == {30}
         seen = [len(set(labels[part].tolist())) for part in parts]
@@ -106,8 +107,8 @@ def test_shards():
 
 
 def test_pytorchs_hook_runs_on_gloo_ranks():
-    setting = study_tasks.Setting("gpt", steps=3, batch=1, lr=1e-3, ranks=2, buckets=1)
-    record = study_peer.train(setting, rank=1, start=2, kind="iid", seed=0)
+    setting = tasks.Setting("gpt", steps=3, batch=1, lr=1e-3, ranks=2, buckets=1)
+    record = runs.train_pytorch(setting, rank=1, start=2, kind="iid", seed=0)
     assert record["step"] == [0, 1, 2, 3]
     assert record["residual"][2] == 0 < record["residual"][3]
     assert record["train"][-1] < record["train"][0]

@@ -87,6 +87,7 @@ def test_hook_that_never_compresses_fails_the_demo(tmp_path: Path) -> None:
 FAILING = """
 import sys
 from ch_bench import launch
+from commhooks.testing import WorkerError
 import torch, torch.distributed as dist
 
 def worker(rank, world, device):
@@ -97,7 +98,7 @@ def worker(rank, world, device):
 if __name__ == "__main__":
     try:
         launch.launch(worker, 3)
-    except launch.WorkerFailed as error:
+    except WorkerError as error:
         print(error)
 """
 
@@ -109,5 +110,5 @@ def test_one_failing_rank_ends_the_others_and_its_error_is_shown(tmp_path: Path)
     done = python(str(script), cwd=tmp_path)
     # torch 2.10 says what gloo connects
     said = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
-    assert said[0].startswith("rank 1:"), done.stdout + done.stderr
+    assert said[0].startswith("rank 1 failed:"), done.stdout + done.stderr
     assert "ValueError: rank 1 has had enough" in done.stdout

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from ch_bench.links import netns
-from ch_bench.outer import quality, race, race_report
-from ch_bench.outer.method import Method
-from ch_bench.outer.quality_cells import Cell, Size, methods
+from ch_bench.outer import quality, race
+from ch_bench.outer.methods import Method
+from ch_bench.outer.methods import quality_methods as methods
+from ch_bench.outer.quality import QualityRun, Size
 
 pytestmark = pytest.mark.timeout(110)
 TINY = ["--width", "32", "--layers", "1", "--batch", "2", "--context", "16"]
@@ -19,7 +20,7 @@ def test_the_quality_study_trains_resumes_and_finds_the_front(tmp_path: Path, ca
     words = ["--size", "pilot", "--steps", "30", "--seeds", "1", "--out", str(tmp_path), "--only", methods()[1].label]
     assert quality.main(words) == 0
     first = capsys.readouterr().out
-    assert "all runs are there" in first
+    assert "all runs are finished" in first
     records = json.loads((tmp_path / "quality.json").read_text())
     base, outer = records.values()
     assert [row[0] for row in base["held_out"]] == [6, 12, 18, 24, 30]
@@ -37,7 +38,7 @@ def test_the_quality_study_trains_resumes_and_finds_the_front(tmp_path: Path, ca
 
 def test_the_inner_learning_rate_is_a_methods_own() -> None:
     size = Size(steps=5, width=32, layers=1, context=16, batch=2, workers=2)
-    moved = [Cell("tiny", size, Method(2, inner=inner), seed=0).run()["held_out"] for inner in (0.0, 1.41)]
+    moved = [QualityRun("tiny", size, Method(2, inner=inner), seed=0).run()["held_out"] for inner in (0.0, 1.41)]
     assert [len({loss for _, loss in rows}) for rows in moved] == [1, 4]  # the start, two rounds, and the last one
 
 
@@ -52,7 +53,7 @@ def test_who_does_not_arrive_is_a_lower_bound() -> None:
         finished("quick", True, (200, 4.0, 1e6, 1.9)),
         finished("slow", False, (300, 30.0, 1e6, 2.5)),
     ]
-    lines = race_report.tables(found).splitlines()
+    lines = race.tables(found).splitlines()
     assert "floor 1.0 s" in lines[0]
     assert lines[4] == "| quick | 1 | 4.0 | 4.00 | 5.00 × | 200 | 1.0 | 50 % |"
     assert lines[5].startswith("| torch allreduce | 1 | 20.0 | 20.00 | 1.00 × |")

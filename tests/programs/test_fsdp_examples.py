@@ -23,10 +23,9 @@ def run(*words: str) -> str:
 def test_table_and_plot_of_the_accumulation_error(tmp_path: Path) -> None:
     out = run("-m", "ch_bench.cost.fsdp_accumulation", "--worlds", "2", "8", "--numel", "1024", "--out", str(tmp_path))
     rows = [line for line in out.splitlines() if re.search(r"\de-\d\d", line)]
-    growth = {line.rsplit(None, 3)[0].strip(): float(line.split()[-1]) for line in rows}
+    growth = {cells[1]: float(cells[-2]) for cells in ([c.strip() for c in line.split("|")] for line in rows)}
     assert growth["bf16, fp32 accumulation"] < 1 < growth["bf16"]
-    assert (tmp_path / "fsdp_accumulation.png").stat().st_size > 5000
-    assert "| bf16, fp32 accumulation |" in (tmp_path / "fsdp_accumulation.md").read_text()
+    assert (tmp_path / "fsdp-accumulation.png").stat().st_size > 5000
 
 
 @pytest.fixture(scope="module")

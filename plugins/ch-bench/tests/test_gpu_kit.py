@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from ch_bench.gpu_kit import record
 from ch_bench.gpu_kit.__main__ import main
-from ch_bench.gpu_kit.parts import PARTS
-from ch_bench.gpu_kit.rows import Dead, Rows, Skipped, latest, write
+from ch_bench.gpu_kit.findings import Dead, Findings, Skipped, append, latest, write_record
+from ch_bench.gpu_kit.part_list import PARTS
 
 ROOT = Path(__file__).resolve().parents[3]
 ONLY_THERE = {  # what cannot be had on CPU tensors, or with one rank
@@ -21,7 +20,7 @@ ONLY_THERE = {  # what cannot be had on CPU tensors, or with one rank
     "environment/driver",
     "order/control: a side stream that does not wait",
     "order/control: a collective that is not waited for",
-    "waits/control: an .item() is told",
+    "waits/control: an .item() is reported",
     "graphs/plain",
     "graphs/allreduce",
     "graphs/bf16_compress",
@@ -77,11 +76,11 @@ def test_the_kernels_are_compared_in_the_interpreter(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> Rows:
-    return Rows(tmp_path / "rows.jsonl", "costs", 1)
+def rows(tmp_path: Path) -> Findings:
+    return Findings(tmp_path / "rows.jsonl", "costs", 1)
 
 
-def verdict(rows: Rows, name: str) -> Any:
+def verdict(rows: Findings, name: str) -> Any:
     return latest(rows.path)[f"costs/{name}"]["verdict"]
 
 
@@ -89,10 +88,10 @@ def fail(error: Exception) -> Any:
     raise error
 
 
-def test_what_is_known_is_not_asked_again_and_what_failed_is_in_the_next_run(rows: Rows) -> None:
+def test_what_is_known_is_not_asked_again_and_what_failed_is_in_the_next_run(rows: Findings) -> None:
     asked = []
     for run in (1, 1, 2):
-        again = Rows(rows.path, "costs", run)
+        again = Findings(rows.path, "costs", run)
         again.row("known", lambda run=run: asked.append(("known", run)) or {"x": 1})
         again.row("broken", lambda run=run: asked.append(("broken", run)) or fail(ValueError("no")))
         again.row("nowhere", fail, Skipped("not here"))
@@ -100,25 +99,25 @@ def test_what_is_known_is_not_asked_again_and_what_failed_is_in_the_next_run(row
     assert [verdict(rows, name) for name in ("known", "broken", "nowhere")] == ["ok", "failed", "skipped"]
 
 
-def test_a_row_that_ends_its_process_is_tried_twice_and_then_left(rows: Rows) -> None:
+def test_a_row_that_ends_its_process_is_tried_twice_and_then_left(rows: Findings) -> None:
     for tries in (1, 2):
-        write(rows.path, {"part": "costs", "name": "hangs", "verdict": "begun", "run": 1, "tries": tries})
+        append(rows.path, {"part": "costs", "name": "hangs", "verdict": "begun", "run": 1, "tries": tries})
     rows.row("hangs", lambda: {"x": 1})
     assert verdict(rows, "hangs") == "failed"
 
 
-def test_a_cuda_error_ends_the_process(rows: Rows) -> None:
+def test_a_cuda_error_ends_the_process(rows: Findings) -> None:
     with pytest.raises(Dead):
         rows.row("dies", fail, RuntimeError("CUDA error: an illegal memory access was encountered"))
     assert verdict(rows, "dies") == "failed"
 
 
-def test_a_cut_run_has_a_record(rows: Rows, tmp_path: Path) -> None:
+def test_a_cut_run_has_a_record(rows: Findings, tmp_path: Path) -> None:
     rows.row("first", lambda: {"ms": 1.25})
-    write(rows.path, {"part": "costs", "name": "second", "verdict": "begun", "run": 1, "tries": 1})
+    append(rows.path, {"part": "costs", "name": "second", "verdict": "begun", "run": 1, "tries": 1})
     with rows.path.open("a") as file:
         file.write('{"part": "costs", "na')  # cut in the middle of a line
-    record.write(tmp_path, rows.path)
+    write_record(tmp_path, rows.path)
     said = (tmp_path / "record.md").read_text()
     assert "| first | 1.25 |" in said
     assert "**second**: did not end" in said

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import commhooks
-from ch_bench.counted.imagined_gpu import ImaginedGPU, steps
+from ch_bench.cost.imagined_gpu import ImaginedGPU, steps
 from ch_bench.gpu_kit.models import COMPOSITIONS
 from commhooks import AllReduce, Bucket, HookResultError, HookState, Reduction, StepContext
 from commhooks.simulate import simulate

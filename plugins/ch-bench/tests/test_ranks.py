@@ -1,19 +1,21 @@
-"""What grows with the ranks, counted with few of them."""
+"""Bytes, status, agreement and memory by the number of ranks, with few ranks."""
 
 from pathlib import Path
 
 import pytest
 
-from ch_bench.counted import ranks
+from ch_bench import record
+from ch_bench.cost import ranks
 
 
-def numbers(lines: list[str]) -> list[list[float]]:
-    return [[float(cell) for cell in line.split("|")[1:-1]] for line in lines[2:]]
+def numbers(table: str) -> list[list[float]]:
+    return [[float(cell) for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
 
 
 def test_bytes_of_a_rank_against_ranks() -> None:
     """All-reduces approach twice the payload, an all-gather grows with the ranks."""
-    lines = ranks.planned(["allreduce", "powersgd(rank=1)", "quantize_per_tensor"], (2, 4, 8), (2, 192, 96, 128))[2:]
+    found = ranks.planned(["allreduce", "powersgd(rank=1)", "quantize_per_tensor"], (2, 4, 8), (2, 192, 96, 128))
+    lines = found.splitlines()[2:]
     sent = {line.split("`")[1]: [float(cell) for cell in line.split("|")[2:5]] for line in lines}
     assert sent["allreduce"][2] / sent["allreduce"][0] == pytest.approx(2 * 7 / 8, rel=0.02)
     assert sent["powersgd(rank=1)"][0] < sent["allreduce"][0] / 20
@@ -37,8 +39,9 @@ def test_ranks_that_agree_read_one_digest_each() -> None:
     assert all(row[6] > row[5] for row in found)
 
 
-def test_all_of_it_is_written(tmp_path: Path) -> None:
-    ranks.main(["--small", "--out", str(tmp_path / "ranks.md")])
-    text = (tmp_path / "ranks.md").read_text()
-    assert text.count("## ") == 4
-    assert "python -m ch_bench.counted.ranks --small" in text
+def test_all_of_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "measured", lambda: tmp_path)
+    ranks.main(["--small", "--record"])
+    text = (tmp_path / "scale.md").read_text()
+    assert text.count("### ") == 4
+    assert "python -m ch_bench.cost.ranks --small" in text

@@ -1,1 +1,1 @@
-"""What measures this project: hook costs, links, convergence, compatibility, faults under a manager."""
+"""Programs that measure commhooks on your machine."""

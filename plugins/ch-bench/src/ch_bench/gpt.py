@@ -1,8 +1,8 @@
-"""A small GPT: what the demo trains and what the benchmark times.
+"""A small GPT, which the demo trains and the benchmark times.
 
 A decoder-only transformer with pre-normalisation, causal attention and the output head tied to the embedding
-(Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"). Its parameters are the mix that a
-communication hook meets in practice: large matrices worth compressing, and many small vectors that are not.
+(Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"). Its parameters
+are a typical mix: large matrices, which are worth compressing, and many small vectors, which are not.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 class Block(nn.Module):
-    """Attention and a four times wider MLP, each added to the stream it reads."""
+    """Attention and a four times wider MLP, both residual."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map ``(batch, time, width)`` to the same shape; position t sees positions <= t."""
+        """Map ``(batch, time, width)`` to the same shape. Position t sees positions <= t."""
         batch, time, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, time, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, time, width // heads)
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Next-symbol predictor. ``forward(x, y)`` gives the mean cross-entropy, in nats per symbol.
+    """Next-symbol predictor. ``forward(x, y)`` returns the mean cross-entropy in nats per symbol.
 
     ``x`` and ``y`` are ``(batch, time)`` int64 with ``time <= context`` and values in ``[0, vocab)``.
     """
@@ -59,8 +59,8 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy of predicting ``y`` from ``x``: a 0-d float tensor."""
-        stream = self.symbol(x) + self.position(torch.arange(x.shape[1], device=x.device))
+        """Return the mean cross-entropy of predicting ``y`` from ``x``, a 0-d float tensor."""
+        stream = self.symbol(x) + self.position(torch.arange(x.shape[1], dtype=torch.int64, device=x.device))
         for block in self.blocks:
             stream = block(stream)
         logits = self.norm(stream) @ self.symbol.weight.T  # (batch, time, vocab)
@@ -69,5 +69,5 @@ class GPT(nn.Module):
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Number of scalars that receive gradients."""
+    """Return the number of elements that receive gradients."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)

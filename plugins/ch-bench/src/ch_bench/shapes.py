@@ -1,8 +1,17 @@
-"""The shapes of models that are too large to be run here."""
+"""Models of given shapes without arithmetic: a step costs only the work of its hook."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+Sizes = tuple[int, int, int, int]
+"""Layers, width, vocabulary and context of a GPT."""
 
 
 def gpt_shapes(layers: int, width: int, vocab: int, context: int) -> dict[str, tuple[int, ...]]:
-    """The parameters of a GPT-2 by name."""
+    """Return the parameter shapes of a GPT-2 by name."""
     shapes: dict[str, tuple[int, ...]] = {"wte": (vocab, width), "wpe": (context, width)}
     for i in range(layers):
         shapes |= {
@@ -14,3 +23,42 @@ def gpt_shapes(layers: int, width: int, vocab: int, context: int) -> dict[str, t
             f"{i}.out.w": (width, 4 * width), f"{i}.out.b": (width,),
         }  # fmt: skip
     return shapes | {"lnf.w": (width,), "lnf.b": (width,)}
+
+
+def random_gradients(
+    shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, device: torch.device
+) -> list[torch.Tensor]:
+    """Return a random gradient of each shape, the same at every call."""
+    generator = torch.Generator(device).manual_seed(0)
+    return [
+        torch.randn(tuple(s), generator=generator, dtype=torch.float32, device=device).mul_(1e-3).to(dtype)
+        for s in shapes.values()
+    ]
+
+
+class ShapesOnly(nn.Module):
+    """Parameters whose backward only hands over given gradients.
+
+    Args:
+        gradients: one for each parameter, handed over by every backward.
+    """
+
+    def __init__(self, gradients: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(torch.zeros_like(g) for g in gradients)
+        self.gradients = gradients
+
+    def forward(self) -> torch.Tensor:
+        found: torch.Tensor = _Given.apply(self.gradients, *self.params)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _Given(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[torch.Tensor], *params: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return params[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return (None, *ctx.gradients)

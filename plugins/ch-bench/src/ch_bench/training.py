@@ -1,8 +1,7 @@
-"""Several models, one hook each, trained side by side: the loop that the demo and the benchmark share.
+"""Train several models, one hook each, in turns: the loop of the demo and the benchmark.
 
-Taking turns step by step is what makes their times comparable: a neighbour that slows the machine down for a second
-slows all of them alike. Each step starts behind a barrier, so a step's time is its own and not the skew that the step
-before it left behind, and the time that counts is that of the slowest rank.
+Turns make times comparable: a program that slows the machine for a second slows all models equally. Each step starts
+behind a barrier, so that its time does not include the skew of the step before. The slowest rank's time counts.
 """
 
 import time
@@ -18,20 +17,20 @@ import commhooks
 
 @dataclass
 class Run:
-    """One hook's model and what was recorded of it, one entry per step."""
+    """One hook's model and its measurements, one entry per step."""
 
     expr: str
     model: DistributedDataParallel
     optimizer: torch.optim.Optimizer
-    handle: Any = None  # a commhooks.CommHook; None for a hook that is not ours
-    seconds: list[float] = field(default_factory=list)  # this rank's; `slowest` gives all ranks' together
+    handle: Any = None  # a commhooks.CommHook; None for PyTorch's hooks
+    seconds: list[float] = field(default_factory=list)  # of this rank; `slowest` combines the ranks
     losses: list[float] = field(default_factory=list)  # mean over the ranks' batches
-    wire: list[float] = field(default_factory=list)  # bytes this rank has sent so far
+    wire: list[float] = field(default_factory=list)  # bytes that this rank has sent so far
     val: list[tuple[int, float]] = field(default_factory=list)  # (steps done, held-out loss)
 
 
 def wrap(net: torch.nn.Module, device: torch.device, bucket_cap_mb: float | None) -> DistributedDataParallel:
-    """Make ``net`` a data-parallel model on this rank's device."""
+    """Wrap ``net`` in DDP on this rank's device."""
     ids = [device.index] if device.type == "cuda" else None
     return DistributedDataParallel(
         net.to(device), device_ids=ids, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True
@@ -39,13 +38,13 @@ def wrap(net: torch.nn.Module, device: torch.device, bucket_cap_mb: float | None
 
 
 def attach(run: Run) -> Run:
-    """Give the run's model the hook that its expression names."""
+    """Attach the hook of the run's expression to its model."""
     run.handle = commhooks.attach(run.model, run.expr)
     return run
 
 
 def timed_step(run: Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """One training step; records this rank's seconds and gives the detached loss (0-d)."""
+    """Run one training step, record this rank's seconds and return the detached loss (0-d)."""
     device = x.device
     _settle(device)
     start = time.perf_counter()
@@ -60,14 +59,14 @@ def timed_step(run: Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _settle(device: torch.device) -> None:
-    """Let every rank reach this point with nothing left to do."""
+    """Wait until every rank has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
 
 
 def slowest(runs: list[Run], device: torch.device) -> list[list[float]]:
-    """Per run and step, the seconds of the slowest rank."""
+    """Return the seconds of the slowest rank for each run and step."""
     flat = torch.tensor([s for run in runs for s in run.seconds], dtype=torch.float64, device=device)
     dist.all_reduce(flat, op=dist.ReduceOp.MAX)
     return [part.tolist() for part in flat.split([len(run.seconds) for run in runs])]
@@ -75,8 +74,8 @@ def slowest(runs: list[Run], device: torch.device) -> list[list[float]]:
 
 @torch.no_grad()
 def evaluate(run: Run, x: torch.Tensor, y: torch.Tensor, rank: int, world: int, batch: int) -> float:
-    """Mean held-out loss; ``x`` and ``y`` are ``(windows, context)``, the ranks share the windows out evenly."""
-    total = torch.zeros((), device=x.device)
+    """Return the mean held-out loss; ``x`` and ``y`` are ``(windows, context)``, divided among the ranks."""
+    total = torch.zeros((), dtype=torch.float32, device=x.device)
     mine_x, mine_y = x[rank::world].split(batch), y[rank::world].split(batch)
     for part_x, part_y in zip(mine_x, mine_y, strict=True):
         total += run.model.module(part_x, part_y) * len(part_x)

@@ -1,1 +1,1 @@
-"""`commhooks advise`: is the network your limit, and which hook would help? Predicted from a short probe; nothing is switched."""
+"""`commhooks advise`: predict step times with each hook from a short probe, and recommend one."""

@@ -1,15 +1,15 @@
-"""Is the network your limit, and which hook would help?
+"""Predict step times with each hook on your network, and recommend one.
 
     torchrun --nproc-per-node 2 -m commhooks advise --model my_module:make
     python -m commhooks advise --nproc 2
 
-Started on your machines as your training is, it takes a minute at most: it times a step without communication, the messages
-that hooks send over your network, and the arithmetic of each hook on your model; then it runs each hook on the real model
-with the messages timed instead of sent, and says what a step would take. It recommends, and switches nothing.
+Start it on your machines as you start your training. Within a minute it times a step without communication, the
+messages that hooks send over your network, and the arithmetic of each hook on your model. Then it runs each hook on the
+real model with emulated messages and predicts the time of a step. It recommends a hook and changes nothing.
 
 `my_module:make` returns `(module, batch)`, where `module(*batch)` is the loss, or `(module, batch, optimizer)` with
-`optimizer(parameters)`. Without a launcher it starts ranks on this machine; `--link` then puts them on a shaped network
-(root and iproute2).
+`optimizer(parameters)`. Without a launcher, ranks are started on this machine. `--link` then connects them by a shaped
+network (needs root and iproute2).
 """
 
 import argparse
@@ -29,23 +29,22 @@ from rich.table import Table
 from rich.text import Text
 
 from ch_bench import launch
-from ch_bench.advise.link import Network
+from ch_bench.advise.network import Network
 from ch_bench.advise.predict import HOOKS, Advice, advise
-from ch_bench.advise.workload import load
+from ch_bench.advise.workload import MODELS, check, load
 from ch_bench.links import netns
+from commhooks.testing import WorkerError
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", default="gpt", help="module:callable, or gpt, mlp, convnet of ch_bench.advise.models"
-    )
+    parser.add_argument("--model", default="gpt", help=f"module:callable, or one of {', '.join(MODELS)} (default gpt)")
     parser.add_argument("--hooks", nargs="+", default=list(HOOKS), metavar="EXPR", help=f"default: {', '.join(HOOKS)}")
-    parser.add_argument("--seconds", type=float, default=60.0, help="that the probe may take (default 60)")
-    parser.add_argument("--bucket-cap-mb", type=float, help="DDP's")
-    parser.add_argument("--nproc", type=int, default=2, help="ranks, where no launcher has started them (default 2)")
-    parser.add_argument("--link", help="shape the network of those ranks, as in 200mbit")
+    parser.add_argument("--seconds", type=float, default=60.0, help="time limit of the probe (default 60)")
+    parser.add_argument("--bucket-cap-mb", type=float, help="of DDP")
+    parser.add_argument("--nproc", type=int, default=2, help="number of ranks without a launcher (default 2)")
+    parser.add_argument("--link", help="rate of the shaped network between these ranks, as in 200mbit")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
     try:
@@ -53,13 +52,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     if args.seconds <= 0 or args.nproc < 2:
-        parser.error("legal are --seconds > 0 and --nproc >= 2: one rank sends nothing")
+        parser.error("--seconds must be > 0, and --nproc at least 2, because one rank sends nothing")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Probe, predict, print on rank 0; 1 if a rank failed."""
+    """Probe, predict and print on rank 0.
+
+    Raises:
+        CommHooksError: unknown model or hook.
+    """
     args = parse(argv)
+    check(args.model, args.hooks)
     if launch.under_torchrun():
         launch.run_here(worker, vars(args), None)
         return 0
@@ -71,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         with netns.Network(args.nproc, args.link) if args.link else nullcontext() as net:
             try:
                 launch.launch(worker, args.nproc, vars(args), path, enter=net.enter if net else None)
-            except launch.WorkerFailed as error:
+            except WorkerError as error:
                 print(error, file=sys.stderr)
                 return 1
         show(json.loads(path.read_text()), args.json)
@@ -79,8 +83,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def worker(rank: int, world: int, device: torch.device, args: dict[str, Any], path: Path | None) -> None:
-    """One rank; rank 0 prints, or leaves what it found in ``path``."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as the training will be run
+    """Run one rank. Rank 0 prints the result, or writes it to ``path``."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as in training
     work = load(args["model"], device, args["bucket_cap_mb"])
     console = Console(stderr=True)
     with console.status("") if rank == 0 and console.is_terminal else nullcontext() as status:
@@ -95,7 +99,7 @@ def worker(rank: int, world: int, device: torch.device, args: dict[str, Any], pa
 
 
 def as_dict(advice: Advice) -> dict[str, Any]:
-    """Plain values, for JSON."""
+    """Return plain values, for JSON."""
     return {
         **{key: value for key, value in asdict(advice).items() if key != "network"},
         "network": network_dict(advice.network),
@@ -103,7 +107,7 @@ def as_dict(advice: Advice) -> dict[str, Any]:
 
 
 def network_dict(network: Network) -> dict[str, Any]:
-    """What was measured of the network, and the latency and bandwidth of each collective."""
+    """Return the result of the probe, with latency and bandwidth of each collective."""
     rows = []
     for (kind, dtype), curve in network.curves.items():
         sent = curve.sizes[-1] - curve.sizes[0]
@@ -114,7 +118,7 @@ def network_dict(network: Network) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any], as_json: bool) -> None:
-    """The tables, in a terminal of 80 columns too."""
+    """Print the tables in 80 columns or the width of the terminal."""
     if as_json:
         print(json.dumps(found, indent=1))
         return
@@ -129,13 +133,11 @@ def show(found: dict[str, Any], as_json: bool) -> None:
     console.print(_hook_table(found))
     console.print(f"\n[bold]use {found['recommended']}[/]", highlight=False)
     for reason in found["reasons"]:
-        console.print(
-            Padding(Text(f"{reason}."), (0, 0, 0, 2), expand=False)
-        )  # further lines of it indented as the first
+        console.print(Padding(Text(f"{reason}."), (0, 0, 0, 2), expand=False))  # Padding indents every line
 
 
 def _network_table(network: dict[str, Any]) -> Table:
-    table = _table("collective", "latency", "payload a second", "largest tried")
+    table = _table("collective", "latency", "payload a second", "largest size")
     for row in network["collectives"]:
         name = row["collective"] + (f" of {row['dtype']}" if row["dtype"] else "")
         rate = "–" if row["bits"] is None else f"{row['bits'] / 8e6:.0f} MB"
@@ -173,7 +175,3 @@ def _table(first: str, *others: str) -> Table:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

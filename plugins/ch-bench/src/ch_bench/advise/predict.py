@@ -1,4 +1,4 @@
-"""Step times of hooks: predicted over a probed network, or measured over the real one."""
+"""Step times with hooks: predicted over a probed network, or measured over the real one."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -9,30 +9,28 @@ from typing import Any
 import torch.distributed as dist
 
 import commhooks
-from ch_bench.advise.emulated import EmulatedTransport
-from ch_bench.advise.link import Network
-from ch_bench.advise.probe import probe
-from ch_bench.advise.replay import Note, Recorder, Replay, Sent
+from ch_bench.advise.network import Message, Network, probe
+from ch_bench.advise.replay import EmulatedTransport, Note, Recorder, Replay
 from ch_bench.advise.workload import Workload, slowest
 
 HOOKS = ("allreduce", "bf16_compress", "quant8", "powersgd(rank=4)", "powersgd(rank=1)")
-WARM_UP = 2  # steps: DDP rebuilds its buckets after the first
-WORTH = 0.05  # a hook that changes the gradients has to save that much of a step
-ALIKE = 0.03  # predictions that differ by less are the same: the gentler hook is advised
+WARM_UP = 2  # steps; DDP rebuilds its buckets after the first one
+WORTH = 0.05  # share of a step that a lossy hook must save
+ALIKE = 0.03  # predictions within this share are equal; the hook with the smaller error wins
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a step is expected to take with one hook.
+    """Predicted step with one hook.
 
     Attributes:
         hook: the expression.
-        seconds: of a step, of the slowest rank.
-        waiting: of them, seconds in which the rank waits for messages that nothing hides.
-        arithmetic: of them, seconds of the hook's own work.
-        payload: bytes that a step gives to collectives, per rank.
-        lossy: whether the hook changes the average by more than rounding.
+        seconds: duration of a step on the slowest rank.
+        waiting: seconds of the step in which the rank waits for messages.
+        arithmetic: seconds of the hook's own work.
+        payload: bytes that one rank gives to collectives in a step.
+        lossy: True if the hook changes the average by more than rounding.
     """
 
     hook: str
@@ -45,16 +43,16 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What `advise` found.
+    """Result of :func:`advise`.
 
     Attributes:
         alone: seconds of a step without communication.
-        predictions: of each hook, in the order in which they were asked for.
-        recommended: the expression; ``"allreduce"`` is the advice not to compress.
-        reasons: in sentences.
-        network: what the probe measured.
-        parameters: elements of all gradients.
-        world_size: ranks.
+        predictions: one for each hook, in the order of the request.
+        recommended: an expression; ``"allreduce"`` means do not compress.
+        reasons: sentences.
+        network: result of the probe.
+        parameters: number of elements of all gradients.
+        world_size: number of ranks.
     """
 
     alone: float
@@ -67,20 +65,20 @@ class Advice:
 
 
 def advise(work: Workload, hooks: Sequence[str], *, seconds: float = 60.0, tell: Tell = lambda what: None) -> Advice:
-    """Predict a step with each hook, and recommend one. Every rank makes this call.
+    """Predict a step with each hook and recommend one. Every rank must call this.
 
     Args:
         work: the model.
-        hooks: expressions; ``allreduce`` is added where it is missing.
-        seconds: that the whole may take.
-        tell: told what is being done.
+        hooks: expressions; ``allreduce`` is added if it is missing.
+        seconds: time limit of the whole probe.
+        tell: called with the name of each stage.
     """
     hooks = list(dict.fromkeys(["allreduce", *hooks]))
     ends = time.perf_counter() + seconds
     tell("the model without communication")
     _train(work, "noop", 1)
     alone = median(slowest(_train(work, "noop", _count(work, 5, seconds / 8)), work.device))
-    sent: list[Sent] = []
+    sent: list[Message] = []
     for hook in hooks:
         tell(f"messages of {hook}")
         sent += _messages(work, hook)
@@ -92,14 +90,14 @@ def advise(work: Workload, hooks: Sequence[str], *, seconds: float = 60.0, tell:
         left = max(0.0, slowest([ends - time.perf_counter()], work.device)[0])
         predictions.append(_predict(work, hook, network, left / (len(hooks) - number)))
     again = median(slowest(_train(work, "noop", _count(work, 5, seconds / 8)), work.device))
-    alone = min(alone, again)  # what disturbs a machine comes and goes, and makes no step shorter
+    alone = min(alone, again)  # disturbances only make a step longer
     recommended, reasons = recommend(alone, predictions)
     parameters = sum(p.numel() for p in work.model.parameters() if p.requires_grad)
     return Advice(alone, tuple(predictions), recommended, reasons, network, parameters, dist.get_world_size())
 
 
 def measure(work: Workload, hook: str, *, steps: int = 10, seconds: float = 30.0) -> list[float]:
-    """Seconds of real steps with a hook, each that of the slowest rank."""
+    """Return the seconds of real steps with a hook, each on the slowest rank."""
     handle = commhooks.attach(work.model, hook)
     try:
         for _ in range(WARM_UP):
@@ -113,43 +111,46 @@ def measure(work: Workload, hook: str, *, steps: int = 10, seconds: float = 30.0
 
 
 def recommend(alone: float, predictions: Sequence[Prediction]) -> tuple[str, tuple[str, ...]]:
-    """The hook to use, and why: the gentlest of those that are fastest, if it saves enough to be worth its errors."""
+    """Return the recommended hook and the reasons.
+
+    Among the fastest hooks it is the one with the smallest error, if it saves enough time.
+    """
     plain = next(one for one in predictions if one.hook == "allreduce")
     exact = min((one for one in predictions if not one.lossy), key=lambda one: one.seconds)
     best = min(predictions, key=lambda one: one.seconds)
     near = [one for one in predictions if one.seconds <= best.seconds * (1 + ALIKE)]
-    chosen = min(near, key=lambda one: (one.lossy, -one.payload))  # the more it sends, the less it loses
+    chosen = min(near, key=lambda one: (one.lossy, -one.payload))  # more bytes mean less error
     share = max(0.0, plain.seconds - alone) / plain.seconds
     reasons = [
         f"Communication is {share:.0%} of a step with allreduce: {plain.seconds * 1e3:.1f} ms, "
         f"{alone * 1e3:.1f} ms of them without any"
         if share
-        else "A step with allreduce takes no longer than one without any communication"
+        else "A step with allreduce takes no longer than one without communication"
     ]
     if chosen.lossy and chosen.seconds > exact.seconds * (1 - WORTH):
         reasons.append(
-            f"Do not compress: {chosen.hook} would save {max(0.0, 1 - chosen.seconds / exact.seconds):.0%} of a step, less "
-            f"than the {WORTH:.0%} that are worth a changed gradient"
+            f"Do not compress: {chosen.hook} would save {max(0.0, 1 - chosen.seconds / exact.seconds):.0%} of a step. A "
+            f"lossy hook is worth it from {WORTH:.0%}"
         )
         return exact.hook, tuple(reasons)
     if not chosen.lossy:
         reasons.append(
-            "Do not compress: nothing here is faster than plain averaging by more than the prediction is sure of"
+            "Do not compress: no hook is faster than plain averaging by more than the error of the prediction"
         )
         return chosen.hook, tuple(reasons)
     reasons.append(
-        f"{chosen.hook} sends {plain.payload / max(chosen.payload, 1):.1f} times fewer bytes, and its own arithmetic "
-        f"takes {chosen.arithmetic * 1e3:.0f} ms: a step of {chosen.seconds * 1e3:.0f} ms, "
+        f"{chosen.hook} sends {plain.payload / max(chosen.payload, 1):.1f} times fewer bytes, and its arithmetic takes "
+        f"{chosen.arithmetic * 1e3:.0f} ms. A step takes {chosen.seconds * 1e3:.0f} ms, which is "
         f"{plain.seconds / chosen.seconds:.1f} times as fast as with allreduce"
     )
     if chosen is not best:
-        reasons.append(f"{best.hook} is as fast within {ALIKE:.0%}, and loses more")
-    reasons.append("It changes the gradients: compare the loss, not the step time, before you keep it")
+        reasons.append(f"{best.hook} is as fast within {ALIKE:.0%} and has a larger error")
+    reasons.append("It changes the gradients. Compare the loss, not only the step time, before you keep it")
     return chosen.hook, tuple(reasons)
 
 
 def _train(work: Workload, hook: str, count: int) -> list[float]:
-    """This rank's seconds of some steps, after the warm-up."""
+    """Return this rank's seconds of ``count`` steps after the warm-up."""
     handle = commhooks.attach(work.model, hook)
     try:
         for _ in range(WARM_UP):
@@ -166,25 +167,27 @@ def _timed(work: Workload) -> float:
 
 
 def _count(work: Workload, most: int, budget: float) -> int:
-    """Steps that fit, the same number on every rank; at least 2."""
+    """Return the number of steps that fit into the budget, at least 2 and equal on all ranks."""
     one = max(slowest(_train(work, "noop", 1), work.device))
     return max(2, min(most, int(budget / one) - WARM_UP))
 
 
 def _emulated(work: Workload, hook: str, recorder: Recorder | None) -> tuple[commhooks.CommHook, EmulatedTransport]:
-    """A handle in place whose messages are not sent."""
+    """Attach a hook whose messages are only noted."""
     handle = commhooks.attach(work.model, hook)
     binding = handle.binding
     if binding is None or binding.engine is None:
         handle.detach()
-        raise commhooks.HookNotSupportedError(f"{hook} is a foreign hook, whose messages nobody can predict")
+        raise commhooks.HookNotSupportedError(
+            f"{hook} is a foreign hook, whose messages cannot be predicted: measure it with commhooks bench"
+        )
     transport = EmulatedTransport(dist.get_rank(), dist.get_world_size(), recorder)
     binding.engine.move(transport)
     return handle, transport
 
 
-def _messages(work: Workload, hook: str) -> list[Sent]:
-    """What one step of a hook sends."""
+def _messages(work: Workload, hook: str) -> list[Message]:
+    """Return the messages of one step of a hook."""
     handle, transport = _emulated(work, hook, None)
     try:
         for _ in range(WARM_UP):
@@ -203,14 +206,14 @@ def _predict(work: Workload, hook: str, network: Network, budget: float) -> Pred
     try:
         count = WARM_UP + 1
         while len(steps) < count:
-            dist.barrier()  # ranks on one machine disturb one another, as they would in training
+            dist.barrier()  # ranks on one machine disturb each other, as in training
             begun, before = time.perf_counter(), handle.stats()
             recorder.begin()
             work.step()
             notes = recorder.end()
             own.append(_own(handle.stats(), before))
             steps.append(max(Replay.of(network, _of_all_ranks(notes))))
-            if len(steps) == WARM_UP + 1:  # how many more fit, on all ranks alike
+            if len(steps) == WARM_UP + 1:  # add as many steps as fit, equal on all ranks
                 count += max(2, min(7, int(budget / slowest([time.perf_counter() - begun], work.device)[0])))
         lossy = handle.reduction is not None and handle.reduction.lossy
         payload = float(handle.payload_per_step())
@@ -228,7 +231,7 @@ def _of_all_ranks(notes: list[Note]) -> list[list[Note]]:
 
 
 def _own(after: dict[str, Any], before: dict[str, Any]) -> float:
-    """Seconds in the hook that are not waiting, in real time: nothing is waited for here."""
+    """Return the seconds that the hook spent on its own work."""
 
     def spent(key: str) -> float:
         return float(after[key] - before[key])

@@ -1,4 +1,4 @@
-"""The model that is measured: `module:callable`, or one of those here."""
+"""The model to measure: ``module:callable``, or one of the three here."""
 
 import importlib
 import os
@@ -9,22 +9,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import commhooks
+from ch_bench.gpt import GPT
 from commhooks import HookConfigError
-
-Optimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a step is made of.
+    """Everything that a training step needs.
 
     Attributes:
-        model: wrapped.
-        batch: ``model(*batch)`` gives the loss, or a tensor whose mean stands for it.
+        model: wrapped in DDP.
+        batch: ``model(*batch)`` returns the loss, or a tensor whose mean replaces it.
         optimizer: of the model's parameters.
-        device: of all that.
+        device: of model and batch.
     """
 
     model: DistributedDataParallel
@@ -33,7 +34,7 @@ class Workload:
     device: torch.device
 
     def step(self) -> None:
-        """One training step."""
+        """Run one training step."""
         self.optimizer.zero_grad()
         found = self.model(*self.batch)
         loss = found if isinstance(found, torch.Tensor) else getattr(found, "loss", found[0])
@@ -43,23 +44,88 @@ class Workload:
             torch.cuda.synchronize(self.device)
 
 
+def gpt() -> tuple[nn.Module, tuple[Any, ...]]:
+    """Return a GPT of 10.7 M parameters in 3 buckets, and a batch of 128 symbols."""
+    torch.manual_seed(0)
+    x = torch.randint(0, 65, (1, 129), dtype=torch.int64, device="cpu")
+    return GPT(65, 128, 384, 6, 6), (x[:, :-1], x[:, 1:])
+
+
+def mlp() -> tuple[nn.Module, tuple[Any, ...]]:
+    """Return wide layers and a small batch: 6.3 M parameters with little arithmetic each."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(1024, 1024), nn.ReLU()]
+    for _ in range(5):
+        layers += [nn.Linear(1024, 1024), nn.ReLU()]
+    return nn.Sequential(*layers), (torch.randn(16, 1024, device="cpu"),)
+
+
+def convnet() -> tuple[nn.Module, tuple[Any, ...]]:
+    """Return convolutions over 64 x 64 images: 1.1 M parameters, each used thousands of times."""
+    torch.manual_seed(0)
+
+    def block(a: int, b: int, stride: int) -> list[nn.Module]:
+        return [nn.Conv2d(a, b, 3, stride, 1), nn.GroupNorm(8, b), nn.ReLU()]
+
+    body = [*block(3, 64, 1), *block(64, 128, 2), *block(128, 128, 1), *block(128, 256, 2), *block(256, 256, 2)]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 100)]
+    return nn.Sequential(*body, *head), (torch.randn(2, 3, 64, 64, device="cpu"),)
+
+
+MODELS: dict[str, Callable[[], Any]] = {"gpt": gpt, "mlp": mlp, "convnet": convnet}
+
+
+def check(model: str, hooks: Sequence[str]) -> None:
+    """Find the model's function and create every hook, before any process is started.
+
+    Raises:
+        HookConfigError: no such model.
+        UnknownHookError: no such hook.
+    """
+    find(model)
+    for hook in hooks:
+        commhooks.create(hook)
+
+
+def find(name: str) -> Callable[[], Any]:
+    """Return the function that ``module:callable`` or a name of :data:`MODELS` stands for.
+
+    Raises:
+        HookConfigError: it cannot be imported.
+    """
+    module, _, attribute = name.partition(":")
+    legal = f"write module:callable, or one of {', '.join(MODELS)}"
+    if not attribute:
+        if name not in MODELS:
+            raise HookConfigError(f"unknown model {name!r}: {legal}")
+        return MODELS[name]
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        raise HookConfigError(f"model {name!r}: modules of this folder cannot be imported; start this with python -m")
+    try:
+        found: Callable[[], Any] = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise HookConfigError(f"unknown model {name!r} ({error}): {legal}") from error
+    if not callable(found):
+        raise HookConfigError(f"model {name!r} is a {type(found).__name__}, not a function: {legal}")
+    return found
+
+
 def load(name: str, device: torch.device, bucket_cap_mb: float | None = None) -> Workload:
     """Make the model that ``module:callable`` names.
 
     Args:
-        name: of a function without arguments that gives ``(module, batch)`` or ``(module, batch, optimizer)``, where
-            ``module(*batch)`` is the loss and ``optimizer(parameters)`` makes an optimizer (else plain SGD).
-        device: where to.
-        bucket_cap_mb: DDP's.
+        name: of a function without arguments that returns ``(module, batch)`` or ``(module, batch, optimizer)``.
+            ``module(*batch)`` is the loss; ``optimizer(parameters)`` makes an optimizer, plain SGD by default.
+        device: of model and batch.
+        bucket_cap_mb: of DDP.
 
     Raises:
-        HookConfigError: it cannot be imported, or gives something else.
+        HookConfigError: the function cannot be imported, or returns something else.
     """
-    build = _found(name)
-    made = build()
+    made = find(name)()
     if not isinstance(made, Sequence) or len(made) not in (2, 3) or not isinstance(made[0], torch.nn.Module):
         raise HookConfigError(
-            f"{name} gave {type(made).__name__}; it has to return (module, batch) or (module, batch, optimizer), where "
+            f"model {name!r} returned {type(made).__name__}: return (module, batch) or (module, batch, optimizer), where "
             "module(*batch) is the loss and optimizer(parameters) makes an optimizer"
         )
     module, batch, *rest = made
@@ -72,24 +138,8 @@ def load(name: str, device: torch.device, bucket_cap_mb: float | None = None) ->
     return Workload(model, batch, optimizer, device)
 
 
-def _found(name: str) -> Callable[[], Any]:
-    module, _, attribute = name.partition(":")
-    if not attribute:
-        module, attribute = "ch_bench.advise.models", name
-    if module != "ch_bench.advise.models" and "" not in sys.path and os.getcwd() not in sys.path:
-        raise HookConfigError(f"{name}: start this with python -m, so that modules of this folder can be imported")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise HookConfigError(
-            f"no model {name!r} ({error}): write module:callable, or one of ch_bench's: gpt, mlp, convnet"
-        ) from error
-    build: Callable[[], Any] = found
-    return build
-
-
 def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
-    """Of each figure, that of the slowest rank."""
+    """Return the maximum over the ranks of each number."""
     worst = torch.tensor(list(seconds), dtype=torch.float64, device=device)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return [float(one) for one in worst.tolist()]

@@ -1,1 +1,1 @@
-"""Every public name of PyTorch's, Lightning's and torchft's hook modules beside ours."""
+"""Comparison of the public names of PyTorch's, Lightning's and torchft's hook modules with ours."""

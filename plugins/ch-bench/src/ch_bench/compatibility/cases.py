@@ -1,7 +1,7 @@
-"""What is tried with each public name, by the same code for theirs and for ours: a few steps on one of two ranks.
+"""Cases that try a public name for a few steps on two ranks, with the same code for their name and for ours.
 
-A case is a function ``case(found, module, **options)``: ``found`` is the name's value, ``module`` where it lives. It
-returns what it saw, or raises. Two ranks must give the same ``digest``.
+A case is a function ``case(found, module, **options)``. ``found`` is the value of the name, and ``module`` its module. It returns
+its observations, or raises. Both ranks must return the same ``checksum``.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ EXACT, HALF = 1e-6, 1e-2
 
 
 class Wrong(Exception):
-    """It ran, and the numbers are not what they have to be."""
+    """The name ran and gave wrong numbers."""
 
 
 def network() -> nn.Module:
@@ -34,7 +34,7 @@ def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 
 
 def expected(values: dict[str, torch.Tensor], step: int) -> dict[str, torch.Tensor]:
-    """The average gradient over both ranks at these parameters."""
+    """Return the average gradient over both ranks at these parameters."""
     model = network()
     model.load_state_dict(values)
     (sum(loss_of(model, step, rank) for rank in range(2)) / 2).backward()
@@ -45,12 +45,12 @@ def bare(model: nn.Module) -> nn.Module:
     return model.module
 
 
-def digest(tensors: Iterator[torch.Tensor]) -> str:
-    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
+def checksum(tensors: Iterator[torch.Tensor]) -> str:
+    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexchecksum()
 
 
 def wrap() -> DistributedDataParallel:
-    """Six layers in at least three buckets."""
+    """Return six layers in DDP with at least three buckets."""
     return DistributedDataParallel(network(), bucket_cap_mb=0.03)
 
 
@@ -63,7 +63,7 @@ def buckets(model: DistributedDataParallel) -> int:
 def train(
     model: DistributedDataParallel, tolerance: float | None, *, compresses: bool = False, steps: int = STEPS
 ) -> dict:
-    """Steps with a hook in place; the averaged gradient is compared with the exact one at every step."""
+    """Train with a hook, and compare the averaged gradient with the exact one at every step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     rank, error = dist.get_rank(), 0.0
     for step in range(steps):
@@ -76,11 +76,11 @@ def train(
         raise Wrong(f"gradients differ from the average by {error:.1g}")
     if compresses and error < 1e-4:
         raise Wrong("nothing was compressed")
-    return {"digest": digest(bare(model).parameters()), "buckets": buckets(model), "error": error}
+    return {"checksum": checksum(bare(model).parameters()), "buckets": buckets(model), "error": error}
 
 
 def distance(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
-    """Relative distance of gradients; infinite where one is missing."""
+    """Return the relative distance of gradients, infinite if one is missing."""
     if any(p.grad is None for p in found.values()):
         return float("inf")
     difference = torch.cat([(p.grad - exact[name]).flatten() for name, p in found.items()]).norm()
@@ -97,17 +97,17 @@ def hook(found: Any, module: Any, tolerance: float = EXACT) -> dict:
 
 
 def noop(found: Any, module: Any) -> dict:
-    """Every rank keeps its own gradient, so ranks differ on purpose."""
+    """Every rank keeps its gradient, so ranks differ on purpose."""
     model = wrap()
     model.register_comm_hook(None, found)
-    for _ in range(3):  # the buckets are rebuilt in the second step
+    for _ in range(3):  # DDP rebuilds its buckets in the second step
         model.zero_grad()
         loss_of(model, 0, dist.get_rank()).backward()
     own = network()
     loss_of(own, 0, dist.get_rank()).backward()
     if distance(dict(bare(model).named_parameters()), {n: p.grad for n, p in own.named_parameters()}) > EXACT:
         raise Wrong("the gradient is not this rank's own")
-    return {"digest": "", "buckets": buckets(model)}
+    return {"checksum": "", "buckets": buckets(model)}
 
 
 def wrapper(found: Any, module: Any) -> dict:
@@ -131,12 +131,12 @@ def by_type(found: Any, module: Any, member: str, tolerance: float | None = EXAC
     model = wrap()
     module.register_ddp_comm_hook(module.DDPCommHookType[member], model)
     if member == "NOOP":
-        return {**train(model, None), "digest": ""}  # ranks differ on purpose
+        return {**train(model, None), "checksum": ""}  # ranks differ on purpose
     return train(model, tolerance)
 
 
 def overlapped(found: Any, module: Any) -> dict:
-    """Parameters are updated in the backward: equal to a separate SGD on the average."""
+    """Updates in the backward must equal a separate SGD on the average."""
     model = wrap()
     if module.__name__.startswith("torch"):
         model._register_fused_optim(torch.optim.SGD, lr=0.05)
@@ -155,7 +155,7 @@ def overlapped(found: Any, module: Any) -> dict:
         for name, t in bare(model).state_dict().items():
             if not torch.allclose(t, before[name] - 0.05 * exact[name], atol=1e-6):
                 raise Wrong("the update is not that of a separate optimizer")
-    return {"digest": digest(bare(model).parameters()), "buckets": buckets(model)}
+    return {"checksum": checksum(bare(model).parameters()), "buckets": buckets(model)}
 
 
 def zero_overlap(found: Any, module: Any) -> dict:
@@ -172,7 +172,7 @@ def zero_overlap(found: Any, module: Any) -> dict:
 
 
 def local_sgd(found: Any, module: Any, subgroup: bool) -> dict:
-    """Averaging over all ranks for two steps, over the subgroup (here all ranks as well) after that."""
+    """Average over all ranks for two steps, then over the subgroup (also all ranks here)."""
     group = dist.new_group([0, 1]) if subgroup else None
     model = wrap()
     model.register_comm_hook(module.PostLocalSGDState(None, group, 2), module.post_localSGD_hook)
@@ -180,7 +180,7 @@ def local_sgd(found: Any, module: Any, subgroup: bool) -> dict:
 
 
 def averager(found: Any, module: Any, levels: bool = False) -> dict:
-    """Parameters that differ by rank become their mean at every second step, each in its own storage."""
+    """Parameters that differ by rank must become their mean at every second step, each in its own storage."""
     model = network()
     with torch.no_grad():
         for p in model.parameters():
@@ -209,7 +209,7 @@ def averaged(model: nn.Module) -> dict:
         raise Wrong("the parameters are not the mean")
     if params[0].untyped_storage().nbytes() > params[0].numel() * params[0].element_size():
         raise Wrong("the values are right, but all parameters share one storage afterwards")
-    return {"digest": digest(iter(params))}
+    return {"checksum": checksum(iter(params))}
 
 
 def chosen(found: Any, module: Any) -> dict:
@@ -217,11 +217,11 @@ def chosen(found: Any, module: Any) -> dict:
     loss_of(model, 0, 0).backward()
     if len(list(found(model.parameters()))) != 2 * LAYERS:
         raise Wrong("parameters are missing")
-    return {"digest": ""}
+    return {"checksum": ""}
 
 
 def local_optimizer(found: Any, module: Any, closure: bool = False) -> dict:
-    """Equal to the loop written by hand: a local step, then the mean of the parameters."""
+    """The result must equal a loop by hand: a local step, then the mean of the parameters."""
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager as Theirs
 
     periodic = getattr(module, "PeriodicModelAverager", Theirs)
@@ -235,12 +235,12 @@ def local_optimizer(found: Any, module: Any, closure: bool = False) -> dict:
             optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.param_groups[0]["lr"] = 0.0
-    before = digest(model.parameters())
+    before = checksum(model.parameters())
     backward(model, STEPS)
     optimizer.step()
-    if digest(model.parameters()) != before:
-        raise Wrong("after load_state_dict, a new learning rate no longer reaches the optimizer")
-    return {"digest": before}
+    if checksum(model.parameters()) != before:
+        raise Wrong("after load_state_dict, a new learning rate does not reach the optimizer")
+    return {"checksum": before}
 
 
 def backward(model: nn.Module, step: int) -> torch.Tensor:
@@ -254,7 +254,7 @@ def backward(model: nn.Module, step: int) -> torch.Tensor:
 
 
 def fsdp(found: Any, module: Any, hook: str, tolerance: float = 1e-4) -> dict:
-    """Several units, each reduced by itself; a step of SGD is compared with that of one process."""
+    """Reduce several units separately; compare a step of SGD with that of one process."""
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -281,7 +281,7 @@ def fsdp(found: Any, module: Any, hook: str, tolerance: float = 1e-4) -> dict:
     worst = max(float((found_now[n] - t).norm() / (t - network().state_dict()[n]).norm()) for n, t in start.items())
     if not worst <= tolerance:
         raise Wrong(f"the update differs by {worst:.1g}")
-    return {"digest": digest(iter(found_now.values())), "units": LAYERS}
+    return {"checksum": checksum(iter(found_now.values())), "units": LAYERS}
 
 
 # -- Lightning
@@ -296,7 +296,7 @@ def lightning_register(found: Any, module: Any) -> dict:
 
 
 def lightning_strategy(found: Any, module: Any) -> dict:
-    """A hook handed to Lightning on CPU must be called."""
+    """Lightning must call a hook on CPU."""
     calls = []
 
     def counted(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -317,7 +317,7 @@ def lightning_strategy(found: Any, module: Any) -> dict:
         callback.on_fit_start(type("Trainer", (), {"strategy": strategy}), model)
     result = train(model, EXACT)
     if not calls:
-        raise Wrong("the hook was not registered, without a word")
+        raise Wrong("the hook was not registered, and no error was raised")
     return result
 
 
@@ -329,14 +329,14 @@ def gather_grad(found: Any, module: Any) -> dict:
         raise Wrong("not stacked in rank order")
     if not torch.equal(x.grad, 3 * 2 * x.detach()):
         raise Wrong("not the gradient of the sum of all ranks' losses")
-    return {"digest": ""}
+    return {"checksum": ""}
 
 
 # -- torchft
 
 
 def managed(found: Any, module: Any, pure: bool = False) -> dict:
-    """Two replicas of one rank each, torchft's Manager and lighthouse in both."""
+    """Train two replicas of one rank each, with torchft's Manager and lighthouse."""
     from ch_ft import local
 
     rank, place = dist.get_rank(), [None]
@@ -366,7 +366,7 @@ def managed(found: Any, module: Any, pure: bool = False) -> dict:
                 raise Wrong(f"gradients differ from the average by {error:.1g}")
             optimizer.step()
         dist.barrier()
-    return {"digest": digest(net.parameters())}
+    return {"checksum": checksum(net.parameters())}
 
 
 # -- collective quantization
@@ -377,11 +377,11 @@ def quantized_gather(found: Any, module: Any) -> dict:
     found(dist.all_gather, module.DQuantType.FP16)(outputs, torch.full((4, 4), float(dist.get_rank())))
     if float(outputs[1].sum()) != 16.0:
         raise Wrong("not gathered")
-    return {"digest": ""}
+    return {"checksum": ""}
 
 
 def run(case: Callable[..., dict], target: Callable[[], tuple[Any, Any]], options: dict, rank: int, store: str) -> dict:
-    """One case on one rank, in a process of its own."""
+    """Run one case on one rank, in a new process."""
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = "2"  # as torchrun sets it
     dist.init_process_group(

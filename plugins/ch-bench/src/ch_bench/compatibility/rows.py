@@ -1,4 +1,4 @@
-"""The rows of the comparison: every public name of the modules listed in `MODULES`, and what answers it here."""
+"""Rows of the comparison: every public name of the modules in `MODULES`, and its counterpart here."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,17 +32,17 @@ MODULES = (
 
 
 @dataclass(frozen=True)
-class Row:
+class PublicName:
     """One public name.
 
     Attributes:
-        module, name: theirs.
-        ours: ``module:name`` of the counterpart; empty if left out.
-        case: function of `cases` that is run for both; empty if there is nothing to run.
-        options: for the case.
-        part: which part or form of the name is tried.
-        reason: why there is no counterpart, or what replaces the name.
-        limit: seconds.
+        module, name: of their name.
+        ours: ``module:name`` of the counterpart; empty if there is none.
+        case: function of `cases` that runs for both; empty if nothing can run.
+        options: of the case.
+        part: tried part or form of the name.
+        reason: why there is no counterpart, or its replacement.
+        limit: time limit in seconds.
     """
 
     module: str
@@ -55,12 +55,12 @@ class Row:
     limit: float = 20.0
 
 
-def plain(module: str, name: str, ours: str, case: str, part: str = "", **options: Any) -> Row:
-    return Row(module, name, ours, case, options, part)
+def plain(module: str, name: str, ours: str, case: str, part: str = "", **options: Any) -> PublicName:
+    return PublicName(module, name, ours, case, options, part)
 
 
-def members() -> list[Row]:
-    """The ten hooks of the enum."""
+def members() -> list[PublicName]:
+    """Return rows for the ten hooks of the enum."""
     near = {"FP16_COMPRESS": 1e-2, "BF16_COMPRESS": 2e-2, "QUANTIZE_PER_TENSOR": 0.1, "QUANTIZE_PER_CHANNEL": 0.1}
     names = "ALLREDUCE FP16_COMPRESS BF16_COMPRESS QUANTIZE_PER_TENSOR QUANTIZE_PER_CHANNEL POWER_SGD"
     names += " POWER_SGD_RANK2 BATCHED_POWER_SGD BATCHED_POWER_SGD_RANK2 NOOP"
@@ -79,7 +79,7 @@ ZERO = (
 )
 AUTO = "wraps blocking `all_gather` and `all_to_all` calls, and is no hook; 8-bit gradients are `quant8`"
 
-ROWS: list[Row] = [
+ROWS: list[PublicName] = [
     plain(f"{DDP}.default_hooks", "allreduce_hook", "ch_ddp:allreduce_hook", "hook"),
     plain(f"{DDP}.default_hooks", "fp16_compress_hook", "ch_ddp:fp16_compress_hook", "hook", tolerance=1e-2),
     plain(f"{DDP}.default_hooks", "bf16_compress_hook", "ch_ddp:bf16_compress_hook", "hook", tolerance=2e-2),
@@ -130,9 +130,9 @@ ROWS: list[Row] = [
         "overlapped",
         "private there",
     ),
-    Row(f"{DDP}.ddp_zero_hook", "hook_with_zero_step", case="zero_overlap", reason=ZERO),
-    Row(f"{DDP}.ddp_zero_hook", "hook_with_zero_step_interleaved", case="zero_overlap", reason=ZERO),
-    Row(f"{AVERAGING}.averagers", "ModelAverager", "ch_ddp:ModelAverager", reason="abstract: nothing to run"),
+    PublicName(f"{DDP}.ddp_zero_hook", "hook_with_zero_step", case="zero_overlap", reason=ZERO),
+    PublicName(f"{DDP}.ddp_zero_hook", "hook_with_zero_step_interleaved", case="zero_overlap", reason=ZERO),
+    PublicName(f"{AVERAGING}.averagers", "ModelAverager", "ch_ddp:ModelAverager", reason="abstract: nothing to run"),
     plain(f"{AVERAGING}.averagers", "PeriodicModelAverager", "ch_ddp:PeriodicModelAverager", "averager"),
     plain(
         f"{AVERAGING}.hierarchical_model_averager",
@@ -149,7 +149,7 @@ ROWS: list[Row] = [
         "averaging",
         grouped=True,
     ),
-    Row(
+    PublicName(
         f"{AVERAGING}.utils",
         "get_params_to_average",
         case="chosen",
@@ -186,22 +186,22 @@ ROWS: list[Row] = [
         plain(FSDP, name, f"ch_fsdp:{name}", "fsdp", "FULL_SHARD", hook=name, tolerance=2e-2)
         for name in ("fp16_compress_hook", "bf16_compress_hook")
     ],
-    Row(QUANT, "auto_quantize", case="quantized_gather", reason=AUTO),
-    Row(QUANT, "DQuantType", reason=f"the argument of `auto_quantize`, which {AUTO}"),
+    PublicName(QUANT, "auto_quantize", case="quantized_gather", reason=AUTO),
+    PublicName(QUANT, "DQuantType", reason=f"the argument of `auto_quantize`, which {AUTO}"),
     plain(
         OVERRIDES, "_register_ddp_comm_hook", "ch_ddp:register_ddp_comm_hook", "lightning_register", "private since 2.0"
     ),
     plain("lightning.pytorch.strategies", "DDPStrategy", CALLBACK, "lightning_strategy", "ddp_comm_hook="),
     plain(LIGHTNING, "AllGatherGrad", "ch_ddp:AllGatherGrad", "gather_grad", "Lightning 1.x"),
-    Row(
+    PublicName(
         OVERRIDES, "prepare_for_backward", reason="tells DDP's reducer which parameters are used: torch does it itself"
     ),
-    Row(OVERRIDES, "UnrepeatedDistributedSampler", reason=SAMPLERS),
-    Row(OVERRIDES, "UnrepeatedDistributedSamplerWrapper", reason=SAMPLERS),
-    Row(LIGHTNING, "DistributedSamplerWrapper", reason=SAMPLERS),
-    Row(LIGHTNING, "is_shared_filesystem", reason="looks at disks: no gradient communication"),
-    Row("torchft.ddp", "DistributedDataParallel", "ch_ft:DistributedDataParallel", "managed", limit=60.0),
-    Row(
+    PublicName(OVERRIDES, "UnrepeatedDistributedSampler", reason=SAMPLERS),
+    PublicName(OVERRIDES, "UnrepeatedDistributedSamplerWrapper", reason=SAMPLERS),
+    PublicName(LIGHTNING, "DistributedSamplerWrapper", reason=SAMPLERS),
+    PublicName(LIGHTNING, "is_shared_filesystem", reason="looks at disks: no gradient communication"),
+    PublicName("torchft.ddp", "DistributedDataParallel", "ch_ft:DistributedDataParallel", "managed", limit=60.0),
+    PublicName(
         "torchft.ddp",
         "PureDistributedDataParallel",
         "ch_ft:PureDistributedDataParallel",

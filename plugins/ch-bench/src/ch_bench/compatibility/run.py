@@ -1,9 +1,9 @@
-"""Every public name of the field's hook modules beside ours: tried on two gloo processes with three or more buckets.
+"""Compare every public name of PyTorch's, Lightning's and torchft's hook modules with ours, on two gloo processes.
 
     python -m ch_bench.compatibility.run                  # writes docs/measured/compare.json and docs/compare.md
     python -m ch_bench.compatibility.run --only powerSGD  # some rows, printed only
 
-Each side of each row runs in two forked processes of its own under a hard time limit, by the same code (`cases.py`).
+Each side of each row runs in two forked processes under a hard time limit, with the same code (`cases.py`).
 """
 
 import argparse
@@ -27,18 +27,18 @@ from typing import Any
 import torch
 
 import commhooks
-from ch_bench.checkout import docs
+from ch_bench import record
 from ch_bench.compatibility import cases
-from ch_bench.compatibility.rows import MODULES, ROWS, Row
+from ch_bench.compatibility.rows import MODULES, ROWS, PublicName
 
-DOCS = docs()
+DOCS = record.measured().parent
 RECORD = DOCS / "measured" / "compare.json"
 FORK = multiprocessing.get_context("fork")
 VERSIONS = ("torch", "lightning", "torchft", "ch-core", "ch-ddp", "ch-powersgd", "ch-fsdp", "ch-ft", "ch-quant")
 
 
 def public(module: str) -> set[str]:
-    """Names a module offers: its ``__all__``, or the functions and classes it defines."""
+    """Return the names that a module offers: its ``__all__``, or the functions and classes that it defines."""
     found = importlib.import_module(module)
     if getattr(found, "__all__", None):
         return set(found.__all__)
@@ -47,7 +47,7 @@ def public(module: str) -> set[str]:
 
 
 def missing_rows() -> list[str]:
-    """Public names that have no row; modules that are not installed are left out."""
+    """Return public names without a row; modules that are not installed are skipped."""
     missing = []
     for module in MODULES:
         try:
@@ -63,8 +63,8 @@ def resolve(module: str, name: str) -> tuple[Any, Any]:
     return (getattr(home, name) if not name.startswith("DDP._") else None), home
 
 
-def child(row: Row, module: str, name: str, rank: int, folder: str) -> None:
-    """The process of one rank: writes what happened, and leaves without destructors that could hang."""
+def child(row: PublicName, module: str, name: str, rank: int, folder: str) -> None:
+    """Run one rank: write the outcome, and end without destructors, which could hang."""
     sink = os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, 2)
     os.dup2(sink, 1)
@@ -77,20 +77,20 @@ def child(row: Row, module: str, name: str, rank: int, folder: str) -> None:
         result = {"raises": type(error).__name__, "message": message(error)}
     Path(f"{folder}/partial{rank}").write_text(json.dumps(result))
     os.rename(f"{folder}/partial{rank}", f"{folder}/rank{rank}")
-    deadline = time.monotonic() + 3.0  # the other rank may still need this one's sockets
+    deadline = time.monotonic() + 3.0  # the other rank may still need this rank's sockets
     while not Path(f"{folder}/rank{1 - rank}").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     os._exit(0)
 
 
 def message(error: BaseException) -> str:
-    """The first line, without the headings that torch puts around an error in a callback."""
+    """Return the first line, without the text that torch puts around an error in a callback."""
     first = (str(error).strip() or "no message").split("\n")[0]
     return first.split("when running the callback: ")[-1][:160]
 
 
-def try_one(row: Row, module: str, name: str) -> dict[str, Any]:
-    """One side of a row: its outcome in a word, and what was seen."""
+def try_one(row: PublicName, module: str, name: str) -> dict[str, Any]:
+    """Try one side of a row; return its outcome and observations."""
     try:
         found, home = resolve(module, name)
     except ImportError as error:
@@ -115,8 +115,8 @@ def try_one(row: Row, module: str, name: str) -> dict[str, Any]:
     return judge(results, hung, codes, row)
 
 
-def judge(results: list[dict[str, Any]], hung: list[bool], codes: list[int], row: Row) -> dict[str, Any]:
-    """The worst of both ranks: an abort, an error, a hang, wrong numbers."""
+def judge(results: list[dict[str, Any]], hung: list[bool], codes: list[int], row: PublicName) -> dict[str, Any]:
+    """Return the worst outcome of both ranks: abort, error, hang, wrong numbers."""
     for code, stuck in zip(codes, hung, strict=True):
         if code < 0 and not stuck:
             return {"outcome": f"aborts ({signal.Signals(-code).name})"}
@@ -128,15 +128,15 @@ def judge(results: list[dict[str, Any]], hung: list[bool], codes: list[int], row
     for result in results:
         if "wrong" in result:
             return {"outcome": "wrong", "detail": result["wrong"]}
-    if results[0]["digest"] != results[1]["digest"]:
+    if results[0]["checksum"] != results[1]["checksum"]:
         return {"outcome": "wrong", "detail": "the ranks have different parameters"}
     if results[0].get("buckets", 3) < 3:
         return {"outcome": "wrong", "detail": f"only {results[0]['buckets']} buckets: the run proves nothing"}
-    seen = {key: value for key, value in results[0].items() if key != "digest"}
+    seen = {key: value for key, value in results[0].items() if key != "checksum"}
     return {"outcome": "works", **seen}
 
 
-def measure(row: Row) -> dict[str, Any]:
+def measure(row: PublicName) -> dict[str, Any]:
     entry: dict[str, Any] = {"module": row.module, "name": row.name, "part": row.part, "ours": row.ours}
     entry["reason"] = row.reason
     not_run = {"outcome": "not run"}
@@ -173,7 +173,7 @@ def said(outcome: dict[str, Any]) -> str:
 
 
 def page(data: dict[str, Any]) -> str:
-    """The table as Markdown."""
+    """Return the page ``docs/compare.md``."""
     v = data["versions"]
     rows = data["rows"]
     both = [r for r in rows if r["ours"] and r["our_outcome"]["outcome"] != "not run"]
@@ -215,8 +215,8 @@ def page(data: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="part of a module's, name's or package's name: print, write nothing")
-    parser.add_argument("--page", action="store_true", help="write the page again from the record")
+    parser.add_argument("--only", default="", help="run rows with this text in module or name, and write nothing")
+    parser.add_argument("--page", action="store_true", help="only rewrite the page from the record")
     arguments = parser.parse_args()
     only = arguments.only
     if arguments.page:
@@ -246,4 +246,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    record.run_main(main)

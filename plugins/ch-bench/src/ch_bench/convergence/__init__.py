@@ -1,1 +1,1 @@
-"""How training goes with every hook."""
+"""Convergence study: training with every hook, compared at equal steps and at equal bytes."""

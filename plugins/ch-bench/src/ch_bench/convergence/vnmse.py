@@ -1,20 +1,18 @@
-"""The error of one exchange, on gradients recorded in training, beside bf16.
+"""Error of one exchange on gradients from training, at 8 to 1 bits and in bf16.
 
     OMP_NUM_THREADS=1 python -m ch_bench.convergence.vnmse [--record]
 
-``vNMSE = |result - mean|^2 / |mean|^2`` over all numbers that a hook compresses (norms, biases and small parameters
-are averaged exactly by all of them), with the mean over W = 4 ranks in fp64. Gradients of the GPT (Adam) and of the CNN
-(SGD) of the convergence study at three steps of an exact run, the figure is the mean over the steps; and normal numbers,
-independent from rank to rank. The mean of those has a quarter of a rank's square, and so has the error of the first
-stage: with gradients that agree more, it is smaller.
+``vNMSE = |result - mean|^2 / |mean|^2`` over all numbers that a hook compresses, with the mean over W = 4 ranks in fp64. (All
+hooks average norms, biases and small parameters exactly.) The gradients are those of the study's GPT (Adam) and CNN (SGD) at
+three steps of an exact run; the figure is the mean over the steps. A third set is normal numbers, independent on each rank. The
+square of their mean is a quarter of one rank's square, and so is the error of the first stage.
 
-"One stage" is the all-to-all and the sum alone, a reduce-scatter; "both" is the whole all-reduce.
+"One stage" is the all-to-all with the sum, a reduce-scatter. "Both" is the whole all-reduce.
 """
 
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from datetime import date
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -26,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 import commhooks
-from ch_bench import bench_report
-from ch_bench.convergence.study_tasks import SETTINGS, TASKS, Task
+from ch_bench import record
+from ch_bench.convergence.tasks import SETTINGS, TASKS, Task
 from ch_quant import Quantized, TwoStageExchange
 from commhooks import Bucket, BucketLayout, Reduction, Stages, StepContext
 from commhooks.testing import SimulatedRanks
@@ -35,12 +33,12 @@ from commhooks.testing import SimulatedRanks
 RANKS, SMALLEST = 4, 128
 STEPS = {"gpt": (5, 40, 120), "cnn": (5, 60, 200)}
 Gradients = list[dict[str, torch.Tensor]]  # of every rank, by parameter
-MIXED = {  # 8 bits for about a quarter of the numbers, 4 for the others
+MIXED = {  # 8 bits for about a quarter of the numbers, 4 bits for the others
     "GPT": "policy({'*.qkv.weight': quant8, '*': quant4%s})",
     "CNN": "policy({'[0-4].weight': quant8, '*': quant4%s})",
     "normal": "policy({'a': quant8, '*': quant4%s})",
 }
-ROWS = [  # label, bits as plotted, expression; a %s stands for the rotation's option
+ROWS = [  # label, bits in the plot, expression; %s is the option of the rotation
     ("bf16", 16.0, "bf16_compress"),
     ("bf16, fp32 sums", 16.0, "bf16_compress(accumulate='fp32')"),
     ("8 bits", 8.0, "quant8%s"),
@@ -53,7 +51,7 @@ ROWS = [  # label, bits as plotted, expression; a %s stands for the rotation's o
 
 
 class FirstStage(Reduction):
-    """The first stage of a quantized average: leaves this rank's part of the mean, and zeros elsewhere."""
+    """The first stage of a quantized average: returns this rank's part of the mean, and zeros elsewhere."""
 
     name, lossy, granularity = "first_stage", True, "bucket"
     collectives = frozenset({"all_to_all"})
@@ -78,7 +76,7 @@ class FirstStage(Reduction):
 
 
 def exact_run(task: str) -> Iterator[Gradients]:
-    """Every rank's gradients in each step of an exact run, those that a hook compresses."""
+    """Yield every rank's compressible gradients in each step of an exact run."""
     made = TASKS[task](SETTINGS[task], 0, "iid")
     assert isinstance(made, Task)
     optimizer, params = made.optimizer(), dict(made.model.named_parameters())
@@ -92,19 +90,30 @@ def exact_run(task: str) -> Iterator[Gradients]:
 
 
 def recorded(task: str) -> list[Gradients]:
-    """Those at `STEPS`."""
+    """Return the gradients at `STEPS`."""
     return [found for step, found in enumerate(islice(exact_run(task), max(STEPS[task]) + 1)) if step in STEPS[task]]
 
 
 def normal(seed: int = 0) -> list[Gradients]:
-    """Independent normal numbers: 1/4 of them in ``a``."""
+    """Return independent normal numbers, a quarter of them in ``a``."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"a": (256, 256), "b": (384, 512)}
-    return [[{n: torch.randn(s, generator=generator) for n, s in shapes.items()} for _ in range(RANKS)]]
+    return [
+        [
+            {n: torch.randn(s, generator=generator, dtype=torch.float32, device="cpu") for n, s in shapes.items()}
+            for _ in range(RANKS)
+        ]
+    ]
 
 
 def error(samples: list[Gradients], make: "partial[commhooks.CommHook]", part: bool = False) -> tuple[float, float]:
-    """vNMSE, mean over the samples, and bits per number and trip; ``part``: each rank has its part of the result alone."""
+    """Return the mean vNMSE of the samples, and bits per number and round.
+
+    Args:
+        samples: gradients of every rank.
+        make: returns a handle of the hook.
+        part: True if each rank returns only its part of the result.
+    """
     found = 0.0
     for every in samples:
         ranks = SimulatedRanks(make, RANKS, every[0], buckets=1)
@@ -128,7 +137,7 @@ def error(samples: list[Gradients], make: "partial[commhooks.CommHook]", part: b
 
 
 def handle(expr: str, first: bool) -> commhooks.CommHook:
-    """A handle of an expression, or of the first stage of the hook that it names."""
+    """Return a handle of an expression, or of the first stage of its hook."""
     made = commhooks.create(expr)
     if not first:
         return made
@@ -137,7 +146,7 @@ def handle(expr: str, first: bool) -> commhooks.CommHook:
 
 
 def expression(template: str, data: str, rotated: bool) -> str:
-    """A row's expression for some data."""
+    """Return a row's expression for a data set."""
     option = "rotation='hadamard'"
     text = template or MIXED[data]
     if "%s" not in text:
@@ -145,11 +154,11 @@ def expression(template: str, data: str, rotated: bool) -> str:
     return (text % (f"({option})" if rotated else "")).replace(")(", ", ")
 
 
-Figures = dict[tuple[str, str, bool, bool], float]  # row, data, rotated, first stage alone -> vNMSE
+Figures = dict[tuple[str, str, bool, bool], float]  # row, data, rotated, first stage only -> vNMSE
 
 
 def measure(data: dict[str, list[Gradients]]) -> tuple[Figures, dict[str, float]]:
-    """All errors, and the bits of each row on the first data."""
+    """Return all errors, and the bits of each row on the first data set."""
     figures: Figures = {}
     bits: dict[str, float] = {}
     for label, _, template in ROWS:
@@ -169,7 +178,7 @@ def measure(data: dict[str, list[Gradients]]) -> tuple[Figures, dict[str, float]
 
 
 def table(figures: Figures, bits: dict[str, float], data: Sequence[str]) -> Table:
-    """Rows of `ROWS`, columns by data and rotation."""
+    """Return the table: rows of `ROWS`, columns by data and rotation."""
     made = Table(title=f"vNMSE of one exchange, W = {RANKS}: one stage | both stages; bits with scales")
     made.add_column("")
     made.add_column("bits", justify="right")
@@ -212,25 +221,25 @@ def draw(figures: Figures, data: Sequence[str], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and draw; ``--record`` keeps both in docs/measured."""
+    """Measure, print and plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/vnmse"), help="folder of the picture")
-    parser.add_argument("--record", action="store_true", help="keep table and picture in docs/measured")
+    parser.add_argument("--record", action="store_true", help="write table and plot to docs/measured/vnmse.*")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     console = Console(record=True, width=None if sys.stdout.isatty() else 196)
     data = {"GPT": recorded("gpt"), "CNN": recorded("cnn"), "normal": normal()}
     figures, bits = measure(data)
     console.print(table(figures, bits, list(data)))
-    folder = bench_report.MEASURED if args.record else args.out
+    folder = record.measured() if args.record else args.out
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"vnmse-{date.today().isoformat()}" if args.record else "vnmse"
-    draw(figures, list(data), folder / f"{name}.png")
+    draw(figures, list(data), folder / "vnmse.png")
     if args.record:
-        command = bench_report.command("ch_bench.convergence.vnmse", argv, environment="OMP_NUM_THREADS=1")
-        console.print(f"recorded: {bench_report.record('vnmse', command, console)}")
+        made_by = record.command("ch_bench.convergence.vnmse", argv, environment="OMP_NUM_THREADS=1")
+        title = "Error of one exchange, and of sums over many steps"
+        record.write("vnmse", title, made_by, f"{record.printed(console)}\n\n![vnmse](vnmse.png)")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    record.run_main(main)

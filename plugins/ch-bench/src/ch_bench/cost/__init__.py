@@ -1,1 +1,1 @@
-"""What a hook costs."""
+"""Costs of hooks: time, operations and memory."""

@@ -1,15 +1,17 @@
-"""What a hook costs, beside PyTorch's own, in one run.
+"""`commhooks bench`: cost of hooks compared with PyTorch's own, in one run.
 
-    python -m ch_bench.cost.bench [--link 1gbit,200mbit] [--out DIR] [--record]
+    python -m commhooks bench [--link 1gbit,200mbit] [--out DIR] [--record SECTION]
+    python -m commhooks bench --model my_module:make --hooks EXPR ...
 
-A GPT of 10.7 M parameters (width 384, 6 layers, batch 1 x 64 characters), one thread per rank, every candidate with a
-model of its own, all alive in the same processes. They take turns step by step, in an order drawn anew for each step,
-on equal inputs. A hook's cost is its step less the step of ``noop``, of medians over a block of steps; a ratio of costs
-is formed per block, and its interval is a bootstrap over blocks. **A claim holds when the whole interval is below its
-limit.**
+By default it times a GPT of 10.7 M parameters (width 384, 6 layers, batch 1 x 64 characters) with one thread per rank. Each
+candidate has its own model in the same processes. Candidates take turns step by step, in a random order, on equal inputs.
+The cost of a hook is its step minus the step of ``noop``, as medians over a block of steps. Ratios of costs are formed in
+each block; their interval is a bootstrap over blocks. **A claim holds if the whole interval is below its limit.**
 
-With ``--link`` the same runs between network namespaces whose uplinks are shaped, after a real transfer has shown that
-they are as slow as asked (root and iproute2; skipped with the reason elsewhere).
+With ``--model`` or ``--hooks`` the hooks take turns in rounds on one model, yours or one of ``commhooks advise``.
+
+With ``--link`` the ranks are network namespaces with shaped uplinks (needs root and iproute2). A real transfer first shows
+that the links have the requested rate.
 """
 
 import argparse
@@ -20,31 +22,38 @@ import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.progress import Progress
 
-from ch_bench import bench_report, gpt, launch, text, training
-from ch_bench.cost import any_model, peers
+from ch_bench import gpt, launch, record, text, training
+from ch_bench.advise.predict import HOOKS
+from ch_bench.advise.predict import measure as measure_steps
+from ch_bench.advise.workload import check, load
+from ch_bench.cost import bench_tables
 from ch_bench.links import netns
+from ch_bench.pytorch_hooks import LABELS, PyTorchHook, attach_pytorch
+from commhooks.testing import WorkerError
 
 WIDTH, LAYERS, HEADS, CONTEXT = 384, 6, 6, 64
-WARM_UP = 6  # steps: DDP rebuilds its buckets after the first, PyTorch's PowerSGD compresses from the third
-CAPS: dict[int, float | None] = {0: None, 1: 1000.0, 3: 14.0}  # buckets wanted (0: DDP's default) -> bucket_cap_mb
+WARM_UP = 6  # steps; DDP rebuilds its buckets after the first, and PyTorch's PowerSGD compresses from the third
+CAPS: dict[int, float | None] = {0: None, 1: 1000.0, 3: 14.0}  # number of buckets (0 = DDP's default) -> bucket_cap_mb
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something to time: a hook expression of ours, or the name of a peer."""
+    """A hook to time: an expression, or the label of a PyTorch hook."""
 
     hook: str
-    buckets: int = 0  # 0: whatever DDP makes of its default
+    buckets: int = 0  # 0: DDP's default
 
     @property
     def label(self) -> str:
-        """What the tables call it."""
+        """Name in the tables."""
         return self.hook + (f", {self.buckets} bucket{'s' * (self.buckets > 1)}" if self.buckets else "")
 
 
@@ -68,28 +77,23 @@ CANDIDATES = [
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
-        description="Time communication hooks beside PyTorch's own.",
+        description="Time communication hooks and PyTorch's own.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--blocks", type=int, default=15, help="blocks, each with a ratio of its own")
+    parser.add_argument("--blocks", type=int, default=15, help="number of blocks; each gives one ratio")
     parser.add_argument("--steps", type=int, default=5, help="steps per block and candidate (fewer on slow links)")
-    parser.add_argument("--nproc", type=int, default=2, help="ranks")
+    parser.add_argument("--nproc", type=int, default=2, help="number of ranks")
     parser.add_argument("--link", default="", help="comma-separated rates, as in 1gbit,200mbit; default: loopback")
-    parser.add_argument("--budget", type=float, default=240.0, help="seconds per link, in which the steps must fit")
-    parser.add_argument("--width", type=int, default=WIDTH, help="width of the model (384 is the claim's)")
-    parser.add_argument("--model", help="time another model, module:callable; see python -m commhooks advise --help")
-    parser.add_argument("--hooks", nargs="+", metavar="EXPR", help="time these hooks instead, without PyTorch's own")
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        metavar="NAME",
-        help="of the hooks timed by default, these, and those they are compared with",
-    )
+    parser.add_argument("--budget", type=float, default=240.0, help="time limit for each link, in seconds")
+    parser.add_argument("--width", type=int, default=WIDTH, help="width of the model (claims hold for 384)")
+    parser.add_argument("--model", help="time this model, module:callable; see python -m commhooks advise --help")
+    parser.add_argument("--hooks", nargs="+", metavar="EXPR", help="time these hooks, without PyTorch's own")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="time only these default hooks, and the baselines")
     parser.add_argument("--out", type=Path, default=Path("bench-out"), help="folder for bench.json and bench.txt")
     parser.add_argument(
-        "--record", nargs="?", const="bench", metavar="NAME", help="keep the output as docs/measured/NAME-DATE.md"
+        "--record", metavar="SECTION", help="write the output to this section of docs/measured/bench.md"
     )
     args = parser.parse_args(argv)
     try:
@@ -97,53 +101,64 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     if unknown := set(args.only or ()) - {c.label for c in CANDIDATES}:
-        parser.error(f"no {sorted(unknown)} in the table; there are {[c.label for c in CANDIDATES]}")
+        parser.error(f"--only: unknown {sorted(unknown)}; legal are {[c.label for c in CANDIDATES]}")
     if args.blocks < 2 or args.steps < 1 or args.nproc < 2:
-        parser.error("legal are --blocks >= 2, --steps >= 1, --nproc >= 2")
+        parser.error("--blocks must be at least 2, --steps at least 1, --nproc at least 2")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure on every link, report; exit code 1 only when a rank failed (a lost claim is a result)."""
+    """Measure on every link and report. Return 1 only if a rank failed; a lost claim is a result.
+
+    Raises:
+        CommHooksError: unknown model or hook.
+    """
     args = parse(argv)
+    check(args.model or "gpt", args.hooks or [])
     console = Console(record=True, width=None if sys.stdout.isatty() else 120)
     if args.link and netns.why_not():
         console.print(f"skipped: --link {args.link}: {netns.why_not()}")
         return 0
-    if args.model or args.hooks:
-        return any_model.run(args, console)
     args.out.mkdir(parents=True, exist_ok=True)
-    results = []
-    for rate in args.rates:
-        try:
+    try:
+        if args.model or args.hooks:
+            measure_model(args, console)
+            return 0
+        results = []
+        for rate in args.rates:
             results.append(measure(rate, args))
-        except launch.WorkerFailed as error:
-            print(error, file=sys.stderr)
-            return 1
-        bench_report.show(results[-1], console)
-    bench_report.write(results, console, args.out)
+            bench_tables.show(results[-1], console)
+    except WorkerError as error:
+        print(error, file=sys.stderr)
+        return 1
+    bench_tables.write(results, console, args.out)
     if args.record:
-        command = bench_report.command("ch_bench.cost.bench", argv)
-        console.print(f"recorded: {bench_report.record(args.record, command, console)}")
+        made_by = record.command("ch_bench.cost.bench", argv)
+        print(f"recorded: {record.write('bench', args.record, made_by, record.printed(console))}")
     return 0
 
 
 def measure(rate: str | None, args: argparse.Namespace) -> dict[str, Any]:
-    """All candidates on one link (None: loopback): the records of `worker`, and what the link is."""
+    """Time all candidates on one link (``None`` is loopback)."""
+    load_before = os.getloadavg()[0]
+    found, verified = on_link(rate, args, worker)
+    return {"link": rate, "verified_bits": verified, "load_before": load_before} | found
+
+
+def on_link(rate: str | None, args: argparse.Namespace, target: Any, *more: Any) -> tuple[dict[str, Any], float | None]:
+    """Run a worker on a link and return the JSON that its rank 0 wrote, and the verified bits per second."""
     path = args.out / f"raw-{rate or 'loopback'}.json"
-    load = os.getloadavg()[0]  # before our own ranks add to it
     with netns.Network(args.nproc, rate) if rate else nullcontext() as net:
         verified = net.verify() if net else None
-        launch.launch(worker, args.nproc, vars(args), path, enter=net.enter if net else None)
-    measured: dict[str, Any] = json.loads(path.read_text())
-    return {"link": rate, "verified_bits": verified, "load_before": load} | measured
+        launch.launch(target, args.nproc, vars(args), *more, path, enter=net.enter if net else None)
+    return json.loads(path.read_text()), verified
 
 
 def worker(rank: int, world: int, device: torch.device, args: dict[str, Any], path: Path) -> None:
-    """One rank: warm up, then blocks of interleaved steps; rank 0 leaves the records in ``path``."""
+    """Warm up, then run blocks of interleaved steps. Rank 0 writes the result to ``path``."""
     data = text.load()
     batches = text.Batches(data.train, 1, CONTEXT, rank, seed=0)
-    wanted = {"noop", *bench_report.BASELINES, *(args["only"] or ())}
+    wanted = {"noop", *bench_tables.BASELINES, *(args["only"] or ())}
     candidates = [c for c in CANDIDATES if not args["only"] or c.label in wanted]
     runs, attached = zip(*(_start(c, data.vocab, device, args["width"]) for c in candidates), strict=True)
     for step in range(WARM_UP):
@@ -162,14 +177,12 @@ def worker(rank: int, world: int, device: torch.device, args: dict[str, Any], pa
     if rank == 0:
         numel = gpt.count_parameters(runs[0].model)
         records = []
-        for candidate, run, peer, past, times in zip(candidates, runs, attached, before, seconds, strict=True):
-            payload = peer.payload(numel) if peer else _per_step(run, past, "payload_bytes")
-            wire = peer.payload(numel) * 2 * (world - 1) / world if peer else _per_step(run, past, "wire_bytes")
-            if (
-                run.expr.startswith(("powersgd", "bf16", "fp16", "quant"))
-                and _per_step(run, past, "compressed_steps") != 1
-            ):
-                raise RuntimeError(f"{candidate.label} did not compress every timed step")
+        for candidate, run, theirs, past, times in zip(candidates, runs, attached, before, seconds, strict=True):
+            payload = theirs.payload(numel) if theirs else _per_step(run, past, "payload_bytes")
+            wire = theirs.payload(numel) * 2 * (world - 1) / world if theirs else _per_step(run, past, "wire_bytes")
+            compresses = run.expr.startswith(("powersgd", "bf16", "fp16", "quant"))
+            if compresses and _per_step(run, past, "compressed_steps") != 1:
+                raise RuntimeError(f"{candidate.label} did not compress every timed step: increase WARM_UP")
             blocks = [times[i : i + steps] for i in range(0, len(times), steps)]
             records.append(
                 asdict(candidate) | {"label": candidate.label, "payload": payload, "wire": wire, "blocks": blocks}
@@ -179,19 +192,20 @@ def worker(rank: int, world: int, device: torch.device, args: dict[str, Any], pa
 
 def _start(
     candidate: Candidate, vocab: int, device: torch.device, width: int
-) -> tuple[training.Run, "peers.Peer | None"]:
+) -> tuple[training.Run, PyTorchHook | None]:
     torch.manual_seed(0)
     net = gpt.GPT(vocab, CONTEXT, width, LAYERS, HEADS)
     model = training.wrap(net, device, CAPS[candidate.buckets])
     run = training.Run(candidate.hook, model, torch.optim.SGD(model.parameters(), lr=1e-3))
-    if candidate.hook in peers.NAMES:
-        return run, peers.attach(model, candidate.hook)
+    if candidate.hook in LABELS:
+        return run, attach_pytorch(model, candidate.hook)
     return training.attach(run), None
 
 
 def _round(runs: tuple[training.Run, ...], batches: text.Batches, step: int, device: torch.device) -> None:
-    """One step of everybody, in an order drawn anew for each step, the same on all ranks: what runs before a candidate
-    decides what it finds in the caches.
+    """Run one step of every candidate in a random order, equal on all ranks.
+
+    A fixed order would give each candidate the caches that the same predecessor leaves.
     """
     x, y = (t.to(device) for t in batches[step])
     for run in random.Random(step).sample(runs, len(runs)):
@@ -205,8 +219,8 @@ def _check_buckets(run: training.Run, candidate: Candidate) -> None:
 
 
 def _fit(wanted: int, possible: float, device: torch.device) -> int:
-    """Steps per block, the same on every rank, so that a slow link keeps to the budget."""
-    steps = torch.tensor([min(wanted, int(possible))], device=device)
+    """Return the steps per block that fit the budget, equal on all ranks."""
+    steps = torch.tensor([min(wanted, int(possible))], dtype=torch.int64, device=device)
     dist.all_reduce(steps, op=dist.ReduceOp.MIN)
     return max(1, int(steps.item()))
 
@@ -215,5 +229,38 @@ def _per_step(run: training.Run, past: dict[str, float], key: str) -> float:
     return float(run.handle.stats()[key] - past[key]) / len(run.seconds)
 
 
+def measure_model(args: argparse.Namespace, console: Console) -> None:
+    """Time hooks on any model; write ``model.json`` and, with matplotlib, ``model.png`` to ``args.out``."""
+    hooks = list(dict.fromkeys(["noop", "allreduce", *(args.hooks or HOOKS)]))
+    results = []
+    for rate in args.rates:
+        found, _ = on_link(rate, args, model_worker, hooks)
+        results.append({"link": rate or "loopback", **found})
+        console.print(bench_tables.model_table(results[-1]))
+    (args.out / "model.json").write_text(json.dumps({"machine": record.machine(), "results": results}, indent=1))
+    console.print(bench_tables.draw_model(results, args.out / "model.png"), soft_wrap=True)
+
+
+def model_worker(
+    rank: int, world: int, device: torch.device, args: dict[str, Any], hooks: list[str], path: Path
+) -> None:
+    """Time each hook in rounds. Rank 0 writes the median of every round to ``path``."""
+    work = load(args["model"] or "gpt", device)
+    rounds: dict[str, list[float]] = {hook: [] for hook in hooks}
+    seconds = args["budget"] / len(hooks) / args["blocks"]
+    console = Console(stderr=True)
+    with Progress(console=console, disable=rank != 0 or not console.is_terminal) as progress:
+        task = progress.add_task("", total=args["blocks"] * len(hooks))
+        for block in range(args["blocks"]):
+            for hook in random.Random(block).sample(hooks, len(hooks)):  # the same order on every rank
+                progress.update(task, description=hook)
+                rounds[hook].append(median(measure_steps(work, hook, steps=args["steps"], seconds=seconds)))
+                progress.advance(task)
+    if rank == 0:
+        numel = sum(p.numel() for p in work.model.parameters())
+        about = {"model": args["model"] or "gpt", "parameters": numel, "world": world, "device": str(device)}
+        path.write_text(json.dumps({**about, "rounds": rounds}))
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    record.run_main(main)

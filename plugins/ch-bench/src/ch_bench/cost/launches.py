@@ -1,9 +1,9 @@
-"""How many operations a hook starts in a step, which on a GPU are kernels to launch: `python -m ch_bench.cost.launches`.
+"""Operations that a hook starts in a step; on a GPU each one is a kernel launch.
 
-Counted without numbers: the reduction runs on meta tensors, as it would on a GPU, over the shapes of GPT-2 small (124 M
-parameters), all buckets of a step at once; a fused operation over many tensors counts once, a view not at all. What the
-engine adds, to every message alike, is not in it: a scaling, a copy where several are merged, and a sum that tells whether
-the result is finite.
+    python -m ch_bench.cost.launches [EXPR ...] [--record]
+
+The reduction runs on meta tensors with the shapes of GPT-2 small (124 M parameters), all buckets of a step at once. A fused
+operation over many tensors counts once, and views do not count. The engine's own operations are not included.
 """
 
 import argparse
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import commhooks
+from ch_bench.pytorch_hooks import reduction_of
+from ch_bench.record import command, markdown_table, run_main, write
 from ch_bench.shapes import gpt_shapes
 from commhooks import Bucket, BucketLayout, HookState, StepContext
 
@@ -30,37 +31,36 @@ HOOKS = [
     "quantize_per_channel",
 ]
 DEFAULT_CAP, ONE_BUCKET = 25 * 2**20, 1 << 62  # bytes
-_VIEWS = frozenset(
-    [
-        *(
-            "view",
-            "_unsafe_view",
-            "as_strided",
-            "transpose",
-            "t",
-            "split_with_sizes",
-            "split",
-            "slice",
-            "select",
-            "unbind",
-        ),
-        *("expand", "diagonal", "unsqueeze", "squeeze", "detach", "alias", "narrow", "permute", "reshape"),
-        *("empty", "empty_strided", "empty_like", "new_empty"),
-    ]
-)
+_VIEWS = {
+    *(
+        "alias",
+        "as_strided",
+        "detach",
+        "diagonal",
+        "expand",
+        "narrow",
+        "permute",
+        "reshape",
+        "select",
+        "slice",
+        "split",
+    ),
+    *("split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "_unsafe_view", "view"),
+    *("empty", "empty_like", "empty_strided", "new_empty"),
+}
 
 
-def started(name: str) -> bool:
-    """Whether an operation of this name does something on the device: a view does not.
+def launches_kernel(name: str) -> bool:
+    """Return True if an operation of this name does work on the device.
 
-    >>> started("add_"), started("select")
+    >>> launches_kernel("add_"), launches_kernel("select")
     (True, False)
     """
     return name not in _VIEWS
 
 
 class Operations(TorchDispatchMode):
-    """Counts what is started while it is entered, by name."""
+    """Counts operations by name while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -68,13 +68,13 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if started(name):
+        if launches_kernel(name):
             self.counts[name] += 1
         return func(*args, **(kwargs or {}))
 
 
 def cut(shapes: Mapping[str, tuple[int, ...]], cap: int) -> list[dict[str, tuple[int, ...]]]:
-    """Parameters into buckets of at most ``cap`` bytes (fp32), last first, as DDP does."""
+    """Divide parameters into buckets of at most ``cap`` bytes (fp32), last parameter first, as DDP does."""
     buckets: list[dict[str, tuple[int, ...]]] = [{}]
     size = 0
     for name in reversed(list(shapes)):
@@ -88,16 +88,14 @@ def cut(shapes: Mapping[str, tuple[int, ...]], cap: int) -> list[dict[str, tuple
 
 
 def operations(hook: str, buckets: list[dict[str, tuple[int, ...]]]) -> Counter[str]:
-    """What a hook starts in its third step on two ranks, by name."""
-    reduction = commhooks.create(hook).reduction
-    assert reduction is not None
+    """Return the operations of a hook's third step on two ranks, by name."""
+    reduction = reduction_of(hook)
     state = HookState()
     made = []
     for index, shapes in enumerate(buckets):
         layout = BucketLayout.of_shapes(shapes, device="meta")
-        made.append(Bucket(layout, torch.empty(layout.numel, device="meta"), index))
-
-    contexts = [StepContext(0, 2, state=state, owner=bucket.index) for bucket in made]  # with scratch that lives on
+        made.append(Bucket(layout, torch.empty(layout.numel, dtype=torch.float32, device="meta"), index))
+    contexts = [StepContext(0, 2, state=state, owner=bucket.index) for bucket in made]  # scratch outlives a step
 
     def step() -> None:
         for ctx in contexts:
@@ -116,23 +114,29 @@ def operations(hook: str, buckets: list[dict[str, tuple[int, ...]]]) -> Counter[
 
 
 def table(hooks: list[str]) -> str:
-    """Operations per step, in DDP's default buckets and in one, as Markdown."""
+    """Return operations per step in DDP's default buckets and in one bucket, as Markdown."""
     shapes = gpt_shapes(12, 768, 50257, 1024)
     several, one = cut(shapes, DEFAULT_CAP), cut(shapes, ONE_BUCKET)
-    lines = [f"| hook | {len(several)} buckets | 1 bucket | most, in one bucket |", "|---|---|---|---|"]
+    rows = []
     for hook in hooks:
         counts = [operations(hook, buckets) for buckets in (several, one)]
         most = ", ".join(f"{name} {n}" for name, n in counts[1].most_common(4))
-        lines.append(f"| `{hook}` | {counts[0].total()} | {counts[1].total()} | {most} |")
-    return "\n".join(lines)
+        rows.append([f"`{hook}`", str(counts[0].total()), str(counts[1].total()), most])
+    return markdown_table(["hook", f"{len(several)} buckets", "1 bucket", "most frequent, in one bucket"], rows)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the table."""
+    """Print the table, and write the record if requested."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("hooks", nargs="*", default=HOOKS)
-    print(table(parser.parse_args(argv).hooks))
+    parser.add_argument("hooks", nargs="*", default=HOOKS, metavar="EXPR")
+    parser.add_argument("--record", action="store_true", help="write the table to docs/measured/cost-table.md")
+    chosen = parser.parse_args(argv)
+    found = table(chosen.hooks)
+    print(found)
+    if chosen.record:
+        made_by = command("ch_bench.cost.launches", argv)
+        write("cost-table", "Operations per step, counted on meta tensors", made_by, found)
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -1,21 +1,20 @@
-"""What every hook costs, and where: `python -m ch_bench.cost.table` (six minutes on two cores; `--small` for a try).
+"""Time, operations and peak memory of every hook, by phase of a step.
 
-    OMP_NUM_THREADS=1 python -m ch_bench.cost.table --out docs/measured/cost-table.md
+    OMP_NUM_THREADS=1 python -m ch_bench.cost.table --record
 
-Two gloo processes over loopback; a backward hands over given gradients (the shapes of a GPT of 10.7 M parameters, fp32, one
-bucket), so that a step costs what its hook costs. Where PyTorch has the same hook, both stand in the same processes and step
-in turns, with ``noop`` between them, in an order drawn anew each time. Columns, in milliseconds per million parameters, medians
-over the steps:
+This takes half an hour on two cores; ``--small`` is a short trial. Two gloo processes run over loopback. The backward only
+hands over given gradients (the shapes of a GPT of 10.7 M parameters, fp32, one bucket). If PyTorch has the same hook, both
+hooks and ``noop`` take turns in random order in the same processes. Times are medians, in milliseconds per million
+parameters:
 
-* before: encoding, casting and starting, until everything has been asked for, what is done between two collectives included;
+* before: encoding, casting and starting, until the last collective is requested;
 * waiting: for messages, and the cast back to the gradient's dtype;
 * after: decoding;
-* step: the whole backward, less that of the same model with ``noop``; of PyTorch's hook nothing else can be timed from outside;
-* ratio: of the two steps, each less ``noop``'s: the median over blocks of five rounds, and its 95 % interval.
+* step: the whole backward minus the backward with ``noop``. This is the only time that PyTorch's hooks show;
+* ratio: of the two steps, each minus ``noop``: median over blocks of five rounds, and 95 % interval.
 
-ATen calls are those of a whole backward, ``noop``'s included: the profiler's count, with operations inside of others, without
-those that PyTorch's hooks run on threads of their own. Bytes per parameter at the peak are those of ``ch_bench.cost.memory``:
-above the model and its gradient, over plain DDP's.
+ATen calls are the profiler's count for a whole backward with nested operations, without the threads of PyTorch's hooks.
+Peak bytes per parameter are those of ``ch_bench.cost.memory``: beyond model and gradients, minus plain DDP's.
 """
 
 import argparse
@@ -24,7 +23,6 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,14 +31,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import commhooks
-from ch_bench.bench_report import command, digits, heading, interval
 from ch_bench.cost import memory
-from ch_bench.gpu_kit.models import PYTORCHS, ShapesOnly, made_up, register_torch
-from ch_bench.shapes import gpt_shapes
+from ch_bench.pytorch_hooks import PYTORCH, attach_pytorch, reduction_of
+from ch_bench.record import command, digits, interval, markdown_table, run_main, write
+from ch_bench.shapes import ShapesOnly, Sizes, gpt_shapes, random_gradients
 from commhooks import Bucket, Composite, Reduction, Stages, StepContext
 from commhooks.testing import spawn
 
-Sizes = tuple[int, int, int, int]  # layers, width, vocabulary, context
 GPT, SMALL = (6, 384, 96, 128), (1, 64, 96, 16)
 STEPS, BLOCK = 50, 5
 _OWN = ("noop", "allreduce", "bf16_compress", "fp16_compress", "powersgd(rank=1)", "powersgd(rank=4)")
@@ -48,10 +45,10 @@ _MORE = ("batched_powersgd(rank=4)", "error_feedback(bf16_compress)", "bf16_comp
 
 
 class Timed(Composite):
-    """A reduction whose time is taken: until it has asked for everything, and after it has got everything."""
+    """A reduction that times its work after the last collective."""
 
     name = "timed"
-    delivers = True  # if the reduction inside does: nothing is done behind it
+    delivers = True  # if the inner reduction does: this one changes nothing afterwards
 
     def __init__(self, inner: Reduction) -> None:
         super().__init__(inner)
@@ -66,26 +63,24 @@ class Timed(Composite):
 
 
 def measure(
-    rank: int, world: int, hook: str, sizes: Sizes, steps: int, buckets: int = 1, peer: bool = False
+    rank: int, world: int, hook: str, sizes: Sizes, steps: int, buckets: int = 1, with_pytorch: bool = False
 ) -> dict[str, Any]:
-    """One hook on one rank: milliseconds of a step, and ATen calls; with ``peer`` PyTorch's of the same name, too."""
+    """Return milliseconds and ATen calls of a step of one hook, and of PyTorch's counterpart if asked for."""
     torch.set_num_threads(1)
-    given = made_up(gpt_shapes(*sizes), torch.float32, torch.device("cpu"))
+    given = random_gradients(gpt_shapes(*sizes), torch.float32, torch.device("cpu"))
     cap = 1e6 if buckets == 1 else sum(g.nbytes for g in given) / buckets / 2**20
-    names = ("noop", "ours", "theirs") if peer else ("noop", "ours")
+    names = ("noop", "ours", "theirs") if with_pytorch else ("noop", "ours")
     models = {
         name: DistributedDataParallel(ShapesOnly(given), bucket_cap_mb=cap, gradient_as_bucket_view=True)
         for name in names
     }
     commhooks.attach(models["noop"], "noop")
-    reduction = commhooks.create(hook).reduction
-    assert reduction is not None
-    timed = Timed(reduction)
+    timed = Timed(reduction_of(hook))
     handle = commhooks.attach(models["ours"], timed)
-    if peer:
-        register_torch(models["theirs"], hook)
+    if with_pytorch:
+        attach_pytorch(models["theirs"], hook)
     calls = {name: partial(_step, model) for name, model in models.items()}
-    for _ in range(4):  # buckets are rebuilt, PyTorch's PowerSGD begins
+    for _ in range(4):  # DDP rebuilds its buckets, PyTorch's PowerSGD starts to compress
         for call in calls.values():
             call()
     before = handle.stats()
@@ -105,14 +100,14 @@ def measure(
     found: dict[str, Any] = {name: 1e3 * seconds / steps for name, seconds in phases.items()}
     noop = statistics.median(taken["noop"])
     found |= {"step": statistics.median(taken["ours"]) - noop, "aten": _operations(calls["ours"])}
-    if peer:
+    if with_pytorch:
         found |= {"theirs": statistics.median(taken["theirs"]) - noop, "their aten": _operations(calls["theirs"])}
         found["ratio"] = interval(_ratios(taken))
     return found
 
 
 def _ratios(taken: dict[str, list[float]]) -> list[float]:
-    """Of ours to theirs, each less ``noop``'s, block by block."""
+    """Return the ratio of ours to theirs, each minus ``noop``, for each block."""
     blocks = {
         name: [statistics.median(each[i : i + BLOCK]) for i in range(0, len(each), BLOCK)]
         for name, each in taken.items()
@@ -124,10 +119,10 @@ def _ratios(taken: dict[str, list[float]]) -> list[float]:
 
 
 def measured(
-    hook: str, sizes: Sizes, steps: int, *, world: int = 2, buckets: int = 1, peer: bool = False
+    hook: str, sizes: Sizes, steps: int, *, world: int = 2, buckets: int = 1, with_pytorch: bool = False
 ) -> dict[str, Any]:
-    """What rank 0 of ``world`` processes finds by :func:`measure`."""
-    found: dict[str, Any] = spawn(measure, world, hook, sizes, steps, buckets, peer, timeout=600)[0]
+    """Run :func:`measure` on ``world`` processes and return the result of rank 0."""
+    found: dict[str, Any] = spawn(measure, world, hook, sizes, steps, buckets, with_pytorch, timeout=600)[0]
     return found
 
 
@@ -143,7 +138,7 @@ def _operations(step: Callable[[], None]) -> int:
 
 
 def hooks() -> list[str]:
-    """Every registered reduction and wrapper by its example, and what stands for PyTorch's."""
+    """Return every registered reduction and wrapper by its example, and the counterparts of PyTorch's hooks."""
     examples = [
         spec.example or spec.name for kind in ("reduction", "wrapper") for spec in commhooks.list_hooks(kind=kind)
     ]
@@ -151,46 +146,46 @@ def hooks() -> list[str]:
 
 
 def table(chosen: list[str], sizes: Sizes, steps: int, *, with_memory: bool) -> str:
-    """The table, as Markdown."""
+    """Return the table as Markdown."""
     millions = sum(torch.Size(s).numel() for s in gpt_shapes(*sizes).values()) / 1e6
-    lines = [
-        "| hook | before | waiting | after | step | PyTorch's step | ratio | ATen calls | PyTorch's | peak, B/parameter | "
-        "PyTorch's |",
-        "|---" * 11 + "|",
-    ]
+    heads = ["hook", "before", "waiting", "after", "step", "PyTorch's step", "ratio", "ATen calls", "PyTorch's"]
+    heads += ["peak, B/parameter", "PyTorch's"]
+    rows = []
     plain = spawn(memory.measure, 2, None, memory.WHOLE, timeout=300)[0][1] if with_memory else 0.0
     for hook in chosen:
-        peer = hook in PYTORCHS
-        found = measured(hook, sizes, steps, peer=peer)
+        both = hook in PYTORCH
+        found = measured(hook, sizes, steps, with_pytorch=both)
         times = [
             digits(found[name] / millions) if name in found else ""
             for name in ("before", "waiting", "after", "step", "theirs")
         ]
-        ratio = "{:.2f} ({:.2f} … {:.2f})".format(*found["ratio"]) if peer else ""
-        peaks = [_peak(hook, plain), _peak(memory.THEIRS + hook, plain) if peer else ""] if with_memory else ["", ""]
-        cells = [f"`{hook}`", *times, ratio, str(found["aten"]), str(found.get("their aten", "")), *peaks]
-        lines.append(f"| {' | '.join(cells)} |")
-        print(lines[-1], flush=True)
-    return "\n".join(lines)
+        ratio = "{:.2f} ({:.2f} … {:.2f})".format(*found["ratio"]) if both else ""
+        peaks = [_peak(hook, plain), _peak(memory.THEIRS + hook, plain) if both else ""] if with_memory else ["", ""]
+        rows.append([f"`{hook}`", *times, ratio, str(found["aten"]), str(found.get("their aten", "")), *peaks])
+        print(*rows[-1], sep=" | ", flush=True)
+    return markdown_table(heads, rows)
 
 
 def _peak(hook: str, plain: float) -> str:
-    return f"{spawn(memory.measure, 2, memory.Row(hook), memory.WHOLE, timeout=300)[0][1] - plain:.1f}"
+    return f"{spawn(memory.measure, 2, memory.HookMemory(hook), memory.WHOLE, timeout=300)[0][1] - plain:.1f}"
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure, print, and write the record if asked."""
+    """Measure, print, and write the record if requested."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hooks", nargs="*", help="expressions; default: all")
     parser.add_argument("--small", action="store_true", help="tiny shapes, few steps, no memory")
-    parser.add_argument("--out", type=Path, help="write the table, with machine and versions, to this file")
+    parser.add_argument("--record", action="store_true", help="write the table to docs/measured/cost-table.md")
     chosen = parser.parse_args(argv)
+    for hook in chosen.hooks:
+        reduction_of(hook)
     sizes, steps = (SMALL, 2 * BLOCK) if chosen.small else (GPT, STEPS)
     found = table(chosen.hooks or hooks(), sizes, steps, with_memory=not chosen.small)
-    if chosen.out is not None:
+    print(found)
+    if chosen.record:
         made_by = command("ch_bench.cost.table", argv, environment="OMP_NUM_THREADS=1")
-        chosen.out.write_text(f"{heading('What every hook costs', made_by, '2 gloo processes')}\n{__doc__}\n{found}\n")
+        write("cost-table", "Time, operations and peak memory", made_by, found, "2 gloo processes")
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

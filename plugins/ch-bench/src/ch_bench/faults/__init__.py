@@ -1,1 +1,1 @@
-"""Kills, recoveries and torchft's own tests, over a real manager."""
+"""Kills, recoveries and torchft's own tests, with real Managers."""

@@ -1,7 +1,7 @@
-"""SIGKILL at four places, with 2, 3 and 4 replicas, for four hooks: 48 runs, and what became of each.
+"""SIGKILL at four places, with 2, 3 and 4 replicas, for four hooks: 48 runs and their outcomes.
 
-Every run has a real lighthouse, real Managers, and one process per replica on gloo. What must hold is in
-`ch_ft.testing.scenario`; a case that breaks it is reported with the reason, and the command then ends with 1.
+Every run has a real lighthouse, real Managers, and one process per replica on gloo. `ch_ft.testing.scenario` defines the
+requirements. A case that violates them is reported with the reason, and the command returns 1.
 
     python -m ch_bench.faults.ft_matrix [--only WORD ...] [--rows FILE] [--record]
 """
@@ -18,7 +18,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ch_bench import bench_report
+from ch_bench import record
 from ch_bench.faults.ft_recovery import conditions
 from ch_ft.testing import quorum, scenario
 
@@ -49,26 +49,24 @@ def main() -> int:
         cases, wrong = cases + 1, wrong + bool(reason)
     console.print(table)
     console.print(LEGEND)
-    console.print(f"{cases - wrong} of {cases} cases as they must be")
+    console.print(f"{cases - wrong} of {cases} cases meet all requirements")
     if options.record:
-        words = "".join(f" --only {word}" for word in options.only)
-        console.print(
-            f"recorded: {bench_report.record('ft-matrix', f'python -m ch_bench.faults.ft_matrix{words}', console)}"
-        )
+        title = "Kills at four places" + "".join(f", {word}" for word in options.only)
+        record.write("ft", title, record.command("ch_bench.faults.ft_matrix"), record.printed(console))
     return 1 if wrong else 0
 
 
 LEGEND = """\
 lost: attempts that each survivor did not commit. recovered: seconds from the kill to the last survivor's next commit,
-while the victim starts again; more than half of all known replicas go on after the join time-out, fewer wait for the
-dead one's heartbeat to be missed.
-steps equal: steps that more than one replica committed, with equal float64 checksums of the parameters and of Q on all.
-healed at: the first step that the restarted replica committed, the kill having been in that in brackets; after: seconds
-from the start of its new process to that commit, the other processes and the lighthouse's heartbeat included."""
+while the victim restarts. A majority of the known replicas continues after the join time-out; a minority waits until
+the lighthouse misses the dead replica's heartbeat.
+steps equal: steps that several replicas committed, with equal float64 checksums of the parameters and of Q.
+healed at: first step that the restarted replica committed, with the step of the kill in brackets. after: seconds from
+the start of its new process to that commit."""
 
 
 def row(place: str, replicas: int, hook: str) -> tuple[list[str], str]:
-    """The cells of one case, and what is wrong with it."""
+    """Run one case; return its cells and the violated requirement, if any."""
     with tempfile.TemporaryDirectory() as folder:
         outcome = scenario.killed_and_restarted(Path(folder), place, replicas, hook, limit=200.0)
         try:
@@ -88,10 +86,14 @@ def row(place: str, replicas: int, hook: str) -> tuple[list[str], str]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--only", action="append", default=[], metavar="WORD", help="cases that have it: first-2-allreduce"
+        "--only",
+        action="append",
+        default=[],
+        metavar="WORD",
+        help="cases with this word in their name, as in first-2-allreduce",
     )
-    parser.add_argument("--rows", type=Path, metavar="FILE", help="keep results there; what is in it is not run again")
-    parser.add_argument("--record", action="store_true", help="keep the output as docs/measured/ft-matrix-DATE.md")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="file of results; cases in it do not run again")
+    parser.add_argument("--record", action="store_true", help="write the output to docs/measured/ft.md")
     return parser.parse_args()
 
 

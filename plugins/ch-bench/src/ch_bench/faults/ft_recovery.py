@@ -1,8 +1,8 @@
-"""How long survivors of a kill wait for their next commit, beside torchft's own class in the same run.
+"""Time from a kill to the survivors' next commit, with ch-ft and with torchft's own class.
 
-Four replicas as processes on loopback, gloo, real lighthouse and Managers; one is killed with SIGKILL and not
-started again. Time from the kill to the commit of the last survivor; ``never`` if a survivor exits or does not commit
-within the limit. Every case is run ``--repeat`` times, the cases in turn.
+Four replicas run as processes on loopback with gloo, a real lighthouse and Managers. One is killed with SIGKILL and does not
+restart. The time ends with the commit of the last survivor; ``never`` means that a survivor exits or does not commit within
+the limit. Cases take turns, ``--repeat`` times.
 
     python -m ch_bench.faults.ft_recovery --repeat 5 [--record]
 """
@@ -17,7 +17,7 @@ from statistics import median
 
 from rich.console import Console
 
-from ch_bench import bench_report
+from ch_bench import record
 from ch_ft.testing import member, quorum
 
 POWERSGD = "powersgd(rank=2)"
@@ -52,12 +52,12 @@ def main() -> None:
         for _, text in results:
             console.print(f"    {text}", markup=False)
     if options.record:
-        command = f"python -m ch_bench.faults.ft_recovery --repeat {options.repeat}"
-        console.print(f"recorded: {bench_report.record('ft-recovery', command, console)}")
+        made_by = record.command("ch_bench.faults.ft_recovery")
+        record.write("ft", "Time from a kill to the next commit", made_by, record.printed(console))
 
 
 def measure(case: dict[str, object], options: argparse.Namespace) -> tuple[float, str]:
-    """One run: seconds, and what happened in words."""
+    """Run one case; return the seconds and a description."""
     with (
         tempfile.TemporaryDirectory() as folder,
         quorum.lighthouse(heartbeat=options.heartbeat, join_timeout=10.0) as address,
@@ -88,8 +88,8 @@ def measure(case: dict[str, object], options: argparse.Namespace) -> tuple[float
 
 
 def conditions() -> str:
-    """What the machine's description does not say."""
-    return f"load {os.getloadavg()[0]:.1f} before this began, torchft {version('torchft')}, gloo on loopback;"
+    """Return load and versions, which the description of the machine lacks."""
+    return f"load {os.getloadavg()[0]:.1f} at the start, torchft {version('torchft')}, gloo on loopback;"
 
 
 def arguments() -> argparse.Namespace:
@@ -98,7 +98,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--heartbeat", type=float, default=1.0, help="seconds")
     parser.add_argument("--group-timeout", type=float, default=30.0, help="seconds")
-    parser.add_argument("--record", action="store_true", help="keep the output as docs/measured/ft-recovery-DATE.md")
+    parser.add_argument("--record", action="store_true", help="write the output to docs/measured/ft.md")
     return parser.parse_args()
 
 

@@ -1,13 +1,12 @@
-"""torchft's own tests on our classes, test by test, and those of another torchft on the installed one's class.
+"""torchft's own tests on the classes of ch-ft.
 
-With ``--newer WHEEL`` the DDP tests of that wheel are taken out of it and run on our classes and on the class of the
-torchft that is installed; nothing else of the wheel is used.
+With ``--newer WHEEL`` the DDP tests of that wheel run on ch-ft's class and on the class of the installed torchft. Nothing else
+of the wheel is used.
 
     python -m ch_bench.faults.ft_upstream [--newer torchft_nightly-….whl] [--record]
 """
 
 import argparse
-import sys
 import tempfile
 import zipfile
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ch_bench import bench_report
+from ch_bench import record
 from ch_ft.testing import torchft_suite
 
 
@@ -45,14 +44,15 @@ def main() -> int:
     wrong = sum(outcome != "passed" for outcome in outcomes)
     console.print(f"on ch_ft {len(outcomes) - wrong} of {len(outcomes)} passed")
     if options.record:
-        words = f" --newer {options.newer.name}" if options.newer is not None else ""
-        command = f"python -m ch_bench.faults.ft_upstream{words}"
-        console.print(f"recorded: {bench_report.record(f'ft-upstream-{version_of(installed)}', command, console)}")
+        made_by = record.command(
+            "ch_bench.faults.ft_upstream", ["--newer", options.newer.name] if options.newer else []
+        )
+        record.write("ft", f"torchft's own tests, over {installed}", made_by, record.printed(console))
     return 1 if wrong else 0
 
 
 def shown(title: str, columns: dict[str, dict[str, str]]) -> Table:
-    """A row per test, a column per class that it ran on."""
+    """Return a table with a row per test and a column per tested class."""
     table = Table("test", *columns, title=title, title_justify="left", box=box.SIMPLE)
     for test in next(iter(columns.values())):
         table.add_row(test, *(outcome.get(test, "not run") for outcome in columns.values()))
@@ -60,23 +60,19 @@ def shown(title: str, columns: dict[str, dict[str, str]]) -> Table:
 
 
 def name_and_version() -> str:
-    """The torchft that is installed: a release or a nightly build."""
+    """Return name and version of the installed torchft, a release or a nightly build."""
     try:
         return f"torchft-nightly {version('torchft-nightly')}"
     except PackageNotFoundError:
         return f"torchft {version('torchft')}"
 
 
-def version_of(name: str) -> str:
-    return name.split(" ")[1]
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--newer", type=Path, metavar="WHEEL", help="a wheel whose DDP tests are run as well")
-    parser.add_argument("--record", action="store_true", help="keep the output under docs/measured")
+    parser.add_argument("--newer", type=Path, metavar="WHEEL", help="wheel whose DDP tests run, too")
+    parser.add_argument("--record", action="store_true", help="write the output to docs/measured/ft.md")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    record.run_main(main)

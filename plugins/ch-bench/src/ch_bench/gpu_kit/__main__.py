@@ -1,8 +1,7 @@
-"""Run the parts one after another and write the record: `python -m ch_bench.gpu_kit --out FOLDER`.
+"""Run the parts of the kit and write the record: `python -m ch_bench.gpu_kit --out FOLDER`.
 
-The folder gets ``record.md`` and ``record.json`` (written anew after each part), ``rows.jsonl`` (every finding, as it was
-made) and ``log.txt`` (what the parts printed). Called again with the same folder, it goes on where it stopped: what was
-found is kept, what failed is tried once more.
+The folder receives ``record.md`` and ``record.json`` (rewritten after each part), ``rows.jsonl`` (every finding) and ``log.txt``
+(the output of the parts). A second call with the same folder keeps findings and repeats failed rows.
 """
 
 import argparse
@@ -15,49 +14,47 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ch_bench.gpu_kit import record
-from ch_bench.gpu_kit.part import AGAIN, Order, carry_out, tell_device
-from ch_bench.gpu_kit.parts import PARTS, Part
-from ch_bench.gpu_kit.rows import latest, write
+from ch_bench.gpu_kit.findings import append, latest, line, write_record
+from ch_bench.gpu_kit.part_list import PARTS, Part
+from ch_bench.gpu_kit.process import AGAIN, Order, carry_out, tell_device
 
-_PROCESSES = 3  # of one part at most: a CUDA error ends a process, and the next goes on behind it
+_PROCESSES = 3  # for one part at most: a CUDA error ends a process, and the next one continues
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m ch_bench.gpu_kit", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("gpu-kit-out"), help="folder for the record")
-    parser.add_argument("--minutes", type=float, default=10.0, help="of all parts together")
-    parser.add_argument("--parts", default="", help="comma-separated names; default: all, most telling first")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    parser.add_argument("--minutes", type=float, default=10.0, help="time limit of all parts together")
+    parser.add_argument("--parts", default="", help="comma-separated names; default: all")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to test the kit itself")
     args = parser.parse_args(argv)
     names = [part.name for part in PARTS]
     args.chosen = [PARTS[names.index(name)] for name in args.parts.split(",") if name in names] or PARTS
     unknown = {name for name in args.parts.split(",") if name} - set(names)
     if unknown:
-        parser.error(f"--parts: {sorted(unknown)} unknown; legal are {', '.join(names)}")
+        parser.error(f"--parts: unknown {sorted(unknown)}; legal are {', '.join(names)}")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 0 if every row was found, 1 if one failed or is missing."""
+    """Return 0 if every row was found, 1 if one failed or is missing."""
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     rows = args.out / "rows.jsonl"
     run = 1 + max((row["run"] for row in latest(rows).values()), default=0)
-    has_cuda = (
-        _process(tell_device, None, time.monotonic() + 120) == 0
-    )  # starts the server, too, which no part pays for
+    # This also starts the fork server, so that no part's time limit includes it.
+    has_cuda = _process(tell_device, None, time.monotonic() + 120) == 0
     device = args.device or ("cuda" if has_cuda else "cpu")
     until = time.monotonic() + 60 * args.minutes
     for part in args.chosen:
         if latest(rows).get(f"{part.name}/(end)", {}).get("verdict") == "ok" and not _failed(rows, part):
             continue
         _carry_out(part, args, rows, run, device, until)
-        record.write(args.out, rows)
-        print(record.line(part, rows), flush=True)
-    record.write(args.out, rows)
+        write_record(args.out, rows)
+        print(line(part, rows), flush=True)
+    write_record(args.out, rows)
     print(f"written: {args.out / 'record.md'}")
     return 0 if all(_done(rows, part) for part in args.chosen) else 1
 
@@ -74,13 +71,13 @@ def _carry_out(part: Part, args: argparse.Namespace, rows: Path, run: int, devic
         if ended != f"exit status {AGAIN}":
             break
     verdict, took = "ok" if ended == "" else "failed", round(time.monotonic() - begun, 1)
-    write(rows, {"part": part.name, "name": "(end)", "verdict": verdict, "run": run, "error": ended, "took": took})
+    append(rows, {"part": part.name, "name": "(end)", "verdict": verdict, "run": run, "error": ended, "took": took})
 
 
 def _process(target: Callable[[Any], None], argument: object, deadline: float) -> int | None:
-    """Exit status of a process of its own; ``None`` if it was ended at the deadline, with its children.
+    """Run a function in a new process; return its exit status, or ``None`` if it was killed at the deadline.
 
-    Forked from a server that has imported torch once, and has never touched a GPU.
+    A fork server starts it, which has imported torch once and has never touched a GPU.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "ch_bench.gpu_kit.adapters"])

@@ -1,7 +1,7 @@
-"""Packing and unpacking on the GPU: torch's operations and Triton's kernels take turns; the same bytes, which is faster?
+"""Packing and unpacking on the GPU with torch's operations and with Triton's kernels, which must send the same bytes.
 
-A bucket of DDP's default size on one rank of two, without a network: ``send`` packs both parts, ``share`` sums one's own of
-two ranks and packs the sum, ``deliver`` unpacks everything.
+One rank of two holds a bucket of DDP's default size, without a network. ``send`` packs both parts, ``share`` sums this rank's
+part of two ranks and packs the sum, and ``deliver`` unpacks everything.
 """
 
 import statistics
@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import torch
 
-from ch_bench.gpu_kit.rows import Rows, Skipped, Values
-from ch_bench.gpu_kit.setting import Setting
+from ch_bench.gpu_kit.device import KitDevice
+from ch_bench.gpu_kit.findings import Findings, Skipped, Values
 from ch_quant import Codec, Feedback, TwoStageExchange
 from commhooks import HookConfigError, StepContext
 
@@ -23,19 +23,21 @@ STAGES = ("send", "share", "deliver")
 Kernel = Literal["torch", "triton"]
 
 
-def run(rows: Rows, setting: Setting) -> None:
-    with setting.group() as device:
+def run(rows: Findings, kit: KitDevice) -> None:
+    with kit.group() as device:
         for name, (bits, fed) in CASES.items():
-            rows.row(name, _beside, setting, device, bits, fed)
+            rows.row(name, _beside, kit, device, bits, fed)
 
 
 class Side:
-    """One exchange of two ranks whose messages are both this rank's."""
+    """One exchange of two ranks that send the same messages."""
 
     def __init__(self, kernel: Kernel, bits: int, fed: bool, numbers: int, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(0)
         each = numbers // VECTORS
-        self.vectors = [torch.randn(each, generator=generator, device=device) for _ in range(VECTORS)]
+        self.vectors = [
+            torch.randn(each, generator=generator, dtype=torch.float32, device=device) for _ in range(VECTORS)
+        ]
         self.kept = [torch.zeros_like(v) for v in self.vectors]
         ctx = StepContext(world_size=2)
         self.exchange = TwoStageExchange(Codec(bits, 128), [each] * VECTORS, ctx, device, parts=2, kernel=kernel)
@@ -46,7 +48,7 @@ class Side:
         second = self.share()
         second.output.view(2, -1).copy_(second.input)
         self.sent = torch.cat([first.input, second.input])
-        self.kept_once = [e.clone() for e in self.kept]  # the timed calls go on adding to what is kept
+        self.kept_once = [e.clone() for e in self.kept]  # the timed calls change the residuals
         self.vectors = [v.clone() for v in self.vectors]
         self.deliver()
 
@@ -60,8 +62,8 @@ class Side:
         self.exchange.deliver([self.vectors] * 2)
 
 
-def _beside(setting: Setting, device: torch.device, bits: int, fed: bool) -> Values:
-    numbers = 10 * 128 if setting.tiny else NUMBERS
+def _beside(kit: KitDevice, device: torch.device, bits: int, fed: bool) -> Values:
+    numbers = 10 * 128 if kit.tiny else NUMBERS
     torchs = Side("torch", bits, fed, numbers, device)
     try:
         tritons = Side("triton", bits, fed, numbers, device)
@@ -75,7 +77,7 @@ def _beside(setting: Setting, device: torch.device, bits: int, fed: bool) -> Val
     values: dict[str, Any] = {"numbers": numbers}
     sums = {"torch": 0.0, "triton": 0.0}
     for stage in STAGES:
-        times = _taken(setting, {"torch": torchs.steps[stage], "triton": tritons.steps[stage]})
+        times = _taken(kit, {"torch": torchs.steps[stage], "triton": tritons.steps[stage]})
         for name, found in times.items():
             values[f"{name} {stage} ms"] = statistics.median(found)
             sums[name] += values[f"{name} {stage} ms"]
@@ -86,9 +88,9 @@ def _beside(setting: Setting, device: torch.device, bits: int, fed: bool) -> Val
     }
 
 
-def _taken(setting: Setting, steps: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
+def _taken(kit: KitDevice, steps: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {name: [] for name in steps}
-    for round_ in range(3 if setting.tiny else ROUNDS):
+    for round_ in range(3 if kit.tiny else ROUNDS):
         for name in list(steps) if round_ % 2 else list(reversed(steps)):
-            found[name].append(setting.milliseconds(steps[name])[0])
+            found[name].append(kit.milliseconds(steps[name])[0])
     return found

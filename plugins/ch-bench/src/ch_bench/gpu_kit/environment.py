@@ -1,4 +1,4 @@
-"""The machine: versions, devices, what is installed."""
+"""The machine: versions, devices and installed packages."""
 
 import os
 import platform
@@ -10,35 +10,35 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from ch_bench.gpu_kit.rows import Rows, Skipped, Values
-from ch_bench.gpu_kit.setting import Setting
+from ch_bench.gpu_kit.device import KitDevice
+from ch_bench.gpu_kit.findings import Findings, Skipped, Values
 
-_TOLD = ("torch", "numpy", "pytest", "pluggy", "rich", "torchft", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+_PACKAGES = ("torch", "numpy", "pytest", "pluggy", "rich", "torchft", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
-def run(rows: Rows, setting: Setting) -> None:
+def run(rows: Findings, kit: KitDevice) -> None:
     rows.row("versions", _versions)
-    rows.row("device", _device, setting)
+    rows.row("device", _device, kit)
     rows.row("driver", _driver)
     rows.row("hooks", _hooks)
-    rows.row("copy of 256 MB", _bandwidth, setting)
+    rows.row("copy of 256 MB", _bandwidth, kit)
 
 
 def _versions() -> Values:
     installed = {d.metadata["Name"]: d.version for d in distributions() if d.metadata["Name"]}
-    told = {name: installed.get(name, "-") for name in _TOLD}
+    versions = {name: installed.get(name, "-") for name in _PACKAGES}
     ours = {name: version for name, version in installed.items() if name.startswith("ch-")}
     return {
         "python": platform.python_version(),
         "system": platform.platform(),
         "cpus": os.cpu_count(),
-        **told,
+        **versions,
         "ours": ours,
     }
 
 
-def _device(setting: Setting) -> Values:
-    if not setting.cuda:
+def _device(kit: KitDevice) -> Values:
+    if not kit.cuda:
         raise Skipped("on CPU tensors")
     found = torch.cuda.get_device_properties(0)
     return {
@@ -70,11 +70,11 @@ def _hooks() -> Values:
     return {"hooks": [spec.name for spec in commhooks.list_hooks()], "torchft": find_spec("torchft") is not None}
 
 
-def _bandwidth(setting: Setting) -> Values:
-    """What one pass over memory takes: the measure of every hook's cost."""
-    device = torch.device(setting.device)
-    source = torch.ones((1 if setting.tiny else 256) * 2**18, device=device)
+def _bandwidth(kit: KitDevice) -> Values:
+    """Measure one pass over memory, the unit of every hook's cost."""
+    device = torch.device(kit.device)
+    source = torch.ones((1 if kit.tiny else 256) * 2**18, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
-    took = sorted(setting.milliseconds(lambda: target.copy_(source))[0] for _ in range(5))[2]
+    took = sorted(kit.milliseconds(lambda: target.copy_(source))[0] for _ in range(5))[2]
     return {"ms": took, "GB/s read and written": 2 * source.nbytes / took / 1e6}

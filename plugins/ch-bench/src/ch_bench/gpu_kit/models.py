@@ -1,17 +1,13 @@
-"""What the parts train: a net in several buckets, and shapes without arithmetic; and every hook that there is."""
+"""Models and hooks of the kit."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from ch_bench.gpu_kit.setting import Setting
+from ch_bench.gpu_kit.device import KitDevice
 
 LAYERS = 4
 COMPOSITIONS = [
@@ -28,14 +24,14 @@ COMPOSITIONS = [
 EXACT = ("allreduce", "noop")
 
 
-TELLING = ["allreduce", "bf16_compress", "powersgd(rank=4)", "quant8", "error_feedback(bf16_compress)"]
-"""Those that stand for the others where all would take too long."""
+REPRESENTATIVE = ["allreduce", "bf16_compress", "powersgd(rank=4)", "quant8", "error_feedback(bf16_compress)"]
+"""Representative hooks, for parts that have no time for all."""
 
 
-def hooks(setting: Setting) -> list[str]:
-    """Every registered reduction by its example, and compositions of them."""
-    if setting.tiny:
-        return TELLING
+def hooks(kit: KitDevice) -> list[str]:
+    """Return every registered reduction by its example, and compositions."""
+    if kit.tiny:
+        return REPRESENTATIVE
     examples = [spec.example or spec.name for spec in commhooks.list_hooks(kind="reduction")]
     usable = [each for each in (*examples, *COMPOSITIONS) if _exists(each)]
     return list(dict.fromkeys(usable))
@@ -49,18 +45,16 @@ def _exists(expression: str) -> bool:
     return True
 
 
-def net(setting: Setting, device: torch.device) -> nn.Sequential:
-    """Four square layers with biases, the same at each call."""
-    width = 32 if setting.tiny else 512
+def net(kit: KitDevice, device: torch.device) -> nn.Sequential:
+    """Return four square layers with biases, equal at each call."""
+    width = 32 if kit.tiny else 512
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS))).to(device)
 
 
-def ddp(
-    setting: Setting, device: torch.device, module: nn.Module | None = None, **more: Any
-) -> DistributedDataParallel:
-    """The net in DDP, in several buckets."""
-    module = net(setting, device) if module is None else module
+def ddp(kit: KitDevice, device: torch.device, module: nn.Module | None = None, **more: Any) -> DistributedDataParallel:
+    """Wrap the net in DDP with several buckets."""
+    module = net(kit, device) if module is None else module
     bytes_of_one = max(p.numel() * p.element_size() for p in module.parameters())
     ids = [device.index] if device.type == "cuda" else None
     more = {"bucket_cap_mb": 1.5 * bytes_of_one / 2**20, "gradient_as_bucket_view": True} | more
@@ -68,36 +62,36 @@ def ddp(
 
 
 def attach(model: nn.Module, hook: Any, **more: Any) -> commhooks.CommHook:
-    """:func:`commhooks.attach`, which compresses with one rank as well."""
+    """Attach a hook that compresses also with one rank."""
     return commhooks.attach(model, hook, single_process=True, **more)
 
 
-def batch(setting: Setting, device: torch.device, step: int, rank: int = 0) -> torch.Tensor:
-    """One rank's input of a step, whatever it is for."""
+def batch(kit: KitDevice, device: torch.device, step: int, rank: int = 0) -> torch.Tensor:
+    """Return one rank's input of a step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(8, 32 if setting.tiny else 512, generator=generator).to(device)
+    return torch.randn(8, 32 if kit.tiny else 512, generator=generator, dtype=torch.float32, device="cpu").to(device)
 
 
 def backward(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    """One forward and backward; a copy of all gradients in one vector."""
+    """Run forward and backward, and return a copy of all gradients as one vector."""
     model.zero_grad(set_to_none=False)
     model(inputs).square().mean().backward()
     return gradients(model)
 
 
 def gradients(model: nn.Module) -> torch.Tensor:
-    """Of all parameters in model order, one vector, copied."""
+    """Return a copy of all gradients in the order of the model, as one vector."""
     found = [p.grad for p in model.parameters() if p.grad is not None]
     return torch.cat([getattr(g, "_local_tensor", g).reshape(-1).float() for g in found])
 
 
-def total(model: nn.Module, setting: Setting, device: torch.device, steps: int, rank: int = 0) -> torch.Tensor:
-    """The gradients of some steps, added up; parameters stay as they are."""
-    return torch.stack([backward(model, batch(setting, device, step, rank)) for step in range(steps)]).double().sum(0)
+def total(model: nn.Module, kit: KitDevice, device: torch.device, steps: int, rank: int = 0) -> torch.Tensor:
+    """Return the sum of the gradients of several steps; parameters do not change."""
+    return torch.stack([backward(model, batch(kit, device, step, rank)) for step in range(steps)]).double().sum(0)
 
 
-def kept_back(handle: commhooks.CommHook, model: nn.Module) -> torch.Tensor | None:
-    """What error feedback holds, as :func:`gradients` has it; ``None`` where a hook keeps no residual."""
+def residual_of(handle: commhooks.CommHook, model: nn.Module) -> torch.Tensor | None:
+    """Return the residual of error feedback in the layout of :func:`gradients`, or ``None``."""
     handle.commit()
     if not isinstance(handle.state, commhooks.HookState):
         return None
@@ -109,63 +103,5 @@ def kept_back(handle: commhooks.CommHook, model: nn.Module) -> torch.Tensor | No
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """``|a - b| / |b|``."""
+    """Return ``|a - b| / |b|``."""
     return float((a.double() - b.double()).norm() / b.double().norm())
-
-
-class ShapesOnly(nn.Module):
-    """Parameters of given shapes whose backward only hands gradients over: a step of it costs what its hook costs.
-
-    Args:
-        gradients: one per parameter, handed over at each backward.
-    """
-
-    def __init__(self, gradients: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self.params = nn.ParameterList(torch.zeros_like(g) for g in gradients)
-        self.gradients = gradients
-
-    def forward(self) -> torch.Tensor:
-        found: torch.Tensor = _Given.apply(self.gradients, *self.params)  # type: ignore[no-untyped-call]
-        return found
-
-
-class _Given(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gradients: Sequence[torch.Tensor], *params: torch.Tensor) -> torch.Tensor:
-        ctx.gradients = gradients
-        return params[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        return (None, *ctx.gradients)
-
-
-def made_up(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """A gradient of every shape: random, in the size of a gradient."""
-    generator = torch.Generator(device).manual_seed(0)
-    return [torch.randn(tuple(s), generator=generator, device=device).mul_(1e-3).to(dtype) for s in shapes.values()]
-
-
-def register_torch(model: DistributedDataParallel, name: str) -> None:
-    """Put one of PyTorch's hooks in place."""
-    if name.startswith("powersgd"):
-        rank = int(name.removesuffix(")").rpartition("=")[2])
-        state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
-        model.register_comm_hook(state, powerSGD_hook)
-        return
-    model.register_comm_hook(None, _TORCH[name])
-
-
-def _bf16(group: dist.ProcessGroup, bucket: commhooks.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP refuses PyTorch's own by its name without NCCL, although gloo reduces bf16 correctly."""
-    return default_hooks.bf16_compress_hook(group, bucket)
-
-
-_TORCH: dict[str, Any] = {
-    "allreduce": default_hooks.allreduce_hook,
-    "bf16_compress": _bf16,
-    "fp16_compress": default_hooks.fp16_compress_hook,
-}
-PYTORCHS = ["powersgd(rank=4)", "powersgd(rank=1)", "bf16_compress", "fp16_compress", "allreduce"]
-"""Hooks of ours that PyTorch has, too. Its quantising ones fail in a group of one rank."""

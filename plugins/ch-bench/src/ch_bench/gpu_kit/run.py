@@ -1,8 +1,7 @@
-"""The kit's one file that is run as it lies: `python run.py --out FOLDER`, beside the wheels of this project.
+"""Run the kit from a folder of wheels: `python run.py --out FOLDER`.
 
-Puts the wheels where Python finds them, in the folder of the record, and runs `python -m ch_bench.gpu_kit` with the same
-words. It needs no network, no pip and nothing but the standard library; what the kit needs is torch, numpy, pluggy and
-pytest.
+It unpacks the wheels of this project to a temporary folder and runs `python -m ch_bench.gpu_kit` with the same arguments. This
+file needs only the standard library; the kit needs torch, numpy, pluggy and pytest.
 """
 
 import os
@@ -14,10 +13,10 @@ from pathlib import Path
 
 
 def main() -> int:
-    """The kit's exit status."""
+    """Return the exit status of the kit."""
     wheels = sorted(Path(__file__).resolve().parent.glob("*.whl"))
     if not wheels:
-        print(f"no wheels beside {__file__}: make the folder with `nox -s gpu-kit`", file=sys.stderr)
+        print(f"no wheels in the folder of {__file__}: make the folder with `nox -s gpu-kit`", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="gpu-kit-") as site:
         for wheel in wheels:

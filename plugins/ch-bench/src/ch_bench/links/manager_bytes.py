@@ -1,9 +1,9 @@
-"""What members of a quorum send, as the loopback interface counts it: no hook is made of sums that carry zeros.
+"""Bytes that members of a torchft quorum send, as the loopback interface counts them.
 
     sudo python -m ch_bench.links.manager_bytes [--members 4] [--record]
 
-Members with real torchft Managers train in a network namespace of their own, where nothing else uses the interface. An
-exchange that is emulated by sums would carry W times the bytes of the gradient that it stands for.
+Members with real torchft Managers train in a new network namespace, where no other program uses the interface. An exchange
+that was emulated by sums padded with zeros would send W times the bytes of its gradient.
 """
 
 import argparse
@@ -16,12 +16,9 @@ from pathlib import Path
 from threading import Barrier
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 import ch_ft
-from ch_bench import bench_report
+from ch_bench import record
 from ch_ft.testing import quorum
 
 HOOKS = ["allreduce", "bf16_compress", "bf16_compress(accumulate='fp32')", "quant8", "quant4(error_feedback=True)"]
@@ -30,13 +27,13 @@ INSIDE = "CH_BENCH_INSIDE"
 
 
 def carried() -> int:
-    """Bytes that the loopback interface of this namespace has sent."""
+    """Return the bytes that the loopback interface of this namespace has sent."""
     line = next(one for one in Path("/proc/net/dev").read_text().splitlines() if one.strip().startswith("lo:"))
     return int(line.split()[9])
 
 
 def measure(hook: str, members: int) -> tuple[float, float]:
-    """Bytes per member and step: as the engine counts them, and as the interface carried them."""
+    """Return the bytes per member and step that the engine counts, and those that the interface carries."""
     barrier = Barrier(members)
     net = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
     with quorum.lighthouse(min_replicas=members, heartbeat=60.0, join_timeout=5.0) as address:
@@ -55,14 +52,14 @@ def measure(hook: str, members: int) -> tuple[float, float]:
                 optimizer = ch_ft.OptimizerWrapper(member.manager, torch.optim.SGD(module.parameters(), lr=1e-3))
                 counted = before = 0.0
                 for step in range(2 + STEPS):
-                    if step == 2:  # everybody is there
+                    if step == 2:  # every member has joined
                         barrier.wait()
                         before, counted = carried(), model.handle.stats()["wire_bytes"] if model.handle else 0.0
                         barrier.wait()
                     optimizer.zero_grad()
                     model(torch.randn(4, WIDTH)).square().mean().backward()
                     if not optimizer.step():
-                        raise RuntimeError(f"{hook}: a step was not committed: {member.manager.errored()}")
+                        raise RuntimeError(f"{hook}: step {step} was not committed: {member.manager.errored()}")
                 barrier.wait()
                 sent = carried() - before
                 counted = (model.handle.stats()["wire_bytes"] - counted) if model.handle else 0.0
@@ -75,21 +72,20 @@ def measure(hook: str, members: int) -> tuple[float, float]:
         return results[0]
 
 
-def table(found: dict[str, tuple[float, float]], members: int) -> Table:
-    """A row for each hook."""
-    shown = Table(title=f"Bytes per member and step, {members} members over torchft's Manager", box=box.SIMPLE_HEAD)
-    for name in ("hook", "engine", "interface", "against allreduce"):
-        shown.add_column(name, justify="left" if name == "hook" else "right")
+def table(found: dict[str, tuple[float, float]]) -> str:
+    """Return the bytes of each hook as Markdown."""
     plain = found[HOOKS[0]][1]
-    for hook, (counted, sent) in found.items():
-        shown.add_row(hook, f"{counted:,.0f}", f"{sent:,.0f}", f"{sent / plain:.3f}")
-    return shown
+    rows = [
+        [f"`{h}`", f"{counted:,.0f}", f"{sent:,.0f}", f"{sent / plain:.3f}"] for h, (counted, sent) in found.items()
+    ]
+    return record.markdown_table(["hook", "engine", "interface", "against allreduce"], rows)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    """Run the members in a network namespace and print the bytes of each hook."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--members", type=int, default=4)
-    parser.add_argument("--record", action="store_true", help="keep the output as docs/measured/manager-bytes-DATE.md")
+    parser.add_argument("--record", action="store_true", help="write the table to docs/measured/wire-bytes.md")
     args = parser.parse_args()
     if INSIDE in os.environ:
         sys.stdout.write("\n" + json.dumps({hook: measure(hook, args.members) for hook in HOOKS}))
@@ -101,13 +97,12 @@ def main() -> int:
     if ran.returncode:
         sys.stderr.write(ran.stderr[-2000:])
         return ran.returncode
-    console = Console(record=True, width=110)
-    console.print(table(json.loads(ran.stdout.splitlines()[-1]), args.members))
+    found = f"Bytes per member and step, {args.members} members\n\n{table(json.loads(ran.stdout.splitlines()[-1]))}"
+    print(found)
     if args.record:
-        command = bench_report.command("ch_bench.links.manager_bytes")
-        console.print(f"recorded in {bench_report.record('manager-bytes', command, console)}")
+        record.write("wire-bytes", "torchft's Manager", record.command("ch_bench.links.manager_bytes"), found)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    record.run_main(main)

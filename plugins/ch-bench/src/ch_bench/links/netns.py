@@ -1,14 +1,12 @@
-"""A small network of one's own: N Linux network namespaces on one bridge, every uplink as slow as asked.
+"""A network of N Linux network namespaces on one bridge, with uplinks of a given rate.
 
     with Network(world=2, rate="200mbit") as net:
         print(net.verify())  # bits per second of a real transfer
         launch(worker, 2, enter=net.enter)  # rank r runs inside namespace r
 
-A rank reads with `sent_here` what its interface counts.
-
-Inside, every rank has an interface ``IFACE`` (Gloo is told to use it) with a token bucket filter on what it sends, as a
-network card of that speed would have, and TCP with Linux's default congestion control (cubic). Needs root and iproute2:
-`why_not` gives the reason where it cannot be had.
+Each rank has an interface ``IFACE``, which Gloo uses. A token bucket filter limits its rate, as a network card does, and
+TCP uses Linux's default congestion control (cubic). `sent_here` reads the interface's counters. This needs root and
+iproute2; `why_not` returns the reason if it is unavailable.
 """
 
 import contextlib
@@ -25,19 +23,21 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
+from commhooks import CommHooksError
+
 IFACE = "ch0"
 CLONE_NEWNET = 0x40000000  # linux/sched.h
-HEADERS = 14 + 20 + 32  # of a packet, in bytes: Ethernet, IPv4, TCP with time stamps, which Linux has on
+HEADERS = 14 + 20 + 32  # bytes per packet: Ethernet, IPv4, TCP with time stamps (Linux's default)
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 T = TypeVar("T")
 
 
-class Unavailable(RuntimeError):
-    """This machine or this user cannot make network namespaces; the message says why."""
+class LinkError(CommHooksError, RuntimeError):
+    """Network namespaces are unavailable, or a link does not have the requested rate."""
 
 
 def parse_rate(rate: str) -> float:
-    """``"200mbit"`` to bits per second. Raises ValueError."""
+    """Return bits per second for a text such as ``"200mbit"``. Raises ValueError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate.strip().lower())
     if match is None:
         raise ValueError(f"{rate!r} is not a rate; legal is a number and kbit, mbit or gbit, as in 200mbit")
@@ -45,9 +45,9 @@ def parse_rate(rate: str) -> float:
 
 
 def why_not() -> str:
-    """The reason why there can be no network namespaces here, or an empty string."""
+    """Return the reason why network namespaces are unavailable, or an empty string."""
     if sys.platform != "linux":
-        return f"network namespaces are a Linux feature, this is {sys.platform}"
+        return f"network namespaces need Linux, not {sys.platform}"
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -56,11 +56,11 @@ def why_not() -> str:
     probe = f"chprobe{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
     subprocess.run(["ip", "netns", "del", probe], capture_output=True)
-    return f"this kernel or container refuses them: {made.stderr.strip()}" if made.returncode else ""
+    return f"this kernel or container refuses network namespaces: {made.stderr.strip()}" if made.returncode else ""
 
 
 class Network:
-    """``world`` namespaces joined by a bridge in a further one; ``rate`` shapes what each rank sends."""
+    """Context manager of ``world`` namespaces joined by a bridge; ``rate`` limits each rank's uplink."""
 
     def __init__(self, world: int, rate: str | None = None) -> None:
         self.bits = parse_rate(rate) if rate else None
@@ -71,7 +71,7 @@ class Network:
     def __enter__(self) -> "Network":
         reason = why_not()
         if reason:
-            raise Unavailable(reason)
+            raise LinkError(reason)
         try:
             self._build()
         except BaseException:
@@ -86,18 +86,20 @@ class Network:
 
     @property
     def enter(self) -> "Enter":
-        """What a spawned rank calls first; it can be pickled."""
+        """Function for a new rank to call first; it can be pickled."""
         return Enter(self.names)
 
     def address(self, rank: int) -> str:
-        """The rank's IPv4 address."""
+        """Return the rank's IPv4 address."""
         return f"10.77.0.{rank + 1}"
 
     def verify(self, seconds: float = 1.0) -> float:
-        """Send for about ``seconds`` from rank 0 to rank 1; the bits per second that arrived.
+        """Send for about ``seconds`` from rank 0 to rank 1 and return the bits per second that arrive.
 
-        Headers take a twentieth. A busy machine can only make a link slower, so the best of three counts. Raises
-        RuntimeError when a shaped link is not within 15 % of its rate.
+        Headers take a twentieth. A busy machine can only make a link slower, so the best of three counts.
+
+        Raises:
+            LinkError: a shaped link is not within 15 % of its rate.
         """
         size = int((self.bits or 2e9) / 8 * seconds)
         got = 0.0
@@ -105,10 +107,12 @@ class Network:
             got = max(got, self.transfer(size))
             if self.bits is None or 0.85 * self.bits <= got <= 1.05 * self.bits:
                 return got
-        raise RuntimeError(f"the link is not what was asked for: {self.rate}, but {got / 1e6:.0f} Mbit/s arrived")
+        raise LinkError(
+            f"the link has {got / 1e6:.0f} Mbit/s instead of {self.rate}: end other programs, or choose a lower rate"
+        )
 
     def transfer(self, size: int) -> float:
-        """Send ``size`` bytes from rank 0 to rank 1 over TCP; the bits per second that arrived."""
+        """Send ``size`` bytes from rank 0 to rank 1 over TCP and return the bits per second that arrive."""
         server = within(self.names[1], lambda: socket.create_server((self.address(1), 0)))
         client = within(self.names[0], lambda: socket.create_connection(server.getsockname(), timeout=10))
         connection, _ = server.accept()
@@ -140,35 +144,35 @@ class Network:
                 _command("tc", "-n", name, "qdisc", "add", "dev", IFACE, "root", *shape)
 
     def _remove(self) -> None:
-        for name in [*self.names, self.hub]:  # takes the interfaces along
+        for name in [*self.names, self.hub]:  # deletes the interfaces, too
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
 class Sent(NamedTuple):
-    """What an interface has sent: bytes, headers of the link included, in so many packets."""
+    """Counters of an interface: sent bytes including headers, and packets."""
 
     bytes: int
     packets: int
 
     @property
     def stream(self) -> int:
-        """Bytes that TCP was given to send: without the headers of every packet, acknowledgements included."""
+        """Bytes without the headers of the packets."""
         return self.bytes - HEADERS * self.packets
 
 
 def sent_here() -> Sent:
-    """What left this thread's namespace through ``IFACE`` so far."""
+    """Return the counters of ``IFACE`` in this thread's namespace."""
     with open("/proc/thread-self/net/dev") as table:
         for line in table:
             name, _, counters = line.partition(":")
             if name.strip() == IFACE:
                 fields = counters.split()
                 return Sent(int(fields[8]), int(fields[9]))
-    raise RuntimeError(f"no interface {IFACE} here: this thread has not entered a Network")
+    raise RuntimeError(f"no interface {IFACE}: this thread has not entered a Network")
 
 
 class Enter:
-    """``Enter(names)(rank)`` moves the calling thread, and the threads it will start, into namespace ``rank``."""
+    """``Enter(names)(rank)`` moves the calling thread and its future threads to namespace ``rank``."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
@@ -179,7 +183,7 @@ class Enter:
 
 
 def within(name: str, make: Callable[[], T]) -> T:
-    """Call ``make`` inside a namespace, from a thread of its own; a socket made there stays there."""
+    """Call ``make`` in a new thread inside a namespace. A socket made there stays there."""
     made: list[Any] = []
 
     def body() -> None:
@@ -199,9 +203,7 @@ def within(name: str, make: Callable[[], T]) -> T:
 
 
 def _use_cubic() -> None:
-    """Linux's default congestion control, whatever this machine has set: BBR takes a link that is used in bursts, as by
-    collectives one after another, for a slower one, and a measurement would depend on the machine.
-    """
+    """Use cubic: BBR takes a link with bursts of collectives for a slower one, so results would depend on the machine."""
     with contextlib.suppress(OSError), open("/proc/sys/net/ipv4/tcp_congestion_control", "w") as control:
         control.write("cubic")
 

@@ -1,19 +1,17 @@
-"""The same bytes counted twice: by the engine, and by the network interface that carried them.
+"""Bytes counted by the engine compared with bytes counted by the network interface.
 
     sudo python -m ch_bench.links.wire_bytes [--link 200mbit] [--width 1024] [--json] [--record]
 
-Every hook trains a few steps between network namespaces, one rank in each, so that nothing else uses the interface.
-The engine counts ``wire_bytes``: what a rank sends round a ring or in a direct exchange, the status included. Two things come
-on top, and are told apart here:
+Every hook trains a few steps between network namespaces with one rank each, so that no other program uses the interface. The
+engine counts ``wire_bytes``: bytes that a rank sends round a ring or in a direct exchange, with the status. Two kinds of bytes
+are added below the engine:
 
-* Gloo puts 48 bytes before each message, and sends the same 48 alone as notices: "ready to receive", "ready to send".
-  That is part of what TCP carries (*TCP*), which is the engine's count and 48 bytes times a whole number, where the engine is
-  right. It also shows where the back end's algorithm is another.
-* A packet has 66 bytes of headers, and an acknowledgement has nothing else. How many packets there are is the kernel's
-  affair (*packets*): with segmentation offload up to 64 kB go in one, less on a link that it takes for slow, and a receiver
-  acknowledges more or less often. The interface counts both (*interface*), so that they can be taken off.
+* Gloo sends 48 bytes before each message, and the same 48 bytes as notices ("ready to receive", "ready to send"). If the
+  engine is right, the bytes that TCP carries (*TCP*) are the engine's count plus a multiple of 48.
+* Each packet has 66 bytes of headers, acknowledgements included. The kernel chooses the number of packets: with segmentation
+  offload one packet carries up to 64 kB. The interface counts bytes and packets, so that headers can be subtracted.
 
-There are four buckets of ``width`` x ``width`` numbers, 1 MiB each if it is 512.
+There are four buckets of ``width`` x ``width`` numbers, 1 MiB each if the width is 512.
 """
 
 import argparse
@@ -25,19 +23,17 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from ch_bench import bench_report, launch, training
+from ch_bench import launch, record, training
 from ch_bench.links import netns
+from ch_bench.pytorch_hooks import reduction_of
 
 HOOKS = ["allreduce", "bf16_compress", "powersgd(rank=32)", "bf16_wrapper(powersgd(rank=32))"]
 WIDTH, DEPTH, STEPS = 512, 4, 5  # as many buckets as matrices
 
 
 class Counts(NamedTuple):
-    """Of one rank, per step: bytes that the engine counted, that TCP carried, that the interface sent; and its packets."""
+    """Bytes of one rank and step, as the engine, TCP and the interface count them, and packets."""
 
     engine: float
     stream: float
@@ -46,13 +42,13 @@ class Counts(NamedTuple):
 
 
 def worker(rank: int, world: int, device: torch.device, hooks: list[str], width: int, path: Path) -> None:
-    """Train with each hook in turn; rank 0 leaves hook -> :class:`Counts` in ``path``."""
+    """Train with each hook in turn. Rank 0 writes hook -> :class:`Counts` to ``path``."""
     counts = {}
     for expr in hooks:
         net = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(DEPTH)))
         model = training.wrap(net, device, bucket_cap_mb=4e-6 * width**2)
         run = training.attach(training.Run(expr, model, torch.optim.SGD(model.parameters(), lr=1e-3)))
-        _steps(run, 2, width, device)  # DDP rebuilds its buckets and tells the others of it
+        _steps(run, 2, width, device)  # DDP rebuilds its buckets, which sends messages
         counted, before = run.handle.stats()["wire_bytes"], netns.sent_here()
         _steps(run, STEPS, width, device)
         after = netns.sent_here()
@@ -76,23 +72,36 @@ def _steps(run: training.Run, steps: int, width: int, device: torch.device) -> N
 
 
 def count(hooks: list[str], world: int, rate: str | None, width: int) -> dict[str, Counts]:
-    """Hook -> what was counted on rank 0."""
+    """Return hook -> counts of rank 0."""
     with tempfile.TemporaryDirectory() as folder, netns.Network(world, rate) as net:
         path = Path(folder, "counts.json")
         launch.launch(worker, world, hooks, width, path, enter=net.enter)
         return {expr: Counts(*figures) for expr, figures in json.loads(path.read_text()).items()}
 
 
-def main() -> int:
-    """Print both counts for each hook, or the reason why there are none."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def table(counts: dict[str, Counts]) -> str:
+    """Return the counts as Markdown."""
+    rows = []
+    for hook, (engine, stream, interface, packets) in counts.items():
+        tcp, whole = (f"{carried / engine - 1:+.2%}" for carried in (stream, interface))
+        rows.append(
+            [f"`{hook}`", f"{engine:,.0f}", f"{stream:,.0f}", tcp, f"{packets:,.0f}", f"{interface:,.0f}", whole]
+        )
+    return record.markdown_table(["hook", "engine", "TCP", "difference", "packets", "interface", "difference"], rows)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the counts of each hook, or the reason why there are none."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hooks", nargs="+", default=HOOKS, metavar="EXPR")
     parser.add_argument("--nproc", type=int, default=2)
-    parser.add_argument("--link", metavar="RATE", help="shape the uplinks, as in 200mbit; default: as fast as memory")
-    parser.add_argument("--width", type=int, default=WIDTH, help="of the four square matrices")
-    parser.add_argument("--record", action="store_true", help="keep the table as docs/measured/wire-bytes-DATE.md")
+    parser.add_argument("--link", metavar="RATE", help="rate of the uplinks, as in 200mbit; default: as fast as memory")
+    parser.add_argument("--width", type=int, default=WIDTH, help="width of the four square matrices")
+    parser.add_argument("--record", action="store_true", help="write the table to docs/measured/wire-bytes.md")
     parser.add_argument("--json", action="store_true", help="print hook -> [engine, TCP, interface, packets] instead")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    for hook in args.hooks:
+        reduction_of(hook)
     if reason := netns.why_not():
         print(f"skipped: {reason}", file=sys.stderr)
         return 0
@@ -100,22 +109,14 @@ def main() -> int:
     if args.json:
         print(json.dumps(counts))
         return 0
-    title = f"Bytes per rank and step, {args.nproc} ranks, {args.link or 'no'} limit, buckets of {4e-6 * args.width**2:.1f} MB"
-    table = Table(title=title, box=box.SIMPLE_HEAD)
-    for name in ("hook", "engine", "TCP", "difference", "packets", "interface", "difference"):
-        table.add_column(name, justify="left" if name == "hook" else "right")
-    for expr, (engine, stream, interface, packets) in counts.items():
-        apart = [f"{carried / engine - 1:+.2%}" for carried in (stream, interface)]
-        table.add_row(
-            expr, f"{engine:,.0f}", f"{stream:,.0f}", apart[0], f"{packets:,.0f}", f"{interface:,.0f}", apart[1]
-        )
-    console = Console(record=True, width=None if sys.stdout.isatty() else 110)
-    console.print(table)
+    size = f"buckets of {4e-6 * args.width**2:.1f} MB"
+    found = f"Bytes per rank and step, {args.nproc} ranks, {args.link or 'no'} limit, {size}\n\n{table(counts)}"
+    print(found)
     if args.record:
-        command = bench_report.command("ch_bench.links.wire_bytes")
-        console.print(f"recorded: {bench_report.record('wire-bytes', command, console)}")
+        made_by = record.command("ch_bench.links.wire_bytes", argv)
+        record.write("wire-bytes", "Process groups on shaped links", made_by, found)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    record.run_main(main)

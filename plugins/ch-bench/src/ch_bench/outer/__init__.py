@@ -1,1 +1,1 @@
-"""Ranks far apart: what outer optimizers cost in loss, and the race against the clock over a slow link."""
+"""Training over slow links: loss of outer optimizers, and the race to a given loss."""

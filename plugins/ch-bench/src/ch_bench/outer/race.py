@@ -1,21 +1,20 @@
-"""The race against the clock: who is first at the loss that all-reduce has after so many steps, over a slow link.
+"""Race against the clock: which method is first at the loss of all-reduce, over a slow link.
 
     python -m ch_bench.outer.race --link 50mbit,200mbit,1gbit [--steps 1000] [--seeds 3] [--record]
 
-The demo's GPT (0.85 M parameters) on real text, two processes between network namespaces whose uplinks are shaped (root and
-iproute2), equal batches for all. The learning rate has no horizon: a warm-up, then the inverse root of the step. PyTorch's
-all-reduce trains for ``--steps``; the mean of its last three held-out evaluations is what each other method trains until
-it reaches, or until ``--limit`` seconds: then its time is a lower bound.
+Two processes in network namespaces with shaped uplinks (needs root and iproute2) train the demo's GPT (0.85 M parameters) on
+text, with equal batches for every method. The learning rate is a warm-up followed by the inverse square root of the step.
+PyTorch's all-reduce trains for ``--steps``. The goal is the mean of its last three held-out losses. Each other method trains
+until it reaches the goal, or for ``--limit`` seconds; then its time is a lower bound.
 
-**The clock** stands still while held-out text is evaluated, and only at places where no message is under way, so that no
-method's messages travel for nothing; what is evaluated was copied when it was due, off the clock. Seconds are those of the slower
-rank.
-**Bytes** are what a rank's interface has sent while the clock ran. **The floor** is all-reduce's number of steps at the speed of
-a step without communication, by the same clock: the mean of the slower rank. Utilization is the time of the same steps at
-that speed over the clock's. Both ranks take such steps at every evaluation, with another model of the same kind: a machine
-that is slower for a while is so for both.
+**Clock**: seconds of the slower rank. It stops during evaluation, which takes place only while no message is in flight.
+Evaluation uses a copy of the model, made when it was due.
+**Bytes**: sent by a rank's interface while the clock runs.
+**Floor**: all-reduce's number of steps times the duration of a step without communication. Both ranks take such steps at every
+evaluation with a second model, so that a slow machine slows both. Utilization is the time of the same steps without
+communication divided by the clock's.
 
-Every finished method is in ``race.json`` at once, and is not run again.
+Every finished method is kept in ``race.json`` and does not run again.
 """
 
 import argparse
@@ -25,101 +24,95 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
+import matplotlib
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 
-from ch_bench import gpt, launch, text
+from ch_bench import gpt, launch, record, text
 from ch_bench.links import netns
-from ch_bench.outer import race_report
-from ch_bench.outer.method import Method
-from ch_bench.outer.race_methods import METHODS, REFERENCE, Running, start
+from ch_bench.outer.methods import RACE, REFERENCE, Method, Running, start
+from commhooks.testing import WorkerError
 
 WINDOWS = 128  # of held-out text
-LOCAL_STEPS = 5  # without communication, at every evaluation
+LOCAL_STEPS = 5  # steps without communication at every evaluation
 WARM = 50  # steps of the learning rate's warm-up
 Record = dict[str, Any]
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description="Train until the loss of all-reduce is reached, over shaped links.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--link", default="50mbit,200mbit,1gbit", help="comma-separated rates")
-    parser.add_argument("--steps", type=int, default=1000, help="of all-reduce, whose loss is the goal")
+    parser.add_argument("--steps", type=int, default=1000, help="steps of all-reduce, whose loss is the goal")
     parser.add_argument("--evaluate", type=int, default=10, help="steps between evaluations")
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds of the clock for every method")
-    parser.add_argument("--seeds", type=int, default=1, help="seeds of weights and data")
-    parser.add_argument(
-        "--only", nargs="+", metavar="WORD", help="methods whose name has one of these, and what they need"
-    )
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds of the clock for each method")
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds of weights and data")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="methods whose name contains one of these words")
     parser.add_argument("--width", type=int, default=128, help="width of the model")
     parser.add_argument("--layers", type=int, default=4, help="layers of the model")
     parser.add_argument("--batch", type=int, default=8, help="windows per rank and step")
     parser.add_argument("--context", type=int, default=64, help="characters per window")
     parser.add_argument("--lr", type=float, default=2.8e-3, help="peak learning rate of AdamW")
-    parser.add_argument(
-        "--out", type=Path, default=Path("race-out"), help="folder for race.json, the table and the plots"
-    )
-    parser.add_argument(
-        "--record",
-        nargs="?",
-        const="race",
-        metavar="NAME",
-        help="keep table, plots and runs as docs/measured/NAME-DATE",
-    )
+    parser.add_argument("--out", type=Path, default=Path("race-out"), help="folder for race.json and plots")
+    parser.add_argument("--record", action="store_true", help="write table, plots and runs to docs/measured/race.*")
     args = parser.parse_args(argv)
     try:
         args.rates = [rate for rate in args.link.split(",") if netns.parse_rate(rate)]
     except ValueError as error:
         parser.error(str(error))
     if args.steps < 3 * args.evaluate or args.evaluate < 1:
-        parser.error("legal are --evaluate >= 1 and --steps of at least three evaluations")
+        parser.error("--evaluate must be at least 1, and --steps at least three times --evaluate")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run who is missing, link by link, and show the tables; exit code 1 if a rank failed."""
+    """Run the missing methods link by link and print the tables. Return 1 if a rank failed."""
     args = parse(argv)
     if reason := netns.why_not():
         print(f"skipped: {reason}")
         return 0
-    path = args.out / "race.json"
-    records: dict[str, Record] = json.loads(path.read_text()) if path.exists() else {}
+    finished = record.FinishedRuns(args.out / "race.json")
     failed = 0
     for seed, rate, method in itertools.product(range(args.seeds), args.rates, chosen(args.only)):
         key = _key(args, rate, seed, method)
-        if key in records:
+        if key in finished.runs:
             continue
-        reference = records.get(_key(args, rate, seed, METHODS[0]))
+        reference = finished.runs.get(_key(args, rate, seed, RACE[0]))
         try:
-            records[key] = run(args, rate, seed, method, reference["goal"] if reference else None)
-        except launch.WorkerFailed as error:
+            finished.put(key, run(args, rate, seed, method, reference["goal"] if reference else None))
+        except WorkerError as error:
             print(f"{rate}, {method.label}, seed {seed}: {error}", file=sys.stderr)
             failed = 1
             if method.label == REFERENCE:
-                return 1  # nothing to compare the others with
+                return 1  # without it the others have no goal
             continue
-        _write(path, records)
-        print(race_report.line(records[key]), flush=True)
+        print(line(finished.runs[key]), flush=True)
     wanted = [_key(args, rate, seed, r) for seed in range(args.seeds) for rate in args.rates for r in chosen(args.only)]
-    found = [records[key] for key in wanted if key in records]
-    print(race_report.tables(found))
-    race_report.draw(found, args.out)
+    found = [finished.runs[key] for key in wanted if key in finished.runs]
+    shown = tables(found)
+    print(shown)
+    pictures = draw(found, record.measured() if args.record else args.out)
     if args.record:
-        race_report.record(found, args.record, sys.argv[1:] if argv is None else argv)
+        (record.measured() / "race.json").write_text(record.json_lines(found))
+        body = "\n\n".join(["<!-- tables -->", shown, *(f"![{path.stem}]({path.name})" for path in pictures)])
+        title = "Seconds to the loss of all-reduce over slow links"
+        record.write("race", title, record.command("ch_bench.outer.race", argv), body, "raw records: race.json")
     return failed
 
 
 def chosen(only: list[str] | None) -> list[Method]:
-    """The methods, those first that the others are measured by. A whole name takes no other that has it as a part."""
-    labels = {r.label for r in METHODS}
+    """Return the methods, reference first. A complete name selects only the method of that name."""
+    labels = {r.label for r in RACE}
     return [
         r
-        for r in METHODS
+        for r in RACE
         if r.label == REFERENCE
         or not only
         or any(word == r.label if word in labels else word in r.label for word in only)
@@ -133,26 +126,19 @@ def _key(args: argparse.Namespace, rate: str, seed: int, method: Method) -> str:
     return f"{rate}, {model}, {steps}, seed {seed}{limit}: {method.label}"
 
 
-def _write(path: Path, records: dict[str, Record]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".new")
-    beside.write_text(json.dumps(records, indent=0) + "\n")
-    beside.replace(path)
-
-
 def run(args: argparse.Namespace, rate: str, seed: int, method: Method, goal: float | None) -> Record:
-    """One method on one link: its record. ``goal`` is ``None`` for all-reduce, which sets it."""
-    beside = args.out / "run.json"
-    beside.parent.mkdir(parents=True, exist_ok=True)
-    settings = {
-        k: getattr(args, k) for k in ("steps", "evaluate", "limit", "width", "layers", "batch", "context", "lr")
-    }
+    """Run one method on one link and return its record. ``goal`` is ``None`` for the reference, which sets it."""
+    path = args.out / "run.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = ("steps", "evaluate", "limit", "width", "layers", "batch", "context", "lr")
+    settings = {name: getattr(args, name) for name in names}
     with netns.Network(2, rate) as net:
         verified = net.verify()
-        launch.launch(worker, 2, settings, method.as_dict(), seed, goal, beside, enter=net.enter)
-    record: Record = json.loads(beside.read_text())
-    beside.unlink()
-    return {"link": rate, "verified_bits": verified, "seed": seed, "label": method.label, "settings": settings} | record
+        launch.launch(worker, 2, settings, method.as_dict(), seed, goal, path, enter=net.enter)
+    found: Record = json.loads(path.read_text())
+    path.unlink()
+    head = {"link": rate, "verified_bits": round(verified), "seed": seed, "label": method.label, "settings": settings}
+    return head | found
 
 
 def worker(
@@ -160,68 +146,68 @@ def worker(
     world: int,
     device: torch.device,
     settings: dict[str, Any],
-    who: Record,
+    fields: Record,
     seed: int,
     goal: float | None,
     path: Path,
 ) -> None:
-    """One rank of one method; rank 0 leaves the record in ``path``."""
-    method = Method(**who)
+    """Train one method on one rank. Rank 0 writes the record to ``path``."""
+    method = Method(**fields)
     data = text.load()
     torch.manual_seed(seed)
     net = _net(settings, data.vocab)
     make = _optimizer(settings["lr"])
-    race = _Race(
+    racer = _Racer(
         start(method, net.to(device), make),
         text.Batches(data.train, settings["batch"], settings["context"], rank, seed),
     )
     twin = _net(settings, data.vocab).to(device)
-    beside = _Race(Running(twin, make(twin.parameters())), race.batches)  # steps without communication
-    held = text.validation(data.val, settings["context"], WINDOWS)
-    rows: list[tuple[int, float, float, float]] = []  # steps, seconds, bytes, held-out
+    local = _Racer(Running(twin, make(twin.parameters())), racer.batches)  # steps without communication
+    held_out = text.validation(data.val, settings["context"], WINDOWS)
+    rows: list[tuple[int, float, float, float]] = []  # steps, seconds, bytes, held-out loss
     waiting: list[tuple[int, float, float, dict[str, torch.Tensor]]] = []
     last = settings["steps"] if goal is None else 1 << 30
     arrived = False
     dist.barrier()
     for step in range(1, last + 1):
-        race.step(step, settings["lr"] * method.inner)
+        racer.step(step, settings["lr"] * method.inner)
         if step % settings["evaluate"] == 0:
-            waiting.append((step, race.seconds, race.sent, race.running.snapshot()))
-        if waiting and race.running.safe:
+            waiting.append((step, racer.seconds, racer.sent, racer.running.snapshot()))
+        if waiting and racer.running.safe:
             for at, seconds, sent, weights in waiting:
                 twin.load_state_dict(weights)
-                rows.append((at, *_together(twin, held, seconds, sent, rank, world)))
+                rows.append((at, *_evaluate(twin, held_out, seconds, sent, rank, world)))
             waiting.clear()
             dist.barrier()
             for _ in range(LOCAL_STEPS):
-                beside.step(step, settings["lr"])
-            dist.barrier()  # the clock goes on on both ranks at once
+                local.step(step, settings["lr"])
+            dist.barrier()  # both clocks resume at the same time
             arrived = goal is not None and any(_mean_of_three(rows[:end]) <= goal for end in range(3, len(rows) + 1))
             if arrived or (goal is not None and rows[-1][1] > settings["limit"]):
                 break
-    local = torch.tensor(beside.seconds / beside.steps, dtype=torch.float64)
-    dist.all_reduce(local, dist.ReduceOp.MAX)
+    local_step = torch.tensor(local.seconds / local.steps, dtype=torch.float64, device="cpu")
+    dist.all_reduce(local_step, dist.ReduceOp.MAX)
     if rank == 0:
         found = {
             "goal": _mean_of_three(rows) if goal is None and rows else goal,
             "arrived": goal is None or arrived,
-            "rows": [[at, round(s, 4), sent, round(loss, 5)] for at, s, sent, loss in rows],
-            "local_step_seconds": local.item(),
+            "rows": [[at, round(s, 2), round(sent), round(loss, 4)] for at, s, sent, loss in rows],
+            "local_step_seconds": round(local_step.item(), 5),
             "parameters": gpt.count_parameters(net),
             "when": time.strftime("%Y-%m-%d"),
         }
         path.write_text(json.dumps(found))
 
 
-class _Race:
-    """A method and its clock: seconds and bytes count while it steps, and not in between."""
+class _Racer:
+    """A method with its clock, which counts seconds and bytes only during steps."""
 
     def __init__(self, running: Running, batches: text.Batches) -> None:
         self.running, self.batches = running, batches
         self.steps, self.seconds, self.sent = 0, 0.0, 0.0
 
     def step(self, step: int, lr: float) -> None:
-        """One step at the scheduled learning rate."""
+        """Take one step at the scheduled learning rate."""
         x, y = self.batches[step]
         optimizer = self.running.optimizer
         for group in optimizer.param_groups:
@@ -245,23 +231,107 @@ def _optimizer(lr: float) -> Any:
 
 
 @torch.no_grad()
-def _together(
-    net: torch.nn.Module, held: tuple[torch.Tensor, torch.Tensor], seconds: float, sent: float, rank: int, world: int
+def _evaluate(
+    net: torch.nn.Module,
+    held_out: tuple[torch.Tensor, torch.Tensor],
+    seconds: float,
+    sent: float,
+    rank: int,
+    world: int,
 ) -> tuple[float, float, float]:
-    """Seconds and bytes of the slower rank, and the held-out loss, of which each rank computes a part."""
-    x, y = (one[rank::world] for one in held)
-    clock = torch.tensor([seconds, sent], dtype=torch.float64)
-    loss = torch.zeros(1, dtype=torch.float64)
+    """Return seconds and bytes of the slower rank, and the held-out loss; each rank computes a part of it."""
+    x, y = (one[rank::world] for one in held_out)
+    clock = torch.tensor([seconds, sent], dtype=torch.float64, device="cpu")
+    loss = torch.zeros(1, dtype=torch.float64, device="cpu")
     for part_x, part_y in zip(x.split(16), y.split(16), strict=True):
         loss += net(part_x, part_y) * len(part_x)
     dist.all_reduce(clock, dist.ReduceOp.MAX)
     dist.all_reduce(loss)
-    return clock[0].item(), clock[1].item(), loss.item() / len(held[0])
+    return clock[0].item(), clock[1].item(), loss.item() / len(held_out[0])
 
 
 def _mean_of_three(rows: list[tuple[int, float, float, float]]) -> float:
     return statistics.mean(row[3] for row in rows[-3:])
 
 
+# -- tables and plots
+
+
+def line(one: Record) -> str:
+    """Return a finished method as one line."""
+    head = f"{one['link']}, seed {one['seed']}, {one['label']}"
+    steps, seconds, sent, _ = one["rows"][-1]
+    verb = "" if one["arrived"] else "did not arrive, "
+    alone = f"{1000 * one['local_step_seconds']:.1f} ms a step alone"
+    return f"{head}: {verb}{seconds:.1f} s, {steps} steps, {sent / 1e6:.1f} MB, {alone}"
+
+
+def _by_label(found: list[Record], link: str) -> dict[str, list[Record]]:
+    made: dict[str, list[Record]] = {}
+    for one in found:
+        if one["link"] == link:
+            made.setdefault(one["label"], []).append(one)
+    return made
+
+
+def tables(found: list[Record]) -> str:
+    """Return a Markdown table for each link."""
+    return "\n\n".join(_table(_by_label(found, link), link) for link in dict.fromkeys(one["link"] for one in found))
+
+
+def _table(runs: dict[str, list[Record]], link: str) -> str:
+    if REFERENCE not in runs:
+        return f"{link}: {REFERENCE} is not finished"
+    per_step = mean(one["local_step_seconds"] for records in runs.values() for one in records)
+    needed = mean(one["rows"][-1][0] for one in runs[REFERENCE])
+    goals = ", ".join(f"{one['goal']:.4f}" for one in runs[REFERENCE])
+    verified = mean(one["verified_bits"] for one in runs[REFERENCE]) / 1e6
+    lines = [
+        f"**{link}** ({verified:.0f} Mbit/s arrived in a plain transfer), goal {goals} nats, "
+        f"{1000 * per_step:.1f} ms a step without communication, floor {per_step * needed:.1f} s",
+        "",
+        "| method | seeds | seconds | × floor | sooner than DDP | steps | MB sent | utilization |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    ddp = mean(one["rows"][-1][1] for one in runs[REFERENCE])
+    body = []
+    for label, records in runs.items():
+        steps, seconds, sent = (mean(one["rows"][-1][i] for one in records) for i in range(3))
+        more = "" if all(one["arrived"] for one in records) else "> "  # a lower bound if a run did not arrive
+        less = "< " if more else ""
+        # Each run's own local steps: the machine's speed changes between runs.
+        over = mean(one["rows"][-1][1] / (one["local_step_seconds"] * needed) for one in records)
+        used = mean(one["rows"][-1][0] * one["local_step_seconds"] / one["rows"][-1][1] for one in records)
+        cells = [label, str(len(records)), f"{more}{seconds:.1f}", f"{more}{over:.2f}"]
+        cells += [f"{less}{ddp / seconds:.2f} ×", f"{more}{steps:.0f}", f"{more}{sent / 1e6:.1f}"]
+        body.append((bool(more), seconds, [*cells, f"{100 * used:.0f} %"]))
+    return "\n".join(lines + [f"| {' | '.join(cells)} |" for _, _, cells in sorted(body)])
+
+
+def draw(found: list[Record], folder: Path) -> list[Path]:
+    """Plot held-out loss against seconds of the first seed, one file for each link."""
+    made = []
+    for link in dict.fromkeys(one["link"] for one in found):
+        runs = {label: records[0] for label, records in _by_label(found, link).items()}
+        if REFERENCE not in runs:
+            continue
+        with matplotlib.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+            figure = Figure(figsize=(9, 6.5), layout="constrained")
+            axes = figure.subplots()
+            losses = [row[3] for row in runs[REFERENCE]["rows"]]
+            times = [row[0] * runs[REFERENCE]["local_step_seconds"] for row in runs[REFERENCE]["rows"]]
+            axes.plot(times, losses, color="#000000", linestyle="--", label="floor")
+            for number, (label, one) in enumerate(sorted(runs.items(), key=lambda item: item[1]["rows"][-1:])):
+                style = "-" if not label.startswith("torch") else ":"
+                rows = one["rows"]
+                axes.plot([r[1] for r in rows], [r[3] for r in rows], style, color=f"C{number % 10}", label=label)
+            axes.axhline(runs[REFERENCE]["goal"], color="#999999", linewidth=0.8)
+            axes.set(xscale="log", xlabel=f"seconds at {link}", ylabel="held-out loss, nats")
+            figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=7)
+            made.append(folder / f"race-{link}.png")
+            figure.savefig(made[-1], dpi=110)
+    return made
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    record.run_main(main)

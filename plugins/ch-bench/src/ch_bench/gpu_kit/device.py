@@ -1,4 +1,4 @@
-"""What the parts have in common: the device, the sizes, a group of one rank, and clocks."""
+"""The device that the parts of the kit run on, with its process group and clocks."""
 
 import gc
 import tempfile
@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-CYCLES = 20_000_000  # of a delaying kernel: about 10 ms at 2 GHz, longer than anything that the parts start after it
+CYCLES = 20_000_000  # of a delaying kernel: about 10 ms at 2 GHz, longer than the work that the parts start after it
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Where the parts run.
+class KitDevice:
+    """Device and sizes of a run of the kit.
 
     Attributes:
         device: ``"cuda"`` or ``"cpu"``.
-        tiny: shapes and repetitions for a test of the kit itself.
+        tiny: True for the shapes and repetitions of the kit's own test.
     """
 
     device: str
@@ -34,12 +34,12 @@ class Setting:
 
     @property
     def backend(self) -> str:
-        """Of a group with one GPU per rank."""
+        """Backend of a group with one GPU for each rank."""
         return "nccl" if self.cuda else "gloo"
 
     @contextmanager
     def group(self) -> Iterator[torch.device]:
-        """A process group of one rank, this process; gives its device."""
+        """Make a process group of this process alone; yields its device."""
         device = torch.device("cuda", 0) if self.cuda else torch.device("cpu")
         if self.cuda:
             torch.cuda.set_device(device)
@@ -55,17 +55,17 @@ class Setting:
                 dist.destroy_process_group()
 
     def settle(self) -> None:
-        """Wait until the device has nothing left to do."""
+        """Wait until the device is idle."""
         if self.cuda:
             torch.cuda.synchronize()
 
     def delay(self) -> None:
-        """Keep the current stream busy for a while; on a CPU, where everything happens in order, nothing."""
+        """Occupy the current stream for a while. A CPU has no streams, so nothing happens there."""
         if self.cuda:
             torch.cuda._sleep(CYCLES)
 
     def milliseconds(self, step: Callable[[], object]) -> tuple[float, float]:
-        """``(device, host)`` milliseconds of one call: until the device has done it, and until it returned."""
+        """Return the milliseconds of one call until the device has finished, and until the call returns."""
         self.settle()
         if not self.cuda:
             begun = time.perf_counter()

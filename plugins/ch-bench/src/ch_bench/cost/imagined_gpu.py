@@ -1,9 +1,9 @@
-"""A GPU that is not there: what a hook's steps would have it do, and where they would make the host wait.
+"""An imagined GPU: the kernels that a hook's steps would launch, and the places where the host would wait.
 
-Tensors without numbers (meta) that say they are CUDA's go through the whole engine, over a group of two whose messages do
-nothing. Seen are the operations that would be kernels or copies, those for which the host would wait (``.item()``, a copy
-to or from memory that is not pinned, a result whose size depends on numbers), and the events that the host waits for.
-What a GPU really does, the GPU kit tells: ``docs/cuda.md``.
+Meta tensors that claim to be CUDA tensors pass through the whole engine, in a group of two with empty messages. The program
+counts operations that would be kernels or copies, operations for which the host would wait (``.item()``, a copy to or from
+pageable memory, a result whose size depends on numbers), and events that the host waits for. The GPU kit measures a real
+GPU (``docs/cuda.md``).
 """
 
 from collections import Counter
@@ -19,25 +19,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 import commhooks
-from ch_bench.cost.launches import started
+from ch_bench.cost.launches import launches_kernel
+from ch_bench.pytorch_hooks import reduction_of
 from commhooks import Bucket, BucketLayout, HookState, Reduction
 from commhooks.adapters import Engine
 
 DEVICE, META = torch.device("cuda", 0), torch.device("meta")
 _NUMBERS = frozenset(["_local_scalar_dense", "equal", "nonzero", "_unique2", "unique_dim", "masked_select", "bincount"])
-"""Operations whose result is a number, or of a size, that the host has to know."""
+"""Operations whose result, or the size of it, must be known to the host."""
 
 
 @dataclass
 class Seen:
-    """What one step gives the GPU.
+    """Work that one step gives the GPU.
 
     Attributes:
-        operations: by name; a fused one over many tensors counts once, a view not at all.
-        messages: collectives.
-        waits: operations for which the host waits until the GPU has nothing left to do.
-        events: of each event that the host waits for, the operations that it waits for in vain: those between the copy that
-            it is after and the event.
+        operations: by name; a fused operation over many tensors counts once, and views do not count.
+        messages: number of collectives.
+        waits: operations for which the host waits until the queue is empty.
+        events: for each event that the host waits for, the number of operations between the last copy to the host and
+            the event. These are waits without a use.
     """
 
     operations: Counter[str] = field(default_factory=Counter)
@@ -47,16 +48,16 @@ class Seen:
 
     @property
     def launches(self) -> int:
-        """Operations and messages."""
+        """Number of operations and messages."""
         return self.operations.total() + self.messages
 
 
 class ImaginedGPU:
-    """Entered, ``torch`` has a CUDA device without numbers.
+    """While it is entered, ``torch`` has a CUDA device without numbers.
 
     Attributes:
-        seen: since it was last replaced.
-        pinned: memory of the host that copies need not wait for.
+        seen: work since the attribute was last replaced.
+        pinned: host memory for which copies need not wait.
     """
 
     def __init__(self) -> None:
@@ -78,20 +79,20 @@ class ImaginedGPU:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Meta tensors are meta tensors meanwhile: a plan is made with them."""
+        """Let meta tensors be meta tensors: the engine makes plans with them."""
         before, self.away = self.away, True
         try:
             yield
         finally:
             self.away = before
 
-    def wait(self, what: str) -> None:
-        """The host waits for the queue."""
-        self.seen.waits.append(what)
+    def wait(self, reason: str) -> None:
+        """Note that the host waits for the queue."""
+        self.seen.waits.append(reason)
 
 
 class _Dispatched(TorchDispatchMode):
-    """Counts what is started, and notes what would wait."""
+    """Counts operations and notes waits."""
 
     def __init__(self, gpu: ImaginedGPU) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -102,7 +103,7 @@ class _Dispatched(TorchDispatchMode):
         given = [t for t in _flat((args, kwargs)) if isinstance(t, torch.Tensor)]
         if gpu.away or (not any(t.is_meta for t in given) and torch.device(kwargs.get("device") or "cpu") != META):
             return func(*args, **kwargs)
-        if started(name):
+        if launches_kernel(name):
             gpu.seen.operations[name] += 1
             gpu.since_copy += 1
         if name in _NUMBERS:
@@ -125,7 +126,7 @@ class _Dispatched(TorchDispatchMode):
 
 
 class _Called(TorchFunctionMode):
-    """Has meta tensors say that they are CUDA's, and makes them where a CUDA tensor is asked for."""
+    """Lets meta tensors claim to be CUDA tensors, and makes meta tensors for CUDA requests."""
 
     def __init__(self, gpu: ImaginedGPU) -> None:
         super().__init__()
@@ -139,7 +140,7 @@ class _Called(TorchFunctionMode):
             return self._attribute(func, args)
         if name == "record_stream":
             return None
-        if name == "tolist" and not args[0].is_meta:  # the status: no rank has failed, both are at one step
+        if name == "tolist" and not args[0].is_meta:  # the status: no rank has failed, and both are at the same step
             return [4.0] * (args[0].numel() - 1) + [0.0]
         if name == "pin_memory":
             found = args[0].clone()
@@ -155,10 +156,10 @@ class _Called(TorchFunctionMode):
         found = func(*args)
         if found == META:
             return DEVICE
-        what = getattr(func, "__self__", None)
-        if what in (torch.Tensor.is_cuda, torch.Tensor.is_meta):
+        attribute = getattr(func, "__self__", None)
+        if attribute in (torch.Tensor.is_cuda, torch.Tensor.is_meta):
             with torch._C.DisableTorchFunction():
-                return args[0].is_meta == (what is torch.Tensor.is_cuda)
+                return args[0].is_meta == (attribute is torch.Tensor.is_cuda)
         return found
 
 
@@ -179,7 +180,7 @@ def _flat(found: Any) -> Iterator[Any]:
 
 
 def _streams(gpu: ImaginedGPU) -> dict[str, Any]:
-    """What the engine asks of ``torch.cuda``."""
+    """Stand-ins for the parts of ``torch.cuda`` that the engine uses."""
 
     class Event:
         def record(self, stream: object = None) -> None:
@@ -212,7 +213,7 @@ class _Done:
 
 
 class _Silent:
-    """A group of two whose messages do nothing."""
+    """A group of two with empty messages."""
 
     rank, world_size, free, elastic = 0, 2, False, False
 
@@ -237,17 +238,17 @@ def steps(
     state: HookState | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> list[Seen]:
-    """What each of some steps of a hook gives the GPU, the engine's own work and its messages included.
+    """Return the work that each of ``count`` steps of a hook gives the GPU, including the engine's own.
 
     Args:
-        hook: an expression, or a reduction.
-        buckets: shapes by name, bucket by bucket.
-        count: steps.
-        state: to go on from; by default the hook's own, fresh.
+        hook: an expression or a reduction.
+        buckets: shapes by name, for each bucket.
+        count: number of steps.
+        state: initial state; by default a new one.
         dtype: of the gradients.
 
     Raises:
-        CommHooksError: the engine has stopped.
+        HookNotSupportedError: the hook is a foreign hook.
         HookResultError: the reduction raised.
 
     Example:
@@ -255,6 +256,8 @@ def steps(
         >>> seen.waits, seen.messages
         ([], 2)
     """
+    if isinstance(hook, str):
+        reduction_of(hook)
     handle = commhooks.create(hook)
     assert handle.reduction is not None
     if state is None and isinstance(handle.state, HookState):
@@ -273,23 +276,23 @@ def steps(
                 engine.submit(bucket)
             engine.finish()
             if engine.outcome.failed:
-                raise commhooks.HookResultError(f"{handle.expr} raised: see the log")
+                raise commhooks.HookResultError(f"{handle.expr} raised; the log has the traceback")
             found.append(gpu.seen)
     return found
 
 
 @contextmanager
 def _planned_apart(reduction: Reduction, gpu: ImaginedGPU) -> Iterator[None]:
-    """A plan is made on meta tensors that are no GPU's."""
+    """Let the engine make its plan on plain meta tensors."""
     plan = reduction.plan
 
     def hidden(*args: Any) -> Any:
         with gpu.hidden():
             return plan(*args)
 
-    holder: Any = reduction
-    holder.plan = hidden
+    planned: Any = reduction
+    planned.plan = hidden
     try:
         yield
     finally:
-        del holder.plan
+        del planned.plan

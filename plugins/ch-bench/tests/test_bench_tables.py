@@ -1,8 +1,8 @@
-"""What a benchmark's record says: its command line, and which claims it decides."""
+"""Tables of the benchmark: which claims it decides."""
 
 from typing import Any
 
-from ch_bench.bench_report import Costs, command
+from ch_bench.cost.bench_tables import Costs
 
 
 def result(**steps: float) -> dict[str, Any]:
@@ -13,7 +13,7 @@ def result(**steps: float) -> dict[str, Any]:
 def test_whole_steps_are_compared_on_shaped_links_alone() -> None:
     costs = Costs(result(noop=50.0, bf16_compress=100.0, quant8=110.0, quant4=60.0))
     assert costs.claims(None) == []
-    found = {(what, ours): (limit, ratio[0]) for what, ours, _, limit, ratio in costs.claims("200mbit")}
+    found = {(quantity, ours): (limit, ratio[0]) for quantity, ours, _, limit, ratio in costs.claims("200mbit")}
     assert found == {("step", "quant4"): (0.4, 0.6), ("step", "quant8"): (1.0, 1.1)}
 
 
@@ -23,8 +23,3 @@ def test_costs_are_compared_over_a_step_without_communication() -> None:
     costs.runs["torch bf16"] = costs.runs["bf16_compress"]
     costs.blocks["torch bf16"] = [100.0, 100.0]
     assert costs.claims(None) == [("cost", "bf16_compress", "torch bf16", 1.0, (0.5, 0.5, 0.5))]
-
-
-def test_a_command_line_can_be_pasted_and_names_no_folder() -> None:
-    words = ["--hooks", "quant4(rotation='hadamard')", "--out", "somewhere"]
-    assert command("ch_bench.x", words) == "python -m ch_bench.x --hooks 'quant4(rotation='\"'\"'hadamard'\"'\"')'"

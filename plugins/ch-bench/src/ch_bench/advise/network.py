@@ -1,0 +1,283 @@
+"""A network as measured numbers, and the probe that measures them."""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ch_bench.advise.workload import slowest
+from commhooks.adapters import TUNED, ProcessGroupTransport, Work
+
+Key = tuple[str, str]
+"""A collective and the dtype that it sums, ``("all_reduce", "float32")``; ``""`` for collectives that do not sum."""
+
+SMALLEST, SHORT, FACTOR = 256, 1 << 16, 4  # bytes; the next size is FACTOR times larger, FACTOR**2 below SHORT
+ENOUGH = 1 << 20  # bytes: smaller sizes do not show the bandwidth, so the probe tries them even when time is up
+RESTED = 1 << 17  # bytes: smaller messages do not show a token bucket
+LONGEST = 0.5  # seconds: larger messages are extrapolated
+WARM = 3  # messages in a row; the last one is timed, when a token bucket is empty
+REST = 0.15  # seconds in which a token bucket refills
+
+
+class Message(NamedTuple):
+    """One message that a hook sends.
+
+    Attributes:
+        kind, dtype: see :data:`Key`.
+        size: bytes of the full-size tensor.
+    """
+
+    kind: str
+    dtype: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds of one message by its size, alone on the network.
+
+    Attributes:
+        sizes: bytes of the full-size tensor, ascending.
+        seconds: duration of a message that follows others.
+        cpu: CPU seconds of this process, without the waiting thread.
+        start: seconds that a rank needs to start a message.
+    """
+
+    sizes: tuple[float, ...]
+    seconds: tuple[float, ...]
+    cpu: tuple[float, ...]
+    start: float = 0.0
+
+    @property
+    def latency(self) -> float:
+        """Seconds of the smallest message."""
+        return self.seconds[0]
+
+    def work(self, size: float) -> float:
+        """Return the seconds for which a message occupies the network, beyond the latency.
+
+        A token bucket may let a short message through for free. A byte of a longer message never costs less.
+
+        >>> Curve((100.0, 1000.0, 2000.0), (1.0, 2.0, 4.0), (0.0, 0.0, 0.0)).work(3000.0)
+        5.8
+        """
+        by_the_byte = _slope(self.sizes, self.seconds) * (size - self.sizes[0])
+        return max(_at(self.sizes, self.seconds, size) - self.latency, by_the_byte, 0.0)
+
+    def load(self, size: float) -> float:
+        """Return the number of cores that the message occupies while it travels."""
+        seconds = _at(self.sizes, self.seconds, size)
+        return min(2.0, _at(self.sizes, self.cpu, size) / seconds) if seconds > 0 else 0.0
+
+
+def _slope(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """Return the cost of a byte of a large message, from two sizes at least a factor of 2 apart."""
+    far = max((place for place, size in enumerate(sizes) if 2 * size <= sizes[-1]), default=None)
+    return 0.0 if far is None else max(0.0, (values[-1] - values[far]) / (sizes[-1] - sizes[far]))
+
+
+def _at(sizes: Sequence[float], values: Sequence[float], size: float) -> float:
+    """Interpolate between measured sizes; extrapolate with the slope of large messages."""
+    if size <= sizes[0] or len(sizes) < 2:
+        return values[0]
+    if size > sizes[-1]:
+        return values[-1] + _slope(sizes, values) * (size - sizes[-1])
+    for (a, left), (b, right) in pairwise(zip(sizes, values, strict=True)):
+        if size <= b:
+            return left + (right - left) * (size - a) / (b - a)
+    raise AssertionError("sizes must ascend")
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Result of a probe.
+
+    Attributes:
+        curves: by collective and dtype.
+        together: duration of two simultaneous messages relative to one, from 1 to 2.
+        burst: seconds of transfer that an idle network gives for free (token bucket).
+        spare: cores of a rank in addition to the one that it computes on.
+    """
+
+    curves: Mapping[Key, Curve]
+    together: float = 2.0
+    burst: float = 0.0
+    spare: float = 0.0
+
+    def curve(self, kind: str, dtype: str) -> Curve:
+        """Return the curve of a collective; for a dtype without a curve, one of the same collective."""
+        found = self.curves.get((kind, dtype))
+        if found is None:
+            found = next((c for (k, _), c in self.curves.items() if k == kind), None)
+        return found if found is not None else next(iter(self.curves.values()))
+
+
+def probe(sent: Sequence[Message], group: dist.ProcessGroup, device: torch.device, budget: float) -> Network:
+    """Time every kind of message that hooks send, up to the largest size. Every rank must call this.
+
+    Args:
+        sent: messages of all hooks.
+        group: process group of the messages.
+        device: of the tensors.
+        budget: seconds; the probe skips sizes when they are used up.
+    """
+    transport = ProcessGroupTransport(group)
+    largest: dict[Key, int] = {}
+    for one in sent:
+        key = (one.kind, one.dtype)
+        largest[key] = max(largest.get(key, 0), one.size)
+    largest.setdefault(("all_reduce", "float32"), SMALLEST * FACTOR)
+    share = slowest([budget], device)[0] / (len(largest) + 1)  # equal on all ranks, which must try the same sizes
+    curves = {key: _curve(transport, key, largest[key], device, share) for key in sorted(largest)}
+    return Network(curves, _together(transport, curves, device), _burst(transport, curves, device), spare_cores())
+
+
+def spare_cores() -> float:
+    """Return the cores of this machine for each rank on it, minus the one that it computes on."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    hosts: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    return max(0.0, cores / hosts.count(socket.gethostname()) - torch.get_num_threads())
+
+
+def _curve(transport: ProcessGroupTransport, key: Key, largest: int, device: torch.device, budget: float) -> Curve:
+    """Time messages by size.
+
+    When time is up, sizes in the middle are skipped, but not the largest: it carries most of a step's bytes.
+    """
+    ends = time.perf_counter() + budget
+    sizes, seconds, cpu = [], [], []
+    size = SMALLEST
+    while True:
+        message = _prepare(transport, key, size, device)
+        found = [_timed(message, WARM) for _ in range(5 if size < ENOUGH else 3)]
+        late = ends - time.perf_counter() <= 0 and size >= ENOUGH
+        # The slowest rank's numbers, so that all ranks choose the same next size.
+        warm, used, late_somewhere = slowest([*map(median, zip(*found, strict=True)), float(late)], device)
+        sizes.append(float(size))
+        seconds.append(warm)
+        cpu.append(used)
+        further = largest if late_somewhere else min(largest, size * (FACTOR if size >= SHORT else FACTOR**2))
+        if warm > 0 and size >= SHORT:  # a slow short message was disturbed
+            further = min(further, int(size * LONGEST / warm))
+        if 2 * further > largest > further and (warm * largest / size <= LONGEST or size < SHORT):
+            further = largest  # avoid two nearly equal sizes
+        if further < min(2 * size, largest) or size >= largest:
+            break
+        size = max(further, SMALLEST * FACTOR)
+    [start] = slowest([_starting(_prepare(transport, key, SHORT, device))], device)
+    return Curve(tuple(sizes), _rising(seconds), _rising(cpu), start)
+
+
+def _burst(transport: ProcessGroupTransport, curves: Mapping[Key, Curve], device: torch.device) -> float:
+    """Return the seconds that a message gains after a rest. A token bucket gives every size the same; noise does not."""
+    key = max(curves, key=lambda key: (curves[key].sizes[-1], key))
+    gains = []
+    for size in (RESTED, 2 * RESTED):
+        message = _prepare(transport, key, size, device)
+        times = [(_timed(message, WARM)[0], _timed(message, 1, rest=REST)[0]) for _ in range(3)]
+        warm, rested = slowest([median(column) for column in zip(*times, strict=True)], device)
+        gains.append(max(0.0, warm - rested))
+    burst = min(gains)
+    return burst if burst > max(0.002, 0.05 * warm) else 0.0
+
+
+def _rising(values: Sequence[float]) -> tuple[float, ...]:
+    """Make values ascend: a message that took longer than a larger one was disturbed.
+
+    >>> _rising([5.0, 1.0, 2.0])
+    (1.0, 1.0, 2.0)
+    """
+    return tuple(min(values[place:]) for place in range(len(values)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A message to start, waited for as the engine does."""
+
+    start: Callable[[], Work]
+    output: torch.Tensor
+
+    def wait(self, work: Work) -> None:
+        TUNED.wait(work, self.output, None)
+
+
+def _prepare(transport: ProcessGroupTransport, key: Key, size: int, device: torch.device) -> _Prepared:
+    kind, name = key
+    dtype = getattr(torch, name) if name else torch.uint8
+    world = transport.world_size
+    numel = max(1, size // dtype.itemsize)
+    numel += -numel % world
+    whole = torch.zeros(numel, dtype=dtype, device=device)
+    part = torch.zeros(numel // world, dtype=dtype, device=device)
+    if kind == "all_reduce":
+        return _Prepared(lambda: transport.all_reduce(whole, "sum"), whole)
+    if kind == "all_gather":
+        return _Prepared(lambda: transport.all_gather(whole, part), whole)
+    if kind == "reduce_scatter":
+        return _Prepared(lambda: transport.reduce_scatter(part, whole, "sum"), part)
+    received = torch.empty_like(whole)
+    return _Prepared(lambda: transport.all_to_all(received, whole), received)
+
+
+def _timed(message: _Prepared, count: int, rest: float = 0.0) -> tuple[float, float]:
+    """Return the seconds of the last of ``count`` messages, and the CPU seconds of other threads meanwhile."""
+    _meet()
+    if rest:
+        time.sleep(rest)
+    for _ in range(count - 1):
+        message.wait(message.start())
+    before, begun = _other_threads(), time.perf_counter()
+    message.wait(message.start())
+    return time.perf_counter() - begun, max(0.0, _other_threads() - before)
+
+
+def _starting(message: _Prepared) -> float:
+    """Return the seconds that a rank needs to start a message."""
+    taken = []
+    for _ in range(9):
+        begun = time.perf_counter()
+        work = message.start()
+        taken.append(time.perf_counter() - begun)
+        message.wait(work)
+    return median(taken)
+
+
+def _other_threads() -> float:
+    """Return the CPU seconds of all threads but this one, which may spin while it waits."""
+    return time.process_time() - time.thread_time()
+
+
+def _meet() -> None:
+    if torch.cuda.is_available() and dist.get_backend() == "nccl":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def _together(transport: ProcessGroupTransport, curves: Mapping[Key, Curve], device: torch.device) -> float:
+    """Return how much longer two simultaneous messages take than one, latency excluded."""
+    key = max(curves, key=lambda key: (curves[key].sizes[-1], key))
+    curve = curves[key]
+    short = [size for size, taken in zip(curve.sizes, curve.seconds, strict=True) if taken < LONGEST / 4]
+    first, second = (_prepare(transport, key, int(max(short, default=SHORT)), device) for _ in range(2))
+    alone, both = [], []
+    for _ in range(5):
+        first.wait(first.start())
+        alone.append(_timed(first, 1)[0])
+        _meet()
+        begun = time.perf_counter()
+        works = [(first, first.start()), (second, second.start())]
+        for message, work in works:
+            message.wait(work)
+        both.append(time.perf_counter() - begun)
+    one, two = slowest([median(alone), median(both)], device)
+    if one <= curve.latency:
+        return 2.0
+    return min(2.0, max(1.0, (two - curve.latency) / (one - curve.latency)))

@@ -1,0 +1,149 @@
+"""Training with every hook compared with a bf16 all-reduce, at equal steps and at equal bytes; and growth of residuals.
+
+    python -m ch_bench.convergence [--tasks cnn gpt mlp] [--seeds 3] [--jobs N] [--minutes M] [--record]
+
+The study trains on real data (`tasks.py`) with four simulated ranks and every installed gradient reduction. Each finished run
+is kept in OUT/results.json; a study that was interrupted continues from there.
+
+**Equal steps.** Figures after the last step, minus those of ``bf16_compress`` with the same seed.
+
+**Equal bytes.** The budget of a hook is the number of bytes that one rank has sent (``wire_bytes``) at the end of the run that
+sends less, the hook's or the baseline's. Both figures are read at the budget, interpolated between measurements. A compressor
+is thus judged at its end against the baseline at the step that had sent as much. A hook that sends more is cut off early.
+
+A cell is **worse** (better) if the hook is worse (better) with every seed, and mixed otherwise. By chance alone, a quarter of
+all cells of three seeds would not be mixed. Learning rates were tuned on the baseline only (``--tune``).
+
+The last part trains an MLP for long on class-sorted shards: PowerSGD with a local residual and with an averaged residual
+(PyTorch's kind) on a bf16 wire, and PyTorch's own hook under its bf16 wrapper on four gloo processes.
+"""
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import commhooks
+from ch_bench import record
+from ch_bench.convergence.report import Report, draw
+from ch_bench.convergence.runs import BASELINE, PANELS, RESIDUAL, TrainingRun, runs
+from ch_bench.convergence.tasks import SETTINGS
+
+RATES = {"cnn": (0.02, 0.05, 0.1, 0.2), "gpt": (1e-3, 3e-3, 6e-3, 1e-2)}
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ch_bench.convergence",
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--tasks", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
+    parser.add_argument("--hooks", nargs="+", metavar="EXPR", help="only these expressions, and the baseline")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="steps of every run, for a short trial")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
+    parser.add_argument("--minutes", type=float, help="start no run after this time")
+    parser.add_argument("--out", type=Path, default=Path("out/convergence"), help="folder of results, tables, plots")
+    parser.add_argument("--tune", action="store_true", help="run the baseline at several learning rates instead")
+    parser.add_argument("--record", action="store_true", help="write everything to docs/measured/convergence.*")
+    args = parser.parse_args(argv)
+    if args.seeds < 1 or args.jobs < 1 or (args.steps is not None and args.steps < 1):
+        parser.error("--seeds, --jobs and --steps must be at least 1")
+    if args.hooks:
+        try:
+            args.hooks = list(dict.fromkeys([BASELINE, *map(_normal, args.hooks)]))
+        except commhooks.CommHooksError as error:
+            parser.error(str(error))
+    return args
+
+
+def _normal(expr: str) -> str:
+    """Return an expression in the form that keys of runs have."""
+    return expr if expr in RESIDUAL.values() else commhooks.create(expr).expr
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the missing runs and report. Return 3 if runs are still missing."""
+    args = parse(argv)
+    console = Console(record=True, width=None if sys.stdout.isatty() else 130)
+    if args.tune:
+        return tune(args, console)
+    wanted = runs(args.tasks, args.hooks, args.seeds, args.steps)
+    finished = record.FinishedRuns(args.out / "results.json")
+    left = compute(wanted, finished, args, console)
+    if left:
+        console.print(f"{left} of {len(wanted)} runs are missing: the same command continues")
+        return 3
+    report = Report({one: finished.runs[one.key]["record"] for one in wanted})
+    report.show(console)
+    folder = record.measured() if args.record else args.out
+    pictures = draw(report, folder, "convergence")
+    minutes = f"sum of the runs' times: {report.seconds / 60:.1f} minutes, --jobs at a time"
+    notes = [f"date: {date.today().isoformat()}", minutes, "raw records: convergence.json"]
+    head = [f"    {record.command('ch_bench.convergence', argv)}", ""]
+    head += [f"- {item}" for item in (*(f"{key}: {value}" for key, value in record.machine().items()), *notes)]
+    body = "\n".join(["# Training with every hook, and residuals over 4 000 steps", "", *head, ""])
+    (folder / "convergence.md").write_text(f"{body}\n{report.markdown(pictures)}")
+    if args.record:
+        (folder / "convergence.json").write_text(record.json_lines({one.key: finished.runs[one.key] for one in wanted}))
+    console.print(f"written: {folder.name}/convergence.md, {', '.join(p.name for p in pictures)}")
+    return 0
+
+
+def _is_finished(one: TrainingRun, finished: record.FinishedRuns) -> bool:
+    """Return True if the run is finished and was made with the same setting."""
+    found = finished.runs.get(one.key)
+    return found is not None and found["setting"] == one.setting.as_dict()
+
+
+def compute(
+    wanted: list[TrainingRun], finished: record.FinishedRuns, args: argparse.Namespace, console: Console
+) -> int:
+    """Run the missing runs and return the number of those still missing."""
+    deadline = time.monotonic() + 60 * args.minutes if args.minutes else float("inf")
+    missing = [one for one in wanted if not _is_finished(one, finished)]
+    total = len(missing)
+    todo, alone = [one for one in missing if not one.alone], [one for one in missing if one.alone]
+
+    def done(one: TrainingRun, made: dict[str, Any]) -> None:
+        nonlocal total
+        finished.put(one.key, {"setting": one.setting.as_dict(), "record": made})
+        total -= 1
+        console.print(f"{total:4} left  {made['seconds']:6.1f} s  {one.key}", highlight=False)
+
+    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+        running: dict[Future[dict[str, Any]], TrainingRun] = {}
+        while running or (todo and time.monotonic() < deadline):
+            while todo and len(running) < args.jobs and time.monotonic() < deadline:
+                one = todo.pop(0)
+                running[pool.submit(one.run)] = one
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                done(running.pop(future), future.result())
+    for one in alone:  # a process for each rank: run nothing at the same time
+        if time.monotonic() < deadline:
+            done(one, one.run())
+    return total
+
+
+def tune(args: argparse.Namespace, console: Console) -> int:
+    """Print the baseline's figures at several learning rates, by which `SETTINGS` were chosen."""
+    for task, kind in PANELS:
+        for lr in RATES.get(task, ()) if task in args.tasks and kind == "iid" else ():
+            setting = replace(SETTINGS[task], lr=lr, steps=args.steps or SETTINGS[task].steps)
+            made = TrainingRun(setting, kind, 0, BASELINE).run()
+            console.print(f"{task} lr {lr:g}: train {made['train'][-1]:.4f}, held out {made['test'][-1]:.3f}")
+    return 0
+
+
+if __name__ == "__main__":
+    record.run_main(main)
