@@ -1,4 +1,4 @@
-"""What ch-ft adds to commhooks: the adapters of its models, and what runs over a manager. Loads no torch."""
+"""Register ch-ft with commhooks: adapters of its models, and reductions over a manager. Imports no torch."""
 
 from collections.abc import Iterable, Mapping
 
@@ -8,7 +8,7 @@ from commhooks import hookimpl
 
 @hookimpl
 def commhooks_adapter() -> Iterable[tuple[str, str]]:
-    """Both models, so that attaching to the one without buckets says why not."""
+    """Name the adapters of both models. The adapter of the one without buckets refuses with a reason."""
     return (
         ("ch_ft.ddp.DistributedDataParallel", "ch_ft.ddp_binding:adapter"),
         ("ch_ft.ddp.PureDistributedDataParallel", "ch_ft.ddp_binding:refuse_pure"),
@@ -17,7 +17,7 @@ def commhooks_adapter() -> Iterable[tuple[str, str]]:
 
 @hookimpl
 def commhooks_manager() -> Iterable[tuple[str, str]]:
-    """Torchft's manager and the simulated one: between the groups of an FSDP2 model."""
+    """Name the reduction between the groups of torchft's manager and of the simulated one."""
     return (
         ("torchft.manager.Manager", "ch_ft.replica_groups:between"),
         ("ch_ft.simulator.SimulatedManager", "ch_ft.replica_groups:between"),
@@ -26,5 +26,5 @@ def commhooks_manager() -> Iterable[tuple[str, str]]:
 
 @hookimpl
 def commhooks_env() -> Mapping[str, str]:
-    """Torchft is optional."""
+    """Report the version of torchft, which is optional."""
     return {"torchft": installed_torchft() or "not installed"}

@@ -1,8 +1,8 @@
-"""The embedded default: a lighthouse, a store and a manager in this process, for one machine.
+"""Start a lighthouse, a store and a manager in this process, for one machine.
 
-What it does not survive: the process that holds the lighthouse. When that dies, no quorum can form any more and every
-replica's next step ends in a quorum time-out. Neither torchft's lighthouse nor its checkpoint server asks who is
-calling, and both unpickle what they receive: trusted networks only.
+The job does not survive the process of the lighthouse. Without it no quorum can form, and every replica's next step
+ends in a quorum time-out. Use it in trusted networks only: torchft's lighthouse and checkpoint server authenticate no
+client, and healing unpickles its input.
 """
 
 import logging
@@ -28,14 +28,13 @@ NOT_SURVIVED = (
 
 @dataclass(slots=True)
 class Local:
-    """A member of a quorum and, if it is the first, the lighthouse. A context manager.
+    """Member of a quorum, with the lighthouse if it is the first. A context manager.
 
     Attributes:
         manager: torchft's Manager.
-        process_group: the group given to it; give it to :class:`~ch_ft.DistributedDataParallel` too, which then
-            fails fast.
-        address: what ``local(lighthouse=...)`` of another process joins.
-        not_survived: what the death of this process means for the others.
+        process_group: its process group. Give it to :class:`~ch_ft.DistributedDataParallel` too, for ``fail_fast``.
+        address: lighthouse to pass to ``local(lighthouse=...)`` in another process.
+        not_survived: says if other replicas survive the death of this process.
     """
 
     manager: "Manager"
@@ -46,7 +45,7 @@ class Local:
     _store: TCPStore
 
     def close(self) -> None:
-        """Leave the quorum; with the lighthouse, end the job."""
+        """Leave the quorum. This ends the job if the lighthouse is here."""
         self.process_group.abort()
         self.manager.shutdown(wait=False)
         if self._lighthouse is not None:
@@ -73,16 +72,16 @@ def local(
     process_group: Abortable | None = None,
     **manager: Any,
 ) -> Local:
-    """Start what one replica on one machine needs.
+    """Start a manager for one replica, and a lighthouse if none is given.
 
     Args:
-        state_dict: what a healing replica is sent: model, optimizer, scheduler. Can also be given later, with
-            ``manager.register_state_dict_fn``.
-        load_state_dict: how it takes that over.
+        state_dict: returns the state of model, optimizer and scheduler for a healing replica. Or call
+            ``manager.register_state_dict_fn`` later.
+        load_state_dict: loads it.
         lighthouse: address of a lighthouse to join; without it, one is started in this process.
         replica: name of this replica.
         min_replicas: fewest replicas that may train.
-        heartbeat: seconds of silence after which the lighthouse takes a replica for dead. Bounds recovery from below.
+        heartbeat: seconds without a sign of life after which a replica is dead. Recovery takes at least as long.
         group_timeout: seconds that one collective may take.
         timeout: seconds for torchft's other operations; more than ``group_timeout``.
         quorum_timeout: seconds to wait for the others; more than a step and ``group_timeout`` together.
@@ -92,7 +91,7 @@ def local(
         **manager: further arguments of torchft's Manager, e.g. ``use_async_quorum=False``, ``init_sync=False``.
 
     Raises:
-        HookNotSupportedError: torchft is not installed, or is one that ch-ft cannot use.
+        HookNotSupportedError: torchft is not installed, or lacks a name that ch-ft uses.
     """
     torchft = require_torchft()
     server = None
@@ -122,11 +121,11 @@ def local(
 
 
 def start_lighthouse(*, min_replicas: int = 1, heartbeat: float = 1.0, join_timeout: float = 0.1) -> Any:
-    """A lighthouse of this process, on loopback, on any free port; ``.address()`` and ``.shutdown()``.
+    """Start a lighthouse in this process, on a free port of loopback. It has ``.address()`` and ``.shutdown()``.
 
     Args:
         min_replicas: fewest replicas in a quorum.
-        heartbeat: seconds of silence after which a replica is taken for dead.
+        heartbeat: seconds without a sign of life after which a replica is dead.
         join_timeout: seconds that a quorum waits for known replicas that are alive but late.
     """
     return require_torchft().coordination.LighthouseServer(
@@ -138,7 +137,7 @@ def start_lighthouse(*, min_replicas: int = 1, heartbeat: float = 1.0, join_time
 
 
 def loopback(address: str) -> str:
-    """A server bound to loopback advertises the machine's name, which need not lead there.
+    """Return a server's address on loopback. The server advertises the machine's name, which may not resolve to loopback.
 
     Example:
         >>> loopback("http://somewhere:4321")

@@ -1,6 +1,7 @@
-"""An optimizer that steps only when the step is committed, and says so to whoever must know.
+"""Optimizer that steps only if the manager commits the step.
 
-A learning-rate schedule that counts attempts drifts from the other members': those given here count committed steps.
+A learning-rate schedule that counted attempts would drift from the schedules of other members. Schedules given here
+count committed steps.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,12 +16,12 @@ from commhooks import HookConfigError
 
 
 class OptimizerWrapper(WrappedOptimizer):
-    """Wraps an optimizer: ``zero_grad()`` begins a step, ``step()`` ends it with a vote.
+    """Wraps an optimizer. ``zero_grad()`` begins a step, and ``step()`` ends it with a vote.
 
-    Any number of backward passes may lie between the two: they are committed together or dropped together. The hooks of
-    all models over the same manager hear of the vote from the manager. A real optimizer to schedulers,
-    frameworks and ``GradScaler``: a step in which the scaler finds Inf or NaN is voted down, so that a healing member
-    heals in it like in any other. Step hooks run when the wrapped optimizer steps, on committed steps only.
+    Several backwards may lie between the two. The vote commits or drops all of them, and the hooks of all models over
+    the same manager follow it. Schedulers, frameworks and ``GradScaler`` take it as an optimizer. If the scaler finds
+    Inf or NaN, the step is voted down, so a healing member heals in it too. Step hooks run when the wrapped optimizer
+    steps, on committed steps only.
 
     Args:
         manager: torchft's Manager, or a simulated one.
@@ -31,12 +32,11 @@ class OptimizerWrapper(WrappedOptimizer):
         listeners: called with the outcome of every step.
 
     Attributes:
-        committed: outcome of the last step; ``None`` before the first.
-        commits, drops: how many steps went each way.
+        committed: True if the last step was committed; ``None`` before the first.
+        commits, drops: numbers of committed and dropped steps.
 
     Raises:
-        HookConfigError: ``optim`` is no optimizer, or one that cannot do without a closure (LBFGS): it would run
-            backward passes after the vote.
+        HookConfigError: ``optim`` is no optimizer, or needs a closure (LBFGS) and would run backwards after the vote.
 
     Example:
         >>> import torch
@@ -51,8 +51,8 @@ class OptimizerWrapper(WrappedOptimizer):
         (True, 0.5, 1)
     """
 
-    # What torch asks before a GradScaler step: with it, step() is called in any case and told by `found_inf`. Without
-    # it, a member that finds Inf would not vote: torchft loads what a healing member was sent in the vote.
+    # With this, GradScaler always calls step() and passes `found_inf`. Without it, a member that finds Inf would not vote, and
+    # torchft loads a healing member's state in the vote.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -66,8 +66,8 @@ class OptimizerWrapper(WrappedOptimizer):
         super().__init__(optim)
         if needs_closure(optim):
             raise HookConfigError(
-                f"{type(optim).__name__} evaluates the model inside step(), after the vote on what it computes; use an "
-                "optimizer whose step() needs no closure"
+                f"{type(optim).__name__} evaluates the model inside step(), after the vote. Use an optimizer whose step() "
+                "needs no closure"
             )
         self.manager = manager
         self.schedulers = list(schedulers)
@@ -76,7 +76,7 @@ class OptimizerWrapper(WrappedOptimizer):
         self.commits = self.drops = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Ask for a quorum, and clear the gradients."""
+        """Start a quorum, and clear the gradients."""
         self.manager.start_quorum()
         super().zero_grad(set_to_none)
 
@@ -90,10 +90,10 @@ class OptimizerWrapper(WrappedOptimizer):
         """Vote, and step if the step is committed.
 
         Args:
-            closure: run once, before the vote, as Lightning does its forward and backward.
+            closure: called once, before the vote. Lightning runs forward and backward in it.
 
         Returns:
-            Whether the step was committed; with a closure what that returned, and :attr:`committed` says whether.
+            True if the step was committed. With a closure, the closure's result; see :attr:`committed` then.
         """
         loss = None
         if closure is not None:
@@ -112,7 +112,7 @@ class OptimizerWrapper(WrappedOptimizer):
             listener(committed)
         return committed if closure is None else loss
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch wraps what has no such mark in hooks, run at dropped steps too
+    step.hooked = True  # type: ignore[attr-defined]  # otherwise torch runs step hooks at dropped steps too
 
     def _vote(self) -> bool:
         found: torch.Tensor | None = getattr(self, "found_inf", None)
@@ -121,7 +121,7 @@ class OptimizerWrapper(WrappedOptimizer):
         return bool(self.manager.should_commit())
 
     def _unscale(self) -> None:
-        """Divide by the loss scale, if a ``GradScaler`` has left that to ``step()``: in its own arithmetic."""
+        """Divide by the loss scale as ``GradScaler`` would, if it leaves that to ``step()``."""
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         if scale is None:
             return

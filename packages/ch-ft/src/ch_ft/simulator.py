@@ -1,7 +1,7 @@
-"""A simulator of a manager's quorum: N members as threads of one process, for tests of hooks and training loops.
+"""Simulate a manager's quorum: N members as threads of one process, for tests of hooks and training loops.
 
-It really reduces, heals, and lets members die in the middle of a collective, and what happens depends on the script
-alone, not on timing. It is no fault-tolerance engine: nothing here survives anything.
+It reduces, heals, and lets members fail or die between two collectives. The outcome depends on the script alone, not
+on timing. It survives no fault of a process or network.
 """
 
 import copy
@@ -22,16 +22,16 @@ _OPS = {ReduceOp.AVG: "sum", ReduceOp.SUM: "sum", ReduceOp.MAX: "max"}
 
 
 Post = tuple[Any, ...]
-"""What a member brings to a collective."""
+"""Tensors that a member brings to a collective."""
 
 
 class SimulatedDeath(BaseException):
-    """Ends a member's thread. Not an ``Exception``: nothing may catch it and go on."""
+    """Ends a member's thread. It is no ``Exception``, so that no handler in the training loop catches it."""
 
 
 @dataclass(slots=True, eq=False)
 class _Meeting:
-    """One collective of one quorum, by its number in the attempt."""
+    """One collective of one quorum."""
 
     number: int
     posts: dict[str, tuple[tuple[object, ...], Post]] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class _Meeting:
 
 @dataclass(slots=True, eq=False)
 class _Quorum:
-    """The members of one attempt, in the order of their names."""
+    """Members of one attempt, in the order of their names."""
 
     members: list[str]
     participants: list[str]
@@ -55,23 +55,22 @@ class _Quorum:
 
 
 class SimulatedCluster:
-    """Members that form quorums, reduce, and die as they are told.
+    """Members that form quorums, reduce, fail and die by a script.
 
-    A quorum forms when every living member has asked for one: a dead one is not waited for, one that was told to
-    come back at a step is.
+    A quorum forms when every living member has asked for one. It does not wait for a dead member before the step at
+    which the script lets it return.
 
     Args:
         min_replicas: participants that a step needs to be committed.
-        async_quorum: as torchft's: a healing member contributes nothing to the step in which it heals, and loads
-            the state at its end. If ``False``, it loads first and takes part.
-        max_participants: more members than this are spares, which contribute nothing (torchft's
-            ``FIXED_WITH_SPARES``).
-        timeout: seconds after which a wait is an error of the script.
+        async_quorum: True if a healing member contributes nothing to its step and loads the state at the end, as with
+            torchft's option. False if it loads first and takes part.
+        max_participants: further members are spares, which contribute nothing (torchft's ``FIXED_WITH_SPARES``).
+        timeout: seconds after which a wait raises, because the script is wrong.
 
     Attributes:
         on_collective: called with the manager and the number of the collective within the attempt, before it is
             posted; may call :meth:`SimulatedManager.die` or :meth:`SimulatedManager.report_error`.
-        history: for each quorum: the step, who contributed.
+        history: step and participants of each quorum.
 
     Example:
         >>> import torch
@@ -114,7 +113,7 @@ class SimulatedCluster:
             self.changed.notify_all()
 
     def join(self, name: str) -> "SimulatedManager":
-        """A new member, at step 0."""
+        """Return a new member, at step 0."""
         with self.changed:
             if name in self._members:
                 raise ValueError(f"{name!r} is a member already; it must die or leave first")
@@ -122,9 +121,9 @@ class SimulatedCluster:
             return manager
 
     def run(self, bodies: dict[str, Callable[["SimulatedManager"], Any]]) -> dict[str, Any]:
-        """Run each body on a thread with a manager of its own; results by name, ``None`` for one that died.
+        """Run each body on a thread with its own manager. Return results by name, ``None`` for a member that died.
 
-        The first exception of a body ends the others and is raised.
+        The first exception of a body ends all bodies and is raised.
         """
         managers = {name: self.join(name) for name in bodies}
         results: dict[str, Any] = dict.fromkeys(bodies)
@@ -166,7 +165,7 @@ class SimulatedCluster:
             self.wait_for(lambda: manager.quorum is not None, f"{manager.name} waits for a quorum")
 
     def leave(self, name: str, return_at: int | None) -> None:
-        """A member is gone; the collectives that wait for it will not end."""
+        """Remove a member. Collectives that wait for it fail."""
         with self.changed:
             manager = self._members.pop(name)
             self._waiting.discard(name)
@@ -182,7 +181,7 @@ class SimulatedCluster:
             self.on_collective(manager, manager.number)
 
     def stop(self, manager: "SimulatedManager") -> None:
-        """A member takes part in no further collective of its attempt; peers that wait for it fail."""
+        """End a member's part in its attempt. Further collectives fail on its peers."""
         with self.changed:
             self._stop(manager)
             self.changed.notify_all()
@@ -194,7 +193,7 @@ class SimulatedCluster:
     def post(
         self, manager: "SimulatedManager", key: tuple[object, ...], post: Post, hold: Callable[[list[Post]], None]
     ) -> _Meeting:
-        """A member's part in the next collective of its attempt, carried out by ``hold`` when all have posted theirs."""
+        """Post a member's part in the next collective of its attempt. ``hold`` carries it out when all parts are there."""
         quorum = manager.quorum
         assert quorum is not None  # noqa: S101 - start_quorum() came first
         with self.changed:
@@ -239,7 +238,7 @@ class SimulatedCluster:
 
 
 class SimulatedManager:
-    """One member: torchft's Manager, as far as :class:`ch_ft.Manager` goes."""
+    """One member, with the methods of :class:`ch_ft.Manager`."""
 
     def __init__(self, cluster: SimulatedCluster, name: str) -> None:
         self.cluster, self.name = cluster, name
@@ -251,7 +250,7 @@ class SimulatedManager:
         self._healing = False
         self._loads: dict[str, Callable[[Any], None]] = {}
         self._saves: dict[str, Callable[[], Any]] = {}
-        # For collectives that are no sums. It knows its manager weakly: it would keep it alive.
+        # For collectives that are no sums. A strong reference to this manager would keep it alive.
         self.process_group = SimulatedMembers(weakref.proxy(self))
 
     # -- Reducer
@@ -335,18 +334,18 @@ class SimulatedManager:
     # -- for the cluster
 
     def members(self) -> int:
-        """Of the present quorum."""
+        """Return the number of members of the quorum."""
         return len(self.quorum.members) if self.quorum is not None else 0
 
     def bring(self, key: tuple[object, ...], post: Post, hold: Callable[[list[Post]], None]) -> "_RaisingWork":
-        """Take part in a collective that is not the manager's own."""
+        """Take part in a collective of the process group."""
         self.cluster.announce(self)
         if self._error is not None:
             raise RuntimeError(f"{self.name} has failed in this attempt: {self._error}")
         return _RaisingWork(_SimulatedWork(self, self.cluster.post(self, key, post, hold), None))
 
     def snapshot(self) -> dict[str, Any]:
-        """What a healing member receives."""
+        """Return the state for a healing member."""
         return {key: save() for key, save in self._saves.items()}
 
     def take(self, quorum: _Quorum, pending: dict[str, Any] | None) -> None:
@@ -361,14 +360,14 @@ class SimulatedManager:
 
 
 class _SimulatedWork:
-    """Done when all members have posted; failed when one died before that."""
+    """Collective that is done when all members have posted, and failed if one never will."""
 
     def __init__(self, manager: SimulatedManager, meeting: _Meeting, divide: torch.Tensor | None) -> None:
         self._manager, self._meeting, self._divide = manager, meeting, divide
         self._quorum = manager.quorum
 
     def hold_out(self) -> None:
-        """Wait; raises what a process group raises when a peer is gone."""
+        """Wait. Raise ``RuntimeError``, as a process group does, if a peer is gone."""
         cluster, quorum, meeting = self._manager.cluster, self._quorum, self._meeting
         assert quorum is not None  # noqa: S101
         with cluster.changed:
@@ -392,7 +391,7 @@ class _SimulatedWork:
 
 
 class _RaisingWork:
-    """The same of a collective that is not the manager's own: it raises, as a process group's does."""
+    """Collective of the process group. Its wait raises."""
 
     def __init__(self, work: _SimulatedWork) -> None:
         self._work = work
@@ -403,26 +402,26 @@ class _RaisingWork:
 
 
 class _Nothing:
-    """What a manager returns after an error."""
+    """Work that a manager returns after an error."""
 
     def wait(self) -> bool:
         return True
 
 
 class Member(Protocol):
-    """Whose group it is."""
+    """Owner of the group."""
 
     def members(self) -> int: ...
 
     def bring(self, key: tuple[object, ...], post: Post, hold: Callable[[list[Post]], None], /) -> Any:
-        """With the others' posts of the same key, in the order of the members, ``hold`` carries it out."""
+        """Take part in a collective. ``hold`` carries it out with all posts of this key, in the order of members."""
 
 
 class SimulatedMembers:
     """All-gather and all-to-all of one quorum's members.
 
     Args:
-        member: takes part in a collective, and returns its work.
+        member: posts this member's part and returns the work.
     """
 
     def __init__(self, member: Member) -> None:
