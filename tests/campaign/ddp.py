@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.campaign import models
+from tests.campaign.ambient import ambient
 from tests.campaign.checks import (
     Bounds,
     Oracle,
@@ -27,6 +28,7 @@ from tests.campaign.doors import Attached, frameworks, open_door
 from tests.campaign.draw import Case
 from tests.campaign.hooks import entry_of
 from tests.campaign.notes import Notes
+from tests.campaign.telemetry import Recorders
 
 
 class Loop:
@@ -56,6 +58,7 @@ class Loop:
         self.call, self.ddp, self.optimizer, self.backward = frameworks(self.framework, net, self.optimizer, options)
         if self.hooked:
             self.door = open_door(case, self.ddp, self.optimizer, self.scaler)
+            self.recorders = Recorders(self.door.handle, case.recorders, case.failing)
 
     @property
     def scale(self) -> float:
@@ -69,9 +72,9 @@ class Loop:
         self.optimizer.zero_grad(set_to_none=self.case.to_none)
         for micro, loss_of in enumerate(losses(self.case, step)):
             quiet = self.case.accumulate == "no_sync" and micro == 0
-            with self.ddp.no_sync() if quiet else nullcontext(), cast(self.case):
+            with self.ddp.no_sync() if quiet else nullcontext(), cast(self.case), ambient(self.case.ambient):
                 loss = loss_of(self.call)
-            with self.ddp.no_sync() if quiet else nullcontext():
+            with self.ddp.no_sync() if quiet else nullcontext(), ambient(self.case.ambient):
                 self.backward(loss * scale)
         return {name: None if p.grad is None else p.grad.detach().clone() for name, p in self.names().items()}
 
@@ -93,6 +96,8 @@ class Loop:
         saved = {"net": self.net.state_dict(), "opt": self.optimizer.state_dict()}
         saved["scaler"] = self.scaler.state_dict() if self.scaler is not None else {}
         saved["hook"] = self.door.save() if self.door is not None else {}
+        if self.hooked:
+            self.recorders.close()
         torch.save(saved, file)
         file.seek(0)
         saved = torch.load(file, weights_only=True)
@@ -242,6 +247,7 @@ def finish(case: Case, loop: Loop, bounds: Bounds, sums: Sums, bare: nn.Module) 
             bounds.conserved(name, sums, owed[name], param.dtype)
     if bounds.entry.promise != "silent":
         same_on_all_ranks(dict(loop.net.named_parameters()), "parameters")
+    loop.recorders.close()
     found = loop.door.close()
     if loop.door.handle is not None and loop.scaler is None:
         follow(bare, loop.net)

@@ -3,7 +3,8 @@
 import random
 from dataclasses import asdict, dataclass
 
-from tests.campaign.hooks import FUNCTIONS, HOOKS
+from tests.campaign.ambient import AMBIENTS
+from tests.campaign.hooks import BY_EXPR, FUNCTIONS, HOOKS
 
 MODELS = [
     "mlp",
@@ -39,7 +40,7 @@ SHARDED = [
     "moe",
     "double_use",
 ]
-KINDS = {"ddp": 58, "simulated": 24, "fsdp2": 14, "fsdp1": 4}
+KINDS = {"ddp": 52, "simulated": 24, "fsdp2": 14, "fsdp1": 3, "outer": 8, "members": 6}
 NEEDS_UNUSED = ("unused", "moe")
 SLOW = ("compile", "fabric", "accelerate")
 
@@ -49,7 +50,7 @@ class Case:
     """One run. What a kind of model does not know keeps its default.
 
     Attributes:
-        kind: ``ddp``, ``fsdp1``, ``fsdp2`` or ``simulated``.
+        kind: ``ddp``, ``fsdp1``, ``fsdp2``, ``simulated``, ``outer`` (an outer optimizer) or ``members`` (ch-ft).
         door: ``attach``, or ``register``: ``register_comm_hook`` with the function that torch's users know.
         cap: ``bucket_cap_mb``; simulated: the number of buckets.
         accumulate: ``no``, ``no_sync``, or ``twice``: two synchronised backwards for one optimizer step.
@@ -57,6 +58,14 @@ class Case:
         poisoned: the step at which one rank's gradient is infinite, or -1.
         resumed: the step before which everything is saved, made anew and loaded, or -1.
         shards: FSDP2: ranks that share one copy of the model.
+        ambient: default dtype or device during the steps, or nothing.
+        recorders: number of telemetry recorders.
+        failing: True if the first recorder's writer raises.
+        handed: simulated: the hook that takes over the state at ``resumed``, or nothing.
+        thawed: FSDP2: the step before which frozen parameters start to train, or -1.
+        every: outer: inner steps per round.
+        added: outer: the step before which the model gets new parameters, or -1.
+        grown: outer: the step before which a buffer changes its shape on one rank, or -1.
         seed: of the data.
     """
 
@@ -82,6 +91,14 @@ class Case:
     resumed: int = -1
     framework: str = ""
     shards: int = 1
+    ambient: str = ""
+    recorders: int = 0
+    failing: bool = False
+    handed: str = ""
+    thawed: int = -1
+    every: int = 1
+    added: int = -1
+    grown: int = -1
     steps: int = 4
 
     @property
@@ -93,7 +110,8 @@ class Case:
         row = asdict(self)
         for name in ("number", "seed", "steps"):
             del row[name]
-        row["poisoned"], row["resumed"] = self.poisoned >= 0, self.resumed >= 0
+        for name in ("poisoned", "resumed", "thawed", "added", "grown"):
+            row[name] = row[name] >= 0
         return {name: str(value) or "none" for name, value in row.items()}
 
 
@@ -101,10 +119,18 @@ def draw(seed: str, number: int, kinds: tuple[str, ...] = tuple(KINDS), hook: st
     """Case ``number`` of a campaign; the same for ever for the same program."""
     rng = random.Random(f"{seed}:{number}")
     kind = rng.choices(kinds, [KINDS[each] for each in kinds])[0]
-    row = {"ddp": _ddp, "fsdp2": _fsdp2, "fsdp1": _fsdp1, "simulated": _simulated}[kind](rng)
-    case = Case(number=number, seed=rng.randrange(1000), kind=kind, **row)
+    makers = {
+        "ddp": _ddp,
+        "fsdp2": _fsdp2,
+        "fsdp1": _fsdp1,
+        "simulated": _simulated,
+        "outer": _outer,
+        "members": _members,
+    }
+    case = Case(number=number, kind=kind, **{**makers[kind](rng), "seed": rng.randrange(1000)})
     if hook:
-        case = Case(**(asdict(case) | {"hook": hook, "door": "attach", "world": max(2, case.world)}))
+        plain = {"door": "attach", "world": max(2, case.world), "ambient": "", "recorders": 0, "handed": ""}
+        case = Case(**(asdict(case) | {"hook": hook} | plain))
     return case
 
 
@@ -151,6 +177,9 @@ def _ddp(rng: random.Random) -> dict[str, object]:
     elif rng.random() < 0.12 and model != "sync_norm":
         row |= {"join": True, "accumulate": "no", "poisoned": -1, "resumed": -1, "optimizer": "sgd", "static": False}
         row["given"] = "optimizer" if row.get("given") else ""
+    row["ambient"] = rng.choice(AMBIENTS) if rng.random() < 0.25 and not row.get("framework") else ""
+    row["recorders"] = rng.choices([0, 1, 2], [70, 15, 15])[0]
+    row["failing"] = rng.random() < 0.3
     return row
 
 
@@ -171,6 +200,7 @@ def _fsdp2(rng: random.Random) -> dict[str, object]:
         "steps": steps,
         "poisoned": _now_and_then(rng, 0.1, steps),
         "resumed": _now_and_then(rng, 0.2, steps),
+        "thawed": _now_and_then(rng, 0.4, steps),
     }
 
 
@@ -196,5 +226,37 @@ def _simulated(rng: random.Random) -> dict[str, object]:
         "given": rng.choice(["", "optimizer", "scaler"]),
         "steps": steps,
         "poisoned": _now_and_then(rng, 0.3, steps),
-        "resumed": _now_and_then(rng, 0.4, steps),
+        "resumed": (resumed := _now_and_then(rng, 0.5, steps)),
+        "ambient": rng.choice(["float64", "bfloat16"]) if rng.random() < 0.2 else "",
+        "handed": _residual_hook(rng) if resumed >= 0 and rng.random() < 0.6 else "",
+    }
+
+
+def _residual_hook(rng: random.Random) -> str:
+    return rng.choice([e.expr for e in HOOKS if e.promise == "residual" and "simulated" in e.places])
+
+
+def _outer(rng: random.Random) -> dict[str, object]:
+    steps = rng.choice([5, 6, 8])
+    return {
+        "model": rng.choice(["mlp", "shared", "frozen", "batch_norm", "gpt", "channels_last"]),
+        "world": rng.choice([2, 3]),
+        "hook": rng.choice(
+            ["allreduce", "allreduce", "bf16_compress", "quant4(error_feedback=True)", "powersgd(rank=2)"]
+        ),
+        "every": rng.choice([1, 2, 3]),
+        "steps": steps,
+        "added": _now_and_then(rng, 0.4, steps),
+        "grown": _now_and_then(rng, 0.25, steps),
+    }
+
+
+def _members(rng: random.Random) -> dict[str, object]:
+    hooks = [e for e in BY_EXPR if "replicate" in BY_EXPR[e].places and BY_EXPR[e].promise != "silent"]
+    return {
+        "model": rng.choice(["mlp", "unused", "moe", "shared", "gpt"]),
+        "world": rng.choice([2, 3]),
+        "hook": rng.choice(["", *hooks]),
+        "cap": rng.choice([0.002, 25.0]),
+        "steps": rng.choice([3, 4]),
     }

@@ -25,20 +25,24 @@ from tests.campaign.plants import make
 class Sharded:
     """A model under ``fully_shard``, one replica or several."""
 
-    def __init__(self, case: Case, hooked: bool, start: dict[str, torch.Tensor] | None = None) -> None:
+    def __init__(
+        self, case: Case, hooked: bool, start: dict[str, torch.Tensor] | None = None, trained: set[str] | None = None
+    ) -> None:
         self.case = case
         names = ("replicate", "shard")
         self.mesh = init_device_mesh("cpu", (case.world // case.shards, case.shards), mesh_dim_names=names)
         net = models.build(case.model, "float32" if case.dtype == "mixed" else case.dtype)
         if start is not None:
             net.load_state_dict(start)
+        for name, p in net.named_parameters() if trained is not None else ():
+            p.requires_grad_(name in trained)
         policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if case.dtype == "mixed" else {}
         for part in net.layers:
             fully_shard(part, mesh=self.mesh["shard"], **policy)
         self.net = fully_shard(net, mesh=self.mesh["shard"], **policy)
         lr = 0.002 if case.optimizer == "adam" else 0.05
         make_optimizer = torch.optim.Adam if case.optimizer == "adam" else torch.optim.SGD
-        self.optimizer = make_optimizer([p for p in net.parameters() if p.requires_grad], lr=lr)
+        self.optimizer = make_optimizer(net.parameters(), lr=lr)
         self.group = self.mesh["replicate"].get_group()
         self.handle: commhooks.CommHook | None = None
         if hooked:
@@ -88,6 +92,9 @@ def run2(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
         if step == case.resumed:
             notes.phase(f"resume before step {step}")
             loop = _resumed(loop)
+        if step == case.thawed:
+            for net in (loop.net, bare):
+                net.requires_grad_(True)
         bare.load_state_dict(loop.full())
         truth = oracle(_own(bare, case, step))
         notes.phase(f"step {step}")
@@ -145,10 +152,11 @@ def _resumed(old: Sharded) -> Sharded:
     if old.handle is None:
         raise AssertionError("the loop has no hook")
     optimizer = old.optimizer.state_dict()
+    trained = {name for name, p in old.net.named_parameters() if p.requires_grad}
     keeps = old.handle.reduction is not None  # a hook function of FSDP's own has nothing to save
     torch.save({"hook": old.handle.state_dict() if keeps else {}}, file)
     file.seek(0)
-    new = Sharded(old.case, hooked=True, start=old.full())
+    new = Sharded(old.case, hooked=True, start=old.full(), trained=trained)
     new.optimizer.load_state_dict(optimizer)
     if new.handle is None:
         raise AssertionError("the loop has no hook")
@@ -158,30 +166,39 @@ def _resumed(old: Sharded) -> Sharded:
 
 
 def _conserved(loop: Sharded, bounds: Bounds, sums: Sums) -> None:
-    """Applied + owed on this rank's shards; the residuals are averaged over the replicas."""
+    """Check applied + owed. Replicas keep residuals of this rank's shards, ranks of a shard mesh those of whole parameters."""
     if loop.handle is None:
         raise AssertionError("the loop has no hook")
-    entries = loop.handle.state_dict()["entries"]
-    mesh = loop.mesh["shard"]
-    shards, residuals = {}, {}
+    entries = {n: row["residual"] for n, row in loop.handle.state_dict()["entries"].items() if "residual" in row}
+    between_replicas = loop.case.shards < loop.case.world
+    if between_replicas or loop.case.shards == 1:
+        here, like, keys, group = _of_shards(loop, sums), {}, {n: loop.key(n) for n in loop.names()}, loop.group
+        like = {name: param.to_local() for name, param in loop.names().items()}
+    else:
+        here, keys, group = sums, {name: name for name in loop.names()}, loop.mesh["shard"].get_group()
+        like = {name: torch.empty(param.shape, dtype=param.dtype) for name, param in loop.names().items()}
+    unknown = entries.keys() - set(keys.values())
+    if unknown:
+        raise Wrong("applied + owed = sum of averages", f"residuals of unknown shards: {sorted(unknown)}")
+    owed = mean_owed({name: entries[key] for name, key in keys.items() if key in entries}, like, group)
+    for name, param in loop.names().items():
+        if name in here.wanted:
+            bounds.conserved(name, here, owed[name], param.dtype)
+
+
+def _of_shards(loop: Sharded, sums: Sums) -> Sums:
+    """Return this rank's shards of the sums."""
     here = Sums()
     here.steps = sums.steps
     for name, param in loop.names().items():
-        shards[name] = param.to_local()
+        if name not in sums.wanted:
+            continue
         for store, mine in ((sums.applied, here.applied), (sums.wanted, here.wanted)):
             value = store[name].view(param.shape)
-            mine[name] = flat64(distribute_tensor(value, mesh, param.placements, src_data_rank=None).to_local())
+            shard = distribute_tensor(value, loop.mesh["shard"], param.placements, src_data_rank=None)
+            mine[name] = flat64(shard.to_local())
         here.size[name] = sums.size[name]
-        row = entries.get(loop.key(name), {})
-        if "residual" in row:
-            residuals[name] = row["residual"]
-    known = set(map(loop.key, loop.names()))
-    missed = [key for key, row in entries.items() if "residual" in row and key not in known]
-    if missed:
-        raise Wrong("applied + owed = sum of averages", f"residuals of unknown shards: {missed}")
-    owed = mean_owed(residuals, shards, loop.group)
-    for name, param in loop.names().items():
-        bounds.conserved(name, here, owed[name], param.dtype)
+    return here
 
 
 def _closed(loop: Sharded) -> dict[str, float]:

@@ -25,7 +25,6 @@ class Entry:
         places: the kinds of model it runs on.
         each_bucket: whether the result depends on the buckets.
         bits: whether the docs promise the bits of DDP without a hook.
-        in_join: whether the promise holds for ranks that have joined.
     """
 
     expr: str
@@ -34,11 +33,11 @@ class Entry:
     places: tuple[str, ...] = ("ddp", "simulated", "replicate")
     each_bucket: bool = False
     bits: bool = False
-    in_join: bool = True
 
 
 ALL = ("ddp", "simulated", "replicate", "shard", "fsdp1")
 DDP = ("ddp",)
+SHARDABLE = ("ddp", "simulated", "replicate", "shard")
 
 HOOKS = [
     Entry("allreduce", "exact", places=ALL, bits=True),
@@ -72,7 +71,7 @@ HOOKS = [
     Entry("powersgd(rank=2)", "residual", FP32),
     Entry("powersgd(rank=4, min_compression_rate=0.5)", "residual", FP32),
     Entry("powersgd(rank=2, warm_start=False)", "residual", FP32),
-    Entry('powersgd(rank=2, residual="averaged")', "residual", FP32, in_join=False),
+    Entry('powersgd(rank=2, residual="averaged")', "residual", FP32),
     Entry("powersgd(rank=2, start_iter=2)", "residual", FP32),
     Entry("batched_powersgd(rank=2)", "residual", FP32, each_bucket=True),
     Entry("warmup(powersgd(rank=2), steps=2)", "residual", FP32),
@@ -80,7 +79,7 @@ HOOKS = [
     Entry("warmup(powersgd(rank=1), error_feedback(bf16_compress), steps=2)", "residual", BF16),
     Entry('policy({"*bias": allreduce, "*": powersgd(rank=2)})', "residual", FP32),
     Entry('policy({"*bias": bf16_compress, "*": powersgd(rank=2)})', "residual", BF16),
-    Entry('policy({"*weight": powersgd(rank=1), "*": quant8(error_feedback=True)})', "residual", FP32, in_join=False),
+    Entry('policy({"*weight": powersgd(rank=1), "*": quant8(error_feedback=True)})', "residual", FP32),
     Entry("bf16_wrapper(powersgd(rank=2))", "residual", BF16),
     Entry("fp16_wrapper(powersgd(rank=2))", "residual", FP16),
     Entry("bf16_wrapper(warmup(powersgd(rank=2), steps=1))", "residual", BF16),
@@ -88,11 +87,11 @@ HOOKS = [
     Entry('error_feedback(bf16_compress(accumulate="fp32"))', "residual", BF16),
     Entry("error_feedback(fp16_compress)", "residual", FP16),
     Entry("error_feedback(half)", "residual", BF16),
-    Entry("quant8(error_feedback=True)", "residual", FP32, in_join=False),
-    Entry("quant4(error_feedback=True)", "residual", FP32, in_join=False),
-    Entry('quant(bits=3, rotation="hadamard", error_feedback=True, exempt=False)', "residual", FP32, in_join=False),
-    Entry("quant2(block=32)", "residual", FP32, in_join=False),
-    Entry("sign", "residual", FP32, in_join=False),
+    Entry("quant8(error_feedback=True)", "residual", FP32, places=SHARDABLE),
+    Entry("quant4(error_feedback=True)", "residual", FP32, places=SHARDABLE),
+    Entry('quant(bits=3, rotation="hadamard", error_feedback=True, exempt=False)', "residual", FP32),
+    Entry("quant2(block=32)", "residual", FP32, places=SHARDABLE),
+    Entry("sign", "residual", FP32, places=SHARDABLE),
     Entry("topk(density=0.1, chunk=64, exempt=False)", "residual", FP32),
     Entry("topk(density=0.2, bits=2)", "residual", FP32),
     Entry("error_feedback(topk(density=0.2, feedback=False))", "residual", FP32),

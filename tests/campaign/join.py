@@ -45,11 +45,11 @@ def run(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
     if loop.door is None:
         raise AssertionError("the loop has no hook")
     params = loop.names()
-    if entry_of(case.hook).in_join:
-        owed = mean_owed(loop.door.residuals(params), params)
-        for name, param in params.items():
-            bounds.conserved(name, sums, owed[name], param.dtype)
+    owed = mean_owed(loop.door.residuals(params), params)
+    for name, param in params.items():
+        bounds.conserved(name, sums, owed[name], param.dtype)
     same_on_all_ranks(dict(loop.net.named_parameters()), "parameters")
+    loop.recorders.close()
     return loop.door.close()
 
 

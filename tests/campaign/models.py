@@ -263,7 +263,7 @@ def tokens(x: torch.Tensor) -> torch.Tensor:
 
 def batch(seed: int, step: int, rank: int, micro: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(((seed * 97 + step) * 13 + rank) * 5 + micro)
-    return torch.randn(BATCH, WIDTH, generator=generator).to(dtype)
+    return torch.randn(BATCH, WIDTH, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
 
 
 class Cast(nn.Module):

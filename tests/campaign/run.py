@@ -50,7 +50,9 @@ def start_server() -> None:
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # its warnings about unused parameters are many
     ctypes.CDLL(None).prctl(_ADOPT_ORPHANS, 1, 0, 0, 0)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.campaign.worker", "torch._dynamo", "ch_ddp", "ch_powersgd", "ch_fsdp"])
+    context.set_forkserver_preload(
+        ["tests.campaign.worker", "torch._dynamo", "ch_ddp", "ch_powersgd", "ch_fsdp", "ch_ft", "ch_outer"]
+    )
     multiprocessing.forkserver.ensure_running()
 
 
@@ -60,7 +62,7 @@ def run_case(case: Case, deadline: float = DEADLINE) -> Outcome:
     limit = deadline * (3 if case.framework in SLOW else 1)
     before = descendants()
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
-        world = 1 if case.kind == "simulated" else case.world
+        world = 1 if case.kind in {"simulated", "members"} else case.world
         problem = ""
         try:
             spawn(main, world, case, folder, limit, timeout=limit, group_timeout=limit)

@@ -2,12 +2,15 @@
 
 import io
 import random
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+import commhooks
 from commhooks import CommHook
 from commhooks.testing import SimulatedRanks, mean_residuals
+from tests.campaign.ambient import ambient
 from tests.campaign.checks import Bounds, Exact, Oracle, Sums, Wrong, digest, flat64
 from tests.campaign.draw import Case
 from tests.campaign.hooks import entry_of
@@ -65,19 +68,24 @@ def run(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
     rng = random.Random(case.seed)
     like = tensors(rng, case.dtype)
     entry, sums, count = entry_of(case.hook), Sums(), case.world
+    handed = entry_of(case.handed) if case.handed else entry
     ranks = _ranks(case, count, like)
     for step in range(case.steps):
         if step == case.resumed:
-            count = count if entry.promise != "residual" or rng.random() < 0.5 else rng.choice([1, 2, 3, 4])
+            other = entry.promise == "residual" and not case.handed and rng.random() < 0.5
+            count = rng.choice([1, 2, 3, 4]) if other else count
             notes.phase(f"resume before step {step} on {count} ranks")
-            ranks = _resumed(case, ranks, count, like)
+            ranks = _handed_over(case, ranks, like) if case.handed else _resumed(case, ranks, count, like)
+            count = ranks.world_size
         notes.phase(f"step {step}")
         _one_step(case, ranks, like, step, sums, skipped=bool(case.given) and rng.random() < 0.2)
     notes.phase("the end")
-    bounds = Bounds(entry, max(count, case.world))
+    taken = case.handed and entry.promise == "residual" and case.resumed >= 0
+    last = handed if case.handed and case.resumed >= 0 else entry
+    bounds = Bounds(replace(last, wire=max(last.wire, entry.wire)), max(count, case.world))
     saved = ranks.save()
     for name, tensor in like.items():
-        if name in sums.wanted:
+        if name in sums.wanted and (taken or not case.handed):
             bounds.conserved(name, sums, _owed(saved, name, tensor), tensor.dtype)
     return {"steps": ranks.engines[0].counters.as_dict()["steps"]}
 
@@ -99,11 +107,29 @@ def _resumed(case: Case, old: SimulatedRanks, count: int, like: Tensors) -> Simu
     return new
 
 
+def _handed_over(case: Case, old: SimulatedRanks, like: Tensors) -> SimulatedRanks:
+    """Give the states of all ranks to another hook, as ``attach(state=)`` does."""
+    states = []
+    for handle in old.handles:
+        handle.detach()
+        states.append(handle.state)
+    given = iter(states)
+
+    def one() -> CommHook:
+        made = commhooks.create(case.handed)
+        made.state = next(given)
+        return made
+
+    return SimulatedRanks(one, len(states), like, buckets=int(case.cap), timeout=15.0)
+
+
 def _one_step(case: Case, ranks: SimulatedRanks, like: Tensors, step: int, sums: Sums, skipped: bool) -> None:
-    """A backward on every rank; ``skipped``: the optimizers did not use it."""
-    entry, world = entry_of(case.hook), ranks.world_size
+    """Run a backward on every rank. ``skipped`` is True if the optimizers do not use the step."""
+    over = bool(case.handed) and 0 <= case.resumed <= step
+    entry, world = entry_of(case.handed if over else case.hook), ranks.world_size
     every = gradients(like, case, step, world)
-    result = ranks.step(every)
+    with ambient(case.ambient):
+        result = ranks.step(every)
     for error in result.errors:
         if error is not None:
             raise error

@@ -3,12 +3,19 @@
 import traceback
 import warnings
 
-from tests.campaign import ddp, fsdp, join, simulated
+from tests.campaign import ddp, fsdp, join, members, outer, simulated
 from tests.campaign.checks import TorchRefuses, Wrong
 from tests.campaign.draw import Case
 from tests.campaign.notes import Notes
 
-KINDS = {"ddp": ddp.run, "fsdp1": fsdp.run1, "fsdp2": fsdp.run2, "simulated": simulated.run}
+KINDS = {
+    "ddp": ddp.run,
+    "fsdp1": fsdp.run1,
+    "fsdp2": fsdp.run2,
+    "simulated": simulated.run,
+    "outer": outer.run,
+    "members": members.run,
+}
 
 
 def main(rank: int, world: int, case: Case, folder: str, deadline: float) -> None:
