@@ -26,7 +26,7 @@ import commhooks
 from ch_bench import gpt, launch, text, training
 from commhooks.testing import WorkerError
 
-DEFAULT_HOOKS = ["allreduce", "bf16_compress", "powersgd(rank=4)", "bf16_wrapper(powersgd(rank=4))"]
+DEFAULT_HOOKS = ["allreduce", "bf16_compress", "quant4", "powersgd(rank=4)", "bf16_wrapper(powersgd(rank=4))"]
 NOOP_EVERY = 2  # the time reference needs a good median, not a step for every step
 
 
@@ -37,7 +37,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--hooks", nargs="+", default=DEFAULT_HOOKS, metavar="EXPR", help="hook expressions")
-    parser.add_argument("--steps", type=int, default=300, help="training steps for every hook")
+    parser.add_argument("--steps", type=int, default=250, help="training steps for every hook")
     parser.add_argument("--nproc", type=int, default=2, help="ranks to start (torchrun's own number holds there)")
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for results.json and loss.png")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate of AdamW")

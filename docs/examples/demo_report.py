@@ -16,6 +16,7 @@ COLOURS = ["#4d4d4d", "#0072b2", "#e69f00", "#cc3d7a", "#009e73", "#7e57c2", "#5
 DASHES = ["-", (0, (6, 2)), "-", (0, (6, 2)), "-", (0, (6, 2)), "-", (0, (6, 2))]
 RESULTS, PICTURE = "results.json", "loss.png"
 MB = 1e6
+LINKS = {"1\nGbit/s": 1e9, "100\nMbit/s": 1e8}  # bits per second
 
 
 def write(results: dict[str, Any], out: Path) -> None:
@@ -52,6 +53,8 @@ def summary(results: dict[str, Any]) -> list[dict[str, Any]]:
                 "ratio": plain / payload if payload else None,
             }
         )
+        wire = rows[-1]["wire"]
+        rows[-1] |= {name: None if wire is None else step + 8 * wire / speed for name, speed in LINKS.items()}
     return rows
 
 
@@ -63,16 +66,28 @@ def table(results: dict[str, Any]) -> Table:
         title=f"GPT with {results['parameters'] / 1e6:.1f} M parameters, {settings['steps']} steps, "
         f"{settings['nproc']} ranks on {settings['device']}",
         caption="loss: held out, nats per character · step: median of the slowest rank\n"
-        "MB: per rank and step, payload given to the collectives, wire sent · ratio: payload of fp32 to this",
+        "MB: per rank and step, payload given to the collectives, wire sent · ratio: payload of fp32 to this\n"
+        "1 Gbit/s, 100 Mbit/s: predicted step in ms, the measured step plus wire bytes / bandwidth",
         box=box.SIMPLE_HEAD,
         header_style="bold",
         title_style="bold",
     )
     half = rows[0]["half"][0] if rows else 0
     shown.add_column("hook", vertical="bottom", overflow="fold")
-    for name in ("final\nloss", f"loss at\nstep {half}", "step\nms", "comm.\nms", "payload\nMB", "wire\nMB", "ratio"):
+    for name in (
+        "final\nloss",
+        f"loss at\nstep {half}",
+        "step\nms",
+        "comm.\nms",
+        "payload\nMB",
+        "wire\nMB",
+        "ratio",
+        *LINKS,
+    ):
         shown.add_column(name, justify="right", vertical="bottom", no_wrap=True)
-    best = {key: min((row[key] for row in rows if row[key]), default=None) for key in ("val", "step", "payload")}
+    best = {
+        key: min((row[key] for row in rows if row[key]), default=None) for key in ("val", "step", "payload", *LINKS)
+    }
     for row in rows:
         cells = {
             "val": f"{row['val']:.3f}",
@@ -82,6 +97,7 @@ def table(results: dict[str, Any]) -> Table:
             "payload": _megabytes(row["payload"]),
             "wire": _megabytes(row["wire"]),
             "ratio": f"{row['ratio']:.1f}×" if row["ratio"] else "?",
+            **{name: f"{row[name] * 1e3:.0f}" if row[name] else "?" for name in LINKS},
         }
         bold = {key: "bold green" if key in best and row[key] == best[key] else "" for key in cells}
         shown.add_row(Text(row["hook"]), *(Text(cell, style=bold[key]) for key, cell in cells.items()))
@@ -98,8 +114,9 @@ def remarks(results: dict[str, Any], out: Path) -> str:
     lines = [f"A step without communication (noop, same run) takes {noop:.1f} ms; comm. is what a hook adds to it."]
     if results["settings"]["device"] == "cpu":
         lines.append(
-            "The ranks talk over loopback, which is as fast as memory: here compression may look slower than none.\n"
-            "What it saves shows on a real link: nox -s bench -- --link 1gbit,200mbit"
+            "The ranks talk over loopback, which is as fast as memory, so compression may look slower than none here.\n"
+            "The last two columns predict a step on a real link, without overlap. To measure one (needs root):\n"
+            "nox -s bench -- --link 1gbit,100mbit"
         )
     return "\n".join([*lines, f"Raw records and the picture: {out / RESULTS}, {out / PICTURE}"])
 
