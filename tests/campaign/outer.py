@@ -1,7 +1,7 @@
 """What every rank of an outer-optimizer case runs: ``OuterOptimizer`` beside the same loop by hand in plain PyTorch.
 
-The loop by hand knows one parameter set, added parameters included. It averages ``start - parameter`` over all ranks
-every ``every`` steps and steps plain SGD on the starts.
+The loop by hand averages ``start - parameter`` over all ranks every ``every`` steps and steps SGD on the starts. Ranks that
+add parameters, or whose buffers change shape, must all refuse with a typed error.
 """
 
 import copy
@@ -51,7 +51,7 @@ def run(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
         inner, model, every=case.every, exchange=case.hook, outer=outer_sgd, fragments=1, timeout=20.0
     )
     hand = _ByHand(by_hand, case.every)
-    refused = ""
+    refused, every = "", [""] * world
     for step in range(case.steps):
         notes.phase(f"step {step}")
         if step == case.added:
@@ -74,19 +74,24 @@ def run(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
             optimizer.step()
         except CommHooksError as error:
             refused = type(error).__name__
-        every: list[str] = [""] * world
         dist.all_gather_object(every, refused)
         if len(set(every)) > 1:
             raise Wrong("all ranks raise, or none", f"ranks say {every}")
         if refused:
-            if case.grown < 0:
+            if case.grown < 0 and case.added < 0:
                 raise Wrong("no refusal without a cause", refused)
             return {"compressed_steps": 0.0}
         hand.step()
-    if case.grown >= 0 and case.steps > case.every * (case.grown // case.every + 1):
-        raise Wrong("a buffer that grew is named", "no rank raised")
     notes.phase("finish")
-    optimizer.finish()
+    try:
+        optimizer.finish()
+    except CommHooksError as error:
+        refused = type(error).__name__
+    dist.all_gather_object(every, refused)
+    if len(set(every)) > 1 or bool(refused) != (case.grown >= 0 or case.added >= 0):
+        raise Wrong("all ranks refuse a changed model", f"ranks say {every}")
+    if refused:
+        return {"compressed_steps": 0.0}
     hand.finish()
     same_on_all_ranks({n: p.detach() for n, p in model.named_parameters()}, "parameters")
     same_on_all_ranks({n: b.detach() for n, b in model.named_buffers() if b.is_floating_point()}, "buffers")
@@ -122,8 +127,7 @@ class _ByHand:
             self._outer_step()
 
     def finish(self) -> None:
-        if self.count % self.every:
-            self._outer_step()
+        self._outer_step()  # finish() always exchanges once more
 
     @torch.no_grad()
     def _outer_step(self) -> None:
