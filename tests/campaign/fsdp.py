@@ -141,6 +141,8 @@ def _trial(case: Case) -> None:
     """Torch's own: sharded over all ranks, no hook."""
     plain = Sharded(case, hooked=False)
     for step in range(2):
+        if step == 1 and case.thawed >= 0:
+            plain.net.requires_grad_(True)
         plain.gradients(step)
         plain.optimizer.step()
     plain.full()
