@@ -304,7 +304,7 @@ def test_exact_parts_keep_a_zero_residual() -> None:
 def test_what_error_feedback_refuses() -> None:
     with pytest.raises(HookConfigError, match="loses nothing"):
         error_feedback(Plain())
-    with pytest.raises(HookConfigError, match="does not say what it sent"):
+    with pytest.raises(HookConfigError, match="does not report its contribution"):
         error_feedback(Gathered())
     with pytest.raises(HookConfigError, match="residual of its own"):
         error_feedback(error_feedback(RowMean()))

@@ -227,7 +227,7 @@ class Bucket:
     Attributes:
         layout: names, shapes and offsets.
         storage: 1-D tensor that the layout's offsets index. The gradient is read from it and, when a reduction has
-            ended, the averaged gradient is in it. Neither is to be replaced by another: views of it are kept.
+            ended, the averaged gradient is in it. Do not replace it, because views of it are cached.
         index: position in the step, equal on all ranks.
         is_last: the step's last bucket.
         unused: names of parameters that this rank has no gradient for: zeros are in their places.

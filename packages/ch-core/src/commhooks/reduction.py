@@ -171,8 +171,8 @@ class Reduction(ABC):
         castable: kinds of requests that a 16-bit wrapper may round. An all-gather or all-to-all must also be marked
             (``AllGather(..., castable=True)``), because others of the same kind may carry packed bytes.
         lossy: True if the result differs from the average by more than rounding of the bucket's dtype.
-        trips: how often an uncompressed gradient would cross the network: 2 for an all-reduce, 1 for a reduce-scatter.
-            Reports compare the sent bytes with it.
+        trips: number of times that an uncompressed gradient crosses the network: 2 for an all-reduce, 1 for a
+            reduce-scatter. Reports compare the sent bytes with it.
         fields: state fields, each ``"local"`` to a rank or ``"shared"`` (the same on all ranks).
         scaled_fields: power of the loss scale in each field that follows it: 1 for gradients, 2 for their squares. The
             engine multiplies these fields when a ``GradScaler`` changes its scale. ``state_dict()`` holds them unscaled.

@@ -1,7 +1,7 @@
 """Saves and loads the state of a handle, attached or not, or of a bare :class:`HookState`.
 
-A load checks everything before it changes anything. What a reduction keeps is found like its collectives are: the generator
-runs on meta tensors, and the check looks at the tensors that it stages. No hook has to declare shapes.
+A load checks everything before it changes anything. The generator of a reduction runs on meta tensors, and the check looks at
+the tensors that it stages. No hook has to declare shapes.
 """
 
 import logging

@@ -49,7 +49,7 @@ class ErrorFeedback(Composite):
             )
         if not inner.reports_sent:
             raise HookConfigError(
-                f"error_feedback cannot wrap {inner.name}: it does not say what it sent (reports_sent is False). Its "
+                f"error_feedback cannot wrap {inner.name}: it does not report its contribution (reports_sent is False). Its "
                 "author can fill ctx.sent with this rank's contribution, and declare reports_sent = True"
             )
         if not inner.lossy:

@@ -13,8 +13,8 @@ Places = Sequence[tuple[ParamLayout, Bucket]]
 class SavedBuckets:
     """Runs the first step of a driver on the buckets of the step before the checkpoint.
 
-    DDP sorts its buckets anew after the first iteration of a process. A resumed process would therefore run one step on
-    other buckets than the process that saved, and a hook that treats a bucket as one vector would give other results.
+    DDP rebuilds its buckets after the first iteration of a process. A resumed process would therefore run one step on other
+    buckets than the process that saved. A hook that treats a bucket as one vector would give other results.
 
     Args:
         state: state that has the buckets of the last step, and takes those of the next ones.
