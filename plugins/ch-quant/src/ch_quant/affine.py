@@ -1,12 +1,12 @@
-"""Affine uint8 quantization and an all-gather: what PyTorch's ``quantization_*_hook`` do.
+"""Affine uint8 quantization and an all-gather, as in PyTorch's ``quantization_*_hook``.
 
 A row of ``n`` elements has a scale ``s = (max - min) / 255`` and a zero point ``z = round(-min / s)``, the range
-widened to hold zero; an element travels as ``q = clamp(round(x / s) + z, 0, 255)`` and arrives as ``(q - z) s``. Every
-rank gathers every rank's bytes and averages them in rank order, so all have the same bits, and receives (W - 1) bytes
-per element: use ``quant8`` beyond two ranks.
+widened to hold zero. An element travels as ``q = clamp(round(x / s) + z, 0, 255)`` and arrives as ``(q - z) s``. Every
+rank gathers every rank's bytes and averages them in rank order, so all ranks have the same bits. It receives (W - 1) bytes
+per element, so prefer ``quant8`` beyond two ranks.
 
-A row is a parameter, or ``bucket_size`` elements of one (the last row of a parameter is shorter, not padded), so that
-results do not depend on the buckets, and a bias does not share the scale of a weight.
+A row is a parameter, or ``bucket_size`` elements of one (the last row of a parameter is shorter, not padded), so
+results do not depend on the buckets. A bias does not share the scale of a weight.
 
 On the wire, one message per bucket: fp32 scales of all rows, their zero points, the codes. A row that is not finite
 has a scale of NaN, and arrives as NaN.
@@ -63,9 +63,9 @@ class AffineGather(Reduction):
         yield AllGather(message, everyone.view(-1))
 
         total.zero_()
-        for one in everyone:  # in rank order: every rank makes the same sum
-            for x, parts in rows.pieces(total, message.copy_(one)):  # a row of `everyone` may lie askew for fp32
-                x.add_(decode(*parts), alpha=1.0 / ctx.world_size)  # a sum may overflow where the mean fits
+        for one in everyone:  # in rank order, so that every rank gets the same sum
+            for x, parts in rows.pieces(total, message.copy_(one)):  # a row of `everyone` may not be aligned for fp32
+                x.add_(decode(*parts), alpha=1.0 / ctx.world_size)  # a sum may overflow although the mean fits
         bucket.buffer = total.to(bucket.dtype)
 
     @per_layout
@@ -74,7 +74,7 @@ class AffineGather(Reduction):
 
 
 class Rows:
-    """Where the rows of a bucket lie in its buffer and in a message."""
+    """Layout of the rows of a bucket in its buffer and in a message."""
 
     def __init__(self, numels: list[int], columns: int | None) -> None:
         self.numel = sum(numels)
@@ -89,7 +89,7 @@ class Rows:
     def pieces(
         self, flat: torch.Tensor, message: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
-        """Live views: elements ``(rows, columns)``; scales and zero points ``(rows, 1)``, codes like the elements."""
+        """Yield live views: elements ``(rows, columns)``; scales and zero points ``(rows, 1)``, codes like the elements."""
         scales = message[: 4 * self.count].view(torch.float32)
         zeros = message[4 * self.count : 5 * self.count]
         codes = message[5 * self.count : 5 * self.count + self.numel]
@@ -102,10 +102,10 @@ class Rows:
 
 
 def encode(x: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, codes: torch.Tensor) -> None:
-    """Fill a message's parts from ``x`` ``(rows, columns)`` fp32, which is overwritten."""
+    """Fill a message's parts from ``x``, ``(rows, columns)`` fp32, and overwrite ``x``."""
     low, high = torch.aminmax(x, dim=1, keepdim=True)
     low, high = low.clamp(max=0.0), high.clamp(min=0.0)
-    # In halves, so that no finite range overflows; a row with NaN or inf has a NaN here, and so everywhere.
+    # In halves, so that no finite range overflows. A row with NaN or Inf gets NaN here, and so in all numbers.
     scale = ((high / LEVELS) - (low / LEVELS)).clamp_(min=SMALLEST)
     scales.copy_(torch.where(scale.isfinite(), scale, torch.full_like(scale, float("nan"))))
     zero = (-low / scale).round_().nan_to_num_(0.0).clamp_(0, LEVELS)
@@ -114,15 +114,15 @@ def encode(x: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, codes: to
 
 
 def decode(scales: torch.Tensor, zeros: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """``(rows, columns)`` fp32 from a message's parts."""
+    """Return the numbers of a message's parts, ``(rows, columns)`` fp32."""
     return (codes.float() - zeros.float()).mul_(scales)
 
 
 def quantize_per_tensor() -> AffineGather:
-    """One scale for each parameter."""
+    """Return a hook with one scale for each parameter."""
     return AffineGather(None, "quantize_per_tensor")
 
 
 def quantize_per_channel(bucket_size: int = 512) -> AffineGather:
-    """A scale for every ``bucket_size`` elements of a parameter."""
+    """Return a hook with a scale for every ``bucket_size`` elements of a parameter."""
     return AffineGather(bucket_size, "quantize_per_channel")

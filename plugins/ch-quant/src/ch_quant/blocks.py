@@ -1,6 +1,6 @@
-"""Where vectors lie in rows of blocks: each starts a block of its own, and several ranks own equal parts of the rows.
+"""Layout of vectors in rows of blocks. Each vector starts a new block, and several ranks own equal parts of the rows.
 
-A *piece* is a run of one vector's numbers in a chunk of a part. All of it follows from sizes alone and is kept.
+A *piece* is a run of one vector's numbers in a chunk of a part. The layout follows from sizes alone and is cached.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import torch
 
 
 class Piece(NamedTuple):
-    """Numbers ``start`` to ``stop`` of vector ``number`` are in a chunk's blocks from ``row``; the rest of the last is zero."""
+    """Numbers ``start`` to ``stop`` of vector ``number``, in a chunk's ``rows`` blocks from ``row``, padded with zeros."""
 
     number: int
     start: int
@@ -75,7 +75,7 @@ def _chunk(sizes: tuple[int, ...], starts: list[int], block: int, offset: int, f
 
 
 def whole(vectors: Sequence[torch.Tensor], chunk: Chunk, block: int) -> torch.Tensor | None:
-    """The numbers of a chunk ``(rows, block)`` where they lie, if one fp32 vector holds them all."""
+    """Return a view of a chunk, ``(rows, block)``, if one fp32 vector holds all of it, else ``None``."""
     if len(chunk.pieces) != 1:
         return None
     number, start, stop, _, rows = chunk.pieces[0]
@@ -85,7 +85,7 @@ def whole(vectors: Sequence[torch.Tensor], chunk: Chunk, block: int) -> torch.Te
 
 
 def gather(vectors: Sequence[torch.Tensor], chunk: Chunk, out: torch.Tensor) -> None:
-    """Copy the numbers of a chunk into ``out`` ``(rows, block)``, with zeros where there are none."""
+    """Copy the numbers of a chunk to ``out`` ``(rows, block)``, and fill the rest with zeros."""
     for number, start, stop, row, rows in chunk.pieces:
         place = out[row : row + rows].view(-1)
         if len(place) > stop - start:
@@ -97,14 +97,14 @@ def gather(vectors: Sequence[torch.Tensor], chunk: Chunk, out: torch.Tensor) -> 
 
 
 def scatter(vectors: Sequence[torch.Tensor], chunk: Chunk, x: torch.Tensor) -> None:
-    """Copy the numbers of a chunk to where they belong; those beyond a vector's end are dropped."""
+    """Copy the numbers of a chunk to the vectors, without padding."""
     for number, start, stop, row, rows in chunk.pieces:
         place = vectors[number][start:stop]
         place.copy_(x[row : row + rows].view(-1)[: place.numel()])
 
 
 def scatter_add(vectors: Sequence[torch.Tensor], chunk: Chunk, x: torch.Tensor) -> None:
-    """Add the numbers of a chunk where they belong."""
+    """Add the numbers of a chunk to the vectors."""
     for number, start, stop, row, rows in chunk.pieces:
         vectors[number][start:stop].add_(x[row : row + rows].view(-1)[: stop - start])
 

@@ -4,16 +4,16 @@ A block of ``block`` numbers ``x`` travels as a scale ``s`` (bf16) and codes ``q
 
 * 8, 4 and 3 bits, *mid-tread*: ``q = round(x / s)`` with ``L = 2^(b-1) - 1`` (127, 7, 3), decoded as ``q s``. Zero is a level
   (QSGD, arXiv:1610.02132; blocks as in ZeRO++'s qgZ, arXiv:2306.10209). 8 bits: ``s = max|x| / L``, codes from -L to L.
-* 4 and 3 bits have few levels, and one more, ``-(L + 1)``, which is for the side that reaches farther: ``s`` is negative where
-  that is the positive one (as in ggml's Q4_0). With M the largest magnitude, and N the largest on the other side,
-  ``|s| = max(M / (L + 1), N / L)``: nothing is clipped. The squared error is a fifth smaller than with ``M / L`` at 4 bits, and
-  a quarter at 3. ``M / (L + 1/2)`` would do as well, but makes the largest number of every block smaller, at both stages.
+* 4 and 3 bits have few levels, and one more, ``-(L + 1)``, for the side that reaches farther. ``s`` is negative if that is
+  the positive side (as in ggml's Q4_0). With M the largest magnitude, and N the largest on the other side,
+  ``|s| = max(M / (L + 1), N / L)``, and nothing is clipped. The squared error is a fifth smaller than with ``M / L`` at 4 bits,
+  and a quarter at 3. ``M / (L + 1/2)`` would do as well, but makes the largest number of every block smaller, at both stages.
 * 2 and 1 bits, *mid-rise*: levels ``(q + 1/2) 2h`` with ``q = floor(x / 2h)``. For 1 bit ``h = mean|x|``, which is
-  signSGD with the mean magnitude of the block (Karimireddy et al. 2019, arXiv:1901.09847). For 2 bits ``h = 0.7 mean|x|``:
-  levels at 0.7 and 2.1 times the mean magnitude, between the best uniform ones for normal numbers (0.62) and for
-  Laplace's (0.77); what is larger is clipped.
+  signSGD with the mean magnitude of the block (Karimireddy et al. 2019, arXiv:1901.09847). For 2 bits ``h = 0.7 mean|x|``,
+  with levels at 0.7 and 2.1 times the mean magnitude. 0.7 lies between the best values for normal numbers (0.62) and for
+  Laplace's (0.77). Larger numbers are clipped.
 
-*Stochastic rounding* draws between the two neighbouring levels so that the mean is ``x``. It clips nothing: the outermost
+*Stochastic rounding* draws between the two neighbouring levels so that the mean is ``x``. It clips nothing, because the outermost
 level is ``max|x|``, and the scale is rounded up.
 
 The scale has 8 significant bits and the range of fp32. The codes are made with the scale as it travels, so that its
@@ -39,15 +39,15 @@ import torch
 from commhooks import StepContext
 
 WIDTHS = (8, 4, 3, 2, 1)
-CHUNK = 1 << 18  # numbers treated together: a core's caches hold them, and torch's overhead of a call is shared by many
-LARGEST = 1e36  # reciprocal of a scale; those of smaller scales need not be finite
+CHUNK = 1 << 18  # numbers in a chunk: a core's caches hold it, and it is large against the overhead of a torch call
+LARGEST = 1e36  # of a scale's reciprocal; without the limit the reciprocals of smaller scales are infinite
 UP = 1.0 + 2.0**-7  # more than bf16 may round a scale down
 TWO_BITS = 0.7  # half a step of 2 bits, in mean magnitudes
 
 
 @dataclass(frozen=True)
 class Codec:
-    """The format: how many bits, how many numbers share a scale, how they are rounded.
+    """Format of the numbers on the wire.
 
     Args:
         bits: 8, 4, 3, 2 or 1.
@@ -65,17 +65,17 @@ class Codec:
 
     @property
     def centred(self) -> bool:
-        """Whether zero is a level (mid-tread)."""
+        """True if zero is a level (mid-tread)."""
         return self.bits > 2
 
     @property
     def lopsided(self) -> bool:
-        """Whether the side that reaches farther has a level more."""
+        """True if the side that reaches farther has one more level."""
         return self.bits in (4, 3) and self.rounding == "nearest"
 
     @property
     def shares(self) -> tuple[float, float]:
-        """What part of how far a block's numbers reach its scale is: to the farther side, and at least to the other."""
+        """Factors from a block's reach to its scale, for the farther side and as a minimum for the other side."""
         last = (1 << (self.bits - 1)) - 1
         return 1.0 / (last + 1), 1.0 / last
 
@@ -85,11 +85,11 @@ class Codec:
         return max(1, CHUNK // self.block)
 
     def bytes(self, rows: int) -> int:
-        """Of a message of ``rows`` blocks: even, so that the scales of one message after another are aligned."""
+        """Return the bytes of a message of ``rows`` blocks, an even number, so that the next message is aligned."""
         return rows * (2 + packed_bytes(self.block, self.bits))
 
     def split(self, message: torch.Tensor, rows: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales ``(count, 1)`` bf16 and packed codes, int8, of ``count`` blocks from ``first`` of a message."""
+        """Return scales, ``(count, 1)`` bf16, and packed codes, int8, of ``count`` blocks from ``first`` of a message."""
         scales = message[2 * first : 2 * (first + count)].view(torch.bfloat16).view(count, 1)
         each = packed_bytes(self.block, self.bits)
         start = 2 * rows + first * each
@@ -101,13 +101,13 @@ class Workspace:
 
     Args:
         codec: the format.
-        ctx: whose scratch is used.
+        ctx: gives the scratch memory.
         device: of the numbers.
-        rows: blocks in the largest chunk.
+        rows: number of blocks in the largest chunk.
 
     Attributes:
-        x, y: ``(rows, block)`` fp32, for the caller; ``y`` is overwritten by both.
-        spare: another, overwritten by a rotation.
+        x, y: ``(rows, block)`` fp32, for the caller; both methods overwrite ``y``.
+        spare: of the same shape; a rotation overwrites it.
     """
 
     def __init__(self, codec: Codec, ctx: StepContext, device: torch.device, rows: int) -> None:
@@ -118,7 +118,7 @@ class Workspace:
         self._make(ctx, device, rows)
 
     def _make(self, ctx: StepContext, device: torch.device, rows: int) -> None:
-        """Memory that the arithmetic takes besides."""
+        """Allocate further memory for the arithmetic."""
         self._codes, self._lanes = (
             self._scratch(ctx, name, (rows * self.codec.block,), device, torch.int8) for name in ("codes", "lanes")
         )
@@ -134,7 +134,7 @@ class Workspace:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
-        """Memory for a chunk: on a CPU all buckets'; elsewhere a chunk is as large as its part."""
+        """Return memory for a chunk. On a CPU all buckets share it; elsewhere a chunk is as large as its part."""
         return ctx.scratch(f"chunk of {self.codec.block}: {name}", shape, dtype, device, brief=device.type == "cpu")
 
     def encode(
@@ -145,20 +145,22 @@ class Workspace:
         noise: torch.Generator | None,
         keep: bool = False,
     ) -> None:
-        """Fill scales and codes from ``x`` ``(rows, block)`` fp32, which is left as it is.
+        """Fill scales and codes from ``x``, ``(rows, block)`` fp32, which does not change.
 
         Args:
             x: the numbers.
             scales: from :meth:`Codec.split`.
             packed: likewise.
-            noise: what stochastic rounding draws from.
-            keep: whether :meth:`decoded` is asked next.
+            noise: random numbers of stochastic rounding.
+            keep: True if :meth:`decoded` is called next.
         """
         codec, rows = self.codec, x.shape[0]
         y, scale, inverse = self.y[:rows], self._scale[:rows], self._inverse[:rows]
         half = self._measure(x, y, scale)
         scales.copy_(scale.mul_(UP) if noise is not None else scale)
-        inverse.copy_(scales).reciprocal_().clamp_(-LARGEST, LARGEST)  # NaN and inf go on into every decoded number
+        inverse.copy_(scales).reciprocal_().clamp_(
+            -LARGEST, LARGEST
+        )  # NaN and Inf spread to every decoded number of the block
         torch.mul(x, inverse.mul_(half), out=y)
         low = -(1 << (codec.bits - 1))
         if noise is not None:
@@ -171,46 +173,46 @@ class Workspace:
         if not codec.centred:
             y.clamp_(low, -low - 1)
         codes = self._codes[: y.numel()]
-        codes.copy_(y.view(-1))  # to int8: a cast to uint8 is not vectorised, and takes nine times as long
+        codes.copy_(y.view(-1))  # a cast to uint8 is not vectorised and takes nine times as long
         pack(codes, codec.bits, packed, self._lanes)
 
     def _measure(self, x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> float:
-        """Leave what a block's scale is in ``scale``; returns how many codes there are to a scale."""
+        """Write each block's scale to ``scale``, and return the number of codes per scale."""
         codec = self.codec
         if codec.lopsided:
             self._reach_of_sides(x, scale)
         elif codec.centred or codec.rounding == "stochastic":
-            torch.abs(x, out=y)  # and not a norm, nor aminmax: they take sixteen times as long
+            torch.abs(x, out=y)  # a norm or aminmax takes sixteen times as long
             torch.amax(y, 1, keepdim=True, out=scale)
             scale.mul_(1.0 / self._reach())
         else:
-            torch.mul(x, 1.0 / codec.block, out=y).abs_()  # divided first: the sum may overflow where the mean fits
+            torch.mul(x, 1.0 / codec.block, out=y).abs_()  # divide first: the sum may overflow although the mean fits
             torch.sum(y, 1, keepdim=True, out=scale)
             if codec.bits == 2:
                 scale.mul_(TWO_BITS)
         return 1.0 if codec.centred else 0.5
 
     def _reach_of_sides(self, x: torch.Tensor, scale: torch.Tensor) -> None:
-        """Leave the scale of each block in ``scale``: no more passes over the numbers than their magnitudes would take."""
+        """Write the scale of each block to ``scale``, in as many passes over the numbers as magnitudes would take."""
         low, less, sign = self._low[: len(x)], self._less[: len(x)], self._inverse[: len(x)]
         farther, other = self.codec.shares
         torch.amax(x, 1, keepdim=True, out=scale)
         torch.amin(x, 1, keepdim=True, out=low)
         low.neg_()
-        torch.ge(low, scale, out=sign).sub_(0.5)  # and not their difference, which Inf on both sides would make NaN
+        torch.ge(low, scale, out=sign).sub_(0.5)  # their difference would be NaN with Inf on both sides
         torch.minimum(scale, low, out=less).mul_(other)
         torch.maximum(scale, low, out=scale).mul_(farther)
         torch.copysign(torch.maximum(scale, less, out=scale), sign, out=scale)
 
     def _reach(self) -> float:
-        """How many scales the largest number of a block is."""
+        """Return the largest number of a block in scales."""
         codec = self.codec
         if not codec.centred:
             return (1 << codec.bits) - 1
         return (1 << (codec.bits - 1)) - 1
 
     def decoded(self, rows: int, scales: torch.Tensor) -> torch.Tensor:
-        """What :meth:`encode` has just encoded, as it will be decoded: ``(rows, block)`` fp32, in ``y``."""
+        """Return the numbers of the last :meth:`encode` as peers decode them, ``(rows, block)`` fp32, in ``y``."""
         y = self.y[:rows]
         if not self.codec.centred:
             y.mul_(2.0).add_(1.0)
@@ -224,14 +226,14 @@ class Workspace:
         factor: float = 1.0,
         add: bool = False,
     ) -> torch.Tensor:
-        """``factor`` times the numbers of a chunk, ``(rows, block)`` fp32, in ``out``, or else in ``y``.
+        """Return ``factor`` times the numbers of a chunk, ``(rows, block)`` fp32, in ``out`` or in ``y``.
 
         Args:
             scales: from :meth:`Codec.split`.
             packed: likewise.
-            out: where they are left; ``None`` is ``y``.
-            factor: by which each scale is multiplied.
-            add: whether they are added to what is in ``out``.
+            out: receives the numbers; ``None`` stands for ``y``.
+            factor: multiplies each scale.
+            add: True to add the numbers to ``out``.
         """
         rows = scales.shape[0]
         y = out if out is not None and not add else self.y[:rows]
@@ -249,17 +251,17 @@ class Workspace:
 
 @cache
 def _by(number: int) -> torch.Tensor:
-    """A shift or a mask as torch wants it: a plain number is made a tensor, and that cast, at every call."""
+    """Return a shift or mask as a tensor. Torch would convert and cast a plain number at every call."""
     return torch.tensor(number, dtype=torch.int8, device="cpu")
 
 
 def packed_bytes(numel: int, bits: int) -> int:
-    """Bytes of ``numel`` codes, which is a multiple of 16."""
+    """Return the bytes of ``numel`` codes, a multiple of 16."""
     return numel * bits // 8
 
 
 def pack(codes: torch.Tensor, bits: int, out: torch.Tensor, spare: torch.Tensor) -> None:
-    """Put the low ``bits`` of every code into ``out``.
+    """Pack the low ``bits`` of every code into ``out``.
 
     Args:
         codes: ``(n,)`` int8, ``n`` a multiple of 16.
@@ -283,7 +285,7 @@ def pack(codes: torch.Tensor, bits: int, out: torch.Tensor, spare: torch.Tensor)
         lanes = codes.view(8 // bits, -1)
         last, mask = len(lanes) - 1, (1 << bits) - 1
         spare = spare[: out.numel()]
-        torch.bitwise_left_shift(lanes[last], _by(bits * last), out=out)  # what stands above the code leaves the byte
+        torch.bitwise_left_shift(lanes[last], _by(bits * last), out=out)  # bits above the code leave the byte
         for k in range(last - 1, -1, -1):
             torch.bitwise_and(lanes[k], _by(mask), out=spare)
             if k:
@@ -292,7 +294,7 @@ def pack(codes: torch.Tensor, bits: int, out: torch.Tensor, spare: torch.Tensor)
 
 
 def unpack(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
-    """Codes ``(n,)`` int8, from ``-2 ** (bits - 1)``, of what :func:`pack` has packed.
+    """Unpack the codes of :func:`pack`, ``(n,)`` int8 from ``-2 ** (bits - 1)``, into ``out``.
 
     Example:
         >>> import torch

@@ -1,22 +1,22 @@
 """The two stages of a quantized average, each usable alone.
 
-W ranks hold W parts of equal size each; part r belongs to rank r (after ZeRO++'s qgZ, arXiv:2306.10209)::
+W ranks hold W parts of equal size, and part r belongs to rank r (after ZeRO++'s qgZ, arXiv:2306.10209)::
 
-    1. all-to-all    rank r receives every rank's part r, packed  TwoStageExchange.send, then Exchange.take
+    1. all-to-all    rank r receives every rank's part r, packed           TwoStageExchange.send, then .take
        locally       m = mean over ranks, in fp32, in rank order
-    2. all-gather    everybody receives every m, packed, from its owner    Exchange.share, then Exchange.deliver
+    2. all-gather    every rank receives every m, packed, from its owner   TwoStageExchange.share, then .deliver
 
-The first alone is a reduce-scatter (:func:`reduce_scatter`): the result is fp32, and rounded once. Both together are an
-all-reduce (:func:`all_reduce`) that costs the same number of bytes on every link, whatever W is, and of which all ranks
-decode the same bytes, hence the same bits.
+The first stage alone is a reduce-scatter (:func:`reduce_scatter`), whose result is fp32 and rounded once. Both stages are an
+all-reduce (:func:`all_reduce`). It costs the same number of bytes on every link for any W, and all ranks decode the same
+bytes, hence the same bits.
 
-A part is a list of vectors, each of which starts a block of its own. Everything is done chunk by chunk: what is read
-from memory, or written to it, is so once in each stage.
+A part is a list of vectors, and each vector starts a new block. The exchange works chunk by chunk, so that each stage reads
+and writes every number in memory once.
 
-Error feedback covers both roundings. What rank i lost at the first, ``p_i - C(p_i)``, is its own. What the owner of a
-part lost at the second, ``m - C(m)``, everybody misses; the owner keeps it, W times, in the same residual: it will be
-divided by W. So ``applied + mean residual = sum of the averages`` holds exactly. How much of the residual a step sends is
-:mod:`ch_quant.feedback`'s affair.
+Error feedback covers both roundings. Rank i keeps the error of its first rounding, ``p_i - C(p_i)``. The owner of a part keeps
+the error of the second rounding, ``m - C(m)``, in the same residual. It keeps W times the error, because the next average
+divides it by W. So ``applied + mean residual = sum of the averages`` holds exactly. :mod:`ch_quant.feedback` decides how much
+of the residual a step sends.
 """
 
 import zlib
@@ -37,23 +37,23 @@ Vectors = Sequence[torch.Tensor]
 
 
 class TwoStageExchange:
-    """One average on its way.
+    """One average in flight.
 
     Args:
         codec: the format on the wire.
-        sizes: numbers of each vector; of the whole, if ``parts`` is W, or of one part, if it is 1.
-        ctx: of the step.
+        sizes: elements of each vector, of the whole if ``parts`` is W, of one part if it is 1.
+        ctx: the step.
         device: of the vectors.
-        parts: into how many parts the vectors are cut here. 1: every part has vectors of its own, of these sizes.
-        rotated: whether blocks are rotated before they are rounded (``block`` is a power of two then).
-        seed: of stochastic rounding: something that names the numbers.
-        kernel: what does the arithmetic: ``"torch"``, or ``"triton"``, which sends the same bytes.
+        parts: number of parts that the vectors are cut into; 1 if every part comes with its own vectors of these sizes.
+        rotated: True if blocks are rotated before they are rounded; ``block`` must be a power of two.
+        seed: of stochastic rounding, such as the name of the first parameter.
+        kernel: implementation of the arithmetic, ``"torch"`` or ``"triton"``; both send the same bytes.
 
     Raises:
         HookConfigError: the kernel cannot run here.
 
     Attributes:
-        bytes: of one packed part. A rank sends W of them in the first stage, and one in the second.
+        bytes: bytes of one packed part. A rank sends W parts in the first stage and one in the second.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class TwoStageExchange:
         kernel: Kernel = "torch",
     ) -> None:
         self.codec, self.ctx, self.rotated = codec, ctx, rotated
-        # On a GPU a chunk is a launch of several kernels, and there is no cache to stay in.
+        # On a GPU each chunk costs several launches, and no cache holds it.
         self.cut: Cut = cut(tuple(sizes), codec.block, parts, codec.chunk if device.type == "cpu" else 1 << 40)
         self.bytes = codec.bytes(self.cut.rows)
         self._device, self._seed = device, seed
-        self._numbers = device.type != "meta"  # a dry run asks for messages alone
-        # On a CPU of one size for all buckets, whose memory it is.
+        self._numbers = device.type != "meta"  # a dry run only plans messages
+        # On a CPU all buckets share this memory, so it has one size.
         rows = (
             codec.chunk
             if device.type in ("cpu", "meta")
@@ -85,12 +85,12 @@ class TwoStageExchange:
     # -- the first stage
 
     def send(self, parts: Sequence[Vectors], feedback: Sequence[Residuals] | None = None) -> AllToAll:
-        """Pack every part; ``received`` has this rank's part of every rank when the request is done.
+        """Pack every part. After the request, this rank holds its part from every rank.
 
         Args:
-            parts: the vectors of each of the W parts: the same list W times, where it is cut here.
-            feedback: of each part; adds what is due to the numbers, and keeps what is lost. Vectors of it may be shorter
-                than those of the part, whose rest is padding.
+            parts: vectors of each of the W parts; the same list W times if the exchange cuts it.
+            feedback: residuals of each part. It adds the due residual to the numbers and keeps the rounding error. Its
+                vectors may be shorter than those of the part, which end with padding.
         """
         shape = (self.ctx.world_size, self.bytes)
         self._sent, self._received = (self._scratch(name, shape) for name in ("sent", "received"))
@@ -103,14 +103,14 @@ class TwoStageExchange:
         return AllToAll(self._sent.view(-1), self._received.view(-1))
 
     def take(self, vectors: Vectors) -> None:
-        """Leave the mean of this rank's part, fp32 rounded to their dtype, in ``vectors``."""
+        """Write the fp32 mean of this rank's part to ``vectors``, in their dtype."""
         for chunk, mean in self._means():
             scatter(vectors, chunk, self._plain(mean))
 
     # -- the second stage
 
     def share(self, feedback: Residuals | None = None) -> AllGather:
-        """Pack the mean of this rank's part, in the place of :meth:`take`."""
+        """Pack the mean of this rank's part, instead of :meth:`take`."""
         self._own = self._scratch("own", (self.bytes,))
         noise = self._noise("share")
         for chunk, mean in self._means():
@@ -122,7 +122,7 @@ class TwoStageExchange:
         return AllGather(self._own, self._received.view(-1))
 
     def deliver(self, parts: Sequence[Vectors]) -> None:
-        """Leave the mean in the vectors of all parts."""
+        """Write the mean to the vectors of all parts."""
         if not self._numbers:
             return
         for number, (vectors, message) in enumerate(zip(parts, self._received, strict=True)):
@@ -162,19 +162,19 @@ class TwoStageExchange:
             feedback.keep(chunk, lost, self._work.spare)
 
     def _means(self) -> Iterator[tuple[Chunk, torch.Tensor]]:
-        """Chunks of this rank's part and their means over the ranks, still rotated, in fp32, in rank order."""
+        """Yield each chunk of this rank's part with its mean over ranks, ``(rows, block)`` fp32, still rotated."""
         if not self._numbers:
             return
         for chunk in self._chunks(self.ctx.rank):
             total = self._work.total[: chunk.rows]
             for number, message in enumerate(self._received):
                 parts = self._split(message, chunk)
-                # Divided before it is added: the sum may overflow where the mean fits.
+                # Divide before adding: the sum may overflow although the mean fits.
                 self._work.decode(*parts, out=total, factor=1.0 / self.ctx.world_size, add=number > 0)
             yield chunk, total
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
-        """Numbers of a chunk, turned back in place."""
+        """Rotate a chunk back in place."""
         return rotation.turn_back(x, x, self._work.spare[: len(x)]) if self.rotated else x
 
     def _chunks(self, part: int) -> tuple[Chunk, ...]:
@@ -193,7 +193,7 @@ class TwoStageExchange:
 
 
 def all_reduce(exchange: TwoStageExchange, vectors: Vectors, feedback: Residuals | None = None) -> Stages:
-    """Both stages: leave the mean over ranks in ``vectors``, of an exchange that cuts them into W parts.
+    """Run both stages, and write the mean over ranks to ``vectors``, which the exchange cuts into W parts.
 
     Example:
         >>> from commhooks import BucketLayout, Reduction
@@ -217,13 +217,13 @@ def all_reduce(exchange: TwoStageExchange, vectors: Vectors, feedback: Residuals
 def reduce_scatter(
     exchange: TwoStageExchange, parts: Sequence[Vectors], own: Vectors, feedback: Sequence[Residuals] | None = None
 ) -> Stages:
-    """The first stage alone: leave the mean over ranks of part r in rank r's ``own``.
+    """Run the first stage alone, and write the mean over ranks of part r to rank r's ``own``.
 
     Args:
-        exchange: made with ``parts=1`` and the sizes of one part.
-        parts: the vectors of each of the W parts, of any float dtype.
-        own: vectors of the same sizes; may be those of this rank's part.
-        feedback: of each part.
+        exchange: one with ``parts=1`` and the sizes of one part.
+        parts: vectors of each of the W parts, of any float dtype.
+        own: vectors of the same sizes; they may be the vectors of this rank's part.
+        feedback: residuals of each part.
     """
     yield exchange.send(parts, feedback)
     exchange.take(own)

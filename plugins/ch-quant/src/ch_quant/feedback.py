@@ -1,14 +1,14 @@
-"""Error feedback, chunk by chunk, with the residual in fp32, or in 8 bits.
+"""Error feedback, chunk by chunk, with a residual in fp32 or in 8 bits.
 
-The residual ``e`` is all that has not been sent yet. In every step a part of it is sent, :data:`RELEASED`, and the rest waits::
+The residual ``e`` is the sum of all numbers that were not sent yet. Every step sends the share :data:`RELEASED` of it::
 
     p  = g + a e                     sent as C(p)
     e' = (1 - a) e + p - C(p)        = e + g - C(p)
 
-With ``r = a e`` it is LoCo's moving average of errors, ``r' = (1 - a) r + a (p - C(p))`` (arXiv:2407.04480), which thereby loses
-nothing: what has been sent and ``e`` are together what came in. With a = 1, which is plain error feedback, a step sends its
-own rounding error and the one of the step before, both in full. That is twice the noise. Adam divides by the root of its
-second moment, noise included, and takes steps that are too short; with a = 1/4 it is 1.14 times the noise.
+With ``r = a e`` this is LoCo's moving average of errors, ``r' = (1 - a) r + a (p - C(p))`` (arXiv:2407.04480), and it loses
+nothing: sent numbers plus ``e`` equal the gradients. Plain error feedback (a = 1) sends its own rounding error and the previous
+one in full, which is twice the noise. Adam divides by the root of its second moment, noise included, and takes steps that are
+too short. With a = 1/4 the noise is 1.14 times that of one rounding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,30 +19,30 @@ import torch
 from ch_quant.blocks import Chunk, gather_add, scatter_add, scatter_sum
 from commhooks import Packed
 
-RELEASED = 0.25  # of the residual, in a step: a power of two, so that the product is exact
+RELEASED = 0.25  # share of the residual sent in a step; the product with a power of two is exact
 
 
 class Residuals(Protocol):
-    """The residual of each vector. ``x`` is a chunk's numbers, ``(rows, block)`` fp32; ``spare`` is like it, overwritten."""
+    """The residual of each vector. ``x`` holds a chunk, ``(rows, block)`` fp32; ``spare`` has its shape and is overwritten."""
 
     def add_to(self, chunk: Chunk, x: torch.Tensor, spare: torch.Tensor) -> None:
-        """Add the part of the residual that is due to ``x``."""
+        """Add the due share of the residual to ``x``."""
         ...
 
     def keep(self, chunk: Chunk, x: torch.Tensor, spare: torch.Tensor) -> None:
-        """Keep ``x``, what was lost, beside the part of the residual that was not due."""
+        """Keep the error ``x`` plus the share of the residual that was not due."""
         ...
 
     def keep_more(self, chunk: Chunk, x: torch.Tensor, spare: torch.Tensor) -> None:
-        """Add ``x`` to what :meth:`keep` has kept."""
+        """Add ``x`` to the residual that :meth:`keep` has written."""
         ...
 
 
 class Feedback:
-    """In fp32: what was kept (``None``: nothing yet), and what is to be kept, each of its vector's size.
+    """Residuals in fp32, before (``None`` if there are none) and after the step, each of its vector's size.
 
     Attributes:
-        released: the part of each vector's residual that is sent.
+        released: share of each vector's residual that the step sends.
     """
 
     def __init__(
@@ -65,9 +65,11 @@ class Feedback:
 
 
 class PackedFeedback:
-    """In 8 bits: codes and scales of each vector, before (``None``: nothing yet; without scales: numbers) and after.
+    """Residuals in 8 bits, as codes and scales of each vector, before and after the step.
 
-    The blocks of ``packed`` are those of the exchange, so that a chunk has whole ones. Attributes as those of :class:`Feedback`.
+    ``None`` before means no residual, codes without scales are plain numbers.
+
+    ``packed`` has the blocks of the exchange, so a chunk has whole blocks. Attributes as in :class:`Feedback`.
     """
 
     def __init__(
@@ -112,6 +114,6 @@ class PackedFeedback:
         return self.packed.unpack(codes, scales[start // self.packed.block :], spare.view(-1)[: codes.numel()])
 
     def _pieces(self, chunk: Chunk, x: torch.Tensor) -> Iterator[tuple[int, int, int, torch.Tensor]]:
-        """Vector, where in it, and the numbers, 1-D."""
+        """Yield vector number, start and stop in the vector, and the numbers, 1-D."""
         for number, start, stop, row, rows in chunk.pieces:
             yield number, start, stop, x[row : row + rows].view(-1)[: stop - start]

@@ -1,4 +1,4 @@
-"""The same as hook functions with PyTorch's names and signatures."""
+"""Hook functions with PyTorch's names and signatures."""
 
 from functools import lru_cache
 from typing import Any
@@ -44,7 +44,7 @@ def quantization_perchannel_hook(
 
 
 def quant8_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """:func:`~ch_quant.quant8` with its defaults."""
+    """Average as :func:`~ch_quant.quant8` does with its defaults."""
     return _QUANT8(process_group, bucket)
 
 

@@ -1,11 +1,11 @@
-"""The randomized Hadamard rotation of a block: ``y = H D x / sqrt(n)``.
+"""The randomized Hadamard rotation of a block, ``y = H D x / sqrt(n)``.
 
-``D`` is a fixed diagonal of random signs, ``H`` the Hadamard matrix. One large number among small ones becomes n numbers
-of like size, which a common scale fits better (SDP4Bit, arXiv:2410.15526; Suresh et al. 2017, arXiv:1611.00429). The
-rotation is linear and orthonormal, so that ranks may add up what is rotated, and turn the sum back once.
+``D`` is a fixed diagonal of random signs, ``H`` the Hadamard matrix. It spreads one large number over n numbers of similar
+size, which a common scale fits better (SDP4Bit, arXiv:2410.15526; Suresh et al. 2017, arXiv:1611.00429). The rotation is linear
+and orthonormal, so ranks may add rotated numbers and rotate the sum back once.
 
-It is made of sums and differences alone, in an order that never changes. A product of matrices would cost the same, and
-round differently on another processor, or at another address in memory: ranks would end with different bits.
+The rotation consists of sums and differences in a fixed order. A matrix product would cost the same, but round differently on
+another processor or at another address in memory, and ranks would end with different bits.
 """
 
 from functools import lru_cache
@@ -15,7 +15,7 @@ import torch
 
 @lru_cache
 def signs(block: int, device: torch.device) -> torch.Tensor:
-    """``D / sqrt(n)``, ``(block,)`` fp32, the same on every rank, in every step."""
+    """Return ``D / sqrt(n)``, ``(block,)`` fp32, the same on every rank and in every step."""
     chance = torch.Generator("cpu").manual_seed(block)
     coins = torch.randint(0, 2, (block,), generator=chance, dtype=torch.int64, device="cpu")
     # From integers, torch would make numbers of the default dtype.
@@ -24,7 +24,7 @@ def signs(block: int, device: torch.device) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, out: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
-    """``H D x / sqrt(n)`` of every row.
+    """Return ``H D x / sqrt(n)`` of every row.
 
     Args:
         x: ``(rows, n)`` fp32, ``n`` a power of two.
@@ -36,12 +36,12 @@ def rotate(x: torch.Tensor, out: torch.Tensor, spare: torch.Tensor) -> torch.Ten
 
 
 def turn_back(y: torch.Tensor, out: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
-    """``D H y / sqrt(n)`` of every row, the inverse of :func:`rotate`; arguments as there."""
+    """Return ``D H y / sqrt(n)`` of every row, the inverse of :func:`rotate`. Arguments as in :func:`rotate`."""
     return _hadamard(y, out, spare).mul_(signs(y.shape[1], y.device))
 
 
 def _hadamard(x: torch.Tensor, out: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
-    """``H x`` of every row, by butterflies over columns that lie as rows in memory: their strides would cost twice as much."""
+    """Return ``H x`` of every row. The butterflies run on the transpose, because strided columns cost twice as much."""
     rows, n = x.shape
     here, there = spare.view(n, rows), out.view(n, rows)
     here.copy_(x.t())

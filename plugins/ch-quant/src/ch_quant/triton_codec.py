@@ -1,11 +1,11 @@
-"""The arithmetic of :class:`ch_quant.codec.Workspace` in one kernel a chunk, written in Triton.
+"""The arithmetic of :class:`ch_quant.codec.Workspace` in one Triton kernel per chunk.
 
-Torch's operations read and write a chunk of numbers a dozen times, which on a GPU is what they cost. Here it is read once,
-and its codes written once; what error feedback wants of it is written on the way. The bytes are the same, so that ranks
+Torch's operations read and write a chunk a dozen times, and on a GPU these passes are their cost. The kernel reads a chunk
+once, writes its codes once, and writes the decoded numbers for error feedback on the way. The bytes are the same, so ranks
 with and without Triton average together.
 
-Nearest rounding in 8 and 4 bits. At 2 bits and 1 a scale is a mean, of which torch leaves open in what order it is summed, so
-that the same bytes could not be promised; stochastic rounding would have to draw torch's random numbers.
+There are kernels for nearest rounding in 8 and 4 bits. At 2 and 1 bits a scale is a mean, and torch leaves the order of its
+sum open, so the kernel could not promise the same bytes. Stochastic rounding would have to draw torch's random numbers.
 """
 
 from threading import Lock
@@ -18,15 +18,15 @@ from commhooks import HookConfigError, StepContext
 
 LARGEST_BLOCK = 4096  # numbers: a program holds a block in its registers
 PROGRAM = 1024  # numbers of each lane that a program treats
-# The interpreter notes in globals where it is: threads, such as simulated ranks, would run one another's programs.
+# The interpreter keeps its position in globals, so threads (simulated ranks) would run each other's programs.
 _LAUNCH = Lock()
 
 
 def check_codec(codec: Codec) -> None:
-    """Refuse a format that there is no kernel for.
+    """Refuse a format without a kernel.
 
     Raises:
-        HookConfigError: it is not of 8 or 4 bits, not rounded to nearest, or its blocks are too large.
+        HookConfigError: the format is not 8 or 4 bits, not rounded to nearest, or its blocks are too large.
     """
     instead = "leave kernel out: torch's operations send the same bytes"
     if codec.bits not in (8, 4) or codec.rounding != "nearest":
@@ -37,15 +37,15 @@ def check_codec(codec: Codec) -> None:
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse tensors that no kernel can reach.
+    """Refuse tensors that the kernels cannot access.
 
     Raises:
-        HookConfigError: they are not on a GPU, and Triton's interpreter is off.
+        HookConfigError: the tensors are not on a GPU, and Triton's interpreter is off.
     """
     if device.type != "cuda" and not INTERPRETED:
         raise HookConfigError(
-            f"kernel='triton' on tensors of {device.type!r}: Triton's kernels run on CUDA; leave kernel out, or, for a test, "
-            "set TRITON_INTERPRET=1 in the environment before the program starts"
+            f"kernel='triton' on tensors of {device.type!r}: Triton's kernels run on CUDA. Leave kernel out, or set "
+            "TRITON_INTERPRET=1 in the environment before a test starts"
         )
 
 
@@ -53,7 +53,7 @@ class TritonWorkspace(Workspace):
     """Arguments and attributes as those of :class:`~ch_quant.codec.Workspace`.
 
     Attributes:
-        shape: what the kernels are compiled for.
+        shape: compile-time constants of the kernels.
     """
 
     def _make(self, ctx: StepContext, device: torch.device, rows: int) -> None:

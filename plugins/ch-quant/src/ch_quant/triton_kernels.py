@@ -1,14 +1,12 @@
-"""The two kernels of :mod:`ch_quant.triton_codec`, byte for byte what :class:`ch_quant.codec.Workspace` does.
+"""The two kernels of :mod:`ch_quant.triton_codec`, with the same bytes as :class:`ch_quant.codec.Workspace`.
 
 A chunk of ``rows`` blocks is one lane of codes (8 bits) or two (4 bits). A block is cut into as many *pieces* as there are
-lanes, so that every lane has ``rows`` pieces, also where a lane ends in the middle of a block. A program makes the bytes of
-some pieces: it takes the same pieces of every lane, and where a piece is half a block, looks at the other half as well,
-for the scale.
+lanes, so every lane has ``rows`` pieces, even if a lane ends in the middle of a block. A program makes the bytes of some pieces.
+It loads the same pieces of every lane. If a piece is half a block, it also loads the other half for the scale.
 
-Three things keep the bits those of torch. The largest magnitude is found among bit patterns, which are in the order of the
-numbers, with NaN above Inf. A scale is rounded to bf16 in integers, since Triton's own cast does it differently in its
-interpreter. And products are rounded before anything is added to them: without ``enable_fp_fusion=False`` at the call, a
-GPU would round both at once.
+Three things keep the bits equal to torch's. The kernel finds the largest magnitude among bit patterns, which are in the order
+of the numbers, with NaN above Inf. It rounds a scale to bf16 in integers, because Triton's own cast differs in its interpreter.
+And it rounds products before it adds to them: without ``enable_fp_fusion=False`` at the call, a GPU would round both at once.
 """
 
 import triton
@@ -47,11 +45,12 @@ def encode(
     LOPSIDED: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """Scales and packed codes of ``x``; with ``KEEP`` also what they will be decoded to.
+    """Write scales and packed codes of ``x``, and with ``KEEP`` the decoded numbers.
 
-    ``x`` and ``decoded`` are fp32, ``rows`` blocks; ``scales`` bf16 as int16, one a block; ``packed`` int8. ``share`` is what
-    part of a block's largest number its scale is; with ``LOPSIDED`` that number is the farther side's, and ``share_of_other``
-    counts at least for the other's. ``most`` is the largest reciprocal of a scale. ``PIECE`` is the numbers of a piece, ``WIDTH``
+    ``x`` and ``decoded`` are fp32, ``rows`` blocks; ``scales`` bf16 as int16, one a block; ``packed`` int8. A scale is
+    ``share`` times a block's largest magnitude. With ``LOPSIDED`` it is that of the farther side, and at least
+    ``share_of_other`` times that of the other side. ``most`` is the largest reciprocal of a scale.
+    ``PIECE`` is the numbers of a piece, ``WIDTH``
     the next power of two, ``PIECES`` how many of each of the ``LANES`` a program treats.
     """
     BITS: tl.constexpr = 8 // LANES
@@ -79,14 +78,14 @@ def encode(
         tl.store(scales + piece // LANES, bits.to(tl.int16), mask=exists & (piece % LANES == 0))
         scale = (bits << 16).to(tl.float32, bitcast=True)
         inverse = tl.div_rn(tl.full([PIECES], 1.0, tl.float32), scale)
-        inverse = tl.where(inverse > most, most, inverse)  # and not a minimum, which would drop NaN
+        inverse = tl.where(inverse > most, most, inverse)  # a minimum would drop NaN
         inverse = tl.where(inverse < -most, -most, inverse)
         y = own * inverse[:, None]
         # Numbers near 1.5 * 2^23 have no fraction: the sum is y rounded, halves to even, in its lowest bits.
         code = (y + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
         code = tl.where(y == y, code, 0)
         byte = byte | ((code & ((1 << BITS) - 1)) << (BITS * lane))
-        if KEEP:  # with the sign of y: torch rounds what is just below zero to -0.0
+        if KEEP:  # with the sign of y, because torch rounds small negative numbers to -0.0
             signed = code.to(tl.float32).to(tl.int32, bitcast=True) | (y.to(tl.int32, bitcast=True) & -2147483648)
             tl.store(decoded + place, signed.to(tl.float32, bitcast=True) * scale[:, None], mask=inside)
     tl.store(packed + (here * PIECE)[:, None] + columns, byte.to(tl.int8), mask=inside)
@@ -125,4 +124,4 @@ def decode(
 
 
 INTERPRETED = not isinstance(encode, triton.JITFunction)
-"""Whether Triton's interpreter runs them (``TRITON_INTERPRET=1`` before the import), on tensors of a CPU."""
+"""True if Triton's interpreter runs them on a CPU (``TRITON_INTERPRET=1`` before the import)."""

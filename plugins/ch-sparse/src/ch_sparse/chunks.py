@@ -1,28 +1,28 @@
-"""Where the chunks of a bucket lie, how many entries of each are sent, and which."""
+"""Chunks of a bucket, and the choice of the entries that are sent."""
 
 import torch
 
 from commhooks import BucketLayout
 
-_CACHED = 1 << 18  # elements of fp32 that stay in a core's cache between the passes over them
+_CACHED = 1 << 18  # fp32 elements that a core's cache holds between passes
 
 
 class Chunks:
     """A bucket's parameters in a grid of chunks, and the entries that are chosen from each.
 
-    Each parameter starts a chunk of its own, so that results do not depend on the buckets. A chunk of n elements has
-    ``max(1, round(density * n))`` entries, the last of a parameter, which may be shorter, fewer than the others.
+    Each parameter starts a new chunk, so results do not depend on the buckets. A chunk of n elements has
+    ``max(1, round(density * n))`` entries. The last chunk of a parameter may be shorter and has fewer.
 
     Args:
-        layout: of the bucket.
-        chunk: elements of a chunk.
+        layout: the bucket's.
+        chunk: number of elements of a chunk.
         density: part of them that is chosen.
 
     Attributes:
-        rows: chunks.
-        k: entries of a whole chunk, the columns of what :func:`largest` gives.
-        total: entries of all chunks.
-        counts: entries of each chunk, ``(rows, 1)`` fp32.
+        rows: number of chunks.
+        k: number of entries of a whole chunk.
+        total: number of entries of all chunks.
+        counts: number of entries of each chunk, ``(rows, 1)`` fp32.
         row: the chunk of each entry, ``(total,)`` int64.
     """
 
@@ -44,23 +44,23 @@ class Chunks:
         self._base = self.row * chunk
 
     def places(self, grid: torch.Tensor) -> list[torch.Tensor]:
-        """The chunks of each parameter, as one row, of ``grid`` ``(rows, chunk)``."""
+        """Return each parameter's part of ``grid`` ``(rows, chunk)``, as 1-D views."""
         return [rows.view(-1) for rows in grid.split(self.sizes)]
 
     def entries(self, columns: torch.Tensor) -> torch.Tensor:
-        """Those of ``columns`` ``(rows, k)`` that are sent, ``(total,)``: a short chunk's are the first of its row."""
+        """Return the elements of ``columns`` ``(rows, k)`` that are sent, ``(total,)``. A short chunk sends its first ones."""
         flat = columns.view(-1)
         return flat if self._kept is None else flat[self._kept]
 
     def positions(self, indices: torch.Tensor) -> torch.Tensor:
-        """Where in the flat grid entries ``(total,)`` lie whose places in their chunks are ``indices``."""
+        """Return the positions in the flat grid, ``(total,)``, of entries at ``indices`` in their chunks."""
         return self._base + indices
 
 
 def largest(grid: torch.Tensor, k: int) -> torch.Tensor:
-    """Columns of the ``k`` largest magnitudes of every row, largest first: ``(rows, k)`` int64. NaN is the largest.
+    """Return the columns of the ``k`` largest magnitudes of every row, ``(rows, k)`` int64, largest first. NaN is the largest.
 
-    A CPU is given as much at a time as its cache holds: of memory, the passes would cost as much as the choice.
+    On a CPU each call handles as many rows as the cache holds. Otherwise the passes over memory cost as much as the choice.
 
     >>> largest(torch.tensor([[1.0, -5.0, 0.0, 2.0]]), 2)
     tensor([[1, 3]])
@@ -71,7 +71,8 @@ def largest(grid: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _largest(grid: torch.Tensor, k: int) -> torch.Tensor:
-    """The k largest of a row lie in the k blocks of it whose largest are the largest: those are searched alone, for
+    """Search only the k blocks of a row with the largest maxima, because they hold the k largest elements.
+
     ``topk`` costs far more per element than a maximum.
     """
     rows, chunk = grid.shape
@@ -88,7 +89,7 @@ def _largest(grid: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _block(chunk: int, k: int) -> int:
-    """Elements of a block, a divisor of ``chunk``, such that ``topk`` sees the fewest elements; 1 where none saves much.
+    """Return the block size, a divisor of ``chunk``, for which ``topk`` sees the fewest elements; 1 if none saves much.
 
     >>> _block(4096, 41), _block(4096, 2048), _block(4093, 41)
     (8, 1, 1)

@@ -18,9 +18,9 @@ SMALLEST = 1e-36  # a divisor whose reciprocal is finite
 class BitPacking:
     """Integers of ``width`` bits each, packed into bytes.
 
-    The fewest integers that fill whole bytes are a group: two of 12 bits, three bytes. Its members do not lie next to
-    one another: with ``n`` groups, members ``i`` are the integers from ``i * n`` on, and bytes ``b`` lie from ``b * n``
-    on, so that every operation below runs over contiguous memory.
+    The fewest integers that fill whole bytes are a group: two of 12 bits, three bytes. With
+    ``n`` groups, members ``i`` are the integers from ``i * n``, and bytes ``b`` lie from ``b * n``. So every operation
+    below runs over contiguous memory.
 
     Args:
         width: bits of an integer, 1 to 16.
@@ -44,11 +44,11 @@ class BitPacking:
         self._overlaps = [(i, b, up) for i, b, up in pairs if -width < up < 8]
 
     def bytes(self, count: int) -> int:
-        """Bytes that ``count`` integers take: the last group is filled up."""
+        """Return the bytes of ``count`` integers, with the last group filled up."""
         return -(-count // self.members) * self.size
 
     def pack(self, numbers: torch.Tensor, out: torch.Tensor) -> None:
-        """Fill ``out``, uint8 ``(bytes(n),)``, from ``numbers``, integers ``(n,)`` that are not negative."""
+        """Fill ``out``, uint8 ``(bytes(n),)``, from ``numbers``, non-negative integers ``(n,)``."""
         rows = out.view(self.size, -1)
         grouped = torch.zeros(self.members, rows.shape[1], dtype=torch.int32, device=out.device)
         grouped.view(-1)[: numbers.numel()].copy_(numbers)
@@ -58,7 +58,7 @@ class BitPacking:
         rows.copy_(whole.bitwise_and_(255))
 
     def unpack(self, packed: torch.Tensor, count: int) -> torch.Tensor:
-        """``count`` integers, int32 ``(count,)``, from what :meth:`pack` filled."""
+        """Return ``count`` integers, int32 ``(count,)``, from the bytes of :meth:`pack`."""
         rows = packed.view(self.size, -1).int()
         grouped = torch.zeros(self.members, rows.shape[1], dtype=torch.int32, device=packed.device)
         for member, byte, up in self._overlaps:
@@ -67,10 +67,10 @@ class BitPacking:
 
 
 class Values(Protocol):
-    """Turns values into a part of a message and back."""
+    """Encodes values as a part of a message."""
 
     def bytes(self, chunks: Chunks) -> int:
-        """Of a message's part, an even number."""
+        """Return the bytes of the message's part, an even number."""
         ...
 
     def encode(self, chosen: torch.Tensor, chunks: Chunks, part: torch.Tensor) -> None:
@@ -78,7 +78,7 @@ class Values(Protocol):
         ...
 
     def decode(self, part: torch.Tensor, chunks: Chunks) -> torch.Tensor:
-        """The values of all entries, ``(total,)`` fp32, from a part that :meth:`encode` filled."""
+        """Return the values of all entries, ``(total,)`` fp32, from a part that :meth:`encode` has filled."""
         ...
 
 
@@ -98,8 +98,8 @@ class Half:
 class TwoLevels:
     """A sign and a level for each value, 2 bits, and two levels in bf16 for each chunk.
 
-    The levels are the best two for the chunk: its magnitudes, in descending order, are split where the squared
-    error from the means of the two sides is smallest. A value that is not finite makes the upper level NaN or Inf.
+    The levels are the best two for the chunk. Its sorted magnitudes are split at the smallest squared error from the
+    means of the two sides. A value that is not finite makes the upper level NaN or Inf.
     """
 
     packing = BitPacking(2)
@@ -108,7 +108,7 @@ class TwoLevels:
         return 4 * chunks.rows + self._codes(chunks)
 
     def _codes(self, chunks: Chunks) -> int:
-        return -(-self.packing.bytes(chunks.total) // 2) * 2  # even, so that what follows may be anything
+        return -(-self.packing.bytes(chunks.total) // 2) * 2  # even, so that any dtype of the next part is aligned
 
     def encode(self, chosen: torch.Tensor, chunks: Chunks, part: torch.Tensor) -> None:
         place = torch.arange(chunks.k, dtype=torch.float32, device=chosen.device)  # (k,)
@@ -116,8 +116,8 @@ class TwoLevels:
         unit = magnitude[:, :1].clamp(min=SMALLEST)  # squares of the quotient do not overflow
         sums = magnitude.div_(unit).cumsum_(1)
         rest = sums[:, -1:] - sums
-        above, below = place + 1.0, (chunks.counts - place - 1.0).clamp_(min=1.0)  # how many values on each side
-        # The squared error is that of the values around zero, less this.
+        above, below = place + 1.0, (chunks.counts - place - 1.0).clamp_(min=1.0)  # number of values on each side
+        # The split with the largest gain has the smallest squared error.
         split = (sums * sums / above + rest * rest / below).argmax(1, keepdim=True)  # the last place above
         levels = part[: 4 * chunks.rows].view(torch.bfloat16).view(-1, 2)
         levels[:, :1] = sums.gather(1, split) / (split + 1) * unit
@@ -135,20 +135,20 @@ class TwoLevels:
 
 
 VALUES: dict[int, Values | None] = {32: None, 16: Half(), 2: TwoLevels()}
-"""By ``bits``; ``None`` is fp32, a message of its own."""
+"""Bits -> encoding; ``None`` is fp32, which travels as a separate message."""
 
 
 class SparseExchange:
-    """A bucket's entries on their way to all ranks.
+    """Sends a bucket's entries to all ranks.
 
-    A rank's message is the values' part, then the places, packed, then at most one byte, so that every rank's part of what is
-    gathered begins where bf16 may. Values in fp32 are a message of their own, which a 16-bit wrapper may round.
+    A rank's message holds the values, the packed places, and at most one byte of padding, which aligns the next rank's
+    message for bf16. Values in fp32 are a separate message, which a 16-bit wrapper may round.
 
     Args:
-        chunks: where the entries lie.
-        values: how they travel; ``None`` for fp32.
-        places: how their places in the chunks do.
-        ctx: of the step.
+        chunks: layout of the entries.
+        values: encoding of their values; ``None`` for fp32.
+        places: packing of their places in the chunks.
+        ctx: the step.
         device: of the bucket.
     """
 
@@ -156,7 +156,7 @@ class SparseExchange:
         self, chunks: Chunks, values: Values | None, places: BitPacking, ctx: StepContext, device: torch.device
     ) -> None:
         self.chunks, self.values, self.places = chunks, values, places
-        self.split = values.bytes(chunks) if values is not None else 0  # where the places begin
+        self.split = values.bytes(chunks) if values is not None else 0  # first byte of the places
         self.end = self.split + places.bytes(chunks.total)
         size = self.end + self.end % 2
         self.mine = ctx.scratch("mine", (size,), torch.uint8, device)
@@ -168,7 +168,7 @@ class SparseExchange:
             self.received = ctx.scratch("received", (ctx.world_size, chunks.total), device=device)
 
     def requests(self, chosen: torch.Tensor, columns: torch.Tensor) -> tuple[AllGather, ...]:
-        """What is to be sent: values and their columns in the grid, ``(rows, k)`` each, the largest of a row first."""
+        """Return the requests that send values and their columns in the grid, ``(rows, k)`` each, the largest of a row first."""
         self.mine[self.end :].zero_()
         self.places.pack(self.chunks.entries(columns), self.mine[self.split : self.end])
         packed = AllGather(self.mine, self.everyone.view(-1))
@@ -179,11 +179,11 @@ class SparseExchange:
         return packed, AllGather(self.exact, self.received.view(-1), castable=True, sent=self.rounded)
 
     def own(self) -> torch.Tensor:
-        """This rank's values as the others receive them, ``(total,)`` fp32. Once they have been sent."""
+        """Return this rank's values as its peers receive them, ``(total,)`` fp32. Call it after the requests."""
         return self.values.decode(self.mine[: self.split], self.chunks) if self.values is not None else self.rounded
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Of each rank, in order: where in the flat grid its entries lie, int64, and their values, fp32, ``(total,)``."""
+        """Yield, for each rank in order, positions in the flat grid, int64, and values, fp32, both ``(total,)``."""
         for rank, message in enumerate(self.everyone):
             columns = self.places.unpack(message[self.split : self.end], self.chunks.total)
             values = self.values.decode(message[: self.split], self.chunks) if self.values else self.received[rank]

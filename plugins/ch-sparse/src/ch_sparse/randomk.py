@@ -1,16 +1,15 @@
-"""A random choice of entries that all ranks make alike: nothing but values travels, and they can be added up on the way.
+"""A random choice of entries, the same on all ranks. Only values travel, and one all-reduce averages them.
 
-A parameter is cut into strata of ``round(1 / density)`` consecutive elements (the last may be shorter), and one element of
-each is chosen, with equal chances. Which, follows from ``seed``, the step and the place of the stratum in the parameter
-alone, by a hash that is integer arithmetic: no rank sends an index, the GPU's generator has no part in it, and
-results depend neither on the buckets nor on the kind of device. The chosen entries are averaged by one all-reduce, so the
-volume does not grow with the number of ranks.
+A parameter is cut into strata of ``round(1 / density)`` consecutive elements (the last may be shorter), and one element of each
+stratum is chosen, with equal chances. The choice follows from ``seed``, the step and the position of the stratum in the
+parameter, by a hash in integer arithmetic. No rank sends an index, the GPU's generator has no part in it, and results depend
+neither on the buckets nor on the kind of device. The volume does not grow with the number of ranks.
 
-With ``feedback`` what is not chosen is kept: ``p = g + decay * e``, the mean of the chosen entries of ``p`` is applied, and
-``e = p`` with zeros in their places (Stich et al. 2018, arXiv:1809.07599). Without it the chosen entries are multiplied
-by the elements of a stratum, so that the expectation of the result is the mean, at the price of a high variance.
+With ``feedback``, ``p = g + decay * e``. The hook applies the mean of the chosen entries of ``p`` and keeps the other entries as
+``e`` (Stich et al. 2018, arXiv:1809.07599). Without it the chosen entries are multiplied by the elements of a stratum, so that
+the expectation of the result is the mean, at the price of a high variance.
 
-What is not finite and not chosen shows itself, too: a stratum that holds a NaN or Inf sends NaN.
+A stratum that holds NaN or Inf sends NaN, even if that entry is not chosen.
 """
 
 import zlib
@@ -35,9 +34,9 @@ class RandomK(RandomKOptions, Sparse):
     Raises:
         HookConfigError: an option out of its limits, or ``decay`` without ``feedback``.
 
-    State: ``residual``, local, fp32, one per sparsified parameter, with ``feedback``. Without it ``drawn``, shared, one number
-    per sparsified parameter: how many steps have chosen. The choice follows from ``ctx.step``, which counts the steps that
-    were used, for hooks that have state.
+    State: ``residual``, local, fp32, one per sparsified parameter, with ``feedback``. Without it ``drawn``, shared, int64, one
+    number per sparsified parameter, counts the steps that chose. The choice follows from ``ctx.step``, which counts only used
+    steps for a hook with state.
 
     Example:
         >>> layout = BucketLayout.of_shapes({"w": (64, 64)})
@@ -62,7 +61,7 @@ class RandomK(RandomKOptions, Sparse):
         self.load(bucket, places, ctx)
         chosen = hashed(keys, ctx.step).remainder_(self.size).unsqueeze(1)  # (rows, 1): columns of the grid
         values = ctx.scratch("values", (keys.numel(),), device=bucket.device)
-        # Zero, or NaN where an entry is not finite: the small factor keeps sums of large numbers finite.
+        # Zero, or NaN if an entry is not finite. The small factor keeps sums of large numbers finite.
         small = torch.full((self.size,), _SMALL, dtype=torch.float32, device=bucket.device)
         trace = grid.mv(small).mul_(0.0)  # (rows,)
         torch.add(grid.gather(1, chosen).view(-1), trace, out=values)
@@ -74,7 +73,7 @@ class RandomK(RandomKOptions, Sparse):
         yield AllReduce(values, sent=sent)
 
         if sent is not None:
-            grid.scatter_add_(1, chosen, sent.neg_().unsqueeze(1))  # e = p - what was sent, after rounding on the wire
+            grid.scatter_add_(1, chosen, sent.neg_().unsqueeze(1))  # e = p - sent, as the wire rounded it
             self.keep(places, ctx, bucket.device)
         grid.zero_().scatter_(1, chosen, values.unsqueeze(1))
         fill(bucket, places)
@@ -84,7 +83,7 @@ class RandomK(RandomKOptions, Sparse):
 
     @per_layout
     def _keys_of(self, layout: BucketLayout) -> torch.Tensor:
-        """A number for each stratum of a bucket, int64: of the seed, the parameter's name and the stratum's place in it."""
+        """Return a number for each stratum of a bucket, int64, from seed, parameter name and the stratum's position."""
         names = (zlib.crc32(p.name.encode()) for p in layout.params)
         starts = [
             hashed(torch.arange(self._strata(p), dtype=torch.int64, device="cpu"), n)
@@ -94,7 +93,7 @@ class RandomK(RandomKOptions, Sparse):
 
 
 def hashed(keys: torch.Tensor, number: int) -> torch.Tensor:
-    """Random-looking int64 of ``keys`` int64 and a number: splitmix64's finalizer, the same bits on any device."""
+    """Hash ``keys`` int64 with a number by splitmix64's finalizer, to the same bits on any device."""
     golden, first, second = _MULTIPLIERS
     offset = (number * golden + 2**63) % 2**64 - 2**63  # as int64 would overflow
     mixed = keys * golden + offset
@@ -104,5 +103,5 @@ def hashed(keys: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def _shifted(numbers: torch.Tensor, by: int) -> torch.Tensor:
-    """To the right, filled with zeros: int64's own shift copies the sign."""
+    """Shift right and fill with zeros; int64's own shift copies the sign."""
     return (numbers >> by) & ((1 << (64 - by)) - 1)

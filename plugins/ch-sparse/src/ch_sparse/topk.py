@@ -1,20 +1,19 @@
 """The largest entries of every chunk, with error feedback that may decay (Deep Gradient Compression, arXiv:1712.01887;
 chunks, decay and 2 bits as in SparseLoCo, arXiv:2508.15706).
 
-Rank i adds what it could not send before, ``p = g + decay * e``, and chooses from every ``chunk`` consecutive elements
-of a parameter the ``max(1, round(density * chunk))`` largest. How many there are follows from the layout, so the sizes of
-all messages are known in advance. An entry travels as its place in the chunk, in as many bits as that takes, and its
-value in ``bits`` bits. Every rank gathers every rank's entries and adds them up in rank order, so all have the same bits::
+Rank i adds its residual, ``p = g + decay * e``, and chooses the ``max(1, round(density * chunk))`` largest of every ``chunk``
+consecutive elements of a parameter. Their number follows from the layout, so the sizes of all messages are known in advance. An
+entry travels as its place in the chunk, in the fewest bits for that, and its value in ``bits`` bits. Every rank gathers every
+rank's entries and adds them in rank order, so all ranks have the same bits::
 
-    all-gather    message of a rank: values, packed places
-    locally       mean = sum of the entries / W, zero elsewhere;  e = p - what was sent
+    all-gather    message of a rank (values, packed places)
+    locally       mean = sum of the entries / W, zero elsewhere;  e = p - sent
 
-A message holds, of each bucket, ``bits`` per entry, ``ceil(log2(chunk))`` per entry, and with ``bits=2`` 4 bytes per chunk;
-each kind is filled up to whole bytes, and the message to an even number of them. Values in 32 bits are a message of
-their own. A rank receives ``W - 1`` of them:
-the volume grows with the number of ranks, and :meth:`~commhooks.Reduction.cautions` says where it passes bf16's.
+A message holds ``bits`` and ``ceil(log2(chunk))`` bits per entry, and with ``bits=2`` 4 bytes per chunk. Each kind is filled up
+to whole bytes, and the message to an even number of bytes. Values in 32 bits are a separate message. A rank receives ``W - 1``
+messages, so the volume grows with the number of ranks. :meth:`~commhooks.Reduction.cautions` says when it passes bf16's.
 
-What is not finite is larger than all else, so at least one such entry of a chunk is sent.
+NaN and Inf count as larger than all other entries, so a chunk that holds one sends at least one.
 """
 
 from ch_sparse.chunks import Chunks, largest
@@ -62,7 +61,7 @@ class TopK(TopKOptions, Sparse):
 
         at, sent = chunks.positions(chunks.entries(columns)), exchange.own()
         if self.feedback:
-            grid.view(-1).index_add_(0, at, sent, alpha=-1.0)  # e = p - what was sent
+            grid.view(-1).index_add_(0, at, sent, alpha=-1.0)  # e = p - sent
             self.keep(places, ctx, bucket.device)
         if ctx.sent is not None:
             grid.zero_().view(-1).index_copy_(0, at, sent)

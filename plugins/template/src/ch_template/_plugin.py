@@ -1,4 +1,4 @@
-"""What this package offers, as data; commhooks imports this to list hooks, so it must not import torch."""
+"""Hook specs of this package. commhooks imports this module to list hooks, so it must not import torch."""
 
 from collections.abc import Iterable
 
@@ -7,14 +7,14 @@ from commhooks import HookSpec, Param, hookimpl
 
 @hookimpl
 def commhooks_specs() -> Iterable[HookSpec]:
-    """One hook and one wrapper."""
+    """Return one hook and one wrapper."""
     return (
         HookSpec(
             "half",
             "reduction",
             "ch_template.half:Half",
             "sends gradients in 16 bits",
-            params={"dtype": Param("bfloat16", "what travels", choices=("bfloat16", "float16"))},
+            params={"dtype": Param("bfloat16", "dtype on the wire", choices=("bfloat16", "float16"))},
             capabilities=frozenset({"lossy", "changes_dtype"}),
         ),
         HookSpec(
@@ -22,7 +22,7 @@ def commhooks_specs() -> Iterable[HookSpec]:
             "wrapper",
             "ch_template.clip:clip",
             "clips each rank's gradient, element by element, before the inner hook gets it",
-            params={"limit": Param(1000.0, "largest magnitude that is left as it is", above=0.0)},
+            params={"limit": Param(1000.0, "largest magnitude that is not clipped", above=0.0)},
             capabilities=frozenset({"lossy"}),
             example="clip(half, limit=1000.0)",
         ),

@@ -1,4 +1,4 @@
-"""The wrapper: something done to the gradient before the inner hook gets it."""
+"""The wrapper. It changes the gradient before the inner hook gets it."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ from commhooks import Bucket, Composite, Reduction, Stages, StepContext, compose
 
 
 class Clip(Composite):
-    """``inner`` on ``clamp(g, -limit, limit)``; NaN stays NaN and inf is clipped on no rank.
+    """Runs ``inner`` on ``clamp(g, -limit, limit)``. NaN and Inf are not clipped.
 
     Args:
         inner: the reduction to wrap.
-        limit: largest magnitude that is left as it is.
+        limit: largest magnitude that is not clipped.
     """
 
     name = "clip"
@@ -30,11 +30,11 @@ class Clip(Composite):
             if not (gradient.is_sparse or gradient.is_complex()):
                 # clamp() refuses a limit that the gradient's dtype cannot hold (1e6 in fp16).
                 limit = min(self.limit, torch.finfo(gradient.dtype).max)
-                # A GradScaler has to see inf: clip what is finite only.
+                # A GradScaler must see Inf, so clip finite numbers only.
                 gradient.copy_(gradient.clamp(-limit, limit).where(gradient.isfinite(), gradient))
         return self.inner.start(bucket, ctx)
 
 
 def clip(hook: Any, limit: float = 1000.0) -> Any:
-    """``hook`` with clipped gradients: a reduction for a reduction, a DDP hook for one of those."""
+    """Return ``hook`` with clipped gradients, as a reduction or as a DDP hook."""
     return composed("clip", [hook], lambda parts: Clip(parts[0], limit))

@@ -1,7 +1,8 @@
 """The hook: cast, average, cast back.
 
-``g <- fp32(mean(bf16(g / W)))``. Replace this by your method: yield what has to travel, and when you are resumed the
-tensors hold the result. You never see a process group, so the same code runs over DDP, FSDP2 and simulated ranks.
+``g <- fp32(mean(bf16(g / W)))``. Replace this by your method. It yields requests, and when the engine
+resumes it, their tensors hold the result. It never sees a process group, so the same code runs over DDP, FSDP2 and
+simulated ranks.
 """
 
 from typing import Any
@@ -38,7 +39,9 @@ class Half(Reduction):
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
         flat = bucket.buffer  # (elements of the bucket,)
         small = ctx.scratch("small", flat.shape, DTYPES[self.dtype], bucket.device)
-        torch.mul(flat, 1.0 / ctx.world_size, out=small)  # divided before the cast: no overflow that the mean has not
+        torch.mul(
+            flat, 1.0 / ctx.world_size, out=small
+        )  # divide before the cast, or the sum may overflow although the mean fits
         if ctx.sent is not None:
             # A new tensor: on a 16-bit model `small.to(...)` is `small` itself, and `mul_` would send W times too much.
             ctx.sent.buffer = small.to(flat.dtype) * ctx.world_size

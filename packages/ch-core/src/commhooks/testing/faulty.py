@@ -1,4 +1,4 @@
-"""Faults to inject into any reduction: an exception at a chosen stage, once."""
+"""Injects an exception into any reduction, once, at a chosen stage."""
 
 from typing import Literal
 
@@ -16,7 +16,7 @@ class Injected(RuntimeError):
 
 
 class Faulty(Composite):
-    """A reduction that raises :class:`Injected` when it is told to, and else does what ``inner`` does.
+    """Raises :class:`Injected` after :meth:`arm`; otherwise works as ``inner``.
 
     Args:
         inner: the reduction under test.
@@ -33,11 +33,11 @@ class Faulty(Composite):
 
     def __init__(self, inner: Reduction) -> None:
         super().__init__(inner)
-        self.piece_bytes = inner.piece_bytes  # it is compared with the one it wraps
+        self.piece_bytes = inner.piece_bytes  # tests compare it with ``inner``
         self.armed: Where | None = None
 
     def arm(self, where: Where) -> None:
-        """Fail at the next bucket: before its first collective, between two, or after the last."""
+        """Fail at the next bucket, before its first collective, between two, or after the last."""
         self.armed = where
 
     def plan(self, layout: BucketLayout, ctx: StepContext) -> tuple[StagePlan, ...]:
@@ -53,7 +53,7 @@ class Faulty(Composite):
                 if where == "between" and number == 1:
                     raise Injected("injected between collectives")
                 yield as_tuple(requests)
-            if where is not None:  # a bucket of one stage has no between
+            if where is not None:  # a bucket of one stage has no place between two
                 raise Injected("injected at decode")
         finally:
             inner.close()

@@ -1,4 +1,4 @@
-"""Gradients to test hooks with: the shapes that break things, numbers that differ on every rank and step."""
+"""Gradients for tests of hooks, in awkward shapes, with numbers that differ on every rank and step."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -9,7 +9,7 @@ Filter = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Tensors like the parameters of an awkward model, in model order.
+    """Return tensors like the parameters of an awkward model, in model order.
 
     Two matrices worth compressing, a convolution, one matrix stored transposed, primes, a scalar, and empty ones.
     """
@@ -31,7 +31,7 @@ def parameters(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
 
 
 def gradients(like: dict[str, torch.Tensor], rank: int, step: int) -> dict[str, torch.Tensor]:
-    """One rank's gradients of one step: a strong rank-1 part that all share, weaker parts, and noise of its own."""
+    """Return one rank's gradients of one step: a strong rank-1 part that all ranks share, and the rank's noise."""
     made = {}
     for number, (name, tensor) in enumerate(like.items()):
         shared = torch.Generator().manual_seed(number)
@@ -53,7 +53,7 @@ def gradients(like: dict[str, torch.Tensor], rank: int, step: int) -> dict[str, 
 def all_ranks(
     like: dict[str, torch.Tensor], world_size: int, step: int, change: Filter | None = None
 ) -> list[dict[str, torch.Tensor]]:
-    """:func:`gradients` of every rank; ``change(name, tensor)`` is applied to each."""
+    """Return :func:`gradients` of every rank, each changed by ``change(name, tensor)``."""
     every = [gradients(like, rank, step) for rank in range(world_size)]
     if change is None:
         return every
@@ -61,18 +61,18 @@ def all_ranks(
 
 
 def average(every: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The exact average, in fp64."""
+    """Return the exact average in fp64."""
     ranks = list(every)
     return {name: torch.stack([one[name].double() for one in ranks]).mean(0) for name in ranks[0]}
 
 
 def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """Relative distance of two sets of gradients, taken as one vector: ``|found - wanted| / |wanted|``."""
+    """Return ``|found - wanted| / |wanted|`` of two sets of gradients, each taken as one vector."""
     error = sum(float((found[n].double() - wanted[n].double()).square().sum()) for n in wanted)
     size = sum(float(wanted[n].double().square().sum()) for n in wanted)
     return math.sqrt(error / size if size else error)
 
 
 def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    """Names whose tensors differ in any bit (NaN equals NaN)."""
+    """Return the names of tensors that differ in any bit (NaN equals NaN)."""
     return [name for name in a if not torch.equal(a[name].nan_to_num(7.0), b[name].nan_to_num(7.0))]

@@ -1,6 +1,6 @@
-"""W ranks of one hook in this process: handles, engines and named gradients, step by step.
+"""W ranks of one hook in this process, with handles, engines and named gradients.
 
-What tests of hooks are written with: real handles and engines over simulated ranks, no process and no model.
+Tests of hooks use real handles and engines on simulated ranks, without processes and models.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,7 +24,7 @@ Given = Mapping[str, torch.Tensor | None]
 
 
 class CountingTransport(SimulatedTransport):
-    """A simulated rank that adds up the bytes it is given."""
+    """A simulated rank that counts the bytes that it sends."""
 
     payload = 0
 
@@ -43,15 +43,15 @@ class SimulatedBinding(Binding):
         self.engine, self.layout = engine, layout
 
     def check(self) -> None:
-        """Nothing is kept back: :meth:`SimulatedRanks.step` returns every error."""
+        """Do nothing; :meth:`SimulatedRanks.step` returns every error."""
 
     def detach(self) -> None:
-        """There is no model to leave anything to."""
+        """Do nothing; there is no model."""
 
 
 @dataclass
 class Step:
-    """What one step gave: each rank's averaged gradients, or its error."""
+    """Result of one step, each rank's averaged gradients and its error."""
 
     gradients: list[dict[str, torch.Tensor]]
     errors: list[BaseException | None] = field(default_factory=list)
@@ -61,11 +61,11 @@ class SimulatedRanks:
     """Simulated ranks that share nothing but their collectives.
 
     Args:
-        make: makes one rank's unattached handle, e.g. ``lambda: commhooks.create("powersgd")``.
+        make: returns one rank's unattached handle, such as ``lambda: commhooks.create("powersgd")``.
         world_size: number of ranks.
         like: tensors with the names, shapes, strides and dtypes of the parameters, in model order.
-        buckets: into how many buckets the parameters are split; as in DDP the last parameters come first.
-        timeout: seconds until a rank that waits for another is told so.
+        buckets: number of buckets; as in DDP the last parameters come first.
+        timeout: seconds after which a rank that waits for another raises.
 
     Example:
         >>> import torch
@@ -132,16 +132,16 @@ class SimulatedRanks:
             engine.resolve_step()
 
     def rollback(self) -> None:
-        """The optimizers skipped the last step."""
+        """Roll back the last step, as if the optimizers had skipped it."""
         for handle in self.handles:
             handle.rollback()
 
     def save(self) -> list[dict[str, Any]]:
-        """Every rank's ``state_dict()``."""
+        """Return every rank's ``state_dict()``."""
         return [handle.state_dict() for handle in self.handles]
 
     def load(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from :meth:`save`; from another number of ranks, with the mean residual."""
+        """Load :meth:`save`; from another number of ranks, the mean residual."""
         if len(saved) == self.world_size:
             for handle, one in zip(self.handles, saved, strict=True):
                 handle.load_state_dict(one)

@@ -1,7 +1,7 @@
 """Start N ranks as processes on this machine, and end them together.
 
-:func:`spawn` runs a function on N ranks and returns their results. :class:`Ranks` gives control over each rank: kill it,
-start it again, read its result or error. No rank outlives the time limit, or the process that started it.
+:func:`spawn` runs a function on N ranks and returns their results. :class:`Ranks` can kill each
+rank, start it again, and read its result or error. No rank outlives the time limit, or the process that started it.
 """
 
 import multiprocessing
@@ -103,8 +103,8 @@ class Ranks:
         *args: passed to ``target``. They must be picklable.
         backend: of the default process group, which exists when ``target`` is called. ``"nccl"`` gives rank r GPU r.
             ``None`` makes no group; ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` are set.
-        store: where ranks meet: ``"file"`` needs no port and works between network namespaces; ``"tcp"`` uses a free
-            port of this machine and sets ``MASTER_ADDR`` and ``MASTER_PORT``.
+        store: rendezvous of the ranks. ``"file"`` needs no port and works between network namespaces. ``"tcp"`` uses a
+            free port of this machine and sets ``MASTER_ADDR`` and ``MASTER_PORT``.
         group_timeout: of the process group, in seconds.
         env: environment variables of every rank, or a function from rank to them.
         prefix: function from rank to the command in front of the interpreter, such as
