@@ -53,11 +53,11 @@ def names(folder: Path) -> list[str]:
     return sorted(found)
 
 
-def served(folder: Path, question: str) -> list[str]:
+def served(folder: Path) -> list[str]:
     """The classes, of models or of managers, that a distribution has an adapter for."""
     points = tomllib.loads((folder / "pyproject.toml").read_text())["project"].get("entry-points", {})
     modules = [importlib.import_module(name) for name in points.get("commhooks", {}).values()]
-    return [cls for each in modules for cls, _ in getattr(each, question, tuple)()]
+    return [cls for each in modules for cls, _ in getattr(each, "commhooks_adapter", tuple)()]
 
 
 def table() -> str:
@@ -73,11 +73,9 @@ def table() -> str:
         folders = [f'"{folder}",' for folder in in_a_clone(dist)]
         text = folders[0] if len(folders) == 1 else "".join(f"\n        {each}" for each in folders) + "\n    "
         dists += f'    "{dist}": ({text}),\n'
-    tail = ""
-    for name, question in (("KNOWN_ADAPTERS", "commhooks_adapter"), ("KNOWN_MANAGERS", "commhooks_manager")):
-        pairs = sorted((cls, dist) for dist, folder in projects().items() for cls in served(folder, question))
-        rows = "".join(f'    "{cls}": "{dist}",\n' for cls, dist in pairs)
-        tail += f"\n{name}: dict[str, str] = {{\n{rows}}}\n"
+    pairs = sorted((cls, dist) for dist, folder in projects().items() for cls in served(folder))
+    rows = "".join(f'    "{cls}": "{dist}",\n' for cls, dist in pairs)
+    tail = f"\nKNOWN_ADAPTERS: dict[str, str] = {{\n{rows}}}\n"
     about = '"""Distribution -> the folders of a clone to install it from."""'
     text = (
         f"FIRST_PARTY: dict[str, tuple[str, ...]] = {{\n{dists}}}\n{about}\n\nKNOWN: dict[str, tuple[str, ...]] = {{\n"

@@ -15,7 +15,7 @@ def expressions() -> list[str]:
     reductions = commhooks.list_hooks(kind="reduction") + commhooks.list_hooks(kind="ddp")
     wrappers = commhooks.list_hooks(kind="wrapper")
     found = [spec.example for spec in [*reductions, *wrappers]]
-    found += [spec.name for spec in reductions if any(param.brings for param in (spec.params or {}).values())]
+    found += [spec.name for spec in reductions if any(option.brings for option in (spec.options or {}).values())]
     for wrapper in wrappers:
         for inner in reductions:
             if "stateful" in inner.capabilities_with(canonical(inner.example).get("config", {})):

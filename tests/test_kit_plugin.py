@@ -49,7 +49,7 @@ def {name}(bucket, ctx, k=3):
     {body}
 
 commhooks.register(commhooks.HookSpec("{name}", "reduction", "nowhere:{name}", "an example",
-    params={{"k": commhooks.Param(3, "numbers")}}), {name})
+    options={{"k": commhooks.Option(3, "numbers")}}), {name})
 
 class TestMine(HookContract):
     expr = "{name}(k=3)"

@@ -74,16 +74,14 @@ def test_a_wheel_holds_one_package(wheels):
     assert [wheel.name.split("-")[0] for wheel in wheels] == ["ch_core", "ch_ddp", "ch_powersgd"]
     for wheel, package in zip(wheels, ("commhooks", "ch_ddp", "ch_powersgd"), strict=True):
         names = zipfile.ZipFile(wheel).namelist()
-        door = {"commhooks-door.pth"} if package == "commhooks" else set()  # what COMMHOOKS_HOOK opens
+        door = {"commhooks-hook.pth"} if package == "commhooks" else set()  # what COMMHOOKS_HOOK opens
         assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {package} | door
         assert f"{package}/py.typed" in names
         assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
 def test_the_door_is_shut_unless_a_hook_is_asked_for(python, tmp_path):
-    code = (
-        "import sys; print('commhooks' in sys.modules, 'commhooks.launch.door' in sys.modules, 'torch' in sys.modules)"
-    )
+    code = "import sys; print('commhooks' in sys.modules, 'commhooks.launch.import_watch' in sys.modules, 'torch' in sys.modules)"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("COMMHOOKS_")}
     for hook, told in (({}, "False False False"), ({"COMMHOOKS_HOOK": "powersgd"}, "True True False")):
         command = [str(python), "-c", code]

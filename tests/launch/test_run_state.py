@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.launch.snapshots import Snapshots
+from commhooks.launch.state_folder import StateFolder
 from commhooks.testing import spawn
 
 from .kit import run
@@ -63,7 +63,7 @@ def trained(rank: int, world: int, folder: str, steps: int, begin: int) -> tuple
     if begin:
         model.module.load_state_dict(torch.load(f"{folder}/weights", weights_only=True))
     handle = commhooks.attach(model, HOOK, single_process=True)
-    snapshots = Snapshots(Path(folder), handle, 1)
+    snapshots = StateFolder(Path(folder), handle, 1)
     snapshots.resume()
     resumed = _residual(handle)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

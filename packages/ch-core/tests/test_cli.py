@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from commhooks.registry.commands import OWN
+from commhooks.registry.spec import OWN_COMMANDS
 
 PLUGIN = """
 from commhooks import HookSpec, hookimpl
@@ -17,7 +17,7 @@ def commhooks_specs():
     return [
         HookSpec("hangs", "ddp", "acme_cli_hooks:hangs", "never completes"),
         HookSpec("dies", "ddp", "acme_cli_hooks:dies", "ends its process"),
-        HookSpec("works", "reduction", "acme_cli_hooks:works", "averages", params={}),
+        HookSpec("works", "reduction", "acme_cli_hooks:works", "averages", options={}),
         HookSpec("returns_none", "ddp", "acme_cli_hooks:returns_none", "forgets the future"),
     ]
 """
@@ -135,11 +135,11 @@ from commhooks import hookimpl
 
 @hookimpl
 def commhooks_adapter():
-    return [("acme.Model", "acme_targets:no_adapter"), ("acme.Other", "math:floor")]
-
-@hookimpl
-def commhooks_manager():
-    return [("acme.Manager", "math:pi")]
+    return [
+        ("acme.Model", "acme_targets:no_adapter"),
+        ("acme.Other", "math:floor"),
+        ("acme.Manager", "math:pi"),
+    ]
 
 @hookimpl
 def commhooks_wraps():
@@ -155,11 +155,11 @@ def test_doctor_tries_adapters_and_what_is_wrapped(tmp_path, publish):
     failed = {name: row["why"] for name, row in rows.items() if row["status"] == "failed"}
     assert failed.keys() == {
         "adapter of acme.Model = acme_targets:no_adapter",
-        "manager of acme.Manager = math:pi",
+        "adapter of acme.Manager = math:pi",
         "wraps = collections:NoSuchModel",
     }
     assert "has no attribute 'no_adapter'" in failed["adapter of acme.Model = acme_targets:no_adapter"]
-    assert "not callable" in failed["manager of acme.Manager = math:pi"]
+    assert "not callable" in failed["adapter of acme.Manager = math:pi"]
     assert "nothing to wrap" in rows["wraps = not_installed_anywhere.models:Model"]["why"]
     assert not rows["adapter of acme.Other = math:floor"]["why"]
 
@@ -240,17 +240,17 @@ def test_two_packages_with_one_command_are_refused_by_name(tmp_path, publish):
 
 def test_own_commands_are_those_that_the_parser_has():
     usage = commhooks("--help").stdout
-    assert all(f"\n    {name} " in usage for name in OWN)
+    assert all(f"\n    {name} " in usage for name in OWN_COMMANDS)
 
 
 LONG = """
-from commhooks import HookSpec, hookimpl, Param
+from commhooks import HookSpec, hookimpl, Option
 
 @hookimpl
 def commhooks_specs():
     return [
         HookSpec("a_hook_with_quite_a_long_name", "ddp", "math:floor", "does what its long summary says " * 3),
-        HookSpec("short", "reduction", "math:floor", "sends few bytes", params={"rank": Param(4, "of it")}),
+        HookSpec("short", "reduction", "math:floor", "sends few bytes", options={"rank": Option(4, "of it")}),
     ]
 """
 

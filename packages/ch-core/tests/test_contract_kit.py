@@ -133,7 +133,7 @@ def register_all() -> None:
     for method in METHODS:
         capabilities = {"lossy"} | ({"stateful"} if method.fields else set())
         spec = HookSpec(
-            method.name, "reduction", "tests:here", "for this test", params={}, capabilities=frozenset(capabilities)
+            method.name, "reduction", "tests:here", "for this test", options={}, capabilities=frozenset(capabilities)
         )
         commhooks.register(spec, method)
 

@@ -6,12 +6,12 @@ import textwrap
 
 import pytest
 
+from commhooks.api.hooks import get
 from commhooks.errors import AmbiguousHookError, PluginLoadError, UnknownHookError
-from commhooks.registry.builder import Builder
 from commhooks.registry.discovery import discover
 
 GOOD = textwrap.dedent("""
-    from commhooks import HookSpec, Param, hookimpl
+    from commhooks import HookSpec, Option, hookimpl
 
     @hookimpl
     def commhooks_specs():
@@ -30,8 +30,7 @@ def test_both_doors(publish, registry):
     assert (full.provider, full.version, full.summary) == ("acme-full", "1.0", "summary of full_hook")
     assert (line.provider, line.kind, line.summary) == ("acme-line", "ddp", "acme-line here")
     assert registry.resolve("full_hook_alias") == full
-    assert Builder(registry).get("line_hook")(1.5) == 1
-    assert registry.snapshot().manager.has_plugin("acme-line:lines")
+    assert get("line_hook", registry=registry)(1.5) == 1
     assert not registry.failures()
 
 
@@ -51,10 +50,10 @@ BROKEN = {
     "nospec": ("from commhooks import hookimpl\n@hookimpl\ndef commhooks_specs(): return ['x']", "HookSpec"),
     "typo": ("from commhooks import hookimpl\n@hookimpl\ndef commhooks_spec(): return []", "commhooks_spec"),
     "unmarked": ("def commhooks_specs(): return []", "@hookimpl"),
-    "argument": ("from commhooks import hookimpl\n@hookimpl\ndef commhooks_check(spek): return []", "spek"),
+    "argument": ("from commhooks import hookimpl\n@hookimpl\ndef commhooks_env(spek): return []", "spek"),
     "toonew": (
         good("new").replace("aliases", "api=99, aliases"),
-        "speaks plugin API 99, this ch-core speaks 1",
+        "uses plugin API 99, this ch-core supports 1",
     ),
 }
 
@@ -64,12 +63,12 @@ def test_a_broken_plugin_is_a_record(case, publish, registry):
     text, words = BROKEN[case]
     publish("acme-bad", {"commhooks": {"p": f"acme_bad_{case}"}}, **{f"acme_bad_{case}": text})
     publish("acme-good", {"commhooks": {"p": "acme_good_plugin"}}, acme_good_plugin=good("still_here"))
-    assert Builder(registry).get("still_here")([1.0]) == 1.0
+    assert get("still_here", registry=registry)([1.0]) == 1.0
     [failure] = registry.failures()
     assert failure.dist == "acme-bad"
     assert words in failure.error
     with pytest.raises(UnknownHookError, match=r"1 plugin failed to load and may have provided it: acme-bad 1\.0"):
-        Builder(registry).get("missing_hook")
+        get("missing_hook", registry=registry)
 
 
 def test_misnamed_group_and_hook(publish, registry):
@@ -87,11 +86,11 @@ def test_two_providers_are_refused_by_name(publish, registry):
     publish("acme-one", {"commhooks.ddp": {"same": "math:floor"}})
     publish("acme-two", {"commhooks.ddp": {"same": "math:ceil"}}, version="2.0")
     with pytest.raises(AmbiguousHookError, match=r"acme-one/same 1\.0 \(ddp\), acme-two/same 2\.0 \(ddp\)"):
-        Builder(registry).get("same")
-    assert Builder(registry).get("acme-two/same")(1.5) == 2
-    assert Builder(registry).get("Acme_One/same")(1.5) == 1
+        get("same", registry=registry)
+    assert get("acme-two/same", registry=registry)(1.5) == 2
+    assert get("Acme_One/same", registry=registry)(1.5) == 1
     with pytest.raises(UnknownHookError, match="the name exists as acme-one/same"):
-        Builder(registry).get("acme-three/same")
+        get("acme-three/same", registry=registry)
 
 
 def test_kinds_share_a_name(publish, registry):
@@ -102,15 +101,15 @@ def test_kinds_share_a_name(publish, registry):
             "commhooks.fsdp": {"both": "math:ceil", "only": "math:ceil"},
         },
     )
-    assert Builder(registry).get("both")(1.5) == 1
-    assert Builder(registry).get("both", kind="fsdp")(1.5) == 2
-    assert Builder(registry).get("only")(1.5) == 2
+    assert get("both", registry=registry)(1.5) == 1
+    assert get("both", kind="fsdp", registry=registry)(1.5) == 2
+    assert get("only", registry=registry)(1.5) == 2
     with pytest.raises(UnknownHookError, match=r"acme/only \(fsdp\)"):
-        Builder(registry).get("only", kind="wrapper")
+        get("only", kind="wrapper", registry=registry)
     publish("acme-w", {"commhooks.wrapper": {"both": "math:sqrt"}})
     registry.refresh()
     with pytest.raises(AmbiguousHookError, match="name the kind"):
-        Builder(registry).get("both")
+        get("both", registry=registry)
 
 
 def test_one_distribution_cannot_claim_a_name_twice(publish, registry):

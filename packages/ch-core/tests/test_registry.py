@@ -6,6 +6,7 @@ import threading
 import pytest
 
 import commhooks
+from commhooks.api.hooks import get
 from commhooks.errors import (
     AmbiguousHookError,
     HookConfigError,
@@ -13,9 +14,8 @@ from commhooks.errors import (
     PluginLoadError,
     UnknownHookError,
 )
-from commhooks.registry.builder import Builder
-from commhooks.registry.registry import adapters
-from commhooks.registry.specs import HookSpec, Needs, Param
+from commhooks.registry.options import Option
+from commhooks.registry.spec import HookSpec, Needs
 
 
 def test_every_public_name_resolves():
@@ -29,15 +29,15 @@ def test_every_public_name_resolves():
 def test_unknown_names_say_what_to_do(publish, registry):
     publish("acme", {"commhooks.ddp": {"sparse_hook": "math:floor"}})
     with pytest.raises(UnknownHookError, match="did you mean 'sparse_hook'"):
-        Builder(registry).get("sparse_hok")
+        get("sparse_hok", registry=registry)
     with pytest.raises(UnknownHookError, match="python -m commhooks list"):
-        Builder(registry).get("zzzzz")
+        get("zzzzz", registry=registry)
     with pytest.raises(HookConfigError, match="not an expression"):
-        Builder(registry).get("sparse_hook(x=1)")
+        get("sparse_hook(x=1)", registry=registry)
     with pytest.raises(HookConfigError, match="unknown kind"):
-        Builder(registry).get("sparse_hook", kind="DDP")
+        get("sparse_hook", kind="DDP", registry=registry)
     with pytest.raises(HookNotSupportedError, match=r"commhooks\.attach"):
-        Builder(registry).get("sparse_hook", kind="fsdp2")
+        get("sparse_hook", kind="fsdp2", registry=registry)
 
 
 def test_a_name_of_ours_says_which_package_to_install(monkeypatch):
@@ -47,9 +47,9 @@ def test_a_name_of_ours_says_which_package_to_install(monkeypatch):
     with pytest.raises(
         UnknownHookError, match="comes with ch-ddp, not installed here: pip install ch-ddp, or in a clone"
     ):
-        Builder(registry).get("bf16_wrapper")
+        get("bf16_wrapper", registry=registry)
     with pytest.raises(UnknownHookError, match="did you mean 'powersgd'") as caught:
-        Builder(registry).get("powersdg")
+        get("powersdg", registry=registry)
     assert "pip install ch-powersgd" in str(caught.value)
     assert "left out by COMMHOOKS_DISABLE" in str(caught.value)
 
@@ -58,7 +58,7 @@ def test_a_target_that_fails_to_import_names_its_provider(publish, registry):
     publish("acme", {"commhooks.ddp": {"gone": "no_such_module_anywhere:hook", "no_attr": "math:nothing"}})
     for name, cause in (("gone", ModuleNotFoundError), ("no_attr", AttributeError)):
         with pytest.raises(PluginLoadError, match=r"acme 1\.0") as caught:
-            Builder(registry).get(name)
+            get(name, registry=registry)
         assert isinstance(caught.value.__cause__, cause)
 
 
@@ -70,9 +70,9 @@ def test_register_and_unregister(publish, registry):
     with pytest.raises(AmbiguousHookError, match="overwrite=True"):
         registry.register(mine)
     registry.register(mine, lambda state, bucket: "object", overwrite=True)
-    assert Builder(registry).get("mine")(None, None) == "object"
+    assert get("mine", registry=registry)(None, None) == "object"
     registry.refresh()
-    assert Builder(registry).get("local/mine")(None, None) == "object"
+    assert get("local/mine", registry=registry)(None, None) == "object"
     with pytest.raises(AmbiguousHookError, match="acme"):
         registry.register(HookSpec("taken", "ddp", "math:floor", "s"), overwrite=True)
     for name, aliases in (("other", ("x", "mine")), ("mine", ("taken",))):  # an alias is a name like any other
@@ -80,10 +80,10 @@ def test_register_and_unregister(publish, registry):
             registry.register(HookSpec(name, "ddp", "math:floor", "s", aliases=aliases), overwrite=True)
     registry.register(HookSpec("mine", "wrapper", "math:floor", "s"))
     registry.unregister("mine", "wrapper")
-    assert Builder(registry).get("mine")(None, None) == "object"
+    assert get("mine", registry=registry)(None, None) == "object"
     registry.unregister("mine")
     with pytest.raises(UnknownHookError):
-        Builder(registry).get("mine")
+        get("mine", registry=registry)
     with pytest.raises(UnknownHookError, match="registered: none"):
         registry.unregister("mine")
     with pytest.raises(HookConfigError, match="takes a HookSpec, got 'mine'"):
@@ -94,14 +94,8 @@ def test_lookups_do_not_change_the_registry(registry):
     before = registry.specs()
     for name in ("nothing", "also/nothing"):
         with pytest.raises(UnknownHookError):
-            Builder(registry).get(name)
+            get(name, registry=registry)
     assert registry.specs() == before
-
-
-def test_deprecated_hooks_say_so(registry):
-    registry.register(HookSpec("old", "ddp", "math:floor", "s", stability="deprecated", replaced_by="new"))
-    with pytest.warns(DeprecationWarning, match="use 'new'"):
-        Builder(registry).get("old")
 
 
 def test_threads_share_one_scan(registry):
@@ -114,7 +108,7 @@ def test_threads_share_one_scan(registry):
         for n in range(20):
             name = f"t{threading.get_ident()}_{n}"
             registry.register(HookSpec(name, "ddp", "math:floor", "s"))
-            Builder(registry).get(name)
+            get(name, registry=registry)
             registry.list_hooks()
             registry.unregister(name)
         results.append(1)
@@ -128,19 +122,20 @@ def test_threads_share_one_scan(registry):
     assert len(scans) == 1
 
 
-def test_describe_and_record(registry):
-    from commhooks.registry.description import record, text
+def test_describe_and_json(registry):
+    from commhooks.api.hooks import describe_spec as text
+    from commhooks.cli.listing import as_dict
 
-    params = {"rate": Param(0.1, "fraction kept", above=0.0, at_most=1.0)}
-    spec = HookSpec("x", "reduction", "a:b", "sends less", params=params, needs=Needs(backends=("nccl",)), paper="P")
+    params = {"rate": Option(0.1, "fraction kept", above=0.0, at_most=1.0)}
+    spec = HookSpec("x", "reduction", "a:b", "sends less", options=params, needs=Needs(backends=("nccl",)), paper="P")
     assert "rate=0.1  a float > 0 and <= 1: fraction kept" in text(spec)
     assert "backends nccl" in text(spec)
-    assert record(spec)["params"]["rate"]["accepts"] == "a float > 0 and <= 1"
+    assert as_dict(spec)["options"]["rate"]["accepts"] == "a float > 0 and <= 1"
     assert "read from its code" in text(HookSpec("x", "ddp", "a:b", "s"))
 
 
 def test_adapters_are_collected(publish, registry):
-    assert adapters(registry)["torch.nn.parallel.distributed.DistributedDataParallel"].startswith("ch_ddp.")
+    assert registry.adapters()["torch.nn.parallel.distributed.DistributedDataParallel"].startswith("ch_ddp.")
     text = (
         "from commhooks import hookimpl\n@hookimpl\n"
         "def commhooks_adapter(): return [('torch.nn.parallel.distributed.DistributedDataParallel', 'acme:x')]"
@@ -148,4 +143,4 @@ def test_adapters_are_collected(publish, registry):
     publish("acme", {"commhooks": {"p": "acme_adapter"}}, acme_adapter=text)
     registry.refresh()
     with pytest.raises(AmbiguousHookError, match="acme:x"):
-        adapters(registry)
+        registry.adapters()

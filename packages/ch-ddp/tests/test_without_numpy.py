@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.errors import RankMismatchError
-from commhooks.fingerprint import digest
+from commhooks.fingerprint import checksum
 from commhooks.testing import spawn
 
 pytestmark = pytest.mark.timeout(120)
@@ -17,18 +17,18 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool]
 )
-def test_the_digest_of_a_tensor_is_of_its_bits(dtype: torch.dtype) -> None:
+def test_the_checksum_of_a_tensor_is_of_its_bits(dtype: torch.dtype) -> None:
     x = (torch.arange(24) % 5).to(dtype).view(4, 6)
-    assert digest(x) == digest(x.clone()) == digest(x.t().contiguous().t())
-    assert digest(x) == digest(torch.cat([x, x])[4:])  # a view that begins in the middle of its storage
+    assert checksum(x) == checksum(x.clone()) == checksum(x.t().contiguous().t())
+    assert checksum(x) == checksum(torch.cat([x, x])[4:])  # a view that begins in the middle of its storage
     other = x.clone()
     other[3, 5] = 1 if other[3, 5] == 0 else 0
-    assert digest(x) != digest(other)
+    assert checksum(x) != checksum(other)
 
 
-def test_the_digest_of_zeros_tells_their_sign_and_nothing_has_one_too() -> None:
-    assert digest(torch.tensor([0.0])) != digest(torch.tensor([-0.0]))
-    assert digest(torch.empty(0, 3)) == digest(torch.empty(0))
+def test_the_checksum_of_zeros_tells_their_sign_and_empty_tensors_have_one() -> None:
+    assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0]))
+    assert checksum(torch.empty(0, 3)) == checksum(torch.empty(0, 3))
 
 
 def no_numpy(*_: object, **__: object) -> None:

@@ -10,7 +10,7 @@ import torch
 import ch_ft
 from ch_ft.testing import member
 from ch_outer import OuterOptimizer
-from commhooks.adapters import digest
+from commhooks.adapters import checksum
 
 from .outer_kit import adam, batch, make
 
@@ -87,7 +87,7 @@ def told(log: member.Log, manager: Any, optimizer: OuterOptimizer, committed: bo
         committed=committed,
         contributed=manager.is_participating(),
         participants=manager.num_participants(),
-        params=" ".join(map(digest, starts)),
-        q=" ".join(map(digest, momentum)),
+        params=" ".join(map(checksum, starts)),
+        q=" ".join(map(checksum, momentum)),
         finite=all(bool(torch.isfinite(start).all()) for start in starts),
     )

@@ -13,7 +13,7 @@ from torch import nn
 
 from ch_outer import OuterOptimizer
 from commhooks import AllReduce, Bucket, HookTimeoutError, Reduction, StepContext, TransportError
-from commhooks.adapters import digest
+from commhooks.adapters import checksum
 from commhooks.testing import spawn
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(110)]
@@ -66,7 +66,7 @@ def shared(optimizer: OuterOptimizer) -> list[str]:
     starts = [tensor for fragment in state["fragments"] for tensor in fragment["start"].values()]
     seen = [row["seen"] for fragment in state["fragments"] for row in fragment["reducer"]["entries"].values()]
     held = [*momentum, *starts, *seen, *state["buffers"]["shared"].values()]
-    return [str((optimizer.count, optimizer.landed)), *map(digest, held)]
+    return [str((optimizer.count, optimizer.landed)), *map(checksum, held)]
 
 
 def over(folder: str, name: str, rank: int, world: int) -> dist.ProcessGroup:

@@ -9,7 +9,7 @@ from torch import nn
 
 from ch_outer import OuterOptimizer, plain_sgd
 from commhooks import AllReduce, Bucket, HookConfigError, Plain, Reduction, StepContext
-from commhooks.adapters import digest
+from commhooks.adapters import checksum
 from commhooks.simulate import SimulatedRank, simulate
 
 from .outer_kit import make, same, train
@@ -175,7 +175,7 @@ def test_a_member_comes_back_in_a_round_in_which_every_reduction_raises(async_qu
                 train(model, optimizer, ord(manager.name), range(optimizer.count, optimizer.count + 1))
             except ValueError:
                 found[-1] = "raised"
-            found[manager.current_step()] = digest(optimizer._fragments[0].starts["0.weight"])
+            found[manager.current_step()] = checksum(optimizer._fragments[0].starts["0.weight"])
         return found
 
     def body(manager: Any) -> dict[int, str]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from ch_outer import OuterOptimizer
 from commhooks import AllReduce, HookConfigError, HookNotSupportedError, RankMismatchError, Reduction
-from commhooks.adapters import digest
+from commhooks.adapters import checksum
 from commhooks.simulate import SimulatedRank, simulate
 
 from .outer_kit import adam, make, same, train, values
@@ -50,7 +50,7 @@ def shared(optimizer: OuterOptimizer) -> list[str]:
     q = [tensor for _, field, tensor in kept if field == "q"]
     whole = optimizer.landed % len(optimizer._fragments) == 0
     buffers = list(optimizer._buffers.live().values()) if whole else []  # averaged with the last fragment
-    return [str((optimizer.count, optimizer.landed)), *map(digest, [*starts, *momentum, *q, *buffers])]
+    return [str((optimizer.count, optimizer.landed)), *map(checksum, [*starts, *momentum, *q, *buffers])]
 
 
 def run(
@@ -322,7 +322,7 @@ def test_all_end_after_the_same_round_with_the_same_parameters(case: str, async_
         while optimizer.landed < until:
             train(model, optimizer, letter(manager), range(optimizer.count, optimizer.count + 1))
         optimizer.finish()
-        return [optimizer.landed, *map(digest, model.parameters())]
+        return [optimizer.landed, *map(checksum, model.parameters())]
 
     def body(manager: Any) -> list[Any]:
         try:

@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from ch_outer import OuterOptimizer, plain_sgd
 from ch_outer.parameters import buffers_of, parameters_of
 from commhooks import HookConfigError, Plain, RankMismatchError, StateError
-from commhooks.adapters import digest
+from commhooks.adapters import checksum
 from commhooks.simulate import SimulatedRank, simulate
 from commhooks.testing import spawn
 
@@ -245,8 +245,8 @@ def test_who_is_sent_another_model_is_told_what_and_changes_nothing(kind: str, l
 def test_frozen_weights_of_a_wrapper_subclass_are_compared_by_what_is_inside() -> None:
     """Such as those of quantized models: they have no memory of their own, whose bytes could be read."""
     inside = torch.ones(4)
-    assert digest(TwoTensor(inside, inside)) == digest(TwoTensor(inside.clone(), inside.clone()))
-    assert digest(TwoTensor(inside, inside)) != digest(TwoTensor(inside, inside + 1))
+    assert checksum(TwoTensor(inside, inside)) == checksum(TwoTensor(inside.clone(), inside.clone()))
+    assert checksum(TwoTensor(inside, inside)) != checksum(TwoTensor(inside, inside + 1))
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     weight = model[0].weight.detach()
     model[0].weight = nn.Parameter(TwoTensor(weight, weight), requires_grad=False)

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 from commhooks._lazy import lazy
 
 if TYPE_CHECKING:
-    from commhooks.api.attaching import attach
-    from commhooks.api.creating import create
-    from commhooks.api.lookup import describe, failures, get, list_hooks, refresh, register, spec, unregister
-    from commhooks.api.reducing import Exchange, Reducer
-    from commhooks.api.usable import why_not
+    from commhooks.api.attach import attach
+    from commhooks.api.create import create
+    from commhooks.api.hooks import describe, failures, get, list_hooks, refresh, register, spec, unregister, why_not
+    from commhooks.api.reducer import Exchange, Reducer
     from commhooks.bucket import Bucket, BucketLayout, ParamLayout, per_layout
     from commhooks.compositions.base import Composite, composed
     from commhooks.compositions.wire_cast import WireCast
@@ -38,13 +37,13 @@ if TYPE_CHECKING:
     from commhooks.fsdp_states import DefaultState, LowPrecisionState
     from commhooks.handle import CommHook
     from commhooks.reduction import Plain, Reduction, Stages, StepContext
+    from commhooks.registry.build import as_hook
     from commhooks.registry.expression import canonical
-    from commhooks.registry.hook_function import as_hook
     from commhooks.registry.hookspecs import hookimpl
-    from commhooks.registry.options import Options, option
-    from commhooks.registry.specs import HookSpec, Needs, Param, PluginFailure
+    from commhooks.registry.options import Option, Options, option
+    from commhooks.registry.spec import HookSpec, Needs, PluginFailure
+    from commhooks.report.plan import PlanRow
     from commhooks.report.report import Report, ReportRow
-    from commhooks.report.rows import PlanRow
     from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Request, Requests, Wire
     from commhooks.shards import ShardLayout, Shards
     from commhooks.state import HookState
@@ -72,9 +71,9 @@ __all__ = [
     "HookTimeoutError",
     "LowPrecisionState",
     "Needs",
+    "Option",
     "Options",
     "Packed",
-    "Param",
     "ParamLayout",
     "Plain",
     "PlanRow",
@@ -124,11 +123,10 @@ __getattr__, __dir__ = lazy(
     {
         "registry.expression": "canonical",
         "compositions.wire_cast": "WireCast",
-        "api.attaching": "attach",
-        "api.creating": "create",
-        "api.lookup": "describe failures get list_hooks refresh register spec unregister",
-        "api.reducing": "Exchange Reducer",
-        "api.usable": "why_not",
+        "api.attach": "attach",
+        "api.create": "create",
+        "api.hooks": "describe failures get list_hooks refresh register spec unregister why_not",
+        "api.reducer": "Exchange Reducer",
         "bucket": "Bucket BucketLayout ParamLayout per_layout",
         "compositions.base": "Composite composed",
         "errors": "TransportError AmbiguousHookError AttachError CommHooksError HookConfigError HookNotSupportedError "
@@ -137,12 +135,12 @@ __getattr__, __dir__ = lazy(
         "fsdp_states": "DefaultState LowPrecisionState",
         "handle": "CommHook",
         "reduction": "Plain Reduction Stages StepContext",
-        "registry.hook_function": "as_hook",
+        "registry.build": "as_hook",
         "registry.hookspecs": "hookimpl",
-        "registry.options": "Options option",
-        "registry.specs": "HookSpec Needs Param PluginFailure",
+        "registry.options": "Option Options option",
+        "registry.spec": "HookSpec Needs PluginFailure",
         "report.report": "Report ReportRow",
-        "report.rows": "PlanRow",
+        "report.plan": "PlanRow",
         "requests": "Request Requests AllGather AllReduce AllToAll ReduceScatter Wire",
         "encoding": "Packed",
         "shards": "ShardLayout Shards",

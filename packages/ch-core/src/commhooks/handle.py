@@ -15,8 +15,8 @@ from commhooks.errors import AttachError
 from commhooks.fingerprint import levels
 from commhooks.reduction import Plain, Reduction
 from commhooks.registry.expression import Node, unparse
+from commhooks.report.plan import PlanRow, plan_rows
 from commhooks.report.report import Report, report
-from commhooks.report.rows import PlanRow, plan_rows
 from commhooks.requests import payload_bytes
 from commhooks.state import HookState, refuse_judge
 

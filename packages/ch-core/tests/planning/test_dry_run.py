@@ -11,7 +11,7 @@ from commhooks.compositions.reduce_scatter import Scattered
 from commhooks.compositions.wire_cast import WireCast
 from commhooks.errors import HookConfigError, HookResultError
 from commhooks.reduction import Plain, Reduction, StepContext
-from commhooks.registry.function import as_reduction
+from commhooks.registry.build import as_reduction
 from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, payload_bytes
 from commhooks.shards import ShardLayout
 

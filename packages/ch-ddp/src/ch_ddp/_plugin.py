@@ -2,15 +2,15 @@
 
 from collections.abc import Iterable
 
-from commhooks import HookSpec, Param, hookimpl
+from commhooks import HookSpec, Option, hookimpl
 
 _WIRE_OPTIONS = {
-    "accumulate": Param(
+    "accumulate": Option(
         "wire",
         "add in the 16-bit wire type, or in fp32 after an all-to-all of 16-bit parts",
         choices=("wire", "fp32"),
     ),
-    "rounding": Param("nearest", "how fp32 becomes 16 bits", choices=("nearest", "stochastic")),
+    "rounding": Option("nearest", "how fp32 becomes 16 bits", choices=("nearest", "stochastic")),
 }
 _LOSSY = frozenset({"lossy", "changes_dtype"})
 
@@ -25,7 +25,7 @@ def commhooks_specs() -> Iterable[HookSpec]:
             "ch_ddp:allreduce",
             "averages gradients, to the bit as DDP does without a hook",
             hook="ch_ddp:allreduce_hook",
-            params={},
+            options={},
         ),
         HookSpec(
             "fp16_compress",
@@ -33,7 +33,7 @@ def commhooks_specs() -> Iterable[HookSpec]:
             "ch_ddp:fp16_compress",
             "sends gradients as fp16, divided before the cast",
             hook="ch_ddp:fp16_compress_hook",
-            params=_WIRE_OPTIONS,
+            options=_WIRE_OPTIONS,
             capabilities=_LOSSY,
             aliases=("fp16",),
         ),
@@ -43,7 +43,7 @@ def commhooks_specs() -> Iterable[HookSpec]:
             "ch_ddp:bf16_compress",
             "sends gradients as bf16, divided before the cast",
             hook="ch_ddp:bf16_compress_hook",
-            params=_WIRE_OPTIONS,
+            options=_WIRE_OPTIONS,
             capabilities=_LOSSY,
             aliases=("bf16",),
         ),
@@ -53,7 +53,7 @@ def commhooks_specs() -> Iterable[HookSpec]:
             "ch_ddp:noop",
             "sends nothing and leaves each rank its own gradient; for measuring",
             hook="ch_ddp:noop_hook",
-            params={},
+            options={},
             capabilities=frozenset({"skips_sync"}),
         ),
         HookSpec(
@@ -62,10 +62,10 @@ def commhooks_specs() -> Iterable[HookSpec]:
             "ch_ddp:post_localSGD_hook",
             "averages over all ranks at first, later within subgroups or not at all; needs a model averager",
             state="ch_ddp.local_sgd.hook:make_state",
-            params={
-                "start_iter": Param(1000, "steps of averaging over all ranks", at_least=0),
-                "gradient_allreduce": Param(True, "average within the subgroup after that; False: not at all"),
-                "subgroup_size": Param(0, "ranks of a subgroup; 0: those of one machine", at_least=0),
+            options={
+                "start_iter": Option(1000, "steps of averaging over all ranks", at_least=0),
+                "gradient_allreduce": Option(True, "average within the subgroup after that; False: not at all"),
+                "subgroup_size": Option(0, "ranks of a subgroup; 0: those of one machine", at_least=0),
             },
             capabilities=frozenset({"stateful", "checkpointable", "needs_warmup", "skips_sync"}),
             example="post_local_sgd(start_iter=100, subgroup_size=1)",
@@ -76,7 +76,7 @@ def commhooks_specs() -> Iterable[HookSpec]:
             "wrapper",
             "ch_ddp:fp16_compress_wrapper",
             "puts what the inner hook sends on the wire as fp16",
-            params=_WIRE_OPTIONS,
+            options=_WIRE_OPTIONS,
             capabilities=_LOSSY,
             aliases=("fp16_compress_wrapper",),
         ),
@@ -85,7 +85,7 @@ def commhooks_specs() -> Iterable[HookSpec]:
             "wrapper",
             "ch_ddp:bf16_compress_wrapper",
             "puts what the inner hook sends on the wire as bf16",
-            params=_WIRE_OPTIONS,
+            options=_WIRE_OPTIONS,
             capabilities=_LOSSY,
             aliases=("bf16_compress_wrapper",),
         ),
@@ -94,10 +94,11 @@ def commhooks_specs() -> Iterable[HookSpec]:
 
 @hookimpl
 def commhooks_adapter() -> Iterable[tuple[str, str]]:
-    """DistributedDataParallel, and the class that ``replicate`` mixes into a module."""
+    """Return DistributedDataParallel, the class that ``replicate`` mixes into a module, and the maker of hook functions."""
     return (
         ("torch.nn.parallel.distributed.DistributedDataParallel", "ch_ddp.adapter.binding:adapter"),
         ("torch.distributed._composable.replicate.DDP", "ch_ddp.adapter.replicate:adapter"),
+        ("torch.distributed.GradBucket", "ch_ddp.hook_function:as_hook"),
     )
 
 
@@ -108,9 +109,3 @@ def commhooks_wraps() -> Iterable[str]:
         "torch.nn.parallel.distributed:DistributedDataParallel",
         "torch.distributed._composable.replicate:replicate",
     )
-
-
-@hookimpl
-def commhooks_hook_function() -> str:
-    """PyTorch's signature is that of DDP's hooks."""
-    return "ch_ddp.hook_function:as_hook"

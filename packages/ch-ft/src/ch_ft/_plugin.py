@@ -12,13 +12,6 @@ def commhooks_adapter() -> Iterable[tuple[str, str]]:
     return (
         ("ch_ft.ddp.DistributedDataParallel", "ch_ft.ddp_binding:adapter"),
         ("ch_ft.ddp.PureDistributedDataParallel", "ch_ft.ddp_binding:refuse_pure"),
-    )
-
-
-@hookimpl
-def commhooks_manager() -> Iterable[tuple[str, str]]:
-    """Name the reduction between the groups of torchft's manager and of the simulated one."""
-    return (
         ("torchft.manager.Manager", "ch_ft.replica_groups:between"),
         ("ch_ft.simulator.SimulatedManager", "ch_ft.replica_groups:between"),
     )

@@ -23,7 +23,7 @@ def commhooks_specs() -> Iterable[HookSpec]:
             summary,
             hook=f"ch_powersgd:{name.replace('powersgd', 'powerSGD')}_hook",
             state="ch_powersgd:PowerSGDState",
-            params=PowerSGDConfig.params(),
+            options=PowerSGDConfig.options(),
             capabilities=frozenset({"lossy", "stateful", "error_feedback", "checkpointable"}),
             example=f"{name}(rank=4)",
             paper="https://arxiv.org/abs/1905.13727",

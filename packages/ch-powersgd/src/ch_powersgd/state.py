@@ -8,11 +8,11 @@ import torch.distributed as dist
 
 from ch_powersgd.config import PowerSGDConfig
 from ch_powersgd.powersgd import BatchedPowerSGD, PowerSGD
-from commhooks import Bucket, BucketLayout, HookConfigError, HookState, Param, Stages, StepContext
+from commhooks import Bucket, BucketLayout, HookConfigError, HookState, Option, Stages, StepContext
 
 log = logging.getLogger("commhooks")
-_STATS_FREQUENCY = Param(10_000, "compressed steps between two lines of statistics in the log", at_least=1)
-_PARAMS = PowerSGDConfig.params()
+_STATS_FREQUENCY = Option(10_000, "compressed steps between two lines of statistics in the log", at_least=1)
+_PARAMS = PowerSGDConfig.options()
 _OPTION_OF = {  # PyTorch's argument -> option of PowerSGD
     "matrix_approximation_rank": "rank",
     "start_powerSGD_iter": "start_iter",

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from commhooks import HookConfigError
-from commhooks.adapters import digest
+from commhooks.adapters import checksum
 
 _WRAPPERS = ("module.", "_orig_mod.")  # prefixes of DDP and torch.compile; names must not depend on them
 
@@ -132,7 +132,7 @@ def facts_of(
     if values:
         averaged = buffers_of(model) if buffers == "average" else {}
         for kind, tensors in (("parameters", starts), ("frozen parameters", frozen), ("buffers", averaged)):
-            facts[f"{kind} at the start"] = [f"{name}: {digest(local(t))}" for name, t in tensors.items()]
+            facts[f"{kind} at the start"] = [f"{name}: {checksum(local(t))}" for name, t in tensors.items()]
     return facts
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from ch_quant.options import FED, QuantOptions, preset_params
-from commhooks import HookSpec, Needs, Param, hookimpl
+from commhooks import HookSpec, Needs, Option, hookimpl
 
 _FLOATS = Needs(dtypes=("float32", "float16", "bfloat16", "float64"))
 _LOSSY = frozenset({"lossy", "changes_dtype"})
@@ -24,7 +24,7 @@ def _blocks() -> Iterable[HookSpec]:
         "reduction",
         "ch_quant:Quantized",
         "sends blocks of few bits, sums them in fp32, sends the sum likewise: volume independent of ranks",
-        params=QuantOptions.params(),
+        options=QuantOptions.options(),
         capabilities=_LOSSY,
         needs=_FLOATS,
         example="quant(bits=3, rotation='hadamard')",
@@ -37,7 +37,7 @@ def _blocks() -> Iterable[HookSpec]:
             f"ch_quant:{name}",
             summary,
             hook="ch_quant:quant8_hook" if name == "quant8" else None,
-            params=preset_params(name),
+            options=preset_params(name),
             capabilities=_LOSSY,
             needs=_FLOATS,
             example=name if name in FED else f"{name}(error_feedback=True)",
@@ -56,7 +56,7 @@ def commhooks_specs() -> Iterable[HookSpec]:
             "ch_quant:quantize_per_tensor",
             "PyTorch's: all-gathers uint8 with one affine scale a parameter; volume grows with world size",
             hook="ch_quant:quantization_pertensor_hook",
-            params={},
+            options={},
             capabilities=_LOSSY,
             needs=_FLOATS,
         ),
@@ -66,7 +66,7 @@ def commhooks_specs() -> Iterable[HookSpec]:
             "ch_quant:quantize_per_channel",
             "PyTorch's: all-gathers uint8 with an affine scale for every 512 elements; grows with world size",
             hook="ch_quant:quantization_perchannel_hook",
-            params={"bucket_size": Param(512, "elements that share a scale", at_least=1)},
+            options={"bucket_size": Option(512, "elements that share a scale", at_least=1)},
             capabilities=_LOSSY,
             needs=_FLOATS,
         ),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from commhooks import HookConfigError, Options, Param, option
+from commhooks import HookConfigError, Options, Option, option
 
 FEEDBACK = frozenset({"stateful", "error_feedback", "checkpointable"})
 PRESETS: Mapping[str, int] = {"quant8": 8, "quant4": 4, "quant2": 2, "sign": 1}
@@ -63,9 +63,9 @@ class QuantOptions(Options):
             )
 
 
-def preset_params(name: str) -> Mapping[str, Param]:
+def preset_params(name: str) -> Mapping[str, Option]:
     """Return the declarations of a preset's options, or of ``quant`` itself."""
-    params = dict(QuantOptions.params())
+    params = dict(QuantOptions.options())
     if name in PRESETS:
         del params["bits"]
     if name in FED:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from commhooks import HookSpec, Param, hookimpl
+from commhooks import HookSpec, Option, hookimpl
 
 
 @hookimpl
@@ -14,7 +14,7 @@ def commhooks_specs() -> Iterable[HookSpec]:
             "reduction",
             "ch_template.half:Half",
             "sends gradients in 16 bits",
-            params={"dtype": Param("bfloat16", "dtype on the wire", choices=("bfloat16", "float16"))},
+            options={"dtype": Option("bfloat16", "dtype on the wire", choices=("bfloat16", "float16"))},
             capabilities=frozenset({"lossy", "changes_dtype"}),
         ),
         HookSpec(
@@ -22,7 +22,7 @@ def commhooks_specs() -> Iterable[HookSpec]:
             "wrapper",
             "ch_template.clip:clip",
             "clips each rank's gradient, element by element, before the inner hook gets it",
-            params={"limit": Param(1000.0, "largest magnitude that is not clipped", above=0.0)},
+            options={"limit": Option(1000.0, "largest magnitude that is not clipped", above=0.0)},
             capabilities=frozenset({"lossy"}),
             example="clip(half, limit=1000.0)",
         ),

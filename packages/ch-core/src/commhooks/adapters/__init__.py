@@ -39,7 +39,7 @@ messages of a CPU. :data:`TUNED` is its default, and ``TUNED.wait`` waits for a 
 drives the engine of the :class:`ManagedAxis` that it returns. ``commhooks.Reducer(manager=)`` does the same.
 
 **Agreement of ranks.** ``attach`` compares the ranks of ``Binding.group``. An adapter with several groups compares each with
-:func:`agree_along`, which exchanges a :class:`Fingerprint` of fields and lines over the group's store. :func:`digest` makes a
+:func:`agree_along`, which exchanges a :class:`Fingerprint` of fields and lines over the group's store. :func:`checksum` makes a
 line of a tensor. :func:`agree` works over any other exchange. A :class:`StoreExchange` carries other data that the ranks
 need before the first collective.
 
@@ -130,7 +130,7 @@ if TYPE_CHECKING:
     from commhooks.engine.group import EngineGroup
     from commhooks.engine.outcome import StepJudge, StepOutcome
     from commhooks.engine.schedule import TUNED, CpuTuning
-    from commhooks.fingerprint import digest
+    from commhooks.fingerprint import checksum
     from commhooks.transport.base import Transport, Work
     from commhooks.transport.process_group import ProcessGroupTransport, ProcessGroupWork
 
@@ -163,7 +163,7 @@ __all__ = [
     "agree_along",
     "at_end_of_backward",
     "backward_id",
-    "digest",
+    "checksum",
     "manager_adapter",
     "raise_after_backward",
     "watch_optimizer",
@@ -184,7 +184,7 @@ __getattr__, __dir__ = lazy(
         "engine.group": "EngineGroup",
         "engine.outcome": "StepJudge StepOutcome",
         "engine.schedule": "TUNED CpuTuning",
-        "fingerprint": "digest",
+        "fingerprint": "checksum",
         "transport.base": "Transport Work",
         "transport.process_group": "ProcessGroupTransport ProcessGroupWork",
     },

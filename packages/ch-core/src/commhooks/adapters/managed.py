@@ -12,9 +12,7 @@ from commhooks.adapters.base import AttachOptions
 from commhooks.bucket import BucketLayout
 from commhooks.engine.engine import Engine
 from commhooks.errors import AttachError
-from commhooks.registry.by_class import class_names, offered_for
-from commhooks.registry.known_names import KNOWN_MANAGERS
-from commhooks.registry.registry import manager_adapters
+from commhooks.registry.registry import REGISTRY, class_names
 
 
 class ManagedAxis(Protocol):
@@ -39,7 +37,7 @@ Layouts = Callable[[], Sequence[BucketLayout]]
 """Returns the layouts that the next step reduces, in order. Members compare them before every step."""
 
 ManagerAdapter = Callable[[object, Any, AttachOptions, Layouts], ManagedAxis]
-"""``adapter(owner, handle, options, layouts)``. The plugin hook ``commhooks_manager`` registers it with the name of the
+"""``adapter(owner, handle, options, layouts)``. The plugin hook ``commhooks_adapter`` registers it with the name of the
 manager's class. The owner is a model or a :class:`commhooks.Reducer`, for which the manager sends the handle's shared state."""
 
 
@@ -49,12 +47,11 @@ def manager_adapter(manager: object) -> ManagerAdapter:
     Raises:
         AttachError: no installed package registers one.
     """
-    known = manager_adapters()
-    what = f"support for {class_names(manager)[0]}"
-    found: ManagerAdapter | None = offered_for(manager, known, KNOWN_MANAGERS, what)
+    names = class_names(manager)
+    found: ManagerAdapter | None = REGISTRY.adapter_of(names, f"the adapter for {names[0]}")
     if found is not None:
         return found
     raise AttachError(
-        f"manager={type(manager).__name__}: expected a manager of groups of ranks. Supported here: "
-        f"{', '.join(sorted(known)) or 'none (install ch-ft)'}"
+        f"manager={type(manager).__name__}: expected a manager of groups of ranks, for example "
+        "torchft.manager.Manager with ch-ft installed"
     )

@@ -1,37 +1,45 @@
-"""The command line: `commhooks list | describe NAME | env | doctor`, each with `--json`, `run`, and what packages add.
+"""The command line: `commhooks list | describe NAME | env | doctor | run`, and the commands that packages add.
 
-Exit status 0 when all is well, 1 when something is wrong, 2 for a bad command line. `list` and `describe`
-load no torch, and every command works while a plugin is broken.
+Exit status 0 means success, 1 a problem, 2 a bad command line. `list`, `describe`, `env` and `doctor` take `--json`.
+`list` and `describe` load no torch, and every command works while a plugin is broken.
 """
 
 import argparse
 import json
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import Any
 
-from commhooks.cli.terminal import hanging
+from commhooks.cli.terminal import HelpFormatter, hanging
 from commhooks.errors import CommHooksError, UnknownHookError
-from commhooks.registry.commands import OWN, Command, choose
+from commhooks.registry.distributions import version
 from commhooks.registry.registry import REGISTRY
+from commhooks.registry.spec import OWN_COMMANDS
+
+DOCS = "https://github.com/commhooks/commhooks/tree/main/docs"
+EXAMPLE = 'torchrun --nproc-per-node 2 -m commhooks run --hook "powersgd(rank=4)" train.py'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status."""
+    """Run one command and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["run"]:  # what the script raises passes through
+    if words[:1] == ["run"]:  # exceptions and exit status of the script pass through
         from commhooks.launch.command import main as run
 
         return run(words[1:])
     try:
-        if words and not words[0].startswith("-") and words[0] not in OWN:
-            return _run_command(words[0], words[1:])
-        with _others_silent():
-            arguments = _parser().parse_args(words)
+        if words and not words[0].startswith("-") and words[0] not in OWN_COMMANDS:
+            return _run_added_command(words[0], words[1:])
+        with _other_libraries_silent():
+            parser = _parser()
+            if not words:
+                parser.print_help()
+                return 0
+            arguments = parser.parse_args(words)
             status: int = arguments.run(arguments)
         return status
     except CommHooksError as error:
@@ -40,14 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # `commhooks list | head`
-        sys.stderr.close()
+    except BrokenPipeError:  # `commhooks list | head`; the interpreter flushes once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 @contextmanager
-def _others_silent() -> Iterator[None]:
-    """What other libraries warn of when they are imported is no part of a report on hooks; errors are."""
+def _other_libraries_silent() -> Iterator[None]:
+    """Hide warnings of other libraries at their import. They are no part of a report on hooks. Errors show."""
     last = logging.lastResort
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -61,15 +69,15 @@ def _others_silent() -> Iterator[None]:
                 last.setLevel(level)
 
 
-def _run_command(name: str, words: list[str]) -> int:
-    """A subcommand of a package, with the words after its name."""
+def _run_added_command(name: str, words: list[str]) -> int:
+    """Run a command of a package with the words after its name."""
     try:
-        command = choose(REGISTRY.commands(), name)
+        run = REGISTRY.command(name)
     except UnknownHookError as error:
-        print(error, file=sys.stderr)
+        print(f"commhooks: {error}\n  commhooks --help shows what each command does", file=sys.stderr)
         return 2
-    run, before = REGISTRY.command(command), sys.argv
-    sys.argv = [f"python -m commhooks {name}", *words]  # argparse takes the name that its usage shows from here
+    before = sys.argv
+    sys.argv = [f"python -m commhooks {name}", *words]  # argparse shows this name in the usage line
     try:
         return run(words) or 0
     finally:
@@ -79,48 +87,46 @@ def _run_command(name: str, words: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="commhooks",
-        description="Gradient communication hooks, by name.",
-        epilog=_added(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Gradient communication hooks for PyTorch data parallelism, by name.",
+        epilog="\n".join([*_added_commands(), "", "example:", f"  {EXAMPLE}", "", f"documentation: {DOCS}"]).lstrip(
+            "\n"
+        ),
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"commhooks {version('ch-core')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text, description=text)
-        sub.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+        sub = commands.add_parser(name, help=text, description=text, formatter_class=HelpFormatter)
+        sub.add_argument("--json", action="store_true", help="print one JSON object instead of text")
         sub.set_defaults(run=run)
         return sub
 
     from commhooks.cli import doctor, env, listing
 
-    sub = command("list", listing.run_list, "Every installed hook and every plugin that failed.")
-    sub.add_argument("word", nargs="?", default="*", help="a part of a name or summary, or a shell pattern of names")
+    sub = command("list", listing.run_list, "List the installed hooks by use, and plugins that failed.")
+    sub.add_argument("word", nargs="?", default="*", help="part of a name or summary, or a shell pattern of names")
     sub.add_argument("--kind", help="reduction, ddp, fsdp or wrapper")
-    sub = command("describe", listing.run_describe, "A hook: what it does, its options, what it needs.")
-    sub.add_argument("name", help="a name, an alias, provider/name, or an expression")
+    sub = command("describe", listing.run_describe, "Describe a hook: use, cost, options, requirements.")
+    sub.add_argument("name", help="name, alias, provider/name, or an expression")
     sub.add_argument("--kind", help="reduction, ddp, fsdp or wrapper")
-    command("env", env.run, "Versions and plugins, as a block to paste into an issue.")
-    sub = command("doctor", doctor.run, "Load everything, try each hook on one gloo rank, say what is wrong.")
-    sub.add_argument("name", nargs="?", help="try this hook or expression alone")
+    command("env", env.run, "Print versions and plugins, as a block for an issue.")
+    sub = command("doctor", doctor.run, "Load everything, try each hook on one gloo rank, report problems.")
+    sub.add_argument("name", nargs="?", help="try this hook or expression only")
     sub.add_argument("-v", "--verbose", action="store_true", help="print tracebacks")
-    sub.add_argument("--timeout", type=float, default=60.0, help="seconds that one hook may take (default 60)")
+    sub.add_argument("--timeout", type=float, default=60.0, help="seconds allowed for one hook (default 60)")
     sub.add_argument("--no-smoke", action="store_true", help="load only; start no process group")
     commands.add_parser("run", help="Run a training script, unchanged, with a hook on its models.", add_help=False)
     return parser
 
 
-def _added() -> str:
-    """What `--help` says of the subcommands that packages add: those of one package have one summary, the package's."""
-    named: dict[tuple[str, str], list[str]] = {}
-    for command, twice in _listed():
-        named.setdefault((command.provider, command.summary), []).append(command.id if twice else command.name)
-    lines = [hanging(f"  {', '.join(names):<18} {summary}", 21) for (_, summary), names in named.items()]
-    return "\n".join(["from packages:", *lines]) if lines else ""
-
-
-def _listed() -> list[tuple[Command, bool]]:
-    """The subcommands of packages, and whether another has the same name."""
+def _added_commands() -> list[str]:
+    """Return the lines of `--help` on the commands of packages. Commands of one package share its summary."""
     commands = REGISTRY.commands()
     names = [command.name for command in commands]
-    return [(command, names.count(command.name) > 1) for command in commands]
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for command in commands:
+        shown = command.id if names.count(command.name) > 1 else command.name
+        grouped.setdefault((command.provider, command.summary), []).append(shown)
+    lines = [hanging(f"  {', '.join(shown):<18} {summary}", 21, 80) for (_, summary), shown in grouped.items()]
+    return ["from packages:", *lines] if lines else []

@@ -1,9 +1,7 @@
-"""`doctor`: is everything that is installed usable, and if not, why not?
+"""`doctor`: checks that everything installed is usable.
 
-Loads every plugin and every target, tries each hook on one gloo rank, and looks for the mistakes that
-otherwise show
-as silence: torch imported while listing, a misspelt group or hook name, an entry point added after an
-editable install.
+Loads every plugin and every target, and tries each hook on one gloo rank. Finds mistakes that show nowhere else: torch
+imported while hooks are listed, a misspelt group or function name, an entry point added after an editable install.
 """
 
 import argparse
@@ -17,26 +15,24 @@ from typing import Any
 from rich.markup import escape
 
 from commhooks.cli import smoke
-from commhooks.cli.listing import console_of, table_of
+from commhooks.cli.terminal import console, table
 from commhooks.errors import CommHooksError
-from commhooks.registry.commands import choose
-from commhooks.registry.description import described
 from commhooks.registry.discovery import load_target
+from commhooks.registry.distributions import editable_roots, entries
 from commhooks.registry.expression import Node, parse, unparse
 from commhooks.registry.expression import nodes as nodes_of
 from commhooks.registry.known_names import KNOWN_ADAPTERS
-from commhooks.registry.metadata import editable_roots, entries
-from commhooks.registry.registry import REGISTRY, adapters
-from commhooks.registry.specs import HookSpec
+from commhooks.registry.registry import REGISTRY
+from commhooks.registry.spec import HookSpec
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what was tried and what was found; 1 if anything is wrong."""
-    plugins = [asdict(plugin) for plugin in REGISTRY.plugins()]  # first: later imports would hide who loads torch
+    """Print all checks and their results. Return 1 if any failed."""
+    plugins = [asdict(plugin) for plugin in REGISTRY.plugins()]  # first: later imports load torch
     problems = [
         f"{plugin['dist']} imports torch while hooks are listed" for plugin in plugins if plugin["imported_torch"]
     ]
-    problems += _unseen()
+    problems += _uninstalled_entry_points()
     hooks = _hooks(arguments)
     commands, targets = ([], []) if arguments.name else (_commands(), _targets())
     failures = [asdict(failure) for failure in REGISTRY.failures()]
@@ -58,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _hooks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every hook with a status: ok, failed, loaded (not tried), or unusable (it says so itself)."""
+    """Return every hook with a status: ok, failed, loaded (not tried), or unusable (its needs are not met)."""
     rows, tried, nodes = [], [], []
     for spec, asked in _asked(arguments.name):
         row: dict[str, Any] = {
@@ -76,9 +72,7 @@ def _hooks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         except CommHooksError as error:
             row.update(status="failed", why=str(error))
             continue
-        context = {"backend": "gloo", "device": "cpu", "dtype": "float32", "world_size": 1}
-        answers = REGISTRY.ask("commhooks_check", spec=spec, config={}, context=context)
-        reasons = [str(reason) for _, found in answers for reason in found or ()]
+        reasons = spec.needs.unmet(spec.name, {"backend": "gloo", "device": "cpu", "dtype": "float32"})
         node = asked if asked is not None else _node(spec)
         if reasons:
             row.update(status="unusable", why="; ".join(reasons))
@@ -88,12 +82,12 @@ def _hooks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             row.update(status="failed", why=node)
         elif absent := [inner["hook"] for inner in nodes_of(node)[1:] if not REGISTRY.list_hooks(inner["hook"])]:
             row.update(why=f"its example needs {', '.join(absent)}, which is not installed")
-        elif smoke.MODEL not in adapters():
-            row.update(why=f"not run: {KNOWN_ADAPTERS[smoke.MODEL]}, whose adapter it takes, is not installed")
+        elif smoke.MODEL not in REGISTRY.adapters():
+            row.update(why=f"not run: {KNOWN_ADAPTERS[smoke.MODEL]}, which has the adapter for it, is not installed")
         elif not arguments.no_smoke:
             tried.append(row)
             nodes.append(node)
-    for row, why in zip(tried, smoke.verdicts(nodes, arguments.timeout), strict=True):
+    for row, why in zip(tried, smoke.problems(nodes, arguments.timeout), strict=True):
         row.update(status="failed" if why else "ok", why=why)
         if sys.stderr.isatty():
             print(f"\r{row['id']:<40}", end="", file=sys.stderr, flush=True)
@@ -101,50 +95,46 @@ def _hooks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _asked(name: str | None) -> list[tuple[HookSpec, Node | None]]:
-    """The hooks to try, and as what if not as their own example: all of them, or what was named.
+    """Return the hooks to try, each with the expression to try it as, or None for its own example.
 
     Raises:
-        UnknownHookError, AmbiguousHookError, HookConfigError: nothing is.
+        UnknownHookError, AmbiguousHookError, HookConfigError: `name` is no usable expression.
     """
     if name is None:
         return [(spec, None) for spec in REGISTRY.specs()]
-    [(spec, given), *inside] = described(name)
+    [(spec, given), *inside] = REGISTRY.levels(name)
     return [(spec, parse(name) if given or inside else None)]
 
 
 def _commands() -> list[dict[str, Any]]:
-    """Every subcommand of a package with a status: loaded (it is not run), or failed."""
+    """Return every command of a package with a status: loaded (it is not run), or failed."""
     rows = []
     for command in REGISTRY.commands():
         row = {"id": command.id, "status": "loaded", "why": ""}
         rows.append(row)
         try:
-            choose(REGISTRY.commands(), command.name)
-            REGISTRY.command(command)
+            REGISTRY.command(command.name)
         except CommHooksError as error:
             row.update(status="failed", why=str(error))
     return rows
 
 
 def _targets() -> list[dict[str, Any]]:
-    """What plugins name besides hooks, with a status: loaded, or failed. Each is met in training only, at its first use."""
+    """Return the adapters and wrappers that plugins name, with a status. Training would load them at their first use."""
     named: list[tuple[str, str, str]] = []
-    for question, what in (("commhooks_adapter", "adapter"), ("commhooks_manager", "manager")):
-        for plugin, pairs in REGISTRY.ask(question):
-            named += [(plugin, f"{what} of {cls}", target) for cls, target in pairs]
-    for plugin, target in REGISTRY.ask("commhooks_hook_function"):
-        named.append((plugin, "hook function", target))
+    for plugin, pairs in REGISTRY.ask("commhooks_adapter"):
+        named += [(plugin, f"adapter of {cls}", target) for cls, target in pairs]
     for plugin, wrapped in REGISTRY.ask("commhooks_wraps"):
         named += [(plugin, "wraps", target) for target in wrapped]
-    return [{"id": f"{plugin}: {what} = {target}"} | _loaded(plugin, what, target) for plugin, what, target in named]
+    return [{"id": f"{plugin}: {use} = {target}"} | _loaded(plugin, use, target) for plugin, use, target in named]
 
 
-def _loaded(plugin: str, what: str, target: str) -> dict[str, str]:
+def _loaded(plugin: str, use: str, target: str) -> dict[str, str]:
     top = target.partition(":")[0].partition(".")[0]
-    if what == "wraps" and importlib.util.find_spec(top) is None:
+    if use == "wraps" and importlib.util.find_spec(top) is None:
         return {"status": "loaded", "why": f"{top} is not installed: there is nothing to wrap"}
     try:
-        found = load_target(target, f"{plugin} ({what})")
+        found = load_target(target, f"{plugin} ({use})")
     except CommHooksError as error:
         return {"status": "failed", "why": str(error)}
     if not callable(found):
@@ -153,7 +143,7 @@ def _loaded(plugin: str, what: str, target: str) -> dict[str, str]:
 
 
 def _node(spec: HookSpec) -> Node | str:
-    """The hook's example, pinned to its provider; or what is wrong with the example."""
+    """Return the hook's example, pinned to its provider, or an error message on the example."""
     try:
         node = parse(spec.example)
     except CommHooksError as error:
@@ -163,8 +153,8 @@ def _node(spec: HookSpec) -> Node | str:
     return node
 
 
-def _unseen() -> list[str]:
-    """Entry points in the source of an editable install that its installed metadata does not have."""
+def _uninstalled_entry_points() -> list[str]:
+    """Return entry points in the source of an editable install that its installed metadata lacks."""
     if sys.version_info < (3, 11):
         return []
     import tomllib
@@ -181,7 +171,7 @@ def _unseen() -> list[str]:
                 ours = group == "commhooks" or group.startswith("commhooks.")
                 if ours and (dist, group, name, value.replace(" ", "")) not in seen:
                     problems.append(
-                        f"{dist}: pyproject.toml has {group}: {name} = {value}, the installed metadata has not; "
+                        f"{dist}: pyproject.toml has {group}: {name} = {value}, the installed metadata lacks it; "
                         "run pip install -e again"
                     )
     return problems
@@ -191,32 +181,32 @@ _COLOURS = {"ok": "green", "failed": "red", "unusable": "yellow", "loaded": "dim
 
 
 def _show(found: dict[str, Any], verbose: bool) -> None:
-    console = console_of()
+    out = console()
     plugins = [
         (escape(plugin["dist"]), escape(plugin["version"]), f"{plugin['seconds'] * 1e3:.1f} ms")
         for plugin in found["plugins"]
     ]
-    console.print(table_of("plugin", "version", "import", rows=plugins, whole=("plugin", "version", "import")))
-    console.print()
+    out.print(table("plugin", "version", "import", rows=plugins, whole=("plugin", "version", "import")))
+    out.print()
     hooks = [
         (f"[{_COLOURS[hook['status']]}]{hook['status']}[/]", escape(hook["id"]), hook["kind"], escape(hook["example"]))
         for hook in found["hooks"]
     ]
-    console.print(table_of("status", "hook", "kind", "tried as", rows=hooks, whole=("status", "hook", "kind")))
+    out.print(table("status", "hook", "kind", "tried as", rows=hooks, whole=("status", "hook", "kind")))
     tried = [*found["hooks"], *found["commands"], *found["targets"]]
-    said: dict[tuple[str, str], list[str]] = {}
+    reasons: dict[tuple[str, str], list[str]] = {}
     for each in tried:
         if each["why"]:
-            said.setdefault((each["status"], each["why"]), []).append(each["id"])
-    lines = [(status, ", ".join(ids), why, "") for (status, why), ids in said.items()]
+            reasons.setdefault((each["status"], each["why"]), []).append(each["id"])
+    lines = [(status, ", ".join(ids), why, "") for (status, why), ids in reasons.items()]
     for failure in found["failures"]:
         where = f"{failure['dist']} {failure['version']} ({failure['entry']}, {failure['phase']})"
         lines.append(("failed", where, failure["error"], failure["traceback"]))
     for status, where, why, trace in lines:
-        copied = status != "loaded"  # an error goes into an issue in one piece
-        console.print(f"\n[{_COLOURS[status]}]{status}[/] {escape(where)}: {escape(why)}", soft_wrap=copied)
+        copied = status != "loaded"  # users paste errors into issues, so these are not broken into lines
+        out.print(f"\n[{_COLOURS[status]}]{status}[/] {escape(where)}: {escape(why)}", soft_wrap=copied)
         if verbose and trace:
-            console.print(escape(trace), soft_wrap=True)
+            out.print(escape(trace), soft_wrap=True)
     for problem in found["problems"]:
-        console.print(f"\n[red]problem[/] {escape(problem)}", soft_wrap=True)
-    console.print("\n[green]everything works[/]" if found["ok"] else "\n[red]something is wrong, see above[/]")
+        out.print(f"\n[red]problem[/] {escape(problem)}", soft_wrap=True)
+    out.print("\n[green]everything works[/]" if found["ok"] else "\n[red]something is wrong, see above[/]")

@@ -1,4 +1,4 @@
-"""`env`: what a report about this project should begin with."""
+"""`env`: versions and plugins, for the head of an issue."""
 
 import argparse
 import json
@@ -6,11 +6,12 @@ import os
 import platform
 from typing import Any
 
+from commhooks.registry.distributions import first_party
 from commhooks.registry.registry import REGISTRY
 
 
 def report() -> dict[str, Any]:
-    """Versions, devices, backends, plugins, failures and switches, with stable keys."""
+    """Return versions, devices, backends, plugins, failures and switches, with stable keys."""
     lines: dict[str, str] = {}
     for _, more in REGISTRY.ask("commhooks_env"):
         lines.update({str(label): str(value) for label, value in more.items()})
@@ -18,6 +19,7 @@ def report() -> dict[str, Any]:
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
+        "commhooks": first_party(),
         "packages": dict(sorted(lines.items())),
         "torch": _torch(),
         "providers": {spec.provider: spec.version for spec in REGISTRY.specs()},
@@ -29,7 +31,7 @@ def report() -> dict[str, Any]:
 
 
 def _torch() -> dict[str, Any]:
-    """What torch can do here, or why it cannot be imported."""
+    """Return version, backends and devices of torch, or the error of its import."""
     try:
         import torch
         import torch.distributed as dist
@@ -51,7 +53,7 @@ def _torch() -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report; 1 if a plugin failed or torch is broken."""
+    """Print the report. Return 1 if a plugin failed or torch cannot be imported."""
     found = report()
     bad = bool(found["failures"]) or "error" in found["torch"]
     if arguments.json:

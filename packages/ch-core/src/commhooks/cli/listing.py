@@ -1,95 +1,100 @@
-"""`list` and `describe`. Nothing here imports a hook."""
+"""`list` and `describe`. They import no hook and no torch."""
 
 import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
 
-from commhooks.api import lookup
-from commhooks.cli.terminal import block, width
-from commhooks.registry.description import described, record
+from commhooks.api import hooks
+from commhooks.cli.terminal import block, console, table, width
 from commhooks.registry.registry import REGISTRY
-from commhooks.registry.specs import HookSpec
-
-
-def console_of() -> Console:
-    """A console as wide as the terminal."""
-    return Console(width=width())
-
-
-def table_of(*columns: str, rows: Sequence[Sequence[str]], whole: Sequence[str] = ()) -> Table:
-    """A plain table. A column of ``whole`` is as wide as its longest cell, and never cut or broken: it holds what one
-    copies, or came for. The others share what is left, and are broken into lines.
-
-    Args:
-        columns: heads.
-        rows: cells, with markup.
-        whole: some of the heads.
-    """
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for place, column in enumerate(columns):
-        longest = max([len(column), *(len(Text.from_markup(row[place])) for row in rows)])
-        kept = column in whole
-        table.add_column(column, no_wrap=kept, min_width=longest if kept else None, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
+from commhooks.registry.spec import GROUPS, HookSpec
 
 
 def found_by(word: str, kind: str | None) -> list[HookSpec]:
-    """The hooks that a word stands for: a shell pattern of names, or a part of what `list` says of them."""
+    """Return the hooks that match a shell pattern of names, or whose description contains a word."""
     if any(sign in word for sign in "*?["):
-        return lookup.list_hooks(word, kind=kind)
+        return hooks.list_hooks(word, kind=kind)
     word = word.lower()
     return [
         spec
-        for spec in lookup.list_hooks(kind=kind)
-        if any(word in text.lower() for text in (*spec.names, spec.summary, spec.provider, *spec.capabilities))
+        for spec in hooks.list_hooks(kind=kind)
+        if any(
+            word in text.lower()
+            for text in (*spec.names, spec.summary, spec.provider, spec.when, GROUPS[spec.group], *spec.capabilities)
+        )
     ]
 
 
+def by_use(specs: list[HookSpec]) -> list[tuple[str, list[HookSpec]]]:
+    """Return the headings of `GROUPS` that have hooks, each with its hooks, recommended ones first."""
+    groups = [
+        (heading, sorted((spec for spec in specs if spec.group == group), key=lambda spec: not spec.recommended))
+        for group, heading in GROUPS.items()
+    ]
+    return [(heading, some) for heading, some in groups if some]
+
+
 def run_list(arguments: argparse.Namespace) -> int:
-    """Print the hooks; the failures too, since a missing hook may be one of them."""
-    specs = found_by(arguments.word, arguments.kind)
-    failures = lookup.failures()
+    """Print the hooks, and the failed plugins that may have provided others.
+
+    Returns:
+        1 if no hook matches or a plugin failed, else 0.
+    """
+    specs, failures = found_by(arguments.word, arguments.kind), hooks.failures()
+    skipped = REGISTRY.snapshot().skipped
+    status = 1 if failures or not specs else 0
     if arguments.json:
         found = {
-            "hooks": [record(spec) for spec in specs],
-            "failures": [asdict(failure) for failure in failures],
-            "skipped": REGISTRY.snapshot().skipped,
+            "hooks": [as_dict(spec) for spec in specs],
+            "failures": [asdict(f) for f in failures],
+            "skipped": skipped,
         }
         print(json.dumps(found, indent=2))
-        return 1 if failures else 0
-    console = console_of()
-    wide = console.width >= 120
-    heads = ("name", "kind", "from", "what it does", *(["properties"] if wide else []))
-    rows = []
-    for spec in specs:
-        also = f" [dim](also {', '.join(spec.aliases)})[/]" if spec.aliases else ""
-        marks = sorted(spec.capabilities) + ([spec.stability] if spec.stability != "stable" else [])
-        origin = f"{spec.provider} {spec.version}" if wide else spec.provider
-        row = (spec.name, spec.kind, origin, escape(spec.summary) + also)
-        rows.append([*row, *([", ".join(marks)] if wide else [])])
-    table = table_of(*heads, rows=rows, whole=heads[:3])
-    console.print(table if specs else f"no hook matches {arguments.word!r}")
+        return status
+    out = console()
+    if not specs:
+        kind = f" of kind {arguments.kind}" if arguments.kind else ""
+        out.print(f"no hook{kind} matches {arguments.word!r}; commhooks list shows all", markup=False)
+    names = [len(spec.name) + 2 for spec in specs]
+    for heading, some in by_use(specs):
+        rows = []
+        for spec in some:
+            also = f" [dim](also {', '.join(spec.aliases)})[/]" if spec.aliases else ""
+            name = f"{'*' if spec.recommended else ' '} {spec.name}".ljust(max(names))
+            rows.append((name, spec.provider, escape(spec.summary) + also))
+        columns = ("name", "from", "summary")
+        out.print(f"[bold]{heading}[/]")
+        out.print(table(*columns, rows=rows, whole=columns[:2] if width() >= 60 else columns[:1], head=False))
+        out.print()
+    if any(spec.recommended for spec in specs):
+        out.print("* first choice of its group; commhooks describe NAME says when to use a hook and what it costs")
     for failure in failures:
-        console.print(f"[red]failed[/] {escape(str(failure))}", soft_wrap=True)
-    for dist in REGISTRY.snapshot().skipped:
-        console.print(f"[dim]left out by the environment: {escape(dist)}[/]")
-    return 1 if failures else 0
+        out.print(f"[red]failed[/] {escape(str(failure))}", soft_wrap=True)
+    for dist in skipped:
+        out.print(f"[dim]left out by the environment: {escape(dist)}[/]")
+    return status
 
 
 def run_describe(arguments: argparse.Namespace) -> int:
     """Print one hook, or every level of an expression."""
     if arguments.json:
-        found = described(arguments.name, arguments.kind)
-        levels = [{**record(spec), "given": config} for spec, config in found]
+        levels = [{**as_dict(spec), "given": given} for spec, given in REGISTRY.levels(arguments.name, arguments.kind)]
         print(json.dumps(levels[0] if len(levels) == 1 else {"expression": arguments.name, "levels": levels}, indent=2))
     else:
-        print(block(lookup.describe(arguments.name, arguments.kind)))
+        print(block(hooks.describe(arguments.name, arguments.kind)))
     return 0
+
+
+def as_dict(spec: HookSpec) -> dict[str, Any]:
+    """Return a spec as plain data for JSON. The keys are the fields of `HookSpec`."""
+    plain = {**asdict(spec), "capabilities": sorted(spec.capabilities), "aliases": list(spec.aliases)}
+    plain["needs"] = {name: list(v) if isinstance(v, tuple) else v for name, v in plain["needs"].items() if v}
+    if spec.options is not None:
+        plain["options"] = {
+            name: {"default": o.default, "accepts": o.accepts(), "doc": o.doc, "brings": sorted(o.brings)}
+            for name, o in spec.options.items()
+        }
+    return plain

@@ -1,8 +1,7 @@
-"""Tries hooks on one gloo rank with a two-bucket model, in a process of its own: `python -m commhooks.cli.smoke`.
+"""Tries hooks on one gloo rank with a model of two buckets, in a child process: `python -m commhooks.cli.smoke`.
 
-Reads canonical nodes from standard input, one JSON list; writes one JSON line per hook. A hook that hangs or
-ends the
-process costs its own verdict only: the parent starts again behind it.
+The child reads canonical nodes from standard input as a JSON list, and writes one JSON line per hook. A hook that hangs or
+ends the process fails alone: the parent starts a new child for the hooks after it.
 """
 
 import json
@@ -19,28 +18,28 @@ from typing import IO, Any
 from commhooks.registry.expression import Node, unparse
 
 STEPS = 3
-MODEL = "torch.nn.parallel.distributed.DistributedDataParallel"  # what hooks are tried on
-GRACE = 120.0  # seconds to import torch, on a busy machine
+MODEL = "torch.nn.parallel.distributed.DistributedDataParallel"  # tries every hook
+GRACE = 120.0  # seconds for the import of torch on a busy machine
 MARK = "commhooks-smoke: "
 
 
-def verdicts(nodes: Sequence[Node], timeout: float) -> Iterator[str]:
-    """For each node in order, an empty string or why it does not work.
+def problems(nodes: Sequence[Node], timeout: float) -> Iterator[str]:
+    """Yield for each node an empty string, or the reason why the hook does not work.
 
     Args:
         nodes: canonical nodes to attach.
-        timeout: seconds for one of them.
+        timeout: seconds allowed for one hook.
     """
     rest = list(nodes)
     while rest:
-        with tempfile.TemporaryFile("w+") as errors:  # a pipe nobody empties would stop a talkative child
+        with tempfile.TemporaryFile("w+") as errors:  # a child that writes much would block on a pipe
             answers = list(_one_child(rest, timeout, errors))
         yield from answers
         rest = rest[len(answers) :]
 
 
 def _one_child(nodes: Sequence[Node], timeout: float, errors: IO[str]) -> Iterator[str]:
-    """Verdicts until the child has answered for all, or has hung or died over one."""
+    """Yield results until the child has tried all hooks, or hangs or dies in one."""
     lines: queue.Queue[str | None] = queue.Queue()
     child = subprocess.Popen(
         [sys.executable, "-m", "commhooks.cli.smoke"],
@@ -56,7 +55,7 @@ def _one_child(nodes: Sequence[Node], timeout: float, errors: IO[str]) -> Iterat
         child.stdin.write(json.dumps(nodes))
         child.stdin.close()
         if lines.get(timeout=GRACE) is None:
-            yield from [f"no gloo rank could be started: {_tail(errors)}"] * len(nodes)
+            yield from [f"the gloo rank failed to start: {_tail(errors)}"] * len(nodes)
             return
         for _ in nodes:
             line = lines.get(timeout=timeout)
@@ -74,7 +73,7 @@ def _one_child(nodes: Sequence[Node], timeout: float, errors: IO[str]) -> Iterat
 def _pump(child: "subprocess.Popen[str]", lines: "queue.Queue[str | None]") -> None:
     assert child.stdout is not None  # noqa: S101
     for line in child.stdout:
-        if line.startswith(MARK):  # a hook may print, too
+        if line.startswith(MARK):  # other lines were printed by the hook
             lines.put(line.removeprefix(MARK))
     lines.put(None)
 
@@ -85,11 +84,11 @@ def _tail(errors: IO[str]) -> str:
 
 
 def _try(node: Node) -> str:
-    """Attach, train a few steps, look at the gradients."""
+    """Attach, train a few steps and check the gradients. Return an error message, or an empty string."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    from commhooks.api.attaching import attach
+    from commhooks.api.attach import attach
 
     torch.manual_seed(0)
     layers = [torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.LayerNorm(64)]
@@ -109,7 +108,7 @@ def _try(node: Node) -> str:
 
 
 def main() -> int:
-    """The child: one line per node."""
+    """Run as the child."""
     import torch
     import torch.distributed as dist
 

@@ -7,8 +7,8 @@ from commhooks.bucket import Bucket, BucketLayout, ParamLayout
 from commhooks.encoding import Packed
 from commhooks.errors import HookConfigError
 from commhooks.reduction import Reduction, Stages, StepContext
+from commhooks.registry.build import as_hook
 from commhooks.registry.expression import unparse
-from commhooks.registry.hook_function import as_hook
 from commhooks.shards import Shards
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""``python -m commhooks run --hook EXPR script.py ARGS``."""
+"""`python -m commhooks run --hook EXPR script.py ARGS`."""
 
 import argparse
 import atexit
@@ -12,56 +12,74 @@ from contextlib import suppress
 from typing import Any
 
 from commhooks.errors import CommHooksError
-from commhooks.launch.door import open_door
+from commhooks.launch.import_watch import watch
 from commhooks.launch.settings import Settings
 from commhooks.log import write_stderr
 
-EPILOG = """environment: COMMHOOKS_HOOK and COMMHOOKS_REPORT, _STATE, _STATE_EVERY, _MODULE_PATTERN, _SINGLE_PROCESS do the
-same where a launcher owns the command line. The command sets them for processes that the script starts."""
+EPILOG = """\
+environment: COMMHOOKS_HOOK, and COMMHOOKS_REPORT, _STATE, _STATE_EVERY,
+  _MODULE_PATTERN and _SINGLE_PROCESS, do the same if a launcher owns the
+  command line. The command sets them for processes that the script starts.
+
+example:
+  torchrun --nproc-per-node 2 -m commhooks run --hook "powersgd(rank=4)" \\
+      --report report.json train.py --epochs 3"""
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options; the script's own words follow its name."""
+    """Return the parser of the options. Words after the script's name belong to the script."""
     made = argparse.ArgumentParser(
-        prog="python -m commhooks run",
-        description="Run a training script, unchanged, with a hook on the models that it wraps for data parallelism.",
+        prog="commhooks run",
+        usage="commhooks run [options] script.py [arguments of the script]",
+        description="Run a training script, unchanged, with a hook on each model that it\nwraps for data parallelism.",
         epilog=EPILOG,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
+            prog, max_help_position=26, width=min(80, shutil.get_terminal_size().columns)
+        ),
     )
     default = Settings.of()
-    made.add_argument("--hook", default=default.hook, help="the hook's expression, e.g. 'powersgd(rank=4)'")
+    made.add_argument("--hook", default=default.hook, metavar="EXPR", help="hook expression, e.g. 'powersgd(rank=4)'")
     made.add_argument("--report", default=default.report, metavar="FILE", help="write the report there, as JSON")
-    made.add_argument(
-        "--state", default=default.state, metavar="DIR", help="keep the hook's state there, and resume it"
-    )
+    made.add_argument("--state", default=default.state, metavar="DIR", help="write the hook's state there; resume it")
     made.add_argument(
         "--state-every",
         type=int,
         default=default.state_every,
         metavar="N",
-        help="optimizer steps from one state to the next (1)",
+        help="optimizer steps between two snapshots of the state (1)",
     )
     made.add_argument(
-        "--module-pattern", default=default.module_pattern, metavar="GLOB", help="which models: class names"
+        "--module-pattern",
+        default=default.module_pattern,
+        metavar="GLOB",
+        help="class names of the models that get the hook (*)",
     )
     made.add_argument(
         "--single-process", action="store_true", default=default.single_process, help="compress in one process, too"
     )
-    made.add_argument("-m", dest="module", action="store_true", help="the script is a module's name, as for python -m")
+    made.add_argument("--dry-run", action="store_true", help="print the resolved expression and the plan; run nothing")
+    made.add_argument("-m", dest="module", action="store_true", help="script is a module name, as for python -m")
     made.add_argument("script", help="path of the script")
-    made.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments")
+    made.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
     return made
 
 
 def main(words: list[str]) -> int:
-    """Check the expression, then run the script; its exceptions and its exit status are its own."""
+    """Check the expression, then run the script. Its exceptions and its exit status pass through."""
     try:
         given = parser().parse_args(words)
-        options = {name: value for name, value in vars(given).items() if name not in ("script", "words", "module")}
-        settings = Settings(**options)
-        for name in [name for name in os.environ if name in Settings("x", "x", "x", 2, "x", True).environ()]:
-            del os.environ[name]  # an option given here wins, its default included
-        open_door(settings)  # before anything imports torch: who imports a wrapper by name gets the one that announces
-        _check(settings)
+        others = ("script", "words", "module", "dry_run")
+        settings = Settings(**{name: value for name, value in vars(given).items() if name not in others})
+        for name in Settings.variables():
+            os.environ.pop(name, None)  # options of the command line win, and so do their defaults
+        if given.dry_run:
+            sys.stdout.write(plan(settings, given.script) + "\n")
+            return 0
+        watch(settings)  # before anything imports torch, because scripts import wrappers by name
+        settings.check()  # needs no torch
+        from commhooks.api.create import create
+
+        create(settings.hook)
     except (CommHooksError, ValueError) as error:
         write_stderr(f"{type(error).__name__}: {error}\n")
         return 2
@@ -69,48 +87,78 @@ def main(words: list[str]) -> int:
     return 0
 
 
+def plan(settings: Settings, script: str) -> str:
+    """Return the resolved expression, its treatment of some usual shapes on 2 ranks, and the plan of the run.
+
+    Raises:
+        UnknownHookError, AmbiguousHookError, PluginLoadError, HookConfigError: as :func:`commhooks.create`.
+    """
+    settings.check()
+    from commhooks.api.create import create
+    from commhooks.registry.expression import unparse
+    from commhooks.registry.registry import REGISTRY
+    from commhooks.report import plan_shapes
+
+    handle = create(settings.hook)
+    wraps = sorted({target.partition(":")[2] for _, targets in REGISTRY.ask("commhooks_wraps") for target in targets})
+    resolved = {"hook": handle.config["hook"], **{k: v for k, v in handle.full.items() if k not in ("hook", "version")}}
+    lines = [
+        f"hook      {handle.expr}",
+        f"resolved  {unparse(_without_versions(resolved))}",
+        f"script    {script}",
+        f"models    {', '.join(wraps)} whose class name matches {settings.module_pattern!r}",
+        f"report    standard error{f', and {settings.report} as JSON' if settings.report else ''}",
+        f"state     {f'{settings.state}, every {settings.state_every} steps' if settings.state else 'not written'}",
+    ]
+    if handle.reduction is None:
+        return "\n".join([*lines, "plan      a foreign hook: its bytes cannot be planned"])
+    lines.append("plan      after any warm-up, per step and rank, for some usual shapes:")
+    return "\n".join([*lines, *(f"  {row}" for row in plan_shapes(handle.reduction))])
+
+
+def _without_versions(node: dict[str, Any]) -> dict[str, Any]:
+    """Return a full node without versions, which an expression cannot write."""
+    made = {key: value for key, value in node.items() if key != "version"}
+    if "inner" in made:
+        inner = made["inner"]
+        made["inner"] = [_without_versions(n) for n in inner] if isinstance(inner, list) else _without_versions(inner)
+    if "rules" in made:
+        made["rules"] = [[pattern, _without_versions(rule)] for pattern, rule in made["rules"]]
+    return made
+
+
 def _run(given: argparse.Namespace) -> None:
     from commhooks.launch import script
-    from commhooks.launch.session import REPORTS, session
+    from commhooks.launch.auto_attach import REPORTS, auto_attach
 
     reports, process = "", os.getpid()
-    with suppress(OSError):  # a full disk: then processes that the script starts report for themselves only
+    with suppress(OSError):  # full disk; processes that the script starts then report independently
         reports = os.environ[REPORTS] = tempfile.mkdtemp(prefix="commhooks-")
-    running = session()
-    running.always = True
+    attach = auto_attach()
+    attach.report_always = True
     interrupted: list[bool] = []
     atexit.register(_end_by_interrupt, interrupted)  # first, so that it runs after the script's own
-    its_globals: dict[str, Any] | None = None
+    script_globals: dict[str, Any] | None = None
     try:
-        its_globals = script.run(given.script, given.words, module=given.module)
+        script_globals = script.run(given.script, given.words, module=given.module)
     except KeyboardInterrupt:
         interrupted.append(True)
         raise
     finally:
-        running.end()
-        # Models go now, after the report and before the interpreter's modules, as those of a script that python runs
-        # itself: process groups whose threads outlive the modules end the process with an abort.
-        del its_globals
+        attach.end()
+        # Models must go before the interpreter's modules, as those of a script that python runs. Threads of a process
+        # group that outlive the modules abort the process.
+        del script_globals
         gc.collect()
         if reports and os.getpid() == process:  # a process that the script forked comes here, too
             shutil.rmtree(reports, ignore_errors=True)
 
 
 def _end_by_interrupt(interrupted: list[bool]) -> None:
-    """End as `python script.py` does after Ctrl-C. `python -m` would exit with status 1, which a shell's loop ignores."""
+    """End as `python script.py` does after Ctrl-C. `python -m` exits with status 1, and a shell's loop continues."""
     if interrupted:
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
-
-
-def _check(settings: Settings) -> None:
-    """Everything that can be known of the hook before there is a model."""
-    from commhooks.launch.checking import check
-
-    check(settings)  # before the next line imports torch
-    from commhooks.api.creating import create
-
-    create(settings.hook)

@@ -1,4 +1,4 @@
-"""Runs a script or a module as the interpreter would have: ``__main__``, ``sys.argv``, ``sys.path[0]``, its own traceback."""
+"""Runs a script or a module as the interpreter does: `__main__`, `sys.argv`, `sys.path[0]`, and its own traceback."""
 
 import os
 import runpy
@@ -11,15 +11,15 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 def run(target: str, words: list[str], *, module: bool) -> dict[str, Any]:
-    """Run it and return its globals; whatever it raises passes through.
+    """Run a script and return its globals. Its exceptions pass through.
 
     Args:
-        target: path of a script (or of a folder or archive with a ``__main__``), or with ``module`` a dotted name.
-        words: its arguments.
-        module: as ``python -m`` does.
+        target: path of a script, or of a folder or archive with a `__main__`; with `module` a dotted name.
+        words: arguments of the script.
+        module: True to run a module, as `python -m` does.
     """
     before = sys.excepthook
-    sys.excepthook = _of_the_script(before)
+    sys.excepthook = _without_own_frames(before)
     sys.argv = [target, *words]
     if module:
         _put_first(os.getcwd())
@@ -30,11 +30,11 @@ def run(target: str, words: list[str], *, module: bool) -> dict[str, Any]:
 
 def _put_first(folder: str) -> None:
     if not sys.flags.safe_path if hasattr(sys.flags, "safe_path") else True:
-        sys.path[0] = folder  # where the launcher's own was; `python script.py` does the same
+        sys.path[0] = folder  # replaces the launcher's; `python script.py` does the same
 
 
-def _of_the_script(hook: Hook) -> Hook:
-    """An excepthook that shows a traceback without the launcher's frames."""
+def _without_own_frames(hook: Hook) -> Hook:
+    """Return an excepthook that shows a traceback without the launcher's frames."""
 
     def shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         own = trace

@@ -1,25 +1,28 @@
-"""What ``commhooks run`` was told, as arguments or as environment variables. Standard library only: the door reads it
-while the interpreter starts.
+"""Settings of `commhooks run`, from arguments or environment variables.
+
+Standard library only, because the interpreter reads them while it starts.
 """
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from commhooks.errors import HookConfigError
+
 PREFIX = "COMMHOOKS_"
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The options of ``commhooks run``; each is the variable ``COMMHOOKS_`` and its name in capitals.
+    """Options of `commhooks run`. Each is also a variable: `COMMHOOKS_` and the name in capitals.
 
     Attributes:
-        hook: the expression.
-        report: file for the JSON report; empty: none.
-        state: folder for the hook's state; empty: it is not kept.
-        state_every: optimizer steps from one snapshot of the state to the next.
+        hook: expression.
+        report: file for the report as JSON; empty for none.
+        state: folder for the hook's state; empty for none.
+        state_every: optimizer steps between two snapshots of the state.
         module_pattern: shell pattern of the models that get the hook, by class name or qualified class name.
-        single_process: compress in a single process, too.
+        single_process: True to compress in a single process.
 
     Example:
         >>> Settings.of({"COMMHOOKS_HOOK": "powersgd", "COMMHOOKS_STATE_EVERY": "10"}).state_every
@@ -38,15 +41,20 @@ class Settings:
     def __post_init__(self) -> None:
         if self.state_every < 1:
             raise ValueError(
-                f"--state-every (COMMHOOKS_STATE_EVERY) is {self.state_every}: give a number of optimizer steps from 1 on"
+                f"--state-every (COMMHOOKS_STATE_EVERY) is {self.state_every}: give at least 1 optimizer step"
             )
 
     @staticmethod
+    def variables() -> list[str]:
+        """Return the names of the environment variables."""
+        return [PREFIX + field.name.upper() for field in fields(Settings)]
+
+    @staticmethod
     def of(environ: Mapping[str, str] = os.environ) -> "Settings":
-        """The settings that environment variables give; the hook is empty where none is asked for.
+        """Return the settings of environment variables. The hook is empty if none is given.
 
         Raises:
-            ValueError: a value is none that the option can have.
+            ValueError: a variable has an illegal value.
         """
         given = {
             f.name: environ[PREFIX + f.name.upper()] for f in fields(Settings) if PREFIX + f.name.upper() in environ
@@ -61,9 +69,22 @@ class Settings:
         return Settings(**made)  # type: ignore[arg-type]
 
     def environ(self) -> dict[str, str]:
-        """The variables that give these settings to processes that the script starts."""
+        """Return the variables that pass these settings to processes of the script."""
         default = Settings("")
         changed = {
             f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)
         }
         return {PREFIX + name.upper(): "1" if value is True else str(value) for name, value in changed.items()}
+
+    def check(self) -> None:
+        """Check names and options of every level of the expression. Imports no torch and no hook.
+
+        Raises:
+            UnknownHookError, AmbiguousHookError, HookConfigError: as `commhooks.create`, except for values that only the
+                hook's own code refuses.
+        """
+        from commhooks.registry.registry import REGISTRY  # loads pluggy and every plugin module
+
+        if not self.hook:
+            raise HookConfigError("no hook is given: use --hook EXPR or COMMHOOKS_HOOK=EXPR, e.g. 'powersgd(rank=4)'")
+        REGISTRY.levels(self.hook)

@@ -1,74 +1,54 @@
-"""ch-core's own plugin: checks that every hook shares, the compositions, and lines for `env`."""
+"""ch-core's own plugin: the wrappers that combine hooks, and lines for `env`."""
 
-import importlib.util
-import re
 from collections.abc import Iterable, Mapping
-from typing import Any
 
+from commhooks.registry.distributions import version
 from commhooks.registry.hookspecs import hookimpl
-from commhooks.registry.metadata import version
-from commhooks.registry.specs import HookSpec, Param
+from commhooks.registry.options import Option
+from commhooks.registry.spec import HookSpec
 
 
 @hookimpl
 def commhooks_specs() -> Iterable[HookSpec]:
-    """ch-core provides no hook of its own, but the ways of putting hooks together."""
+    """Return the wrappers of ch-core. It has no hook that sends anything."""
     return (
         HookSpec(
             "warmup",
             "wrapper",
             "commhooks.compositions.warmup:warmup",
-            "averages exactly, or runs a first hook, for a number of steps before the hook takes over",
-            params={"steps": Param(1000, "steps before the last hook takes over", at_least=0)},
+            "averages exactly, or runs a first hook, for some steps before the last hook",
+            options={"steps": Option(1000, "steps before the last hook starts", at_least=0)},
             capabilities=frozenset({"needs_warmup"}),
             example="warmup(powersgd(rank=4), steps=100)",
+            when="gradients change fast at the start of training, and the hook loses too much of them there",
+            loss="none during the first steps; then the loss of the hook inside",
         ),
         HookSpec(
             "policy",
             "wrapper",
             "commhooks.compositions.policy:policy",
-            "gives each parameter to the hook of the first pattern that its name matches",
-            params={},
+            "gives each parameter to the hook of the first pattern that matches its name",
+            options={},
             example='policy({"*.bias": allreduce, "*": powersgd(rank=4)})',
+            when="some parameters need another hook than the rest, e.g. norms, biases or embeddings",
+            loss="that of the hooks inside, for their parameters",
         ),
         HookSpec(
             "error_feedback",
             "wrapper",
             "commhooks.compositions.error_feedback:error_feedback",
-            "adds what a rank could not send to its next gradient, in fp32",
-            params={},
+            "adds the residual that a rank did not send to its next gradient, in fp32",
+            options={},
             capabilities=frozenset({"stateful", "error_feedback", "checkpointable"}),
             example="error_feedback(bf16_compress)",
             paper="https://arxiv.org/abs/1901.09847",
+            when="the hook inside loses a part of the gradient and has no feedback of its own",
+            loss="less than the hook inside alone; costs 4 bytes of memory per parameter, or 8 with rollback",
         ),
     )
 
 
 @hookimpl
-def commhooks_check(spec: HookSpec, context: Mapping[str, Any]) -> list[str]:
-    """Compare what a hook says it needs with what is known of the place it should run in."""
-    problems = []
-    for field, key in (("backends", "backend"), ("devices", "device"), ("dtypes", "dtype")):
-        legal, given = getattr(spec.needs, field), context.get(key)
-        if legal and given is not None and given not in legal:
-            problems.append(f"{spec.name} needs {key} {' or '.join(legal)}, not {given}")
-    present = version("torch")
-    if spec.needs.torch and (present is None or _release(present) < _release(spec.needs.torch)):
-        problems.append(f"{spec.name} needs torch >= {spec.needs.torch}, here is {present or 'none'}")
-    for package in spec.needs.packages:
-        if version(package) is None and importlib.util.find_spec(package.replace("-", "_")) is None:
-            problems.append(f"{spec.name} needs the package {package}: pip install {package}")
-    if context.get("backend") == "nccl" and context.get("device") == "cpu":
-        problems.append(f"{spec.name} cannot reduce CPU gradients over nccl; use gloo")
-    return problems
-
-
-@hookimpl
 def commhooks_env() -> Mapping[str, str]:
-    """The versions a report about this project needs first."""
+    """Return the versions that a report needs first."""
     return {name: version(name) or "not installed" for name in ("torch", "pluggy", "rich", "numpy")}
-
-
-def _release(text: str) -> tuple[int, ...]:
-    """The numbers of a version, without local or pre-release parts: `2.13.0+cpu` is (2, 13, 0)."""
-    return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[+a-z]", text)[0]))

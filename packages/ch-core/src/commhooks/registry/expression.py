@@ -22,7 +22,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from commhooks.errors import HookConfigError
-from commhooks.registry.specs import Value, legal_name
+from commhooks.registry.options import Value
+from commhooks.registry.spec import legal_name
 
 Node = dict[str, Any]
 """A canonical node; its keys are listed in this module's docstring."""

@@ -1,63 +1,45 @@
-"""The questions that several plugins may answer at once, as pluggy hook specifications.
+"""The functions that a plugin module may provide, as pluggy hook specifications.
 
-A plugin is a light module (no torch) named in the entry-point group `commhooks`, with functions marked
-`@hookimpl`. pluggy lets an implementation ask for fewer arguments than listed here, so arguments can be added
-without breaking anyone; a misspelt hook name is refused by the loader.
+A plugin is a light module (no torch) named in the entry-point group `commhooks`. Its functions are marked `@hookimpl`.
+Discovery refuses a misspelt function name.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import pluggy
 
-from commhooks.registry.specs import HookSpec
+from commhooks.registry.spec import HookSpec
 
 PROJECT = "commhooks"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
-"""Marks a function of a plugin module as the answer to one of the questions below, which it is called like."""
+"""Marks a function of a plugin module as the implementation of the specification with its name."""
 
 
 @hookspec
 def commhooks_specs() -> Iterable[HookSpec]:  # type: ignore[empty-body]
-    """The hooks this plugin provides. Pure: called at every refresh, must not import torch."""
-
-
-@hookspec
-def commhooks_check(  # type: ignore[empty-body]
-    spec: HookSpec, config: Mapping[str, Any], context: Mapping[str, Any]
-) -> Iterable[str]:
-    """Reasons why `spec` with `config` cannot run in `context`, one sentence each; nothing if it can.
-
-    `context` has the keys the caller knew: `backend`, `device`, `dtype` (strings), `world_size` (int),
-    `adapter` (the model class's qualified name).
-    """
+    """Return the hooks of this plugin. Called at every refresh; must not import torch."""
 
 
 @hookspec
 def commhooks_adapter() -> Iterable[tuple[str, str]]:  # type: ignore[empty-body]
-    """Pairs of a model class's fully qualified name and the `"module:attr"` of the adapter that serves it."""
+    """Return pairs of a class's fully qualified name and the `"module:attribute"` of the function that serves it.
 
-
-@hookspec
-def commhooks_manager() -> Iterable[tuple[str, str]]:  # type: ignore[empty-body]
-    """Pairs of a manager class's fully qualified name and the `"module:attr"` of what reduces between its groups: a
-    `commhooks.adapters.ManagerAdapter`, for `attach(model, hook, manager=...)`.
+    - class of a wrapped model: the :data:`~commhooks.adapters.Adapter` for `attach(model, hook)`;
+    - class of a manager: the :data:`~commhooks.adapters.ManagerAdapter` for `attach(model, hook, manager=...)`;
+    - `"torch.distributed.GradBucket"`: `f(reduction, name)`, which returns a `(state, bucket)` function.
     """
 
 
 @hookspec
 def commhooks_wraps() -> Iterable[str]:  # type: ignore[empty-body]
-    """What `commhooks run` should look for: `"module:name"` of a class whose instance is a wrapped model, or of a function
-    that returns one (or a list). The module is not imported for this.
+    """Return the wrappers that `commhooks run` watches, each as `"module:name"`.
+
+    A wrapper is a class whose instance is a wrapped model, or a function that returns one model or a list. Its module is
+    not imported for this.
     """
 
 
 @hookspec
-def commhooks_hook_function() -> str:  # type: ignore[empty-body]
-    """The `"module:attr"` of what makes a `(state, bucket)` function of a reduction: `as_hook(reduction, name)`."""
-
-
-@hookspec
 def commhooks_env() -> Mapping[str, str]:  # type: ignore[empty-body]
-    """Lines to add to `python -m commhooks env`, by label."""
+    """Return lines for `python -m commhooks env`, by label."""

@@ -76,14 +76,12 @@ KNOWN: dict[str, tuple[str, ...]] = {
 KNOWN_ADAPTERS: dict[str, str] = {
     "ch_ft.ddp.DistributedDataParallel": "ch-ft",
     "ch_ft.ddp.PureDistributedDataParallel": "ch-ft",
+    "ch_ft.simulator.SimulatedManager": "ch-ft",
+    "torch.distributed.GradBucket": "ch-ddp",
     "torch.distributed._composable.replicate.DDP": "ch-ddp",
     "torch.distributed.fsdp.FSDPModule": "ch-fsdp",
     "torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule": "ch-fsdp",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "ch-fsdp",
     "torch.nn.parallel.distributed.DistributedDataParallel": "ch-ddp",
-}
-
-KNOWN_MANAGERS: dict[str, str] = {
-    "ch_ft.simulator.SimulatedManager": "ch-ft",
     "torchft.manager.Manager": "ch-ft",
 }

@@ -1,42 +1,40 @@
-"""The registry: names to hooks.
+"""The registry of hooks by name. Imports no torch.
 
-One snapshot of what is installed, made at the first lookup and kept until `refresh()`, plus what
-`register` added in this process. Lookups never change it. All functions are safe to call from several
-threads.
+The registry keeps one scan of the installed packages, made at the first lookup and dropped by `refresh()`, and the hooks
+that `register` added in this process. Lookups never change it. Several threads may call it.
 """
 
 import difflib
 import fnmatch
-import logging
+import inspect
 import threading
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from commhooks.errors import (
     AmbiguousHookError,
+    AttachError,
     HookConfigError,
     PluginLoadError,
     UnknownHookError,
 )
-from commhooks.registry.commands import Command
+from commhooks.log import log
 from commhooks.registry.discovery import Discovery, PluginInfo, discover, load_target
-from commhooks.registry.known_names import KNOWN
-from commhooks.registry.metadata import how_to_install, normalize
-from commhooks.registry.specs import KINDS, HookSpec, PluginFailure
-
-LOGGER = logging.getLogger("commhooks")
+from commhooks.registry.distributions import how_to_install, normalize, not_installed
+from commhooks.registry.expression import Node, canonical, nodes
+from commhooks.registry.known_names import KNOWN, KNOWN_ADAPTERS
+from commhooks.registry.spec import KINDS, OWN_COMMANDS, Command, HookSpec, PluginFailure
 
 LOCAL = "local"
-"""The provider of hooks that `register` added in this process."""
+"""Provider of the hooks that `register` added in this process."""
 
 
 class Registry:
-    """The hooks of one process. The module functions of `commhooks` use one shared instance.
+    """The hooks of one process. The functions of `commhooks` use one shared instance.
 
     Args:
-        scan: makes the snapshot; tests give their own.
+        scan: finds the installed packages. Tests give their own.
     """
 
     def __init__(self, scan: Callable[[], Discovery] = discover) -> None:
@@ -46,67 +44,51 @@ class Registry:
         self._local: dict[tuple[str, str], HookSpec] = {}
         self._objects: dict[tuple[str, str], object] = {}
 
+    # -- the scan
+
     def snapshot(self) -> Discovery:
-        """What the scan found; scans at the first call."""
+        """Return the scan. The first call makes it."""
         with self._lock:
             if self._found is None:
                 self._found = self._scan()
             return self._found
 
     def refresh(self) -> None:
-        """Forget the scan, so that the next lookup sees what was installed since. `register`ed hooks stay."""
+        """Drop the scan, so that the next lookup sees packages installed since. Hooks from `register` stay."""
         with self._lock:
             self._found = None
 
-    def ask(self, question: str, **arguments: object) -> list[tuple[str, Any]]:
-        """Every plugin's answer to one of the `hookspecs`, by plugin name, in a fixed order.
+    def ask(self, function: str) -> list[tuple[str, Any]]:
+        """Call one of the `hookspecs` of every plugin and return the results by plugin name, in a fixed order.
 
-        A plugin that raises gives no answer and one logged warning: it must not silence the others.
+        A plugin that raises gives no result and one logged warning, and the other plugins still answer.
         """
         answers = []
-        implementations = getattr(self.snapshot().manager.hook, question).get_hookimpls()
+        implementations = getattr(self.snapshot().manager.hook, function).get_hookimpls()
         for each in sorted(implementations, key=lambda impl: str(impl.plugin_name)):
             try:
-                answers.append((each.plugin_name, each.function(*(arguments[name] for name in each.argnames))))
+                answers.append((each.plugin_name, each.function()))
             except Exception as error:
-                LOGGER.warning("plugin %s failed to answer %s: %r", each.plugin_name, question, error)
+                log.warning("plugin %s failed in %s: %r", each.plugin_name, function, error)
         return answers
 
     def failures(self) -> list[PluginFailure]:
-        """Plugins that could not be used, with cause and traceback."""
+        """Return the plugins that could not be used, with cause and traceback."""
         return list(self.snapshot().failures)
 
     def plugins(self) -> list[PluginInfo]:
-        """Plugin modules that loaded, with their import time."""
+        """Return the loaded plugin modules, with their import times."""
         return list(self.snapshot().plugins)
 
+    # -- hooks
+
     def specs(self) -> list[HookSpec]:
-        """Every hook, ordered by kind, name, provider: the same order on every rank."""
+        """Return every hook, ordered by kind, name, provider: the same order on every rank."""
         with self._lock:
             return sorted([*self.snapshot().specs, *self._local.values()], key=HookSpec.sort_key)
 
-    def commands(self) -> list[Command]:
-        """The subcommands that packages add to the command line, ordered by name, then provider. Imports none."""
-        return sorted(self.snapshot().commands, key=lambda command: (command.name, command.provider))
-
-    def command(self, command: Command) -> Callable[[list[str]], int | None]:
-        """The function of a subcommand, imported now.
-
-        Raises:
-            PluginLoadError: naming the provider and the cause.
-        """
-        owner = f"{command.provider} {command.version} (command {command.name!r})"
-        found = load_target(command.target, owner)
-        if not callable(found):
-            raise PluginLoadError(f"{owner}: {command.target!r} is a {type(found).__name__}, not callable")
-        main: Callable[[list[str]], int | None] = found
-        return main
-
     def list_hooks(self, pattern: str = "*", *, kind: str | None = None, provider: str | None = None) -> list[HookSpec]:
-        """The specs whose name or alias matches a shell pattern, optionally of one kind or provider.
-
-        Imports no hook, and no torch.
-        """
+        """Return the specs whose name or alias matches a shell pattern, optionally of one kind or provider."""
         _check_kind(kind)
         return [
             spec
@@ -117,15 +99,17 @@ class Registry:
         ]
 
     def resolve(self, name: str, *, kind: str | None = None, provider: str | None = None) -> HookSpec:
-        """The one spec that a name stands for.
+        """Return the one spec with this name.
 
         Args:
             name: a hook's name or alias, or `provider/name`.
-            kind: one of reduction, ddp, fsdp, wrapper; by default whatever DDP can use, else FSDP1's.
-            provider: the distribution to take it from.
+            kind: one of `KINDS`. By default the kinds that DDP uses come before `fsdp`.
+            provider: distribution to take the hook from.
 
         Raises:
-            UnknownHookError, AmbiguousHookError, HookConfigError (unknown kind).
+            UnknownHookError: no hook has the name.
+            AmbiguousHookError: several hooks have it.
+            HookConfigError: the kind is unknown.
         """
         _check_kind(kind)
         asked = name
@@ -143,17 +127,17 @@ class Registry:
             raise AmbiguousHookError(_ambiguous(asked, name, of_kind))
         return of_kind[0]
 
-    def _unknown(self, asked: str, name: str, kind: str | None, elsewhere: list[HookSpec]) -> str:
-        what = f"unknown hook {asked!r}" + (f" of kind {kind!r}" if kind else "")
+    def _unknown(self, asked: str, name: str, kind: str | None, other_kinds: list[HookSpec]) -> str:
+        """Return the message for an unknown name: what exists, what to install, and which plugins failed."""
+        head = f"unknown hook {asked!r}" + (f" of kind {kind!r}" if kind else "")
         lines = []
-        if elsewhere:
-            ids = ", ".join(f"{spec.id} ({spec.kind})" for spec in elsewhere)
-            lines.append(f"the name exists as {ids}")
         names = {each for spec in self.specs() for each in spec.names}
-        if not elsewhere:
+        if other_kinds:
+            lines.append("the name exists as " + ", ".join(f"{spec.id} ({spec.kind})" for spec in other_kinds))
+        else:
             close = difflib.get_close_matches(name, sorted(names | set(KNOWN)), 1)
             suggested = close[0] if close and name not in KNOWN and close[0] != name else None
-            what += f"; did you mean {suggested!r}?" if suggested else ""
+            head += f"; did you mean {suggested!r}?" if suggested else ""
             wanted = name if name in KNOWN else suggested
             if wanted in KNOWN and wanted not in names:
                 packages = " or ".join(KNOWN[wanted])
@@ -167,14 +151,13 @@ class Registry:
         if broken:
             some = "1 plugin" if len(broken) == 1 else f"{len(broken)} plugins"
             lines.append(f"{some} failed to load and may have provided it: " + "; ".join(map(str, broken)))
-        skipped = self.snapshot().skipped
-        if skipped:
-            lines.append(f"left out by COMMHOOKS_DISABLE or COMMHOOKS_PLUGINS: {', '.join(skipped)}")
-        lines.append("python -m commhooks list shows what is available")
-        return "\n  ".join([what, *lines])
+        if self.snapshot().skipped:
+            lines.append(f"left out by COMMHOOKS_DISABLE or COMMHOOKS_PLUGINS: {', '.join(self.snapshot().skipped)}")
+        lines.append("python -m commhooks list shows the installed hooks")
+        return "\n  ".join([head, *lines])
 
     def load(self, target: str, spec: HookSpec) -> Any:
-        """Another object of a spec's provider (its plain hook, its state class), imported now.
+        """Import another object of a spec's provider: its plain hook or its state class.
 
         Raises:
             PluginLoadError: naming the provider and the cause.
@@ -182,7 +165,7 @@ class Registry:
         return load_target(target, _owner(spec))
 
     def target(self, spec: HookSpec) -> Any:
-        """The object a spec describes, imported now.
+        """Import the object that a spec describes.
 
         Raises:
             PluginLoadError: it failed to import, or is not callable.
@@ -197,21 +180,16 @@ class Registry:
         return found
 
     def register(self, spec: HookSpec, target: Callable[..., Any] | None = None, *, overwrite: bool = False) -> None:
-        """Add a hook for this process, for notebooks and tests. Packages use entry points instead.
-
-        Args:
-            spec: its provider becomes `"local"`.
-            target: the object itself; by default `spec.target` is imported when the hook is asked for.
-            overwrite: take the place of an earlier `register` of the same kind and name.
+        """Add a hook for this process. See :func:`commhooks.register`.
 
         Raises:
             AmbiguousHookError: a hook of this kind has the name, or one of the aliases, already.
-            HookConfigError: ``spec`` is not a HookSpec.
+            HookConfigError: `spec` is not a HookSpec.
         """
         if not isinstance(spec, HookSpec):
             raise HookConfigError(
-                f"register takes a HookSpec, got {spec!r}: register(HookSpec('mine', 'reduction', 'module:Mine', 'what "
-                "it does'), Mine)"
+                f"register takes a HookSpec, got {spec!r}. Write register(HookSpec('mine', 'reduction', 'module:Mine', "
+                "'summary'), Mine)"
             )
         with self._lock:
             key = (spec.kind, spec.name)
@@ -229,10 +207,10 @@ class Registry:
                 self._objects[key] = target
 
     def unregister(self, name: str, kind: str | None = None) -> None:
-        """Remove what `register` added.
+        """Remove a hook that `register` added.
 
         Raises:
-            UnknownHookError: nothing of that name was registered in this process.
+            UnknownHookError: `register` added no hook of that name in this process.
         """
         with self._lock:
             keys = [key for key in self._local if key[1] == name and kind in (None, key[0])]
@@ -242,6 +220,147 @@ class Registry:
             for key in keys:
                 self._local.pop(key)
                 self._objects.pop(key, None)
+
+    # -- expressions
+
+    def levels(
+        self, expression: str | Mapping[str, Any], kind: str | None = None
+    ) -> list[tuple[HookSpec, dict[str, Any]]]:
+        """Return the spec and the given options of each level of an expression, outermost first, all checked.
+
+        Raises:
+            UnknownHookError, AmbiguousHookError, HookConfigError: as :func:`commhooks.create`.
+        """
+        found = []
+        for node in nodes(canonical(expression)):
+            spec = self.spec_of(node, kind)
+            self.options_of(spec, node["config"])
+            found.append((spec, dict(node["config"])))
+        return found
+
+    def spec_of(self, node: Node, kind: str | None = None) -> HookSpec:
+        """Return the spec of a node's own level.
+
+        A name that several kinds share is a wrapper if it has a hook inside, and of the given kind otherwise.
+        """
+        provider = node.get("provider")
+        if "inner" in node or "rules" in node:
+            kind = "wrapper" if self.list_hooks(node["hook"], kind="wrapper", provider=provider) else kind
+        return self.resolve(node["hook"], kind=kind, provider=provider)
+
+    def options_of(self, spec: HookSpec, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of one level, checked and completed with the defaults.
+
+        Raises:
+            HookConfigError: naming option, value, legal values, and the closest name.
+        """
+        if spec.options is None:
+            return self._options_of_signature(spec, given)
+        _refuse_unknown_options(spec, given, list(spec.options))
+        config = {name: option.default for name, option in spec.options.items()}
+        for name, value in given.items():
+            option = spec.options[name]
+            try:
+                config[name] = option.check(value)
+            except ValueError:
+                raise HookConfigError(
+                    f"{spec.name}({name}={value!r}): {name} must be {option.accepts()} ({option.doc})"
+                ) from None
+        return config
+
+    def _options_of_signature(self, spec: HookSpec, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of a one-line entry: keyword parameters of its target, or of a foreign hook's state."""
+        foreign = spec.kind in ("ddp", "fsdp")
+        if foreign and spec.state is None:
+            return dict(given)
+        target = self.load(spec.state, spec) if foreign and spec.state else self.target(spec)
+        try:
+            parameters = list(inspect.signature(target).parameters.values())
+        except (TypeError, ValueError):  # some builtins and extension types have no signature
+            return dict(given)
+        leading = 1 if foreign or spec.kind == "wrapper" else 2 if inspect.isgeneratorfunction(target) else 0
+        options = [p for p in parameters[leading:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            _refuse_unknown_options(spec, given, [p.name for p in options])
+        missing = [p.name for p in options if p.default is p.empty and p.name not in given]
+        if missing:
+            raise HookConfigError(f"{spec.name} needs the option {missing[0]!r}: write {spec.name}({missing[0]}=...)")
+        plain = {p.name: p.default for p in options if type(p.default) in (int, float, bool, str, type(None))}
+        return {**plain, **given}
+
+    # -- commands and adapters
+
+    def commands(self) -> list[Command]:
+        """Return the subcommands that packages add, ordered by name, then provider. Imports none."""
+        return sorted(self.snapshot().commands, key=lambda command: (command.name, command.provider))
+
+    def command(self, asked: str) -> Callable[[list[str]], int | None]:
+        """Import the function of a subcommand.
+
+        Args:
+            asked: its name, or `provider/name`.
+
+        Raises:
+            UnknownHookError: no package has the command.
+            AmbiguousHookError: several packages have it.
+            PluginLoadError: naming the provider and the cause.
+        """
+        found = [command for command in self.commands() if asked in (command.name, command.id)]
+        if not found:
+            names = [*OWN_COMMANDS, *sorted({command.name for command in self.commands()})]
+            close = difflib.get_close_matches(asked, names, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise UnknownHookError(f"unknown command {asked!r}{hint}\n  installed: {', '.join(names)}")
+        if len(found) > 1:
+            both = ", ".join(f"{command.id} {command.version}" for command in found)
+            raise AmbiguousHookError(
+                f"the command {asked!r} is ambiguous: {both}\n  name the provider: python -m commhooks {found[0].id}, or "
+                "remove one of the packages"
+            )
+        owner = f"{found[0].provider} {found[0].version} (command {found[0].name!r})"
+        main = load_target(found[0].target, owner)
+        if not callable(main):
+            raise PluginLoadError(f"{owner}: {found[0].target!r} is a {type(main).__name__}, not callable")
+        loaded: Callable[[list[str]], int | None] = main
+        return loaded
+
+    def adapters(self) -> dict[str, str]:
+        """Return the adapter (`"module:attribute"`) of each class that a plugin serves, by the class's full name.
+
+        Raises:
+            AmbiguousHookError: two plugins serve one class.
+        """
+        found: dict[str, str] = {}
+        for _, pairs in self.ask("commhooks_adapter"):
+            for cls, target in pairs:
+                if found.setdefault(cls, target) != target:
+                    raise AmbiguousHookError(f"two adapters claim {cls}: {found[cls]} and {target}; remove one plugin")
+        return found
+
+    def adapter_of(self, names: list[str], subject: str) -> Any:
+        """Import the adapter of the first class that has one; return None if no class has.
+
+        Args:
+            names: full names of a class and its bases, see :func:`class_names`.
+            subject: of the error: "the adapter for ...".
+
+        Raises:
+            AttachError: the package of this project that has the adapter is not installed.
+            AmbiguousHookError: two plugins serve one class.
+        """
+        adapters = self.adapters()
+        for name in names:
+            if name in adapters:
+                return load_target(adapters[name])
+        for name in names:
+            if name in KNOWN_ADAPTERS:
+                raise AttachError(f"{subject} comes with {KNOWN_ADAPTERS[name]}, {not_installed(KNOWN_ADAPTERS[name])}")
+        return None
+
+
+def class_names(served: object) -> list[str]:
+    """Return the full names of an object's class and its bases, in method resolution order."""
+    return [f"{cls.__module__}.{cls.__qualname__}" for cls in type(served).__mro__]
 
 
 def _owner(spec: HookSpec) -> str:
@@ -263,38 +382,13 @@ def _ambiguous(asked: str, name: str, found: list[HookSpec]) -> str:
     return "\n  ".join(lines)
 
 
-def warn_if_deprecated(spec: HookSpec) -> None:
-    """Say once per place of call that a hook has a successor."""
-    if spec.stability == "deprecated":
-        successor = f"; use {spec.replaced_by!r}" if spec.replaced_by else ""
-        warnings.warn(f"hook {spec.id!r} is deprecated{successor}", DeprecationWarning, stacklevel=3)
+def _refuse_unknown_options(spec: HookSpec, given: Mapping[str, Any], legal: list[str]) -> None:
+    for name in given:
+        if name not in legal:
+            close = difflib.get_close_matches(name, legal, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            takes = f"it takes {', '.join(legal)}" if legal else "it takes none"
+            raise HookConfigError(f"{spec.name} has no option {name!r} (given {name}={given[name]!r}); {takes}{hint}")
 
 
 REGISTRY = Registry()
-
-
-def adapters(registry: Registry | None = None) -> Mapping[str, str]:
-    """Adapter factories (`"module:attr"`) by fully qualified model class, from every plugin.
-
-    Raises:
-        AmbiguousHookError: two plugins claim one class.
-    """
-    return _claimed("commhooks_adapter", registry)
-
-
-def manager_adapters(registry: Registry | None = None) -> Mapping[str, str]:
-    """The same of managers: what reduces between the groups of one, by the manager's class.
-
-    Raises:
-        AmbiguousHookError: two plugins claim one class.
-    """
-    return _claimed("commhooks_manager", registry)
-
-
-def _claimed(question: str, registry: Registry | None) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for _, pairs in (registry or REGISTRY).ask(question):
-        for cls, factory in pairs:
-            if found.setdefault(cls, factory) != factory:
-                raise AmbiguousHookError(f"two adapters claim {cls}: {found[cls]} and {factory}; remove one plugin")
-    return found

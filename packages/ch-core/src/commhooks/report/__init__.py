@@ -1,9 +1,10 @@
-"""What ``handle.plan()`` and ``handle.report()`` give: the treatment of each parameter, and the figures of each group.
+"""Results of `handle.plan()` and `handle.report()`: the treatment of each parameter, and the figures of each group.
 
-Both are made by a :class:`~commhooks.CommHook`; nothing here communicates.
+A :class:`~commhooks.CommHook` makes both. Nothing here communicates.
 """
 
+from commhooks.report.plan import PlanRow, plan_rows, plan_shapes
 from commhooks.report.report import Report, ReportRow
-from commhooks.report.rows import PlanRow, plan_rows
+from commhooks.report.text import as_text
 
-__all__ = ["PlanRow", "Report", "ReportRow", "plan_rows"]
+__all__ = ["PlanRow", "Report", "ReportRow", "as_text", "plan_rows", "plan_shapes"]

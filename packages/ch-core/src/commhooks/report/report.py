@@ -1,4 +1,4 @@
-"""The report of an attached hook: what it does to which parameters, what it sends for them, and what it holds back."""
+"""The report of an attached hook: treatment, bytes, error and residual of each group of parameters."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -9,27 +9,27 @@ from commhooks.bucket import BucketLayout
 from commhooks.engine.engine import Engine
 from commhooks.engine.stats import ResidualNorm, combined
 from commhooks.reduction import Reduction, StepContext
-from commhooks.report.rendering import as_html, as_text
-from commhooks.report.rows import PlanRow, grouped, patterns, plan_rows, reason_of
+from commhooks.report.plan import PlanRow, grouped, patterns, plan_rows, reason_of
+from commhooks.report.text import as_html, as_text
 from commhooks.requests import StagePlan
 from commhooks.volume import LATER
 
 
 @dataclass(frozen=True, slots=True)
 class ReportRow:
-    """Parameters that are treated alike.
+    """Parameters with one treatment.
 
     Attributes:
         treatment: the reduction's name, or ``"plain"``.
-        why: why they are averaged plainly; empty if they are not.
+        why: reason for plain averaging; empty otherwise.
         names: of the parameters, in model order.
-        elements: of all of them.
+        elements: in all of them.
         gradient_bytes: of their gradients.
-        payload_bytes: given to collectives for them in one step, per rank; ``None`` of a foreign hook.
-        ratio: how many times fewer bytes cross the network than with plain averaging; ``None`` where nothing does.
-        relative_error: ‖residual‖ / ‖gradient + residual‖ of the last step on this rank; ``None`` where there is no
-            residual, or the gradient is gone.
-        residual_norm: ‖residual‖, unscaled; ``None`` where there is none.
+        payload_bytes: given to collectives for them in one step, per rank; None for a foreign hook.
+        ratio: bytes on the network with plain averaging, divided by bytes with this hook; None if nothing is sent.
+        relative_error: ‖residual‖ / ‖gradient + residual‖ of the last step on this rank; None without a residual, or
+            if the gradient is gone.
+        residual_norm: ‖residual‖, unscaled; None without a residual.
     """
 
     treatment: str
@@ -45,15 +45,15 @@ class ReportRow:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What :meth:`commhooks.CommHook.report` gives: ``print`` it, show it in a notebook, or :meth:`to_dict`.
+    """Result of :meth:`commhooks.CommHook.report`. Print it, show it in a notebook, or call :meth:`to_dict`.
 
     Attributes:
-        hook: the expression.
-        rank, world_size: of the group; a foreign hook's are 0 and 0.
-        stats: ``handle.stats()``.
+        hook: expression.
+        rank, world_size: of the group; 0 and 0 for a foreign hook.
+        stats: `handle.stats()`.
         rows: by treatment.
         total: all rows together.
-        warnings: what to know before believing in the hook.
+        warnings: sentences on problems, e.g. that the hook never compresses this model.
     """
 
     hook: str
@@ -71,7 +71,7 @@ class Report:
         return as_html(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         rows = [{**asdict(row), "names": list(row.names), "pattern": patterns(row.names)} for row in self.rows]
         total = asdict(self.total)
         return {
@@ -86,13 +86,13 @@ class Report:
 
 
 def report(hook: str, binding: Binding, rows: Sequence[PlanRow], reduction: Reduction | None) -> Report:
-    """The report of a hook in place.
+    """Return the report of an attached hook.
 
     Args:
-        hook: its expression.
-        binding: where it is in place.
-        rows: ``handle.plan()``.
-        reduction: what runs there; ``None`` for a foreign hook, of which nothing is known but what it is given.
+        hook: expression.
+        binding: of the hook.
+        rows: `handle.plan()`.
+        reduction: that runs; None for a foreign hook, whose bytes are unknown.
     """
     engine, stats = binding.engine, binding.stats()
     if engine is None or reduction is None:
@@ -107,15 +107,17 @@ def report(hook: str, binding: Binding, rows: Sequence[PlanRow], reduction: Redu
 
 
 def ratio_of(engine: Engine, layouts: Sequence[BucketLayout], step: int | None = None) -> float | None:
-    """How many times fewer bytes cross the network than with plain averaging; ``None`` where nothing does."""
+    """Return bytes on the network with plain averaging, divided by bytes with the hook; None if nothing is sent."""
     gradient = sum(layout.size * layout.dtype.itemsize for layout in layouts)
     trips = sum(request.trip_bytes for layout in layouts for stage in _plan(engine, layout, step) for request in stage)
     return engine.reduction.trips * gradient / trips if trips else None
 
 
 def never_compresses(hook: str, binding: Binding) -> str | None:
-    """Why a lossy hook never sends less than plain averaging on this model, not even after its warm-up; ``None`` if
-    it does. From the shapes alone.
+    """Return why a lossy hook never sends less than plain averaging on this model, even after its warm-up.
+
+    Returns:
+        A sentence derived from the shapes, or None if the hook sends less.
     """
     engine = binding.engine
     if engine is None or not engine.reduction.lossy or not binding.layout.params:
@@ -126,9 +128,9 @@ def never_compresses(hook: str, binding: Binding) -> str | None:
     plainly = [row for row in plan_rows(engine.reduction, binding.layout, LATER) if row.reason]
     all_plain = len(plainly) == len(binding.layout.params)
     because = "; ".join(f"{patterns([row.name for row in some])}: {reason_of(some)}" for some in grouped(plainly))
-    what = "averages every parameter plainly" if all_plain else f"sends {1 / ratio:.2f} times the bytes of allreduce"
+    does = "averages every parameter plainly" if all_plain else f"sends {1 / ratio:.2f} times the bytes of allreduce"
     return (
-        f"{hook} never compresses this model: it {what}{f' ({because})' if because else ''}. Choose options that fit its "
+        f"{hook} never compresses this model: it {does}{f' ({because})' if because else ''}. Choose options that fit its "
         "shapes (a lower rank), or allreduce, which costs no more"
     )
 
@@ -145,7 +147,7 @@ def _row(
     names = frozenset(row.name for row in group)
     chosen = [layout.select(names) for layout in layouts if any(p.name in names for p in layout.params)]
     parts = [
-        whole if len(part.params) == len(whole.params) else part  # a bucket that is shared equally is padded
+        whole if len(part.params) == len(whole.params) else part  # a bucket that all ranks share equally is padded
         for whole, part in ((layout, layout.select(names)) for layout in layouts)
         if part.params
     ]
@@ -189,14 +191,14 @@ def _total(rows: Sequence[ReportRow], ratio: float | None, held: ResidualNorm | 
 def _warnings(hook: str, binding: Binding, engine: Engine, stats: Mapping[str, float]) -> tuple[str, ...]:
     found = []
     if engine.transport.world_size == 1:
-        found.append("one rank: nothing crosses a network, and every figure of the wire is 0")
+        found.append("one rank: nothing crosses a network, so all wire figures are 0")
     never = never_compresses(hook, binding)
     if never is not None:
         found.append(never)
     elif not stats.get("steps"):
-        found.append("no step yet: bytes and ratio are planned from the shapes, errors are not known")
+        found.append("no step yet: bytes and ratio are planned from the shapes, errors are unknown")
     elif ratio_of(engine, [binding.layout], LATER) is None:
-        pass  # nothing is ever sent: compressed is no word for it
+        pass  # nothing is ever sent, so no step is a compressed one
     elif engine.reduction.lossy and not stats.get("compressed_steps"):
         found.append(f"none of {stats['steps']:.0f} steps was compressed: the warm-up is not over, or was rolled back")
     return (*found, *engine.reduction.cautions(binding.layout, engine.transport.world_size))

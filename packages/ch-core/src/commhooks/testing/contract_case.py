@@ -12,9 +12,9 @@ from commhooks.bucket import BucketLayout
 from commhooks.errors import RemoteHookError
 from commhooks.handle import CommHook
 from commhooks.reduction import Reduction, StepContext
-from commhooks.registry.builder import Builder
 from commhooks.registry.expression import canonical, nodes
-from commhooks.registry.specs import HookSpec
+from commhooks.registry.registry import REGISTRY
+from commhooks.registry.spec import HookSpec
 from commhooks.state import HookState
 from commhooks.testing.gradients import all_ranks, parameters
 from commhooks.testing.simulated_ranks import SimulatedRanks
@@ -87,9 +87,7 @@ class Case:
     @cached_property
     def specs(self) -> list[HookSpec]:
         """The specs of every level of the expression, outermost first."""
-        builder = Builder()
-        levels = nodes(canonical(self.expr))
-        return [builder.spec(n, "wrapper" if "inner" in n or "rules" in n else None) for n in levels]
+        return [REGISTRY.spec_of(node) for node in nodes(canonical(self.expr))]
 
     @cached_property
     def capabilities(self) -> frozenset[str]:

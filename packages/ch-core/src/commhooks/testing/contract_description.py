@@ -45,7 +45,7 @@ class Describing(Case):
         for spec in self.specs:
             assert 0 < len(spec.summary) <= 100, f"{spec.id}: a summary has 1 to 100 characters"
             assert spec.name in commhooks.describe(spec.name, spec.kind)
-            for option in (spec.params or {}).values():
+            for option in (spec.options or {}).values():
                 option.check(option.default)
 
     def test_config_round_trip(self) -> None:
@@ -76,7 +76,7 @@ class Describing(Case):
         assert set(reduction.fields.values()) <= {"local", "shared"}
         assert bool(reduction.fields) == ("stateful" in self.capabilities), (
             "a hook with state fields declares the capability 'stateful', and no other does; where a parameter decides, "
-            "it is the parameter that brings it: Param(..., brings=frozenset({'stateful'}))"
+            "it is the parameter that brings it: Option(..., brings=frozenset({'stateful'}))"
         )
 
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import commhooks
 from commhooks.errors import CommHooksError, RankMismatchError
 from commhooks.fsdp_states import LowPrecisionState
-from commhooks.registry.specs import HookSpec
+from commhooks.registry.spec import HookSpec
 from commhooks.testing.contract_description import listed
 from commhooks.testing.contract_processes import assert_passed, run_checks
 

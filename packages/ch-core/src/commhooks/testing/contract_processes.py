@@ -20,8 +20,8 @@ import commhooks
 from commhooks.errors import AttachError, HookConfigError, RankMismatchError, RemoteHookError
 from commhooks.handle import CommHook
 from commhooks.reduction import Reduction
-from commhooks.registry.builder import Builder
 from commhooks.registry.expression import Node, canonical
+from commhooks.registry.registry import REGISTRY
 from commhooks.state import HookState
 from commhooks.testing.conservation import mean_residuals, unaccounted
 from commhooks.testing.contract_case import Case, only_if
@@ -178,9 +178,8 @@ def plain_hook(node: Node) -> tuple[Callable[..., Any], object]:
     if inner is not None:
         hook, state = plain_hook(inner)
         return commhooks.get(node["hook"], "wrapper")(hook), state
-    builder = Builder()
-    spec = builder.spec(node)
-    state = builder.registry.load(spec.state, spec)(None) if spec.state is not None else None
+    spec = REGISTRY.spec_of(node)
+    state = REGISTRY.load(spec.state, spec)(None) if spec.state is not None else None
     return commhooks.get(spec.id), state
 
 

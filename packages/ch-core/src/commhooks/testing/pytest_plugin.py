@@ -17,7 +17,7 @@ for _module in ("case", "average", "description", "feedback", "fsdp1", "processe
 def isolated() -> "Iterator[Registry]":
     """Empty the registry of everything but ch-core and ch-ddp until the block ends."""
     from commhooks.registry.discovery import GROUP, discover
-    from commhooks.registry.metadata import entries
+    from commhooks.registry.distributions import entries
     from commhooks.registry.registry import REGISTRY, Registry
 
     others = ",".join({entry.dist for entry in entries(GROUP)} - {"ch-core", "ch-ddp"})

@@ -27,7 +27,7 @@ PRELOAD = (
     "torch.nn.parallel",
     "torch._dynamo",  # DDP imports it in its constructor, which costs every rank seconds
     "torch.distributed.fsdp",
-    "commhooks.api.attaching",
+    "commhooks.api.attach",
     "ch_ddp.adapter.binding",  # skipped if ch-ddp is not installed
 )
 """Modules that the server imports once, before it forks ranks."""

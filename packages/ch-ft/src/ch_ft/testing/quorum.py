@@ -85,7 +85,7 @@ class Outcome:
 def context() -> Any:
     """Processes are forked from a server that has imported everything: a start costs milliseconds, not seconds."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["torch", "torchft", "ch_ft", "member", "commhooks.api.attaching", "ch_powersgd"])
+    server.set_forkserver_preload(["torch", "torchft", "ch_ft", "member", "commhooks.api.attach", "ch_powersgd"])
     return server
 
 

@@ -1,4 +1,4 @@
-"""A report as text for a terminal of 80 columns, and as HTML for a notebook."""
+"""Text of a report for a terminal of 80 columns, and HTML for a notebook."""
 
 import textwrap
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ _WIDTHS = (10, 9, 9, 7, 6, 9)
 
 
 def as_text(report: Mapping[str, Any]) -> str:
-    """Under 81 characters a line; where a parameter's name alone is longer, that line is."""
+    """Return lines of at most 80 characters. A longer name of a parameter is not cut."""
     lines = [*_wrapped(_title(report), ""), ""]
     first = WIDTH - sum(_WIDTHS) - len(_WIDTHS)
     lines.append(_line("a step", _HEADS, first))
@@ -29,7 +29,7 @@ def as_text(report: Mapping[str, Any]) -> str:
 
 
 def as_html(report: Mapping[str, Any]) -> str:
-    """One table."""
+    """Return one HTML table."""
     head = "".join(f"<th>{name}</th>" for name in ("treatment", "why", *_HEADS))
     rows = []
     for group in report["groups"]:
@@ -41,7 +41,7 @@ def as_html(report: Mapping[str, Any]) -> str:
 
 
 def size(count: float | None) -> str:
-    """Bytes for people.
+    """Return a byte count for people.
 
     >>> size(16640), size(42_800_000), size(12), size(None)
     ('16.6 kB', '42.8 MB', '12 B', '–')
@@ -57,7 +57,7 @@ def size(count: float | None) -> str:
 def _title(report: Mapping[str, Any]) -> str:
     stats = report["stats"]
     if not report["world_size"]:
-        return f"{report['hook']}: a foreign hook, called {stats.get('calls', 0):.0f} times; what it sends is its own affair"
+        return f"{report['hook']}: a foreign hook, called {stats.get('calls', 0):.0f} times; its bytes are unknown"
     return (
         f"{report['hook']} on rank {report['rank']} of {report['world_size']}: {stats['steps']:.0f} steps, "
         f"{stats['compressed_steps']:.0f} of them compressed; {size(stats['payload_bytes'])} given to collectives; in the "
@@ -81,7 +81,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _line(first: str, cells: tuple[str, ...], width: int) -> str:
-    if len(first) > width:  # a name is never cut: it has a line of its own
+    if len(first) > width:  # a name is never cut, so it gets its own line
         return "\n".join([first, _line("", cells, width)])
     return first.ljust(width) + "".join(" " + cell.rjust(w) for cell, w in zip(cells, _WIDTHS, strict=True))
 

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from commhooks.errors import AttachError, CommHooksError, HookConfigError
 from commhooks.handle import CommHook
 from commhooks.reduction import Reduction
-from commhooks.registry.builder import Builder
+from commhooks.registry.build import as_reduction, build
 from commhooks.registry.expression import Node, canonical
-from commhooks.registry.function import as_reduction
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -40,7 +39,7 @@ def create(
     """
     if not isinstance(what, str | Mapping):
         return as_handle(what, process_group=process_group, config=config)
-    built = Builder().build(_merged(canonical(what), config))
+    built = build(_merged(canonical(what), config))
     state = built.make_state(process_group) if built.make_state is not None else None
     return CommHook(node=built.node, built=built.value, process_group=process_group, state=state, full=built.full)
 
@@ -87,7 +86,7 @@ def _registered(node: Node, given: Reduction) -> Node | None:
     the same. So a state serves the object and the expression alike. ``None`` for one that the registry does not have.
     """
     try:
-        made = Builder().build(canonical(node))
+        made = build(node)
     except CommHooksError:
         return None
     same = type(made.value) is type(given) and made.value.node() == node

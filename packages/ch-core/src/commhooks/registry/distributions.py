@@ -1,9 +1,8 @@
-"""Installed distributions and their entry points: the one place that reads package metadata.
+"""Installed distributions and their entry points. No other module reads package metadata.
 
-On Python before 3.12 this imports the `importlib_metadata` backport, which replaces the standard library's
-finder for the whole process and costs 12-34 ms; hence one module, imported at the first lookup only. Nothing
-here
-is cached: `refresh()` in a notebook must see what was installed a moment ago.
+On Python before 3.12 this module imports the `importlib_metadata` backport, which replaces the standard library's finder
+for the whole process and costs 12 to 34 ms. Nothing is cached, because `refresh()` in a notebook must see a package that
+was installed a moment ago.
 """
 
 import json
@@ -22,7 +21,7 @@ else:
 
 
 class Entry(NamedTuple):
-    """One entry point, with the distribution that declares it."""
+    """One entry point and the distribution that declares it."""
 
     dist: str
     name: str
@@ -33,7 +32,7 @@ class Entry(NamedTuple):
 
 
 def normalize(name: str) -> str:
-    """A distribution name as packaging tools compare it.
+    """Return a distribution name as packaging tools compare it.
 
     Example:
         >>> normalize("Ch_PowerSGD")
@@ -43,7 +42,7 @@ def normalize(name: str) -> str:
 
 
 def _distributions() -> Iterator[tuple[str, Any]]:
-    """Each installed distribution once: a stale second copy further down the path would double its hooks."""
+    """Yield each distribution once. A stale second copy further down the path would double its hooks."""
     seen: set[str] = set()
     for dist in metadata.distributions():
         name = dist.metadata["Name"]
@@ -53,9 +52,9 @@ def _distributions() -> Iterator[tuple[str, Any]]:
 
 
 def entries(prefix: str) -> list[Entry]:
-    """Entry points of the group `prefix` and of `prefix.*`, sorted by distribution, group and name.
+    """Return the entry points of the group `prefix` and of `prefix.*`, sorted by distribution, group and name.
 
-    Sorted because the order of the file system differs between machines, and ranks must agree.
+    The order of the file system differs between machines, and ranks must agree on the order of hooks.
     """
     found = [
         Entry(name, point.name, point.group, point.value, dist.version, dist.metadata.get("Summary") or "")
@@ -67,15 +66,20 @@ def entries(prefix: str) -> list[Entry]:
 
 
 def version(dist: str) -> str | None:
-    """The installed version of a distribution, or None. Does not import it."""
+    """Return the installed version of a distribution, or None. Imports nothing of it."""
     try:
         return metadata.version(dist)
     except metadata.PackageNotFoundError:
         return None
 
 
+def first_party() -> dict[str, str]:
+    """Return the installed distributions of this project, each with its version."""
+    return {name: found for name in sorted(FIRST_PARTY) if (found := version(name)) is not None}
+
+
 def how_to_install(dist: str) -> str:
-    """The command that installs a package of this project, published or not.
+    """Return the command that installs a package of this project, published or not.
 
     Example:
         >>> how_to_install("ch-powersgd")
@@ -86,12 +90,12 @@ def how_to_install(dist: str) -> str:
 
 
 def not_installed(dist: str) -> str:
-    """What to do about a package of this project that would be needed: the end of a sentence that names it."""
+    """Return the end of a sentence on a missing package of this project: why it is missing, and the remedy."""
     return f"not installed here (or left out by COMMHOOKS_DISABLE or COMMHOOKS_PLUGINS): {how_to_install(dist)}"
 
 
 def editable_roots() -> dict[str, Path]:
-    """The source folder of each distribution that pip installed editable, by distribution name."""
+    """Return the source folder of each distribution that pip installed editable, by distribution name."""
     roots: dict[str, Path] = {}
     for name, dist in _distributions():
         record = json.loads(dist.read_text("direct_url.json") or "{}")

@@ -1,13 +1,13 @@
-"""The hook's state beside the script's own checkpoints, which know nothing of it (``commhooks run --state DIR``).
+"""Writes the hook's state while a script trains, and resumes it (`commhooks run --state DIR`).
 
-After every Nth optimizer step each rank writes its state to a file of its own, named after a fingerprint of the parameters
-at that moment. At resume the script decides which checkpoint it goes on from; its parameters say which snapshot belongs to
-them. Files appear whole (written aside, synchronised, renamed), and a snapshot counts only if every rank's file is there, so
-a process may be killed anywhere.
+The script's own checkpoints know nothing of the hook. After every Nth optimizer step each rank writes its state to a file
+whose name has a checksum of the parameters. At resume the script chooses its checkpoint, and the checksum of the loaded
+parameters finds the snapshot of that step. A file is written aside, synchronised and renamed, and a snapshot counts only
+if every rank's file exists, so a process may be killed at any time.
 
     DIR/1-DistributedDataParallel/step-000000000010-3f9c2a71d0b4e865/rank-0-of-2-09aa1bc3f2d1e7c4.pt
 
-Kept are the last two snapshots, that of the beginning, and the five newest after which the script saved something.
+The folder keeps the first snapshot, the last two, and the five newest after which the script saved something.
 """
 
 import functools
@@ -30,13 +30,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from commhooks.agreement import LINE_BYTES, StoreExchange
 from commhooks.checkpoint import merge
 from commhooks.errors import StateError
+from commhooks.fingerprint import checksum
 from commhooks.handle import CommHook
-from commhooks.launch.digest import digest
 from commhooks.log import log
 from commhooks.state import HookState
 from commhooks.transport.process_group import group_timeout
 
-SAVED = "saved"  # a file beside a snapshot after which the script has saved something
+SAVED = "saved"  # file in the folder of a snapshot after which the script saved something
 LATEST, MARKED = 2, 5  # how many snapshots are kept
 _SET = re.compile(r"step-(\d{12})-([0-9a-f]{16})\Z")
 _RANK = re.compile(r"rank-(\d+)-of-(\d+)-([0-9a-f]{16})\.pt\Z")
@@ -46,14 +46,14 @@ _NONE: Key = (-1, "0" * 16)
 
 @dataclass(slots=True)
 class Snapshot:
-    """The files of one moment. ``files`` are by rank; it is whole if no rank's is missing."""
+    """The files of one step, by rank. The snapshot is whole if no rank's file is missing."""
 
     folder: Path
     step: int
     run: str
     world: int = 0
     files: dict[int, Path] = field(default_factory=dict)
-    digests: dict[int, str] = field(default_factory=dict)
+    checksums: dict[int, str] = field(default_factory=dict)
 
     @property
     def key(self) -> Key:
@@ -64,31 +64,31 @@ class Snapshot:
         return 0 < self.world == len(self.files)
 
 
-class Snapshots:
-    """The state of one model's hook in a folder that all ranks see.
+class StateFolder:
+    """The snapshots of one model's hook, in a folder that all ranks share.
 
     Args:
-        folder: of this model alone.
+        folder: of this model only.
         handle: attached.
-        every: optimizer steps from one snapshot to the next.
+        every: optimizer steps between two snapshots.
 
     Raises:
-        StateError: the hook keeps its state itself, so nothing is known of it; or its ranks are a manager's.
+        StateError: the hook is a foreign function with a state of its own, or its ranks belong to a manager.
     """
 
     def __init__(self, folder: Path, handle: CommHook, every: int) -> None:
         binding = handle.binding
         if binding is None or not isinstance(handle.state, HookState):
-            raise StateError(f"--state: {handle.expr} keeps its state itself; save and load it in the script")
+            raise StateError(f"--state: {handle.expr} has a state of its own; save and load it in the script")
         if binding.group is None:
             raise StateError(
-                f"--state: the members that {handle.expr} runs over come and go; save its state in the script"
+                f"--state: a manager adds and removes ranks of {handle.expr}; save its state in the script"
             )
         self.folder, self.handle, self.every = folder, handle, every
         self.params = list(binding.params)
         self._ids = {id(p) for p in self.params}
         everyone: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
-        self.group = everyone if binding.other_axes else binding.group  # a mesh is taken to hold all ranks
+        self.group = everyone if binding.other_axes else binding.group  # with a mesh, all ranks write
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.step = 0
         self.run = _NONE[1]
@@ -101,12 +101,12 @@ class Snapshots:
     # -- at the first forward
 
     def resume(self) -> None:
-        """Load the snapshot that belongs to the present parameters, and begin to write.
+        """Load the snapshot of the current parameters, and start writing.
 
         Raises:
-            StateError: there are snapshots, and none is of these parameters. On all ranks.
+            StateError: on all ranks, if there are snapshots but none has these parameters.
         """
-        own = digest(self.params)
+        own = checksum(*self.params)
         exchange = StoreExchange(self.group, group_timeout(self.group))
         self.run = _agree_on_run(exchange)
         self._see_one_folder(exchange)
@@ -122,7 +122,7 @@ class Snapshots:
         self._watch()
 
     def listed(self) -> list[Snapshot]:
-        """What is in the folder, by step."""
+        """Return the snapshots in the folder, by step."""
         found = []
         for folder in self.folder.iterdir():
             match = _SET.match(folder.name)
@@ -131,10 +131,10 @@ class Snapshots:
         return sorted(found, key=lambda one: one.key)
 
     def _fits(self, one: Snapshot, own: str) -> bool:
-        """Whether it is of this rank's present parameters; of as many ranks as there were, if they all had the same."""
+        """Return True if a snapshot has this rank's parameters; with another world size, if all its ranks had them."""
         if one.world == self.world:
-            return one.digests[self.rank] == own
-        return set(one.digests.values()) == {own}
+            return one.checksums[self.rank] == own
+        return set(one.checksums.values()) == {own}
 
     def _load(self, one: Snapshot) -> None:
         def read(rank: int) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class Snapshots:
         )
 
     def _see_one_folder(self, exchange: StoreExchange) -> None:
-        """Every rank has to see the files of the others, or a snapshot is never whole.
+        """Check that every rank sees the files of the others. Otherwise no snapshot would ever be whole.
 
         Raises:
             StateError: on all ranks. A rank that raised alone would leave its peers in the exchange.
@@ -199,16 +199,16 @@ class Snapshots:
         this = weakref.ref(self)
 
         def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-            snapshots = this()
-            if snapshots is not None:
-                snapshots.after_step(optimizer)
+            folder = this()
+            if folder is not None:
+                folder.after_step(optimizer)
 
         self._stops.append(register_optimizer_step_post_hook(torch.compiler.disable(after_step)).remove)
         _on_save.append(this)
         _watch_saves()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped: of other parameters, perhaps."""
+        """Write a snapshot if an optimizer of these parameters has made the Nth step."""
         if not any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
             return
         self.step += 1
@@ -217,7 +217,7 @@ class Snapshots:
             self.write()
 
     def script_saved(self) -> None:
-        """The script saves something now: the snapshot of this step, if there is one, is kept."""
+        """Mark the snapshot of this step, so that it is not removed: the script saves a checkpoint."""
         if self._written == self.step:
             if self._marked != self.step:
                 self._marked = self.step
@@ -233,7 +233,7 @@ class Snapshots:
             )
 
     def end(self) -> None:
-        """Write the state of the last step, unless a backward has begun another; watch no more."""
+        """Stop watching, and write the state of the last step unless a backward has started another."""
         for stop in self._stops:
             stop()
         self._stops.clear()
@@ -241,11 +241,11 @@ class Snapshots:
             self.write()
 
     def write(self) -> None:
-        """Write this rank's file of the present step. Where that fails, training goes on without this snapshot."""
+        """Write this rank's file of the current step. If that fails, training continues without this snapshot."""
         try:
             self._write()
         except Exception as error:  # a full disk is an OSError of ours, or a RuntimeError of torch.save
-            if self._failed != self._written:  # once, until one could be written again
+            if self._failed != self._written:  # log once until a snapshot succeeds
                 self._failed = self._written
                 log.error(
                     "--state: the state after step %d cannot be written to %s (%s: %s). The script goes on without it; a run "
@@ -260,7 +260,7 @@ class Snapshots:
         begun = time.perf_counter()
         folder = self._place()
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"rank-{self.rank}-of-{self.world}-{digest(self.params)}.pt"
+        path = folder / f"rank-{self.rank}-of-{self.world}-{checksum(*self.params)}.pt"
         aside = path.with_suffix(".tmp")
         try:
             with open(aside, "wb") as file, _own_save():
@@ -280,16 +280,16 @@ class Snapshots:
         return self.folder / f"step-{self.step:012d}-{self.run}"
 
     def _steps(self) -> float:
-        """Backwards that the engine has ended."""
+        """Return the number of backwards that the engine has finished."""
         return self.handle.stats().get("steps", 0.0)
 
     def _prune(self) -> None:
-        """Remove this rank's files of what is kept no longer; rank 0 those of ranks that are no more, too."""
+        """Remove this rank's old files. Rank 0 also removes files of ranks beyond the world size."""
         there = self.listed()
         marked = [one for one in there if (one.folder / SAVED).exists()][-MARKED:]
         kept = {*self._latest, *(one.key for one in marked), *(one.key for one in there if one.step == 0)}
         for one in there:
-            if one.key in kept or (one.run == self.run and one.step > self.step):  # which another rank writes now
+            if one.key in kept or (one.run == self.run and one.step > self.step):  # a faster rank writes it now
                 continue
             for rank, path in one.files.items():
                 if rank == self.rank or (self.rank == 0 and rank >= self.world):
@@ -302,12 +302,12 @@ def _read_folder(one: Snapshot) -> Snapshot:
         match = _RANK.match(name)
         if match:
             rank, one.world = int(match[1]), int(match[2])
-            one.files[rank], one.digests[rank] = one.folder / name, match[3]
+            one.files[rank], one.checksums[rank] = one.folder / name, match[3]
     return one
 
 
 def _names(folder: Path) -> list[str]:
-    """What is in a folder, nothing if another rank has removed it."""
+    """Return the names in a folder, or none if another rank has removed it."""
     try:
         return os.listdir(folder)
     except FileNotFoundError:
@@ -315,7 +315,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    """Remove a folder that no rank has a file in: whichever rank removes its own last."""
+    """Remove a folder without any rank's file."""
     names = _names(folder)
     if not any(_RANK.match(name) for name in names):
         for name in names:
@@ -325,14 +325,14 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _agree_on_run(exchange: StoreExchange) -> str:
-    """A name for this run, the same on all ranks: files of two runs never make one snapshot."""
+    """Return a name for this run, the same on all ranks. Files of two runs must not make one snapshot."""
     return exchange(secrets.token_hex(8).encode())[0].decode()
 
 
 def _newest_common(exchange: StoreExchange, keys: list[Key]) -> Key | None:
-    """The newest snapshot that fits on every rank; that of the beginning before all others.
+    """Return the newest snapshot that fits on every rank. The first snapshot wins over all others.
 
-    A first step with a learning rate of zero leaves the parameters as they were: a new run must not go on from there.
+    A first step with a learning rate of zero does not change the parameters. A new run must not resume that step.
     """
     rest = sorted(keys, key=lambda key: (key[0] != 0, key[0], key[1]))
     rest = [key for key in rest if key[0] == 0] or rest
@@ -346,7 +346,7 @@ def _newest_common(exchange: StoreExchange, keys: list[Key]) -> Key | None:
         rest = [key for key in rest if key <= lowest]
 
 
-_on_save: "list[weakref.ref[Snapshots]]" = []
+_on_save: "list[weakref.ref[StateFolder]]" = []
 _saving = threading.local()  # .own: a snapshot is being written by this thread
 
 
@@ -370,9 +370,9 @@ def _watch_saves() -> None:
     def tag(storage: object) -> None:
         if not getattr(_saving, "own", False):
             for one in _on_save:
-                snapshots = one()
-                if snapshots is not None:
-                    snapshots.script_saved()
+                folder = one()
+                if folder is not None:
+                    folder.script_saved()
 
     # Priority 0 comes before torch's own taggers (10 and more). None means that the next one is asked.
     torch.serialization.register_package(0, tag, lambda storage, location: None)

@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 
 from commhooks.adapters.base import AttachOptions, Binding
-from commhooks.api.creating import as_handle
+from commhooks.api.create import as_handle
 from commhooks.errors import AttachError, HookNotSupportedError
 from commhooks.fingerprint import rows_of_model, verify
 from commhooks.handle import CommHook
 from commhooks.reduction import Reduction
-from commhooks.registry.by_class import class_names, offered_for
 from commhooks.registry.known_names import KNOWN_ADAPTERS
-from commhooks.registry.registry import adapters
+from commhooks.registry.registry import REGISTRY, class_names
 from commhooks.report.report import never_compresses
 from commhooks.state import HookState, refuse_judge
 from commhooks.transport.process_group import group_timeout, refuse_lost
@@ -170,8 +169,8 @@ def refuse_rollback(handle: CommHook, judge: str | None) -> None:
         )
 
 
-def serves_alone(model: torch.nn.Module) -> bool:
-    """Whether this is a script that is debugged alone: one process, and nobody who might join it."""
+def runs_alone(model: torch.nn.Module) -> bool:
+    """Return True if this is the only process, and no other can join, e.g. while a script is debugged."""
     return _alone(adapter_for(unwrapped(model)))
 
 
@@ -194,7 +193,7 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """The outermost model that an adapter serves, in what ``torch.compile`` and frameworks have put around it; the model
     itself if there is none.
     """
-    claimed = {*adapters(), *KNOWN_ADAPTERS}
+    claimed = {*REGISTRY.adapters(), *KNOWN_ADAPTERS}
     return next((part for part in inside(model) if claimed.intersection(class_names(part))), model)
 
 
@@ -229,11 +228,10 @@ def adapter_for(model: object) -> Adapter:
     Raises:
         AttachError: none has: the model is not wrapped for data parallelism, or its package is not installed.
     """
-    known = adapters()
-    found: Adapter | None = offered_for(model, known, KNOWN_ADAPTERS, f"the adapter for {type(model).__name__}")
+    found: Adapter | None = REGISTRY.adapter_of(class_names(model), f"the adapter for {type(model).__name__}")
     if found is not None:
         return found
-    kinds = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in known}))  # several libraries call theirs alike
+    kinds = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in REGISTRY.adapters()}))
     raise AttachError(
         f"cannot attach to {type(model).__name__}: it is not wrapped for data parallelism. Wrap it first, e.g. "
         f"model = torch.nn.parallel.DistributedDataParallel(model); installed adapters: {kinds}"

@@ -1,6 +1,5 @@
-"""Specs and errors: plain data that checks itself and survives pickling."""
+"""Options: declared once, checked by name, read from dataclass fields."""
 
-import inspect
 import pickle
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -8,68 +7,28 @@ from typing import ClassVar, Literal
 import pytest
 
 from commhooks import Options, Plain, errors, option
-from commhooks.registry.specs import HookSpec, Param, PluginFailure
-
-ERRORS = [e for e in vars(errors).values() if inspect.isclass(e) and issubclass(e, errors.CommHooksError)]
-
-
-@pytest.mark.parametrize("error", ERRORS)
-def test_errors_pickle_and_print_their_message(error):
-    again = pickle.loads(pickle.dumps(error("what was given\n  what to do")))
-    assert type(again) is error
-    assert str(again) == "what was given\n  what to do"
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"name": "Power"},
-        {"name": "lambda"},
-        {"kind": "ddp2"},
-        {"target": "no_colon"},
-        {"target": "a b:c"},
-        {"hook": "x"},
-        {"capabilities": frozenset({"fast"})},
-        {"stability": "good"},
-        {"aliases": ("Bad-Alias",)},
-        {"params": {"provider": Param("", "reserved")}},
-        {"params": {"Rank": Param(1, "upper case")}},
-    ],
-)
-def test_malformed_specs_are_refused(bad):
-    fields = {"name": "x", "kind": "ddp", "target": "a.b:c", "summary": "s", **bad}
-    with pytest.raises(errors.HookConfigError):
-        HookSpec(**fields)
-
-
-def test_specs_are_values():
-    spec = HookSpec("x", "ddp", "a.b:c", "s", params={"rank": Param(1, "doc")})
-    assert spec == pickle.loads(pickle.dumps(spec))
-    assert len({spec, spec}) == 1
-    with pytest.raises(AttributeError):
-        spec.name = "y"  # type: ignore[misc]
-    assert str(PluginFailure("acme", "1.0", "commhooks: x", "import", "boom", "Traceback")).endswith("boom")
+from commhooks.registry.options import Option
 
 
 @pytest.mark.parametrize(
     ("param", "good", "bad"),
     [
-        (Param(1, "", at_least=1), [1, 7], [0, True, 1.0, "1", None]),
-        (Param(1.0, "", above=0.0, at_most=2.0), [1, 2.0], [0, 2.5, True, "1"]),
-        (Param(True, ""), [False], [1, "yes", None]),
-        (Param("a", "", choices=("a", "b")), ["b"], ["c", 1, None]),
-        (Param(None, ""), [None, 3, "x"], []),
-        (Param(4, "", optional=True), [None, 1], ["x"]),
+        (Option(1, "", at_least=1), [1, 7], [0, True, 1.0, "1", None]),
+        (Option(1.0, "", above=0.0, at_most=2.0), [1, 2.0], [0, 2.5, True, "1"]),
+        (Option(True, ""), [False], [1, "yes", None]),
+        (Option("a", "", choices=("a", "b")), ["b"], ["c", 1, None]),
+        (Option(None, ""), [None, 3, "x"], []),
+        (Option(4, "", optional=True), [None, 1], ["x"]),
     ],
 )
-def test_params_accept_what_they_say(param, good, bad):
+def test_options_accept_their_documented_values(param, good, bad):
     for value in good:
         assert param.check(value) == value
     for value in bad:
         with pytest.raises(ValueError, match=r".") as caught:
             param.check(value)
         assert str(caught.value) == param.accepts()
-    assert type(Param(1.0, "").check(2)) is float
+    assert type(Option(1.0, "").check(2)) is float
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -86,8 +45,8 @@ class Sends(Told, Plain):
 
 
 def test_options_are_declared_once():
-    params = Told.params()
-    assert params["rate"] == Param(0.5, "part that is sent", above=0.0, at_most=1.0)
+    params = Told.options()
+    assert params["rate"] == Option(0.5, "part that is sent", above=0.0, at_most=1.0)
     assert params["kind"].choices == ("a", "b")
     assert list(params) == ["rate", "kind", "level"]
     made = Sends(1, level=None)
@@ -117,15 +76,15 @@ def test_a_forgotten_decorator_or_flag_is_found():
     class Forgotten(Options):
         rate: float = option(0.5, "part that is sent")
 
-    with pytest.raises(errors.HookConfigError, match=r"Forgotten.rate is no field: write @dataclass"):
-        Forgotten.params()
+    with pytest.raises(errors.HookConfigError, match=r"Forgotten.rate is not a field: write @dataclass"):
+        Forgotten.options()
 
     @dataclass(frozen=True)
     class Compared(Options):
         rate: float = option(0.5, "part that is sent")
 
     with pytest.raises(errors.HookConfigError, match=r"Compared compares by value: write @dataclass"):
-        Compared.params()
+        Compared.options()
 
 
 def test_a_literal_whose_values_cannot_be_read_is_found():
@@ -133,5 +92,5 @@ def test_a_literal_whose_values_cannot_be_read_is_found():
     class Postponed(Options):
         kind: 'Literal["a", "b"]' = option("a", "which of the two")  # noqa: RUF009
 
-    with pytest.raises(errors.HookConfigError, match="kind: the values of a Literal cannot be read"):
-        Postponed.params()
+    with pytest.raises(errors.HookConfigError, match="kind: postponed annotations hide the values of its Literal"):
+        Postponed.options()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from commhooks.adapters.base import AttachOptions, Binding
 from commhooks.adapters.managed import ManagedAxis, manager_adapter
 from commhooks.agreement import agree
-from commhooks.api.creating import as_handle
+from commhooks.api.create import as_handle
 from commhooks.bucket import Bucket, BucketLayout
 from commhooks.device import SideStream
 from commhooks.engine.engine import Engine

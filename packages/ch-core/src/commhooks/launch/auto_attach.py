@@ -1,0 +1,215 @@
+"""Attaches the hook of `commhooks run` to the models of one process, and reports when the process ends."""
+
+import atexit
+import functools
+import json
+import logging
+import os
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commhooks.api.attach import attach, inside, runs_alone, unwrapped
+from commhooks.errors import SlotTakenError
+from commhooks.handle import CommHook
+from commhooks.launch.settings import Settings
+from commhooks.launch.state_folder import StateFolder
+from commhooks.log import log, write_stderr
+from commhooks.report import as_text
+
+REPORTS = "COMMHOOKS_REPORTS"
+"""Variable with the folder in which each process of a run that has reported leaves a file."""
+
+
+@dataclass
+class AttachedModel:
+    """A model that has the hook. `row` is its part of the report once the model is gone."""
+
+    name: str
+    handle: CommHook | None
+    state: StateFolder | None = None
+    row: dict[str, Any] = field(default_factory=dict)
+
+    def write_last_state(self) -> None:
+        """Write the state of the last step. A failure must not hide the end, or the error, of the script."""
+        if self.state is not None:
+            try:
+                self.state.end()
+            except Exception:
+                log.exception("--state: the last state of %s could not be written", self.name)
+
+    def report(self) -> dict[str, Any]:
+        """Return this model's part of the report, or the reason why it has none."""
+        if self.handle is None:
+            return self.row
+        try:
+            return {"model": self.name, **self.handle.report().to_dict()}
+        except Exception as error:
+            log.exception("commhooks run: no report of %s", self.name)
+            return {"model": self.name, "error": f"{type(error).__name__}: {error}"}
+
+
+class AutoAttach:
+    """The hook of one process of a run.
+
+    Args:
+        settings: of the run.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.report_always = False  # True in the process of the command: it reports even if it found no model
+        folder = os.environ.get(REPORTS)
+        self.reports = Path(folder) if folder else None
+        self.models: list[AttachedModel] = []
+        self.notes: list[str] = []
+        self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self._ended = False
+        self._process = os.getpid()
+        atexit.register(self.end)
+
+    def found(self, model: torch.nn.Module) -> None:
+        """Attach to a model before its first forward with gradients, or note the reason for not attaching."""
+        if dist.is_initialized():  # members of a torchft manager may have no default group
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        name, settings = name_of(model), self.settings
+        if not any(fnmatchcase(one, settings.module_pattern) for one in names_of(model)):
+            return self._note(
+                f"{name} does not match --module-pattern {settings.module_pattern!r}: it trains without {settings.hook}"
+            )
+        if not settings.single_process and runs_alone(model):
+            return self._note(
+                f"one process: {name} has no peer to send to, and trains without {settings.hook} (--single-process)"
+            )
+        try:
+            handle = attach(model, settings.hook, single_process=settings.single_process)
+        except SlotTakenError as error:
+            return self._note(f"{name} has a hook of the script's own, which stays: {error}")
+        if self.models:
+            self._note(
+                f"{name} is model {len(self.models) + 1} that gets {settings.hook}: --module-pattern chooses one"
+            )
+        attached = AttachedModel(name, handle)
+        self.models.append(attached)
+        if settings.state:
+            cls = type(unwrapped(model)).__name__
+            safe = "".join(c if c.isalnum() or c in "._-" else "_" for c in cls)
+            attached.state = StateFolder(
+                Path(settings.state) / f"{len(self.models)}-{safe}", handle, settings.state_every
+            )
+            attached.state.resume()
+        # The handle holds the parameters. Dropping it with the model frees their memory.
+        weakref.finalize(model, _model_gone, weakref.ref(attached)).atexit = False
+
+    def end(self) -> None:
+        """Write the last state and, on rank 0, the report; once. Raises nothing."""
+        if self._ended or os.getpid() != self._process:  # a process that the script forked has nothing to report
+            return
+        self._ended = True
+        for attached in self.models:
+            attached.write_last_state()
+        if self.rank == 0 and (self.models or self.notes or self.report_always):
+            try:
+                if self.models or not self._reported_by_another():
+                    self._write_report()
+            except Exception:
+                log.exception("commhooks run: the report could not be written")
+
+    def _reported_by_another(self) -> bool:
+        """Return True if a process that the script started has reported. This process then only started it."""
+        return self.reports is not None and any(self.reports.glob("*"))
+
+    def _write_report(self) -> None:
+        """Write the report as text and as JSON. If one of them fails, the other is still written."""
+        report = self.report()
+        if self.models and self.reports is not None:
+            with suppress(OSError):
+                (self.reports / str(os.getpid())).touch()
+        write_stderr(report_text(report) + "\n")
+        if self.settings.report:
+            data = json.dumps(report, indent=1, default=str) + "\n"
+            try:
+                _write_whole(Path(self.settings.report), data)
+            except OSError as error:
+                write_stderr(f"commhooks run: --report {self.settings.report} cannot be written ({error}):\n{data}")
+
+    def report(self) -> dict[str, Any]:
+        """Return the report of this process as plain values."""
+        if not self.models and not self.notes:
+            self.notes.append(
+                "no model was wrapped for data parallelism and trained, neither here nor in a process that the script "
+                "started on this machine, so the hook was never used: the script has to make a DistributedDataParallel, "
+                "replicate or FSDP model"
+            )
+        models = [attached.report() for attached in self.models]
+        return {"hook": self.settings.hook, "world_size": self.world_size, "models": models, "notes": self.notes}
+
+    def _note(self, text: str) -> None:
+        """Log a sentence once, on rank 0, and repeat it in the report."""
+        if text not in self.notes:
+            self.notes.append(text)
+            log.log(logging.WARNING if self.rank == 0 else logging.DEBUG, "%s", text)
+
+
+def report_text(report: dict[str, Any]) -> str:
+    """Return the report of a run in lines.
+
+    Example:
+        >>> print(report_text({"hook": "noop", "world_size": 2, "models": [], "notes": ["nothing was wrapped"]}))
+        commhooks run: noop on 2 ranks
+        note: nothing was wrapped
+    """
+    world = report["world_size"]
+    lines = [f"commhooks run: {report['hook']} on {world} rank{'s' * (world != 1)}"]
+    for model in report["models"]:
+        lines += [model["model"], model["error"] if "error" in model else as_text(model)]
+    return "\n".join([*lines, *(f"note: {note}" for note in report["notes"])])
+
+
+def _write_whole(path: Path, data: str) -> None:
+    """Write a file completely or not at all, so that a full disk does not destroy an older report."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():  # /dev/stdout or a pipe must not be replaced by a file
+        path.write_text(data)
+        return
+    aside = path.resolve().with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_text(data)
+        os.replace(aside, path.resolve())
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _model_gone(reference: "weakref.ref[AttachedModel]") -> None:
+    attached = reference()
+    if attached is not None and attached.handle is not None:
+        attached.write_last_state()
+        attached.row, attached.handle, attached.state = attached.report(), None, None
+
+
+def names_of(model: torch.nn.Module) -> set[str]:
+    """Return the names for `--module-pattern`: classes of the model and of the models inside, and their bases."""
+    names = set()
+    for part in inside(model):
+        for cls in type(part).__mro__:
+            if cls.__module__ != "torch.nn.modules.module" and cls is not object:
+                names |= {cls.__name__, f"{cls.__module__}.{cls.__qualname__}"}
+    return names
+
+
+def name_of(model: torch.nn.Module) -> str:
+    """Return the name for people, e.g. `DistributedDataParallel(GPT)`."""
+    names = [type(part).__name__ for part in inside(model)]
+    return "(".join(names) + ")" * (len(names) - 1)
+
+
+@functools.cache
+def auto_attach() -> AutoAttach:
+    """Return the one object of this process, with the settings of the environment."""
+    return AutoAttach(Settings.of(os.environ))

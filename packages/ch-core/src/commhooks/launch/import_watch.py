@@ -1,0 +1,97 @@
+"""Waits for the import of torch and of the model wrappers, and imports none of them.
+
+`commhooks run` calls :func:`watch` in its own process. If a launcher owns the command line, or the script starts processes
+of its own, `COMMHOOKS_HOOK` does: ch-core installs `commhooks-hook.pth`, one line that the interpreter reads when it
+starts. Without the variable that line imports nothing. This module needs the standard library only, until torch is
+imported.
+"""
+
+import functools
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from commhooks.launch.settings import Settings
+
+TORCH = "torch.nn.parallel.distributed"
+"""Imported by `import torch`, and the first module that can make a model for a hook."""
+
+
+class ImportWatch:
+    """A finder on `sys.meta_path` that calls back when a module has been executed. It finds no module itself."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, list[Callable[[ModuleType], None]]] = {}
+        self.executed: set[str] = set()  # the import of these modules has not ended when they call back
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        """Return the spec that the other finders give, with a loader that calls back."""
+        if name not in self.waiting:
+            return None
+        callbacks = self.waiting.pop(name)  # before the next line, which asks this finder once more
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        loader, run = spec.loader, spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            vars(loader).pop("exec_module", None)  # other code that inspects the loader sees the original method
+            run(module)
+            self.executed.add(name)
+            for callback in callbacks:
+                callback(module)
+
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+    def when_imported(self, name: str, callback: Callable[[ModuleType], None]) -> None:
+        """Call `callback(module)` now if the module is imported, otherwise after its import."""
+        module = sys.modules.get(name)
+        importing = getattr(getattr(module, "__spec__", None), "_initializing", False)
+        if module is not None and (name in self.executed or not importing):
+            callback(module)
+        else:
+            self.waiting.setdefault(name, []).append(callback)
+
+
+_WATCH = ImportWatch()
+
+
+def watch(settings: Settings | None = None) -> None:
+    """Give the models of this process the hook. A second call changes the settings only.
+
+    Args:
+        settings: by default those of the environment.
+    """
+    first = _WATCH not in sys.meta_path
+    if first:
+        sys.meta_path.insert(0, _WATCH)
+    if settings is not None:
+        os.environ.update(settings.environ())
+    if first:
+        _WATCH.when_imported(TORCH, _torch_imported)
+
+
+def _torch_imported(_: ModuleType) -> None:
+    """Check the expression without torch, which is half imported here, and wait for every wrapper."""
+    from commhooks.errors import CommHooksError
+    from commhooks.launch.first_forward import watch_wrapper
+    from commhooks.registry.registry import REGISTRY
+
+    try:
+        Settings.of().check()
+    except (CommHooksError, ValueError) as error:
+        raise SystemExit(f"COMMHOOKS_HOOK: {type(error).__name__}: {error}") from None
+    for _plugin, targets in REGISTRY.ask("commhooks_wraps"):
+        for target in targets:
+            module, _, attribute = target.partition(":")
+            _WATCH.when_imported(module, functools.partial(watch_wrapper, attribute=attribute))
+
+
+def from_environment() -> None:
+    """Watch if `COMMHOOKS_HOOK` is set. `commhooks-hook.pth` calls this."""
+    if os.environ.get("COMMHOOKS_HOOK"):
+        watch()
