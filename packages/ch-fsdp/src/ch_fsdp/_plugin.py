@@ -17,6 +17,8 @@ def commhooks_specs() -> Iterable[HookSpec]:
             "ch_fsdp:allreduce_hook",
             "averages the flat gradient of a NO_SHARD unit",
             options={},
+            when="FSDP1 with NO_SHARD",
+            loss="none",
         ),
         HookSpec(
             "reduce_scatter",
@@ -24,6 +26,8 @@ def commhooks_specs() -> Iterable[HookSpec]:
             "ch_fsdp:reduce_scatter_hook",
             "averages the flat gradient of a sharded unit; each rank keeps its shard",
             options={},
+            when="FSDP1 with sharded gradients",
+            loss="none",
         ),
         HookSpec(
             "fp16_compress",
@@ -33,6 +37,8 @@ def commhooks_specs() -> Iterable[HookSpec]:
             options={},
             capabilities=_LOSSY,
             aliases=("fp16",),
+            when="FSDP1 on a slow link, well-scaled gradients",
+            loss="not measurable in our runs",
         ),
         HookSpec(
             "bf16_compress",
@@ -42,6 +48,9 @@ def commhooks_specs() -> Iterable[HookSpec]:
             options={},
             capabilities=_LOSSY,
             aliases=("bf16",),
+            recommended=True,
+            when="FSDP1 on a slow link",
+            loss="within the noise of 3 seeds",
         ),
     )
 

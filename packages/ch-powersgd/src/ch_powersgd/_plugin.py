@@ -10,6 +10,15 @@ _SUMMARIES = {
     "BatchedPowerSGD": "low-rank approximation of a whole bucket as one square matrix; depends on bucket_cap_mb",
 }
 
+_WHEN = {
+    "PowerSGD": "a slow link and large weight matrices; norms, biases and narrow weights are averaged exactly",
+    "BatchedPowerSGD": "to reproduce PyTorch's batched variant; powersgd lost less in every run",
+}
+_LOSS = {
+    "PowerSGD": "rank 4: +0.18 nats held-out on the text GPT (AdamW, 1200 steps); exact steps first (start_iter) lose less",
+    "BatchedPowerSGD": "rank 4: +0.82 nats on the text GPT (Adam, 200 steps), 3.7 to 6.0 points of accuracy on a CNN",
+}
+
 
 @hookimpl
 def commhooks_specs() -> Iterable[HookSpec]:
@@ -27,4 +36,8 @@ def commhooks_specs() -> Iterable[HookSpec]:
             capabilities=frozenset({"lossy", "stateful", "error_feedback", "checkpointable"}),
             example=f"{name}(rank=4)",
             paper="https://arxiv.org/abs/1905.13727",
+            group="low-rank",
+            recommended=name == "powersgd",
+            when=_WHEN[target],
+            loss=_LOSS[target],
         )

@@ -16,6 +16,16 @@ _PAPERS = {  # preset: summary, paper
     "quant2": ("sends blocks of 2 bits, with error feedback", "https://arxiv.org/abs/1610.02132"),
     "sign": ("sends signs and the mean magnitude of a block, with error feedback", "https://arxiv.org/abs/1901.09847"),
 }
+_TASK = "held-out on the text GPT (AdamW, 1200 steps)"
+_USES = {  # preset: when to use it, what it costs in loss
+    "quant8": ("a slow link, and no loss is acceptable: a quarter of fp32's bytes", f"none: -0.001 nats {_TASK}"),
+    "quant4": (
+        "a slow link, matrices of any shape, any number of ranks: an eighth of fp32's bytes",
+        f"+0.001 to +0.011 nats {_TASK}, within the noise of 3 seeds",
+    ),
+    "quant2": ("quant4 is not small enough, or between the nodes of an outer optimizer", f"+0.13 nats {_TASK}"),
+    "sign": ("only bytes count", f"+0.61 nats {_TASK}"),
+}
 
 
 def _blocks() -> Iterable[HookSpec]:
@@ -29,6 +39,9 @@ def _blocks() -> Iterable[HookSpec]:
         needs=_FLOATS,
         example="quant(bits=3, rotation='hadamard')",
         paper="https://arxiv.org/abs/2306.10209",
+        group="low-bit",
+        when="a number of bits that no preset has, e.g. 3",
+        loss="between those of quant2, quant4 and quant8",
     )
     for name, (summary, paper) in _PAPERS.items():
         yield HookSpec(
@@ -42,6 +55,10 @@ def _blocks() -> Iterable[HookSpec]:
             needs=_FLOATS,
             example=name if name in FED else f"{name}(error_feedback=True)",
             paper=paper,
+            group="low-bit",
+            recommended=name in ("quant4", "quant8"),
+            when=_USES[name][0],
+            loss=_USES[name][1],
         )
 
 
@@ -59,6 +76,9 @@ def commhooks_specs() -> Iterable[HookSpec]:
             options={},
             capabilities=_LOSSY,
             needs=_FLOATS,
+            group="low-bit",
+            when="to reproduce PyTorch's hook; quant8 sends less from 3 ranks on",
+            loss="a quarter of a point of accuracy at equal bytes, on a CNN with sorted shards",
         ),
         HookSpec(
             "quantize_per_channel",
@@ -69,5 +89,8 @@ def commhooks_specs() -> Iterable[HookSpec]:
             options={"bucket_size": Option(512, "elements that share a scale", at_least=1)},
             capabilities=_LOSSY,
             needs=_FLOATS,
+            group="low-bit",
+            when="to reproduce PyTorch's hook; quant8 sends less from 3 ranks on",
+            loss="+0.02 nats on the text GPT (Adam, 200 steps)",
         ),
     )

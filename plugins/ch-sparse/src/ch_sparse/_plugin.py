@@ -23,6 +23,9 @@ def commhooks_specs() -> Iterable[HookSpec]:
             example="topk(density=0.01, bits=2)",
             caution="volume grows with world size, past bf16_compress's at about 1.1 / density ranks (114 at 0.01)",
             paper="https://arxiv.org/abs/2508.15706",
+            group="sparse",
+            when="a very slow link and few ranks, if a much higher loss is acceptable",
+            loss="density 0.01: +1.06 nats held-out on the text GPT (AdamW, 1200 steps)",
         ),
         HookSpec(
             "randomk",
@@ -33,5 +36,8 @@ def commhooks_specs() -> Iterable[HookSpec]:
             capabilities=frozenset({"lossy", "stateful", "checkpointable"}),
             needs=_FLOATS,
             paper="https://arxiv.org/abs/1809.07599",
+            group="sparse",
+            when="as topk with many ranks: its bytes do not grow with them",
+            loss="more than topk at equal bytes; measure it on your task",
         ),
     )
