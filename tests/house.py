@@ -85,7 +85,13 @@ class House:
             for path in sorted(source.rglob("*.py")):
                 parts = path.relative_to(source).with_suffix("").parts
                 self.files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-        self.trees = {name: ast.parse(path.read_text()) for name, path in self.files.items()}
+        self.trees = {name: ast.parse(self.stub(path).read_text()) for name, path in self.files.items()}
+
+    @staticmethod
+    def stub(path: Path) -> Path:
+        """Return the stub of a face, which lists its public names, or the module itself."""
+        stub = path.with_suffix(".pyi")
+        return stub if stub.exists() else path
 
     # -- imports
 
@@ -200,6 +206,9 @@ class House:
 
     def listed(self, module: str) -> set[str]:
         """A module's `__all__`."""
+        if module in self.trees and self.stub(self.files[module]).suffix == ".pyi":
+            imports = [node for node in self.trees[module].body if isinstance(node, ast.ImportFrom)]
+            return {alias.asname or alias.name for node in imports for alias in node.names}
         for node in self.trees[module].body if module in self.trees else ():
             if isinstance(node, ast.Assign) and [getattr(t, "id", "") for t in node.targets] == ["__all__"]:
                 return set(ast.literal_eval(node.value))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from commhooks import HookConfigError, Options, Option, option
+from commhooks import HookConfigError, Option, Options, option
 
 FEEDBACK = frozenset({"stateful", "error_feedback", "checkpointable"})
 PRESETS: Mapping[str, int] = {"quant8": 8, "quant4": 4, "quant2": 2, "sign": 1}

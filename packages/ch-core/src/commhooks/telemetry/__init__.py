@@ -4,16 +4,6 @@
 :class:`commhooks.engine.stats.Sampler` for the figures.
 """
 
-from typing import TYPE_CHECKING
-
 from commhooks._lazy import lazy
 
-if TYPE_CHECKING:
-    from commhooks.telemetry.recorder import Recorder, record
-    from commhooks.telemetry.writers import csv_file, tensorboard
-
-__all__ = ["Recorder", "csv_file", "record", "tensorboard"]
-
-__getattr__, __dir__ = lazy(
-    "commhooks", {"telemetry.recorder": "Recorder record", "telemetry.writers": "csv_file tensorboard"}
-)
+__getattr__, __dir__, __all__ = lazy(__name__, __file__)
