@@ -1,12 +1,12 @@
-"""Verify that ranks agree, before anything of variable size is communicated.
+"""Compares ranks before any message whose size depends on hook, options or shapes.
 
-Ranks with different hooks, options or shapes send messages of different sizes, which on gloo aborts a process, or of
-equal sizes, which is silent garbage. So each rank writes a fingerprint: fields, each a list of lines. First a digest of
-every field is exchanged (:data:`DIGEST_BYTES` each). Where they differ, the first differing line is found by bisection
-over digests, and that line alone is exchanged (:data:`LINE_BYTES`). Every message has a fixed size.
+Ranks with different hooks, options or shapes send messages of different sizes, which abort a process on gloo, or of equal
+sizes, which gives silent garbage. So each rank describes itself by fields, each a list of lines. Ranks first exchange a
+hash of every field (:data:`HASH_BYTES` each). If hashes differ, a bisection over hashes finds the first line that
+differs, and ranks exchange that line (:data:`LINE_BYTES`). Every message has a fixed size.
 
-The messages go through the store of the process group: a rank that never comes disturbs no collective of the others,
-and is named.
+The messages go through the store of the process group. A missing rank therefore disturbs no collective of the other
+ranks, and the error names it.
 """
 
 import hashlib
@@ -21,24 +21,24 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from commhooks.errors import CommHooksError, HookTimeoutError, RankMismatchError, TransportError
 
-DIGEST_BYTES, LINE_BYTES = 16, 256
+HASH_BYTES, LINE_BYTES = 16, 256
 Fingerprint = Mapping[str, Sequence[str]]
-"""What ranks are compared by, named fields of lines; the error names the field and the first line that differs."""
+"""Fields by name, each a list of lines that must be equal on all ranks. Errors name the field and the first line."""
 
-Exchange = Callable[[bytes], list[bytes]]
-"""Gives every rank's message, in rank order; all have the same size."""
+Gather = Callable[[bytes], list[bytes]]
+"""Sends a message of a fixed size, and returns the messages of all ranks in rank order."""
 
 _ROUNDS = WeakIdKeyDictionary()  # process group -> number of agreements made over it
 
 
-def agree(what: str, fields: Fingerprint, exchange: Exchange, *, says: str = "") -> None:
-    """Compare the ranks' fingerprints.
+def agree(subject: str, fields: Fingerprint, gather: Gather, *, expression: str = "") -> None:
+    """Compare the fingerprints of the ranks.
 
     Args:
-        what: for the error.
-        fields: field name -> lines; every rank has the same field names.
-        exchange: to every rank.
-        says: what this rank calls what it has; told with the error where the ranks say different things.
+        subject: of the comparison, for the error.
+        fields: lines by field name. Every rank has the same field names.
+        gather: over the ranks.
+        expression: of this rank, for people. The error shows it if ranks have different ones.
 
     Raises:
         RankMismatchError: on every rank, naming the differing fields, their values and the ranks.
@@ -47,19 +47,21 @@ def agree(what: str, fields: Fingerprint, exchange: Exchange, *, says: str = "")
         >>> agree("alone", {"hook": ["powersgd(rank=4)"]}, lambda message: [message])
     """
     names = sorted(fields)
-    everyone = [_parts(row) for row in exchange(b"".join([_digest(names), *(_digest(fields[name]) for name in names)]))]
+    everyone = [_parts(row) for row in gather(b"".join([_hash(names), *(_hash(fields[name]) for name in names)]))]
     if len({row[0] for row in everyone}) > 1:
         raise RankMismatchError(
-            f"the ranks are in different calls, this one at {what}: every rank of the group has to make the same "
-            "attach() and load_state_dict() calls, in the same order"
+            f"ranks are executing different calls (this rank: {subject}). Every rank of the group has to make the "
+            "same attach() and load_state_dict() calls, in the same order"
         )
     differing = [name for i, name in enumerate(names) if len({row[i + 1] for row in everyone}) > 1]
     if not differing:
         return
-    lines = [f"  {name}: {_difference(fields[name], exchange)}" for name in differing]
-    lines = [*([f"  expression: {said}"] if says and (said := _said(says, exchange)) else []), *lines]
+    lines = [f"  {name}: {_difference(fields[name], gather)}" for name in differing]
+    expressions = _lines(expression, gather) if expression else {}
+    if len(expressions) > 1:
+        lines = [f"  expression: {_by_rank(expressions)}", *lines]
     raise RankMismatchError(
-        f"the ranks disagree on {what}, so nothing has been communicated or changed:\n"
+        f"the ranks disagree on {subject}, so nothing has been communicated or changed:\n"
         + "\n".join(lines)
         + "\nGive every rank the same hook, options, package versions and model, or states that were saved together; "
         "verify_ranks=False turns this check off"
@@ -67,72 +69,66 @@ def agree(what: str, fields: Fingerprint, exchange: Exchange, *, says: str = "")
 
 
 def agree_along(
-    what: str, fields: Fingerprint, groups: Sequence[tuple[dist.ProcessGroup, Fingerprint]], timeout: float
+    subject: str, fields: Fingerprint, groups: Sequence[tuple[dist.ProcessGroup, Fingerprint]], timeout: float
 ) -> None:
-    """Compare the fingerprints over all groups of this rank, one per axis of a mesh.
+    """Compare the fingerprints over all groups of this rank, one for each axis of a mesh.
 
-    A rank compares itself along each axis in turn and passes on what it has received, so a mismatch anywhere in the mesh
-    raises on every rank.
+    A rank compares itself along each axis in turn, and forwards an error from another axis. A mismatch anywhere in the
+    mesh therefore raises on every rank.
 
     Args:
-        what: for the error.
-        fields: what must be the same on every rank: name -> lines.
-        groups: the axes, each with further fields that must be the same along it only.
-        timeout: seconds to wait for a rank that has not come.
+        subject: of the comparison, for the error.
+        fields: lines that must be equal on every rank, by name.
+        groups: axes, each with further fields that must be equal along this axis only.
+        timeout: seconds to wait for a missing rank.
 
     Raises:
-        RankMismatchError: on every rank that can be reached over the axes.
+        RankMismatchError: on every rank that the axes reach.
     """
     received: RankMismatchError | None = None
     for group, more in (*groups, *groups[:-1]):
         if group.size() == 1:
             continue
-        passed_on = {"received along another axis": str(received).splitlines() if received is not None else []}
+        forwarded = {"received along another axis": str(received).splitlines() if received is not None else []}
         try:
-            agree(what, {**fields, **more, **passed_on}, StoreExchange(group, timeout))
+            agree(subject, {**fields, **more, **forwarded}, StoreExchange(group, timeout))
         except RankMismatchError as error:
             received = received or error
     if received is not None:
         raise received
 
 
-def _difference(lines: Sequence[str], exchange: Exchange) -> str:
-    """The first line in which ranks differ, with who has which: found by bisection over digests of prefixes."""
-    longest = max(int(row) for row in exchange(str(len(lines)).encode().rjust(DIGEST_BYTES)))
+def _difference(lines: Sequence[str], gather: Gather) -> str:
+    """Return the first line in which ranks differ, by rank, found by bisection over hashes of prefixes."""
+    longest = max(int(row) for row in gather(str(len(lines)).encode().rjust(HASH_BYTES)))
     low, high = 0, longest  # the first differing line is in [low, high)
     while high - low > 1:
         middle = (low + high) // 2
-        if len(set(exchange(_digest(lines[low:middle])))) > 1:
+        if len(set(gather(_hash(lines[low:middle])))) > 1:
             high = middle
         else:
             low = middle
-    return _by_rank(_lines(lines[low] if low < len(lines) else "(nothing)", exchange))
+    return _by_rank(_lines(lines[low] if low < len(lines) else "(nothing)", gather))
 
 
-def _said(mine: str, exchange: Exchange) -> str:
-    """What the ranks say, with who says what; nothing where all say the same."""
-    ranks = _lines(mine, exchange)
-    return _by_rank(ranks) if len(ranks) > 1 else ""
-
-
-def _lines(mine: str, exchange: Exchange) -> dict[str, list[int]]:
-    """Every rank's line, and whose it is."""
+def _lines(mine: str, gather: Gather) -> dict[str, list[int]]:
+    """Return the ranks of each different line."""
     ranks: dict[str, list[int]] = {}
-    for rank, line in enumerate(exchange(mine.encode()[:LINE_BYTES].ljust(LINE_BYTES, b"\0"))):
+    for rank, line in enumerate(gather(mine.encode()[:LINE_BYTES].ljust(LINE_BYTES, b"\0"))):
         ranks.setdefault(line.rstrip(b"\0").decode(errors="replace"), []).append(rank)
     return ranks
 
 
 def _by_rank(ranks: Mapping[str, list[int]]) -> str:
-    return "; ".join(f"rank{'s' * (len(who) > 1)} {_ranges(who)} {line}" for line, who in ranks.items())
+    return "; ".join(f"rank{'s' * (len(some) > 1)} {_ranges(some)} {line}" for line, some in ranks.items())
 
 
-def _digest(lines: Sequence[str]) -> bytes:
-    return hashlib.blake2b("\0".join([str(len(lines)), *lines]).encode(), digest_size=DIGEST_BYTES).digest()
+def _hash(lines: Sequence[str]) -> bytes:
+    return hashlib.blake2b("\0".join([str(len(lines)), *lines]).encode(), digest_size=HASH_BYTES).digest()
 
 
 def _parts(row: bytes) -> list[bytes]:
-    return [row[i : i + DIGEST_BYTES] for i in range(0, len(row), DIGEST_BYTES)]
+    return [row[i : i + HASH_BYTES] for i in range(0, len(row), HASH_BYTES)]
 
 
 def _ranges(ranks: list[int]) -> str:
@@ -140,19 +136,20 @@ def _ranges(ranks: list[int]) -> str:
 
 
 class StoreExchange:
-    """An :data:`Exchange` over the store of a process group. One object per agreement.
+    """A :data:`Gather` over the store of a process group. Make one object for each agreement.
 
-    Every rank writes its message, rank 0 collects and publishes them, neighbours that are the same as one, and all ranks read
-    that. What is published first stands, be it rank 0's collection or a rank's verdict that rank 0 is absent; so all ranks
-    that take part come to the same end. A rank that was absent passes over the agreements that ended without it, and
-    meets the others in the next.
+    Every rank writes its message. Rank 0 collects and publishes them, with runs of equal messages written once, and all
+    ranks read the result. The first published result stands: the collection of rank 0, or the verdict of another rank that
+    rank 0 is absent. So all participating ranks reach the same end. An absent rank skips the agreements that ended without
+    it, and takes part in the next.
 
     Args:
-        group: the ranks.
-        timeout: seconds to wait for a rank that has not come.
+        group: of the ranks.
+        timeout: seconds to wait for a missing rank.
 
     Raises:
         TransportError: the group has no store.
+        HookTimeoutError: from the call, if a rank is absent.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
@@ -169,7 +166,7 @@ class StoreExchange:
 
     @classmethod
     def over(cls, store: Store, rank: int, world: int, timeout: float) -> "StoreExchange":
-        """Of ranks without a process group, over a store that is used for nothing else.
+        """Return an exchange of ranks without a process group, over a store that nothing else uses.
 
         >>> import torch.distributed as dist
         >>> StoreExchange.over(dist.HashStore(), rank=0, world=1, timeout=1.0)(b"mine")
@@ -197,7 +194,7 @@ class StoreExchange:
         return [bytes.fromhex(row) for count, row in runs for _ in range(int(count))]
 
     def _publish(self, key: str, answer: str) -> str:
-        """The first verdict stands, and is returned."""
+        """Publish an answer unless there is one, and return the published answer."""
         return self._store.compare_set(f"{key}/all", "", answer).decode()
 
     def _collect(self, key: str, message: bytes) -> str:
@@ -205,11 +202,11 @@ class StoreExchange:
         absent = [rank for rank, row in enumerate(rows) if row is None]
         if absent:
             return "absent " + " ".join(map(str, absent))
-        # All ranks read it: W rows would be W² in one server, and mostly W times the same.
+        # Every rank reads this. W separate rows would make the server send W² rows, mostly equal ones.
         return "\n".join(f"{len([*same])} {row}" for row, same in groupby(rows))
 
     def _get(self, key: str, grace: float) -> str | None:
-        """The value, or ``None`` if it is not there when the time is up."""
+        """Return the value, or None if it does not arrive in time."""
         left = max(0.001, self._ends + grace - time.monotonic())
         try:
             self._store.wait([key], timedelta(seconds=left))
@@ -223,6 +220,6 @@ class StoreExchange:
 
     def _absent(self, ranks: list[int]) -> CommHooksError:
         return HookTimeoutError(
-            f"ranks {_ranges(ranks)} did not take part in the agreement within {self._timeout:g} s: every rank of the "
+            f"ranks {_ranges(ranks)} did not take part in the agreement within {self._timeout:g} s. Every rank of the "
             "group has to make the same attach() and load_state_dict() calls, in the same order"
         )

@@ -1,16 +1,16 @@
-"""Every error this project raises on purpose.
+"""The errors that this project raises on purpose.
 
-Each derives from `CommHooksError` and from the builtin that callers would expect, so `except LookupError`
-works as well as `except CommHooksError`. None derives from `KeyError`, which prints its message quoted and
-with escaped newlines. Messages say what was given, what is legal and what to do next.
+Each derives from `CommHooksError` and from the builtin that callers would expect, so `except LookupError` works as well as
+`except CommHooksError`. None derives from `KeyError`, which prints its message quoted and with escaped newlines. Messages
+name the problem, the legal values and the remedy.
 
-This module imports nothing, so that errors can be raised, caught and pickled (a spawned rank sends its
-exception to the parent) in processes that never load torch.
+This module imports nothing, so processes without torch can raise, catch and pickle the errors. A spawned rank sends its
+exception to the parent process.
 """
 
 
 class CommHooksError(Exception):
-    """Base of every error raised on purpose by commhooks and its packages.
+    """Base class of the errors of commhooks and its packages.
 
     Example:
         >>> issubclass(UnknownHookError, CommHooksError) and issubclass(UnknownHookError, LookupError)
@@ -19,23 +19,23 @@ class CommHooksError(Exception):
 
 
 class UnknownHookError(CommHooksError, LookupError):
-    """No installed provider offers the name; the message has the close match and the package to install."""
+    """No installed provider offers the name. The message has the closest name and the package to install."""
 
 
 class AmbiguousHookError(CommHooksError, LookupError):
-    """Several providers offer the name; the message names all of them and how to choose one."""
+    """Several providers offer the name. The message names all of them and how to choose one."""
 
 
 class PluginLoadError(CommHooksError, ImportError):
-    """A provider's module or target failed to import; the message names the distribution and the cause."""
+    """A provider's module or target failed to import. The message names the distribution and the cause."""
 
 
 class HookConfigError(CommHooksError, ValueError):
-    """A bad expression, an unknown parameter, a value out of range, or a wrapper that refuses its inner."""
+    """A bad expression, an unknown option, a value out of range, or a wrapper that refuses its inner hook."""
 
 
 class HookNotSupportedError(CommHooksError, RuntimeError):
-    """The hook exists but cannot run here: backend, device, torch version, or the kind of model."""
+    """The hook exists, but does not support this backend, device, torch version, or kind of model."""
 
 
 class AttachError(CommHooksError, RuntimeError):
@@ -43,11 +43,11 @@ class AttachError(CommHooksError, RuntimeError):
 
 
 class SlotTakenError(AttachError):
-    """The model has a hook already, a handle's or a foreign one, and takes no second."""
+    """The model has a hook already, from a handle or from other code, and takes no second one."""
 
 
 class RankMismatchError(CommHooksError, RuntimeError):
-    """The ranks of one group disagree on hook, options, versions or shapes; the message names the fields."""
+    """The ranks of one group disagree on hook, options, versions or shapes. The message names the fields."""
 
 
 class HookResultError(CommHooksError, RuntimeError):
@@ -67,4 +67,4 @@ class StateError(CommHooksError, ValueError):
 
 
 class TransportError(CommHooksError, RuntimeError):
-    """A collective failed or could not start: a peer was lost, the ranks disagree, or there is no group."""
+    """A collective failed or could not start: a peer is lost, the ranks disagree, or there is no group."""

@@ -1,41 +1,46 @@
-"""What all ranks compare when a hook is attached and when a state is loaded."""
+"""Fingerprints that ranks compare when a hook is attached and when a state is loaded, and checksums of tensors."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from commhooks.adapters.base import Binding
 from commhooks.agreement import Fingerprint, StoreExchange, agree, agree_along
+from commhooks.errors import AttachError
+from commhooks.handle import CommHook
 from commhooks.reduction import StepContext
 
 Rows = Sequence[tuple[str, str, str]]
-"""Name, shape and dtype of every tensor that is reduced, or frozen beside them."""
+"""Name, shape and dtype of every reduced or frozen tensor."""
 
 
 def rows_of(named: Iterable[tuple[str, torch.Tensor]]) -> Rows:
-    """Tensors as rows to compare."""
+    """Return tensors as rows to compare."""
     return [(name, str(tuple(tensor.shape)), str(tensor.dtype)) for name, tensor in named]
 
 
 def rows_of_model(model: torch.nn.Module) -> Rows:
-    """A model's parameters as rows to compare: which are frozen, too."""
-    ignored = {f"module.{name}" for name in getattr(model, "parameters_to_ignore", ())}  # DDP's: a rank's own
+    """Return a model's parameters as rows to compare, with a mark on frozen ones."""
+    ignored = {
+        f"module.{name}" for name in getattr(model, "parameters_to_ignore", ())
+    }  # DDP's, which may differ between ranks
     params = [(name, p) for name, p in model.named_parameters() if name not in ignored]
     frozen = {name for name, p in params if not p.requires_grad}
     return [(name, shape, dtype + (", frozen" if name in frozen else "")) for name, shape, dtype in rows_of(params)]
 
 
-def fingerprint(handle: Any, rows: Rows, *, watched: bool = False) -> dict[str, list[str]]:
-    """What all ranks of a handle's group have to agree on, as fields of lines.
+def fingerprint(handle: CommHook, rows: Rows, *, watched: bool = False) -> dict[str, list[str]]:
+    """Return the fields in which all ranks of a handle's group must agree.
 
     Args:
-        handle: an attached :class:`~commhooks.CommHook`.
-        rows: what it reduces, see :func:`rows_of`.
-        watched: whether an optimizer or scaler decides which steps count.
+        handle: attached.
+        rows: tensors that it reduces, see :func:`rows_of`.
+        watched: True if an optimizer or scaler decides which steps count.
     """
-    engine = handle.binding.engine
+    binding = _binding(handle)
+    engine = binding.engine
     fields: dict[str, list[str]] = {
         "hook": handle.identity,
         "parameter names": [name for name, _, _ in rows],
@@ -56,7 +61,7 @@ def fingerprint(handle: Any, rows: Rows, *, watched: bool = False) -> dict[str, 
         fields["rollback"] = [str(not engine.state.in_place)]
         steps = (engine.state.step, engine.state.step + 10**6)  # now, and when every warm-up is over
         contexts = [StepContext(engine.transport.rank, engine.transport.world_size, step) for step in steps]
-        plans = [engine.reduction.plan(handle.binding.layout, ctx) for ctx in contexts]
+        plans = [engine.reduction.plan(binding.layout, ctx) for ctx in contexts]
         fields["collectives"] = [str(request) for plan in plans for stage in plan for request in stage]
         fields["pieces"] = [f"{engine.reduction.piece_bytes} {engine.sender.tuning.cuts}"]
         held = [e for e in engine.state.entries() if engine.reduction.fields.get(e[1]) != "local"]
@@ -64,63 +69,51 @@ def fingerprint(handle: Any, rows: Rows, *, watched: bool = False) -> dict[str, 
     return fields
 
 
-def levels(node: Mapping[str, Any], path: str = "") -> list[str]:
-    """A configuration as sorted lines, one per level and option."""
-    lines = []
-    for key, value in sorted(node.items()):
-        here = f"{path}.{key}" if path else key
-        if isinstance(value, Mapping):
-            lines += levels(value, here)
-        elif isinstance(value, list | tuple) and any(isinstance(each, Mapping | list | tuple) for each in value):
-            for number, each in enumerate(value):
-                lines += levels(each if isinstance(each, Mapping) else {str(number): each}, f"{here}[{number}]")
-        else:
-            lines.append(f"{here} = {value!r}")
-    return lines
+def verify(
+    handle: CommHook, rows: Rows, timeout: float, *, watched: bool = False, facts: Fingerprint | None = None
+) -> None:
+    """Compare the ranks of a handle that was just attached.
 
-
-def verify(handle: Any, rows: Rows, timeout: float, *, watched: bool = False, facts: Fingerprint | None = None) -> None:
-    """Agree on a handle that has just been attached.
-
-    A binding without a process group of its own (a manager, a simulation) is not verified.
+    A binding without a process group (a manager, a simulation) is not compared.
 
     Raises:
-        RankMismatchError: on every rank.
-        HookTimeoutError: some rank did not come.
+        RankMismatchError: on every rank, if ranks differ.
+        HookTimeoutError: a rank is missing.
     """
-    group = handle.binding.group
+    group = _binding(handle).group
     if group is None or dist.get_world_size(group) == 1:
         return
     fields = {**fingerprint(handle, rows, watched=watched), **(facts or {})}
-    agree(handle.expr, fields, StoreExchange(group, timeout), says=handle.expr)
+    agree(handle.expr, fields, StoreExchange(group, timeout), expression=handle.expr)
 
 
 def verify_state(
-    handle: Any,
+    handle: CommHook,
     timeout: float,
     step: int,
     entries: Mapping[tuple[str, str], torch.Tensor],
     refused: str = "",
     buckets: Sequence[Sequence[str]] = (),
 ) -> None:
-    """Agree on a state that is about to be loaded into an attached handle; nothing has been changed yet.
+    """Compare the ranks before they load a state into an attached handle.
 
-    Compared are the step, what all ranks share, its numbers included, and whether a rank refuses what it was given.
-    What is a rank's own may be missing on some: one that has had no data yet has no residual.
+    Ranks compare the step, the bits of shared entries, and refusals. Local entries may be missing on some ranks: a rank
+    that has had no data yet has no residual.
 
     Args:
-        handle: the attached handle.
-        timeout: seconds to wait for a rank that has not come.
+        handle: attached.
+        timeout: seconds to wait for a missing rank.
         step: committed steps of the state.
-        entries: ``(parameter, field)`` -> tensor.
-        refused: why this rank refuses its state; empty if it does not.
+        entries: tensors by `(parameter, field)`.
+        refused: reason why this rank refuses its state; empty if it accepts.
         buckets: names of the parameters in each bucket of the state's last step.
 
     Raises:
-        RankMismatchError: on every rank.
-        HookTimeoutError: some rank did not come.
+        RankMismatchError: on every rank, if ranks differ or one refuses.
+        HookTimeoutError: a rank is missing.
     """
-    group = handle.binding.group
+    binding = _binding(handle)
+    group = binding.group
     if group is None:
         return
     kinds = handle.reduction.fields if handle.reduction is not None else {}
@@ -132,8 +125,14 @@ def verify_state(
         "numbers that all ranks share": [f"{name} {field} {checksum(tensor)}" for name, field, tensor in shared],
     }
     nothing: Fingerprint = {}
-    others = [(axis, nothing) for axis in handle.binding.other_axes]
+    others = [(axis, nothing) for axis in binding.other_axes]
     agree_along(f"the state to load into {handle.expr}", everywhere, [*others, (group, here)], timeout)
+
+
+def _binding(handle: CommHook) -> Binding:
+    if handle.binding is None:
+        raise AttachError(f"{handle.expr} is not attached to a model, so its ranks cannot be compared; attach it first")
+    return handle.binding
 
 
 def _entry(name: str, field: str, tensor: torch.Tensor) -> str:
@@ -181,5 +180,6 @@ def checksum(*tensors: torch.Tensor) -> str:
 def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors that hold a tensor's memory: a wrapper subclass has none of its own."""
     if hasattr(tensor, "__tensor_flatten__"):
-        return [part for name in tensor.__tensor_flatten__()[0] for part in _plain(getattr(tensor, name))]
+        inside = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # a DTensor's has a mesh, too
+        return [plain for part in inside if isinstance(part, torch.Tensor) for plain in _plain(part)]
     return [torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor]

@@ -1,6 +1,7 @@
-"""The handle of a configured hook: what :func:`commhooks.create` and :func:`commhooks.attach` return.
+"""The handle of a configured hook, as :func:`commhooks.create` and :func:`commhooks.attach` return it.
 
-One class for every kind of model. What differs between DDP, FSDP and a manager is a :class:`Binding`.
+One class serves every kind of model. The differences between DDP, FSDP and a manager are in the
+:class:`~commhooks.adapters.Binding`.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,9 +13,8 @@ import torch.distributed as dist
 from commhooks.adapters.base import Binding
 from commhooks.engine.stats import residual_figures
 from commhooks.errors import AttachError
-from commhooks.fingerprint import levels
 from commhooks.reduction import Plain, Reduction
-from commhooks.registry.expression import Node, unparse
+from commhooks.registry.expression import Node, option_lines, unparse
 from commhooks.report.plan import PlanRow, plan_rows
 from commhooks.report.report import Report, report
 from commhooks.requests import payload_bytes
@@ -28,17 +28,17 @@ class CommHook:
 
     Args:
         node: canonical expression.
-        built: a reduction, or a foreign ``(state, bucket) -> Future`` function.
-        process_group: group to use where the model has none of its own.
-        state: state to go on from.
-        full: the expression with every option, and the provider and version of each level.
+        built: reduction, or foreign function `(state, bucket) -> Future`.
+        process_group: group to use if the model has none.
+        state: initial state.
+        full: expression with every option, and the provider and version of each level.
 
     Attributes:
-        expr: the expression, e.g. ``"bf16_wrapper(powersgd(rank=4))"``.
+        expr: expression, e.g. `"bf16_wrapper(powersgd(rank=4))"`.
         config: the same as a nested dict.
-        state: a :class:`~commhooks.state.HookState`, or a foreign hook's own state.
-        alone: attached in a single process, which has nobody to send to: nothing is compressed, and a state is kept as it
-            was loaded. See ``single_process`` of :func:`commhooks.attach`.
+        state: a :class:`~commhooks.HookState`, or a foreign hook's own state. :attr:`hook_state` is typed.
+        alone: True if attached in a single process, which has no peer to send to. The hook then compresses nothing and
+            leaves a loaded state unchanged. See `single_process` of :func:`commhooks.attach`.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class CommHook:
         self.state: object | None = state
         if isinstance(built, Reduction) and state is None:
             self.state = HookState()
-        self.alone = False  # attached where there is one process: gradients are left as they are
-        self.agreement_timeout: float | None = None  # seconds; None: the ranks are not compared
+        self.alone = False
+        self.agreement_timeout: float | None = None  # seconds; None if ranks are not compared
         self._binding: Binding | None = None
         self._calls_seen = 0
         self._last: dict[str, float] | None = None  # statistics at detach
@@ -69,14 +69,20 @@ class CommHook:
 
     @property
     def identity(self) -> list[str]:
-        """What the hook is, as data: the type of what was built, and every option of every level, with its provider and
-        version. Ranks with the same lines run the same; :attr:`expr` is for people.
+        """The hook's type, and every option of every level with provider and version, as lines.
+
+        Ranks with equal lines run the same hook. :attr:`expr` is for people.
         """
-        return [type(self.built).__qualname__, *levels(self.full)]
+        return [type(self.built).__qualname__, *option_lines(self.full)]
+
+    @property
+    def hook_state(self) -> HookState | None:
+        """The staged state of a reduction; None for a foreign hook, whose state only the hook knows."""
+        return self.state if isinstance(self.state, HookState) else None
 
     @property
     def reduction(self) -> Reduction | None:
-        """What is run: the reduction, or the plain average while the handle is :attr:`alone`; ``None`` for a foreign hook."""
+        """The reduction that runs: plain averaging while the handle is :attr:`alone`; None for a foreign hook."""
         if self.alone:
             return Plain()
         return self.built if isinstance(self.built, Reduction) else None
@@ -89,11 +95,11 @@ class CommHook:
         return f"<CommHook {self.expr}, {'attached' if self.attached else 'not attached'}>"
 
     def bind(self, binding: Binding) -> None:
-        """Take the place that an adapter has made on a model.
+        """Start to use a binding that an adapter made on a model.
 
         Raises:
-            AttachError: this handle has a place already.
-            StateError: the state belongs to another model; plain averaging is left in the binding's place.
+            AttachError: this handle is attached already.
+            StateError: the state belongs to another model. The binding is detached, which leaves plain averaging.
         """
         if self._binding is not None:
             raise AttachError(
@@ -102,40 +108,46 @@ class CommHook:
         try:
             if self.reduction is not None:
                 self.reduction.check(binding.layout)
-            if isinstance(self.state, HookState):
-                self.state.bind_params([(p.name, p.shape) for p in binding.layout.params], binding.params)
-                self._fit(binding)
+            if self.hook_state is not None:
+                self.hook_state.bind_params([(p.name, p.shape) for p in binding.layout.params], binding.params)
+                self._fit(self.hook_state, binding)
         except Exception:
-            binding.detach()  # the model must stay usable, and attachable
+            binding.detach()  # otherwise the model could neither train nor be attached to
             raise
         self._binding = binding
         self._calls_seen = binding.calls
 
-    def _fit(self, binding: Binding) -> None:
-        """A state that was loaded before there was a model is checked."""
+    def _fit(self, state: HookState, binding: Binding) -> None:
+        """Check a state that was loaded before the handle was attached."""
         from commhooks.checkpoint.save_load import fit_to
 
-        if self.alone:
-            return  # what was loaded is of any rank, and not used
-        if isinstance(self.state, HookState) and self.reduction is not None and binding.engine is not None:
-            fit_to(self.state, self.reduction, binding.layout, binding.engine.transport.world_size)
+        if self.alone:  # a single process may load the state of any rank, and does not use it
+            return
+        if self.reduction is not None and binding.engine is not None:
+            fit_to(state, self.reduction, binding.layout, binding.engine.transport.world_size)
 
-    # -- looking
+    # -- figures
 
     def stats(self, *, detail: bool = False) -> dict[str, float]:
-        """Cumulative figures since attaching.
+        """Return cumulative figures since attaching, or those at detach after `detach()`.
 
-        ``payload_bytes`` are the tensors that the hook gave to collectives, per rank, counted exactly; ``wire_bytes`` what
-        a rank sends for them and for the status (W + 1 fp32 numbers per step), as modelled: ``2 (W - 1) / W`` of what is
-        all-reduced round a ring, ``W - 1`` times what is exchanged directly, ``(W - 1) / W`` of what else is sent;
-        ``rounds`` the stages that were started, one for each piece of a large bucket; seconds are host time. After
-        ``detach()`` those at detach. A binding with several axes adds the figures of each.
+        - `payload_bytes`: tensors that the hook gave to collectives, in bytes per rank, counted exactly.
+        - `wire_bytes`: bytes that a rank sends for them and for the status (W + 1 fp32 numbers per step), by a model:
+          `2 (W - 1) / W` of the bytes that are all-reduced round a ring, `W - 1` times those that ranks exchange directly,
+          and `(W - 1) / W` of all others.
+        - `rounds`: stages started, one for each piece of a large bucket.
+        - `*_seconds`: host time.
+
+        A binding with several axes adds up the figures of all axes.
 
         Args:
-            detail: add, for each parameter with a residual, ``residual_norm/NAME`` (unscaled) and, while the gradients
-                of the last step are still there, ``relative_error/NAME`` = ‖residual‖ / ‖gradient + residual‖: the
-                part of the last step's gradient that was held back on this rank. Computed when asked for; with FSDP2
-                from the second call on, because only then are gradients kept for it.
+            detail: True adds, for each parameter with a residual, `residual_norm/NAME` (unscaled), and
+                `relative_error/NAME` = ‖residual‖ / ‖gradient + residual‖ while the gradients of the last step exist:
+                the part of the last gradient that this rank did not send. FSDP2 has it from the second call on,
+                because it keeps gradients only after the first.
+
+        Raises:
+            AttachError: the handle was never attached.
         """
         if self._binding is None and self._last is not None:
             return dict(self._last)
@@ -146,7 +158,11 @@ class CommHook:
         return figures
 
     def plan(self) -> list[PlanRow]:
-        """How each parameter is treated at the present step, in model order."""
+        """Return the treatment of each parameter at the current step, in model order.
+
+        Raises:
+            AttachError: not attached.
+        """
         binding = self._bound()
         if self.alone:
             return [PlanRow(p.name, p.shape, "plain", "one process: nothing is sent") for p in binding.layout.params]
@@ -157,13 +173,13 @@ class CommHook:
         return plan_rows(reduction, binding.layout, binding.engine.state.step)
 
     def report(self) -> Report:
-        """What the hook does to which parameters: a table by group, which prints in a terminal (``print(report)``), shows
-        in a notebook, and is plain values for JSON (``report.to_dict()``).
+        """Return a table of the hook's treatment and figures by group of parameters.
 
-        Per step: bytes of the gradients, bytes given to collectives, and how many times fewer cross the network than with
-        plain averaging. Of the last step, on this rank: the relative error ‖residual‖ / ‖gradient + residual‖ and the norm
-        of the residual, as :meth:`stats` has them by parameter. It warns of a hook that never compresses this model. No
-        other rank is asked, so one rank may call it alone; the host waits for a GPU.
+        It prints in a terminal (`print(report)`), shows in a notebook, and converts to plain values for JSON
+        (`report.to_dict()`). Figures per step are the bytes of the gradients, the bytes given to collectives, and their
+        ratio on the network to plain averaging. Figures of the last step on this rank are the relative error
+        ‖residual‖ / ‖gradient + residual‖ and the norm of the residual. The report warns of a hook that never compresses
+        this model. It needs no other rank, so one rank may call it alone. The host waits for the device.
 
         Raises:
             AttachError: not attached.
@@ -183,10 +199,10 @@ class CommHook:
         return report(self.expr, self._bound(), self.plan(), self.reduction)
 
     def cautions(self, world_size: int | None = None) -> list[str]:
-        """What one should know before this hook runs on this model, in sentences; those of its group are logged at attach.
+        """Return sentences on costs of this hook with this model. `attach` logs those for its own group.
 
         Args:
-            world_size: ranks to think of; by default those of the group.
+            world_size: number of ranks; by default the group's.
         """
         engine = self._bound().engine
         if engine is None or self.reduction is None:
@@ -194,55 +210,66 @@ class CommHook:
         return self.reduction.cautions(self._bound().layout, world_size or engine.transport.world_size)
 
     def payload_per_step(self) -> int:
-        """Bytes given to collectives per rank in one step, from the shapes alone.
+        """Return the bytes given to collectives per rank in one step, computed from the shapes.
 
-        Exactly those of the last step's buckets, where there was one (a bucket that all ranks share equally is padded);
-        before, of all parameters as one bucket.
+        After the first step they are exactly those of its buckets, including the padding of buckets that all ranks share
+        equally. Before, they assume one bucket of all parameters.
+
+        Raises:
+            AttachError: not attached, or a foreign hook, whose bytes are unknown.
         """
         engine = self._bound().engine
         if engine is None:
-            raise AttachError(f"{self.expr} is a foreign hook: its collectives are its own and cannot be planned")
+            raise AttachError(
+                f"{self.expr} is a foreign hook, whose collectives cannot be planned. Measure its bytes on the network"
+            )
         plans = [engine.plan(layout) for layout in engine.buckets.layouts or [self._bound().layout]]
         return sum(map(payload_bytes, plans))
 
     def assert_active(self) -> None:
-        """Fail if the model has not called the hook since attaching, or since this was last asked.
+        """Raise if the model has not called the hook since attaching, or since the last `assert_active()`.
 
         Raises:
-            AttachError: the hook is not being called: the model was copied after attaching, or a framework
-                dropped the hook.
+            AttachError: the model was copied after attaching, or a framework removed the hook.
         """
         calls = self._bound().calls
         if calls == self._calls_seen:
             raise AttachError(
                 f"{self.expr} has not been called since {'attach()' if calls == 0 else 'the last assert_active()'}. "
-                "Call this after a backward pass that synchronises. If there was one, the model that trains is not "
-                "the one the hook was attached to: it was copied or wrapped anew, or a framework dropped the hook"
+                "Call this after a backward pass that synchronises. If there was one, another model trains than the one "
+                "that has the hook: attach after the model is copied or wrapped, and check that no framework removes hooks"
             )
         self._calls_seen = calls
 
     def check(self) -> None:
-        """Raise the original exception of the hook's last failure, if it has not been raised yet."""
+        """Raise the exception of the hook's last failure, unless it was raised already."""
         self._bound().check()
 
     def verify_gradients(self, every: int = 1) -> None:
-        """From now on, compare the reduced gradients of all ranks every ``every`` steps; 0 stops it.
+        """Compare the reduced gradients of all ranks every `every` steps from now on.
 
-        Two numbers per rank are exchanged. Call it on all ranks alike. Not for hooks that leave ranks different
-        gradients on purpose (``noop``, local SGD).
+        Ranks exchange two numbers each. All ranks must make this call. It does not suit hooks that leave different
+        gradients on the ranks (`noop`, local SGD).
+
+        Args:
+            every: steps between two checks; 0 stops them.
 
         Raises:
-            RankMismatchError: later, from ``backward()`` on all ranks, naming the ranks that agree with one another.
-            HookNotSupportedError: this kind of model has no place for the check.
+            RankMismatchError: later, from `backward()` on all ranks, naming the ranks that agree with one another.
+            HookNotSupportedError: this kind of model does not support the check.
+            ValueError: `every` is negative.
         """
         if every < 0:
             raise ValueError(f"every={every}: expected 0 or a number of steps")
         self._bound().verify_gradients(every)
 
     def set_loss_scale(self, scale: float) -> None:
-        """Say by what the loss of the next backward is multiplied, where no ``scaler=`` was given to ``attach``.
+        """Set the factor of the loss of the next backward, if `attach` got no `scaler=`.
 
-        Residuals are kept in the gradient's units, so they follow the scale; ``state_dict()`` has them unscaled.
+        Residuals have the gradient's units, so they follow the scale. `state_dict()` has them unscaled.
+
+        Raises:
+            ValueError: the scale is not positive and finite.
         """
         if not 0.0 < scale < float("inf"):
             raise ValueError(f"the loss scale is {scale}; expected a positive finite number")
@@ -253,15 +280,19 @@ class CommHook:
     # -- the step
 
     def commit(self) -> bool | None:
-        """Make the last step's state final now instead of at the next step; returns whether it was kept."""
+        """Make the last step's state final now instead of at the next step.
+
+        Returns:
+            True if the state was kept, False if it was rolled back, None for a foreign hook.
+        """
         engine = self._bound().engine
         return engine.resolve_step() if engine is not None else None
 
     def rollback(self) -> None:
-        """The optimizer did not use the last step: its residual, P, Q and counters are as if it had never been.
+        """Undo the state of the last step, because the optimizer did not use its gradients.
 
         Raises:
-            HookNotSupportedError: there is one copy of the state: attached with ``rollback=False``.
+            HookNotSupportedError: attached with `rollback=False`, which keeps one copy of the state.
         """
         engine = self._bound().engine
         if engine is not None:
@@ -270,43 +301,43 @@ class CommHook:
             engine.rollback()
 
     def detach(self) -> None:
-        """Put plain averaging in the hook's place; the model stays as it is and can be attached to again."""
+        """Replace the hook by plain averaging. The model can be attached to again."""
         if self._binding is None:
             return
         self._last = self._binding.stats()
         self._binding.detach()
-        if isinstance(self.state, HookState):
-            self.state.settle()
-            self.state.unbind()
+        if self.hook_state is not None:
+            self.hook_state.settle()
+            self.hook_state.unbind()
         self._binding = None
         self.alone = False
 
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values that resume this hook on this rank (``torch.load(weights_only=True)`` reads them).
+        """Return tensors and plain values that resume this hook on this rank.
 
-        Keyed by parameter name. What is ``"local"`` in the reduction's fields differs from rank to rank: save every
-        rank's.
+        `torch.load(weights_only=True)` reads them. Entries are keyed by parameter name. Fields that the reduction
+        declares as `"local"` differ between ranks, so save the state of every rank.
         """
         from commhooks.checkpoint import state_dict
 
         return state_dict(self)
 
     def load_state_dict(self, state: Mapping[str, Any], *, world_change: str = "error") -> None:
-        """Go on from :meth:`state_dict`; all or nothing.
+        """Load the result of :meth:`state_dict`, completely or not at all.
 
-        On an attached handle every rank has to make this call: the ranks compare step, shapes and what they share, and
-        if one refuses its state, none is changed (not with ``verify_ranks=False``).
+        On an attached handle every rank must make this call. The ranks compare step, shapes and shared fields, and if one
+        rank refuses its state, no rank changes (except with `verify_ranks=False`).
 
         Args:
             state: this rank's own, or :func:`commhooks.checkpoint.merge` of all ranks'.
-            world_change: what happens to residuals that are not this rank's own: ``"error"``; ``"mean"`` (``state`` is
-                merged, every rank goes on from the mean residual); ``"reset"`` (dropped).
+            world_change: treatment of residuals of other ranks: `"error"`; `"mean"` (`state` is merged, and every rank
+                continues with the mean residual); `"reset"` (residuals are dropped).
 
         Raises:
-            StateError: it was made by another hook, for another model, rank or world size, or is malformed.
-            RankMismatchError: the ranks were given states that do not belong together, or another rank refused its own.
+            StateError: another hook, model, rank or world size made the state, or it is malformed.
+            RankMismatchError: the states of the ranks do not belong together, or another rank refused its own.
         """
         from commhooks.checkpoint import load_state_dict
 
@@ -314,7 +345,7 @@ class CommHook:
 
     @property
     def binding(self) -> Binding | None:
-        """Where the hook is in place, if it is."""
+        """The binding on the model; None if not attached."""
         return self._binding
 
     def _bound(self) -> Binding:

@@ -1,7 +1,7 @@
 """Types that torch does not export by name.
 
-DDP checks a hook's annotations against this very class, and refuses strings: never postpone annotations in a module
-that defines a hook.
+DDP compares a hook's annotations with this class and refuses strings. A module that defines a hook must therefore not use
+`from __future__ import annotations`.
 """
 
 from torch._C._distributed_c10d import GradBucket

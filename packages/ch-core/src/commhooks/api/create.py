@@ -1,4 +1,4 @@
-"""`create`: a configured hook that is not attached to a model yet."""
+"""`create`: builds a configured hook that is not attached to a model."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def create(
-    what: str | Mapping[str, Any] | Callable[..., Any] | Reduction,
+    hook: str | Mapping[str, Any] | Callable[..., Any] | Reduction,
     *,
     process_group: "ProcessGroup | None" = None,
     **config: Any,
@@ -27,19 +27,23 @@ def create(
     Needs no process group and no model; `commhooks.attach(model, handle)` installs it.
 
     Args:
-        what: e.g. `"powersgd"`, `"bf16_wrapper(powersgd(rank=4))"`, `"acme/topk"`, a canonical dict, a
-            policy dict.
-        process_group: the group to reduce over; by default the model's own.
+        hook: e.g. `"powersgd"`, `"bf16_wrapper(powersgd(rank=4))"`, `"acme/topk"`, a canonical dict, a policy dict.
+        process_group: group to reduce over; by default the model's own.
         **config: options of the outermost hook, for `create("powersgd", rank=4)`.
 
     Raises:
-        UnknownHookError, AmbiguousHookError, PluginLoadError: a name cannot be found, or its code not
-            imported.
-        HookConfigError: bad expression, option or value.
+        UnknownHookError, AmbiguousHookError: a name cannot be resolved.
+        PluginLoadError: the code of a hook cannot be imported.
+        HookConfigError: the expression, an option or a value is illegal.
+        AttachError: `hook` is of a type that no hook has.
+
+    Example:
+        >>> create("warmup(allreduce, steps=2)").expr
+        'warmup(allreduce, steps=2)'
     """
-    if not isinstance(what, str | Mapping):
-        return as_handle(what, process_group=process_group, config=config)
-    built = build(_merged(canonical(what), config))
+    if not isinstance(hook, str | Mapping):
+        return as_handle(hook, process_group=process_group, config=config)
+    built = build(_merged(canonical(hook), config))
     state = built.make_state(process_group) if built.make_state is not None else None
     return CommHook(node=built.node, built=built.value, process_group=process_group, state=state, full=built.full)
 
@@ -52,29 +56,29 @@ def _merged(node: Node, config: Mapping[str, Any]) -> Node:
 
 
 def as_handle(
-    what: str | Mapping[str, Any] | Callable[..., Any] | Reduction | CommHook,
+    hook: str | Mapping[str, Any] | Callable[..., Any] | Reduction | CommHook,
     *,
     process_group: dist.ProcessGroup | None = None,
     state: object | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> CommHook:
-    """An unattached handle from anything :func:`attach` takes."""
-    if isinstance(what, str | Mapping):
-        return create(what, process_group=process_group, **(config or {}))
+    """Return an unattached handle from any argument that :func:`attach` takes as a hook."""
+    if isinstance(hook, str | Mapping):
+        return create(hook, process_group=process_group, **(config or {}))
     if config:
-        raise HookConfigError(f"options {', '.join(config)} need a hook by name; configure {what!r:.80} itself")
-    if isinstance(what, CommHook):
-        return what
-    made = what if isinstance(what, Reduction) else _carried(what, state)
-    if made is None and inspect.isgeneratorfunction(getattr(what, "func", what)):
-        made = as_reduction(what)
-    built = made if made is not None else what
+        raise HookConfigError(f"options {', '.join(config)} need a hook by name; configure {hook!r:.80} itself")
+    if isinstance(hook, CommHook):
+        return hook
+    made = hook if isinstance(hook, Reduction) else _reduction_of(hook, state)
+    if made is None and inspect.isgeneratorfunction(getattr(hook, "func", hook)):
+        made = as_reduction(hook)
+    built = made if made is not None else hook
     if isinstance(built, Reduction):
         node = built.node()
         return CommHook(node=node, built=built, process_group=process_group, full=_registered(node, built))
     if not callable(built):
         raise AttachError(
-            f"cannot attach {type(what).__name__}: give an expression such as 'powersgd(rank=4)', a dict, a "
+            f"cannot attach {type(hook).__name__}: give an expression such as 'powersgd(rank=4)', a dict, a "
             "(state, bucket) function, a reduction, or a handle from commhooks.create()"
         )
     name = getattr(built, "__name__", type(built).__name__)
@@ -82,8 +86,9 @@ def as_handle(
 
 
 def _registered(node: Node, given: Reduction) -> Node | None:
-    """An object's node with every option, provider and version: those of what the registry builds of its expression, if that is
-    the same. So a state serves the object and the expression alike. ``None`` for one that the registry does not have.
+    """Return the full node of a reduction object, if the registry builds an equal object of its expression, or None.
+
+    Ranks compare full nodes, and states have them. A state therefore fits the object and the expression.
     """
     try:
         made = build(node)
@@ -93,13 +98,13 @@ def _registered(node: Node, given: Reduction) -> Node | None:
     return made.full if same else None
 
 
-def _carried(what: object, state: object) -> Reduction | None:
-    """The reduction that one of our own hook functions carries, made from its state where it needs one."""
-    carried = getattr(what, "reduction", None)
+def _reduction_of(hook: object, state: object) -> Reduction | None:
+    """Return the reduction behind one of this project's hook functions, made from its state if it needs one."""
+    carried = getattr(hook, "reduction", None)
     if isinstance(carried, Reduction) or not callable(carried):
         return carried if isinstance(carried, Reduction) else None
     if state is None:
-        name = getattr(what, "__name__", "this hook")
+        name = getattr(hook, "__name__", "this hook")
         raise AttachError(f"{name} takes its options from a state: commhooks.attach(model, {name}, state=...)")
     made: Reduction = carried(state)
     return made

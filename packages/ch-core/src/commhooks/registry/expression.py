@@ -1,17 +1,20 @@
-"""Hook expressions: `"bf16_wrapper(powersgd(rank=4))"` and the nested dict it stands for.
+"""Hook expressions: `"bf16_wrapper(powersgd(rank=4))"` and its nested dict.
 
-The dict is canonical, the string is sugar; each converts to the other without loss:
+The dict is canonical. The string and the dict convert to each other without loss:
 
     {"hook": "bf16_wrapper", "config": {}, "inner": {"hook": "powersgd", "config": {"rank": 4}}}
 
-A node has `hook` and `config`, and where given `provider` (a distribution name, written `provider="acme"`),
-`inner` (the wrapped node; a list of nodes when there are several) or `rules` (a policy: `[[pattern, node],
-...]`, written `policy({"*.norm*": allreduce, "*": powersgd(rank=4)})`). A plain dict of patterns to
-expressions, without the key `hook`, is short for such a policy. Values are int, float, bool, None, str and
-lists of those.
+A node has `hook` and `config`, and optionally
 
-An expression names registered hooks only. It is read through a handful of `ast` node types, is never
-evaluated, and can import nothing, so a config file or a checkpoint is data.
+- `provider`: a distribution name, written `provider="acme"`;
+- `inner`: the wrapped node, or a list of nodes;
+- `rules`: a policy `[[pattern, node], ...]`, written `policy({"*.norm*": allreduce, "*": powersgd(rank=4)})`.
+
+A plain dict of patterns to expressions, without the key `hook`, is short for such a policy. Values are int, float, bool,
+None, str and lists of those.
+
+An expression only names registered hooks. The parser accepts a few `ast` node types and evaluates and imports nothing, so
+expressions in config files and checkpoints are data.
 """
 
 import ast
@@ -26,7 +29,7 @@ from commhooks.registry.options import Value
 from commhooks.registry.spec import legal_name
 
 Node = dict[str, Any]
-"""A canonical node; its keys are listed in this module's docstring."""
+"""A canonical node. This module's docstring lists its keys."""
 
 MAX_TEXT = 20_000
 MAX_DEPTH = 16
@@ -36,11 +39,11 @@ _PINNED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)/([a-z][a-z0-9_]*)\Z")
 _LEGAL = "write a hook name, or name(inner, option=value)"
 
 
-def canonical(what: str | Mapping[str, Any]) -> Node:
-    """The canonical node of an expression, of a node, or of a policy dict.
+def canonical(expression: str | Mapping[str, Any]) -> Node:
+    """Return the canonical node of an expression, of a node, or of a policy dict.
 
     Raises:
-        HookConfigError: what is wrong, with a caret under it where `what` is a string.
+        HookConfigError: the problem, with a caret under it if the expression is a string.
 
     Example:
         >>> canonical("powersgd(rank=4)")
@@ -50,16 +53,16 @@ def canonical(what: str | Mapping[str, Any]) -> Node:
         >>> canonical("acme/topk")
         {'hook': 'topk', 'provider': 'acme', 'config': {}}
     """
-    if isinstance(what, str):
-        return parse(what)
-    node = _from_mapping(what, 0)
+    if isinstance(expression, str):
+        return parse(expression)
+    node = _from_mapping(expression, 0)
     if len(unparse(node)) > MAX_TEXT:
         raise HookConfigError(f"the expression is longer than {MAX_TEXT} characters when printed")
     return node
 
 
 def unparse(node: Node) -> str:
-    """The expression of a canonical node; `parse(unparse(node)) == node`.
+    """Return the expression of a canonical node: `parse(unparse(node)) == node`.
 
     Example:
         >>> unparse(parse("bf16_wrapper( powersgd(rank = 4) )"))
@@ -77,7 +80,7 @@ def unparse(node: Node) -> str:
 
 
 def nodes(node: Node) -> list[Node]:
-    """The node and everything inside it, outermost first.
+    """Return the node and all nodes inside it, outermost first.
 
     Example:
         >>> [n["hook"] for n in nodes(parse("bf16_wrapper(powersgd)"))]
@@ -89,11 +92,31 @@ def nodes(node: Node) -> list[Node]:
     return [node] + [found for child in children for found in nodes(child)]
 
 
+def option_lines(node: Mapping[str, Any], path: str = "") -> list[str]:
+    """Return a node as sorted lines, one for each level and option. Ranks compare them.
+
+    Example:
+        >>> option_lines(parse("powersgd(rank=4)"))
+        ['config.rank = 4', "hook = 'powersgd'"]
+    """
+    lines = []
+    for key, value in sorted(node.items()):
+        here = f"{path}.{key}" if path else key
+        if isinstance(value, Mapping):
+            lines += option_lines(value, here)
+        elif isinstance(value, list | tuple) and any(isinstance(each, Mapping | list | tuple) for each in value):
+            for number, each in enumerate(value):
+                lines += option_lines(each if isinstance(each, Mapping) else {str(number): each}, f"{here}[{number}]")
+        else:
+            lines.append(f"{here} = {value!r}")
+    return lines
+
+
 def parse(text: str) -> Node:
-    """The canonical node of an expression string.
+    """Return the canonical node of an expression string.
 
     Raises:
-        HookConfigError: with the offending part underlined.
+        HookConfigError: with the bad part underlined.
 
     Example:
         >>> parse("bf16_wrapper(powersgd.rank)")
@@ -127,13 +150,13 @@ def _syntax_message(text: str, error: SyntaxError) -> str:
 
 
 def _node(hook: str, config: Mapping[str, Value] | None = None, *, provider: str | None = None, **rest: Any) -> Node:
-    """A node with its keys in the canonical order, absent ones left out."""
+    """Return a node with its keys in canonical order, without absent ones."""
     pinned = {} if provider is None else {"provider": provider}
     return {"hook": hook, **pinned, "config": dict(config or {}), **rest}
 
 
 class _Reader:
-    """Turns `ast` nodes into canonical ones, or points at what it does not accept."""
+    """Converts `ast` nodes into canonical nodes, and underlines the part that it refuses."""
 
     def __init__(self, text: str) -> None:
         self.lines = text.splitlines()
@@ -141,7 +164,7 @@ class _Reader:
     def fail(self, at: ast.AST, why: str) -> NoReturn:
         row = getattr(at, "lineno", 1) - 1
         line = self.lines[row]
-        raw = line.encode()  # ast counts bytes, people count characters
+        raw = line.encode()  # ast counts bytes, and the caret line needs characters
         start = len(raw[: getattr(at, "col_offset", 0)].decode())
         same_row = getattr(at, "end_lineno", row + 1) == row + 1
         end = len(raw[: getattr(at, "end_col_offset", None)].decode()) if same_row else len(line)
@@ -173,7 +196,7 @@ class _Reader:
         return tree.id
 
     def inside(self, args: Sequence[ast.expr], depth: int) -> Node:
-        """What the positional arguments say: nothing, a policy's rules, one inner hook, or several."""
+        """Return the keys for the positional arguments: none, a policy's rules, one inner hook, or several."""
         if len(args) == 1 and isinstance(args[0], ast.Dict):
             return {"rules": self.rules(args[0], depth + 1)}
         for arg in args:
@@ -226,7 +249,11 @@ class _Reader:
 
 
 def _value(value: Any, depth: int = 0) -> Value:
-    """`value` in canonical form (tuples become lists), or why it is none."""
+    """Return `value` in canonical form, with lists for tuples.
+
+    Raises:
+        HookConfigError: the type or size is illegal.
+    """
     if depth > MAX_DEPTH:
         raise HookConfigError(f"a value is nested deeper than {MAX_DEPTH} levels")
     if isinstance(value, (list, tuple)):
@@ -242,52 +269,54 @@ def _value(value: Any, depth: int = 0) -> Value:
     return value  # type: ignore[no-any-return]
 
 
-def _from_any(what: Any, depth: int) -> Node:
-    if isinstance(what, str):
-        return _within(parse(what), depth)
-    if isinstance(what, Mapping):
-        return _from_mapping(what, depth)
-    raise HookConfigError(f"expected a hook expression or a dict, got {type(what).__name__}")
+def _from_any(given: Any, depth: int) -> Node:
+    if isinstance(given, str):
+        return _checked_depth(parse(given), depth)
+    if isinstance(given, Mapping):
+        return _from_mapping(given, depth)
+    raise HookConfigError(f"expected a hook expression or a dict, got {type(given).__name__}")
 
 
-def _within(node: Node, depth: int) -> Node:
-    """The node of a nested string, whose own depth counts from where it stands."""
+def _checked_depth(node: Node, depth: int) -> Node:
+    """Return the node of a nested string. Its depth adds to the depth of its place."""
     inner = node.get("inner", [])
     children = (inner if isinstance(inner, list) else [inner]) + [rule for _, rule in node.get("rules", [])]
     if depth >= MAX_DEPTH:
         raise HookConfigError(f"nested deeper than {MAX_DEPTH} levels")
     for child in children:
-        _within(child, depth + 1)
+        _checked_depth(child, depth + 1)
     return node
 
 
-def _from_mapping(what: Mapping[Any, Any], depth: int) -> Node:
+def _from_mapping(given: Mapping[Any, Any], depth: int) -> Node:
     if depth >= MAX_DEPTH:
         raise HookConfigError(f"nested deeper than {MAX_DEPTH} levels")
-    if "hook" not in what:
-        return _node("policy", rules=_from_rules(list(what.items()), depth))
-    for key in what:
+    if "hook" not in given:
+        return _node("policy", rules=_from_rules(list(given.items()), depth))
+    for key in given:
         if key not in _KEYS:
             close = difflib.get_close_matches(str(key), _KEYS, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise HookConfigError(f"unknown key {key!r} in {dict(what)!r:.200}; legal: {', '.join(_KEYS)}{hint}")
-    hook, provider, config = what["hook"], what.get("provider"), what.get("config", {})
+            raise HookConfigError(f"unknown key {key!r} in {dict(given)!r:.200}; legal: {', '.join(_KEYS)}{hint}")
+    hook, provider, config = given["hook"], given.get("provider"), given.get("config", {})
     if not (isinstance(hook, str) and legal_name(hook)):
         raise HookConfigError(f"{hook!r} is not a hook name: lower-case letters, digits and '_'")
     if provider is not None and not (isinstance(provider, str) and _PROVIDER.match(provider)):
         raise HookConfigError(f"provider={provider!r} is not a distribution name")
     if not isinstance(config, Mapping) or not all(isinstance(k, str) and legal_name(k) for k in config):
-        raise HookConfigError(f"the config of {hook!r} must be a dict of lower-case option names, got {config!r:.200}")
+        raise HookConfigError(
+            f"the config of {hook!r} must be a dict with lower-case option names, got {config!r:.200}"
+        )
     if "provider" in config:
-        raise HookConfigError(f"'provider' stands beside 'config', not inside it: {dict(what)!r:.200}")
-    if "inner" in what and "rules" in what:
+        raise HookConfigError(f"'provider' is a key of the node, not of its config: {dict(given)!r:.200}")
+    if "inner" in given and "rules" in given:
         raise HookConfigError(f"{hook!r} has both 'inner' and 'rules'; a node has one of them")
     values = {key: _value(value) for key, value in config.items()}
-    if "rules" in what:
-        return _node(hook, values, provider=provider, rules=_from_rules(what["rules"], depth))
-    if "inner" not in what:
+    if "rules" in given:
+        return _node(hook, values, provider=provider, rules=_from_rules(given["rules"], depth))
+    if "inner" not in given:
         return _node(hook, values, provider=provider)
-    inner = what["inner"]
+    inner = given["inner"]
     several = [_from_any(each, depth + 1) for each in (inner if isinstance(inner, (list, tuple)) else [inner])]
     if not several:
         raise HookConfigError(f"{hook!r} has an empty 'inner'; leave it out")
@@ -304,4 +333,4 @@ def _from_rules(rules: Any, depth: int) -> list[list[Any]]:
         raise HookConfigError(f"a policy maps patterns of parameter names to hooks, got {pairs!r:.200}")
     if len({pattern for pattern, _ in pairs}) != len(pairs):
         raise HookConfigError(f"a pattern appears twice in {[pattern for pattern, _ in pairs]!r:.200}")
-    return [[pattern, _from_any(what, depth + 1)] for pattern, what in pairs]
+    return [[pattern, _from_any(hook, depth + 1)] for pattern, hook in pairs]
