@@ -161,7 +161,24 @@ def test_exit_status_and_traceback_are_the_scripts(tmp_path: Path, how: str) -> 
         assert trace.count('File "') == 2 and 'KeyError: "the script\'s own"' in trace  # the module, and fails()
 
 
-def test_the_door_costs_nothing_unless_it_is_asked_for(tmp_path: Path) -> None:
+def test_a_dry_run_prints_expression_and_plan_and_runs_nothing(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
+    command = [sys.executable, "-m", "commhooks", "run", "--dry-run", "--report", "r.json", "--hook"]
+    run = [*command, "warmup(powersgd(rank=4), steps=10)", "script.py", "--lr", "1"]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "resolved  warmup(powersgd(rank=4, start_iter=0" in done.stdout
+    assert "linear.weight  (4096, 1024)       powersgd: 81920 of 16777216 bytes" in done.stdout
+    assert "norm.weight    (1024,)            plain (1-D): 4096 of 4096 bytes" in done.stdout
+    assert "DistributedDataParallel" in done.stdout and "r.json as JSON" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+    wrong = subprocess.run(
+        [*command, "powersdg", "script.py"], capture_output=True, text=True, timeout=100, cwd=tmp_path
+    )
+    assert wrong.returncode == 2 and "did you mean 'powersgd'" in wrong.stderr
+
+
+def test_the_environment_costs_nothing_unless_it_asks_for_a_hook(tmp_path: Path) -> None:
     """An installation has the line that opens it; without the variable, nothing of this project is imported."""
     code = "import sys; print(*sorted({name.split('.')[0] for name in sys.modules} & {'commhooks', 'torch'}))"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("COMMHOOKS_")}

@@ -103,7 +103,7 @@ POWERSGD = "powersgd(rank=2)"
 CASES: list[tuple[Make, Any, dict[str, Any], type[Exception], str]] = [
     (gpt, "bf16_compress", {}, AttachError, "not wrapped"),
     # a hook of a kind that does not fit
-    (fsdp2, ddp_hook, {}, HookNotSupportedError, "is a hook function"),
+    (fsdp2, ddp_hook, {}, HookNotSupportedError, "function"),
     (fsdp2, POWERSGD, {"axis": "shard"}, HookNotSupportedError, "cannot run on the shard axis"),
     (fsdp2, POWERSGD, {}, HookNotSupportedError, "there is none"),
     (fsdp2, "bf16_compress", {"axis": "rows"}, HookConfigError, "expected 'shard', 'replicate'"),

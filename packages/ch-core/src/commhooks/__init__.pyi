@@ -15,7 +15,7 @@ from commhooks.api.hooks import register as register
 from commhooks.api.hooks import spec as spec
 from commhooks.api.hooks import unregister as unregister
 from commhooks.api.hooks import why_not as why_not
-from commhooks.api.reducer import Exchange as Exchange
+from commhooks.api.reducer import PendingAverage as PendingAverage
 from commhooks.api.reducer import Reducer as Reducer
 from commhooks.bucket import Bucket as Bucket
 from commhooks.bucket import BucketLayout as BucketLayout

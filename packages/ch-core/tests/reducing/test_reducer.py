@@ -175,14 +175,14 @@ def test_what_is_refused() -> None:
         Reducer(Plain(), {"w": torch.zeros(2)}, transport=moving)
     handle = commhooks.create(Plain())
     reducer = Reducer(handle, {"w": torch.zeros(2)}, transport=one)
-    with pytest.raises(AttachError, match="in place already"):
+    with pytest.raises(AttachError, match="attached already"):
         Reducer(handle, {"w": torch.zeros(2)}, transport=one)
     with pytest.raises(HookConfigError, match="differs in"):
         reducer.average({"v": torch.zeros(2)})
     exchange = reducer.start()
-    with pytest.raises(RuntimeError, match="still under way"):
+    with pytest.raises(RuntimeError, match="still in flight"):
         reducer.start()
-    with pytest.raises(RuntimeError, match="under way"):
+    with pytest.raises(RuntimeError, match="in flight"):
         reducer.state_dict()
     exchange.wait()
     reducer.close()

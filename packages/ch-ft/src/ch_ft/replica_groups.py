@@ -172,7 +172,7 @@ class Between:
 
 
 def between(owner: object, handle: CommHook, options: AttachOptions, layouts: Layouts) -> Between:
-    """Return the reduction between groups. The plugin hook ``commhooks_manager`` names it."""
+    """Return the reduction between groups. The plugin hook ``commhooks_adapter`` names it."""
     manager: Manager = options.manager  # type: ignore[assignment]  # the registry matched the class
     return Between(manager, owner, handle, options, layouts)
 

@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from ch_outer.parameters import local
-from commhooks import Exchange, HookConfigError, Reducer, StateError
+from commhooks import HookConfigError, PendingAverage, Reducer, StateError
 
 CARRY = "carry"  # a value of mix=
 
@@ -97,7 +97,7 @@ class Fragment:
             raise HookConfigError(f"mix={mix!r}: expected a share of a rank's own parameters, 0 to 1, or {CARRY!r}")
         self.params, self.starts, self.reducer, self.mix = dict(params), dict(starts), reducer, mix
         self.since: int | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: PendingAverage | None = None
         self._fixed = fixed
         self._sent_from: dict[str, torch.Tensor] = {}  # this rank's parameters when the exchange started, if needed
         # Rounding of 16-bit parameters: exact place minus parameter. Without it, the next pseudo-gradient would contain the

@@ -1,4 +1,4 @@
-"""``commhooks.Reducer``: averages tensors with any reduction, outside of any backward and without any model."""
+"""`commhooks.Reducer`: averages tensors with any reduction, without a model or a backward."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,13 +17,12 @@ from commhooks.errors import AttachError, HookConfigError, HookNotSupportedError
 from commhooks.fingerprint import fingerprint, rows_of, verify
 from commhooks.handle import CommHook
 from commhooks.reduction import Reduction
-from commhooks.state import HookState
 from commhooks.transport.base import Transport
 from commhooks.transport.process_group import ProcessGroupTransport, group_timeout, refuse_lost
 
 
 class _ReducerBinding(Binding):
-    """A handle's reduction on the buckets of a :class:`Reducer`: no model, one engine."""
+    """Binding of a :class:`Reducer`: no model, one engine."""
 
     def __init__(
         self, engine: Engine, layout: BucketLayout, group: dist.ProcessGroup | None, axis: ManagedAxis | None
@@ -36,16 +35,16 @@ class _ReducerBinding(Binding):
         return self.rounds
 
     def detach(self) -> None:
-        """There is no model to leave anything to; a manager has nothing to send any more."""
+        """Release the manager if there is one. There is no model to restore."""
         if self.axis is not None:
             self.axis.close()
 
 
-class Exchange:
-    """An average under way, from :meth:`Reducer.start`.
+class PendingAverage:
+    """An average in flight, from :meth:`Reducer.start`.
 
-    Every rank calls :meth:`advance` and :meth:`wait` at the same places between its other collectives: what a method asks
-    for after its first stage is started by the thread that calls them, and ranks match messages by their order alone.
+    Every rank must call :meth:`advance` and :meth:`wait` at the same places among its other collectives. These calls start
+    the later stages of a reduction, and ranks match messages only by their order.
     """
 
     def __init__(self, reducer: "Reducer", error: BaseException | None = None) -> None:
@@ -53,13 +52,13 @@ class Exchange:
 
     @property
     def done(self) -> bool:
-        """Whether :meth:`wait` has returned, or raised."""
+        """True if :meth:`wait` has returned or raised."""
         return self._done
 
     def advance(self) -> None:
-        """Wait for the stage under way, and start the next. After :attr:`Reducer.stages` calls everything has come.
+        """Wait for the current stage and start the next. After :attr:`Reducer.stages` calls the average is complete.
 
-        Without it the later stages of a method that has several are started by :meth:`wait`, one after another.
+        Without these calls, :meth:`wait` runs all later stages one after another.
 
         Raises:
             TransportError, HookTimeoutError: the group is lost.
@@ -68,12 +67,13 @@ class Exchange:
             self._reducer._advance()
 
     def wait(self) -> dict[str, torch.Tensor]:
-        """The averages, by name: live views of the reducer's memory, valid until it is filled or started anew.
+        """Return the averages by name: live views of the reducer's memory, valid until the next :meth:`Reducer.start`.
+
+        Over a manager the loss of a peer raises nothing, and the manager's vote decides if the average counts.
 
         Raises:
-            CommHooksError: the exchange failed, on all ranks alike; its step is rolled back, and the reducer stays
-                usable. After a TransportError or HookTimeoutError it does not: the group is lost. (Over a manager the
-                loss of a peer raises nothing, and what is returned counts if the vote says so.)
+            CommHooksError: the round failed on all ranks. The state is rolled back and the reducer stays usable.
+            TransportError, HookTimeoutError: the group is lost, and the reducer is unusable.
         """
         if not self._done:
             self._done = True
@@ -84,39 +84,39 @@ class Exchange:
 class Reducer:
     """Averages a dict of tensors over the ranks of a group, with any reduction of the registry.
 
-    What a hook does to gradients in a backward, for whatever else ranks have to agree on: the pseudo-gradients of an outer
-    optimizer, the changes of weights sent to samplers, a loop written by hand. State (residuals, PowerSGD's Q) is kept by
-    name, staged and committed as in training: a round that failed, or whose average was not finite, leaves it as it was
-    (with ``rollback=False`` it leaves none).
+    It does to any tensors what a hook does to gradients: pseudo-gradients of an outer optimizer, changes of weights for
+    samplers, gradients of a hand-written loop. State (residuals, PowerSGD's Q) is stored by name, staged and committed as
+    in training. A round that failed, or whose average was not finite, leaves the state unchanged (with `rollback=False`
+    it drops the state).
 
     Args:
-        what: an expression, its dict form, a reduction, or an unattached handle.
-        tensors: names and shapes of what is averaged, the same on every rank, in one order: any tensors (``meta`` ones
-            need ``device``), of one device; several dtypes are several messages.
-        process_group: the ranks; the default group if not given.
-        transport: instead of a process group, e.g. a simulated rank's.
-        manager: instead of a process group, a manager under which ranks come and go (torchft's, with ch-ft installed). A round
-            lies between its ``start_quorum()`` and its ``should_commit()``, whose vote decides about state as about what
-            you do with the average. The average is over the members of the round. Members are compared in every round; the
-            manager sends a newcomer the shared state.
-        device: where the averages are computed, if not where ``tensors`` are.
-        timeout: seconds that one collective may take; those of the process group if not given. Not with a manager.
-        verify_ranks: compare expression, versions, names and shapes over all ranks first.
-        rollback: ``False`` keeps one copy of the state: see :func:`commhooks.attach`.
-        facts: what must be the same on all ranks besides, as lines by name: it is compared with the rest.
-        rounds: over a manager, whose committed steps are the hook's (a warm-up counts them): how many of so many were this
-            reducer's, if it takes no part in some. The same function on all members.
+        hook: an expression, its dict form, a reduction, or an unattached handle.
+        tensors: the names and shapes to average, equal and in one order on every rank. Any dense tensors of one device
+            (`meta` tensors need `device`). Each dtype is one message.
+        process_group: group of the ranks; by default the default group.
+        transport: replaces the process group, e.g. a simulated rank's.
+        manager: replaces the process group: a manager that adds and removes ranks (torchft's, with ch-ft installed). A
+            round lies between its `start_quorum()` and its `should_commit()`. That vote decides if state and average
+            count. The average is over the members of the round. Members are compared in every round, and the manager sends
+            a new member the shared state.
+        device: device of the averages, if it is not the device of `tensors`.
+        timeout: seconds that one collective may take; by default the process group's. Not with a manager.
+        verify_ranks: True to compare expression, versions, names and shapes over all ranks first.
+        rollback: False stores one copy of the state, see :func:`commhooks.attach`.
+        facts: further lines by name that must be equal on all ranks.
+        rounds: over a manager, maps its committed steps to the rounds of this reducer, if it skips some steps. All members
+            need the same function. A warm-up counts rounds.
 
     Attributes:
-        handle: the :class:`~commhooks.CommHook` in place: ``stats()``, ``plan()``, checkpoints.
-        tensors: by name, live views of the memory that is averaged in place: fill them and call :meth:`start` without
-            arguments to save a copy.
+        handle: the :class:`~commhooks.CommHook`, for `stats()`, `plan()` and checkpoints.
+        tensors: live views by name of the memory that is averaged in place. Fill them and call :meth:`start` without
+            arguments to avoid a copy.
 
     Raises:
-        HookConfigError: a bad expression, no tensors, tensors of several devices.
-        HookNotSupportedError: a foreign hook function, which needs DDP; a transport whose members come and go; a reduction
-            that the manager cannot carry.
-        AttachError: nothing is known of such a manager.
+        HookConfigError: a bad expression, no tensors, or tensors of several devices.
+        HookNotSupportedError: a foreign hook function, which needs DDP; a transport with changing members; or a reduction
+            that the manager does not support.
+        AttachError: no package has an adapter for this manager.
         RankMismatchError: the ranks do not agree.
 
     Example:
@@ -127,16 +127,16 @@ class Reducer:
         ...     mine = {"w": torch.full((2,), float(rank.rank)), "b": torch.zeros(1)}
         ...     reducer = Reducer(Plain(), mine, transport=rank.transport)
         ...     at_once = reducer.average(mine)["w"].tolist()
-        ...     exchange = reducer.start(mine)  # the messages are under way
+        ...     pending = reducer.start(mine)  # the messages are in flight
         ...     mine["w"].zero_()  # the reducer has its own copy
-        ...     return at_once, exchange.wait()["w"].tolist(), reducer.stats()["steps"]
+        ...     return at_once, pending.wait()["w"].tolist(), reducer.stats()["steps"]
         >>> simulate(2, body)[1]
         ([0.5, 0.5], [0.5, 0.5], 2.0)
     """
 
     def __init__(
         self,
-        what: str | Mapping[str, Any] | Callable[..., Any] | Reduction | CommHook,
+        hook: str | Mapping[str, Any] | Callable[..., Any] | Reduction | CommHook,
         tensors: Mapping[str, torch.Tensor],
         *,
         process_group: dist.ProcessGroup | None = None,
@@ -150,28 +150,30 @@ class Reducer:
         rounds: Callable[[int], int] | None = None,
     ) -> None:
         if sum(one is not None for one in (transport, process_group, manager)) > 1:
-            raise HookConfigError("transport=, process_group= and manager= exclude each other: each has its ranks")
-        self.handle = as_handle(what, process_group=process_group)
+            raise HookConfigError(
+                "transport=, process_group= and manager= exclude each other, because each defines the ranks"
+            )
+        self.handle = as_handle(hook, process_group=process_group)
         if self.handle.reduction is None:
             raise HookNotSupportedError(
-                f"{self.handle.expr} is a hook function (state, bucket) that only DDP can call: give a reduction by name"
+                f"{self.handle.expr} is a (state, bucket) function, which only DDP can call. Give a reduction by name"
             )
         if self.handle.attached:
-            raise AttachError(f"{self.handle.expr} is in place already; create another handle for this reducer")
+            raise AttachError(f"{self.handle.expr} is attached already; create another handle for this reducer")
         self._buckets = _buckets(tensors, device)
-        state = self.handle.state
-        assert isinstance(state, HookState)  # noqa: S101 - a reduction's is
+        state = self.handle.hook_state
+        assert state is not None  # noqa: S101 - every reduction has one
         state.keep_copies(one=not rollback)
         found = {p.name: view for bucket in self._buckets for p, view in bucket.views()}
         self.tensors: dict[str, torch.Tensor] = {name: found[name] for name in tensors}
         layout = BucketLayout.of_tensors(self.tensors, _kinds(self.tensors))
         self._side = SideStream()
-        self._running: Exchange | None = None
+        self._running: PendingAverage | None = None
         axis, group = None, None
         if manager is not None:
             if timeout is not None:
                 raise HookConfigError(
-                    "timeout= has no meaning over a manager, which has time-outs of its own: set them there"
+                    "timeout= has no effect over a manager, which has its own time-outs. Set them there"
                 )
             options = AttachOptions(verify_ranks=verify_ranks, manager=manager, facts=facts or {}, rounds=rounds)
             axis = manager_adapter(manager)(self, self.handle, options, self._layouts)
@@ -193,36 +195,36 @@ class Reducer:
 
     @property
     def world_size(self) -> int:
-        """Ranks that average together; over a manager those of the last round."""
+        """Number of ranks that average together; over a manager, in the last round."""
         return self._engine.transport.world_size
 
     @property
     def stages(self) -> int:
-        """How many times in a row the next round waits for messages: so many :meth:`Exchange.advance` calls complete it."""
+        """Number of stages of the next round. That many :meth:`PendingAverage.advance` calls complete it."""
         return max(len(self._engine.plan(bucket.layout)) for bucket in self._buckets)
 
     def start(
         self, tensors: Mapping[str, torch.Tensor] | None = None, *, error: BaseException | None = None
-    ) -> Exchange:
-        """Start averaging, and return while the first messages are under way.
+    ) -> PendingAverage:
+        """Start averaging, and return while the first messages are in flight.
 
         Args:
-            tensors: this rank's contribution, copied; ``None``: what :attr:`tensors` hold. Other names or shapes than the
-                reducer was made for are such an ``error``: a HookConfigError.
-            error: why this rank cannot contribute. It takes part in the messages all the same, and :meth:`Exchange.wait`
-                raises on all ranks: this error here, a RemoteHookError on the peers.
+            tensors: this rank's contribution, which is copied; by default the contents of :attr:`tensors`. Other names or
+                shapes than the reducer's become an `error`, a HookConfigError.
+            error: reason why this rank cannot contribute. The rank still takes part in the messages, and
+                :meth:`PendingAverage.wait` raises on all ranks: this error here, a RemoteHookError on the peers.
 
         Raises:
-            AttachError: over a manager, that nobody has asked for a quorum.
-            RuntimeError: the exchange before has not been waited for.
+            AttachError: over a manager, if no quorum was started.
+            RuntimeError: the previous average is still in flight.
             TransportError, HookTimeoutError: the group is lost.
         """
         if self._running is not None:
-            raise RuntimeError("the exchange before is still under way: wait() for it, or abandon() it on all ranks")
+            raise RuntimeError("the previous average is still in flight: call wait() on it, or abandon() on all ranks")
         if tensors is not None and error is None:
             error = self._fill(tensors)
         self._binding.rounds += 1
-        self._running = Exchange(self, error)
+        self._running = PendingAverage(self, error)
         try:
             with torch.no_grad():
                 for bucket in self._buckets:
@@ -234,50 +236,54 @@ class Reducer:
         return self._running
 
     def average(self, tensors: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        """:meth:`start`, and :meth:`Exchange.wait`."""
+        """Call :meth:`start`, then :meth:`PendingAverage.wait`."""
         return self.start(tensors).wait()
 
     def abandon(self) -> None:
-        """Forget an exchange that will not be waited for, on all ranks: an exception has ended the loop around it."""
+        """Drop the average in flight, on all ranks, e.g. after an exception in the loop around it."""
         if self._engine.in_step:
             self._engine.abandon()
         if self._running is not None:
             self._running._done, self._running = True, None
 
     def commit(self) -> bool | None:
-        """Make the state after the last round final now; returns whether that round was kept."""
+        """Make the state after the last round final now. See :meth:`.CommHook.commit`."""
         return self.handle.commit()
 
     def rollback(self) -> None:
-        """The last average was not used: the state is as if that round had never been."""
+        """Undo the state of the last round, because its average was not used."""
         self.handle.rollback()
 
     def stats(self) -> dict[str, float]:
-        """Cumulative figures: see :meth:`.CommHook.stats`."""
+        """Return cumulative figures. See :meth:`.CommHook.stats`."""
         return self.handle.stats()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: see :meth:`.CommHook.state_dict`. Not while an exchange is under way."""
+        """Return this rank's state. See :meth:`.CommHook.state_dict`.
+
+        Raises:
+            RuntimeError: an average is in flight.
+        """
         if self._running is not None:
-            raise RuntimeError("an exchange is under way, and its state is open: wait() for it first")
+            raise RuntimeError("an average is in flight, and its state is not final: call wait() on it first")
         return self.handle.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, world_change: str = "error") -> None:
-        """Go on from :meth:`state_dict`, on every rank: see :meth:`.CommHook.load_state_dict`."""
+        """Load the result of :meth:`state_dict`, on every rank. See :meth:`.CommHook.load_state_dict`."""
         self.handle.load_state_dict(state, world_change=world_change)
 
     def move(self, process_group: dist.ProcessGroup) -> None:
-        """Go on over another group of ranks, when one was lost or another joins: every rank of the new group calls this.
+        """Switch to another group of ranks, after a loss or a join. Every rank of the new group must make this call.
 
-        What is under way is dropped. The state stays each rank's own, and may differ in what ranks share: bring them to one
-        with :meth:`load_state_dict` before the next round.
+        It drops the average in flight. Each rank keeps its state, whose shared fields may now differ: load one state with
+        :meth:`load_state_dict` on all ranks before the next round.
 
         Raises:
-            HookConfigError: over a manager, which moves by itself.
+            HookConfigError: over a manager, which changes its ranks itself.
         """
         if self._binding.axis is not None:
             raise HookConfigError(
-                "this reducer is over a manager, whose members come and go by themselves: there is no move()"
+                "this reducer is over a manager, which adds and removes members itself: there is no move()"
             )
         refuse_lost(process_group)
         self.abandon()
@@ -285,7 +291,7 @@ class Reducer:
         self._binding.group = process_group
 
     def close(self) -> None:
-        """Let go of the handle, which may then be put in place elsewhere."""
+        """Detach the handle, which may then be attached elsewhere."""
         self.abandon()
         self.handle.detach()
 
@@ -321,37 +327,37 @@ class Reducer:
         with torch.no_grad(), self._side.on(self._buckets[-1].storage):
             self._engine.advance()
 
-    def _finish(self, exchange: Exchange) -> None:
+    def _finish(self, pending: PendingAverage) -> None:
         self._running = None
         storage = self._buckets[-1].storage
         with torch.no_grad(), self._side.on(storage):
-            error = self._engine.finish(outside=exchange._error)
+            error = self._engine.finish(outside=pending._error)
         self._side.join(storage)
         if error is None and self._binding.axis is None:
-            # On CUDA a backward is told of its failure by the next one. Nobody may go on with this average until then.
+            # On CUDA a backward learns of its failure in the next one. This average may be used before.
             error = self._engine.outcome.take_error()
         if error is not None:
             raise error
 
 
 def _fixed(transport: Transport | None, group: dist.ProcessGroup | None) -> tuple[Transport, dist.ProcessGroup | None]:
-    """A transport whose ranks stay, and its group, if it is of one."""
+    """Return a transport with fixed ranks, and its process group if it has one."""
     if transport is None:
         made = ProcessGroupTransport(group, free=True)
         refuse_lost(made.group)
         return made, made.group
     if transport.elastic:
         raise HookNotSupportedError(
-            "a reducer over a transport averages over ranks that stay: over a manager, whose members come and go, a round needs "
-            "its vote. Give the manager: Reducer(..., manager=manager)"
+            "a reducer over a transport needs fixed ranks. Over a manager, which adds and removes members, a round needs its "
+            "vote. Give the manager: Reducer(..., manager=manager)"
         )
     return transport, None
 
 
 def _buckets(tensors: Mapping[str, torch.Tensor], device: torch.device | str | None) -> list[Bucket]:
-    """Memory for the tensors: one bucket per dtype, in the order in which they come."""
+    """Return memory for the tensors: one bucket per dtype, in the order of the tensors."""
     if not tensors:
-        raise HookConfigError("a reducer averages tensors, and was given none: give a dict of name -> tensor")
+        raise HookConfigError("a reducer needs tensors to average, and got none: give a dict of tensors by name")
     where = {torch.device(device)} if device is not None else {t.device for t in tensors.values()}
     odd = [name for name, t in tensors.items() if t.layout != torch.strided]
     if len(where) > 1 or odd:
@@ -362,7 +368,7 @@ def _buckets(tensors: Mapping[str, torch.Tensor], device: torch.device | str | N
         )
     place = where.pop()
     if place.type == "meta":
-        raise HookConfigError("meta tensors say nothing of where to average: give device='cpu' or 'cuda'")
+        raise HookConfigError("meta tensors have no device for the average: give device='cpu' or 'cuda'")
     by_dtype: dict[torch.dtype, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         by_dtype.setdefault(tensor.dtype, {})[name] = tensor
