@@ -40,7 +40,7 @@ def together(world: int, fields: Any, says: Any = lambda rank: "") -> list[str]:
             return rows
 
         try:
-            agree("the hook", fields(rank), exchange, says=says(rank))
+            agree("the hook", fields(rank), exchange, expression=says(rank))
         except RankMismatchError as error:
             said[rank] = str(error)
 
