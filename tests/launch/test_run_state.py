@@ -54,6 +54,13 @@ def test_a_save_between_snapshots_is_told_at_once(tmp_path: Path) -> None:
     assert steps == {0, 6, 8}  # the beginning, the last of every three, the end
 
 
+def test_a_script_that_imports_save_by_name_is_seen(tmp_path: Path) -> None:
+    text = (Path(__file__).parent / "scripts" / "ddp_loop.py").read_text()
+    by_name = "from torch import save\n" + text.replace("torch.save(", "save(")
+    done = run(tmp_path, by_name, "--save", 4, hook=HOOK, state="state", state_every=3)
+    assert "the script saves after step 4, and the hook's state was saved after step 3" in done.err
+
+
 def trained(rank: int, world: int, folder: str, steps: int, begin: int) -> tuple[float, float, list[str]]:
     """Train some steps with snapshots; the sum over ranks of the mean residual before and after resuming."""
     torch.manual_seed(0)

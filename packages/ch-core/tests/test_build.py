@@ -209,7 +209,7 @@ def test_create(acme, monkeypatch):
     assert handle.expr == "scaled(factor=4.0)"
     assert handle.reduction.factor == 4.0
     assert commhooks.create("stateful(decay=0.1)").state.decay == 0.1
-    with pytest.raises(HookConfigError, match="in the expression and by keyword"):
+    with pytest.raises(HookConfigError, match="in the expression and as a keyword"):
         commhooks.create("scaled(factor=1.0)", factor=2.0)
     with pytest.raises(HookConfigError, match="need a hook by name"):
         commhooks.create(Plain(), factor=2.0)

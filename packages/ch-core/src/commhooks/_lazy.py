@@ -1,6 +1,6 @@
 """Public names of a package that are imported when first used (PEP 562), so that its import loads no torch.
 
-The names stand once, in the stub `__init__.pyi` beside the package's `__init__.py`. Type checkers and editors read the
+The names stand once, in the stub `__init__.pyi` next to the package's `__init__.py`. Type checkers and editors read the
 stub as they read any other, and `lazy` reads it at run time.
 """
 
@@ -15,7 +15,7 @@ def lazy(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], li
 
     Args:
         package: its `__name__`.
-        file: its `__file__`. The stub beside it has one line `from module import name as name` for each public name.
+        file: its `__file__`. The stub next to it has one line `from module import name as name` for each public name.
 
     Example:
         >>> get, listing, names = lazy("commhooks", sys.modules["commhooks"].__file__)

@@ -178,7 +178,7 @@ def checksum(*tensors: torch.Tensor) -> str:
 
 
 def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that hold a tensor's memory: a wrapper subclass has none of its own."""
+    """Return the tensors that hold a tensor's memory: a wrapper subclass has no memory itself."""
     if hasattr(tensor, "__tensor_flatten__"):
         inside = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # a DTensor's has a mesh, too
         return [plain for part in inside if isinstance(part, torch.Tensor) for plain in _plain(part)]

@@ -77,7 +77,7 @@ class CommHook:
 
     @property
     def hook_state(self) -> HookState | None:
-        """The staged state of a reduction; None for a foreign hook, whose state only the hook knows."""
+        """The staged state of a reduction; None for a foreign hook, which may have any state."""
         return self.state if isinstance(self.state, HookState) else None
 
     @property
@@ -283,7 +283,7 @@ class CommHook:
         """Make the last step's state final now instead of at the next step.
 
         Returns:
-            True if the state was kept, False if it was rolled back, None for a foreign hook.
+            True if the state was committed, False if it was rolled back, None for a foreign hook.
         """
         engine = self._bound().engine
         return engine.resolve_step() if engine is not None else None

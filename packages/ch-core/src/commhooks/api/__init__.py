@@ -1,4 +1,1 @@
-"""The functions of :mod:`commhooks`.
-
-Private: what others may use of it is exported by :mod:`commhooks`.
-"""
+"""The functions and the reducer that :mod:`commhooks` exports. The package is internal."""

@@ -51,7 +51,9 @@ def create(
 def _merged(node: Node, config: Mapping[str, Any]) -> Node:
     twice = sorted(set(node["config"]) & set(config))
     if twice:
-        raise HookConfigError(f"the option {twice[0]!r} of {node['hook']!r} is given in the expression and by keyword")
+        raise HookConfigError(
+            f"the option {twice[0]!r} of {node['hook']!r} appears in the expression and as a keyword; set it once"
+        )
     return canonical({**node, "config": {**node["config"], **config}}) if config else node
 
 

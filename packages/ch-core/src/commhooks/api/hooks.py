@@ -134,7 +134,7 @@ def why_not(
     """Return every reason why a hook cannot be used, or `[]` if it can.
 
     Checks each level of the expression: unknown names and options, code that fails to import, and the hook's `Needs`.
-    An argument that is not given is not checked.
+    Omitted arguments are not checked.
 
     Args:
         hook: a name, an expression or a dict.

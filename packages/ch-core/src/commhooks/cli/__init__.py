@@ -74,7 +74,7 @@ def _run_added_command(name: str, words: list[str]) -> int:
     try:
         run = REGISTRY.command(name)
     except UnknownHookError as error:
-        print(f"commhooks: {error}\n  commhooks --help shows what each command does", file=sys.stderr)
+        print(f"commhooks: {error}\n  commhooks --help describes each command", file=sys.stderr)
         return 2
     before = sys.argv
     sys.argv = [f"python -m commhooks {name}", *words]  # argparse shows this name in the usage line

@@ -7,5 +7,5 @@ Nothing of this package is imported unless the command or `COMMHOOKS_HOOK` asks 
 3. :mod:`~commhooks.launch.auto_attach` attaches the hook there, before the first backward, and reports at the end.
 4. :mod:`~commhooks.launch.state_folder` writes the hook's state with `--state`, and resumes it.
 
-After the first forward a step runs no code of this package, unless `--state` is given.
+After the first forward a step runs no code of this package, unless `--state` is set.
 """

@@ -1,7 +1,7 @@
 """Waits for the import of torch and of the model wrappers, and imports none of them.
 
-`commhooks run` calls :func:`watch` in its own process. If a launcher owns the command line, or the script starts processes
-of its own, `COMMHOOKS_HOOK` does: ch-core installs `commhooks-hook.pth`, one line that the interpreter reads when it
+`commhooks run` calls :func:`watch` in its own process. If a launcher owns the command line, or the script starts its own
+processes, `COMMHOOKS_HOOK` does: ch-core installs `commhooks-hook.pth`, one line that the interpreter reads when it
 starts. Without the variable that line imports nothing. This module needs the standard library only, until torch is
 imported.
 """

@@ -51,7 +51,7 @@ class Settings:
 
     @staticmethod
     def of(environ: Mapping[str, str] = os.environ) -> "Settings":
-        """Return the settings of environment variables. The hook is empty if none is given.
+        """Return the settings of environment variables. The hook is empty if no variable names one.
 
         Raises:
             ValueError: a variable has an illegal value.
@@ -86,5 +86,5 @@ class Settings:
         from commhooks.registry.registry import REGISTRY  # loads pluggy and every plugin module
 
         if not self.hook:
-            raise HookConfigError("no hook is given: use --hook EXPR or COMMHOOKS_HOOK=EXPR, e.g. 'powersgd(rank=4)'")
+            raise HookConfigError("no hook: use --hook EXPR or COMMHOOKS_HOOK=EXPR, e.g. 'powersgd(rank=4)'")
         REGISTRY.levels(self.hook)

@@ -37,7 +37,7 @@ from commhooks.state import HookState
 from commhooks.transport.process_group import group_timeout
 
 SAVED = "saved"  # file in the folder of a snapshot after which the script saved something
-LATEST, MARKED = 2, 5  # how many snapshots are kept
+LATEST, MARKED = 2, 5  # numbers of snapshots that stay
 _SET = re.compile(r"step-(\d{12})-([0-9a-f]{16})\Z")
 _RANK = re.compile(r"rank-(\d+)-of-(\d+)-([0-9a-f]{16})\.pt\Z")
 Key = tuple[int, str]
@@ -73,13 +73,13 @@ class StateFolder:
         every: optimizer steps between two snapshots.
 
     Raises:
-        StateError: the hook is a foreign function with a state of its own, or its ranks belong to a manager.
+        StateError: the hook is a foreign function with its own state, or its ranks belong to a manager.
     """
 
     def __init__(self, folder: Path, handle: CommHook, every: int) -> None:
         binding = handle.binding
         if binding is None or not isinstance(handle.state, HookState):
-            raise StateError(f"--state: {handle.expr} has a state of its own; save and load it in the script")
+            raise StateError(f"--state: {handle.expr} has its own state; save and load it in the script")
         if binding.group is None:
             raise StateError(
                 f"--state: a manager adds and removes ranks of {handle.expr}; save its state in the script"
@@ -226,8 +226,8 @@ class StateFolder:
         elif self._warned < 0:
             self._warned = self.step
             log.warning(
-                "--state: the script saves after step %d, and the hook's state was saved after step %d: a run resumed from "
-                "what it saves now is refused. Let --state-every divide the steps between checkpoints",
+                "--state: the script saves after step %d, and the hook's state was saved after step %d: this checkpoint "
+                "cannot be resumed with --state. Let --state-every divide the steps between checkpoints",
                 self.step,
                 self._written,
             )
@@ -364,7 +364,8 @@ def _watch_saves() -> None:
     """Learn when the script saves. torch asks each registered tagger for the location of every storage that it saves.
 
     Frameworks and distributed checkpoints save through torch.save, too. A tagger needs no replacement of torch.save, and
-    sees a script that has imported ``save`` by name. Safetensors files are not seen: their snapshots are kept by age alone.
+    sees a script that has imported ``save`` by name. Safetensors files have no storages, so snapshots of scripts that
+    write them stay by age only.
     """
 
     def tag(storage: object) -> None:

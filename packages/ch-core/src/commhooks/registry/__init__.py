@@ -1,4 +1,4 @@
-"""Who provides which hook, and how an expression becomes one. Nothing here imports torch before a hook is built.
+"""Finds hooks by name and builds them from expressions. Only :mod:`~commhooks.registry.build` imports torch.
 
-Private: what others may use of it is exported by :mod:`commhooks`.
+The package is internal. :mod:`commhooks` exports its public names.
 """

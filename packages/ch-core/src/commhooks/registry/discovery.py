@@ -171,7 +171,7 @@ def _add_command(found: Discovery, entry: Entry) -> None:
 
 
 def _add_line(found: Discovery, entry: Entry) -> None:
-    """Add the hook of a one-line entry. Imports nothing of it."""
+    """Add the hook of a line. Imports nothing of it."""
     if entry.group not in _GROUPS:
         close = difflib.get_close_matches(entry.group, _GROUPS, 1, 0.5)
         hint = f"; did you mean {close[0]!r}?" if close else ""

@@ -20,14 +20,14 @@ class Option:
     `bool` for a number. Numbers must be finite, because NaN would pass every comparison with a limit.
 
     Args:
-        default: value if none is given.
+        default: used if the user sets no value.
         doc: one line, with the unit.
         at_least, above, at_most: limits of a number.
         choices: accepted values, if they can be listed.
         brings: words of `CAPABILITIES` that hold for the hook unless this option has a value in `off`.
         off: values that bring nothing.
         optional: True if `None` is accepted. A default of `None` implies it, and then accepts any scalar.
-        local: True if each rank may have a value of its own, because neither messages nor state depend on it. Ranks
+        local: True if each rank may have its own value, because neither messages nor state depend on it. Ranks
             do not compare such options, and a state loads whatever their values are.
 
     Example:
@@ -83,7 +83,7 @@ class Option:
         return value
 
     def checked(self, name: str, value: Value) -> Value:
-        """Return :meth:`check` of a value that was given as `name`.
+        """Return :meth:`check` of the value of the option `name`.
 
         Raises:
             HookConfigError: naming the option, the value, the accepted values and the meaning.
@@ -98,7 +98,7 @@ def option(default: Value, doc: str, **limits: Any) -> Any:
     """Declare one field of an :class:`Options` class.
 
     Args:
-        default: value if none is given.
+        default: used if the user sets no value.
         doc: one line, with the unit.
         limits: further arguments of :class:`Option`: `at_least`, `above`, `at_most`, `choices`, `local`, ...
 

@@ -128,7 +128,7 @@ class Registry:
         return of_kind[0]
 
     def _unknown(self, asked: str, name: str, kind: str | None, other_kinds: list[HookSpec]) -> str:
-        """Return the message for an unknown name: what exists, what to install, and which plugins failed."""
+        """Return the message for an unknown name: similar names, the package to install, and failed plugins."""
         head = f"unknown hook {asked!r}" + (f" of kind {kind!r}" if kind else "")
         lines = []
         names = {each for spec in self.specs() for each in spec.names}
@@ -269,7 +269,7 @@ class Registry:
         return config
 
     def _options_of_signature(self, spec: HookSpec, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options of a one-line entry: keyword parameters of its target, or of a foreign hook's state."""
+        """Return the options of a hook without a spec: keyword parameters of its target, or of a foreign hook's state."""
         foreign = spec.kind in ("ddp", "fsdp")
         if foreign and spec.state is None:
             return dict(given)

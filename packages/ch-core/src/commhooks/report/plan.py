@@ -1,4 +1,4 @@
-"""How a hook treats each parameter."""
+"""Treatment of each parameter by a hook."""
 
 import re
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class PlanRow:
 
 
 def plan_rows(reduction: Reduction, layout: BucketLayout, step: int) -> list[PlanRow]:
-    """Return how a reduction treats each parameter of a layout at a step, in the layout's order."""
+    """Return the treatment of each parameter of a layout at a step, in the layout's order."""
     reasons = reduction.routes(layout, step)
     return [
         PlanRow(p.name, p.shape, "plain" if p.name in reasons else reduction.label(p, step), reasons.get(p.name, ""))
@@ -71,7 +71,7 @@ def plan_shapes(reduction: Reduction, world_size: int = 2) -> list[str]:
     """Return one line for each of some usual fp32 parameters: its treatment, and the bytes given to collectives.
 
     Args:
-        reduction: planned as it is after its warm-up.
+        reduction: planned at a step after its warm-up.
         world_size: ranks.
     """
     lines = []
