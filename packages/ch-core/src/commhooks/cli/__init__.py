@@ -21,7 +21,7 @@ from commhooks.registry.registry import REGISTRY
 from commhooks.registry.spec import OWN_COMMANDS
 
 DOCS = "https://github.com/commhooks/commhooks/tree/main/docs"
-EXAMPLE = 'torchrun --nproc-per-node 2 -m commhooks run --hook "powersgd(rank=4)" train.py'
+EXAMPLE = "torchrun --nproc-per-node 2 -m commhooks run --hook quant4 train.py"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -70,7 +70,9 @@ def run_list(arguments: argparse.Namespace) -> int:
         out.print(table(*columns, rows=rows, whole=columns[:2] if width() >= 60 else columns[:1], head=False))
         out.print()
     if any(spec.recommended for spec in specs):
-        out.print("* first choice of its group; commhooks describe NAME says when to use a hook and its cost in loss")
+        out.print(
+            "A star marks the first choices. commhooks describe NAME says when to use a hook, and its cost in loss."
+        )
     for failure in failures:
         out.print(f"[red]failed[/] {escape(str(failure))}", soft_wrap=True)
     for dist in skipped:
