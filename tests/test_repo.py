@@ -139,7 +139,7 @@ def test_every_entry_point_resolves():
     for spec in ours:
         REGISTRY.target(spec)
     for command in REGISTRY.commands():
-        REGISTRY.command(command)
+        REGISTRY.command(command.id)
         for target in filter(None, (spec.hook, spec.state)):
             REGISTRY.load(target, spec)
         assert commhooks.describe(spec.id, spec.kind)
