@@ -445,6 +445,16 @@ class HookState:
         if owners:
             self._owners = tuple(weakref.ref(p) for p in owners)
 
+    def follow(self, params: ParamTable, owners: Sequence[torch.Tensor]) -> None:
+        """Replace the parameter table after parameters were thawed or frozen. Entries stay.
+
+        Args:
+            params: names and shapes of all parameters that have or may get entries, in model order.
+            owners: these parameters.
+        """
+        self.params = params
+        self._owners = tuple(weakref.ref(p) for p in owners)
+
     def bind_by_position(self, owners: Sequence[torch.Tensor]) -> None:
         """Bind to parameters in model order without names. They get names by position, or those of a loaded checkpoint.
 
