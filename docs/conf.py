@@ -1,4 +1,4 @@
-"""Sphinx: Markdown pages and a reference read from the sources, so that building needs neither torch nor a network."""
+"""Configure Sphinx. It reads the reference from the sources, so a build needs neither torch nor a network."""
 
 import atexit
 import re
@@ -48,19 +48,19 @@ PUBLIC = (
     "ch_bench.links",
     "ch_bench.links.wire_bytes",
 )
-"""What the reference shows: the modules that a stranger imports from, or runs. Each lists what it exports."""
+"""Modules in the reference: those that users import or run. Each lists its exports."""
 
 
 def readable_sources():
-    """Copies of the packages in which autoapi sees the exported names.
+    """Yield copies of the packages in which autoapi finds the exported names.
 
-    They are imported lazily, and named for type checkers under ``if TYPE_CHECKING``, which autoapi passes over: the copies
-    have these imports at their top level.
+    Packages import these names lazily, and list them under ``if TYPE_CHECKING``, which autoapi ignores. The copies have
+    these imports at the top level.
     """
     folder = Path(tempfile.mkdtemp(prefix="commhooks-docs-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for face in Path(__file__).parent.parent.glob("p*/*/src/*/__init__.py"):
-        if face.parent.name != "ch_template":  # which nobody imports: it is copied and renamed
+        if face.parent.name != "ch_template":  # users copy and rename it
             copy = folder / face.parent.name
             shutil.copytree(face.parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
             for path in copy.rglob("__init__.py"):
@@ -71,7 +71,7 @@ def readable_sources():
 
 
 def dedented(match):
-    """The body of an ``if``."""
+    """Return the body of an ``if``."""
     return re.sub(r"^    ", "", match[1], flags=re.M)
 
 
@@ -80,22 +80,22 @@ autoapi_root = "reference"
 autoapi_options = ["members", "imported-members", "show-inheritance", "show-module-summary"]
 autoapi_keep_files = False
 autoapi_add_toctree_entry = False  # index.md places it
-# Public names are imported lazily under TYPE_CHECKING; autoapi reads both places and warns of the double.
+# autoapi reads public names twice, because packages import them lazily, and warns of it.
 suppress_warnings = ["autoapi.python_import_resolution", "ref.python", "docutils"]
 
 
 def setup(app):
-    """Hide what is not public from the reference, and the dated records from the sidebar."""
+    """Connect the handlers below."""
     app.connect("autoapi-skip-member", not_public)
-    app.connect("doctree-read", leave_out_of_sidebar)
+    app.connect("doctree-read", hide_records)
 
 
 def not_public(app, what, name, obj, skip, options):
-    """Whether to leave an object out; None leaves the decision to autoapi."""
+    """Return True for a private module, and None to let autoapi decide."""
     return True if what in ("package", "module") and name not in PUBLIC else None
 
 
-def leave_out_of_sidebar(app, doctree):
-    """Records are linked from records.md and from the pages that use them; no table of contents lists them."""
+def hide_records(app, doctree):
+    """Keep records out of the sidebar and of the search index. Pages link to them."""
     if app.env.docname.startswith("measured/"):
-        app.env.metadata[app.env.docname]["orphan"] = True
+        app.env.metadata[app.env.docname] |= {"orphan": True, "nosearch": True}
