@@ -81,7 +81,7 @@ autoapi_options = ["members", "imported-members", "show-inheritance", "show-modu
 autoapi_keep_files = False
 autoapi_add_toctree_entry = False  # index.md places it
 # autoapi reads public names twice, because packages import them lazily, and warns of it.
-suppress_warnings = ["autoapi.python_import_resolution", "ref.python", "docutils"]
+suppress_warnings = ["autoapi.python_import_resolution", "ref.python", "docutils", "myst.header"]
 
 
 def setup(app):
