@@ -116,10 +116,10 @@ def pytest(session: nox.Session, *arguments: str, names: Iterable[str] = ()) -> 
     )
 
 
-def whole_suite(session: nox.Session, marks: str) -> None:
-    """Run all packages in one environment, two tests at a time."""
-    tools = [*TEST_TOOLS, *FT_TOOLS, *FRAMEWORKS, TRITON, "matplotlib>=3.8", "pytest-xdist>=3.8"]
-    install(session, *PROJECTS, tools=tools)
+def whole_suite(session: nox.Session, marks: str, tools: Iterable[str] = ()) -> None:
+    """Run tests of all packages in one environment, two at a time."""
+    common = [*TEST_TOOLS, *FT_TOOLS, "lightning>=2.4", "matplotlib>=3.8", "pytest-xdist>=3.8"]
+    install(session, *PROJECTS, tools=[*common, *tools])
     # A module or class runs in one process (loadscope). A test that hangs ends its process, after which xdist would wait
     # forever for the rest of the module, so no worker restarts. Without --no-loadscope-reorder, modules of one long test
     # would run last, while the other process waits.
@@ -140,14 +140,14 @@ def whole_suite(session: nox.Session, marks: str) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests of the README and of CI."""
-    whole_suite(session, "not soak and not nccl")
+    """Run the quick set: every package, every hook on real processes, a kill, a framework, the docs' code blocks."""
+    whole_suite(session, "not soak and not nccl and not full and not campaign")
 
 
 @nox.session(name="tests-full")
 def tests_full(session: nox.Session) -> None:
-    """Run all tests except the long matrices (`soak`) and those that need a GPU."""
-    whole_suite(session, "not soak and not nccl")
+    """Run the tests that the quick set leaves out: all frameworks, Triton, four processes, the campaign, the GPU kit."""
+    whole_suite(session, "(full or campaign) and not soak and not nccl", [*FRAMEWORKS, TRITON])
 
 
 def package_tests(name: str) -> None:

@@ -88,6 +88,7 @@ def test_the_command_of_the_page_runs(plugin):
     assert int(said) == 4 * int(0.01 * 1024 * 1024) * 8  # of every rank, a value and an index
 
 
+@pytest.mark.full
 @pytest.mark.packaging
 @pytest.mark.timeout(600)
 def test_the_plugin_of_the_page_passes_its_tests(plugin):

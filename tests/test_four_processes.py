@@ -30,6 +30,7 @@ def body(rank: int, world: int, orders: list[Order]) -> tuple[int, dict[str, dic
     return len(model.reducer._get_zeros_like_grad_buckets()), outcomes
 
 
+@pytest.mark.full
 @pytest.mark.gloo
 @pytest.mark.timeout(300)
 def test_every_hook_by_name_on_four_processes() -> None:

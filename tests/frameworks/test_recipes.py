@@ -24,7 +24,7 @@ NEEDS = {
     "Your own loop: FSDP2": "torch",
     "Ray Train": "ray",
 }
-pytestmark = [pytest.mark.gloo, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.gloo, pytest.mark.timeout(300)]
 
 
 def launched(script: Path, *, ranks: int) -> str:

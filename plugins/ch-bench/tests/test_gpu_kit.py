@@ -31,6 +31,7 @@ ONLY_THERE = {  # what cannot be had on CPU tensors, or with one rank
 }
 
 
+@pytest.mark.full
 @pytest.mark.timeout(400)  # of a loaded machine; 40 s of a free core
 @pytest.mark.gloo
 def test_every_part_finds_what_it_looks_for(tmp_path: Path) -> None:
@@ -62,6 +63,7 @@ def test_every_part_finds_what_it_looks_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: pip install 'ch-quant[triton]'")
+@pytest.mark.full
 @pytest.mark.timeout(200)
 @pytest.mark.gloo
 def test_the_kernels_are_compared_in_the_interpreter(tmp_path: Path) -> None:
@@ -129,6 +131,7 @@ def test_a_part_that_hangs_is_ended_and_the_others_run(tmp_path: Path) -> None:
     assert "no time was left" in (tmp_path / "record.md").read_text()
 
 
+@pytest.mark.full
 @pytest.mark.packaging
 @pytest.mark.timeout(300)
 def test_the_folder_of_wheels_runs_without_rich_and_without_pip(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ def run_cases(config: pytest.Config, **environment: str) -> None:
 
 
 @installed
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.gloo
 def test_in_the_interpreter_it_is_torchs_bit_for_bit(pytestconfig: pytest.Config) -> None:
