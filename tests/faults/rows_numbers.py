@@ -2,11 +2,13 @@
 
 import kit
 import torch
+import torch.distributed as dist
 from kit import Run, Silent, big, compressor, deadline, gradient, row, torch_state
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import commhooks
+from commhooks.testing import mean_residuals, unaccounted
 
 THIN = {"powersgd": 1e-3, "quant4": 4e-3}  # what is lost of a gradient of rank 1, all of whose entries are equal
 POWER = {"rank": 2, "start_iter": 2, "min_compression_rate": 1}
@@ -194,11 +196,28 @@ def retained(run: Run) -> str:
 
 def plain_powersgd(run: Run, *, many: bool, steps: int = 12, **options: object) -> str:
     model = run.model(many=many, **options)
-    run.builtin(model, "powersgd", rank=16, start_iter=2, min_compression_rate=1)
+    hook = run.builtin(model, "powersgd", rank=16, start_iter=2, min_compression_rate=1)
+    wanted, applied = [], []
     for seed in range(steps):
-        mean = run.mean(model, seed)
-        run.expect(run.step(model, seed), mean, 1.5)
+        wanted.append(run.mean(model, seed))
+        applied.append(run.step(model, seed))
+        run.expect(applied[-1], wanted[-1], 1.5)
+    if run.ours:
+        nothing_is_lost(hook, model, torch.stack(wanted).sum(0), torch.stack(applied).sum(0))
     return "right"
+
+
+def nothing_is_lost(handle: commhooks.CommHook, model: nn.Module, wanted: torch.Tensor, applied: torch.Tensor) -> None:
+    """Check that applied gradients and mean residuals add up to the mean gradients, both ``(numel,)``."""
+    like = dict(model.module.named_parameters())
+    mine = {name: row["residual"] for name, row in handle.state_dict()["entries"].items() if "residual" in row}
+    ranks: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    sizes = [p.numel() for p in like.values()]
+    parts = [dict(zip(like, whole.split(sizes), strict=True)) for whole in (wanted, applied)]
+    for name, gap in unaccounted(*parts, mean_residuals(ranks, like)).items():
+        if not gap <= 1e-4 * float(wanted.norm()):
+            raise Silent(f"{gap:.2g} of the gradients of {name} is lost")
 
 
 @row("B8.1", "PowerSGD with several buckets, no fault at all")
