@@ -260,7 +260,7 @@ class Leaky(Coarse):
 
 
 def test_an_error_that_is_lost_with_an_unused_parameter_is_found() -> None:
-    spec = HookSpec("leaky", "reduction", "tests:here", "", params={}, capabilities=frozenset({"lossy", "stateful"}))
+    spec = HookSpec("leaky", "reduction", "tests:here", "", options={}, capabilities=frozenset({"lossy", "stateful"}))
     commhooks.register(spec, Leaky)
     made = type("Case", (HookContract,), {"expr": "leaky"})()
     made.test_input_is_sent_plus_residual("used_by_all")
@@ -281,7 +281,7 @@ class Flattened(Reduction):
 
 
 def test_one_cause_is_reported_once_with_its_remedy() -> None:
-    commhooks.register(HookSpec("flattened", "reduction", "tests:here", "", params={}), Flattened)
+    commhooks.register(HookSpec("flattened", "reduction", "tests:here", "", options={}), Flattened)
     made = type("Case", (HookContract,), {"expr": "flattened"})()
     with pytest.raises(AssertionError, match=r"reshape\(-1\)"):
         made.test_one_step()
@@ -303,7 +303,7 @@ class Drawing(Reduction):
 
 def test_a_stateless_hook_may_draw_from_the_step() -> None:
     commhooks.register(
-        HookSpec("drawing", "reduction", "tests:here", "", params={}, capabilities=frozenset({"lossy"})), Drawing
+        HookSpec("drawing", "reduction", "tests:here", "", options={}, capabilities=frozenset({"lossy"})), Drawing
     )
     made = type("Case", (HookContract,), {"expr": "drawing"})()
     made.test_non_finite_passes_and_leaves_no_trace()
@@ -325,6 +325,6 @@ class Counting(Drawing):
 
 
 def test_a_draw_that_the_step_does_not_decide_is_found() -> None:
-    spec = HookSpec("counting", "reduction", "tests:here", "", params={}, capabilities=frozenset({"lossy"}))
+    spec = HookSpec("counting", "reduction", "tests:here", "", options={}, capabilities=frozenset({"lossy"}))
     commhooks.register(spec, Counting)
     assert "draw random numbers from ctx.step" in failure("test_rollback", expr="counting")

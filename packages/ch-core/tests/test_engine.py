@@ -563,3 +563,22 @@ def test_a_bucket_that_runs_twice_in_a_step_goes_on_from_its_own_residual(in_pla
     for total, unchanged in simulate(2, two_steps):
         assert total == pytest.approx(2 * 3.011, abs=1e-6)
         assert unchanged
+
+
+def test_a_transport_lost_between_steps_keeps_the_finished_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(rank: SimulatedRank) -> tuple[int, float]:
+        engine = rank.engine(TwoStage())
+        assert step(engine, buckets(0)) is None
+
+        def lost(mine: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("connection closed by peer")
+
+        monkeypatch.setattr(engine.sender, "gather", lost)
+        with pytest.raises(TransportError, match="connection closed"):
+            engine.gather(torch.zeros(1))
+        engine.move(SimulatedTransport(SimulatedGroup(1), 0))
+        last = engine.state.read("w0", "last")
+        assert last is not None, "the finished step's entries were dropped"
+        return engine.state.step, float(last.sum())
+
+    assert simulate(1, body) == [(1, 3.0)]

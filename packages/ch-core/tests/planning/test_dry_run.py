@@ -38,8 +38,8 @@ def of(numel: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda n, w: AllReduce(of(n), op="avg"), r"AllReduce\(op='avg'\): an op is one of 'mean', 'sum', 'max'"),
-        (lambda n, w: ReduceScatter(of(n), of(n // w), op="min"), r"ReduceScatter\(op='min'\): an op is one of"),
+        (lambda n, w: AllReduce(of(n), op="avg"), r"AllReduce\(op='avg'\): expected one of 'mean', 'sum', 'max'"),
+        (lambda n, w: ReduceScatter(of(n), of(n // w), op="min"), r"ReduceScatter\(op='min'\): expected one of"),
         (
             lambda n, w: AllGather(of(n), of(n)),
             r"6 elements for an input of 6 over 3 ranks; it needs 18, ctx.world_size",

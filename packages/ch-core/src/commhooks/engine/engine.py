@@ -282,14 +282,17 @@ class Engine:
     def abandon(self) -> None:
         """Drop a step that never finishes, such as one of a backward that raised, and its staged state.
 
-        If only this rank started a collective, the transport's timeout ends it.
+        If only this rank started a collective, the transport's timeout ends it. Between steps nothing is dropped: what is
+        staged belongs to the last finished step, which may still be committed.
         """
+        unfinished = self.in_step
         self.sender.forget()
         self._first_stages = RequestBatch()
         self.buckets.abandon()
         self.sampler.abandon()
         self.outcome.abandon()
-        self.state.rollback()
+        if unfinished:
+            self.state.rollback()
 
     # -- between steps
 
