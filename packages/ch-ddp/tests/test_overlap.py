@@ -132,7 +132,7 @@ def body_during(rank: int, world: int) -> None:
         copy.deepcopy(optimizer)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(x).sum()).backward()
-    with pytest.raises(commhooks.HookNotSupportedError, match="train in bf16"):
+    with pytest.raises(commhooks.HookNotSupportedError, match="Train in bf16"):
         scaler.step(optimizer)
     handle.detach()
     optimizer.zero_grad()
@@ -152,7 +152,7 @@ def test_it_happens_during_the_backward_and_says_what_it_cannot_do() -> None:
 def test_what_is_refused() -> None:
     model = Net()
     handle = commhooks.create("allreduce")
-    with pytest.raises(commhooks.HookNotSupportedError, match="attached to DistributedDataParallel"):
+    with pytest.raises(commhooks.HookNotSupportedError, match="not attached to a DistributedDataParallel model"):
         OverlappedOptimizer(MAKERS["sgd"](model), handle)
     with pytest.raises(commhooks.HookConfigError, match="LBFGS needs a closure"):
         OverlappedOptimizer(torch.optim.LBFGS(model.parameters()), handle)

@@ -115,7 +115,7 @@ def test_neither_form() -> None:
     import enum
 
     other = enum.Enum("Other", "ONE")
-    with pytest.raises(commhooks.HookConfigError, match="legal: ALLREDUCE"):
+    with pytest.raises(commhooks.HookConfigError, match="Legal members: ALLREDUCE"):
         register_ddp_comm_hook(other.ONE, nn.Linear(2, 2))
     with pytest.raises(commhooks.HookConfigError, match="Give the name of a wrapper, or a callable"):
         register_ddp_comm_hook(nn.Linear(2, 2), None, "noop", 3)
