@@ -235,7 +235,7 @@ def test_averagers_agree_on_the_phase() -> None:
         (lambda: HierarchicalModelAverager({4: 2, 2: 4}), "periods .* must grow"),
         (lambda: HierarchicalModelAverager({2: 4, 4: 2}), "group sizes .* must grow"),
         (lambda: PostLocalSGDState(None, None, -1), "start_localSGD_iter=-1"),
-        (lambda: PostLocalSGDOptimizer(net(), PeriodicModelAverager(2)), "expected a torch.optim.Optimizer"),
+        (lambda: PostLocalSGDOptimizer(net(), PeriodicModelAverager(2)), "Give a torch.optim.Optimizer"),
     ],
 )
 def test_what_is_refused(make: Any, message: str) -> None:
