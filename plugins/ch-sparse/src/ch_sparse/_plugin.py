@@ -21,7 +21,7 @@ def commhooks_specs() -> Iterable[HookSpec]:
             capabilities=frozenset({"lossy", "changes_dtype"}),
             needs=_FLOATS,
             example="topk(density=0.01, bits=2)",
-            caution="volume grows with world size, past bf16_compress's at about 1.1 / density ranks (114 at 0.01)",
+            caution="volume grows with world size, past bf16_compress's at about 1.1 / density ranks (from 115 at 0.01)",
             paper="https://arxiv.org/abs/2508.15706",
             group="sparse",
             when="a very slow link and few ranks, if a much higher loss is acceptable",
