@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from ch_ddp.adapter import averaged
 from ch_ft import DistributedDataParallel, OptimizerWrapper, SimulatedCluster, SimulatedDeath, SimulatedManager
 from ch_ft.used_params import UsedParams
 from commhooks import HookConfigError, HookNotSupportedError
@@ -205,6 +206,33 @@ def test_ignored_parameters_have_no_place_in_the_map() -> None:
     for gradients_ in found.values():
         gradients_.pop("experts.0.bias")
     assert equal(found["a"], found["b"])
+
+
+class Scaled(nn.Module):
+    """A parameter of the outermost module, and one that has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2, dtype=torch.float32))
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x * self.scale))
+
+
+@pytest.mark.parametrize("ignored", [["scale"], [".scale"], ["first.weight"], ["first.weight", "second.weight"]])
+def test_the_map_has_the_parameters_of_ddps_own_list(ignored: list[str]) -> None:
+    """DDP does not find "scale" in the outermost module, and reduces a shared parameter unless both names are ignored."""
+    with SimulatedCluster() as cluster:
+        manager, module = cluster.join("a"), Scaled()
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
+        model = DistributedDataParallel(manager, module)
+        assert [id(p) for _, p in averaged(model)] == [id(p) for p in model._build_params_for_reducer()[0]]
+        assert {name for name, _ in averaged(model)} <= {name for name, _ in module.named_parameters()}
+        manager.start_quorum()
+        model(torch.ones(1, 2, dtype=torch.float32)).sum().backward()
+        assert manager.should_commit()
 
 
 def test_a_dropped_model_leaves_its_parameters_alone() -> None:

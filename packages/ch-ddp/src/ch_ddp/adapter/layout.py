@@ -43,14 +43,20 @@ def bucket_layout(grad_bucket: GradBucket, names: Mapping[int, str]) -> BucketLa
 def averaged(
     model: DistributedDataParallel, names: Mapping[int, str] | None = None
 ) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the parameters whose gradients DDP averages, in model order. Ignored parameters are left out.
+    """Return the parameters whose gradients DDP averages, in the order of DDP's own list. Ignored parameters are left out.
 
     Args:
         model: DDP model.
         names: ``id(parameter)`` -> name. The default is the name in the wrapped module.
     """
-    named = [(n, p) for n, p in model.module.named_parameters() if p.requires_grad]
-    return [(n if names is None else names[id(p)], p) for n, p in named if n not in model.parameters_to_ignore]
+    known = names if names is not None else {id(p): name for name, p in model.module.named_parameters()}
+    found: dict[int, tuple[str, torch.nn.Parameter]] = {}
+    for prefix, module in model.module.named_modules():
+        for name, p in module.named_parameters(recurse=False):
+            # DDP looks up a parameter of the outermost module as ".name". A shared one is ignored only under all its names.
+            if p.requires_grad and f"{prefix}.{name}" not in model.parameters_to_ignore:
+                found.setdefault(id(p), (known[id(p)], p))
+    return list(found.values())
 
 
 def model_layout(model: DistributedDataParallel, names: Mapping[int, str] | None = None) -> BucketLayout:
