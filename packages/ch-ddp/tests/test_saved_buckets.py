@@ -142,3 +142,16 @@ def test_buckets_of_other_parameters_run_as_they_are() -> None:
     assert saved.release() == given
     saved.end()
     assert state.buckets == (("b",), ("a",))
+
+
+def test_a_load_in_mid_run_does_not_hide_the_buckets_of_later_steps() -> None:
+    state = HookState()
+    saved = SavedBuckets(state)
+    given = [bucket("a"), bucket("b", 1)]
+    for loads in (False, True, False):
+        if loads:
+            state.replace({}, 0, buckets=(("b",), ("a",)))
+        saved.begin()
+        assert [saved.hold(one) for one in given] == [False, False]
+        saved.end()
+        assert state.buckets == (("a",), ("b",))

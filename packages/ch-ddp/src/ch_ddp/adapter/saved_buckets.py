@@ -25,6 +25,7 @@ class SavedBuckets:
         self._open = True  # no step has ended here
         self._layouts: list[BucketLayout] = []  # of this step
         self._last: list[BucketLayout] = []  # of the step before
+        self._recorded: tuple[tuple[str, ...], ...] | None = None  # their names; a load replaces them in the state
         self._held: list[Bucket] = []
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # a gradient in DDP's bucket, and its average
 
@@ -71,10 +72,12 @@ class SavedBuckets:
         self._open, self._pairs = False, []
         layouts, self._layouts = self._layouts, []
         if layouts and (
-            len(layouts) != len(self._last) or any(a is not b for a, b in zip(layouts, self._last, strict=True))
+            self._state.buckets is not self._recorded
+            or len(layouts) != len(self._last)
+            or any(a is not b for a, b in zip(layouts, self._last, strict=True))
         ):
             self._last = layouts
-            self._state.buckets = tuple(map(_names, layouts))
+            self._state.buckets = self._recorded = tuple(map(_names, layouts))
 
     def _made(self, places: Places, index: int, is_last: bool) -> Bucket:
         unused = frozenset(p.name for p, bucket in places if p.name in bucket.unused)
