@@ -78,9 +78,9 @@ def count(optimizer: torch.optim.Optimizer, given: Any, options: Any) -> None:
 def watch() -> None:
     commhooks.attach = noting(commhooks.attach)
     if os.environ.get("COMMHOOKS_HOOK"):
-        from commhooks.launch import session
+        from commhooks.launch import auto_attach
 
-        setattr(session, "attach", commhooks.attach)  # noqa: B010
+        setattr(auto_attach, "attach", commhooks.attach)  # noqa: B010
         around(commhooks.CommHook, "load_state_dict", "loaded")
     around(dcp, "sharded", "saved")
     around(dcp, "load", "loaded")
