@@ -280,6 +280,37 @@ class Flattened(Reduction):
         bucket.buffer = flat
 
 
+class Copied(Reduction):
+    """Writes the average into `bucket.buffer`, which is a gathered copy under a policy."""
+
+    name, lossy = "copied", True
+
+    def run(self, bucket, ctx):
+        small = bucket.buffer.to(torch.bfloat16)
+        yield AllReduce(small)
+        bucket.buffer.copy_(small)
+
+
+class Assigned(Copied):
+    """Assigns the average, which also works under a policy."""
+
+    name = "assigned"
+
+    def run(self, bucket, ctx):
+        small = bucket.buffer.to(torch.bfloat16)
+        yield AllReduce(small)
+        bucket.buffer = small.to(bucket.dtype)
+
+
+def test_a_write_to_a_copy_of_the_bucket_is_found() -> None:
+    for method in (Copied, Assigned):
+        commhooks.register(HookSpec(method.name, "reduction", "tests:here", "", options={}), method)
+    HookContract.test_writes_to_a_part_of_the_bucket(type("Case", (HookContract,), {"expr": "assigned"})())
+    HookContract.test_all_ranks_get_the_same_bits(type("Case", (HookContract,), {"expr": "copied"})())
+    message = failure("test_writes_to_a_part_of_the_bucket", expr="copied")
+    assert "`bucket.buffer = small.to(bucket.dtype)`" in message and "head.weight" in message
+
+
 def test_one_cause_is_reported_once_with_its_remedy() -> None:
     commhooks.register(HookSpec("flattened", "reduction", "tests:here", "", options={}), Flattened)
     made = type("Case", (HookContract,), {"expr": "flattened"})()

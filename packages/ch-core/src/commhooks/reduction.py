@@ -194,8 +194,9 @@ class Reduction(ABC):
         >>> class SignSum(Reduction):
         ...     name, lossy = "sign_sum", True
         ...     def run(self, bucket, ctx):
-        ...         bucket.buffer.sign_()
-        ...         yield AllReduce(bucket.buffer)
+        ...         signs = bucket.buffer.sign()
+        ...         yield AllReduce(signs)
+        ...         bucket.buffer = signs
         >>> from commhooks.requests import AllReduce
         >>> SignSum().plan(BucketLayout.of_shapes({"w": (4, 4)}), StepContext(world_size=2))[0][0].payload_bytes
         64

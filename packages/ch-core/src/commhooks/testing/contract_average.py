@@ -2,6 +2,8 @@
 
 import torch
 
+from commhooks.compositions.policy import Policy
+from commhooks.reduction import Plain
 from commhooks.testing.contract_case import Case, finite, only_if
 from commhooks.testing.gradients import all_ranks, average, distance, parameters, same_bits
 from commhooks.testing.simulated_ranks import SimulatedRanks, Step
@@ -31,6 +33,20 @@ class Averaging(Case):
                 for rank in range(1, world):
                     other = same_bits(step.gradients[0], step.gradients[rank])
                     assert other == [], f"ranks 0 and {rank} of {world} have different bits in {other}"
+
+    @only_if("sends", "averages")
+    def test_writes_to_a_part_of_the_bucket(self) -> None:
+        """Under a policy, the hook gets every other parameter of a bucket, so that ``bucket.buffer`` is a gathered copy."""
+        like = parameters()
+        others = [name for name, tensor in like.items() if tensor.numel()][1::2]
+        ranks = self.ranks(2, like, 1, lambda hook: Policy([*((name, Plain()) for name in others), ("*", hook)]))
+        for step in run(ranks, like, 2):
+            other = same_bits(step.gradients[0], step.gradients[1])
+            assert other == [], (
+                f"the ranks kept different gradients of {other} under a policy. If a policy gives a hook only some "
+                "parameters of a bucket, `bucket.buffer` is a gathered copy, and writes to the copy are lost. Assign the "
+                "result: `bucket.buffer = small.to(bucket.dtype)` in place of `bucket.buffer.copy_(small)`"
+            )
 
     @only_if("simulates", "averages", "mean")
     def test_equals_the_average_within_tolerance(self) -> None:
