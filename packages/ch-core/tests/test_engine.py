@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from commhooks.bucket import Bucket
 from commhooks.compositions.error_feedback import ErrorFeedback
 from commhooks.compositions.wire_cast import WireCast
-from commhooks.engine.engine import Engine
+from commhooks.engine.engine import Engine, StatelessEngine
 from commhooks.engine.schedule import TUNED, CpuTuning
 from commhooks.engine.stats import Recording
 from commhooks.errors import HookConfigError, HookResultError, HookTimeoutError, RemoteHookError, TransportError
@@ -582,3 +582,20 @@ def test_a_transport_lost_between_steps_keeps_the_finished_step(monkeypatch: pyt
         return engine.state.step, float(last.sum())
 
     assert simulate(1, body) == [(1, 3.0)]
+
+
+def test_on_sent_that_raises_without_a_step_raises_at_once() -> None:
+    class Tells(Reduction):
+        name = "tells"
+
+        def run(self, bucket: Bucket, ctx: Any) -> Iterator[Any]:
+            def on_sent() -> None:
+                raise ArithmeticError("on_sent")
+
+            yield AllReduce(bucket.buffer, on_sent=on_sent)
+
+    def body(rank: SimulatedRank) -> None:
+        with pytest.raises(ArithmeticError, match="on_sent"):
+            StatelessEngine().run(Tells(), Bucket.from_tensors({"w": torch.ones(4)}), rank.transport)
+
+    simulate(2, body)

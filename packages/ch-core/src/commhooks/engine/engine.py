@@ -479,4 +479,7 @@ class StatelessEngine:
         """Leave the average in the bucket, or in the tensors where the reduction puts it."""
         ctx = StepContext(transport.rank, transport.world_size, scratch=self._scratch)
         for requests in reduction.start(bucket, ctx):
-            Stage(transport, self._scratch, reduction.name).start(as_tuple(requests)).wait(None)
+            stage = Stage(transport, self._scratch, reduction.name).start(as_tuple(requests))
+            stage.wait(None)
+            if stage.error is not None:  # only now, because the collectives write to memory of this step
+                raise stage.error
