@@ -1,10 +1,12 @@
 """A residual in 8 bits: how much it takes and forgets, and that a loss scale and a checkpoint do not see the codes."""
 
+import pickle
+
 import pytest
 import torch
 
 import commhooks
-from commhooks import HookState
+from commhooks import Bucket, HookState
 from commhooks.simulate import SimulatedRank, simulate
 from commhooks.testing import SimulatedRanks
 
@@ -131,3 +133,21 @@ def test_the_owner_of_a_part_keeps_its_error_without_a_gradient(expr: str, joine
     total = applied + sum(one.view(SHAPE) for one in owed if one is not None) / world
     lost = float((total - wanted).norm() / wanted.norm())
     assert lost < (1e-2 if "int8" in expr else 1e-5), f"{lost:.3g} of the gradients is lost"
+
+
+def test_the_pickled_residual_of_another_rank_is_dropped_with_its_scales() -> None:
+    def saved(rank: SimulatedRank) -> bytes:
+        engine = rank.engine(commhooks.create(EXPR).reduction)
+        engine.submit(Bucket.from_tensors(gradient(rank.rank, 0)))
+        engine.finish()
+        engine.resolve_step()
+        return pickle.dumps(engine.state)
+
+    pickled = simulate(2, saved)
+
+    def body(rank: SimulatedRank) -> list[tuple[str, str]]:
+        state: HookState = pickle.loads(pickled[1 - rank.rank])
+        rank.engine(commhooks.create(EXPR).reduction, state)
+        return [(name, field) for name, field, _ in state.entries()]
+
+    assert simulate(2, body) == [[], []]

@@ -222,6 +222,13 @@ class Entries(dict[Key, torch.Tensor]):
             self.encodings[key] = encoding
         return found
 
+    def drop(self, key: Key) -> None:
+        """Remove an entry together with its scales, which would otherwise pass for an entry of their own."""
+        packed = self.encodings.get(key, OWN_ORDER).packed
+        if packed is not None:
+            self.pop((key[0], packed.scales), None)
+        del self[key]
+
     def rename(self, names: Mapping[str, str]) -> None:
         """Give parameters other names."""
         for store in (self, self.encodings):

@@ -535,7 +535,7 @@ class HookState:
             )
         log.warning("the pickled state is of %s, not of %s: residuals are reset. Save every rank's", there, here)
         for key in keys:
-            del self._committed[key]
+            self._committed.drop(key)
 
     def keep_copies(self, *, one: bool) -> None:
         """Set :attr:`in_place`. Open steps of the earlier engine end by the rules that they began with."""
