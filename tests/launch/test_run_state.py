@@ -105,6 +105,25 @@ def test_on_another_number_of_ranks_the_mean_residual_goes_on(tmp_path: Path) ->
         assert resumed == pytest.approx(before, rel=1e-6)
 
 
+def resumed_or_refused(rank: int, world: int, folder: str) -> str:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(48, 48))
+    handle = commhooks.attach(model, HOOK, timeout=20.0)
+    try:
+        StateFolder(Path(folder), handle, 1).resume()
+    except Exception as error:
+        return type(error).__name__
+    return "resumed"
+
+
+def test_a_damaged_file_of_one_rank_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    assert spawn(resumed_or_refused, 2, str(tmp_path), timeout=120) == ["resumed", "resumed"]
+    [one] = tmp_path.glob("step-*/rank-1-of-2-*.pt")
+    one.write_bytes(one.read_bytes()[:100])
+    first, second = spawn(resumed_or_refused, 2, str(tmp_path), timeout=120)
+    assert first == "RankMismatchError" and second not in ("resumed", "HookTimeoutError")
+
+
 def test_a_new_start_in_an_old_folder_is_new(tmp_path: Path) -> None:
     (_, before, _), _ = spawn(trained, 2, str(tmp_path), 2, 0, timeout=120)
     shutil.copy(tmp_path / "weights", tmp_path / "old")

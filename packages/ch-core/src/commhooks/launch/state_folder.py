@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from commhooks.agreement import LINE_BYTES, StoreExchange
 from commhooks.checkpoint import merge
+from commhooks.checkpoint.save_load import load_obtained
 from commhooks.errors import StateError
 from commhooks.fingerprint import checksum
 from commhooks.handle import CommHook
@@ -141,10 +142,11 @@ class StateFolder:
             state: dict[str, Any] = torch.load(one.files[rank], weights_only=True, map_location="cpu")
             return state
 
+        # The file of one rank may be damaged. Raised outside of the load, its error would leave the peers in the agreement.
         if one.world == self.world:
-            self.handle.load_state_dict(read(self.rank))
+            load_obtained(self.handle, lambda: read(self.rank))
         else:
-            self.handle.load_state_dict(merge([read(rank) for rank in range(one.world)]), world_change="mean")
+            load_obtained(self.handle, lambda: merge([read(r) for r in range(one.world)]), world_change="mean")
         self.step, self._written, self._current = one.step, one.step, one.folder
         self._latest = [one.key]
         self._ended_steps = self._steps()
