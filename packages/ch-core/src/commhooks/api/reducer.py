@@ -310,8 +310,14 @@ class Reducer:
 
             agree(self.handle.expr, {**fingerprint(self.handle, rows), **facts}, everyone)
 
-    def _fill(self, tensors: Mapping[str, torch.Tensor]) -> HookConfigError | None:
+    def _fill(self, tensors: Mapping[str, torch.Tensor]) -> Exception | None:
         """Copy this rank's contribution. Return an error, because raised here it would leave the peers in their round."""
+        try:
+            return self._copied(tensors)
+        except Exception as error:  # a meta tensor, memory that ran out, an object that is no tensor
+            return error
+
+    def _copied(self, tensors: Mapping[str, torch.Tensor]) -> HookConfigError | None:
         odd = set(tensors) ^ set(self.tensors) or {n for n, t in tensors.items() if t.shape != self.tensors[n].shape}
         if odd:
             return HookConfigError(
