@@ -346,3 +346,19 @@ def test_a_rank_without_input_keeps_its_residual() -> None:
         assert torch.equal(kept, after) == (rank.rank == 1)
 
     simulate(2, body)
+
+
+def test_a_part_without_a_field_does_not_decide_its_power_of_the_loss_scale() -> None:
+    class Squares(Reduction):
+        name, fields, scaled_fields = "squares", {"residual": "local"}, {"residual": 2}
+
+        def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
+            yield AllReduce(bucket.buffer)
+
+    class Residual(Squares):
+        name, scaled_fields = "residual", {"residual": 1}
+
+    assert warmup(Plain(), Squares(), steps=2).scaled_fields == {"residual": 2}
+    assert warmup(Squares(), Plain(), steps=2).scaled_fields == {"residual": 2}
+    with pytest.raises(HookConfigError, match="scaled_fields"):
+        warmup(Squares(), Residual(), steps=2)

@@ -150,9 +150,10 @@ class Composite(Reduction):
             HookConfigError: two parts keep a field of one name in different ways.
         """
         made: dict[str, T] = {}
+        kept: set[str] = set()  # fields of earlier parts; a part declares defaults for fields that it does not keep
         for part in self.parts:
             for field, value in getattr(part, attribute).items():
-                if field in part.fields and field in made and made[field] != value:
+                if field in part.fields and field in kept and made[field] != value:
                     raise HookConfigError(
                         f"{self.name}: {part.name} declares {attribute}[{field!r}] = {value!r}, and another part "
                         f"{made[field]!r}. State is saved by field, so parts that keep one field agree on it. Give one of "
@@ -160,6 +161,7 @@ class Composite(Reduction):
                     )
                 if field in part.fields or field not in made:
                     made[field] = value
+            kept.update(part.fields)
         return made | dict(own)
 
     def phase(self, step: int) -> Hashable:
