@@ -188,6 +188,39 @@ def test_gradients_of_which_some_are_gone_are_an_error_unless_an_optimizer_has_s
     assert "of the 4 gradients of the last step 2 were dropped" in str(doubt)
 
 
+def test_an_adapter_reports_a_backward_that_no_hook_of_autograd_sees() -> None:
+    run = Watched()
+    params = list(run.model.parameters())
+
+    def backward(*written: int) -> None:
+        """As FSDP2 does: run a backward, and write the gradients of some parameters itself."""
+
+        def write(gradient: torch.Tensor) -> None:
+            for number in written:
+                run.watch.before_gradient()
+                params[number].grad = torch.ones_like(params[number])
+            run.answers.append(run.watch.used())
+            assert run.watch.doubt() is None
+            if run.answers[-1] is not None:
+                run.watch.begin()
+            run.watch.end()
+
+        x = torch.ones(1, requires_grad=True)
+        x.register_hook(write)
+        x.backward()
+
+    backward(0, 1, 2, 3)
+    run.watch.begin()
+    run.watch.end()
+    run.model.zero_grad()
+    backward(0, 1)
+    run.optimizer.step()
+    run.model.zero_grad()
+    backward(2, 3)
+    backward(0, 1, 2, 3)
+    assert run.answers == [None, False, True, None]
+
+
 def test_parameters_that_no_optimizer_holds_are_not_waited_for() -> None:
     run = Watched()
     del run.optimizer.param_groups[0]["params"][2:]  # the second layer's gradients are never zeroed

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
-from commhooks import AllReduce, Bucket, HookResultError, RemoteHookError
+from commhooks import AllReduce, Bucket, HookResultError, RemoteHookError, StateError
 from commhooks.reduction import StepContext
 from commhooks.requests import Requests
 from commhooks.testing import spawn
@@ -165,6 +165,45 @@ def body_accumulated(rank: int, world: int) -> None:
 
 def test_accumulated_backwards_are_used_by_the_optimizer() -> None:
     spawn(body_accumulated, 2, timeout=200)
+
+
+def body_dropped(rank: int, world: int) -> None:
+    """Drop all gradients of some steps. The reduction rolls these steps back, and keeps the others."""
+    place = replicas(world)
+    for loss in (experts, crossed):
+        for first in ("", "set_requires_gradient_sync", "set_requires_all_reduce"):
+            model = sharded(place["mesh"])
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # the parameters of mean_gradients()
+            handle = commhooks.attach(model, POWERSGD, process_group=place["group"], optimizer=optimizer, timeout=30)
+            applied: dict[str, torch.Tensor] = {}
+            true: dict[str, torch.Tensor] = {}
+            for step in range(6):
+                optimizer.zero_grad()
+                if first:
+                    getattr(model, first)(False)
+                    loss(model, step + 10, rank).backward()
+                    getattr(model, first)(True)
+                loss(model, step, rank).backward()
+                if step in (1, 4):
+                    continue
+                for name, grad in grads(model).items():
+                    applied[name] = applied.get(name, 0) + grad
+                for number in (step, step + 10) if first else (step,):
+                    for name, grad in mean_gradients(loss, number, world).items():
+                        true[name] = true.get(name, 0) + grad
+                optimizer.step()
+            case = f"{loss.__name__} {first}"
+            for name, total in applied_and_owed(handle, applied, world).items():
+                torch.testing.assert_close(total, true[name], atol=5e-5, rtol=1e-4, msg=f"{case} {name}")
+            assert handle.state.step == 4, case
+            loss(model, 6, rank).backward()
+            model.blocks[0].zero_grad()  # the other gradients stay, so it cannot be known if the step counts
+            with pytest.raises(StateError, match="gradients of the last step 2 were dropped"):
+                loss(model, 7, rank).backward()
+
+
+def test_dropped_gradients_roll_their_steps_back() -> None:
+    spawn(body_dropped, 2, timeout=200)
 
 
 def body_detached(rank: int, world: int) -> None:

@@ -277,6 +277,48 @@ def test_a_parameter_thawed_on_one_member_only_is_told() -> None:
         assert all(cluster.run(dict.fromkeys("ab", body)).values())
 
 
+class WithoutLast(nn.Sequential):
+    """Leaves its last layer out. FSDP2 then writes other gradients before the first reduction of a backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in list(self)[:-1]:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.timeout(60)
+def test_gradients_dropped_after_the_vote_roll_their_attempt_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_doubt(gone: int, had: int) -> None:
+        raise AssertionError(f"{gone} of {had} gradients seem to be gone, but all were dropped")
+
+    monkeypatch.setattr("commhooks.adapters.optimizer_watch._partly_gone", in_doubt)
+
+    def body(manager: SimulatedManager) -> list[torch.Tensor]:
+        model = WithoutLast(*net())
+        with BUILDING:
+            sharded(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            handle = commhooks.attach(model, POWERSGD, manager=manager, optimizer=optimizer)
+        residuals: list[torch.Tensor] = []
+        for step in range(4):
+            optimizer.zero_grad()
+            manager.start_quorum()
+            model(batch(manager.name, step)).square().mean().backward()
+            if step:
+                residuals.append(vector(t for _, field, t in handle.state.entries() if field == "residual"))
+            assert manager.should_commit()
+            if step != 2:
+                optimizer.step()
+        handle.commit()
+        residuals.append(vector(t for _, field, t in handle.state.entries() if field == "residual"))
+        return residuals
+
+    with SimulatedCluster() as cluster:
+        for _, before, dropped, after in cluster.run(dict.fromkeys("ab", body)).values():
+            assert torch.equal(before, dropped)
+            assert not torch.equal(before, after)
+
+
 class Broken(commhooks.Plain):
     """Raises in the second bucket, if it is told to."""
 

@@ -68,14 +68,14 @@ class FSDP2Binding(Binding):
         # The vote of a manager reaches the other ranks of the shard mesh without a relay.
         relay = ProcessGroupTransport(self.other_axes[0]) if self.other_axes else None
         self._order = GroupOrder(self.groups, fixed=self._managed is not None) if self._replicates else None
-        self.steps = Steps(engines, self._inspect, relay, self._order, self._due)
         self.engine: Engine = engines.get("replicate") or engines["shard"]
         self._trained = self._trainable()
         self._ready = False
         # A managed axis watches the optimizer itself, because the manager votes first.
-        self._watch = (
-            watch_optimizer(self.engine, options, model.parameters(), model) if self._managed is None else None
-        )
+        own = watch_optimizer(self.engine, options, model.parameters(), model) if self._managed is None else None
+        watch, self._watch = (own if self._managed is None else self._managed.watch), own
+        arriving = watch.before_gradient if watch is not None else lambda: None
+        self.steps = Steps(engines, self._inspect, relay, self._order, self._due, arriving)
         self._end = BackwardEnd(model, self.steps.end, self.steps.abandon, replicas=self._replicates)
         self._place(handle.expr)  # last, because an error after it would leave hooks in a model without a handle
 

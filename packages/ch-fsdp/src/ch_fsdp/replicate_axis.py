@@ -70,6 +70,7 @@ class ReplicateHook:
     def __call__(self, shard: torch.Tensor) -> None:
         """Reduce ``shard`` in place: flat, padded shards of the group's trainable parameters."""
         self.called = True
+        self.steps.before_gradient()
         engine = self.steps.group.engines["replicate"]
         refusal = self._refusal(shard, engine)
         if refusal is None:

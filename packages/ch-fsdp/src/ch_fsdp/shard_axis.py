@@ -155,6 +155,7 @@ class ShardScatter:
 
         Runs on the stream that FSDP made current. Returns when the result is there (CPU) or queued (CUDA).
         """
+        self.steps.before_gradient()
         try:
             if group.group_name != self.axis.group.group_name:
                 refusal = self.axis.move(group, self.group.name, self.expr)

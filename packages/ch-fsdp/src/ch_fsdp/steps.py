@@ -39,9 +39,12 @@ class Steps:
             it, so that every rank of the mesh raises.
         deferred: reductions between replicas that wait for the end of the step (FSDP2).
         due: returns True if this backward is a step even without a call.
+        before_gradient: :meth:`.OptimizerWatch.before_gradient`.
 
     Attributes:
         calls: number of calls of the hooks.
+        before_gradient: called at the beginning of every hook. torch adds to ``.grad`` after each of them, also in a
+            backward that runs no engine, and no hook of autograd sees it.
     """
 
     def __init__(
@@ -51,9 +54,11 @@ class Steps:
         relay: Transport | None = None,
         deferred: Deferred | None = None,
         due: Callable[[], bool] = lambda: False,
+        before_gradient: Callable[[], None] = lambda: None,
     ) -> None:
         self.group = EngineGroup(engines, relay)
         self.calls = 0
+        self.before_gradient = before_gradient
         self._inspect, self._deferred, self._due = inspect, deferred, due
         self._error: BaseException | None = None
         self._ending = NO_BACKWARD  # the pass of autograd whose end is the end of the step

@@ -172,6 +172,7 @@ class ManagedSteps:
 
     Attributes:
         attempts: attempts of the manager.
+        watch: watch of the optimizer and scaler in ``options``, ``None`` without them.
 
     Raises:
         AttachError: the optimizer in ``options`` votes with another manager.
@@ -187,10 +188,10 @@ class ManagedSteps:
     ) -> None:
         self.engine, self.transport, self.manager = engine, transport, manager
         self._rounds = options.rounds if options is not None else None
-        watch = _watch_optimizer(manager, options, params) if options is not None else None
-        if watch is not None and options is not None and options.scaler is not None:
-            engine.set_loss_scale(watch.scale)
-        self._judge = ManagerJudge(manager, watch)
+        self.watch = _watch_optimizer(manager, options, params) if options is not None else None
+        if self.watch is not None and options is not None and options.scaler is not None:
+            engine.set_loss_scale(self.watch.scale)
+        self._judge = ManagerJudge(manager, self.watch)
         engine.set_judge(self._judge)
         self._cause: Exception | None = None
         self.attempts = attempts_of(manager)
@@ -256,8 +257,8 @@ class ManagedSteps:
     def close(self) -> None:
         """Take part in no further vote."""
         self.attempts.voters.discard(self)
-        if self._judge.optimizer is not None:
-            self._judge.optimizer.close()
+        if self.watch is not None:
+            self.watch.close()
 
     def _begin(self) -> None:
         step = self.transport.begin()

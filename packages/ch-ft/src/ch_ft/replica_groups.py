@@ -28,7 +28,7 @@ from commhooks import (
     Reduction,
     StepContext,
 )
-from commhooks.adapters import AttachOptions, BucketRun, Engine, Layouts, raise_after_backward
+from commhooks.adapters import AttachOptions, BucketRun, Engine, Layouts, OptimizerWatch, raise_after_backward
 
 R = TypeVar("R")
 
@@ -145,6 +145,10 @@ class Between:
         self._engine.follow(options, owner)
         self._transferred = healing.transferred(owner, manager)
         self._transferred.serve(self._engine, self._facts)
+
+    @property
+    def watch(self) -> OptimizerWatch | None:
+        return self._engine.steps.watch
 
     def plain(self) -> Engine:
         self.close()

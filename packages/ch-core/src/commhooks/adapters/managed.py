@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from commhooks.adapters.base import AttachOptions
+from commhooks.adapters.optimizer_watch import OptimizerWatch
 from commhooks.bucket import BucketLayout
 from commhooks.engine.engine import Engine
 from commhooks.errors import AttachError
@@ -22,9 +23,14 @@ class ManagedAxis(Protocol):
         engine: its engine. Drive it with :meth:`Engine.run` or :meth:`Engine.submit`, then :meth:`Engine.finish`, with the
             same layouts in the same order on all members. It waits for the quorum. If a peer is lost it raises nothing. The
             rest of the attempt does nothing, and the manager drops it.
+        watch: watch of the optimizer given to ``attach``, or ``None``. The axis closes it. If the wrapper writes ``.grad``
+            itself, the adapter calls :meth:`OptimizerWatch.before_gradient`.
     """
 
     engine: Engine
+
+    @property
+    def watch(self) -> OptimizerWatch | None: ...
 
     def plain(self) -> Engine:
         """Release the handle. Return an engine for plain averaging in its place."""

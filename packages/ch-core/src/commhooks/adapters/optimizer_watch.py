@@ -24,6 +24,9 @@ Any optimizer counts, not only the one given to ``attach``. The watch reads grad
 it adds to them, and when an optimizer of the model begins its step. An optimizer of other parameters, such as fp32 copies,
 has copied the gradients by then.
 
+Hooks of the parameters report the beginning of a backward. They do not run if a wrapper writes ``.grad`` itself, as FSDP2
+does for its shards. The adapter of such a wrapper calls :meth:`OptimizerWatch.before_gradient`.
+
 An ordinary step compares two integers for each parameter and backward, and reads a few elements of one gradient on a CPU. On
 a GPU the host waits if it reads a loss scale, if a ``GradScaler`` runs a fused optimizer, and if gradients wait from one
 backward to the next.
@@ -224,6 +227,17 @@ class OptimizerWatch:
         self._steps.clear()
 
     # -- events from torch
+
+    def before_gradient(self) -> None:
+        """Examine the last step's gradients if a new backward is about to add its first gradient to ``.grad``.
+
+        An adapter calls it if its wrapper writes ``.grad`` itself, before each write. It raises nothing.
+        """
+        backward = backward_id()
+        if backward == NO_BACKWARD or backward != self._backward[0]:
+            if backward != NO_BACKWARD:
+                self._backward[0] = backward
+            self._backward_begins()
 
     def _backward_begins(self) -> None:
         """A backward is about to add its first gradient to ``.grad``."""
