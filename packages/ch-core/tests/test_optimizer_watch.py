@@ -17,11 +17,12 @@ from commhooks.errors import HookConfigError, StateError
 class Watched:
     """A model, and a watch that is asked and told as an engine would."""
 
-    def __init__(self, given: bool = True, **options: Any) -> None:
+    def __init__(self, given: bool = True, late: bool = False, **options: Any) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        self.model[1].requires_grad_(not late)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, **options)
-        self.watch = OptimizerWatch(self.optimizer if given else None, None, self.model.parameters())
+        self.watch = OptimizerWatch(self.optimizer if given else None, None, self.model.parameters)
         self.answers: list[bool | None] = []
         self.first = True
 
@@ -39,7 +40,7 @@ class Watched:
                 self.watch.begin()
             self.first = False
 
-        hooks = [p.register_hook(begins) for p in self.model.parameters()]
+        hooks = [p.register_hook(begins) for p in self.model.parameters() if p.requires_grad]
         loss.backward()
         for hook in hooks:
             hook.remove()
@@ -188,6 +189,99 @@ def test_gradients_of_which_some_are_gone_are_an_error_unless_an_optimizer_has_s
     assert "of the 4 gradients of the last step 2 were dropped" in str(doubt)
 
 
+def late_optimizer(run: Watched, how: str) -> torch.optim.Optimizer:
+    """Give the model parameters to train after the watch began. Return an optimizer that holds only these."""
+    if how == "added":
+        run.model.append(nn.Linear(2, 2))
+    for p in run.model.parameters():
+        p.requires_grad_(p in set(run.model[-1].parameters()))
+    return torch.optim.SGD(run.model[-1].parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("stepped", [True, False])
+@pytest.mark.parametrize("how", ["thawed", "added"])
+def test_an_optimizer_of_parameters_that_came_later_counts(how: str, stepped: bool) -> None:
+    run = Watched(given=False, late=how == "thawed")
+    run.backward()
+    if stepped:  # parameters are no evidence any more
+        run.optimizer.step()
+    run.model.zero_grad()
+    optimizer = late_optimizer(run, how)
+    for what in ("step", "drop", "step", "drop", "end"):
+        run.backward()
+        if what == "step":
+            optimizer.step()
+        run.model.zero_grad()
+    assert run.answers == [stepped, True, False, True, False]
+    assert run.watch.clock() == 2 + stepped
+
+
+def test_an_optimizer_of_other_parameters_counts_once_the_model_has_them() -> None:
+    run, head = Watched(), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    run.backward()
+    optimizer.step()
+    run.model.zero_grad()
+    run.backward()
+    run.model.zero_grad()
+    run.model.append(head)
+    run.backward()
+    optimizer.step()
+    run.model.zero_grad()
+    run.backward()
+    assert run.answers == [False, False, True]
+
+
+def test_an_optimizer_of_frozen_parameters_uses_nothing() -> None:
+    run = Watched(given=False)
+    run.model[1].requires_grad_(False)
+    frozen = torch.optim.SGD(run.model[1].parameters(), lr=0.1)
+    run.backward()
+    run.optimizer.step()
+    run.model.zero_grad()
+    run.backward()
+    frozen.step()
+    run.model.zero_grad()
+    run.backward()
+    assert run.answers == [True, False]
+
+
+def test_gradients_of_thawed_parameters_are_dropped_with_the_others() -> None:
+    """The last layer's gradient arrives first. It must not pass for one that was kept."""
+    run = Watched()
+    run.model[1].requires_grad_(False)
+    run.backward()
+    run.optimizer.step()
+    run.model[1].requires_grad_(True)
+    run.optimizer.zero_grad()
+    run.backward()
+    run.watch.begin()
+    run.watch.end()
+    run.optimizer.zero_grad()
+    run.model(torch.ones(1, 3)).sum().backward()
+    assert run.watch.doubt() is None
+    assert run.watch.used() is False
+
+
+def test_a_thawed_parameter_that_is_written_by_hand_is_used() -> None:
+    run = Watched(late=True)
+    run.backward()
+    run.model.zero_grad()
+    late_optimizer(run, "thawed")
+    for written in (True, False):
+        run.backward()
+        if written:
+            with torch.no_grad():
+                for p in run.model[-1].parameters():
+                    p.sub_(p.grad, alpha=0.1)
+        else:
+            with torch.no_grad():
+                run.model[0].weight.mul_(0.9)  # frozen, such as a moving average
+        run.model.zero_grad()
+    run.backward()
+    assert run.answers == [False, True, False]
+
+
 def test_an_adapter_reports_a_backward_that_no_hook_of_autograd_sees() -> None:
     run = Watched()
     params = list(run.model.parameters())
@@ -234,7 +328,7 @@ def test_master_copies_that_take_the_gradients_over_before_the_step_use_them() -
     run = Watched()
     masters = [p.detach().clone() for p in run.model.parameters()]
     run.optimizer = torch.optim.SGD(masters, lr=0.1)
-    run.watch = OptimizerWatch(run.optimizer, None, run.model.parameters())
+    run.watch = OptimizerWatch(run.optimizer, None, run.model.parameters)
     for step in (True, True, False, True):
         run.backward()
         for master, p in zip(masters, run.model.parameters(), strict=True):
@@ -321,7 +415,7 @@ def test_an_ordinary_step_costs_no_work_on_tensors_for_each_parameter() -> None:
     def calls(layers: int, watched: bool) -> int:
         model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(layers)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        watch = OptimizerWatch(optimizer, None, model.parameters()) if watched else None
+        watch = OptimizerWatch(optimizer, None, model.parameters) if watched else None
         for number in range(4):
             if number == 1:  # until an optimizer has stepped, the parameters themselves are looked at
                 counts = Counts()
@@ -380,9 +474,9 @@ def test_closed_it_leaves_nothing_behind() -> None:
 
 def test_what_is_no_optimizer_is_refused() -> None:
     with pytest.raises(HookConfigError, match=r"expected a torch\.optim\.Optimizer"):
-        OptimizerWatch(3, None, ())
+        OptimizerWatch(3, None, tuple)
     with pytest.raises(HookConfigError, match=r"expected a torch\.amp\.GradScaler"):
-        OptimizerWatch(None, 3, ())
+        OptimizerWatch(None, 3, tuple)
 
 
 def test_gradients_that_cannot_be_examined_are_a_doubt_and_end_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:

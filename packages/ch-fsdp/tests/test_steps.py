@@ -206,6 +206,38 @@ def test_dropped_gradients_roll_their_steps_back() -> None:
     spawn(body_dropped, 2, timeout=200)
 
 
+def body_thawed(rank: int, world: int) -> None:
+    """Train a block that was frozen at attach with an optimizer of its own. Its steps use the gradients."""
+    place = replicas(world)
+    model = sharded(place["mesh"])
+    model.blocks[2].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = commhooks.attach(model, POWERSGD, process_group=place["group"], optimizer=optimizer, timeout=30)
+
+    def backward(step: int) -> None:
+        model.zero_grad()
+        model(data(step, rank)).square().mean().backward()
+
+    backward(0)
+    optimizer.step()
+    model.requires_grad_(False)
+    model.blocks[2].requires_grad_(True)
+    late = torch.optim.SGD(model.blocks[2].parameters(), lr=0.1)
+    for step in range(1, 4):
+        backward(step)
+        late.step()
+    backward(4)  # dropped
+    backward(5)
+    late.step()
+    handle.commit()
+    assert handle.state.step == 5
+    assert any(name.startswith("blocks.2") for name, _, _ in handle.state.entries())
+
+
+def test_an_optimizer_of_thawed_parameters_uses_their_gradients() -> None:
+    spawn(body_thawed, 2, timeout=100)
+
+
 def body_detached(rank: int, world: int) -> None:
     """Check that plain averaging after detach() keeps the order of groups, also in another dtype."""
     place = replicas(world)

@@ -72,7 +72,7 @@ class FSDP2Binding(Binding):
         self._trained = self._trainable()
         self._ready = False
         # A managed axis watches the optimizer itself, because the manager votes first.
-        own = watch_optimizer(self.engine, options, model.parameters(), model) if self._managed is None else None
+        own = watch_optimizer(self.engine, options, model.parameters, model) if self._managed is None else None
         watch, self._watch = (own if self._managed is None else self._managed.watch), own
         arriving = watch.before_gradient if watch is not None else lambda: None
         self.steps = Steps(engines, self._inspect, relay, self._order, self._due, arriving)

@@ -168,7 +168,7 @@ class ManagedSteps:
         transport: transport of that engine.
         manager: manager that votes.
         options: arguments of ``attach``.
-        params: parameters of the optimizer in ``options``.
+        params: returns the present parameters of the model.
 
     Attributes:
         attempts: attempts of the manager.
@@ -184,7 +184,7 @@ class ManagedSteps:
         transport: ManagerTransport,
         manager: Manager,
         options: AttachOptions | None = None,
-        params: Iterable[torch.Tensor] = (),
+        params: Callable[[], Iterable[torch.Tensor]] = tuple,
     ) -> None:
         self.engine, self.transport, self.manager = engine, transport, manager
         self._rounds = options.rounds if options is not None else None
@@ -270,7 +270,9 @@ class ManagedSteps:
         self.engine.set_participating(self.transport.participating)
 
 
-def _watch_optimizer(manager: Manager, options: AttachOptions, params: Iterable[torch.Tensor]) -> OptimizerWatch | None:
+def _watch_optimizer(
+    manager: Manager, options: AttachOptions, params: Callable[[], Iterable[torch.Tensor]]
+) -> OptimizerWatch | None:
     if isinstance(options.optimizer, OptimizerWrapper) and options.optimizer.manager is not manager:
         raise AttachError(
             "the OptimizerWrapper given as optimizer= votes with another manager than the model's: give both the same one"

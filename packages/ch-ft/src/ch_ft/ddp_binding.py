@@ -99,7 +99,7 @@ class ManagedBinding(Binding):
         self._transport = ManagerTransport(manager, model.fail_fast, collectives_for(handle.reduction, manager))
         self.engine = Engine(handle.reduction, self._transport, handle.state, timeout=None)
         plan = self.engine.plan(self.layout)  # its errors are raised here and not in the first backward
-        self.steps = ManagedSteps(self.engine, self._transport, manager, options, model.module.parameters())
+        self.steps = ManagedSteps(self.engine, self._transport, manager, options, model.module.parameters)
         self.fingerprint = {
             **fingerprints.of_handle(handle),
             "collectives": fingerprints.short_hash(repr(plan)),

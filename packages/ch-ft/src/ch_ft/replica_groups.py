@@ -62,7 +62,7 @@ class GroupEngine(Engine):
 
     def follow(self, options: AttachOptions | None = None, owner: object = None) -> None:
         """Let the manager commit this engine's steps from now on."""
-        params = owner.parameters() if isinstance(owner, torch.nn.Module) else ()
+        params = owner.parameters if isinstance(owner, torch.nn.Module) else tuple
         self._steps = ManagedSteps(self, self._manager_transport, self._manager, options, params)
 
     @property

@@ -74,7 +74,7 @@ Example: an adapter of a wrapper that calls one function with all gradients at t
     ...         self.group = options.process_group or model.process_group
     ...         transport = ProcessGroupTransport(self.group)
     ...         self.engine = Engine(handle.reduction, transport, handle.state, timeout=options.timeout)
-    ...         self.watch = watch_optimizer(self.engine, options, self.params)
+    ...         self.watch = watch_optimizer(self.engine, options, model.module.parameters)
     ...         self.model, model.reduce = model, self.reduce
     ...
     ...     def reduce(self, grads):

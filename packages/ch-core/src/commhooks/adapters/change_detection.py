@@ -1,5 +1,7 @@
 """Detects changed parameters and nonzero gradients by sampling a few elements of each tensor."""
 
+from collections.abc import Callable, Iterable
+
 import torch
 
 from commhooks.bucket import dense
@@ -13,31 +15,40 @@ class ParameterSnapshot:
     Version counters would not do. Writes through ``.data`` do not count, and a broadcast of equal numbers does, with which
     ``DDP.join`` ends. The snapshot is no evidence once an optimizer steps. Other changes, such as clipped or reset
     parameters, then use no gradients.
+
+    Args:
+        params: returns the present parameters, trainable and frozen.
     """
 
-    def __init__(self, params: list[torch.Tensor]) -> None:
+    def __init__(self, params: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._params = params
+        self._taken: list[torch.Tensor] = []
         self._addresses: list[int] = []
         self._samples: list[torch.Tensor] = []
 
     @torch.no_grad()
     def take(self) -> None:
-        """Store the present parameters."""
-        self._addresses, self._samples = self._now()
+        """Store the present parameters, also frozen ones, which the user may thaw before :meth:`differs`."""
+        self._taken = list(self._params())
+        local = [_local(p).detach() for p in self._taken]
+        self._addresses = [tensor.data_ptr() for tensor in local]
+        self._samples = _copies([_sample_bytes(tensor) for tensor in local])
 
     @torch.no_grad()
     def differs(self) -> bool:
-        """True if a parameter has changed since :meth:`take`."""
-        addresses, samples = self._now()
-        return addresses != self._addresses or not all(map(torch.equal, samples, self._samples))
-
-    def _now(self) -> tuple[list[int], list[torch.Tensor]]:
-        """Return all addresses, and for each device one uint8 tensor with the samples of its parameters."""
-        local = [_local(p).detach() for p in self._params]
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for tensor in local:
-            by_device.setdefault(tensor.device, []).append(_sample(tensor).view(torch.uint8))
-        return [tensor.data_ptr() for tensor in local], [torch.cat(samples) for samples in by_device.values()]
+        """True if a parameter that is trainable now has changed since :meth:`take`."""
+        before: dict[torch.device, list[torch.Tensor]] = {}
+        now: dict[torch.device, list[torch.Tensor]] = {}
+        for param, address, sample in zip(self._taken, self._addresses, self._samples, strict=True):
+            if not param.requires_grad:
+                continue
+            local = _local(param).detach()
+            if local.data_ptr() != address:
+                return True
+            before.setdefault(sample.device, []).append(sample)
+            now.setdefault(sample.device, []).append(_sample_bytes(local))
+        # One comparison for each device, because on a GPU the host waits for each.
+        return not all(torch.equal(torch.cat(now[device]), torch.cat(before[device])) for device in now)
 
 
 @torch.no_grad()
@@ -55,6 +66,19 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.new_empty(0)
     count = min(tensor.numel(), _SAMPLE)
     return tensor.as_strided((count,), (1,), tensor.storage_offset() + (tensor.numel() - count) // 2)
+
+
+def _sample_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return _sample(tensor).view(torch.uint8)
+
+
+def _copies(samples: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy vectors, with one kernel for each device."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for sample in samples:
+        by_device.setdefault(sample.device, []).append(sample)
+    copies = {d: iter(torch.cat(some).split([len(s) for s in some])) for d, some in by_device.items()}
+    return [next(copies[sample.device]) for sample in samples]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,9 @@ has copied the gradients by then.
 Hooks of the parameters report the beginning of a backward. They do not run if a wrapper writes ``.grad`` itself, as FSDP2
 does for its shards. The adapter of such a wrapper calls :meth:`OptimizerWatch.before_gradient`.
 
+The user may thaw parameters after ``attach``, or add them to the model. So the watch reads the parameters of the model again
+when it meets an optimizer that holds none of those that it knows.
+
 An ordinary step compares two integers for each parameter and backward, and reads a few elements of one gradient on a CPU. On
 a GPU the host waits if it reads a loss scale, if a ``GradScaler`` runs a fused optimizer, and if gradients wait from one
 backward to the next.
@@ -46,6 +49,9 @@ from commhooks.adapters.change_detection import ParameterSnapshot, any_nonzero_g
 from commhooks.device import HostCopy, is_asynchronous
 from commhooks.engine.engine import Engine
 from commhooks.errors import CommHooksError, HookConfigError, StateError
+
+Params = Callable[[], Iterable[torch.Tensor]]
+"""Returns the present parameters of a model, trainable and frozen, such as ``model.parameters``."""
 
 
 class LossScale:
@@ -89,16 +95,16 @@ class ModelOptimizers:
 
     Args:
         given: the optimizer given to ``attach``. It counts even if it holds other parameters, such as fp32 copies.
-        params: parameters of the model.
+        params: returns the parameters of the model.
     """
 
-    def __init__(self, given: Any, params: list[torch.Tensor]) -> None:
+    def __init__(self, given: Any, params: Params) -> None:
         self._params = params
-        self._ids = {id(p) for p in params}
         self._given = weakref.ref(given) if given is not None else lambda: None
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet([given] if given is not None else [])
-        self._holds: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
-        self._held: tuple[int, list[torch.Tensor]] = (-1, params)
+        self._ours: dict[int, torch.Tensor] = {}  # id -> parameter, which stays alive so that no other one gets its id
+        self._stale = True  # True if the model may have more parameters now
+        self._held: tuple[int, list[torch.Tensor]] = (0, [])
 
     def add(self, optimizer: Any) -> None:
         """Remember an optimizer that counts."""
@@ -109,21 +115,37 @@ class ModelOptimizers:
         return optimizer is self._given() or self.holds_ours(optimizer)
 
     def holds_ours(self, optimizer: Any) -> bool:
-        """True if the optimizer holds parameters of the model. Cached until it gets more parameters."""
-        size = _size(optimizer)
-        known = self._holds.get(optimizer)
-        if known is None or known[0] != size:
-            found = any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
-            known = self._holds[optimizer] = (size, found)
-        return known[1]
+        """True if the optimizer holds parameters of the model that are trainable or have a gradient.
+
+        The step of an optimizer of frozen parameters uses nothing.
+        """
+        if self._holds_known(optimizer):
+            return True
+        if not self._stale:
+            return False
+        self._read()
+        return self._holds_known(optimizer)
 
     def held_params(self) -> list[torch.Tensor]:
-        """Return the parameters that a known optimizer holds; all if there is none. Training loops never zero others."""
+        """Return the parameters that a known optimizer holds; all if there is none. Training loops never zero others.
+
+        Call it at the end of each step. Until the next call, the model is read once at most.
+        """
+        self._stale = True
         size = sum(map(_size, self._seen))
-        if size != self._held[0]:
+        if size == 0 or size != self._held[0]:
             held = {id(p) for optimizer in self._seen for group in optimizer.param_groups for p in group["params"]}
-            self._held = size, [p for p in self._params if id(p) in held] or self._params
+            every = self._read()
+            self._held = size, [p for p in every if id(p) in held] or every
         return self._held[1]
+
+    def _holds_known(self, optimizer: Any) -> bool:
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        return any(id(p) in self._ours and (p.requires_grad or p.grad is not None) for p in held)
+
+    def _read(self) -> list[torch.Tensor]:
+        self._ours, self._stale = {id(p): p for p in self._params()}, False
+        return list(self._ours.values())
 
 
 class OptimizerWatch:
@@ -135,7 +157,7 @@ class OptimizerWatch:
     Args:
         optimizer: the optimizer given to ``attach``; ``None`` to watch those that hold parameters of the model.
         scaler: a ``GradScaler``, or ``None``.
-        params: parameters of the model.
+        params: returns the present parameters of the model, such as ``model.parameters``.
         late_error: returns an error that ``backward()`` could not raise on a GPU. The optimizer's step raises it.
 
     Raises:
@@ -146,7 +168,7 @@ class OptimizerWatch:
         self,
         optimizer: Any,
         scaler: Any,
-        params: Iterable[torch.Tensor],
+        params: Params,
         *,
         late_error: Callable[[], BaseException | None] | None = None,
     ) -> None:
@@ -154,7 +176,6 @@ class OptimizerWatch:
             raise HookConfigError(f"optimizer={type(optimizer).__name__}: expected a torch.optim.Optimizer")
         if scaler is not None and not hasattr(scaler, "get_scale"):
             raise HookConfigError(f"scaler={type(scaler).__name__}: expected a torch.amp.GradScaler")
-        params = [p for p in params if p.requires_grad]
         self._loss_scale = LossScale(scaler)
         self._optimizers = ModelOptimizers(optimizer, params)
         self._late_error = late_error
@@ -166,12 +187,12 @@ class OptimizerWatch:
         self._snapshot: ParameterSnapshot | None = ParameterSnapshot(params)  # until an optimizer steps
         self.begin()
         this = weakref.ref(self)  # torch and the parameters keep the hooks, which must not keep the watch alive
+        self._arriving = _gradient_hook(self._backward, this)
+        self._hooked: dict[int, torch.Tensor] = {}  # id -> parameter with the hook
         self._hooks: list[Any] = [
             register_optimizer_step_pre_hook(_weak_call(this, OptimizerWatch._before_step)),
             register_optimizer_step_post_hook(_weak_call(this, OptimizerWatch._after_step)),
         ]
-        arriving = _gradient_hook(self._backward, this)
-        self._hooks += [p.register_hook(arriving) for p in params]
         weakref.finalize(self, _remove, self._hooks).atexit = False  # a user may never call close()
 
     def scale(self) -> float:
@@ -204,7 +225,12 @@ class OptimizerWatch:
     def end(self) -> None:
         """End a step. Its gradients are in ``.grad``, or already used."""
         self._ended = True
-        self._with_gradient = [p for p in self._optimizers.held_params() if p.grad is not None]
+        held = self._optimizers.held_params()
+        self._with_gradient = [p for p in held if p.grad is not None and p.requires_grad]
+        for p in self._with_gradient:  # not earlier, because the user may have thawed them since attach
+            if id(p) not in self._hooked:
+                self._hooked[id(p)] = p
+                self._hooks.append(p.register_hook(self._arriving))
 
     def used(self) -> bool | None:
         """See :meth:`.StepJudge.used`."""
@@ -344,7 +370,7 @@ class OptimizerWatch:
 def watch_optimizer(
     engine: Engine | None,
     options: AttachOptions,
-    params: Iterable[torch.Tensor],
+    params: Params,
     module: torch.nn.Module | None = None,
 ) -> OptimizerWatch | None:
     """Let the optimizer and scaler given to ``attach`` decide which steps of an engine count.
@@ -352,7 +378,7 @@ def watch_optimizer(
     Args:
         engine: the engine; ``None`` for a foreign hook, which has none.
         options: options of the adapter.
-        params: parameters of the model.
+        params: returns the present parameters of the model, such as ``model.parameters``.
         module: its forward begins a step. With it, the host does not wait for a GPU when it reads the loss scale.
 
     Returns:

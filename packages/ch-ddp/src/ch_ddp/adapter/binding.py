@@ -57,7 +57,7 @@ class DDPBinding(Binding):
         self._driver.finalizer = self._finalizer
         if isinstance(self._driver, DDPDriver):
             self._driver.follow(model)
-        self._watch = watch_optimizer(self.engine, options, model.module.parameters(), model.module)
+        self._watch = watch_optimizer(self.engine, options, model.module.parameters, model.module)
         self._slot.driver, self._slot.holder = self._driver, handle.expr
         self._slot.watch = UnsyncedBackwardWatch(model, handle.expr, module)
         self._slot.follow = self._follow if options.process_group is None else None
