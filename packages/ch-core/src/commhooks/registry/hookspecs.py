@@ -25,7 +25,7 @@ def commhooks_specs() -> Iterable[HookSpec]:  # type: ignore[empty-body]
 def commhooks_adapter() -> Iterable[tuple[str, str]]:  # type: ignore[empty-body]
     """Return pairs of a class's fully qualified name and the `"module:attribute"` of the function that serves it.
 
-    - class of a wrapped model: the :data:`~commhooks.adapters.Adapter` for `attach(model, hook)`;
+    - class of a wrapped model: the function `adapter(model, handle, options) -> Binding` for `attach(model, hook)`;
     - class of a manager: the :data:`~commhooks.adapters.ManagerAdapter` for `attach(model, hook, manager=...)`;
     - `"torch.distributed.GradBucket"`: `f(reduction, name)`, which returns a `(state, bucket)` function.
     """
