@@ -151,7 +151,7 @@ def test_one_process_trains_without_a_hook(caplog: pytest.LogCaptureFixture, tmp
         hook.load(tmp_path / "nothing")
     assert hook.handle is None
     assert [record.message for record in caplog.records] == [
-        f"{EXPR} is not attached: this process trains alone, and has nobody to reduce with"
+        f"{EXPR} is not attached: this process trains alone, without peers"
     ]
     assert not (tmp_path / "nothing").exists()
     hook.load_gathered({"ranks": [{}]})

@@ -1,4 +1,4 @@
-"""What ch-ddp provides, as data; importing this loads no torch."""
+"""Specifications of ch-ddp's hooks, wrappers and adapters. Importing this module loads no torch."""
 
 from collections.abc import Iterable
 
@@ -10,14 +10,14 @@ _WIRE_OPTIONS = {
         "add in the 16-bit wire type, or in fp32 after an all-to-all of 16-bit parts",
         choices=("wire", "fp32"),
     ),
-    "rounding": Option("nearest", "how fp32 becomes 16 bits", choices=("nearest", "stochastic")),
+    "rounding": Option("nearest", "rounding from fp32 to 16 bits", choices=("nearest", "stochastic")),
 }
 _LOSSY = frozenset({"lossy", "changes_dtype"})
 
 
 @hookimpl
 def commhooks_specs() -> Iterable[HookSpec]:
-    """Plain averaging, the 16-bit wires, their wrappers, and the hook that sends nothing."""
+    """Return the specifications of plain averaging, 16-bit hooks and wrappers, `noop` and `post_local_sgd`."""
     return (
         HookSpec(
             "allreduce",
@@ -126,7 +126,7 @@ def commhooks_adapter() -> Iterable[tuple[str, str]]:
 
 @hookimpl
 def commhooks_wraps() -> Iterable[str]:
-    """Both make a model that is trained by all-reducing its gradients."""
+    """Return the wrappers whose models all-reduce their gradients."""
     return (
         "torch.nn.parallel.distributed:DistributedDataParallel",
         "torch.distributed._composable.replicate:replicate",

@@ -1,6 +1,6 @@
-"""A reduction as a plain ``(state, bucket)`` function with PyTorch's signature, for ``register_comm_hook``.
+"""Turns a reduction into a plain ``(state, bucket)`` function for ``register_comm_hook``.
 
-No parameter's name is seen there, so parameters are keyed by their position in model order and their shape.
+Such a function sees no parameter names, so it keys parameters by position in model order and shape.
 """
 
 import weakref
@@ -25,11 +25,11 @@ class BareHook:
     """A reduction as a hook with PyTorch's signature, ``hook(state, bucket)``, for ``register_comm_hook``.
 
     The state is a process group, ``None`` (the default group), or a :class:`~commhooks.state.HookState`, which serves
-    one model and may have a ``process_group``. Can be pickled; carries its ``reduction`` so that wrappers recognise it.
+    one model and may have a ``process_group``. It can be pickled. Wrappers recognise it by its ``reduction``.
 
     Args:
-        reduction: what to run, or a function that makes it from the hook's state.
-        name: what torch and its frameworks show.
+        reduction: reduction to run, or a function that makes it from the hook's state.
+        name: name that torch and frameworks show.
     """
 
     def __init__(self, reduction: Reduction | Callable[[Any], Reduction], name: str) -> None:
@@ -57,31 +57,31 @@ class BareHook:
 
     def _forget(self) -> None:
         self._of_param = WeakIdKeyDictionary()  # parameter -> DDPDriver
-        self._open: list[DDPDriver] = []  # whose step may be running
+        self._open: list[DDPDriver] = []  # drivers whose step may be running
 
     def _driver(self, state: object, bucket: GradBucket) -> DDPDriver:
-        """The driver of this state, or, where the state is a group, of the model that the parameters belong to."""
+        """Return the driver of this state. If the state is a group, return the driver of the parameters' model."""
         params = bucket.parameters()
         if isinstance(state, HookState):
-            driver: DDPDriver | None = state.drivers.get(self)  # kept there, so that it lives as long as the state
+            driver: DDPDriver | None = state.drivers.get(self)  # it lives as long as the state
             if driver is None:
                 driver = state.drivers[self] = self._new(state, params[0])
             return driver
         found: DDPDriver | None = self._of_param.get(params[0])
         if found is not None and not found.uses_group(state):
-            found = None  # the model was wrapped anew over another group, or its buckets go over several
+            found = None  # the model was wrapped again over another group, or uses several groups
         if found is None:
             found = self._running(state, bucket) or self._new(state, params[0])
         self._open = [one for one in self._open if one.index is not None and one is not found]
         if not bucket.is_last():
             self._open.append(found)
-        if not behind_backward() or found.engine.reduction.fields:  # behind a backward two models cannot be told apart
+        if not behind_backward() or found.engine.reduction.fields:  # behind a backward, two models look equal
             for param in params:
                 self._of_param[param] = found
         return found
 
     def _running(self, state: object, bucket: GradBucket) -> DDPDriver | None:
-        """The driver whose step this bucket goes on with."""
+        """Return the driver whose running step this bucket belongs to."""
         behind = behind_backward()
         for one in self._open:
             if one.uses_group(state) and not one.begins(bucket.index(), behind):
@@ -95,7 +95,7 @@ class BareHook:
         return driver
 
     def _engine(self, state: object) -> Engine:
-        # First, because what makes a reduction from a state knows best what is wrong with it.
+        # First, because this function gives the best message for a wrong state.
         made = self.reduction if isinstance(self.reduction, Reduction) else self.reduction(state)
         if isinstance(state, HookState):
             group, kept = getattr(state, "process_group", None), state
@@ -106,7 +106,7 @@ class BareHook:
                 f"the state of {self.__name__} is a process group, None, or a HookState; got {type(state).__name__}"
             )
         transport = ProcessGroupTransport(group, free=True)
-        return Engine(made, transport, kept, timeout=None)  # the group has a timeout of its own
+        return Engine(made, transport, kept, timeout=None)  # the group has its own time-out
 
 
 def _having(param: "weakref.ref[torch.Tensor]") -> list[DistributedDataParallel]:
@@ -115,7 +115,7 @@ def _having(param: "weakref.ref[torch.Tensor]") -> list[DistributedDataParallel]
 
 
 def as_hook(reduction: Reduction | Callable[[Any], Reduction], name: str | None = None) -> BareHook:
-    """A reduction, or a function that makes one from the hook's state, as a hook with PyTorch's signature.
+    """Return a hook with PyTorch's signature for a reduction, or for a function that makes one from the hook's state.
 
     Example:
         >>> from commhooks.reduction import Plain

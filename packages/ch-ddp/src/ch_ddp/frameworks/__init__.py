@@ -1,4 +1,4 @@
-"""Hooks under trainers that own the training loop: a module for each, and what they have in common."""
+"""Adapters for trainers that own the training loop, one module each, and their common part."""
 
 from commhooks import lazy
 

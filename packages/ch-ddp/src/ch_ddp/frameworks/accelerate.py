@@ -1,7 +1,7 @@
-"""Accelerate: a kwargs handler that attaches a hook. Nothing else imports this module.
+"""Adapter for Accelerate: a kwargs handler that attaches a hook. No other module imports this one.
 
-Accelerate's own ``DistributedDataParallelKwargs(comm_hook=...)`` takes the members of an enum and drops all else without
-a word (1.15), and its checkpoints hold what rank 0 has.
+Accelerate's own ``DistributedDataParallelKwargs(comm_hook=...)`` takes members of an enum and silently ignores others
+(1.15). Its checkpoints hold the state of rank 0 only.
 """
 
 import inspect
@@ -26,19 +26,19 @@ _KEY = "commhook"
 
 
 class CommHookKwargs(DistributedDataParallelKwargs):
-    """Has ``accelerator.prepare`` attach a hook to the model that it wraps in DDP, to each if there are several.
+    """Makes ``accelerator.prepare`` attach a hook to each model that it wraps in DDP.
 
-    ``accelerator.save_state(folder)`` writes every rank's state of the hook to ``folder/commhook`` (of a second model
-    ``commhook1``), and ``load_state`` goes on from it, with the same number of ranks or another.
+    ``accelerator.save_state(folder)`` writes every rank's state of the hook to ``folder/commhook`` (for a second model
+    ``commhook1``). ``load_state`` loads it, on any number of ranks.
 
     Args:
-        what: as for :func:`commhooks.attach`.
+        what: hook, as for :func:`commhooks.attach`.
         attach_options: further arguments of :func:`commhooks.attach`.
-        options: those of ``DistributedDataParallelKwargs``.
+        options: options of ``DistributedDataParallelKwargs``.
 
     Attributes:
-        hooks: one for each model, in the order in which they were prepared; ``hooks[0].handle`` is what
-            :func:`commhooks.attach` returned.
+        hooks: one per model, in the order of preparation. ``hooks[0].handle`` is the handle of
+            :func:`commhooks.attach`.
 
     Raises:
         ImportError: Accelerate is not installed.
@@ -53,17 +53,17 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         self.what, self.attach_options = what, dict(attach_options or {})
         self.hooks: list[TrainerHook] = []
 
-    @property  # type: ignore[misc]  # Accelerate finds a handler's use by its exact class, and knows its own alone
+    @property  # type: ignore[misc]  # Accelerate looks handlers up by exact class, and knows only its own
     def __class__(self) -> Any:
         return DistributedDataParallelKwargs
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The arguments of DDP's constructor that differ from their defaults."""
+        """Return the arguments of DDP's constructor that differ from their defaults."""
         given = DistributedDataParallelKwargs(**{name: getattr(self, name) for name in self.__dataclass_fields__})
         return dict(given.to_kwargs())
 
     def register_comm_hook(self, model: Any) -> None:
-        """Called by ``accelerator.prepare`` with the model in DDP."""
+        """Attach to a model in DDP. ``accelerator.prepare`` calls this."""
         accelerator = _caller(inspect.currentframe())
         if not self.hooks:
             accelerator.register_save_state_pre_hook(self._save)
@@ -81,7 +81,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
 
 
 def _caller(frame: FrameType | None) -> Any:
-    """The accelerator that calls: it hands a handler the model alone, and saving and loading are its own."""
+    """Return the calling accelerator. It passes only the model to a handler, but saving and loading need the accelerator."""
     from accelerate import Accelerator
 
     above = frame.f_back if frame is not None else None

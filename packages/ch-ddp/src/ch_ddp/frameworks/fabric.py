@@ -1,7 +1,7 @@
-"""Fabric: DDP's strategy with a hook. Nothing else imports this module.
+"""Adapter for Fabric: the DDP strategy with a hook. No other module imports this one.
 
-``Fabric(strategy="ddp")`` gives a hook no place, and its checkpoints are what rank 0 saves. A strategy wraps the model
-and writes the checkpoints, so it is the one place for both.
+``Fabric(strategy="ddp")`` takes no hook, and its checkpoints hold the state of rank 0 only. A strategy wraps the model and
+writes the checkpoints, so it can do both.
 """
 
 from collections.abc import Mapping
@@ -24,18 +24,17 @@ _KEY = "commhook"
 class CommHookDDPStrategy(DDPStrategy):
     """Wraps models as Fabric's ``DDPStrategy`` does, and attaches a hook to each.
 
-    ``fabric.save`` adds every rank's state of the hook under ``"commhook"`` (of a second model ``"commhook1"``), gathered
-    on rank 0; ``fabric.load`` into a dict of objects goes on from it, with the same number of ranks or another. Set the
-    models up before loading.
+    ``fabric.save`` adds every rank's state of the hook under ``"commhook"`` (for a second model ``"commhook1"``), gathered
+    on rank 0. ``fabric.load`` into a dict of objects loads it, on any number of ranks. Set the models up before loading.
 
     Args:
-        what: as for :func:`commhooks.attach`.
+        what: hook, as for :func:`commhooks.attach`.
         attach_options: further arguments of :func:`commhooks.attach`.
-        options: those of ``DDPStrategy``.
+        options: options of ``DDPStrategy``.
 
     Attributes:
-        hooks: one for each model, in the order in which they were set up; ``hooks[0].handle`` is what
-            :func:`commhooks.attach` returned.
+        hooks: one per model, in the order of set-up. ``hooks[0].handle`` is the handle of
+            :func:`commhooks.attach`.
 
     Raises:
         ImportError: Lightning is not installed.

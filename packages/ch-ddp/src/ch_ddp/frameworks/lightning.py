@@ -1,7 +1,7 @@
-"""Lightning: a callback for the ``Trainer``. Nothing else imports this module.
+"""Adapter for Lightning: a callback for the ``Trainer``. No other module imports this one.
 
-Lightning's own ``DDPStrategy(ddp_comm_hook=...)`` registers a hook on CUDA only, and drops it without a word elsewhere
-(2.6). A callback sees the wrapped model on every device.
+Lightning's own ``DDPStrategy(ddp_comm_hook=...)`` registers a hook on CUDA only, and silently ignores it elsewhere (2.6).
+A callback sees the wrapped model on every device.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 else:
     Callback = type(
         "Callback", _BASES or (object,), {}
-    )  # of both packages where both are in use: config parsers check it
+    )  # of both packages if both are in use, because config parsers check it
 
 
 class CommHookCallback(Callback):
     """Attaches a hook when fitting starts, and again to the new model that every further ``fit`` wraps.
 
-    Trainer checkpoints have every rank's state of the hook among their callbacks' states; it is gathered on rank 0, which
-    alone writes them. ``trainer.fit(ckpt_path=...)`` goes on from it, with the same number of ranks or another.
+    Trainer checkpoints store every rank's state of the hook among the callbacks' states. Rank 0, which writes them, gathers it.
+    ``trainer.fit(ckpt_path=...)`` loads it, on any number of ranks.
 
     Args:
-        what: as for :func:`commhooks.attach`.
+        what: hook, as for :func:`commhooks.attach`.
         options: further arguments of :func:`commhooks.attach`.
 
     Raises:
@@ -52,7 +52,7 @@ class CommHookCallback(Callback):
         self.hook.attach(trainer.strategy.model, getattr(trainer.precision_plugin, "scaler", None))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        # Not earlier: strategies that shard restore a checkpoint after on_fit_start.
+        # Not earlier, because sharding strategies restore a checkpoint after on_fit_start.
         if self._resume:
             self.hook.load_gathered(self._resume)
         elif trainer.ckpt_path is not None:

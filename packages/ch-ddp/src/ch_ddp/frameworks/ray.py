@@ -1,7 +1,7 @@
-"""Ray Train: its ``prepare_model`` with a hook. Nothing else imports this module.
+"""Adapter for Ray Train: ``prepare_model`` with a hook. No other module imports this one.
 
-Ray hands ``parallel_strategy_kwargs`` to DDP's constructor, which takes no hook. What a worker reports as a checkpoint is
-a folder of its own; Ray puts the folders of all workers together.
+Ray passes ``parallel_strategy_kwargs`` to DDP's constructor, which takes no hook. Each worker reports its own folder as a
+checkpoint, and Ray merges the folders of all workers.
 """
 
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ __all__ = ["prepare_model"]
 def prepare_model(
     model: torch.nn.Module, what: What, attach_options: Mapping[str, Any] | None = None, **options: Any
 ) -> tuple[torch.nn.Module, TrainerHook]:
-    """``ray.train.torch.prepare_model``, and the hook attached to what it makes.
+    """Call ``ray.train.torch.prepare_model`` and attach a hook to its result.
 
     Args:
         model: the model, on each worker.
-        what: as for :func:`commhooks.attach`.
+        what: hook, as for :func:`commhooks.attach`.
         attach_options: further arguments of :func:`commhooks.attach`.
-        options: those of Ray's ``prepare_model``.
+        options: options of Ray's ``prepare_model``.
 
     Returns:
         The wrapped model, and the hook: ``hook.handle``, and for checkpoints ``hook.save(folder)`` and

@@ -1,4 +1,4 @@
-"""What the adapters of all trainers have in common: when a hook is attached, and how its state is saved and resumed."""
+"""Common part of all trainers' adapters: attaches a hook, and saves and resumes its state."""
 
 import logging
 import sys
@@ -18,17 +18,16 @@ from commhooks.checkpoint import dcp, gather, load_gathered
 log = logging.getLogger("commhooks")
 
 What = str | Mapping[str, Any] | Callable[..., Any] | Reduction | CommHook
-"""What :func:`commhooks.attach` takes as a hook."""
+"""A hook, in any form that :func:`commhooks.attach` takes."""
 
 
 class TrainerHook:
-    """A hook that a trainer's adapter attaches to what the trainer has wrapped.
+    """A hook that a trainer's adapter attaches to the wrapped model.
 
-    A process that trains alone has nobody to reduce with: there nothing is attached, which is logged once, and saving
-    and loading do nothing.
+    A process that trains alone has no peers. It attaches nothing and logs this once, and saving and loading do nothing.
 
     Args:
-        what: as for :func:`commhooks.attach`.
+        what: hook, as for :func:`commhooks.attach`.
         options: further arguments of :func:`commhooks.attach`; ``single_process=True`` attaches in one process too.
 
     Attributes:
@@ -43,16 +42,16 @@ class TrainerHook:
         self._told = False
 
     def attach(self, model: torch.nn.Module, scaler: object | None = None) -> None:
-        """Attach to a model, or go on with the same state on another one (a trainer wraps anew for every fit).
+        """Attach to a model. Later calls continue the same state on another model, because a trainer wraps again for every fit.
 
         Args:
             model: the wrapped model.
-            scaler: the trainer's ``GradScaler``, if it has one: residuals are kept unscaled.
+            scaler: the trainer's ``GradScaler``, if it has one. Residuals follow its scale.
         """
-        # Not left to attach(): a process that trains alone has no wrapped model that it could attach to.
+        # attach() cannot decide this, because a process that trains alone has no wrapped model.
         if not self.even_alone and not (dist.is_initialized() and dist.get_world_size() > 1):
             if not self._told:
-                log.warning("%s is not attached: this process trains alone, and has nobody to reduce with", self.what)
+                log.warning("%s is not attached: this process trains alone, without peers", self.what)
             self._told = True
             return
         if self.handle is not None and self.handle.attached:
@@ -62,27 +61,27 @@ class TrainerHook:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether there is anything to save: not before it is attached, and not for a function without a state."""
+        """True if there is a state to save: the hook is attached, and is no function without a state."""
         return self.handle is not None and self.handle.state is not None
 
     # -- checkpoints that are a folder
 
     def save(self, folder: str | PathLike[str]) -> None:
-        """Write every rank's state below a folder; all ranks make this call.
+        """Write every rank's state to a folder. This call is collective.
 
         Raises:
-            StateError: a foreign hook that keeps its state itself.
+            StateError: a foreign hook has its own state.
         """
         if self.handle is not None and self.keeps_state:
             dcp.save(self.handle, Path(folder))
 
     def load(self, folder: str | PathLike[str]) -> None:
-        """Go on from what :meth:`save` wrote, with the same number of ranks or another; all ranks make this call.
+        """Load the result of :meth:`save`, on any number of ranks. This call is collective.
 
-        Where there is nothing (a checkpoint from before the hook was used), the hook starts afresh, with a warning.
+        If there is none (a checkpoint without the hook), the hook starts without state and warns.
 
         Raises:
-            StateError: what is there does not fit, or only some ranks see it.
+            StateError: the state does not fit, or only some ranks see it.
         """
         if self.handle is None or not self.keeps_state:
             return self._left_behind(folder) if Path(folder, ".metadata").exists() else None
@@ -100,25 +99,25 @@ class TrainerHook:
     # -- checkpoints that are one file, written by rank 0
 
     def gather(self) -> dict[str, Any]:
-        """Every rank's state on rank 0, nothing elsewhere; all ranks make this call.
+        """Return every rank's state on rank 0, and an empty dict elsewhere. This call is collective.
 
         Raises:
-            StateError: a foreign hook that keeps its state itself.
+            StateError: a foreign hook has its own state.
         """
         return gather(self.handle) if self.handle is not None and self.keeps_state else {}
 
     def load_gathered(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`gather` gave on rank 0; all ranks make this call.
+        """Load the result of :meth:`gather` on rank 0. This call is collective.
 
         Raises:
-            StateError: it does not fit.
+            StateError: the state does not fit.
         """
         if self.handle is None or not self.keeps_state:
             return self._left_behind("the checkpoint")
         return load_gathered(self.handle, saved, world_change="mean")
 
     def starts_afresh(self, checkpoint: object) -> None:
-        """Say that a run goes on from a checkpoint that has nothing of the hook."""
+        """Warn that the checkpoint has no state of the hook."""
         if self.keeps_state:
             log.warning("%s has no state of %s: its step and residuals start afresh", checkpoint, self.what)
 
@@ -129,9 +128,9 @@ class TrainerHook:
 
 
 def bases(name: str, *modules: str) -> tuple[type, ...]:
-    """The class of this name in each of the modules whose package is in use; if none is, in the first that is installed.
+    """Return the class of this name from each module in use, or from the first installed one if none is in use.
 
-    Lightning comes as two packages with classes of their own, and a trainer takes those of its own package only.
+    Lightning comes as two packages with their own classes, and a trainer takes only those of its package.
 
     Returns:
         The classes; empty if no package is installed.

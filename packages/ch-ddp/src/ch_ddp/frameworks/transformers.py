@@ -1,7 +1,7 @@
-"""The Hugging Face ``Trainer``: a callback that attaches a hook. Nothing else imports this module.
+"""Adapter for the Hugging Face ``Trainer``: a callback that attaches a hook. No other module imports this one.
 
-The ``Trainer`` gives callbacks the model without its wrapper. So this one notes what is wrapped in DDP while it lives
-(torch tells of every module that is put into another), and attaches when training begins.
+The ``Trainer`` passes the model without its wrapper to callbacks. This callback therefore records every DDP wrapper from
+torch's registration hook for modules, and attaches when training begins.
 """
 
 import json
@@ -33,12 +33,12 @@ class CommHookCallback(TrainerCallback):
     """Attaches a hook when training begins.
 
     Every ``checkpoint-N`` has every rank's state of the hook in its folder ``commhook``. ``trainer.train(
-    resume_from_checkpoint=...)`` goes on from it, with the same number of ranks or another.
+    resume_from_checkpoint=...)`` loads it, on any number of ranks.
 
     Args:
-        what: as for :func:`commhooks.attach`.
-        resume_from_checkpoint: the folder that is given to ``trainer.train``, which does not tell its callbacks. Only
-            needed for a checkpoint outside of ``output_dir``.
+        what: hook, as for :func:`commhooks.attach`.
+        resume_from_checkpoint: the folder that you pass to ``trainer.train``, which does not pass it to callbacks. Needed
+            only for a checkpoint outside of ``output_dir``.
         options: further arguments of :func:`commhooks.attach`.
 
     Raises:
@@ -73,10 +73,10 @@ class CommHookCallback(TrainerCallback):
         self.hook.save(_checkpoint(args, state) / _KEY)
 
     def _resumed_from(self, args: Any, state: Any) -> Path:
-        """The checkpoint whose trainer state this is.
+        """Return the checkpoint of this trainer state.
 
         Raises:
-            StateError: it is not where a callback can look for it.
+            StateError: a callback cannot find it.
         """
         given = [self.resume_from_checkpoint, args.resume_from_checkpoint, _checkpoint(args, state)]
         places = [Path(each) for each in given if isinstance(each, str | PathLike)]
@@ -103,7 +103,7 @@ def _checkpoint(args: Any, state: Any) -> Path:
 
 
 def _is_of(folder: Path, state: Any) -> bool:
-    """Whether a checkpoint is the one that this trainer state was read from."""
+    """Return True if this trainer state was read from the checkpoint."""
     try:
         saved = json.loads((folder / "trainer_state.json").read_text())
     except (OSError, ValueError):

@@ -1,12 +1,12 @@
-"""When to average parameters over which ranks: every so many steps, or in rings of growing size.
+"""Averages parameters over all ranks every few steps, or over groups of growing size.
 
-With local SGD each rank takes ``period`` optimizer steps on its own before the parameters are averaged (Stich 2019,
-arXiv:1805.09767); hierarchical SGD averages small groups often and all ranks seldom (Lin et al. 2020,
+With local SGD each rank takes ``period`` optimizer steps alone, and then ranks average their parameters (Stich 2019,
+arXiv:1805.09767). Hierarchical SGD averages small groups often and all ranks seldom (Lin et al. 2020,
 arXiv:1808.07217; Wang et al. 2022, arXiv:2010.12998).
 
-Both averagers agree on the phase: the first average is made at step ``warmup_steps``, the next one ``period`` steps
-later. (PyTorch's hierarchical one counts from step 0: after 10 steps of warm-up it waits until 16 for a period of 8.)
-Both can be made before there is a process group.
+Both averagers average first at step ``warmup_steps``, and then every ``period`` steps. PyTorch's hierarchical averager
+counts from step 0: after 10 steps of warm-up and with a period of 8, it waits until step 16. Both can be created before
+the process group.
 """
 
 import warnings
@@ -28,8 +28,8 @@ Params = Iterable[torch.Tensor] | Iterable[Mapping[str, Any]]
 def average_parameters(params: Params, process_group: dist.ProcessGroup | None = None) -> None:
     """Set every parameter to its average over the group.
 
-    All trainable parameters that are given take part, with a gradient or not, so that ranks which used different ones
-    still exchange messages of one size. An empty list is nothing to do, and so is a rank outside the group.
+    All trainable parameters take part, with or without a gradient, so that ranks that used different parameters exchange
+    messages of one size. An empty list, or a rank outside the group, does nothing.
 
     Args:
         params: parameters, or an optimizer's ``param_groups``.
@@ -64,10 +64,10 @@ def average_parameters(params: Params, process_group: dist.ProcessGroup | None =
 
 
 def trainable(params: Params) -> list[torch.Tensor]:
-    """The parameters that require a gradient, each once, in the order given.
+    """Return the parameters that require a gradient, each once, in the given order.
 
     Raises:
-        ValueError: one is not floating-point or complex.
+        ValueError: a parameter is not floating-point or complex.
     """
     found: dict[int, torch.Tensor] = {}
     for entry in params:
@@ -95,17 +95,17 @@ class ModelAverager(ABC):
 
     @abstractmethod
     def average_parameters(self, params: Params) -> None:
-        """Count a step, and average if it is one to average at. Call it on every rank after ``optimizer.step()``."""
+        """Count a step, and average if an average is due. Call it on every rank after ``optimizer.step()``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The step count."""
+        """Return the step count."""
         return {"step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`.
+        """Load the result of :meth:`state_dict`.
 
         Raises:
-            StateError: there is no step count in it.
+            StateError: it has no step count.
         """
         if not isinstance(state.get("step"), int):
             raise StateError(f"this is not the state of an averager: 'step' is {state.get('step')!r}, not a number")
@@ -120,7 +120,7 @@ class PeriodicModelAverager(ModelAverager):
 
     Args:
         period: steps between two averages; 1 averages at every step.
-        warmup_steps: steps before the first one, during which gradients are averaged.
+        warmup_steps: steps before the first average, in which gradients are averaged.
         process_group: the ranks to average over; ``None`` is the default group.
 
     Raises:
@@ -140,7 +140,7 @@ class PeriodicModelAverager(ModelAverager):
             _warn_of_period_1("period")
 
     def due(self, step: int) -> bool:
-        """Whether parameters are averaged at a step."""
+        """Return True if an average is due at a step."""
         return step >= self.warmup_steps and (step - self.warmup_steps) % self.period == 0
 
     def average_parameters(self, params: Params) -> None:
@@ -152,8 +152,8 @@ class PeriodicModelAverager(ModelAverager):
 class HierarchicalModelAverager(ModelAverager):
     """Averages over groups of consecutive ranks, larger ones less often.
 
-    At a step that several periods fall on, only the largest group averages: it includes the smaller ones. A single
-    level over all ranks is :class:`PeriodicModelAverager`.
+    If several periods fall on one step, only the largest group averages, because it includes the smaller groups. For a single
+    level over all ranks use :class:`PeriodicModelAverager`.
 
     Args:
         period_group_size_dict: period -> ranks per group, both growing, groups of equal size allowed; the last group is
@@ -162,9 +162,9 @@ class HierarchicalModelAverager(ModelAverager):
         process_group: the group of all ranks; ``None`` is the default group.
 
     Raises:
-        HookConfigError: not in growing order, or the sizes do not divide each other and the group.
+        HookConfigError: the order does not grow, or the sizes do not divide each other and the group.
 
-    Groups are made as soon as there is a process group: here if possible, at the first step if not.
+    It creates groups as soon as a process group exists: in the constructor, or at the first step.
 
     Example:
         >>> averager = HierarchicalModelAverager({2: 4, 8: 16}, warmup_steps=1)
@@ -195,7 +195,7 @@ class HierarchicalModelAverager(ModelAverager):
             self._make_groups()
 
     def group_size(self, step: int) -> int | None:
-        """Ranks per group that average at a step; ``None`` if none do."""
+        """Return the ranks per group that average at a step, or None if no average is due."""
         period = self._period(step)
         return None if period is None else self.levels[period]
 
@@ -208,7 +208,7 @@ class HierarchicalModelAverager(ModelAverager):
         self.step += 1
 
     def _period(self, step: int) -> int | None:
-        """The largest period that a step falls on, counted from the end of the warm-up."""
+        """Return the largest period that falls on a step, counted from the end of the warm-up."""
         since = step - self.warmup_steps
         return max((period for period in self.levels if since >= 0 and since % period == 0), default=None)
 
@@ -228,7 +228,7 @@ def _warn_of_period_1(what: str) -> None:
     warnings.warn(
         f"{what} is 1: parameters averaged at every step cost no less than the gradients that DistributedDataParallel "
         "averages; no model averaging is needed",
-        stacklevel=3,  # who made the averager
+        stacklevel=3,  # the caller that created the averager
     )
 
 

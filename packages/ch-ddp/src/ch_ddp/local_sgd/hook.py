@@ -1,7 +1,7 @@
 """Post-local SGD (Lin et al. 2020, arXiv:1808.07217): average gradients first, parameters later.
 
-For ``start_localSGD_iter`` steps gradients are averaged over all ranks. After that they are averaged within a
-subgroup (fast links) or not at all, and a model averager brings the parameters together every so many steps.
+For ``start_localSGD_iter`` steps ranks average gradients over all ranks. After that they average within a subgroup (fast
+links) or not at all, and a model averager averages the parameters every few steps.
 """
 
 import os
@@ -19,28 +19,28 @@ from commhooks import GradBucket, HookConfigError, Plain, StateError
 
 
 class PostLocalSGDState(PyTorchs):
-    """What :func:`post_localSGD_hook` needs to know; made before or after the process group.
+    """State of :func:`post_localSGD_hook`. It can be created before or after the process group.
 
-    One of PyTorch's of this name too: Lightning's ``DDPStrategy`` averages the model only if its state is one.
+    It is also an instance of PyTorch's class, because Lightning's ``DDPStrategy`` averages the model only then.
 
     Args:
-        process_group: ranks that average gradients at first; ``None`` is the model's group where the hook is attached
-            by ``commhooks.attach``, the default group otherwise.
+        process_group: ranks that average gradients at first; ``None`` is the model's group if ``commhooks.attach`` attaches
+            the hook, and the default group otherwise.
         subgroup: ranks that average them later; ``None`` makes groups of ``subgroup_size`` consecutive ranks.
         start_localSGD_iter: synchronised backward passes before the switch.
-        post_local_gradient_allreduce: ``False`` leaves each rank its own gradient after the switch; no subgroup is
-            made then.
-        subgroup_size: by default the ranks of one machine: ``LOCAL_WORLD_SIZE``, as torchrun sets it, or those with one
+        post_local_gradient_allreduce: ``False`` leaves each rank its own gradient after the switch, without a
+            subgroup.
+        subgroup_size: ranks per subgroup. Default: the ranks of one machine, from torchrun's ``LOCAL_WORLD_SIZE`` or by
             host name.
 
     Attributes:
         iter: synchronised backward passes so far.
 
     Raises:
-        HookConfigError: ``start_localSGD_iter`` is negative, or the subgroup's size does not divide the group; the
-            latter as soon as there is a process group.
+        HookConfigError: ``start_localSGD_iter`` is negative, or the subgroup's size does not divide the group. It raises
+            the latter as soon as a process group exists.
 
-    The subgroup is made here, or where the hook is attached, or else at the first backward pass: never at the switch.
+    The constructor, ``attach`` or the first backward creates the subgroup, never the switch.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class PostLocalSGDState(PyTorchs):
             self.use_group(process_group)
 
     def use_group(self, group: dist.ProcessGroup | None = None) -> None:
-        """Take ``group`` as the process group if none was given, and make the subgroup if there is to be one."""
+        """Use ``group`` as the process group if there is none yet, and create the subgroup if needed."""
         if self.process_group is None:
             self.process_group = group if group is not None else dist.group.WORLD
         if self.subgroup is None and self.post_local_gradient_allreduce:
@@ -71,11 +71,11 @@ class PostLocalSGDState(PyTorchs):
 
     @property
     def local(self) -> bool:
-        """Whether the switch has been made."""
+        """True after the switch."""
         return bool(self.iter >= self.start_localSGD_iter)
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """What this step does with a bucket."""
+        """Reduce a bucket by the rule of this step."""
         if self.process_group is None or (self.subgroup is None and self.post_local_gradient_allreduce):
             self.use_group()
         result: torch.futures.Future[torch.Tensor]
@@ -91,15 +91,15 @@ class PostLocalSGDState(PyTorchs):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values: what was configured, and how far it is."""
+        """Return the configuration and the step count as plain values."""
         names = ("iter", "start_localSGD_iter", "post_local_gradient_allreduce")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`.
+        """Load the result of :meth:`state_dict`.
 
         Raises:
-            StateError: it lacks a value, or was made with another configuration.
+            StateError: a value is missing, or the configuration differs.
         """
         mine = self.state_dict()
         wrong = [name for name in mine if name not in state or (name != "iter" and state[name] != mine[name])]
@@ -113,7 +113,7 @@ class PostLocalSGDState(PyTorchs):
         return kept | {"process_group": None, "subgroup": None}
 
     def __setstate__(self, values: dict[str, Any]) -> None:
-        for name, value in values.items():  # PyTorch's are slots
+        for name, value in values.items():  # PyTorch's class has slots
             setattr(self, name, value)
         self._hooks()
 
@@ -128,9 +128,9 @@ class PostLocalSGDState(PyTorchs):
 def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average over all ranks until ``state.start_localSGD_iter``, then over the subgroup, or not at all.
 
-    Use it with :class:`~ch_ddp.PostLocalSGDOptimizer`, or average the parameters yourself: after the switch the ranks'
-    models drift apart. Gradients are then this rank's own, so a ``GradScaler`` may skip a step on one rank only, and
-    the averagers' counts would differ: use bf16, which needs no scaler.
+    Use it with :class:`~ch_ddp.PostLocalSGDOptimizer`, or average the parameters yourself, because the ranks' models drift
+    apart after the switch. Do not use a ``GradScaler``. Gradients differ between ranks, so it could skip a step on one rank
+    only, and the averagers' counts would differ. bf16 needs no scaler.
     """
     return state.reduce(bucket)
 
@@ -142,5 +142,5 @@ def make_state(
     gradient_allreduce: bool = True,
     subgroup_size: int = 0,
 ) -> PostLocalSGDState:
-    """The state of ``post_local_sgd(...)``, by the short names of expressions; size 0 is the default size."""
+    """Return the state of ``post_local_sgd(...)`` for the option names of expressions. Size 0 is the default size."""
     return PostLocalSGDState(process_group, None, start_iter, gradient_allreduce, subgroup_size=subgroup_size or None)

@@ -1,4 +1,4 @@
-"""The optimizer of local SGD: a step, then the averager's."""
+"""Optimizer of local SGD, which averages parameters after its steps."""
 
 import warnings
 from collections.abc import Callable
@@ -15,10 +15,10 @@ class PostLocalSGDOptimizer(WrappedOptimizer):
 
     Args:
         optim: the local optimizer.
-        averager: when to average over which ranks.
+        averager: decides at which steps and over which ranks to average.
 
-    ``state_dict()`` is ``optim``'s with the averager's count under ``"step"``, as PyTorch writes it; it loads with
-    ``weights_only=True``. Step hooks that are registered here run before the step and after the averaging.
+    ``state_dict()`` is ``optim``'s with the averager's count under ``"step"``, as PyTorch writes it. It loads with
+    ``weights_only=True``. Step hooks of this optimizer run before the step and after the averaging.
 
     Example:
         >>> import torch
@@ -39,17 +39,17 @@ class PostLocalSGDOptimizer(WrappedOptimizer):
         self.averager = averager
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the local optimizer, and the averager's turn; returns what ``closure`` did."""
+        """Step the local optimizer, then the averager. Return the result of ``closure``."""
         loss = self.inner_step(closure)
         self.averager.average_parameters(self.param_groups)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The local optimizer's, with the averager's count under ``"step"``."""
+        """Return the local optimizer's state dict, with the averager's count under ``"step"``."""
         return {**super().state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`, or from a local optimizer's own: then the averager starts at 0."""
+        """Load the result of :meth:`state_dict`, or a local optimizer's own, with which the averager starts at 0."""
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "step"})
         if "step" in state_dict:
             self.averager.load_state_dict({"step": state_dict["step"]})

@@ -1,4 +1,4 @@
-"""Equal parts of a process group, each a process group of its own."""
+"""Divides a process group into equal groups."""
 
 import itertools
 import socket
@@ -13,14 +13,14 @@ Group = dist.ProcessGroup
 
 
 def part_of(group: Group | None, size: int, what: str) -> Group:
-    """The group of ``size`` consecutive ranks of ``group`` that this rank is in, made anew unless it is ``group``.
+    """Return the group of ``size`` consecutive ranks of ``group`` that includes this rank, a new group unless it is ``group``.
 
-    Only the members of a part wait for each other, so that ranks outside ``group`` need not take part.
+    Only members of a part wait for each other, so ranks outside ``group`` need not take part.
 
     Args:
         group: the group to divide; ``None`` is the default group.
         size: ranks per part.
-        what: who asks, for errors.
+        what: name of the caller, for errors.
 
     Raises:
         HookConfigError: ``size`` does not divide the group.
@@ -40,10 +40,10 @@ def part_of(group: Group | None, size: int, what: str) -> Group:
 
 
 def ranks_per_machine(group: Group | None) -> int:
-    """How many ranks of the group run on each machine, told by its host name; a collective.
+    """Return the number of ranks per machine, by host name. This call is collective.
 
     Raises:
-        HookConfigError: not the same number on each, or ranks of one machine are not consecutive.
+        HookConfigError: the numbers differ between machines, or ranks of one machine are not consecutive.
     """
     whole = group if group is not None else dist.group.WORLD
     if whole is None:
@@ -58,5 +58,5 @@ def ranks_per_machine(group: Group | None) -> int:
 
 
 def ready() -> bool:
-    """Whether there is a default process group."""
+    """Return True if a default process group exists."""
     return dist.is_available() and dist.is_initialized()
