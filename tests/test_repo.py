@@ -152,5 +152,7 @@ def known_table_names() -> dict[str, tuple[str, ...]]:
 
 
 def test_ci_is_the_readme_command():
-    assert "nox -s tests" in (ROOT / ".ci" / "run").read_text()
+    text = (ROOT / ".ci" / "run").read_text()
+    assert "for session in tests tests-full" in text and 'nox -s "$session"' in text
+    assert "nox -s tests\n" in (ROOT / "README.md").read_text()
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111

@@ -8,9 +8,10 @@ import torch
 
 import commhooks
 from commhooks import AllReduce, HookNotSupportedError, HookResultError, HookState, Reducer, Reduction, StateError
-from commhooks.simulate import simulate
+from commhooks.simulate import simulate, together
 from commhooks.testing import SimulatedRanks
 from commhooks.testing.gradients import all_ranks, parameters, same_bits
+from commhooks.testing.simulated_ranks import split
 
 EF = "error_feedback(bf16_compress)"
 
@@ -73,11 +74,15 @@ def test_q_begins_anew_on_all_ranks_alike() -> None:
     like = parameters()
     one = ranks("powersgd(rank=2, min_compression_rate=1)", True, like, 3)
     one.step(all_ranks(like, 3, 0))
-    for engine in one.engines:
-        engine.resolve_step()
-        engine.abandon()
+    every = all_ranks(like, 3, 1)
+
+    def first_bucket_alone(rank: int) -> None:
+        one.engines[rank].submit(split(every[rank], one.buckets)[0])
+        one.engines[rank].abandon()
+
+    together(one.group, first_bucket_alone)
     assert not any(saved["entries"] for saved in one.save())
-    done = one.step(all_ranks(like, 3, 1))
+    done = one.step(every)
     assert same_bits(done.gradients[0], done.gradients[2]) == []
 
 

@@ -145,9 +145,9 @@ class Encoding:
         return self.packed.unpack(tensor, scales)
 
     def decode(self, tensor: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the numbers of an entry in the parameter's own shape and order; an entry of another size as it is."""
+        """Return the numbers of an entry in the parameter's own shape and order; an entry of another shape as it is."""
         numbers, memory = self.numbers(tensor, scales), self.memory
-        if memory is None or numbers.numel() != memory.numel:
+        if memory is None or not _belongs(numbers, memory):
             return numbers
         if memory.stride == contiguous_stride(memory.shape):
             return numbers.reshape(memory.shape)
@@ -155,9 +155,14 @@ class Encoding:
 
     def encode(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return numbers of the parameter's own order as this encoding orders them. They stay unpacked."""
-        if self.memory is None or numbers.numel() != self.memory.numel:
+        if self.memory is None or not _belongs(numbers, self.memory):
             return numbers
         return self.memory.to_memory_order(numbers)
+
+
+def _belongs(numbers: torch.Tensor, memory: ParamLayout) -> bool:
+    """Return True if an entry has the shape of a parameter, or is flat. Another shape of equal size stays, to be refused."""
+    return tuple(numbers.shape) in {memory.shape, memory.matrix_shape, (memory.numel,)}
 
 
 OWN_ORDER = Encoding()

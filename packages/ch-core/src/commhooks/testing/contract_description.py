@@ -71,6 +71,7 @@ class Describing(Case):
             for one, other in zip(_said(built, layout, ctx), _said(given, layout, ctx), strict=True):
                 assert one == other, f"step {step}: built from {handle.expr!r} it says {one}, the object {other}"
 
+    @only_if("simulates")
     def test_declared_state(self) -> None:
         reduction = self.reduction
         assert set(reduction.fields.values()) <= {"local", "shared"}
