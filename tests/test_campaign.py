@@ -16,6 +16,7 @@ def campaign(*arguments: str, timeout: float) -> subprocess.CompletedProcess[str
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize(
     ("plant", "kind", "found"),
@@ -40,6 +41,7 @@ def test_a_planted_defect_is_found(plant: str, kind: str, found: str, tmp_path: 
     assert f"--seed plants --case {number}" in run.stdout
 
 
+@pytest.mark.full
 @pytest.mark.timeout(150)
 def test_a_hang_is_found_and_does_not_stop_the_campaign(tmp_path: Path) -> None:
     record = tmp_path / "record"

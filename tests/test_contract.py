@@ -1,5 +1,7 @@
 """Every hook of the project keeps the whole contract: found by discovery, so that a new one is tested unasked."""
 
+import pytest
+
 import commhooks
 from commhooks.registry.expression import canonical, nodes
 from commhooks.testing import FlatHookContract, HookContract
@@ -8,22 +10,30 @@ STEPS = {"topk": 50, "randomk": 50}  # that it takes until most of a gradient ha
 NOISE = {"quant": 0.5, "quant4": 0.2}  # of one step with 3 and 4 bits, without feedback
 
 
-def expressions() -> list[str]:
-    """Every reduction's and wrapper's example, the bare name where a parameter decides what the hook is, and every
-    one-hook wrapper around every stateful reduction.
-    """
+def hooks() -> list[str]:
+    """Every reduction's and wrapper's example, and the bare name where an option decides what the hook is."""
     reductions = commhooks.list_hooks(kind="reduction") + commhooks.list_hooks(kind="ddp")
     wrappers = commhooks.list_hooks(kind="wrapper")
     found = [spec.example for spec in [*reductions, *wrappers]]
     found += [spec.name for spec in reductions if any(option.brings for option in (spec.options or {}).values())]
-    for wrapper in wrappers:
-        for inner in reductions:
+    return list(dict.fromkeys(found))
+
+
+def pairs() -> list[str]:
+    """Every one-hook wrapper around every stateful reduction, which the quick set leaves to the full one."""
+    found = []
+    for wrapper in commhooks.list_hooks(kind="wrapper"):
+        for inner in [*commhooks.list_hooks(kind="reduction"), *commhooks.list_hooks(kind="ddp")]:
             if "stateful" in inner.capabilities_with(canonical(inner.example).get("config", {})):
                 try:
                     found.append(commhooks.create({"hook": wrapper.name, "inner": inner.example}).expr)
                 except commhooks.HookConfigError:  # it refuses this one, or takes no single hook
                     continue
-    return list(dict.fromkeys(found))
+    return found
+
+
+HOOKS = hooks()
+PAIRS = set(pairs()) - set(HOOKS)
 
 
 def contract(expr: str) -> type:
@@ -35,10 +45,11 @@ def contract(expr: str) -> type:
     noise = max((NOISE.get(node["hook"], 0.0) for node in nodes(canonical(expr))), default=0.0)
     inside |= {"tolerance": noise} if noise else {}
     inside |= {"mixes": any(node["hook"] == "batched_powersgd" for node in nodes(canonical(expr)))}
+    inside |= {"pytestmark": pytest.mark.full} if expr in PAIRS else {}
     return type(name, (HookContract,), inside)
 
 
-for _expr in expressions():
+for _expr in [*HOOKS, *sorted(PAIRS)]:
     _class = contract(_expr)
     globals()[_class.__name__] = _class
 
@@ -48,7 +59,7 @@ for _spec in commhooks.list_hooks(kind="fsdp"):
 
 
 def test_no_hook_is_left_out():
-    tested = {(kind, node["hook"]) for e in expressions() for node in nodes(canonical(e)) for kind in _kinds(node)}
+    tested = {(kind, node["hook"]) for e in HOOKS for node in nodes(canonical(e)) for kind in _kinds(node)}
     flat = {spec.id for spec in commhooks.list_hooks(kind="fsdp")}
     under_test = {c.hook for c in globals().values() if isinstance(c, type) and getattr(c, "hook", None)}
     listed = {(spec.kind, spec.name) for spec in commhooks.list_hooks() if spec.kind != "fsdp"}

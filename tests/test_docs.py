@@ -31,7 +31,17 @@ def python(*arguments: object, cwd: Path, path: Path | None = None, timeout: flo
     return done.stdout
 
 
-@pytest.mark.parametrize("page", [page for page in pages.PAGES if page not in pages.ELSEWHERE])
+LONG = {"docs/run.md"}  # starts torchrun several times
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.full] if page in LONG else [])
+        for page in pages.PAGES
+        if page not in pages.ELSEWHERE
+    ],
+)
 def test_the_blocks_of_a_page_run(page, tmp_path):
     forbidden = () if page in pages.TESTING else pages.NOT_INSTALLED
     told = pages.run(page, tmp_path, forbidden)

@@ -17,6 +17,8 @@ from commhooks.handle import CommHook
 from commhooks.testing import Faulty, SimulatedRanks
 from commhooks.testing.faulty import WHERE
 
+pytestmark = pytest.mark.full
+
 LIKE = {
     "a.weight": torch.zeros(24, 16),
     "a.bias": torch.zeros(24),

@@ -69,6 +69,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_contract_finds_the_fault(pytester, name):

@@ -58,6 +58,7 @@ def exact_sums(reduction: Reduction, shapes: dict[str, torch.Tensor]) -> bool:
     return (not reduction.lossy or "residual" in reduction.fields) and not any(wires)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("expr", [expr for expr in EXPRESSIONS if expr != "noop"])
 @settings(max_examples=3)

@@ -39,6 +39,7 @@ def test_a_fault_ends_as_promised(name: str) -> None:
         assert all(rank["seconds"] < 8.0 * result["slowness"] for rank in result["ranks"].values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["B4.4", "B5.2", "B6.3", "B11.1"])
 def test_a_fault_of_the_quantized_exchange_ends_as_promised(name: str) -> None:
     result = run.run_case(name, "ours", "quant4")

@@ -50,9 +50,9 @@ def status(path: Path, *options: str, stderr: int | None = subprocess.DEVNULL, h
     ("before", "hook"),
     [
         ("sys.stderr.close()", HOOK),
-        ("sys.stderr.close()", WARNS),
-        ("sys.stderr = None", WARNS),
-        ("import logging; logging.basicConfig()\nos.close(2)", WARNS),
+        pytest.param("sys.stderr.close()", WARNS, marks=pytest.mark.full),
+        pytest.param("sys.stderr = None", WARNS, marks=pytest.mark.full),
+        pytest.param("import logging; logging.basicConfig()\nos.close(2)", WARNS, marks=pytest.mark.full),
     ],
 )
 def test_a_script_that_closes_standard_error_ends_well(tmp_path: Path, before: str, hook: str) -> None:
@@ -84,6 +84,7 @@ def test_a_reader_that_is_gone_changes_no_status(tmp_path: Path) -> None:
     assert (tmp_path / "report.json").exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("report", ["file/report.json", "/dev/full", "folder"])
 def test_a_report_that_cannot_be_written_is_printed(tmp_path: Path, report: str) -> None:
     (tmp_path / "file").touch()
@@ -106,12 +107,14 @@ def test_a_state_that_cannot_be_written_does_not_end_training(tmp_path: Path) ->
     assert done.err.count("the state after step 3 cannot be written") == 1
 
 
+@pytest.mark.full
 def test_a_state_folder_that_cannot_be_made_is_refused_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "state").touch()
     done = run(tmp_path, "ddp_loop", hook=HOOK, state="state", check=False)
     assert done.code != 0 and done.err.count("StateError: --state: rank 0 cannot write to") >= 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("after", "expected"),
     [

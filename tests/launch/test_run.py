@@ -14,7 +14,7 @@ HOOK = "powersgd(rank=2)"
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("door", [False, True], ids=["command", "environment"])
+@pytest.mark.parametrize("door", [False, pytest.param(True, marks=pytest.mark.full)], ids=["command", "environment"])
 def test_a_loop_of_its_own(tmp_path: Path, door: bool) -> None:
     done = run(tmp_path, "ddp_loop", hook=HOOK, door=door)
     assert done.stats["compressed_steps"] == done.stats["steps"] == 8
@@ -22,7 +22,14 @@ def test_a_loop_of_its_own(tmp_path: Path, door: bool) -> None:
     assert "DistributedDataParallel(Sequential)" in done.err and "powersgd" in done.err.split("commhooks run:")[1]
 
 
-@pytest.mark.parametrize("script", ["hf_trainer", "lightning_fit", "accelerate_loop"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "lightning_fit",
+        pytest.param("hf_trainer", marks=pytest.mark.full),
+        pytest.param("accelerate_loop", marks=pytest.mark.full),
+    ],
+)
 def test_frameworks_with_their_scripts_unchanged(tmp_path: Path, script: str) -> None:
     pytest.importorskip(
         {"hf": "transformers", "lightning": "lightning", "accelerate": "accelerate"}[script.split("_")[0]]
@@ -31,6 +38,7 @@ def test_frameworks_with_their_scripts_unchanged(tmp_path: Path, script: str) ->
     assert done.stats["compressed_steps"] == done.stats["steps"] == 6
 
 
+@pytest.mark.full
 def test_lightning_starts_its_processes_itself(tmp_path: Path) -> None:
     """``python script.py``: the second process is Lightning's child, and gets the hook from the environment."""
     pytest.importorskip("lightning")
@@ -39,6 +47,7 @@ def test_lightning_starts_its_processes_itself(tmp_path: Path) -> None:
     assert done.report["world_size"] == 2
 
 
+@pytest.mark.full
 def test_a_manual_attach_gives_the_same_bits_and_wins(tmp_path: Path) -> None:
     run(tmp_path, "ddp_loop", hook=HOOK)
     weights = torch.load(tmp_path / "weights.pt", weights_only=True)
@@ -54,6 +63,7 @@ def test_a_manual_attach_gives_the_same_bits_and_wins(tmp_path: Path) -> None:
     assert note in done.err.split("commhooks run:")[0]  # logged at the time, too
 
 
+@pytest.mark.full
 def test_a_registered_hook_wins(tmp_path: Path) -> None:
     text = (Path(__file__).parent / "scripts" / "ddp_loop.py").read_text()
     hook = "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook"
@@ -93,6 +103,7 @@ for step in range(3):
 """
 
 
+@pytest.mark.full
 def test_several_models(tmp_path: Path) -> None:
     done = run(tmp_path, TWO_MODELS, hook=HOOK)
     assert [model["model"].split("(")[1] for model in done.report["models"]] == ["Generator)", "Critic)"]
@@ -106,6 +117,7 @@ def test_several_models(tmp_path: Path) -> None:
     assert "Generator" in note and "--module-pattern '*.Crit*'" in note
 
 
+@pytest.mark.full
 def test_one_process(tmp_path: Path) -> None:
     """A script that is debugged alone has exact gradients, unless compression is asked for."""
     done = run(tmp_path, "ddp_loop", ranks=1, hook=HOOK)

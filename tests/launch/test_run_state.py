@@ -23,7 +23,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("script", ["ddp_loop", "fsdp2_loop"])
+@pytest.mark.parametrize("script", ["ddp_loop", pytest.param("fsdp2_loop", marks=pytest.mark.full)])
 def test_killed_and_resumed_with_the_same_bits(tmp_path: Path, script: str) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()
@@ -38,6 +38,7 @@ def test_killed_and_resumed_with_the_same_bits(tmp_path: Path, script: str) -> N
     ] * 4
 
 
+@pytest.mark.full
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     """A snapshot is missing a rank: it is not taken, and the run does not go on as if it had no state."""
     run(tmp_path, "ddp_loop", "--save", 4, "--kill", 4, hook=HOOK, state="state", check=False)
@@ -47,6 +48,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert done.code != 0 and "StateError" in done.err and "parameters are those of none of them" in done.err
 
 
+@pytest.mark.full
 def test_a_save_between_snapshots_is_told_at_once(tmp_path: Path) -> None:
     done = run(tmp_path, "ddp_loop", "--save", 4, hook=HOOK, state="state", state_every=3)
     assert "the script saves after step 4, and the hook's state was saved after step 3" in done.err
@@ -54,6 +56,7 @@ def test_a_save_between_snapshots_is_told_at_once(tmp_path: Path) -> None:
     assert steps == {0, 6, 8}  # the beginning, the last of every three, the end
 
 
+@pytest.mark.full
 def test_a_script_that_imports_save_by_name_is_seen(tmp_path: Path) -> None:
     text = (Path(__file__).parent / "scripts" / "ddp_loop.py").read_text()
     by_name = "from torch import save\n" + text.replace("torch.save(", "save(")

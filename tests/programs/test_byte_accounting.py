@@ -56,6 +56,7 @@ def test_the_paper_data_column_from_shapes_alone() -> None:
         assert round(plain / planned) == ratio
 
 
+@pytest.mark.full
 @pytest.mark.skipif(bool(REASON), reason=REASON or "runs")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("world", [2, 4])

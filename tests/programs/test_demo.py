@@ -48,6 +48,7 @@ def test_demo_trains_each_hook_and_reports(tmp_path: Path) -> None:
         assert word in done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_demo_runs_under_torchrun(tmp_path: Path) -> None:
     hooks = ["allreduce", "bf16_compress"]
@@ -57,6 +58,7 @@ def test_demo_runs_under_torchrun(tmp_path: Path) -> None:
     check_results(tmp_path / "here", hooks)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_powersgd_compresses_in_the_demo(tmp_path: Path) -> None:
     hooks = ["allreduce", "powersgd(rank=2)", "bf16_wrapper(powersgd(rank=2))"]
@@ -67,6 +69,7 @@ def test_powersgd_compresses_in_the_demo(tmp_path: Path) -> None:
     assert stats[hooks[2]]["payload_bytes"] < stats[hooks[1]]["payload_bytes"] < stats["allreduce"]["payload_bytes"]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("hook", "says"), [("powersdg", "powersgd"), ("powersgd(rank=0)", "rank"), ("a(", "a(")])
 def test_wrong_hook_ends_before_anything_starts(tmp_path: Path, hook: str, says: str) -> None:
@@ -77,6 +80,7 @@ def test_wrong_hook_ends_before_anything_starts(tmp_path: Path, hook: str, says:
     assert not (tmp_path / "here").exists()
 
 
+@pytest.mark.full
 @pytest.mark.timeout(60)
 def test_hook_that_never_compresses_fails_the_demo(tmp_path: Path) -> None:
     done = python(str(DEMO), *TINY, "--out", "here", "--hooks", "powersgd(start_iter=1000)", cwd=tmp_path)

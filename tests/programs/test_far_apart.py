@@ -12,7 +12,7 @@ from ch_bench.outer.methods import Method
 from ch_bench.outer.methods import quality_methods as methods
 from ch_bench.outer.quality import QualityRun, Size
 
-pytestmark = pytest.mark.timeout(110)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(110)]
 TINY = ["--width", "32", "--layers", "1", "--batch", "2", "--context", "16"]
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 EXAMPLE = str(Path(__file__).parents[2] / "docs" / "examples" / "fsdp2_hsdp.py")
 CAST, POWERSGD = "bf16_compress(accumulate='fp32')", "powersgd(rank=4)"
 

@@ -139,6 +139,7 @@ def test_env_lists_every_package_of_ours():
     assert {"ch-core", "ch-ddp", "ch-powersgd"} <= set(found)
 
 
+@pytest.mark.full
 @pytest.mark.gloo
 @pytest.mark.timeout(150)
 def test_doctor_survives_hooks_that_hang_and_die(tmp_path, publish):
@@ -166,6 +167,7 @@ def test_doctor_on_what_is_installed():
     assert not any(plugin["imported_torch"] for plugin in found["plugins"])
 
 
+@pytest.mark.full
 def test_doctor_names_mistakes(tmp_path, publish):
     project = tmp_path / "source"
     project.mkdir()
@@ -200,6 +202,7 @@ def commhooks_wraps():
 """
 
 
+@pytest.mark.full
 def test_doctor_tries_adapters_and_what_is_wrapped(tmp_path, publish):
     publish("acme", {"commhooks": {"p": "acme_targets"}}, acme_targets=TARGETS)
     run = commhooks("doctor", "--json", "--no-smoke", PYTHONPATH=str(tmp_path), COMMHOOKS_PLUGINS="acme")
@@ -255,6 +258,7 @@ def test_commands_are_listed_without_loading_anything(tmp_path, publish):
     assert "greet" in run.stdout
 
 
+@pytest.mark.full
 def test_a_broken_command_is_a_recorded_failure(tmp_path, publish):
     points = {
         "missing": "acme_no_such_module:main",
@@ -278,6 +282,7 @@ def test_a_broken_command_is_a_recorded_failure(tmp_path, publish):
     assert "acme_no_such_module" in row["why"]
 
 
+@pytest.mark.full
 def test_two_packages_with_one_command_are_refused_by_name(tmp_path, publish):
     publish("acme", LINES, acme_greet=COMMAND)
     publish("zeta", LINES)
@@ -328,6 +333,7 @@ def test_no_name_is_cut_in_a_terminal_of_80_columns(narrow):
     assert f"a_hook_with_quite_a_long_name acme {whole}" in said  # over several lines
 
 
+@pytest.mark.full
 def test_the_doctor_keeps_its_status_in_80_columns(narrow):
     lines = narrow("doctor", "--no-smoke").stdout.splitlines()
     rows = [line for line in lines if line.split()[:1] == ["loaded"]]
@@ -385,6 +391,7 @@ logging.getLogger("somebody").warning("somebody else's log")
 """
 
 
+@pytest.mark.full
 def test_other_libraries_are_not_heard(tmp_path, publish):
     publish("acme", {"commhooks": {"p": "acme_warns"}}, acme_warns=WARNS)
     environ = {"PYTHONPATH": str(tmp_path), "COMMHOOKS_PLUGINS": "acme"}

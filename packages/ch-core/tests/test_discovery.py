@@ -156,6 +156,7 @@ def test_a_failing_answer_does_not_silence_the_others(publish, registry, caplog)
     assert "boom" in caplog.text
 
 
+@pytest.mark.full
 def test_plugins_that_pull_torch_in_are_known(tmp_path, publish):
     """In a process of its own: here torch may be loaded already."""
     publish(

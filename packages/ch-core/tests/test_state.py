@@ -146,6 +146,7 @@ def test_ranks_must_agree_on_it() -> None:
         simulate(2, body)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("expr", [EF, "powersgd(rank=2, min_compression_rate=1)", "quant4(error_feedback=True)"])
 def test_nothing_grows_with_the_steps(expr: str, in_place: bool) -> None:

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import torch, torch.distributed as dist, commhooks
 from commhooks.adapters import ProcessGroupTransport
@@ -36,6 +38,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.full
 def test_what_is_said_to_a_model_without_an_adapter() -> None:
     environ = {**os.environ, "COMMHOOKS_DISABLE": "ch-fsdp", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

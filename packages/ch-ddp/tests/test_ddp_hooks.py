@@ -103,6 +103,7 @@ def body_large(rank: int, world: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [2, 3])
 def test_large_messages_give_the_same_average(world: int) -> None:
     for result in spawn(body_large, world, timeout=110):
@@ -278,6 +279,7 @@ def body_compiled(rank: int, world: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.full
 def test_compiled_ddp_in_both_modes() -> None:
     for result in spawn(body_compiled, 2, timeout=110):
         for name, error in result.items():

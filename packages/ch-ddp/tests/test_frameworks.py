@@ -171,6 +171,7 @@ def test_one_process_with_the_hook_when_asked() -> None:
     spawn(body_alone, 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("module", "name", "install"),
     [
@@ -252,6 +253,7 @@ def test_lightning_resumes(tmp_path: Path) -> None:
     spawn(body_lightning, 2, str(tmp_path), "lightning.pytorch", timeout=200)
 
 
+@pytest.mark.full
 @needs("pytorch_lightning")
 def test_pytorch_lightning_resumes(tmp_path: Path) -> None:
     spawn(body_lightning, 2, str(tmp_path), "pytorch_lightning", timeout=200)
@@ -290,6 +292,7 @@ def body_fabric(rank: int, world: int, folder: str) -> None:
     assert same(residuals(resumed.state_dict()), residuals(whole.state_dict()))
 
 
+@pytest.mark.full
 @needs("lightning")
 def test_fabric_resumes(tmp_path: Path) -> None:
     spawn(body_fabric, 2, str(tmp_path), timeout=200)
@@ -374,6 +377,7 @@ def body_transformers(rank: int, world: int, folder: str) -> None:
     assert moved.state_dict()["step"] == 10
 
 
+@pytest.mark.full
 @needs("transformers")
 def test_the_hugging_face_trainer_resumes(tmp_path: Path) -> None:
     spawn(body_transformers, 2, str(tmp_path), timeout=220)

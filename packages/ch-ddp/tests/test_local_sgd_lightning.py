@@ -39,6 +39,7 @@ def test_the_state_is_one_of_pytorchs() -> None:
     assert (state.iter, state.post_local_gradient_allreduce, state.subgroup_size) == (4, True, None)
 
 
+@pytest.mark.full
 @pytest.mark.gloo
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="Lightning is not installed")

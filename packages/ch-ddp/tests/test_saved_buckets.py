@@ -88,8 +88,16 @@ def goes_on(rank: int, world: int, folder: str, hooks: tuple[str, ...], options:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}], ids=str)
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"gradient_as_bucket_view": True}, marks=pytest.mark.full),
+        pytest.param({"find_unused_parameters": True}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 def test_goes_on_to_the_bit(tmp_path: Any, options: dict[str, Any], world: int) -> None:
     hooks = HOOKS + OTHERS if world == 2 else HOOKS
     ((counts, *_)) = spawn(saves, world, str(tmp_path), hooks, options)

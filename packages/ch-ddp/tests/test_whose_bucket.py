@@ -208,6 +208,7 @@ def used_by_hooks(rank: int, world: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.full
 def test_hooks_of_users_may_wait_and_may_send_buckets_to_several_hooks() -> None:
     assert spawn(used_by_hooks, 2, timeout=120.0) == [[], []]
 

@@ -165,5 +165,6 @@ def body_refused(rank: int, world: int, folder: str) -> None:
     assert whole(part[0].weight).shape == (32, 32)
 
 
+@pytest.mark.full
 def test_what_cannot_be_loaded_is_not_saved(tmp_path: Any) -> None:
     spawn(body_refused, 4, str(tmp_path), timeout=200)

@@ -128,6 +128,7 @@ def body_compiled(rank: int, world: int) -> None:
         torch.testing.assert_close(same.grad.to_local(), ours.grad.to_local())
 
 
+@pytest.mark.full
 def test_a_compiled_model_is_unwrapped() -> None:
     spawn(body_compiled, 2)
 

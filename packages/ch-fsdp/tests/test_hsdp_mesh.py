@@ -121,6 +121,7 @@ def body_half(rank: int, world: int) -> None:
         torch.testing.assert_close(backward(mine, rank), backward(torchs, rank), rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.full
 def test_reduced_in_fp16() -> None:
     spawn(body_half, 4)
 
@@ -220,6 +221,7 @@ def body_tensor_parallel(rank: int, world: int) -> None:
     assert [row.name for row in handle.plan()][-1] == "2.bias", "the same on all tensor-parallel ranks"
 
 
+@pytest.mark.full
 def test_beside_tensor_parallelism() -> None:
     spawn(body_tensor_parallel, 4)
 
@@ -274,6 +276,7 @@ def fresh(expr: str) -> Any:
     return model
 
 
+@pytest.mark.full
 def test_accumulation() -> None:
     spawn(body_accumulation, 4, timeout=200)
 
@@ -313,6 +316,7 @@ def body_resume(rank: int, world: int, folder: str) -> None:
         assert handle.state_dict()["step"] == 5
 
 
+@pytest.mark.full
 def test_save_and_resume(tmp_path: Any) -> None:
     spawn(body_resume, 4, str(tmp_path / "all"), timeout=200)
 

@@ -84,6 +84,7 @@ def one_handle_per_axis(rank: int) -> None:
     assert 0 < error < 1e-2
 
 
+@pytest.mark.full
 def test_names_against_torchs_own_mesh() -> None:
     spawn(body_against_native, 4, timeout=120)
 
@@ -199,6 +200,7 @@ def grads_of(model: nn.Module, rank: int, step: int) -> list[torch.Tensor]:
     return [p.grad._local_tensor for p in model.parameters()]
 
 
+@pytest.mark.full
 def test_state_is_checkpointed_and_survives_rewrapping() -> None:
     spawn(body_resume, 4, timeout=120)
 

@@ -217,6 +217,7 @@ def test_near_the_average_on_three() -> None:
     spawn(body_near, 3)
 
 
+@pytest.mark.full
 def test_feedback_on_uneven_shards() -> None:
     spawn(body_feedback, 3)
 
@@ -229,6 +230,7 @@ def test_units_reduced_several_times_in_a_step() -> None:
     spawn(body_conserved_on_two, 2)
 
 
+@pytest.mark.full
 def test_units_reduced_several_times_in_a_step_of_a_2d_mesh() -> None:
     spawn(body_conserved_between_replicas, 4)
 
@@ -331,10 +333,12 @@ def body_dcp(rank: int, world: int, folder: str) -> None:
     assert all(torch.equal(t, held[name]) for name, _, t in handle.state.entries())
 
 
+@pytest.mark.full
 def test_one_distributed_checkpoint(tmp_path: Path) -> None:
     spawn(body_dcp, 4, str(tmp_path), timeout=150)
 
 
+@pytest.mark.full
 def test_both_axes_with_other_bits() -> None:
     for plain, found, both in spawn(body_both_axes, 4, timeout=150):
         assert sum(found) == pytest.approx(sum(plain), rel=1e-2)
@@ -342,6 +346,7 @@ def test_both_axes_with_other_bits() -> None:
         assert 0 < both["replicate"] < both["shard"]
 
 
+@pytest.mark.full
 def test_saved_and_resumed_to_the_same_bits() -> None:
     spawn(body_resume, 4, timeout=150)
 

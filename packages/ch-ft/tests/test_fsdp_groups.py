@@ -25,6 +25,7 @@ THREADS_CRASH = torch.__version__ < "2.11"
 BUILDING = threading.Lock()  # members are threads here; torch makes meshes on one at a time
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("place", ["p_and_q", "steps"])
 def test_a_killed_group_of_one_rank_costs_one_attempt(tmp_path: Path, place: str) -> None:

@@ -152,6 +152,7 @@ def test_means_are_over_the_members_of_the_step() -> None:
         torch.testing.assert_close(weight, both if step < 2 else weights[0])
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("hook", "number"), [*((POWERSGD, n) for n in range(COLLECTIVES)), *((QUANT, n) for n in (1, 2, 4))]
@@ -419,6 +420,7 @@ def test_a_mesh_with_replicas_of_its_own_is_refused() -> None:
         commhooks.attach(model, "allreduce", manager=cluster.join("a"))
 
 
+@pytest.mark.full
 @pytest.mark.timeout(60)
 def test_without_ch_ft_it_says_what_to_install() -> None:
     code = """

@@ -137,6 +137,7 @@ class Run:
         return " ".join(float(t.detach().double().norm()).hex() for t in tensors)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_500_steps_of_kills_and_heals_equal_a_run_without_the_aborted_attempts() -> None:
     steps = 500

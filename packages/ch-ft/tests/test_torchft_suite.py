@@ -8,6 +8,7 @@ pytest.importorskip("parameterized")
 from ch_ft.testing import torchft_suite
 
 
+@pytest.mark.full
 @pytest.mark.timeout(110)
 @pytest.mark.parametrize(
     ("tests", "at_least"), [(torchft_suite.DDP, 2), (torchft_suite.INTEGRATION, 5)], ids=["ddp", "integration"]

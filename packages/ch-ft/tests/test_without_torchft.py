@@ -11,6 +11,7 @@ import ch_ft
 from commhooks.errors import HookNotSupportedError
 
 
+@pytest.mark.full
 @pytest.mark.timeout(60)
 def test_the_error_names_the_extra_and_the_simulator_works() -> None:
     code = """

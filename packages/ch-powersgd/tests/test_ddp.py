@@ -110,6 +110,7 @@ def bare(rank: int, world: int) -> list[tuple[int, float, int, bool]]:
     return rows
 
 
+@pytest.mark.full
 def test_register_comm_hook_with_pytorchs_names() -> None:
     for rows in spawn(bare, 2):
         for taken, rate, buckets, equal in rows:

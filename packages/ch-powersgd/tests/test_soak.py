@@ -89,6 +89,7 @@ def independence(rank: int, world: int) -> float:
     return max(float((end - ends[0]).norm() / ends[0].norm()) for end in ends[1:])
 
 
+@pytest.mark.full
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("world", "tolerance"), [(2, 0.0), (4, 1e-6)])
 def test_the_buckets_do_not_matter_on_real_processes(world: int, tolerance: float) -> None:

@@ -39,6 +39,7 @@ def test_ranks_that_agree_read_one_digest_each() -> None:
     assert all(row[6] > row[5] for row in found)
 
 
+@pytest.mark.full
 def test_all_of_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "measured", lambda: tmp_path)
     ranks.main(["--small", "--record"])

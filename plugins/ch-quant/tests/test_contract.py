@@ -5,6 +5,8 @@ import pytest
 from ch_quant.quantized import Quantized
 from commhooks.testing import HookContract
 
+pytestmark = pytest.mark.full
+
 
 class TestQuant8(HookContract):
     expr = "quant8"

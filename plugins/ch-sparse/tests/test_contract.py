@@ -4,7 +4,7 @@ import pytest
 
 from commhooks.testing import HookContract
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(120)]
 
 
 class TestTwoBits(HookContract):
