@@ -118,7 +118,7 @@ def test_a_dict_of_patterns_is_a_policy():
         ("__import__('os')", "not a hook name", "__import__"),
         ("w(lambda: 1)", "expected a hook", "lambda: 1"),
         ("w(h, 3)", "by name", "3"),
-        ("w(x=h)", "values are", "h"),
+        ("w(x=h.y)", "values are", "h.y"),
         ("w(x=inf)", "finite", "inf"),
         ("w(x=1e999)", "finite", "1e999"),
         ("w(x=-True)", "sign", "-True"),

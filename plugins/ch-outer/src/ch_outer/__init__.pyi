@@ -7,6 +7,7 @@ from ch_outer.optimizer import OuterOptimizer as OuterOptimizer
 from ch_outer.outer_sgd import nesterov as nesterov
 from ch_outer.outer_sgd import plain_sgd as plain_sgd
 from ch_outer.presets import diloco as diloco
+from ch_outer.presets import local_sgd as local_sgd
 from ch_outer.presets import muloco as muloco
 from ch_outer.presets import sparseloco as sparseloco
 from ch_outer.presets import streaming_diloco as streaming_diloco

@@ -1,6 +1,7 @@
 """Published methods as options of one :class:`~ch_outer.OuterOptimizer`. Options of the caller override those of the paper.
 
-Each preset takes an inner optimizer, its model and options, and returns an outer optimizer.
+Each preset takes an inner optimizer, its model and options, and returns an outer optimizer. ``commhooks run --outer`` finds
+the presets by name.
 """
 
 from typing import Any
@@ -8,7 +9,20 @@ from typing import Any
 import torch
 
 from ch_outer.optimizer import OuterOptimizer
+from ch_outer.options import NAMES
 from ch_outer.outer_sgd import nesterov, plain_sgd
+from commhooks import HookConfigError
+
+
+def _preset(name: str, optim: torch.optim.Optimizer, model: torch.nn.Module, options: dict[str, Any]) -> OuterOptimizer:
+    """Return an outer optimizer with the values of a paper, where the caller gives no others."""
+    given = {**NAMES[name], **{key: value for key, value in options.items() if value is not None}}
+    rate, momentum = given.pop("rate"), given.pop("momentum")
+    steps = given.get("steps")
+    if steps is not None and (type(steps) is not int or steps < 1):
+        raise HookConfigError(f"steps={steps!r}: expected the number of inner steps of the run, at least 1")
+    given.setdefault("outer", nesterov(rate, momentum) if momentum else plain_sgd(rate))
+    return OuterOptimizer(optim, model, **given)
 
 
 def diloco(optim: torch.optim.Optimizer, model: torch.nn.Module, **options: Any) -> OuterOptimizer:
@@ -19,7 +33,7 @@ def diloco(optim: torch.optim.Optimizer, model: torch.nn.Module, **options: Any)
     Args:
         optim: the inner optimizer.
         model: the model whose parameters it steps.
-        **options: options of :class:`OuterOptimizer`, instead of the paper's.
+        **options: options of :class:`OuterOptimizer`, or the outer ``rate`` and ``momentum``, instead of the paper's.
 
     Example:
         >>> import torch
@@ -39,7 +53,7 @@ def diloco(optim: torch.optim.Optimizer, model: torch.nn.Module, **options: Any)
         >>> first == second
         True
     """
-    return OuterOptimizer(optim, model, **{"every": 500, "outer": nesterov(0.7, 0.9), **options})
+    return _preset("diloco", optim, model, options)
 
 
 def streaming_diloco(optim: torch.optim.Optimizer, model: torch.nn.Module, **options: Any) -> OuterOptimizer:
@@ -48,8 +62,7 @@ def streaming_diloco(optim: torch.optim.Optimizer, model: torch.nn.Module, **opt
     Each exchange has five inner steps to arrive, and half of a rank's own parameters stays on arrival. The paper exchanges
     4 bits; use ``exchange="quant4"`` (ch-quant) for that. Arguments are those of :func:`diloco`.
     """
-    given = {"every": 100, "fragments": 4, "overlap": 5, "mix": 0.5, "outer": nesterov(0.7, 0.9)}
-    return OuterOptimizer(optim, model, **{**given, **options})
+    return _preset("streaming", optim, model, options)
 
 
 def sparseloco(
@@ -67,7 +80,7 @@ def sparseloco(
         **options: options of :class:`OuterOptimizer`, instead of the paper's.
     """
     exchange = {"hook": "topk", "config": {"density": density, "decay": decay, "bits": 2}}
-    return OuterOptimizer(optim, model, **{"every": 30, "exchange": exchange, "outer": plain_sgd(1.0), **options})
+    return _preset("sparse_loco", optim, model, {"exchange": exchange, **options})
 
 
 def muloco(optim: torch.optim.Optimizer, model: torch.nn.Module, **options: Any) -> OuterOptimizer:
@@ -76,4 +89,12 @@ def muloco(optim: torch.optim.Optimizer, model: torch.nn.Module, **options: Any)
     ``torch.optim.Muon`` takes matrices only. Wrap it, and step the AdamW of the other parameters just before. All parameters of
     the model are exchanged. Arguments are those of :func:`diloco`.
     """
-    return OuterOptimizer(optim, model, **{"every": 30, "outer": nesterov(0.7, 0.6), **options})
+    return _preset("muloco", optim, model, options)
+
+
+def local_sgd(optim: torch.optim.Optimizer, model: torch.nn.Module, **options: Any) -> OuterOptimizer:
+    """Local SGD (arXiv:1805.09767): the ranks average their parameters every eight steps.
+
+    With a lossy exchange they average their moves since the last round. Arguments are those of :func:`diloco`.
+    """
+    return _preset("local_sgd", optim, model, options)

@@ -20,7 +20,8 @@ def get(name: str, kind: str | None = None, *, registry: Registry = REGISTRY) ->
 
     Args:
         name: a hook's name or alias, or `provider/name`.
-        kind: `"reduction"`, `"ddp"`, `"wrapper"` or `"fsdp"`; by default a hook for DDP.
+        kind: `"reduction"`, `"ddp"`, `"wrapper"` or `"fsdp"`; by default a hook for DDP. With `"outer"` the result makes an
+            outer optimizer.
         registry: finds the name.
 
     Raises:
@@ -43,6 +44,8 @@ def get(name: str, kind: str | None = None, *, registry: Registry = REGISTRY) ->
             f"get takes a name, not an expression: {name!r}; use commhooks.create or commhooks.attach"
         )
     spec = registry.resolve(name, kind=kind)
+    if kind is None:
+        registry.refuse_outer([(spec, {})])
     if spec.hook is not None:
         return registry.load(spec.hook, spec)  # type: ignore[no-any-return]
     if spec.kind != "reduction":

@@ -106,10 +106,10 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("list", listing.run_list, "List the installed hooks by use, and plugins that failed.")
     sub.add_argument("word", nargs="?", default="*", help="part of a name or summary, or a shell pattern of names")
-    sub.add_argument("--kind", help="reduction, ddp, fsdp or wrapper")
+    sub.add_argument("--kind", help="reduction, ddp, fsdp, wrapper or outer")
     sub = command("describe", listing.run_describe, "Describe a hook: use, cost, options, requirements.")
     sub.add_argument("name", help="name, alias, provider/name, or an expression")
-    sub.add_argument("--kind", help="reduction, ddp, fsdp or wrapper")
+    sub.add_argument("--kind", help="reduction, ddp, fsdp, wrapper or outer")
     command("env", env.run, "Print versions and plugins, as a block for an issue.")
     sub = command("doctor", doctor.run, "Load everything, try each hook on one gloo rank, report problems.")
     sub.add_argument("name", nargs="?", help="try this hook or expression only")

@@ -68,6 +68,7 @@ def build(hook: str | Mapping[str, Any], *, kind: str | None = None, registry: R
 def _built(node: Node, kind: str | None, registry: Registry) -> Built:
     inside = "inner" in node or "rules" in node
     spec = registry.spec_of(node, kind)
+    registry.refuse_outer([(spec, {})])
     if inside and spec.kind != "wrapper":
         raise HookConfigError(f"{spec.name!r} is a {spec.kind}, not a wrapper: it takes no inner hook, only options")
     if spec.kind == "wrapper" and not inside:

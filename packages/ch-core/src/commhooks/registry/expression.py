@@ -11,7 +11,8 @@ A node has `hook` and `config`, and optionally
 - `rules`: a policy `[[pattern, node], ...]`, written `policy({"*.norm*": allreduce, "*": powersgd(rank=4)})`.
 
 A plain dict of patterns to expressions, without the key `hook`, is short for such a policy. Values are int, float, bool,
-None, str and lists of those.
+None, str and lists of those. An option whose value is a hook, `diloco(exchange=quant4(rotation="none"))`, holds the
+expression of this hook as a str, and may be written without quotes.
 
 An expression only names registered hooks. The parser accepts a few `ast` node types and evaluates and imports nothing, so
 expressions in config files and checkpoints are data.
@@ -237,6 +238,8 @@ class _Reader:
             return self.checked(tree, [self.value(item, depth + 1) for item in number.elts], depth)
         if isinstance(number, ast.Name) and number.id in ("inf", "nan"):
             self.fail(tree, f"{number.id} is not a value: numbers must be finite")
+        if isinstance(number, ast.Name | ast.Call):
+            return unparse(self.node(number, depth + 1))
         if not isinstance(number, ast.Constant):
             self.fail(tree, "values are numbers, quoted strings, True, False, None, and lists of those")
         return self.checked(tree, number.value if sign == 1 else -number.value, depth)  # type: ignore[operator]

@@ -27,6 +27,7 @@ class Option:
         brings: words of `CAPABILITIES` that hold for the hook unless this option has a value in `off`.
         off: values that bring nothing.
         optional: True if `None` is accepted. A default of `None` implies it, and then accepts any scalar.
+        hook: True if the value is the expression of another hook, which is checked, too.
         local: True if each rank may have its own value, because neither messages nor state depend on it. Ranks
             do not compare such options, and a state loads whatever their values are.
 
@@ -45,9 +46,12 @@ class Option:
     brings: frozenset[str] = frozenset()
     off: tuple[Scalar, ...] = (False, None)
     local: bool = False
+    hook: bool = False
 
     def accepts(self) -> str:
         """Return the accepted values in words."""
+        if self.hook:
+            return "a hook expression"
         if self.choices:
             return "one of " + ", ".join(repr(choice) for choice in self.choices)
         limits = [

@@ -238,6 +238,36 @@ class Registry:
             found.append((spec, dict(node["config"])))
         return found
 
+    def refuse_outer(self, levels: list[tuple[HookSpec, dict[str, Any]]]) -> None:
+        """Refuse an outer optimizer where a hook is expected.
+
+        Raises:
+            HookConfigError: naming it.
+        """
+        for spec, _ in levels:
+            if spec.kind == "outer":
+                raise HookConfigError(
+                    f"{spec.name!r} is an outer optimizer, not a hook. Use commhooks run --outer {spec.example!r}, or "
+                    f"{spec.target.replace(':', '.')}(optimizer, model) in the script"
+                )
+
+    def outer(self, expression: str | Mapping[str, Any]) -> tuple[HookSpec, dict[str, Any]]:
+        """Return the spec and the options of an outer optimizer, checked and completed with the defaults.
+
+        Raises:
+            UnknownHookError, AmbiguousHookError: no or several outer optimizers have the name.
+            HookConfigError: a bad option, or the expression names a hook.
+        """
+        node = canonical(expression)
+        spec = self.spec_of(node)
+        if spec.kind != "outer" or "inner" in node or "rules" in node:
+            names = ", ".join(one.name for one in self.list_hooks(kind="outer")) or f"none: {not_installed('ch-outer')}"
+            raise HookConfigError(
+                f"{spec.name!r} is a {spec.kind}, not an outer optimizer. Outer optimizers: {names}. Give a hook as their "
+                f"exchange, e.g. diloco(exchange={spec.name})"
+            )
+        return spec, self.options_of(spec, node["config"])
+
     def spec_of(self, node: Node, kind: str | None = None) -> HookSpec:
         """Return the spec of a node's own level.
 
@@ -266,6 +296,8 @@ class Registry:
                 raise HookConfigError(
                     f"{spec.name}({name}={value!r}): {name} must be {option.accepts()} ({option.doc})"
                 ) from None
+            if option.hook:
+                self.refuse_outer(self.levels(config[name]))
         return config
 
     def _options_of_signature(self, spec: HookSpec, given: Mapping[str, Any]) -> dict[str, Any]:

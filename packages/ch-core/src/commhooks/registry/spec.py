@@ -17,7 +17,7 @@ from commhooks.registry.options import Option, Value
 API = 1
 """Version of the plugin interface that this ch-core supports."""
 
-KINDS = ("reduction", "ddp", "fsdp", "wrapper")
+KINDS = ("reduction", "ddp", "fsdp", "wrapper", "outer")
 GROUPS = {
     "exact": "exact averages",
     "16-bit": "16 bits per element",
@@ -27,6 +27,7 @@ GROUPS = {
     "local": "averages less often, or never",
     "fsdp": "FSDP1 hook functions",
     "wrapper": "wrappers: put another hook inside",
+    "outer": "outer optimizers: each rank trains alone between averages ",
     "other": "other hooks",
 }
 """Uses by which `commhooks list` groups hooks, in its order."""
@@ -109,13 +110,14 @@ def _release(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class HookSpec:
-    """Description of one hook, wrapper or FSDP1 hook.
+    """Description of one hook, wrapper, FSDP1 hook or outer optimizer.
 
     Args:
         name: lower case, letters, digits and `_`.
         kind: `"reduction"` (the target is called with the options and returns a Reduction, or it is a generator
             function `(bucket, ctx, **options)`), `"ddp"` (a function `(state, bucket) -> Future`), `"fsdp"` (FSDP1's
-            `(state, grad[, output]) -> None`), or `"wrapper"` (called as `wrapper(inner, **options)`).
+            `(state, grad[, output]) -> None`), `"wrapper"` (called as `wrapper(inner, **options)`), or `"outer"` (an outer
+            optimizer, called as `outer(optimizer, model, **options)`).
         target: `"module:attribute"`, imported when the hook is used.
         summary: one line of at most 100 characters.
         hook: `"module:attribute"` of the plain DDP function that `commhooks.get` returns, if it is not the target.
