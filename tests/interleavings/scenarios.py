@@ -264,7 +264,7 @@ def gradient(step: int, rank: int, bucket: int) -> torch.Tensor:
 TUNINGS = {
     "off": CpuTuning.off,
     "tuned": CpuTuning,
-    "held": lambda: replace(CpuTuning.off(), held_share=1.0, coalesced_bytes=2.0 * 4 * NUMEL),
+    "held": lambda: replace(CpuTuning.off(), deferred_share=1.0, coalesced_bytes=2.0 * 4 * NUMEL),
 }
 
 
@@ -317,9 +317,9 @@ def body(scenario: Scenario, rank: int, transport: ExplorerTransport) -> Record:
     for number in range(scenario.steps):
         armed.now = number
         record.steps.append(_step(scenario, engine, number, rank, transport, delivered))
-    engine.resolve_step()
+    engine.settle()
     if engine.state.tentative:
-        engine.resolve_step(force=True)
+        engine.settle(force=True)
     record.count = engine.state.step
     record.entries = {(name, field): tensor.clone() for name, field, tensor in engine.state.entries()}
     if engine.buckets.in_flight:
@@ -363,7 +363,7 @@ def _step(
     averages = [] if gone else [bucket.storage.clone() for bucket in made]
     kept = None
     if not scenario.late and scenario.judged[1] == -2:
-        kept = engine.resolve_step()
+        kept = engine.settle()
     return Saw(error, averages, kept, engine.state.step, len(transport.me.posts), len(delivered))
 
 
