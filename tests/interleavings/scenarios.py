@@ -172,12 +172,12 @@ class Clock:
         self.skips, self.waits, self.steps, self.used_steps = skips, waits, 0, 0
         self.open: list[int] = []
 
-    def begin(self) -> None:
+    def begin_period(self) -> None:
         if self.open and self.used():
             self.used_steps += 1
         self.open = []
 
-    def end(self) -> None:
+    def finish_step(self) -> None:
         self.open.append(self.steps)
         self.steps += 1
 
@@ -192,7 +192,7 @@ class Clock:
     def clock(self) -> int:
         return self.used_steps + bool(self.open and self.used())
 
-    def follow(self, clock: int) -> None:
+    def set_clock(self, clock: int) -> None:
         self.used_steps = clock
 
 
