@@ -42,14 +42,9 @@ def hanging(line: str, indent: int, most: int | None = None) -> str:
     return "\n".join(broken) or line
 
 
-def block(text: str, most: int | None = None) -> str:
-    """Break the long lines of a text of labels and values. Continuations hang under the values.
-
-    Args:
-        text: lines.
-        most: columns at most; by default the terminal's.
-    """
-    return "\n".join(hanging(line, _value_column(line), most) for line in text.splitlines())
+def block(text: str) -> str:
+    """Break the long lines of a text of labels and values. Continuations hang under the values."""
+    return "\n".join(hanging(line, _value_column(line)) for line in text.splitlines())
 
 
 def _value_column(line: str) -> int:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 from contextlib import suppress
 from importlib.machinery import PathFinder
 from typing import Any
@@ -112,7 +113,6 @@ def plan(settings: Settings, script: str) -> str:
     """
     settings.check()
     from commhooks.api.create import create
-    from commhooks.cli.terminal import block
     from commhooks.registry.expression import unparse
     from commhooks.registry.registry import REGISTRY
     from commhooks.report import plan_shapes
@@ -132,12 +132,19 @@ def plan(settings: Settings, script: str) -> str:
         f"state     {f'{settings.state}, every {settings.state_every} steps' if settings.state else 'not written'}",
     ]
     if handle.reduction is None:
-        return block("\n".join([*lines, "plan      a foreign hook: its bytes cannot be planned"]), COLUMNS)
+        return _in_columns([*lines, "plan      a foreign hook: its bytes cannot be planned"])
     lines += [
         "plan      wire bytes that each rank sends in a step on 2 ranks, by model, after any warm-up, and without a hook:",
         *(f"  {row}" for row in plan_shapes(handle.reduction)),
     ]
-    return block("\n".join(lines), COLUMNS)
+    return _in_columns(lines)
+
+
+def _in_columns(lines: list[str]) -> str:
+    """Break lines of labels and values at 80 columns. Continuations hang under the values."""
+    indent = " " * 10
+    broken = [textwrap.wrap(line, COLUMNS, subsequent_indent=indent, break_on_hyphens=False) for line in lines]
+    return "\n".join(row for rows in broken for row in rows)
 
 
 def _without_versions(node: dict[str, Any]) -> dict[str, Any]:
