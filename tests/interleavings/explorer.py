@@ -33,7 +33,10 @@ from commhooks.errors import HookTimeoutError, TransportError
 from commhooks.simulate import perform
 
 Choice = tuple[int, str]
-"""A rank, and what happens to it: ``post``, ``ok``, ``lost``, ``timeout``, ``die``."""
+"""A rank, and what happens to it: ``post``, ``ok``, ``lost``, ``timeout``, ``die``.
+
+If messages are explored too, the network *reads* the rank's part of a collective, and *delivers* or *fails* its result.
+"""
 
 
 class Violation(AssertionError):
@@ -69,6 +72,20 @@ class Post:
     inputs: tuple[torch.Tensor, ...]  # copies
     poison: torch.Tensor | None  # what the output holds until the wait ends
     done: bool = False
+    read: bool = False
+    ended: str = ""  # "deliver" or "fail"
+    callbacks: list[Callable[[Any], None]] = field(default_factory=list)
+
+    def value(self) -> None:
+        """Stand in for torch's future of the work."""
+        if self.ended == "fail":
+            raise RuntimeError("connection closed by peer")
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        if self.ended:
+            callback(self)
+        else:
+            self.callbacks.append(callback)
 
 
 class Rank:
@@ -140,7 +157,15 @@ class ExplorerWork:
             raise TransportError(f"collective {number} failed: connection closed by peer")
         if end == "timeout":
             raise HookTimeoutError(f"collective {number} was not done")
-        self.transport.run.complete(rank, number)
+        if self.transport.run.order is None:
+            self.transport.run.complete(rank, number)
+        post.done = True
+
+    def future(self) -> Post:
+        """Return a future. Its callbacks run on the network's thread, between two calls of the rank."""
+        if self.transport.run.order is None:
+            raise RuntimeError("callbacks of messages need a search of their order")
+        return self.transport.me.posts[self.number]
 
 
 class ExplorerTransport:
@@ -235,8 +260,8 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 class Run:
     """One run of all ranks along one list of choices."""
 
-    def __init__(self, world_size: int, fault: Fault, *, guard: bool) -> None:
-        self.world_size, self.fault, self.guarded = world_size, fault, guard
+    def __init__(self, world_size: int, fault: Fault, order: str | None, *, reads: bool) -> None:
+        self.world_size, self.fault, self.order, self.reads = world_size, fault, order, reads
         self.ranks = [Rank(number) for number in range(world_size)]
         self.guards: list[Guard | None] = [None] * world_size
         self.violations: list[str] = []
@@ -267,8 +292,11 @@ class Run:
                             self.violate(f"rank {me.number}: {key} shares memory with {other.key}, which is in flight")
         inputs = tuple(tensor.clone() for tensor in tensors[-1:])
         me.past.append(hashlib.blake2b(repr(key).encode() + _bytes(inputs[0]), digest_size=8).hexdigest())
-        poison(tensors[0])
+        if self.order is None or len(tensors) > 1:
+            poison(tensors[0])
         me.posts.append(Post(key, tensors, inputs, tensors[0].clone()))
+        if self.order is not None and not self.reads:
+            self.read(me, number)
         if guard is not None:
             guard.off = False
 
@@ -281,6 +309,35 @@ class Run:
             self.violate(f"rank {me.number} wrote to the result of {post.key} in flight")
         if len(post.tensors) > 1 and _bytes(post.tensors[1]) != _bytes(post.inputs[0]):
             self.violate(f"rank {me.number} wrote to the input of {post.key} in flight")
+        self.write(me, number)
+        post.done = True
+        if guard is not None:
+            guard.off = False
+
+    def read(self, me: Rank, number: int) -> None:
+        """Read a rank's part of a collective, as a thread of gloo or a kernel of NCCL does."""
+        post = me.posts[number]
+        post.read, post.inputs = True, (post.tensors[-1].clone(),)
+        digest = hashlib.blake2b(_bytes(post.inputs[0]), digest_size=8).hexdigest()
+        me.past.append(f"read {number} {digest}")
+        poison(post.tensors[0])
+
+    def end(self, me: Rank, number: int, how: str) -> None:
+        """Deliver the result of a collective to a rank, or fail, and run the callbacks."""
+        post = me.posts[number]
+        post.ended = how
+        me.past.append(f"{how} {number}")
+        if how == "deliver":
+            self.write(me, number)
+        for callback in post.callbacks:
+            try:
+                callback(post)
+            except Exception as error:
+                self.violate(f"rank {me.number}: a callback raised {type(error).__name__}: {error}")
+
+    def write(self, me: Rank, number: int) -> None:
+        """Write the result of a collective to a rank's tensor."""
+        post = me.posts[number]
         parts = [peer.posts[number] for peer in self.ranks]
         if all(part.key == post.key for part in parts):
             if number not in self.results:
@@ -288,9 +345,6 @@ class Run:
                 perform(str(post.key[0]), str(post.key[1]), given)
                 self.results[number] = [row[0] for row in given]
             post.tensors[0].copy_(self.results[number][me.number])
-        post.done = True
-        if guard is not None:
-            guard.off = False
 
 
 Body = Callable[[int, ExplorerTransport], Any]
@@ -334,6 +388,10 @@ class Explorer:
         fault: what goes wrong.
         free: see :class:`commhooks.transport.base.Transport`.
         reduced: explore persistent sets only.
+        order: ``None``: the time at which a message is read and delivered cannot matter, and ``guard`` proves it. Otherwise
+            explore these times too: ``gloo`` (each rank has two threads, which take messages in order) or ``nccl`` (one
+            message after the other).
+        reads: False to read each message when it is posted, and explore deliveries only.
         guard: check every operation of torch against the memory in flight.
         stop: end at the first violation.
         limit: largest number of runs.
@@ -349,12 +407,16 @@ class Explorer:
         fault: Fault = Fault(),
         free: bool = False,
         reduced: bool = True,
+        order: Literal["gloo", "nccl"] | None = None,
+        reads: bool = True,
         guard: bool = True,
         stop: bool = True,
         limit: int = 1_000_000,
     ) -> None:
         self.world_size, self.body, self.check, self.summary, self.fault = world_size, body, check, summary, fault
-        self.free, self.reduced, self.guard, self.stop, self.limit = free, reduced, guard, stop, limit
+        self.free, self.stop, self.limit, self.order = free, stop, limit, order
+        self.reads = reads
+        self.reduced, self.guard = reduced and order is None, guard and order is None
 
     def search(self) -> Found:
         """Explore, and return what was found."""
@@ -373,7 +435,7 @@ class Explorer:
         return found
 
     def _run(self, prefix: list[Choice], stack: list[list[Choice]], seen: dict[Any, list[Any]], found: Found) -> None:
-        run = Run(self.world_size, self.fault, guard=self.guard)
+        run = Run(self.world_size, self.fault, self.order, reads=self.reads)
         for rank in run.ranks:
             self._start(run, rank)
         path: list[Choice] = []
@@ -449,6 +511,13 @@ class Explorer:
     def _carry_out(self, run: Run, choice: Choice) -> None:
         number, what = choice
         rank = run.ranks[number]
+        if " " in what:
+            verb, collective = what.split()
+            if verb == "read":
+                run.read(rank, int(collective))
+            else:
+                run.end(rank, int(collective), verb)
+            return
         if what == "die":
             rank.dead = True
             rank.past.append("dies")
@@ -474,6 +543,8 @@ class Explorer:
     def _enabled(self, run: Run) -> list[Choice]:
         found: list[Choice] = []
         for rank in run.ranks:
+            if self.order is not None:
+                found += [(rank.number, what) for what in self._messages(run, rank)]
             if rank.dead or rank.ended:
                 continue
             assert rank.pending is not None
@@ -489,6 +560,11 @@ class Explorer:
     def _ends(self, run: Run, me: Rank, number: int) -> Iterator[str]:
         """How a wait may end now."""
         fault, missing = self.fault, [rank for rank in run.ranks if len(rank.posts) <= number]
+        if self.order is not None:
+            yield from {"deliver": ["ok"], "fail": ["lost"], "": []}[me.posts[number].ended]
+            if any(rank.gave_up for rank in missing):
+                yield "timeout"
+            return
         if not missing:
             yield "ok"
         dead = fault.kind == "die" and run.ranks[fault.rank].dead
@@ -496,6 +572,23 @@ class Explorer:
             yield "lost"
         if any(rank.gave_up or (fault.kind == "late" and rank.number == fault.rank) for rank in missing):
             yield "timeout"
+
+    def _messages(self, run: Run, me: Rank) -> Iterator[str]:
+        """What the network may do for a rank now."""
+        width = 2 if self.order == "gloo" else 1
+        active = 0
+        for number, post in enumerate(me.posts):
+            if post.ended:
+                continue
+            active += 1
+            if active > width:
+                return
+            if not post.read:
+                yield f"read {number}"
+            elif all(len(rank.posts) > number and rank.posts[number].read for rank in run.ranks):
+                yield f"deliver {number}"
+                if self.fault.kind == "message" and self.fault.number == number:
+                    yield f"fail {number}"
 
     def _persistent(self, run: Run, choices: list[Choice]) -> list[Choice]:
         """Return choices that must be explored here. All others commute with them, and remain possible afterwards.

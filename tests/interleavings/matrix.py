@@ -30,6 +30,7 @@ def numbers(base: Scenario) -> Iterator[Scenario]:
     yield replace(base, infinite=(0, 1))
     yield replace(base, outside=(0, 0))
     yield replace(base, joined=(0, 1))
+    yield replace(base, joined=(0, 1), judged=(-1, -1))
     yield replace(base, judged=(0, -1))
     yield replace(base, judged=(0, 0))
     yield replace(base, judged=(-1, -1), waiting=0)
@@ -46,6 +47,13 @@ def quick() -> dict[str, list[Scenario]]:
             for tuning, free in (("off", False), ("held", False), ("tuned", True))
         ],
         "drives": [Scenario("feedback", drive=drive, late=late) for drive in DRIVES for late in (False, True)],
+        "DDP's driver": [
+            Scenario(reduction, drive=drive, stops_in=stops)
+            for reduction in ("plain", "feedback")
+            for drive in ("ddp", "hook")
+            for stops in (-1, 0)
+            if (reduction, drive) != ("plain", "hook")  # its futures need a search of deliveries
+        ],
         "a reduction raises": [
             one
             for late in (False, True)

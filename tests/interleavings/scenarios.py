@@ -13,12 +13,14 @@ from unittest import mock
 
 import torch
 
+from ch_ddp.adapter.driver import DDPDriver
 from commhooks import AllGather, AllReduce, AllToAll, Bucket, Plain, ReduceScatter, Reduction, StepContext
 from commhooks.engine import engine as engine_module
 from commhooks.engine import outcome as outcome_module
 from commhooks.engine.engine import Engine
 from commhooks.engine.schedule import CpuTuning
 from commhooks.errors import CommHooksError, HookTimeoutError, TransportError
+from commhooks.requests import Wire
 from commhooks.state import HookState
 
 from .explorer import Explorer, ExplorerTransport, Fault, Found, Rank
@@ -106,6 +108,16 @@ class Moved(Reduction):
         bucket.buffer.copy_(everything)
 
 
+class Cast(Reduction):
+    """Two stages of integers that travel as bf16, so that each stage is cast into memory of the engine."""
+
+    name, lossy = "cast", True
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
+        for part in bucket.buffer.chunk(2):
+            yield AllReduce(part, wire=Wire(torch.bfloat16))
+
+
 class Scattered(Moved):
     """The same by reduce-scatter and all-gather."""
 
@@ -135,7 +147,11 @@ REDUCTIONS: dict[str, Callable[[], Reduction]] = {
     "uneven": Uneven,
     "moved": Moved,
     "scattered": Scattered,
+    "cast": Cast,
 }
+
+
+STATELESS = ("plain", "cast")
 
 
 class Raising(Reduction):
@@ -172,12 +188,12 @@ class Clock:
         self.skips, self.waits, self.steps, self.used_steps = skips, waits, 0, 0
         self.open: list[int] = []
 
-    def begin_period(self) -> None:
+    def begin(self) -> None:
         if self.open and self.used():
             self.used_steps += 1
         self.open = []
 
-    def finish_step(self) -> None:
+    def end(self) -> None:
         self.open.append(self.steps)
         self.steps += 1
 
@@ -192,8 +208,8 @@ class Clock:
     def clock(self) -> int:
         return self.used_steps + bool(self.open and self.used())
 
-    def set_clock(self, clock: int) -> None:
-        self.used_steps = clock
+    def follow(self, clock: int) -> None:
+        self.used_steps, self.open = clock, []
 
 
 @dataclass(frozen=True)
@@ -203,7 +219,8 @@ class Scenario:
     Attributes:
         reduction: key of :data:`REDUCTIONS`.
         world_size, buckets, steps: bounds.
-        drive: ``submit`` (DDP), ``run`` (FSDP2, each bucket to its end), ``advance`` (other work between the buckets).
+        drive: ``submit``, ``run`` (FSDP2, each bucket to its end), ``advance`` (other work between the buckets), ``ddp`` (the
+            driver of ch_ddp in a real backward), ``hook`` (the same inside a user's hook).
         tuning: ``off``, ``tuned``, ``held`` (small first stages are sent together, nothing else).
         free: True if all-reduces may become direct exchanges.
         late: True if the host reads a status one step later, as on a GPU.
@@ -211,6 +228,8 @@ class Scenario:
         raises: step, rank, bucket and stage in which the reduction raises; step -1 for never.
         interrupt: True if it raises no ``Exception``.
         infinite: step and rank whose gradient holds infinity.
+        stops_in: step whose backward raises before its last bucket, on all ranks, and is repeated; of ``ddp`` and ``hook``.
+        callback_raises: step and rank whose callback raises.
         joined: step and rank that takes no part in a step.
         judged: step and rank whose optimizer skips a step; rank -1 for all of them, -2 for no judge.
         waiting: step whose use is not known until the next step has ended; -1 for none.
@@ -230,6 +249,8 @@ class Scenario:
     raises: tuple[int, int, int, int] = (-1, 0, 0, 0)
     interrupt: bool = False
     infinite: tuple[int, int] = (-1, 0)
+    stops_in: int = -1
+    callback_raises: tuple[int, int] = (-1, 0)
     joined: tuple[int, int] = (-1, 0)
     judged: tuple[int, int] = (-1, -2)
     waiting: int = -1
@@ -264,7 +285,7 @@ def gradient(step: int, rank: int, bucket: int) -> torch.Tensor:
 TUNINGS = {
     "off": CpuTuning.off,
     "tuned": CpuTuning,
-    "held": lambda: replace(CpuTuning.off(), deferred_share=1.0, coalesced_bytes=2.0 * 4 * NUMEL),
+    "held": lambda: replace(CpuTuning.off(), held_share=1.0, coalesced_bytes=2.0 * 4 * NUMEL),
 }
 
 
@@ -312,14 +333,24 @@ def body(scenario: Scenario, rank: int, transport: ExplorerTransport) -> Record:
         engine.set_judge(Clock(skips, [scenario.waiting] if scenario.waiting >= 0 else []))
     delivered: list[int] = []
     if scenario.callback:
-        engine.set_on_reduced(lambda bucket: delivered.append(bucket.index))
+
+        def use(bucket: Bucket) -> None:
+            if scenario.callback_raises == (armed.now, rank) and bucket.is_last:
+                raise Planted("callback")
+            delivered.append(bucket.index)
+
+        engine.set_on_reduced(use)
     record = Record()
+    drive: Reducer | str = scenario.drive
+    if drive in ("ddp", "hook"):
+        drive = Reducer(engine, scenario.buckets, "users_hook" if drive == "hook" else None)
+        drive.stops_in = scenario.stops_in
     for number in range(scenario.steps):
         armed.now = number
-        record.steps.append(_step(scenario, engine, number, rank, transport, delivered))
-    engine.settle()
+        record.steps.append(_step(scenario, engine, number, rank, transport, delivered, drive))
+    engine.resolve_step()
     if engine.state.tentative:
-        engine.settle(force=True)
+        engine.resolve_step(force=True)
     record.count = engine.state.step
     record.entries = {(name, field): tensor.clone() for name, field, tensor in engine.state.entries()}
     if engine.buckets.in_flight:
@@ -332,7 +363,13 @@ def body(scenario: Scenario, rank: int, transport: ExplorerTransport) -> Record:
 
 
 def _step(
-    scenario: Scenario, engine: Engine, number: int, rank: int, transport: ExplorerTransport, delivered: list[int]
+    scenario: Scenario,
+    engine: Engine,
+    number: int,
+    rank: int,
+    transport: ExplorerTransport,
+    delivered: list[int],
+    drive: "Reducer | str",
 ) -> Saw:
     joined = scenario.joined == (number, rank)
     made = []
@@ -344,6 +381,8 @@ def _step(
             values[0] = float("inf")
         bucket = Bucket.from_tensors({f"w{index}": values})
         made.append(Bucket(bucket.layout, bucket.storage, index, index == scenario.buckets - 1))
+    if isinstance(drive, Reducer):
+        return drive.step(made, number, transport, late=scenario.late)
     engine.set_participating(not joined)
     delivered.clear()
     outside = Planted("outside") if scenario.outside == (number, rank) else None
@@ -363,8 +402,109 @@ def _step(
     averages = [] if gone else [bucket.storage.clone() for bucket in made]
     kept = None
     if not scenario.late and scenario.judged[1] == -2:
-        kept = engine.settle()
+        kept = engine.resolve_step()
     return Saw(error, averages, kept, engine.state.step, len(transport.me.posts), len(delivered))
+
+
+class _Backward(torch.autograd.Function):
+    """Calls an action in a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, action: Callable[[], None]) -> torch.Tensor:
+        ctx.action = action
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.action()
+        return gradient, None
+
+
+class DDPBucket:
+    """Stands in for torch's GradBucket."""
+
+    def __init__(self, bucket: Bucket, param: torch.Tensor) -> None:
+        self._bucket, self._param = bucket, param
+
+    def index(self) -> int:
+        return self._bucket.index
+
+    def buffer(self) -> torch.Tensor:
+        return self._bucket.storage
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [self._param]
+
+    def is_last(self) -> bool:
+        return self._bucket.is_last
+
+
+class Reducer:
+    """Does what DDP's reducer does: calls the hook in a backward, and finishes in a callback after the last bucket."""
+
+    def __init__(self, engine: Engine, buckets: int, hook: str | None) -> None:
+        self.params = [
+            torch.nn.Parameter(torch.zeros(NUMEL, dtype=torch.float32, device="cpu")) for _ in range(buckets)
+        ]
+        for param in self.params:  # otherwise the driver takes them for unused
+            param.grad = torch.zeros_like(param)
+        self.driver = DDPDriver(engine, {id(p): f"w{index}" for index, p in enumerate(self.params)}, hook=hook)
+        self.driver._model_unknown = False  # there is none, and the search through all objects takes long
+        self.stops_in = -1
+
+    def step(self, made: list[Bucket], number: int, transport: ExplorerTransport, *, late: bool) -> Saw:
+        run, engine = transport.run, self.driver.engine
+        futures: list[Any] = []
+        averages: list[torch.Tensor] = []
+        early: dict[int, torch.Tensor] = {}
+
+        def gone() -> bool:
+            return engine.failure is not None or engine.outcome.failed
+
+        def completed(index: int, future: Any) -> None:
+            early[index] = future.value().clone()
+
+        def finish() -> None:
+            for index, future in enumerate(futures):
+                if not future.done():
+                    run.violate(f"step {number}: rank {transport.rank} waits for ever for the future of bucket {index}")
+                else:
+                    averages.append(future.value().clone())
+                    same = torch.allclose(early[index], averages[-1], rtol=0.0, atol=0.0, equal_nan=True)
+                    if not gone() and not same:
+                        run.violate(f"step {number}: rank {transport.rank} completes a future before it is the average")
+
+        def backward() -> None:
+            for bucket, param in zip(made, self.params, strict=True):
+                if self.stops_in == number and bucket.is_last:
+                    self.stops_in = -1
+                    raise Planted("the backward stops")
+                future = self.driver(DDPBucket(bucket, param))
+                future.add_done_callback(partial(completed, bucket.index))
+                futures.append(future)
+            torch.autograd.Variable._execution_engine.queue_callback(finish)
+
+        x = torch.ones(1, requires_grad=True, dtype=torch.float32, device="cpu")
+        error: BaseException | None = None
+        copies = [bucket.storage.clone() for bucket in made]
+        for _ in range(2):
+            try:
+                _Backward.apply(x, backward).backward()
+            except Planted as planted:
+                if str(planted) == "the backward stops":
+                    made = [
+                        Bucket(bucket.layout, copy.clone(), bucket.index, bucket.is_last)
+                        for bucket, copy in zip(made, copies, strict=True)
+                    ]
+                    futures.clear()
+                    continue
+                error = planted
+            except (CommHooksError, Interrupt) as raised:
+                error = raised
+            break
+        return Saw(
+            error, averages, None if late else engine.resolve_step(), engine.state.step, len(transport.me.posts), 0
+        )
 
 
 # -- the rules
@@ -382,7 +522,7 @@ def _truth(
     world = scenario.world_size
     residuals: list[dict[str, torch.Tensor]] = [{} for _ in range(world)]
     found = []
-    stateful = scenario.reduction != "plain"
+    stateful = scenario.reduction not in STATELESS
     for step in range(scenario.steps):
         means, after = [], [dict(r) for r in residuals]
         for index in range(scenario.buckets):
@@ -483,7 +623,9 @@ def _agreement(scenario: Scenario, alive: Sequence[Rank], records: Sequence[Reco
     if max(counts.values()) - min(counts.values()) > 1:
         yield f"state: ranks are more than one step apart: {counts}"
     if exact:
-        wanted = sum(counted) if scenario.reduction != "plain" else scenario.steps - len(failed & _raised(scenario))
+        wanted = (
+            sum(counted) if scenario.reduction not in STATELESS else scenario.steps - len(failed & _raised(scenario))
+        )
         for number, count in counts.items():
             if count != wanted and scenario.judged[1] == -2:
                 yield f"state: rank {number} committed {count} steps instead of {wanted}"
@@ -502,7 +644,7 @@ def _agreement(scenario: Scenario, alive: Sequence[Rank], records: Sequence[Reco
 
 
 def _raised(scenario: Scenario) -> set[int]:
-    found = {scenario.raises[0], scenario.outside[0]}
+    found = {scenario.raises[0], scenario.outside[0], scenario.callback_raises[0]}
     return {step for step in found if step >= 0}
 
 

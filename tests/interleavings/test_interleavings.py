@@ -8,6 +8,7 @@ import pytest
 
 from .explorer import Fault
 from .matrix import full, quick, search
+from .plants import PLANTS, Plant
 from .scenarios import Scenario, explore
 
 FAULTS = [
@@ -92,3 +93,50 @@ def test_a_fault_gives_more_than_one_outcome() -> None:
     for fault in (Fault("die", 1), Fault("late", 1), Fault("message", number=1)):
         found = explore(replace(Scenario("plain"), fault=fault), guard=False)
         assert len(found.outcomes) > 1, fault
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.name)
+def test_a_planted_bug_is_found(plant: Plant) -> None:
+    before = explore(plant.scenario, **plant.options)
+    assert not before.violations
+    with plant.planted():
+        found = explore(plant.scenario, **plant.options)
+    assert any(plant.finds in text for text in found.violations), found.violations
+    assert all("rank" in schedule for schedule in found.violations.values())
+
+
+def test_a_plant_that_no_longer_applies_is_refused() -> None:
+    with pytest.raises(LookupError, match="expected once"), replace(PLANTS[0], old="no such line").planted():
+        pass
+
+
+@pytest.mark.parametrize("order", ["gloo", "nccl"])
+def test_every_delivery_to_a_users_hook(order: str) -> None:
+    """The network's threads complete futures, between any two calls of a rank."""
+    for fault in (Fault(), Fault("message", number=0)):
+        scenario = Scenario("plain", buckets=1, steps=1, drive="hook", fault=fault)
+        found = explore(scenario, order=order, reads=False)
+        assert not found.violations and found.complete
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("order", ["gloo", "nccl"])
+def test_every_read_and_delivery(order: str) -> None:
+    """The same outcomes as if each result arrived when it is waited for."""
+    for reduction, buckets in (("plain", 1), ("one_stage", 1), ("feedback", 1), ("one_stage", 2)):
+        scenario = Scenario(reduction, buckets=buckets, steps=1)
+        found = explore(scenario, order=order)
+        assert not found.violations and found.complete
+        assert set(found.outcomes) == set(explore(scenario).outcomes)
+        print(scenario, order, found.states, found.orders)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("order", ["gloo", "nccl"])
+def test_every_delivery_of_two_buckets_to_a_users_hook(order: str) -> None:
+    for number in (-1, 0, 1, 2):
+        fault = Fault("message", number=number) if number >= 0 else Fault()
+        found = explore(Scenario("plain", steps=1, drive="hook", fault=fault), order=order, reads=False)
+        assert not found.violations and found.complete

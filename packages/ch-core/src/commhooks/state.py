@@ -63,10 +63,10 @@ class StateWriter(Protocol):
     @property
     def transport(self) -> Any: ...
 
-    def settle(self) -> bool | None:
+    def resolve_step(self) -> bool | None:
         """Commit or roll back the last finished step if it is still open."""
 
-    def forget_unsettled(self) -> None:
+    def forget_open_steps(self) -> None:
         """Forget finished steps, because another state was loaded."""
 
 
@@ -210,7 +210,7 @@ class HookState:
         """Make the staged entries the state, and count the step.
 
         Args:
-            tentative: True if the optimizer may still skip the step. :meth:`settle_tentative` decides later, for all tentative
+            tentative: True if the optimizer may still skip the step. :meth:`resolve` decides later, for all tentative
                 steps together.
             presumed: True if checkpoints hold a tentative step as if it were used.
         """
@@ -237,7 +237,7 @@ class HookState:
         """True if committed steps may still be rolled back."""
         return self._base is not None
 
-    def settle_tentative(self, used: bool) -> None:
+    def resolve(self, used: bool) -> None:
         """Keep the tentative steps, or return to the state before the first of them."""
         base, self._base = self._base, None
         if base is None:
@@ -445,7 +445,7 @@ class HookState:
         if owners:
             self._owners = tuple(weakref.ref(p) for p in owners)
 
-    def replace_params(self, params: ParamTable, owners: Sequence[torch.Tensor]) -> None:
+    def follow(self, params: ParamTable, owners: Sequence[torch.Tensor]) -> None:
         """Replace the parameter table after parameters were thawed or frozen. Entries stay.
 
         Args:
@@ -542,7 +542,7 @@ class HookState:
         self.settle()
         if self._staged or self._carried:
             self.rollback()  # its step never ended
-        self.settle_tentative(False)
+        self.resolve(False)
         if one != self.in_place:
             self._spare.clear()  # in place, a spare buffer may be the committed tensor
         self.in_place = one
@@ -556,7 +556,7 @@ class HookState:
         """Commit or roll back a finished step whose outcome is still open."""
         engine = self.engine
         if engine is not None:
-            engine.settle()
+            engine.resolve_step()
 
 
 _OF_PROCESS = (

@@ -135,13 +135,13 @@ class ManagerJudge:
 
     # -- the engine's questions
 
-    def begin_period(self) -> None:
+    def begin(self) -> None:
         if self.optimizer is not None:
-            self.optimizer.begin_period()
+            self.optimizer.begin()
 
-    def finish_step(self) -> None:
+    def end(self) -> None:
         if self.optimizer is not None:
-            self.optimizer.finish_step()
+            self.optimizer.end()
 
     def used(self) -> bool | None:
         """Return ``None`` before the vote, and False for an attempt that ended without one."""
@@ -156,7 +156,7 @@ class ManagerJudge:
         """Return the number of committed steps. A newcomer's optimizer has counted fewer."""
         return self._manager.current_step()
 
-    def set_clock(self, clock: int) -> None:
+    def follow(self, clock: int) -> None:
         """Do nothing: every member asks the manager."""
 
 
@@ -252,7 +252,7 @@ class ManagedSteps:
 
     def after_vote(self, committed: bool) -> None:
         self._judge.vote(committed)
-        self.engine.settle()
+        self.engine.resolve_step()
 
     def close(self) -> None:
         """Take part in no further vote."""
@@ -263,7 +263,7 @@ class ManagedSteps:
     def _begin(self) -> None:
         step = self.transport.begin()
         # Only after the quorum: until then its thread may take a snapshot for a healing member.
-        self.engine.settle(force=True)
+        self.engine.resolve_step(force=True)
         self._judge.begin_backward()
         self.engine.set_failure(None)
         self.engine.state.step = step if self._rounds is None else self._rounds(step)

@@ -23,7 +23,7 @@ from commhooks.transport.process_group import group_timeout, refuse_lost
 Adapter = Callable[[torch.nn.Module, CommHook, AttachOptions], Binding]
 """Puts a handle's hook on a model, without any collective, because the ranks have not agreed yet.
 
-`attach` then compares the ranks over the binding's `group` if it has one, and calls its `after_agreement()`."""
+`attach` then compares the ranks over the binding's `group` if it has one, and calls its `ready()`."""
 
 
 def attach(
@@ -134,7 +134,7 @@ def attach(
         handle.agreement_timeout = timeout if verify_ranks else None
         if verify_ranks:
             verify(handle, rows_of_model(model), timeout, watched=optimizer is not None or scaler is not None)
-        binding.after_agreement()
+        binding.ready()
     except BaseException:
         handle.detach()
         raise

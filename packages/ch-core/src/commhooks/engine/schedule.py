@@ -32,7 +32,7 @@ class CpuTuning:
 
     # Later stages of at most a 16th of the gradient's bytes wait for the drain. To wait for the first stage earlier would
     # delay the backward, because threads that carry a message take its cores. Hiding so few bytes saves less.
-    deferred_share: float = 1 / 16
+    held_share: float = 1 / 16
     # First stages are collected until they are worth a message. 32 KiB take 5 ms at 50 Mbit/s, and 0.25 ms at 1 Gbit/s.
     # Without this limit each small bucket pays the latency of a message. A higher one hides less behind the backward.
     coalesced_bytes: float = 1 << 15
@@ -147,24 +147,24 @@ class BucketPlan:
 
     Attributes:
         volumes: ``(payload bytes, payload bytes times passes)`` of each stage.
-        deferred: True if later stages wait for the drain.
+        waits: True if later stages are deferred to the drain.
         coalesces: True if the first stage may be sent together with the next buckets' first stages. Large requests are
             not, because merging copies them. Neither are other collectives than all-reduces, which cannot be merged, nor
-            buckets with one stage.
+            buckets that end with their first stage.
         merges: for each stage, True if requests of other buckets may be merged with it.
-        one_stage: True if nothing follows the first stage. Such an average equals DDP's to the bit.
+        ends_at_once: True if nothing follows the first stage. Such an average equals DDP's to the bit.
         opaque: True if finiteness can be checked only after decoding.
     """
 
-    __slots__ = ("coalesces", "deferred", "merges", "one_stage", "opaque", "plan", "volumes")
+    __slots__ = ("coalesces", "ends_at_once", "merges", "opaque", "plan", "volumes", "waits")
 
     def __init__(self, plan: tuple[StagePlan, ...], layout: BucketLayout, tuning: CpuTuning = TUNED) -> None:
         self.plan = plan
         self.volumes = [(payload_bytes((stage,)), trip_bytes((stage,))) for stage in plan]
         gradient, later = layout.size * layout.dtype.itemsize, payload_bytes(plan[1:])
-        self.deferred = layout.device.type == "cpu" and later <= tuning.deferred_share * gradient
+        self.waits = layout.device.type == "cpu" and later <= tuning.held_share * gradient
         self.merges = [any(request.kind == "all_reduce" for request in stage) for stage in plan]
-        self.one_stage = len(plan) < 2
-        little = not self.one_stage and 0 < self.volumes[0][0] < tuning.coalesced_bytes
-        self.coalesces = self.deferred and little and all(request.kind == "all_reduce" for request in plan[0])
+        self.ends_at_once = len(plan) < 2
+        little = not self.ends_at_once and 0 < self.volumes[0][0] < tuning.coalesced_bytes
+        self.coalesces = self.waits and little and all(request.kind == "all_reduce" for request in plan[0])
         self.opaque = any(r.kind in ("all_gather", "all_to_all") for stage in plan for r in stage)

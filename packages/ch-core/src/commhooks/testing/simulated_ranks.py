@@ -129,7 +129,7 @@ class SimulatedRanks:
     def settle(self) -> None:
         """Commit or roll back the last step, on every rank."""
         for engine in self.engines:
-            engine.settle()
+            engine.resolve_step()
 
     def rollback(self) -> None:
         """Roll back the last step, as if the optimizers had skipped it."""

@@ -220,7 +220,7 @@ def _three_steps(hook: str, buckets: list[dict[str, tuple[int, ...]]]) -> object
             for bucket in made:
                 engine.submit(bucket)
             assert engine.finish() is None
-        engine.settle()
+        engine.resolve_step()
         return engine, made
 
     return simulate(1, body)
