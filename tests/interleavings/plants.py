@@ -286,7 +286,7 @@ PLANTS = [
         "DDPDriver.__init__",
         "hook is not None and engine.reduction.delivers",
         "hook is not None",
-        Scenario("one_stage", buckets=1, steps=1, drive="hook"),
+        Scenario("one_stage", steps=1, drive="hook"),
         "before it is the average",
         {"order": "nccl", "reads": False},
     ),
