@@ -54,7 +54,6 @@ FACTORIES = {  # of torch: without dtype= and device= they obey set_default_dtyp
     *("arange", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint"),
     *("randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"),
 }
-PROGRAMS = {"ch_bench"}  # packages of programs, which run in no user's process
 REASONS = r"because|so that|otherwise|would|without|cannot|must not|or else|no longer|never|may |might|until|while "
 
 
@@ -238,8 +237,6 @@ class House:
         """Calls of torch's factories that leave dtype or device to the user's defaults."""
         found = []
         for name, tree in self.trees.items():
-            if name.split(".")[0] in PROGRAMS:
-                continue
             for node in ast.walk(tree):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FACTORIES:
                     given = {keyword.arg for keyword in node.keywords}

@@ -10,7 +10,7 @@ from ch_ft.attempts import ManagedSteps
 from ch_ft.ddp import DistributedDataParallel
 from ch_ft.transport import ManagerTransport, collectives_for
 from ch_ft.used_params import UsedParams
-from commhooks import AttachError, Bucket, CommHook, HookNotSupportedError, HookState, TransportError
+from commhooks import AttachError, Bucket, CommHook, HookNotSupportedError, TransportError
 from commhooks.adapters import AttachOptions, Binding, Engine, Work
 
 
@@ -91,13 +91,13 @@ class ManagedBinding(Binding):
                 f"{handle.expr} is a foreign hook: it needs a process group, and this model has a manager. Use a hook by "
                 "name, or write it as a Reduction"
             )
-        if not isinstance(handle.state, HookState):
+        if handle.hook_state is None:
             raise AttachError(f"the state of {handle.expr} must be a HookState; got {type(handle.state).__name__}")
         self.model = model
         self.layout, self.params = model_layout(model), [p for _, p in averaged(model)]
         manager = model.full_manager()
         self._transport = ManagerTransport(manager, model.fail_fast, collectives_for(handle.reduction, manager))
-        self.engine = Engine(handle.reduction, self._transport, handle.state, timeout=None)
+        self.engine = Engine(handle.reduction, self._transport, handle.hook_state, timeout=None)
         plan = self.engine.plan(self.layout)  # its errors are raised here and not in the first backward
         self.steps = ManagedSteps(self.engine, self._transport, manager, options, model.module.parameters)
         self.fingerprint = {

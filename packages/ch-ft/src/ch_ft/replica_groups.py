@@ -122,7 +122,7 @@ class Between:
     def __init__(
         self, manager: Manager, owner: object, handle: CommHook, options: AttachOptions, layouts: Layouts
     ) -> None:
-        if handle.reduction is None or not isinstance(handle.state, HookState):
+        if handle.reduction is None or handle.hook_state is None:
             raise HookNotSupportedError(
                 f"{handle.expr} is a foreign hook and cannot run over a manager. Use a hook by name"
             )
@@ -139,7 +139,7 @@ class Between:
             },
         }
         self.engine: Engine
-        self.engine = self._engine = GroupEngine(transport, manager, handle.reduction, handle.state, self._agree)
+        self.engine = self._engine = GroupEngine(transport, manager, handle.reduction, handle.hook_state, self._agree)
         for layout in layouts():
             self._engine.plan(layout)  # its errors are raised here and not in the first backward
         self._engine.follow(options, owner)

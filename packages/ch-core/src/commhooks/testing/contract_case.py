@@ -15,7 +15,6 @@ from commhooks.reduction import Reduction, StepContext
 from commhooks.registry.expression import canonical, nodes
 from commhooks.registry.registry import REGISTRY
 from commhooks.registry.spec import HookSpec
-from commhooks.state import HookState
 from commhooks.testing.gradients import all_ranks, parameters
 from commhooks.testing.simulated_ranks import SimulatedRanks
 
@@ -75,8 +74,8 @@ class Case:
     def make(self) -> CommHook:
         """Return a handle of the hook that is not attached."""
         handle = commhooks.create(self.expr)
-        if isinstance(handle.state, HookState):
-            handle.state.step = self.first_step
+        if handle.hook_state is not None:
+            handle.hook_state.step = self.first_step
         return handle
 
     @cached_property
@@ -216,8 +215,8 @@ class Case:
             handle = self.make()
             if wrap is not None and handle.reduction is not None:
                 handle.built = wrap(handle.reduction)
-            if isinstance(handle.state, HookState):
-                handle.state.in_place = in_place
+            if handle.hook_state is not None:
+                handle.hook_state.in_place = in_place
             return handle
 
         return SimulatedRanks(make, world_size, like if like is not None else parameters(), buckets=buckets)

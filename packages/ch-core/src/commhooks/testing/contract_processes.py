@@ -22,7 +22,6 @@ from commhooks.handle import CommHook
 from commhooks.reduction import Reduction
 from commhooks.registry.expression import Node, canonical
 from commhooks.registry.registry import REGISTRY
-from commhooks.state import HookState
 from commhooks.testing.conservation import mean_residuals, unaccounted
 from commhooks.testing.contract_case import Case, only_if
 from commhooks.testing.faulty import WHERE, Faulty, Injected
@@ -66,8 +65,8 @@ class Order:
 
     def make(self) -> CommHook:
         handle = commhooks.create(self.expr)
-        if isinstance(handle.state, HookState):
-            handle.state.step = self.first_step
+        if handle.hook_state is not None:
+            handle.hook_state.step = self.first_step
         return handle
 
 

@@ -109,9 +109,10 @@ class Scattering(Case):
 
         def body(rank: SimulatedRank) -> tuple[list[torch.Tensor], HookState]:
             handle = self.make()
+            state = handle.hook_state
             assert handle.reduction is not None
-            assert isinstance(handle.state, HookState)
-            scattered, state = Scattered(handle.reduction), handle.state
+            assert state is not None
+            scattered = Scattered(handle.reduction)
             state.in_place = in_place
             engine, parts = rank.engine(scattered, state), []
             for number, step in enumerate(steps):

@@ -10,7 +10,6 @@ import commhooks
 from commhooks.checkpoint import merge
 from commhooks.errors import RemoteHookError, StateError
 from commhooks.handle import CommHook
-from commhooks.state import HookState
 from commhooks.testing.contract_average import run
 from commhooks.testing.contract_case import Case, only_if
 from commhooks.testing.faulty import WHERE, Faulty, Injected, Where
@@ -61,8 +60,8 @@ class Surviving(Case):
     def _object(self) -> CommHook:
         named = self.make()
         handle = commhooks.create(named.built)
-        if isinstance(handle.state, HookState) and isinstance(named.state, HookState):
-            handle.state.step = named.state.step
+        if handle.hook_state is not None and named.hook_state is not None:
+            handle.hook_state.step = named.hook_state.step
         return handle
 
     @only_if("simulates")

@@ -15,7 +15,7 @@ from ch_ddp.adapter.foreign import Control, ForeignDriver
 from ch_ddp.adapter.layout import averaged, model_layout
 from ch_ddp.adapter.slot import acquire_slot
 from ch_ddp.adapter.unsynced_backward import UnsyncedBackwardWatch
-from commhooks import AttachError, Bucket, CommHook, HookState, Plain
+from commhooks import AttachError, Bucket, CommHook, Plain
 from commhooks.adapters import (
     AttachOptions,
     Binding,
@@ -131,10 +131,10 @@ class DDPBinding(Binding):
             driver = ForeignDriver(cast(Any, handle.built), handle.state, handle.expr, self._timeout)
             driver.give_up = self._give_up
             return driver
-        if not isinstance(handle.state, HookState):
+        if handle.hook_state is None:
             raise AttachError(f"{handle.expr} needs a HookState as its state, not a {type(handle.state).__name__}")
         transport = ProcessGroupTransport(self.group, free=True)
-        self.engine = Engine(handle.reduction, transport, handle.state, timeout=self._timeout)
+        self.engine = Engine(handle.reduction, transport, handle.hook_state, timeout=self._timeout)
         # With lazy allocation DDP frees its buckets after each backward. Kept buckets would hold that memory.
         if not getattr(self._model(), "lazy_bucket_allocation", False):
             self.engine.keep_buckets()

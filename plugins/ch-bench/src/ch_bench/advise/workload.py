@@ -57,7 +57,7 @@ def mlp() -> tuple[nn.Module, tuple[Any, ...]]:
     layers = [nn.Linear(1024, 1024), nn.ReLU()]
     for _ in range(5):
         layers += [nn.Linear(1024, 1024), nn.ReLU()]
-    return nn.Sequential(*layers), (torch.randn(16, 1024, device="cpu"),)
+    return nn.Sequential(*layers), (torch.randn(16, 1024, dtype=torch.float32, device="cpu"),)
 
 
 def convnet() -> tuple[nn.Module, tuple[Any, ...]]:
@@ -69,7 +69,7 @@ def convnet() -> tuple[nn.Module, tuple[Any, ...]]:
 
     body = [*block(3, 64, 1), *block(64, 128, 2), *block(128, 128, 1), *block(128, 256, 2), *block(256, 256, 2)]
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 100)]
-    return nn.Sequential(*body, *head), (torch.randn(2, 3, 64, 64, device="cpu"),)
+    return nn.Sequential(*body, *head), (torch.randn(2, 3, 64, 64, dtype=torch.float32, device="cpu"),)
 
 
 MODELS: dict[str, Callable[[], Any]] = {"gpt": gpt, "mlp": mlp, "convnet": convnet}

@@ -29,7 +29,9 @@ def network() -> nn.Module:
 
 
 def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+    x = torch.randn(
+        8, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float32, device="cpu"
+    )
     return (model(x) - x.flip(1)).pow(2).mean()
 
 
@@ -322,10 +324,10 @@ def lightning_strategy(found: Any, module: Any) -> dict:
 
 
 def gather_grad(found: Any, module: Any) -> dict:
-    x = torch.full((3,), float(dist.get_rank() + 1), requires_grad=True)
+    x = torch.full((3,), float(dist.get_rank() + 1), dtype=torch.float32, device="cpu", requires_grad=True)
     everyone = found.apply(x, None)
     (everyone.pow(2).sum() * (dist.get_rank() + 1)).backward()
-    if not torch.equal(everyone.detach(), torch.tensor([[1.0] * 3, [2.0] * 3])):
+    if not torch.equal(everyone.detach(), torch.tensor([[1.0] * 3, [2.0] * 3], dtype=torch.float32, device="cpu")):
         raise Wrong("not stacked in rank order")
     if not torch.equal(x.grad, 3 * 2 * x.detach()):
         raise Wrong("not the gradient of the sum of all ranks' losses")
@@ -373,8 +375,10 @@ def managed(found: Any, module: Any, pure: bool = False) -> dict:
 
 
 def quantized_gather(found: Any, module: Any) -> dict:
-    outputs = [torch.empty(4, 4) for _ in range(2)]
-    found(dist.all_gather, module.DQuantType.FP16)(outputs, torch.full((4, 4), float(dist.get_rank())))
+    outputs = [torch.empty(4, 4, dtype=torch.float32, device="cpu") for _ in range(2)]
+    found(dist.all_gather, module.DQuantType.FP16)(
+        outputs, torch.full((4, 4), float(dist.get_rank()), dtype=torch.float32, device="cpu")
+    )
     if float(outputs[1].sum()) != 16.0:
         raise Wrong("not gathered")
     return {"checksum": ""}

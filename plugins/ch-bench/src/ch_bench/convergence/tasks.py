@@ -134,7 +134,9 @@ def shards(labels: torch.Tensor, ranks: int, kind: str, seed: int) -> tuple[torc
     """Return the indices of each rank: equal parts, each index in exactly one."""
     if kind == "sorted":
         return torch.argsort(labels, stable=True).chunk(ranks)
-    return torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed)).chunk(ranks)
+    return torch.randperm(
+        len(labels), generator=torch.Generator().manual_seed(seed), dtype=torch.int64, device="cpu"
+    ).chunk(ranks)
 
 
 class DigitTask(Task):

@@ -27,8 +27,10 @@ HOOKS: dict[str, Reduction] = {
 
 def gradient(rank: int, numel: int) -> torch.Tensor:
     """Return a common part plus this rank's noise, fp32, 1-D."""
-    common = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    return common + torch.randn(numel, generator=torch.Generator().manual_seed(1 + rank))
+    common = torch.randn(numel, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    return common + torch.randn(
+        numel, generator=torch.Generator().manual_seed(1 + rank), dtype=torch.float32, device="cpu"
+    )
 
 
 def error(reduction: Reduction, world: int, numel: int) -> float:

@@ -86,7 +86,7 @@ class Training:
             attach_pytorch(self.model, row.hook.removeprefix(THEIRS))
         elif row is not None:
             self.handle = commhooks.attach(self.model, row.hook, rollback=row.rollback)
-        self._batch = torch.randn(4, width)
+        self._batch = torch.randn(4, width, dtype=torch.float32, device="cpu")
 
     def steps(self, count: int) -> None:
         for _ in range(count):

@@ -104,7 +104,7 @@ def own_work(hooks: Sequence[str], worlds: Sequence[int], numel: int) -> str:
 def _own(hook: str, world: int, numel: int) -> float:
     reduction = reduction_of(hook)
     side = math.isqrt(numel)
-    bucket = Bucket.from_tensors({"w": torch.randn(side, side)})
+    bucket = Bucket.from_tensors({"w": torch.randn(side, side, dtype=torch.float32, device="cpu")})
     ctx = StepContext(0, world)
     times = []
     for _ in range(5):

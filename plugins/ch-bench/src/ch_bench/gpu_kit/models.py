@@ -93,9 +93,9 @@ def total(model: nn.Module, kit: KitDevice, device: torch.device, steps: int, ra
 def residual_of(handle: commhooks.CommHook, model: nn.Module) -> torch.Tensor | None:
     """Return the residual of error feedback in the layout of :func:`gradients`, or ``None``."""
     handle.commit()
-    if not isinstance(handle.state, commhooks.HookState):
+    if handle.hook_state is None:
         return None
-    held = {name: tensor for name, field, tensor in handle.state.entries() if field == "residual"}
+    held = {name: tensor for name, field, tensor in handle.hook_state.entries() if field == "residual"}
     if not held:
         return None
     named = dict(getattr(model, "module", model).named_parameters())

@@ -140,7 +140,7 @@ def _driven(kit: KitDevice, device: torch.device, hook: str, *, late: bool, wait
     found = []
     for step in range(ORDER_STEPS):
         generator = torch.Generator().manual_seed(step)
-        buffer = torch.randn(layout.numel, generator=generator).to(device)
+        buffer = torch.randn(layout.numel, generator=generator, dtype=torch.float32, device="cpu").to(device)
         with side.on(buffer):
             engine.submit(Bucket(layout, buffer))
             error = engine.finish()
@@ -153,7 +153,7 @@ def _driven(kit: KitDevice, device: torch.device, hook: str, *, late: bool, wait
 
 
 def _stream_of(side: SideStream, device: torch.device) -> "torch.cuda.Stream":
-    with side.on(torch.empty(0, device=device)):
+    with side.on(torch.empty(0, dtype=torch.float32, device=device)):
         return torch.cuda.current_stream()
 
 
@@ -246,7 +246,7 @@ def _item_control(kit: KitDevice, device: torch.device) -> Values:
         raise Skipped("a CPU has no waits")
     try:
         with forbidden(kit):
-            torch.ones(1, device=device).item()
+            torch.ones(1, dtype=torch.float32, device=device).item()
     except RuntimeError:
         return {"reported": True}
     raise AssertionError("an .item() went unnoticed: this mode detects nothing here")

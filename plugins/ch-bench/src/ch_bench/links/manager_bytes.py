@@ -57,7 +57,7 @@ def measure(hook: str, members: int) -> tuple[float, float]:
                         before, counted = carried(), model.handle.stats()["wire_bytes"] if model.handle else 0.0
                         barrier.wait()
                     optimizer.zero_grad()
-                    model(torch.randn(4, WIDTH)).square().mean().backward()
+                    model(torch.randn(4, WIDTH, dtype=torch.float32, device="cpu")).square().mean().backward()
                     if not optimizer.step():
                         raise RuntimeError(f"{hook}: step {step} was not committed: {member.manager.errored()}")
                 barrier.wait()

@@ -66,7 +66,7 @@ def worker(rank: int, world: int, device: torch.device, hooks: list[str], width:
 def _steps(run: training.Run, steps: int, width: int, device: torch.device) -> None:
     for _ in range(steps):
         run.optimizer.zero_grad()
-        run.model(torch.randn(4, width, device=device)).square().mean().backward()
+        run.model(torch.randn(4, width, dtype=torch.float32, device=device)).square().mean().backward()
         run.optimizer.step()
     dist.barrier()
 
