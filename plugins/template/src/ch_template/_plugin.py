@@ -1,4 +1,7 @@
-"""Hook specs of this package. commhooks imports this module to list hooks, so it must not import torch."""
+"""Specs of this package. commhooks imports this module to list hooks, so it must not import torch.
+
+The hook `half` needs no spec: its entry point names its class.
+"""
 
 from collections.abc import Iterable
 
@@ -7,16 +10,8 @@ from commhooks import HookSpec, Option, hookimpl
 
 @hookimpl
 def commhooks_specs() -> Iterable[HookSpec]:
-    """Return one hook and one wrapper."""
+    """Return the spec of the wrapper."""
     return (
-        HookSpec(
-            "half",
-            "reduction",
-            "ch_template.half:Half",
-            "sends gradients in 16 bits",
-            options={"dtype": Option("bfloat16", "dtype on the wire", choices=("bfloat16", "float16"))},
-            capabilities=frozenset({"lossy", "changes_dtype"}),
-        ),
         HookSpec(
             "clip",
             "wrapper",

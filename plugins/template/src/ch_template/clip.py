@@ -1,4 +1,4 @@
-"""The wrapper. It changes the gradient before the inner hook gets it."""
+"""Clip gradients element by element. This module holds the wrapper."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from commhooks import Bucket, Composite, Reduction, Stages, StepContext, compose
 
 
 class Clip(Composite):
-    """Runs ``inner`` on ``clamp(g, -limit, limit)``. NaN and Inf are not clipped.
+    """Run ``inner`` on ``clamp(g, -limit, limit)``. NaN and Inf are not clipped.
 
     Args:
         inner: the reduction to wrap.
