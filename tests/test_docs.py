@@ -68,17 +68,34 @@ def test_the_tutorial_begins_with_its_install():
 
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory) -> tuple[Path, Path]:
-    """The package of `docs/extension.md`: its sources as written there, and where pip installed it."""
-    folder = tmp_path_factory.mktemp("extension")
-    files = FILE.findall((DOCS / "extension.md").read_text())
-    assert len(files) == 12
-    for name, content in files:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(content)
+    """The package of `docs/author_api.md`, over that of `docs/extension.md`: its sources, and where pip installed it."""
+    return installed(tmp_path_factory.mktemp("author_api"), "extension.md", "author_api.md")
+
+
+@pytest.fixture(scope="module")
+def ten_minutes(tmp_path_factory) -> tuple[Path, Path]:
+    """The package of `docs/extension.md` alone: its sources, and where pip installed it."""
+    return installed(tmp_path_factory.mktemp("extension"), "extension.md")
+
+
+def installed(folder: Path, *pages_: str) -> tuple[Path, Path]:
+    """Write the files that pages name in their captions, a later page over an earlier one, and install them."""
+    for page in pages_:
+        files = FILE.findall((DOCS / page).read_text())
+        assert len(files) == {"extension.md": 4, "author_api.md": 11}[page]
+        for name, content in files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(content)
     site = folder / "site"
     options = ["-q", "--no-deps", "--no-index", "--no-build-isolation", "--target", site]
     python("-m", "pip", "install", *options, folder / "acme-hooks", cwd=folder)
     return folder, site
+
+
+@pytest.mark.packaging
+def test_the_hook_of_ten_minutes_is_found(ten_minutes):
+    folder, site = ten_minutes
+    assert "rounded (reduction)" in python("-m", "commhooks", "describe", "rounded", cwd=folder, path=site)
 
 
 @pytest.mark.packaging
