@@ -6,6 +6,8 @@ import torch
 import commhooks
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride
 from commhooks.simulate import SimulatedRank, simulate
+from commhooks.testing import SimulatedRanks
+from commhooks.testing.gradients import all_ranks
 
 SHAPES = {
     "square, by columns": ((16, 16), (1, 16)),
@@ -64,3 +66,69 @@ def test_applied_and_owed_are_the_sum_of_all_gradients(expr: str, joined: bool) 
         true, owed = ((first[i][name] + second[i][name]) / 2 for i in (0, 2))
         lost = float((first[1][name] + owed - true).norm() / true.norm())
         assert lost < 2e-2, name  # sums of 16-bit numbers are rounded; a residual turned wrongly loses a half and more
+
+
+LIKE = {"a.weight": torch.zeros(40, 32), "b.weight": torch.zeros(24, 40), "b.bias": torch.zeros(24)}
+
+
+def handed(first: str, second: str) -> tuple[SimulatedRanks, SimulatedRanks]:
+    """Ranks of the first hook after two steps, and ranks of the second one with their states."""
+    old = SimulatedRanks(lambda: commhooks.create(first), 2, LIKE)
+    for step in range(2):
+        assert not any(old.step(all_ranks(LIKE, 2, step)).errors)
+    states = []
+    for handle in old.handles:
+        handle.detach()
+        states.append(handle.state)
+
+    def make() -> commhooks.CommHook:
+        handle = commhooks.create(second)
+        handle.state = states.pop(0)
+        return handle
+
+    return old, SimulatedRanks(make, 2, LIKE)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("powersgd(rank=1)", "powersgd(rank=2)"),
+        ("powersgd(rank=4, min_compression_rate=0.5)", "bf16_wrapper(powersgd(rank=2))"),
+        ("batched_powersgd(rank=2)", "powersgd(rank=4, min_compression_rate=0.5)"),
+        ("powersgd(rank=2)", "powersgd(rank=2)"),
+    ],
+)
+def test_q_of_another_rank_starts_anew_and_the_residual_stays(first: str, second: str) -> None:
+    _, new = handed(first, second)
+    before = [dict(saved["entries"]) for saved in new.save()]
+    assert all("residual" in row["a.weight"] for row in before)
+    assert ("q" in before[0]["a.weight"]) is (first == second)
+    assert not any(new.step(all_ranks(LIKE, 2, 2)).errors)
+
+
+@pytest.mark.parametrize("second", ["quant8(error_feedback=True)", "topk(density=0.1)", "allreduce"])
+def test_a_hook_saves_no_field_of_the_hook_before_and_loads_its_own_state(second: str) -> None:
+    _, new = handed("powersgd(rank=2)", second)
+    assert not any(new.step(all_ranks(LIKE, 2, 2)).errors)
+    saved = new.save()
+    assert all("q" not in row for row in saved[0]["entries"].values())
+    new.load(saved)
+
+
+def test_a_stateless_hook_in_between_leaves_the_residual() -> None:
+    _, between = handed("topk(density=0.1)", "allreduce")
+    assert between.engines[0].state.read("a.weight", "residual") is not None
+
+
+def test_a_residual_of_another_shape_is_refused_after_a_hand_over_too() -> None:
+    old = SimulatedRanks(lambda: commhooks.create("powersgd(rank=1)"), 1, LIKE)
+    assert not any(old.step(all_ranks(LIKE, 1, 0)).errors)
+    old.handles[0].detach()
+    state = old.handles[0].state
+    assert isinstance(state, commhooks.HookState)
+    state.stage("a.weight", "residual", (3, 3)).zero_()
+    state.commit()
+    handle = commhooks.create("topk(density=0.1)")
+    handle.state = state
+    with pytest.raises(commhooks.StateError, match=r"field 'residual', is \[3, 3\]"):
+        SimulatedRanks(lambda: handle, 1, LIKE)

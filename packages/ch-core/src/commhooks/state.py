@@ -88,6 +88,7 @@ class HookState:
         scale: loss scale of the gradients that the fields of :attr:`scaled` were made from. :meth:`entries` divides by it.
         scaled: power of the loss scale in each field that follows it: 1 for gradients, 2 for their squares. An engine adds
             the reduction's ``scaled_fields``.
+        handed_over: True if another engine of this run wrote the entries, False if they were loaded.
 
     Example:
         >>> import torch
@@ -110,6 +111,8 @@ class HookState:
         self.scale = 1.0
         self.params: ParamTable = ()
         self.buckets: BucketNames = ()
+        self.handed_over = False
+        self._written = False  # True once an engine has driven this state
         self._committed = Entries()
         self._place: RankId | None = None
         self._forget()
@@ -367,6 +370,7 @@ class HookState:
         self._staged = {key: tensor for key, tensor in self._staged.items() if key[1] in keep}
         self._spare.clear()
         self.step, self.scale, self._place, self._device = step, 1.0, place, None
+        self.handed_over = self._written = False
         if params is not None:
             self.params = params
         self.buckets = buckets or self.buckets
@@ -396,7 +400,8 @@ class HookState:
         return kept
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
-        self.__dict__.update({"buckets": ()} | kept)  # version 0.1.0 pickled none
+        # version 0.1.0 pickled none of these
+        self.__dict__.update({"buckets": (), "handed_over": False, "_written": False} | kept)
         self._committed = Entries.of(self._committed)
         self._place = RankId(*kept["_place"]) if kept["_place"] is not None else None
         self._forget()
@@ -520,11 +525,33 @@ class HookState:
         if self.in_place and transport.elastic:
             refuse_judge("a manager's vote")
         here, there = RankId(transport.rank, transport.world_size), self._place
+        self.handed_over, self._written = self._written, True
+        self._drop_undeclared(engine.reduction.fields)
         foreign = [key for key in self._committed if engine.reduction.fields.get(key[1]) == "local"]
         if there is not None and foreign and there != here and not transport.elastic:
             self._drop_residuals(foreign, there, here)
         self._place = here
         self._engine = weakref.ref(engine)
+
+    def _drop_undeclared(self, fields: Mapping[str, str]) -> None:
+        """Drop fields of another hook that the new one does not declare. It would neither use nor load them.
+
+        A hook without any state leaves the entries to the next hook, as plain averaging in a single process must.
+        """
+        scales = self._committed.scale_fields()
+        for key in [key for key in self._committed if fields and scales.get(key, key[1]) not in fields]:
+            if key in self._committed:  # not yet dropped with its codes
+                self._committed.drop(key)
+
+    def drop_unfit(self, keys: Iterable[Key]) -> None:
+        """Drop entries of a :attr:`handed_over` state that the present hook would keep in another shape.
+
+        Args:
+            keys: parameter name and field of each.
+        """
+        for name, field in keys:
+            log.info("%s of %s starts anew, because the hook before kept it in another shape", field, name)
+            self._committed.drop((name, field))
 
     def _drop_residuals(self, keys: Iterable[Key], there: RankId, here: RankId) -> None:
         """Drop the residuals of another rank's pickled state; refuse a loaded state."""

@@ -100,6 +100,8 @@ def state_dict(hook: "CommHook | HookState") -> dict[str, Any]:
     for name, field, tensor in state.entries():
         if trained and name not in trained:
             continue  # frozen between wrapping and attach: still in DDP's buckets, but unused
+        if target.reduction is not None and not target.reduction.fields:
+            continue  # of an earlier hook: this one would refuse to load it
         entries.setdefault(name, {})[field] = tensor.detach().clone()
         fields.setdefault(field, "local")  # an unknown field: keep every rank's own
     step, ranks, rank = state.certain_step, place.world_size, place.rank
@@ -312,18 +314,40 @@ def fits(
 def fit_to(state: HookState, reduction: Reduction, layout: BucketLayout, world_size: int) -> None:
     """Check a state that was loaded before there was a model, or that another hook kept.
 
+    Shared fields of another hook start anew if this hook keeps them in another shape, such as PowerSGD's ``q`` after a
+    change of its rank. All ranks have the same ones.
+
     Raises:
         StateError: see :func:`fits`.
     """
     state.read_as(reduction.encodings(layout, max(state.step - 1, 0)))
     known = {name for name, _ in state.params}  # parameters frozen before attach are still in DDP's buckets
     entries = {(name, field): tensor for name, field, tensor in state.entries() if name in known}
+    if state.handed_over and reduction.granularity == "tensor":
+        unfit = _unexpected(entries, reduction, layout, state.step, world_size)
+        gone = [key for key in unfit if key[1] in reduction.shared_fields]
+        state.drop_unfit(gone)
+        for key in gone:
+            del entries[key]
     fits(entries, state.params, state.step, reduction, layout, world_size)
 
 
 def _as_expected(
     entries: Mapping[Key, torch.Tensor], reduction: Reduction, layout: BucketLayout, step: int, world_size: int
 ) -> None:
+    for (name, field), legal in _unexpected(entries, reduction, layout, step, world_size).items():
+        tensor = entries[name, field]
+        wanted = " or ".join(sorted(f"{list(shape)} of {dtype}" for shape, dtype in legal))
+        raise StateError(
+            f"the state of {shown(name)}, field {shown(field)}, is {list(tensor.shape)} of {tensor.dtype}; "
+            f"{reduction.name} keeps {wanted} here"
+        )
+
+
+def _unexpected(
+    entries: Mapping[Key, torch.Tensor], reduction: Reduction, layout: BucketLayout, step: int, world_size: int
+) -> dict[Key, set[tuple[tuple[int, ...], torch.dtype]]]:
+    """Return the entries that no condition explains, with the shapes and dtypes that are legal for each."""
     pending = dict(entries)
     known: dict[Key, set[tuple[tuple[int, ...], torch.dtype]]] = {}
     for at, dtype in _conditions(layout.dtype, step):
@@ -332,15 +356,8 @@ def _as_expected(
             if key in pending and (tuple(pending[key].shape), pending[key].dtype) in known[key]:
                 del pending[key]
         if not pending:
-            return
-    for (name, field), tensor in pending.items():
-        legal = known.get((name, field))
-        if legal is not None:
-            wanted = " or ".join(sorted(f"{list(shape)} of {dtype}" for shape, dtype in legal))
-            raise StateError(
-                f"the state of {shown(name)}, field {shown(field)}, is {list(tensor.shape)} of {tensor.dtype}; "
-                f"{reduction.name} keeps {wanted} here"
-            )
+            break
+    return {key: known[key] for key in pending if key in known}
 
 
 def _conditions(dtype: torch.dtype, step: int) -> Iterator[tuple[int, torch.dtype]]:
