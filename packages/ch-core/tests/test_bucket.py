@@ -141,3 +141,10 @@ def test_what_is_made_of_a_layout_is_freed_with_its_object() -> None:
     del one
     gc.collect()
     assert seen() is None
+
+
+def test_a_view_of_a_sparse_bucket_is_its_storage() -> None:
+    rows = torch.sparse_coo_tensor(torch.tensor([[1, 4]]), torch.ones(2, 3), (5, 3))
+    layout = BucketLayout([ParamLayout.of("embedding", torch.empty(5, 3), 0, "sparse")], 15, torch.float32)
+    bucket = Bucket(layout, rows)
+    assert [(p.name, view is rows) for p, view in bucket.views()] == [("embedding", True)]

@@ -279,8 +279,10 @@ class Bucket:
         return self.storage.device
 
     def view(self, param: ParamLayout | str) -> torch.Tensor:
-        """Return a live view with the parameter's logical shape and its own strides."""
+        """Return a live view with the parameter's logical shape and its own strides; of a sparse bucket, its storage."""
         p = self._param(param)
+        if self.storage.is_sparse:
+            return self.storage
         return self._flat(p).as_strided(p.shape, p.stride)
 
     def matrix(self, param: ParamLayout | str) -> torch.Tensor:
