@@ -63,6 +63,8 @@ WRONG = {
     "empty": (lambda s: {}, "missing"),
     "unknown key": (lambda s: s | {"extra": 1}, "unknown keys"),
     "key that is no string": (lambda s: s | {3: 1}, "unknown keys"),
+    "empty bucket": (lambda s: s | {"buckets": [["w"], []]}, "none of them empty"),
+    "bucket named twice": (lambda s: s | {"buckets": [["w"], ["b", "w"]]}, "names a parameter twice"),
     "later version": (lambda s: s | {"format": 3}, "format 3"),
     "version True": (lambda s: s | {"format": True}, "format True"),
     "another hook": (lambda s: s | {"expr": "topk", "config": {"hook": "topk", "config": {}}}, "topk"),

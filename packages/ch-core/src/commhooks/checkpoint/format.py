@@ -140,9 +140,12 @@ def _params(table: object) -> ParamTable:
 
 
 def _buckets(buckets: object) -> BucketNames:
-    if type(buckets) is not list or not all(type(names) is list for names in buckets):
-        raise StateError(f"buckets is a list of lists of parameter names, got {shown(buckets)}")
-    return tuple(tuple(_text("a name in buckets", name) for name in names) for names in buckets)
+    if type(buckets) is not list or not all(type(names) is list and names for names in buckets):
+        raise StateError(f"buckets is a list of lists of parameter names, none of them empty, got {shown(buckets)}")
+    made = tuple(tuple(_text("a name in buckets", name) for name in names) for names in buckets)
+    if len({name for names in made for name in names}) != sum(map(len, made)):
+        raise StateError("buckets names a parameter twice")
+    return made
 
 
 def _fields(fields: object) -> dict[str, str]:
