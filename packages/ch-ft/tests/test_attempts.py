@@ -293,3 +293,38 @@ def test_watching_keeps_no_manager_alive() -> None:
             assert dead() is None
         finally:
             gc.enable()
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_hook_detached_before_the_vote_keeps_the_step_by_the_vote(committed: bool) -> None:
+    with SimulatedCluster() as cluster:
+        manager = cluster.join("a")
+        model = DistributedDataParallel(manager, net(), hook="topk(density=0.1)")
+        handle = model.handle
+        assert handle is not None
+        manager.start_quorum()
+        loss(model, "a", 0, 0).backward()
+        handle.detach()
+        del model.handle
+        gc.collect()
+        if not committed:
+            manager.report_error(RuntimeError("a peer is lost"))
+        assert manager.should_commit() is committed
+        assert not attempts_of(manager).leaving and not attempts_of(manager).voters
+        kept = {name for name, field, _ in handle.state.entries() if field == "residual"}
+        assert bool(kept) is committed
+        assert handle.state.step == int(committed)
+
+
+def test_a_hook_detached_before_the_vote_drops_the_step_if_no_vote_comes() -> None:
+    with SimulatedCluster() as cluster:
+        manager = cluster.join("a")
+        model = DistributedDataParallel(manager, net(), hook="topk(density=0.1)")
+        handle = model.handle
+        assert handle is not None
+        manager.start_quorum()
+        loss(model, "a", 0, 0).backward()
+        handle.detach()
+        manager.start_quorum()
+        assert not attempts_of(manager).leaving
+        assert not list(handle.state.entries()) and handle.state.step == 0

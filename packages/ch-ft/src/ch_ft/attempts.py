@@ -49,6 +49,7 @@ class Attempts:
     Attributes:
         number: number of the current attempt.
         voters: called before and after each vote.
+        leaving: detached voters of the current attempt. They live until its vote.
 
     Raises:
         HookConfigError: the manager's methods cannot be replaced, because it has ``__slots__``.
@@ -57,11 +58,14 @@ class Attempts:
     def __init__(self, manager: Transaction) -> None:
         self.number = 0
         self.voters: weakref.WeakSet[Voter] = weakref.WeakSet()
+        self.leaving: list[Voter] = []
         _watch(manager, "start_quorum", self._begin)
         _watch(manager, "should_commit", self._vote)
 
     def _begin(self, start: Callable[[], Any]) -> Any:
         self.number += 1
+        for voter in self._left():  # their attempt ended without a vote
+            voter.after_vote(False)
         return start()
 
     def _vote(self, vote: Callable[[], Any]) -> Any:
@@ -75,6 +79,13 @@ class Attempts:
         finally:  # torchft raises after too many negative votes in a row
             for voter in voters:
                 voter.after_vote(committed)
+            self._left()
+
+    def _left(self) -> list[Voter]:
+        """Forget the detached voters, and return them."""
+        left, self.leaving = self.leaving, []
+        self.voters.difference_update(left)
+        return left
 
 
 _ATTEMPTS = WeakIdKeyDictionary()  # manager -> Attempts
@@ -255,10 +266,14 @@ class ManagedSteps:
         self.engine.resolve_step()
 
     def close(self) -> None:
-        """Take part in no further vote."""
-        self.attempts.voters.discard(self)
+        """Take part in no vote after that of the current attempt, which decides the backwards that have run."""
         if self.watch is not None:
             self.watch.close()
+            self._judge.optimizer = None  # a closed watch sees no step, so the vote alone decides
+        if self._judge.used() is None:
+            self.attempts.leaving.append(self)
+        else:
+            self.attempts.voters.discard(self)
 
     def _begin(self) -> None:
         step = self.transport.begin()
