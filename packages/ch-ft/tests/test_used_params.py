@@ -23,11 +23,11 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        with SEED:
+        with SEED:  # members are threads, which share torch's generator
             torch.manual_seed(0)
             self.frozen = nn.Linear(8, 8).requires_grad_(False)
             self.experts = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
-        self.twin = nn.Linear(8, 8, bias=False)
+            self.twin = nn.Linear(8, 8, bias=False)
         self.twin.weight = self.experts[0].weight
 
     def forward(self, x: torch.Tensor, chosen: tuple[int, ...]) -> torch.Tensor:
