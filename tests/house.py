@@ -29,11 +29,10 @@ ORDER = (  # of ch-core: a module imports from its own line and from those below
     "engine",
     "compositions",
     "registry",
-    "agreement",
     "reduction",
     "state fsdp_states encoding param_table",
     "transport rounding",
-    "numerics scratch shards",
+    "numerics scratch shards agreement topology",
     "bucket device requests volume errors log typing _lazy",
 )
 PACKAGES = (

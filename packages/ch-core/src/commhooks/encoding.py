@@ -122,6 +122,8 @@ class Encoding:
         memory: layout of the parameter if the entry lies in the order of the parameter's memory, in its ``matrix_shape``.
             ``None`` if the entry has the parameter's own shape and order.
         packed: format of the codes if an int8 entry holds codes.
+        part: first and last element (excluded) if the entry holds only a part of the parameter in the order of its memory.
+            Its other elements are zeros.
 
     Example:
         >>> turned = ParamLayout("w", (2, 3), (1, 2), 0)  # stored as (3, 2)
@@ -132,6 +134,7 @@ class Encoding:
 
     memory: ParamLayout | None = None
     packed: Packed | None = None
+    part: tuple[int, int] | None = None
 
     @staticmethod
     def of(param: ParamLayout, *, in_memory: bool = False, packed: Packed | None = None) -> "Encoding":
@@ -147,6 +150,11 @@ class Encoding:
     def decode(self, tensor: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
         """Return the numbers of an entry in the parameter's own shape and order; an entry of another shape as it is."""
         numbers, memory = self.numbers(tensor, scales), self.memory
+        if memory is not None and self.part is not None:
+            start, stop = self.part
+            whole = numbers.new_zeros(memory.numel)
+            whole[start:stop] = numbers.reshape(-1)
+            numbers = whole
         if memory is None or not _belongs(numbers, memory):
             return numbers
         if memory.stride == contiguous_stride(memory.shape):
@@ -157,7 +165,8 @@ class Encoding:
         """Return numbers of the parameter's own order as this encoding orders them. They stay unpacked."""
         if self.memory is None or not _belongs(numbers, self.memory):
             return numbers
-        return self.memory.to_memory_order(numbers)
+        ordered = self.memory.to_memory_order(numbers)
+        return ordered if self.part is None else ordered.view(-1)[slice(*self.part)]
 
 
 def _belongs(numbers: torch.Tensor, memory: ParamLayout) -> bool:

@@ -10,7 +10,6 @@ from commhooks.adapters.base import Binding
 from commhooks.agreement import Fingerprint, StoreExchange, agree, agree_along
 from commhooks.errors import AttachError
 from commhooks.handle import CommHook
-from commhooks.reduction import StepContext
 
 Rows = Sequence[tuple[str, str, str]]
 """Name, shape and dtype of every reduced or frozen tensor."""
@@ -54,17 +53,19 @@ def fingerprint(handle: CommHook, rows: Rows, *, watched: bool = False) -> dict[
         "state": [""],
         "collectives": [""],
         "pieces": [""],
+        "nodes": [""],
     }
     if engine is not None:
         fields["world size"] = [str(engine.transport.world_size)]
         fields["step"] = [str(engine.state.step)]
         fields["rollback"] = [str(not engine.state.in_place)]
         steps = (engine.state.step, engine.state.step + 10**6)  # now, and when every warm-up is over
-        contexts = [StepContext(engine.transport.rank, engine.transport.world_size, step) for step in steps]
+        contexts = [place for step in steps for place in engine.context(step).places()]
         plans = [engine.reduction.plan(binding.layout, ctx) for ctx in contexts]
         fields["collectives"] = [str(request) for plan in plans for stage in plan for request in stage]
+        fields["nodes"] = [str(engine.sender.topology.nodes)] if engine.sender.topology is not None else [""]
         fields["pieces"] = [f"{engine.reduction.piece_bytes} {engine.sender.tuning.cuts}"]
-        held = [e for e in engine.state.entries() if engine.reduction.fields.get(e[1]) != "local"]
+        held = [e for e in engine.state.entries() if engine.reduction.fields.get(e[1]) not in ("local", "owned")]
         fields["state"] = [_entry(*one) for one in held]
     return fields
 

@@ -135,6 +135,7 @@ class CommHook:
         - `wire_bytes`: bytes that a rank sends for them and for the status (W + 1 fp32 numbers per step), by a model:
           `2 (W - 1) / W` of the bytes that are all-reduced round a ring, `W - 1` times those that ranks exchange directly,
           and `(W - 1) / W` of all others.
+        - `between_bytes`: the part of them that leaves the node. 0 without a hook of two levels, which knows the nodes.
         - `rounds`: stages started, one for each piece of a large bucket.
         - `*_seconds`: host time.
 
@@ -207,7 +208,7 @@ class CommHook:
         engine = self._bound().engine
         if engine is None or self.reduction is None:
             return []
-        return self.reduction.cautions(self._bound().layout, world_size or engine.transport.world_size)
+        return self.reduction.cautions(self._bound().layout, world_size or engine.compressing_ranks)
 
     def payload_per_step(self) -> int:
         """Return the bytes given to collectives per rank in one step, computed from the shapes.

@@ -8,21 +8,24 @@ Control flow may depend on the layout and on ``ctx.step`` alone, never on number
 collectives of a step before it begins, by running the generator on meta tensors.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import torch
 
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout
-from commhooks.encoding import Encoding, Packed
+from commhooks.encoding import OWN_ORDER, Encoding, Packed
 from commhooks.errors import HookConfigError, HookNotSupportedError, HookResultError
-from commhooks.requests import AllReduce, Request, Requests, StagePlan, as_tuple, refusal, trip_bytes
+from commhooks.requests import AllGather, AllReduce, Request, Requests, Scope, StagePlan, as_tuple, refusal, trip_bytes
 from commhooks.scratch import Scratch
 from commhooks.shards import Shards, plain_scatter
 from commhooks.state import HookState
+from commhooks.topology import Nodes, Topology
 from commhooks.volume import BF16_BYTES, LATER, passes_bf16
 
 Stages = Generator[Requests, None, None]
@@ -41,11 +44,13 @@ class StepContext:
         participating: False on a rank that only joins the collectives (out of data, healing, spare). Its staged tensors
             are dropped, except fields that are the same on all ranks.
         sent: bucket to fill with this rank's contribution, or ``None`` (see :attr:`Reduction.reports_sent`).
+        topology: the nodes of the group's ranks; ``None`` if the reduction does not ask for them.
     """
 
     __slots__ = (
         "_absent",
         "_owner",
+        "_pieces",
         "_scratch",
         "_shared",
         "_state",
@@ -54,6 +59,7 @@ class StepContext:
         "rank",
         "sent",
         "step",
+        "topology",
         "world_size",
     )
 
@@ -70,15 +76,23 @@ class StepContext:
         shared: frozenset[str] = frozenset(),
         sent: Bucket | None = None,
         absent: frozenset[str] = frozenset(),
+        topology: Topology | None = None,
     ) -> None:
         self.rank, self.world_size, self.step, self.participating = rank, world_size, step, participating
-        self.sent = sent
+        self.sent, self.topology = sent, topology
         self._state = state if state is not None else HookState()
         self._scratch = scratch if scratch is not None else Scratch()
         self._owner = owner
         self._shared = shared
         self._absent = absent  # parameters without a gradient on this rank
         self._whole = participating and not absent
+        self._pieces: Pieces | None = None  # this rank owns parts of parameters only
+
+    def size(self, scope: Scope) -> int:
+        """Return the number of ranks that take part in a request of a scope."""
+        if self.topology is None:
+            return 1 if scope == "node" else self.world_size
+        return self.world_size if scope == "all" else self.topology.size(scope)
 
     def read(self, name: str, field: str, shape: Sequence[int] | None = None) -> torch.Tensor | None:
         """Return the committed state tensor of a parameter, or ``None``. It must not be written to.
@@ -92,6 +106,12 @@ class StepContext:
         if not (self._whole or self._takes_part(name, field)):
             return None
         found = self._state.before(name, field)
+        if (
+            self._pieces is not None
+            and found is not None
+            and not self._pieces.fits(name, field, self._state.encoding(name, field))
+        ):
+            return None  # of another part of the parameter
         return found if found is None or shape is None or found.shape == tuple(shape) else None
 
     def stage(
@@ -108,7 +128,8 @@ class StepContext:
         """
         if not (self._whole or self._takes_part(name, field)):
             return self._scratch.get((self._owner, name), "staged " + field, shape, dtype, torch.device(device))
-        return self._state.stage(name, field, shape, dtype, device)
+        encoding = self._pieces.encoding(name, field, shape) if self._pieces is not None else None
+        return self._state.stage(name, field, shape, dtype, device, encoding)
 
     def scratch(
         self,
@@ -127,7 +148,7 @@ class StepContext:
 
     def child(self, part: str, *, sent: Bucket | None = None) -> "StepContext":
         """Return the same step for a part of a composition, with separate scratch memory and its report in ``sent``."""
-        return StepContext(
+        made = StepContext(
             self.rank,
             self.world_size,
             self.step,
@@ -138,7 +159,86 @@ class StepContext:
             shared=self._shared,
             sent=sent,
             absent=self._absent,
+            topology=self.topology,
         )
+        made._pieces = self._pieces
+        return made
+
+    def among(
+        self,
+        part: str,
+        scope: Scope,
+        pieces: "Pieces",
+        absent: frozenset[str] = frozenset(),
+        shared: Collection[str] = (),
+        *,
+        participating: bool = True,
+    ) -> "StepContext":
+        """Return the same step among the ranks of a scope, for a reduction of the pieces that this rank owns there.
+
+        Args:
+            part: separates scratch memory, as in :meth:`child`.
+            scope: its ranks are counted from 0, and requests must get this scope.
+            pieces: the owned parts of parameters. State is read and written for these parts.
+            absent: parameters for which the scope's ranks have no gradient through this rank.
+            shared: fields that are the same on all ranks of the scope.
+            participating: False if this rank only joins the collectives.
+        """
+        topology = self.topology
+        rank, size = self.rank, self.world_size
+        if topology is not None and scope != "all":
+            rank, size = topology.members(self.rank, scope).index(self.rank), topology.size(scope)
+        made = StepContext(
+            rank,
+            size,
+            self.step,
+            state=self._state,
+            scratch=self._scratch,
+            owner=(self._owner, part),
+            participating=participating,
+            shared=frozenset(shared),
+            absent=absent,
+        )
+        made._pieces = pieces
+        return made
+
+    def places(self) -> list["StepContext"]:
+        """Return the same step on one rank for each place of a node, without state. Their plans are those of all ranks."""
+        if self.topology is None:
+            return [self]
+        made = [copy(self) for _ in self.topology.places]
+        for one, rank in zip(made, self.topology.places, strict=True):
+            one.rank = rank
+        return made if self.topology.place(self.rank) else [self, *made[1:]]
+
+    def is_foreign(self, name: str, field: str, pieces: "Pieces") -> bool:
+        """True if there is an entry that is not of this rank's piece.
+
+        A loaded state and a changed partition leave such entries.
+        """
+        found = self._state.before(name, field)
+        return found is not None and not pieces.fits(name, field, self._state.encoding(name, field))
+
+    def take_foreign(self, name: str, field: str, pieces: "Pieces") -> torch.Tensor | None:
+        """Remove an entry that is not of this rank's piece, and return its numbers in the parameter's own order.
+
+        The entry goes when the step commits. ``None`` if there is no such entry.
+        """
+        if not self.is_foreign(name, field, pieces):
+            return None
+        numbers = self._state.decoded(name, field)
+        self._state.drop(name, field)
+        return numbers
+
+    def keep_foreign(self, name: str, field: str, pieces: "Pieces") -> None:
+        """Add the entry that this step has staged for this rank's piece to the old entry of other elements."""
+        if self._state.staged(name, field):
+            whole = self._state.decoded(name, field)
+            whole = whole.to(torch.float32, copy=True) if not whole.is_floating_point() else whole.clone()
+            whole += pieces.decode(name, field, self._state.newest(name, field)).view(whole.shape)
+            encoding = OWN_ORDER
+            self._state.unstage(name, field)
+            self._state.stage(name, field, whole.shape, whole.dtype, whole.device, encoding).copy_(whole)
 
     def sends(self, name: str) -> bool:
         """Return True if this rank has a gradient of the parameter to send."""
@@ -158,6 +258,52 @@ class StepContext:
         return field in self._shared or self.sends(name)
 
 
+class Pieces:
+    """The parts of parameters that one rank owns, by parameter name.
+
+    Args:
+        whole: layouts of the whole parameters.
+        parts: name -> first and last element (excluded) in the order of the parameter's memory.
+        packing: returns the formats of a parameter's packed fields.
+        local: fields with a number for each element. Entries of these fields belong to a part.
+    """
+
+    def __init__(
+        self,
+        whole: Mapping[str, ParamLayout],
+        parts: Mapping[str, tuple[int, int]],
+        packing: Callable[[ParamLayout], Mapping[str, Packed]],
+        local: Collection[str],
+    ) -> None:
+        self._whole, self._parts, self._packing, self._local = whole, parts, packing, frozenset(local)
+        self._made: dict[tuple[str, str], Encoding] = {}
+
+    def fits(self, name: str, field: str, encoding: Encoding | None) -> bool:
+        """True if an entry of this encoding is of the owned part of a parameter, or is not divided into parts."""
+        if field not in self._local:
+            return True
+        return encoding is not None and name in self._parts and encoding == self._encoding(name, field)
+
+    def encoding(self, name: str, field: str, shape: Sequence[int]) -> Encoding:
+        """Return the encoding of an entry that a reduction of the pieces stages."""
+        start, stop = self._parts.get(name, (0, 0))
+        if field not in self._local or math.prod(shape) != stop - start:
+            return OWN_ORDER
+        return self._encoding(name, field)
+
+    def decode(self, name: str, field: str, numbers: torch.Tensor) -> torch.Tensor:
+        """Return numbers of the owned part as the whole parameter in its own order, zeros elsewhere."""
+        return replace(self._encoding(name, field), packed=None).decode(numbers)
+
+    def _encoding(self, name: str, field: str) -> Encoding:
+        key = (name, field)
+        if key not in self._made:
+            whole = self._whole[name]
+            made = Encoding.of(whole, in_memory=True, packed=self._packing(whole).get(field))
+            self._made[key] = replace(made, part=self._parts[name])
+        return self._made[key]
+
+
 class Reduction(ABC):
     """Base of all reductions.
 
@@ -173,7 +319,8 @@ class Reduction(ABC):
         lossy: True if the result differs from the average by more than rounding of the bucket's dtype.
         trips: number of times that an uncompressed gradient crosses the network: 2 for an all-reduce, 1 for a
             reduce-scatter. Reports compare the sent bytes with it.
-        fields: state fields, each ``"local"`` to a rank or ``"shared"`` (the same on all ranks).
+        fields: state fields, each ``"local"`` to a rank, ``"shared"`` (the same on all ranks), or ``"owned"`` (the same on one
+            rank of each node, and absent from the others).
         scaled_fields: power of the loss scale in each field that follows it: 1 for gradients, 2 for their squares. The
             engine multiplies these fields when a ``GradScaler`` changes its scale. ``state_dict()`` holds them unscaled.
         memory_order_fields: fields that hold a parameter in the order of its memory, as :meth:`.Bucket.matrix` shows it.
@@ -186,6 +333,11 @@ class Reduction(ABC):
             it. A reduction with its own residual leaves it False.
         delivers: True if it only sends the bucket by mean all-reduces in place, so that none of its code runs after them.
             A class that defines :meth:`run` or :meth:`start` does not inherit it.
+        splits: ``"elements"`` if a parameter may be cut anywhere, because each element (or block of elements) is treated alone.
+            ``"rows"`` if it stays whole where possible, and may be cut between rows of its matrix. ``two_level`` divides
+            the work of a node accordingly.
+        levels: True if a part of it reduces over the ranks of a node. The engine then asks the transport for the topology.
+        nodes: topology that the user gives; ``None`` to ask the ranks.
         piece_bytes: on a CPU, the engine cuts a larger bucket between parameters into pieces of about this many bytes of
             gradient. Each piece is a bucket, so that arithmetic overlaps with messages. ``None``: never cut.
 
@@ -208,13 +360,16 @@ class Reduction(ABC):
     castable: frozenset[str] = frozenset({"all_reduce", "reduce_scatter"})
     lossy: bool = False
     trips: int = 2
-    fields: Mapping[str, Literal["local", "shared"]] = MappingProxyType({})
+    fields: Mapping[str, Literal["local", "shared", "owned"]] = MappingProxyType({})
     scaled_fields: Mapping[str, int] = MappingProxyType({"residual": 1})
     memory_order_fields: frozenset[str] = frozenset()
     packed_fields: Mapping[str, Packed] = MappingProxyType({})
     reports_sent: bool = False
     delivers: bool = False
     piece_bytes: int | None = None
+    splits: Literal["elements", "rows"] = "rows"
+    levels: bool = False
+    nodes: Nodes | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -248,10 +403,16 @@ class Reduction(ABC):
         if key not in cache:
             made = cache[key] = {}
             for param in self.state_params(layout):
+                if self.encodes_itself(param, step):
+                    continue
                 in_memory, packed = self.memory_order(param, step), self.packing(param, step)
                 for field in self.fields:
                     made[param.name, field] = Encoding.of(param, in_memory=field in in_memory, packed=packed.get(field))
         return cache[key]
+
+    def encodes_itself(self, param: ParamLayout, step: int) -> bool:
+        """True if it reads a parameter's state in any encoding, so that the engine need not convert it."""
+        return False
 
     def state_params(self, layout: BucketLayout) -> Sequence[ParamLayout]:
         """Return the parameters whose state a bucket of this layout reads and writes."""
@@ -333,6 +494,19 @@ class Reduction(ABC):
             return exact
         return parallel(self.run_scatter(shards.select({p.name for p in shards.params} - plainly.keys()), ctx), exact)
 
+    @property
+    def gathers(self) -> bool:
+        """True if it has a :meth:`run_gather`."""
+        return type(self).run_gather is not Reduction.run_gather
+
+    def run_gather(self, shards: Shards, ctx: StepContext) -> Stages:
+        """Yield requests; leave every rank's ``shards.output`` in its part of ``shards.storage``.
+
+        Optional. The result follows from the numbers alone, without random rounding, so that groups of ranks with equal
+        outputs end with equal bits. ``two_level(inside=...)`` needs it.
+        """
+        raise HookNotSupportedError(f"{self.name} cannot gather parts, because it has no run_gather()")
+
     def label(self, param: ParamLayout, step: int) -> str:
         """Return the name of the method that treats a parameter, for ``handle.plan()``."""
         return self.name
@@ -380,13 +554,13 @@ class Reduction(ABC):
         """
         meta = BucketLayout(layout.params, layout.numel, layout.dtype, "meta")
         bucket = Bucket(meta, torch.empty(layout.numel, dtype=layout.dtype, device="meta"))
-        dry = StepContext(ctx.rank, ctx.world_size, ctx.step, participating=ctx.participating)
+        dry = StepContext(ctx.rank, ctx.world_size, ctx.step, participating=ctx.participating, topology=ctx.topology)
         stages: list[StagePlan] = []
         try:
             for requests in self.start(bucket, dry):
                 asked = as_tuple(requests)
                 for request in asked:
-                    why = refusal(request, ctx.world_size)
+                    why = refusal(request, ctx.size(request.scope))
                     if why is not None:
                         raise HookResultError(f"{self.name}, stage {len(stages)}: {why}")
                 stages.append(tuple(r.plan() for r in asked))
@@ -420,12 +594,16 @@ class Plain(Reduction):
     granularity = "tensor"
     reports_sent = True
     delivers = True
+    splits = "elements"
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
         return plain(bucket, ctx.sent)
 
     def run_scatter(self, shards: Shards, ctx: StepContext) -> Stages:
         return plain_scatter(shards, ctx.scratch)
+
+    def run_gather(self, shards: Shards, ctx: StepContext) -> Stages:
+        yield AllGather(shards.output, shards.storage, castable=shards.output.is_floating_point())
 
 
 def plain(bucket: Bucket, sent: Bucket | None = None) -> Stages:

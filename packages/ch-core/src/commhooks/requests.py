@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple, get_args
 import torch
 
 Op = Literal["mean", "sum", "max"]
+Scope = Literal["all", "node", "peers"]
+"""Ranks of a request: all ranks of the group, the ranks of this node, or the ranks with this rank's place on every node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class RequestPlan(NamedTuple):
     dtype: torch.dtype
     op: Op = "sum"
     wire: Wire | None = None
+    scope: Scope = "all"
 
     @property
     def payload_bytes(self) -> int:
@@ -56,7 +59,7 @@ class RequestPlan(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class AllReduce:
-    """Reduce ``tensor`` over all ranks, in place.
+    """Reduce ``tensor`` over the ranks of ``scope``, in place.
 
     Args:
         tensor: contiguous tensor of any shape; may be the buffer of the bucket.
@@ -67,6 +70,7 @@ class AllReduce:
             rounded on the wire. Error feedback subtracts it. With ``on_sent`` it may be ``tensor`` itself, which saves a copy.
         on_sent: called after ``sent`` is filled, before ``tensor`` holds received numbers. If it raises, all ranks raise at
             the end of the step.
+        scope: ranks that take part, see :data:`Scope`. W and the order of ranks are those of the scope.
     """
 
     tensor: torch.Tensor
@@ -74,12 +78,13 @@ class AllReduce:
     wire: Wire | None = None
     sent: torch.Tensor | None = None
     on_sent: Callable[[], None] | None = None
+    scope: Scope = "all"
 
     kind = "all_reduce"
 
     def plan(self) -> RequestPlan:
         _reducible(self.tensor, self.op)
-        return RequestPlan(self.kind, self.tensor.numel(), self.tensor.dtype, self.op, self.wire)
+        return RequestPlan(self.kind, self.tensor.numel(), self.tensor.dtype, self.op, self.wire, self.scope)
 
 
 @dataclass(slots=True, eq=False)
@@ -89,18 +94,20 @@ class ReduceScatter:
     Args:
         input: shape (W * n,). The engine scales it in place if ``op="mean"``.
         output: shape (n,).
+        scope: as for :class:`AllReduce`.
     """
 
     input: torch.Tensor
     output: torch.Tensor
     op: Op = "mean"
     wire: Wire | None = None
+    scope: Scope = "all"
 
     kind = "reduce_scatter"
 
     def plan(self) -> RequestPlan:
         _reducible(self.input, self.op)
-        return RequestPlan(self.kind, self.input.numel(), self.input.dtype, self.op, self.wire)
+        return RequestPlan(self.kind, self.input.numel(), self.input.dtype, self.op, self.wire, self.scope)
 
 
 @dataclass(slots=True, eq=False)
@@ -113,6 +120,7 @@ class AllGather:
         castable: True if a 16-bit wrapper may round these floating-point numbers; see :attr:`.Reduction.castable`.
         wire: element type in which floating-point numbers travel; ``None`` sends ``input.dtype``.
         sent: shape and dtype of ``input``. The engine fills it with this rank's numbers as peers receive them.
+        scope: as for :class:`AllReduce`.
     """
 
     input: torch.Tensor
@@ -120,19 +128,20 @@ class AllGather:
     castable: bool = False
     wire: Wire | None = None
     sent: torch.Tensor | None = None
+    scope: Scope = "all"
 
     kind = "all_gather"
 
     def plan(self) -> RequestPlan:
         _roundable(self)
-        return RequestPlan(self.kind, self.output.numel(), self.output.dtype, wire=self.wire)
+        return RequestPlan(self.kind, self.output.numel(), self.output.dtype, wire=self.wire, scope=self.scope)
 
 
 @dataclass(slots=True, eq=False)
 class AllToAll:
     """Send part r of ``input`` to rank r, and receive rank r's part into part r of ``output``.
 
-    Both have shape (n,), n a multiple of W. See :class:`AllGather` for ``castable``, ``wire`` and ``sent``.
+    Both have shape (n,), n a multiple of W. See :class:`AllGather` for ``castable``, ``wire``, ``sent`` and ``scope``.
     """
 
     input: torch.Tensor
@@ -140,12 +149,13 @@ class AllToAll:
     castable: bool = False
     wire: Wire | None = None
     sent: torch.Tensor | None = None
+    scope: Scope = "all"
 
     kind = "all_to_all"
 
     def plan(self) -> RequestPlan:
         _roundable(self)
-        return RequestPlan(self.kind, self.input.numel(), self.input.dtype, wire=self.wire)
+        return RequestPlan(self.kind, self.input.numel(), self.input.dtype, wire=self.wire, scope=self.scope)
 
 
 Request = AllReduce | ReduceScatter | AllGather | AllToAll
@@ -214,9 +224,14 @@ def payload_bytes(stages: Iterable[StagePlan]) -> int:
     return sum(request.payload_bytes for stage in stages for request in stage)
 
 
-def trip_bytes(stages: Iterable[StagePlan]) -> int:
-    """Return :func:`payload_bytes` times passes over the network. A rank sends (W - 1) / W of it."""
-    return sum(request.trip_bytes for stage in stages for request in stage)
+def trip_bytes(stages: Iterable[StagePlan], ranks_per_node: int = 1) -> int:
+    """Return :func:`payload_bytes` times passes over the network. A rank sends (W - 1) / W of it.
+
+    With two levels this counts the network between nodes. Requests inside a node do not count. Requests to the peers count
+    for each rank of a node, because each sends its own part of the gradient.
+    """
+    factor = {"all": 1, "node": 0, "peers": ranks_per_node}
+    return sum(request.trip_bytes * factor[request.scope] for stage in stages for request in stage)
 
 
 def as_tuple(requests: object) -> tuple[Request, ...]:

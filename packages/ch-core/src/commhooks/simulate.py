@@ -19,7 +19,9 @@ from commhooks.engine.engine import Engine
 from commhooks.engine.schedule import TUNED, CpuTuning
 from commhooks.errors import HookTimeoutError, TransportError
 from commhooks.reduction import Reduction
+from commhooks.requests import Scope
 from commhooks.state import HookState
+from commhooks.topology import Nodes, Topology
 from commhooks.transport.base import Work
 
 __all__ = ["SimulatedGroup", "SimulatedRank", "SimulatedTransport", "perform", "simulate", "together"]
@@ -41,14 +43,16 @@ class SimulatedGroup:
 
     Args:
         world_size: number of ranks.
+        nodes: ranks per node, or the ranks of each node; ``None`` for one rank per node.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, nodes: Nodes | None = None) -> None:
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
         self.world_size = world_size
+        self.topology = Topology.given(1 if nodes is None else nodes, world_size)
         self.changed = threading.Condition()
-        self.meetings: dict[int, _Meeting] = {}
+        self.meetings: dict[tuple[Scope, tuple[int, ...], int], _Meeting] = {}  # by scope, members and number
         self.aborted: str | None = None
         self._turn = threading.Lock()
         self._running: int | None = None  # the rank whose turn it is
@@ -77,13 +81,21 @@ class SimulatedGroup:
                 self._turn.acquire()
                 self._running = rank
 
-    def post(self, rank: int, number: int, key: tuple[object, ...], tensors: tuple[torch.Tensor, ...]) -> _Meeting:
-        """Bring a rank's tensors to a collective. The last rank carries it out."""
+    def post(
+        self,
+        rank: int,
+        scope: Scope,
+        members: tuple[int, ...],
+        number: int,
+        key: tuple[object, ...],
+        tensors: tuple[torch.Tensor, ...],
+    ) -> _Meeting:
+        """Bring a rank's tensors to a collective of some ranks. The last one carries it out."""
         with self.changed:
-            meeting = self.meetings.setdefault(number, _Meeting())
+            meeting = self.meetings.setdefault((scope, members, number), _Meeting())
             meeting.posts[rank] = (key, tensors)
-            if len(meeting.posts) == self.world_size:
-                del self.meetings[number]
+            if len(meeting.posts) == len(members):
+                del self.meetings[scope, members, number]
                 self._carry_out(meeting)
                 self.changed.notify_all()
             return meeting
@@ -101,8 +113,9 @@ class SimulatedGroup:
                 f"the ranks asked for different collectives: {keys}. All ranks must ask for the same, in one order"
             )
         else:
-            kind, op = str(keys[0][0]), str(keys[0][1])
-            perform(kind, op, [meeting.posts[r][1] for r in range(self.world_size)])
+            key = next(iter(keys.values()))
+            kind, op = str(key[0]), str(key[1])
+            perform(kind, op, [meeting.posts[r][1] for r in sorted(meeting.posts)])
         meeting.done = True
 
 
@@ -135,8 +148,10 @@ def _reduce(op: str, tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 class _SimulatedWork:
-    def __init__(self, group: SimulatedGroup, rank: int, meeting: _Meeting, what: str) -> None:
-        self._group, self._rank, self._meeting, self._what = group, rank, meeting, what
+    def __init__(
+        self, group: SimulatedGroup, rank: int, members: tuple[int, ...], meeting: _Meeting, what: str
+    ) -> None:
+        self._group, self._rank, self._members, self._meeting, self._what = group, rank, members, meeting, what
 
     def wait(self, timeout: float | None) -> None:
         group, meeting = self._group, self._meeting
@@ -149,19 +164,40 @@ class _SimulatedWork:
             if not meeting.done:
                 if group.aborted is not None:
                     raise TransportError(f"{self._what}: {group.aborted}")
-                absent = sorted(set(range(group.world_size)) - set(meeting.posts))
+                absent = sorted(set(self._members) - set(meeting.posts))
                 raise HookTimeoutError(f"{self._what}: ranks {absent} did not take part within {timeout:g} s")
 
 
 class SimulatedTransport:
-    """The transport of one rank of a :class:`SimulatedGroup`."""
+    """The transport of one rank of a :class:`SimulatedGroup`.
+
+    Args:
+        group: the group.
+        rank: of the group.
+        scope: ranks that take part in collectives.
+    """
 
     free = False
     elastic = False
 
-    def __init__(self, group: SimulatedGroup, rank: int) -> None:
-        self.group, self.rank, self.world_size = group, rank, group.world_size
-        self._number = 0
+    def __init__(self, group: SimulatedGroup, rank: int, scope: Scope = "all") -> None:
+        self.group = group
+        self.members = group.topology.members(rank, scope)
+        self.rank, self.world_size = self.members.index(rank), len(self.members)
+        self.topology: Topology | None = group.topology
+        self._scope, self._number = scope, 0
+        self._scoped: dict[Scope, SimulatedTransport] = {scope: self}
+
+    def open_levels(self, nodes: Nodes | None, timeout: float | None) -> None:
+        """See :meth:`.LeveledTransport.open_levels`. The simulation knows its nodes, unless the user gives others."""
+        if nodes is not None:
+            self.group.topology = self.topology = Topology.given(nodes, self.world_size)
+
+    def scoped(self, scope: Scope) -> "SimulatedTransport":
+        """Return the transport among the ranks of a scope."""
+        if scope not in self._scoped:
+            self._scoped[scope] = type(self)(self.group, self.rank, scope)
+        return self._scoped[scope]
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
         return self._post("all_reduce", op, tensor)
@@ -176,13 +212,15 @@ class SimulatedTransport:
         return self._post("reduce_scatter", op, output, input)
 
     def abort(self) -> None:
-        self.group.abort(f"rank {self.rank} gave up")
+        self.group.abort(f"rank {self.members[self.rank]} gave up")
 
     def _post(self, kind: str, op: str, *tensors: torch.Tensor) -> Work:
         key = (kind, op, *((t.numel(), t.dtype) for t in tensors))
-        meeting = self.group.post(self.rank, self._number, key, tensors)
+        rank = self.members[self.rank]
+        meeting = self.group.post(rank, self._scope, self.members, self._number, key, tensors)
         self._number += 1
-        return _SimulatedWork(self.group, self.rank, meeting, f"{kind} {self._number}")
+        what = f"{kind} {self._number}" + ("" if self._scope == "all" else f" of scope {self._scope}")
+        return _SimulatedWork(self.group, rank, self.members, meeting, what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +236,20 @@ class SimulatedRank:
         return Engine(reduction, self.transport, state, timeout=60.0, tuning=tuning)
 
 
-def simulate(world_size: int, body: Callable[[SimulatedRank], T]) -> list[T]:
+def simulate(
+    world_size: int | None = None,
+    body: Callable[[SimulatedRank], T] | None = None,
+    *,
+    nodes: int | None = None,
+    ranks_per_node: int = 1,
+) -> list[T]:
     """Run ``body`` once per rank, each on a thread, and return the results in rank order.
+
+    Args:
+        world_size: number of ranks; it may be left out with ``nodes``.
+        body: called with each rank.
+        nodes: number of nodes, for reductions over the ranks of a node.
+        ranks_per_node: ranks of each node.
 
     If one rank raises, the simulation ends the others and raises the exception. Ranks take turns, so a body that waits for
     another rank without a collective must wait inside ``with rank.transport.group.waiting(rank.rank):``.
@@ -216,9 +266,18 @@ def simulate(world_size: int, body: Callable[[SimulatedRank], T]) -> list[T]:
         ...     return bucket.buffer.tolist()
         >>> simulate(4, one_step)
         [[1.5, 1.5], [1.5, 1.5], [1.5, 1.5], [1.5, 1.5]]
+        >>> simulate(body=one_step, nodes=2, ranks_per_node=2) == simulate(4, one_step)
+        True
     """
-    group = SimulatedGroup(world_size)
-    return together(group, lambda rank: body(SimulatedRank(rank, world_size, SimulatedTransport(group, rank))))
+    if body is None or (world_size is None and nodes is None):
+        raise ValueError(
+            "simulate() takes a number of ranks, or nodes= and ranks_per_node=, and a body to run on each rank"
+        )
+    ranks = world_size if world_size is not None else (nodes or 1) * ranks_per_node
+    if nodes is not None and ranks != nodes * ranks_per_node:
+        raise ValueError(f"{ranks} ranks are not {nodes} nodes of {ranks_per_node}: leave out the number of ranks")
+    group, run = SimulatedGroup(ranks, ranks_per_node), body
+    return together(group, lambda rank: run(SimulatedRank(rank, ranks, SimulatedTransport(group, rank))))
 
 
 def together(group: SimulatedGroup, body: Callable[[int], T]) -> list[T]:

@@ -122,6 +122,8 @@ class HookState:
         self._staged: dict[Key, torch.Tensor] = {}
         self._carried: dict[Key, torch.Tensor] = {}  # staged by an earlier reduction of this step
         self._spare: dict[Key, torch.Tensor] = {}  # buffers for later steps
+        self._encoded: dict[Key, Encoding] = {}  # of staged and carried entries, if the reduction tells
+        self._dropped: set[Key] = set()  # entries that go when the step commits
         self._base: Snapshot | None = None
         self._accepted: dict[int, Mapping[Key, Encoding]] = {}  # by identity: mappings that need no conversion
         self._device: torch.device | None = None  # of all entries; None after a load, which may put them anywhere
@@ -144,7 +146,44 @@ class HookState:
                 f"{field!r} of {name} is read after it was staged, and with rollback=False the staged tensor is the committed "
                 "one. Call ctx.read() before ctx.stage(), then write number by number: torch.add(gradient, before, out=staged)"
             )
-        return self._carried[key] if key in self._carried else self._committed.get(key)
+        if key in self._carried:
+            return self._carried[key]
+        return None if key in self._dropped else self._committed.get(key)
+
+    def encoding(self, name: str, field: str) -> Encoding | None:
+        """Return the encoding of the entry that :meth:`before` returns; ``None`` if it is as its reader expects it."""
+        return self._encoding((name, field), (name, field) in self._carried)
+
+    def decoded(self, name: str, field: str) -> torch.Tensor:
+        """Return the entry that :meth:`before` returns, unpacked, in the parameter's own shape and order."""
+        key = (name, field)
+        store, encoding = (
+            self._carried if key in self._carried else self._committed,
+            self.encoding(name, field) or OWN_ORDER,
+        )
+        scales = store.get((name, encoding.packed.scales)) if encoding.packed is not None else None
+        return encoding.decode(store[key], scales)
+
+    def drop(self, name: str, field: str) -> None:
+        """Remove an entry when this step commits. From now on the step reads ``None``."""
+        key = (name, field)
+        self._carried.pop(key, None)
+        self._dropped.add(key)
+
+    def staged(self, name: str, field: str) -> bool:
+        """True if this step has staged the entry."""
+        return (name, field) in self._staged
+
+    def unstage(self, name: str, field: str) -> None:
+        """Drop what this step has staged for an entry, with its scales."""
+        encoding = self._encoded.get((name, field))
+        if encoding is not None and encoding.packed is not None:
+            self._staged.pop((name, encoding.packed.scales), None)
+        self._staged.pop((name, field), None)
+
+    def _encoding(self, key: Key, staged: bool) -> Encoding | None:
+        committed = self._committed.encodings.get(key)
+        return self._encoded.get(key, committed) if staged else committed
 
     def reopen(self, names: Collection[str], fields: Collection[str]) -> None:
         """Let a second reduction of the same parameters in one step start from the entries that the first one staged.
@@ -166,12 +205,17 @@ class HookState:
         shape: Sequence[int],
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        encoding: Encoding | None = None,
     ) -> torch.Tensor:
         """Return an uninitialised tensor that becomes the entry when this step commits. A second call returns the same.
 
         :attr:`in_place` it is the committed tensor: read the old entry before, or number by number while you write.
+
+        ``encoding`` tells how the tensor holds the parameter; ``None`` if :meth:`read_as` has told it.
         """
         key = (name, field)
+        if encoding is not None:
+            self._encoded[key] = encoding
         found = self._staged.get(key)
         if found is None:
             found = self._carried.get(key, self._committed.get(key)) if self.in_place else self._spare.pop(key, None)
@@ -185,7 +229,7 @@ class HookState:
         """Return the unpacked entry that the last step staged, or else the committed one. Only for keys in :meth:`held`."""
         key = (name, field)
         store = next(store for store in (self._staged, self._carried, self._committed) if key in store)
-        return Entries(store, self._committed.encodings).numbers(key)
+        return Entries(store, {**self._committed.encodings, **self._encoded}).numbers(key)
 
     def numbers(self, name: str, field: str) -> torch.Tensor | None:
         """Return the committed entry unpacked, in the order of its hook; ``None`` if there is none."""
@@ -224,8 +268,14 @@ class HookState:
         if self._base is not None:
             self._base.presumed = presumed
         self._fold_carried()
+        for key in self._dropped:
+            if key in self._committed:
+                self._committed.drop(key)
+        self._dropped.clear()
         replaced = {} if self.in_place else {k: self._committed[k] for k in self._staged if k in self._committed}
         self._committed.update(self._staged)
+        self._committed.encodings.update(self._encoded)
+        self._encoded.clear()
         (self._spare.update if self._base is None else self._put_aside)(replaced)
         self._staged.clear()
         self.step += 1
@@ -262,6 +312,8 @@ class HookState:
         Ranks fail a step at different places, so entries that the step overwrote would differ between ranks.
         """
         self._carried.clear()
+        self._encoded.clear()
+        self._dropped.clear()
         if not self.in_place:
             self._spare.update(self._staged)
         elif self._committed:
@@ -367,6 +419,7 @@ class HookState:
             self._base = Snapshot(self._committed.copy(), step, before.presumed)
             self._committed.update({k: t for k, t in held.items() if k[1] in keep and t is not before.entries.get(k)})
         self._fold_carried()
+        self._dropped.clear()
         self._staged = {key: tensor for key, tensor in self._staged.items() if key[1] in keep}
         self._spare.clear()
         self.step, self.scale, self._place, self._device = step, 1.0, place, None
@@ -478,10 +531,11 @@ class HookState:
         """Give parameters other names in every entry."""
         for store in self._stores():
             store.rename(names)
-        for buffers in (self._staged, self._carried, self._spare):
-            moved = {(names.get(name, name), field): t for (name, field), t in buffers.items()}
+        for buffers in (self._staged, self._carried, self._spare, self._encoded):
+            moved: dict[Key, Any] = {(names.get(name, name), field): t for (name, field), t in buffers.items()}
             buffers.clear()
             buffers.update(moved)
+        self._dropped = {(names.get(name, name), field) for name, field in self._dropped}
         self._accepted.clear()
         self.buckets = tuple(tuple(names.get(name, name) for name in bucket) for bucket in self.buckets)
         self.renames = dict(names)
@@ -587,7 +641,7 @@ class HookState:
 
 
 _OF_PROCESS = (
-    *("_staged", "_carried", "_spare", "_base", "_accepted"),
+    *("_staged", "_carried", "_spare", "_base", "_accepted", "_encoded", "_dropped"),
     *("_device", "_engine", "_owners", "drivers", "renames"),
 )
 

@@ -121,6 +121,17 @@ class TwoStageExchange:
                 feedback.keep_more(chunk, self._plain(lost).mul_(self.ctx.world_size), self._work.spare)
         return AllGather(self._own, self._received.view(-1))
 
+    def send_own(self, vectors: Vectors) -> AllGather:
+        """Pack this rank's part from its vectors. After the request, :meth:`deliver` finds every rank's part."""
+        self._own, self._received = (
+            self._scratch("own", (self.bytes,)),
+            self._scratch("every", (self.ctx.world_size, self.bytes)),
+        )
+        if self._numbers:
+            for chunk in self._chunks(self.ctx.rank):
+                self._pack(vectors, chunk, self._own, None, None)
+        return AllGather(self._own, self._received.view(-1))
+
     def deliver(self, parts: Sequence[Vectors]) -> None:
         """Write the mean to the vectors of all parts."""
         if not self._numbers:

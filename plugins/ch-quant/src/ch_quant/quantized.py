@@ -41,6 +41,7 @@ class Quantized(QuantOptions, Reduction):
     collectives = frozenset({"all_to_all", "all_gather"})
     lossy = True
     piece_bytes = 4 << 20
+    splits = "elements"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,6 +115,25 @@ class Quantized(QuantOptions, Reduction):
             shards.join(p, pieces, new)
             if self.packed is not None:
                 self.packed.pack(new, *self.packed.stage(ctx, p.name, FIELD, new.shape, new.device))
+
+    @property
+    def gathers(self) -> bool:
+        """True without random rounding, which would give groups of ranks with equal numbers different bits."""
+        return self.rounding == "nearest"
+
+    def run_gather(self, shards: Shards, ctx: StepContext) -> Stages:
+        """Gather every rank's part, rounded once."""
+        exchange = TwoStageExchange(
+            self.codec,
+            [p.numel for p in shards.params],
+            ctx,
+            shards.device,
+            parts=1,
+            rotated=self.rotation is not None,
+            kernel=self.kernel,
+        )
+        yield exchange.send_own(shards.own())
+        exchange.deliver(shards.vectors())
 
     def _draw(self, params: Iterable[ParamLayout], ctx: StepContext, device: torch.device) -> None:
         if DRAWN in self.fields:

@@ -132,6 +132,8 @@ def attach(
     try:
         refuse_lost(binding.group)
         handle.agreement_timeout = timeout if verify_ranks else None
+        if verify_ranks and not handle.alone and binding.engine is not None:
+            binding.engine.open_levels()
         if verify_ranks:
             verify(handle, rows_of_model(model), timeout, watched=optimizer is not None or scaler is not None)
         binding.ready()

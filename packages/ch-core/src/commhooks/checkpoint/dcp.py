@@ -15,6 +15,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,6 +61,9 @@ def sharded(
         StateError: on all ranks of the group, if it lacks ranks of the hook, or two parts of the model have equal names.
     """
     saved = read(state_dict(hook))
+    # One place of each node holds them, and another number of ranks could not use them.
+    entries = {key: tensor for key, tensor in saved.entries.items() if saved.fields[key[1]] != "owned"}
+    saved = replace(saved, entries=entries)
     own = _own_group(hook, process_group)
     _complete(hook, process_group)
     shapes = _agreed(saved, own)

@@ -14,7 +14,8 @@ from commhooks.state import BucketNames
 FORMAT = 2
 _FORMATS = (1, 2)
 _KEYS = ("format", "expr", "config", "world_size", "rank", "step", "params", "buckets", "fields", "entries")
-_LOCALITIES = ("local", "shared")
+_OPTIONAL = ("nodes",)
+_LOCALITIES = ("local", "shared", "owned")
 _LONGEST = 4096  # characters of a name or an expression
 _WORLD = 1 << 20
 _STEPS = 1 << 53
@@ -34,6 +35,7 @@ class Saved:
     entries: dict[Key, torch.Tensor]
     buckets: BucketNames = ()
     format: int = FORMAT
+    nodes: tuple[tuple[int, ...], ...] = ()  # ranks of each node, if a hook with two levels saved the state
 
 
 def read(saved: object) -> Saved:
@@ -54,7 +56,7 @@ def read(saved: object) -> Saved:
             f"state format {shown(saved['format'])}; this version of commhooks reads formats {', '.join(map(str, _FORMATS))}. "
             "Load it with the version that saved it, or a later one"
         )
-    unknown = [key for key in saved if type(key) is not str or key not in _KEYS]
+    unknown = [key for key in saved if type(key) is not str or key not in (*_KEYS, *_OPTIONAL)]
     if unknown:
         raise StateError(f"this is not the state of a hook: it has the unknown keys {shown(unknown)}")
     config = saved["config"]
@@ -73,6 +75,7 @@ def read(saved: object) -> Saved:
         entries=_entries(saved["entries"], fields),
         buckets=_buckets(saved["buckets"]),
         format=saved["format"],
+        nodes=_nodes(saved.get("nodes", [])),
     )
 
 
@@ -92,6 +95,8 @@ def as_dict(saved: Saved, entries: Mapping[str, Mapping[str, torch.Tensor]], ran
     }
     if saved.format == 1:
         del made["buckets"]
+    if saved.nodes:
+        made["nodes"] = [list(node) for node in saved.nodes]
     return made
 
 
@@ -110,6 +115,17 @@ def alike(saved: object, own: object, ignored: tuple[str, ...] = ("version",)) -
     if isinstance(own, list) and isinstance(saved, list):
         return len(saved) == len(own) and all(alike(a, b, ignored) for a, b in zip(saved, own, strict=True))
     return isinstance(own, bool | int | float | str | type(None)) and saved == own
+
+
+def flattened(config: object) -> object:
+    """Return a configuration without its ``two_level`` wrappers, which change where state is held, and not its meaning."""
+    if isinstance(config, list):
+        return [flattened(item) for item in config]
+    if not isinstance(config, dict):
+        return config
+    if config.get("hook") == "two_level" and "inner" in config:
+        return flattened(config["inner"])
+    return {key: flattened(value) for key, value in config.items()}
 
 
 def shown(value: object) -> str:
@@ -148,13 +164,19 @@ def _buckets(buckets: object) -> BucketNames:
     return made
 
 
+def _nodes(nodes: object) -> tuple[tuple[int, ...], ...]:
+    if type(nodes) is not list or not all(type(node) is list for node in nodes):
+        raise StateError(f"nodes is a list of lists of ranks, got {shown(nodes)}")
+    return tuple(tuple(_integer("a rank in nodes", rank, 0, _WORLD) for rank in node) for node in nodes)
+
+
 def _fields(fields: object) -> dict[str, str]:
     if type(fields) is not dict:
         raise StateError(f"fields is a dict, got {shown(fields)}")
     for field, locality in fields.items():
         _text("a field", field)
         if type(locality) is not str or locality not in _LOCALITIES:
-            raise StateError(f"field {shown(field)} is {shown(locality)}; legal: 'local', 'shared'")
+            raise StateError(f"field {shown(field)} is {shown(locality)}; legal: 'local', 'shared', 'owned'")
     return dict(fields)
 
 

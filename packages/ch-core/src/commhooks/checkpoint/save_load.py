@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.bucket import Bucket, BucketLayout
-from commhooks.checkpoint.format import Saved, alike, as_dict, read, shown
+from commhooks.checkpoint.format import Saved, alike, as_dict, flattened, read, shown
 from commhooks.checkpoint.world_change import for_rank
 from commhooks.encoding import Entries, Key
 from commhooks.errors import CommHooksError, StateError
@@ -40,6 +40,7 @@ class CheckpointTarget:
         place: ``None`` before there is a process group.
         sums: True if the model adds the ranks' gradients, and never averages.
         elastic: True if ranks change from step to step. A residual then belongs to the replica whose file holds it.
+        nodes: ranks of each node, if the hook has two levels and knows them.
     """
 
     state: HookState
@@ -50,6 +51,7 @@ class CheckpointTarget:
     place: RankId | None
     sums: bool = False
     elastic: bool = False
+    nodes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def params(self) -> ParamTable:
@@ -105,7 +107,9 @@ def state_dict(hook: "CommHook | HookState") -> dict[str, Any]:
         entries.setdefault(name, {})[field] = tensor.detach().clone()
         fields.setdefault(field, "local")  # an unknown field: keep every rank's own
     step, ranks, rank = state.certain_step, place.world_size, place.rank
-    made = Saved(target.expr, target.config, ranks, rank, step, target.params, fields, {}, state.buckets)
+    made = Saved(
+        target.expr, target.config, ranks, rank, step, target.params, fields, {}, state.buckets, nodes=target.nodes
+    )
     return as_dict(made, entries, rank)
 
 
@@ -159,6 +163,7 @@ def _prepared(target: CheckpointTarget, saved: Mapping[str, Any], world_change: 
     entries = {
         (translation.get(name, name), field): tensor * share[field] if field in share else tensor
         for (name, field), tensor in for_rank(found, lasting, world_change).items()
+        if found.fields[field] != "owned" or found.nodes == target.nodes  # otherwise only some ranks would have it
     }
     ordered = found.format > 1
     if not ordered and target.reduction is not None and target.layout is not None:
@@ -205,12 +210,12 @@ def _agreed(hook: "CommHook | HookState", made: Loaded | None, refusal: Exceptio
 
 def _refuse_another_hook(found: Saved, target: CheckpointTarget) -> None:
     if found.config is not None and target.config is not None:
-        if not alike(found.config, target.config):
+        if not alike(flattened(found.config), flattened(target.config)):
             options = ""
             if found.expr == target.expr:
                 options = f" with other options, or of another provider{_other_options(found.config, target.config)}"
             raise StateError(f"the state was saved by {shown(found.expr)}{options}; this hook is {shown(target.expr)}")
-        if not alike(found.config, target.config, ignored=()):
+        if not alike(flattened(found.config), flattened(target.config), ignored=()):
             log.warning("the state of %s was saved by another version of its package", target.expr)
     if target.reduction is not None and set(found.fields) - set(target.fields):
         raise StateError(
@@ -218,7 +223,7 @@ def _refuse_another_hook(found: Saved, target: CheckpointTarget) -> None:
             f"{shown(sorted(target.fields))}"
         )
     for field, locality in target.fields.items():
-        if found.fields.get(field, locality) != locality:
+        if found.fields.get(field, locality) != locality and {found.fields[field], locality} != {"shared", "owned"}:
             saved = found.fields[field]
             raise StateError(f"field {shown(field)} was saved as {saved}; {target.expr} keeps it {locality}")
 
@@ -253,7 +258,7 @@ def _target(hook: "CommHook | HookState") -> CheckpointTarget:
     layout = hook.binding.layout if hook.binding is not None else None
     configured = hook.built if isinstance(hook.built, Reduction) else None
     sums = hook.binding is not None and hook.binding.sums
-    return CheckpointTarget(state, hook.expr, hook.full, configured, layout, place, sums, elastic)
+    return CheckpointTarget(state, hook.expr, hook.full, configured, layout, place, sums, elastic, _nodes(engine))
 
 
 def _bare(state: HookState) -> CheckpointTarget:
@@ -261,13 +266,20 @@ def _bare(state: HookState) -> CheckpointTarget:
     if engine is None:
         return CheckpointTarget(state, "", None, None, None, _place(getattr(state, "process_group", None)))
     place, elastic = _where(engine)
-    return CheckpointTarget(state, repr(engine.reduction), None, engine.reduction, None, place, elastic=elastic)
+    made = engine.reduction
+    return CheckpointTarget(state, repr(made), None, made, None, place, elastic=elastic, nodes=_nodes(engine))
 
 
 def _where(engine: StateWriter) -> tuple[RankId, bool]:
     """Return an engine's place, and True if it changes from step to step."""
     transport = engine.transport
     return RankId(transport.rank, transport.world_size), transport.elastic
+
+
+def _nodes(engine: StateWriter | None) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each node of an engine with two levels."""
+    topology = getattr(engine.transport, "topology", None) if engine is not None and engine.reduction.levels else None
+    return topology.nodes if topology is not None else ()
 
 
 def _place(group: dist.ProcessGroup | None) -> RankId | None:

@@ -11,6 +11,7 @@ field with a number for every element (a residual) is assembled over the shards 
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
     Returns:
         A state with ``rank`` None. Local fields are averaged over the ranks (fp64 sum; a rank without an entry counts as
-        zero). Shared fields stay unchanged. Load it with ``world_change="mean"``.
+        zero). Shared fields stay unchanged, and owned fields become shared ones. Load it with ``world_change="mean"``.
 
     Raises:
         StateError: a state is malformed, a rank is missing or present twice, or they are not of one checkpoint.
@@ -71,9 +72,13 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     entries: dict[str, dict[str, torch.Tensor]] = {}
     for name, field in sorted({key for r in ranks for key in r.entries}):
         held = {r.rank: r.entries[name, field] for r in ranks if (name, field) in r.entries}
-        local = first.fields[field] == "local"
-        entries.setdefault(name, {})[field] = (_mean if local else _same)(name, field, held, len(ranks))
-    return as_dict(first, entries)
+        kind = first.fields[field]
+        some = next(iter(held.values()))
+        if kind == "owned" and not all(torch.equal(some, tensor) for tensor in held.values()):
+            continue  # ranks own several pieces of the parameter: it starts again
+        entries.setdefault(name, {})[field] = (_mean if kind == "local" else _same)(name, field, held, len(ranks))
+    fields = {field: "shared" if kind == "owned" else kind for field, kind in first.fields.items()}
+    return as_dict(replace(first, fields=fields, nodes=()), entries)
 
 
 def for_rank(saved: Saved, place: RankId | None, policy: str) -> dict[Key, torch.Tensor]:

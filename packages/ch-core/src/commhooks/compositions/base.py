@@ -102,6 +102,12 @@ class Composite(Reduction):
         self.delivers = self.delivers and all(part.delivers for part in parts)
         self.reports_sent = all(part.reports_sent for part in parts)
         self.trips = max(part.trips for part in parts)
+        self.splits = "rows" if any(part.splits == "rows" for part in parts) else "elements"
+        self.levels = self.levels or any(part.levels for part in parts)
+        given = {part.nodes for part in parts if part.nodes is not None}
+        if len(given) > 1:
+            raise HookConfigError(f"{self.name}: its parts have different nodes= ({given}); give all of them the same")
+        self.nodes = next(iter(given), None)
         self._own_fields = frozenset(self.fields)
         powers = {field: self.scaled_fields[field] for field in self.fields if field in self.scaled_fields}
         self.scaled_fields = self._merged("scaled_fields", powers)
@@ -136,6 +142,9 @@ class Composite(Reduction):
             if packed is not None:
                 made[field] = packed
         return made
+
+    def encodes_itself(self, param: ParamLayout, step: int) -> bool:
+        return self.part_for(param, step).encodes_itself(param, step)
 
     def _keeper(self, field: str, param: ParamLayout, step: int) -> Reduction | None:
         """Return the part that keeps a field of a parameter in a step; ``None`` if this reduction itself does."""

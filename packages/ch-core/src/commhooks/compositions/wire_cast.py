@@ -82,6 +82,14 @@ class WireCast(Composite):
     def run_scatter(self, shards: Shards, ctx: StepContext) -> Stages:
         return self._rounded(self.inner.start_scatter(shards, ctx), ctx)
 
+    @property
+    def gathers(self) -> bool:
+        return self.inner.gathers and self.wire.rounding == "nearest"
+
+    def run_gather(self, shards: Shards, ctx: StepContext) -> Stages:
+        for requests in self.inner.run_gather(shards, ctx):
+            yield tuple(self._cast(r) for r in as_tuple(requests))
+
     def _rounded(self, inner: Stages, ctx: StepContext) -> Stages:
         try:
             for number, requests in enumerate(inner):
@@ -140,7 +148,7 @@ class _Sharded:
     """One sum over ranks as all-to-all, local fp32 sum and, for an all-reduce, all-gather. Shard r belongs to rank r."""
 
     def __init__(self, request: AllReduce | ReduceScatter, wire: Wire, ctx: StepContext, name: str) -> None:
-        self.request, self.wire, self.world = request, wire, ctx.world_size
+        self.request, self.wire, self.world = request, wire, ctx.size(request.scope)
         self.source = (request.tensor if isinstance(request, AllReduce) else request.input).reshape(-1)
         self.numel = self.source.numel()
         self.shard = -(-self.numel // self.world)
@@ -156,7 +164,7 @@ class _Sharded:
         self.sent[self.numel :].zero_()
         if isinstance(self.request, AllReduce) and self.request.sent is not None:
             self.request.sent.view(-1).copy_(self.sent[: self.numel]).mul_(1.0 / scale)
-        return AllToAll(self.sent, self.received)
+        return AllToAll(self.sent, self.received, scope=self.request.scope)
 
     def gather(self) -> AllGather | None:
         """Sum this rank's shard. Returns the request for an all-reduce's second stage."""
@@ -165,7 +173,7 @@ class _Sharded:
             self.request.output.copy_(total)
             return None
         encode(total, self.mine, 1.0, self.wire)
-        return AllGather(self.mine, self.received)
+        return AllGather(self.mine, self.received, scope=self.request.scope)
 
     def finish(self) -> None:
         if isinstance(self.request, AllReduce):

@@ -16,6 +16,7 @@ from commhooks.engine.stats import Counters
 from commhooks.errors import HookResultError
 from commhooks.reduction import Stages
 from commhooks.requests import Request, StagePlan, as_tuple
+from commhooks.topology import Topology
 
 _OFF: AbstractContextManager[Any] = nullcontext()
 _on_this_thread = getattr(torch.autograd, "_profiler_enabled", lambda: True)
@@ -54,10 +55,17 @@ class BucketRun:
         """The requests of its next stage; ``None`` after the last one."""
         return self.plan.plan[self.stage] if self.stage < len(self.plan.plan) else None
 
-    def advance(self, timeout: float | None, counters: Counters) -> tuple[Request, ...] | None:
+    def advance(
+        self, timeout: float | None, counters: Counters, topology: Topology | None = None
+    ) -> tuple[Request, ...] | None:
         """Wait for the pending stage and resume the reduction.
 
         Errors of the reduction are noted in the outcome. Errors of the transport are raised.
+
+        Args:
+            timeout: seconds that the stage may take.
+            counters: receive the times.
+            topology: of the ranks, if known.
 
         Returns:
             The requests of the next stage; ``None`` after the last one.
@@ -70,7 +78,7 @@ class BucketRun:
             except BaseException as error:  # Ctrl-C too: raised in the hook it would leave DDP and the peers stuck
                 self.fail(error)
         due = self.due
-        return None if due is None else void_requests(due, self.outcome.world_size, self.bucket.device)
+        return None if due is None else void_requests(due, self.outcome.world_size, self.bucket.device, topology)
 
     def end(self, on_reduced: Callable[[Bucket], None] | None) -> None:
         """Finish after the last stage, and give the average to a callback.
@@ -157,7 +165,7 @@ class RequestBatch:
 
     def enough(self, tuning: CpuTuning) -> bool:
         """True if these first stages are worth a message."""
-        return sum(run.plan.volumes[0][0] for run in self.runs) >= tuning.coalesced_bytes
+        return sum(run.plan.first_bytes for run in self.runs) >= tuning.coalesced_bytes
 
     def start(self, sender: Sender) -> None:
         """Start all requests as one stage and empty the batch."""
@@ -179,7 +187,7 @@ class RequestBatch:
             stage.start(requests)
         if stage.error is not None:
             first.outcome.fail_bucket(stage.error, BETWEEN, first.bucket.index)
-        traffic.wire_bytes += stage.wire_bytes
+        traffic.sent(stage.wire_bytes, stage.between_bytes)
         sender.counters.encode_seconds += time.perf_counter() - begun
 
 

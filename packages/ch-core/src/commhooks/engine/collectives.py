@@ -17,10 +17,11 @@ from commhooks.bucket import BucketLayout
 from commhooks.engine.schedule import TUNED, BucketPlan, CpuTuning
 from commhooks.engine.stats import Counters
 from commhooks.reduction import Reduction, StepContext
-from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Request, StagePlan
+from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Request, Scope, StagePlan
 from commhooks.rounding import encode
 from commhooks.scratch import Scratch
-from commhooks.transport.base import Transport, Work
+from commhooks.topology import Topology
+from commhooks.transport.base import LeveledTransport, Transport, Work
 
 Decode = Callable[[], None] | None
 Message = tuple[Any, torch.Tensor, Decode]
@@ -44,6 +45,7 @@ class Stage:
         reduced: tensors that hold reduced numbers after :meth:`wait`.
         wire_bytes: modelled bytes that this rank sends. A ring sends ``2 (W - 1) / W`` of an all-reduce, and
             ``(W - 1) / W`` of any other collective. A direct exchange sends everything to ``W - 1`` ranks.
+        between_bytes: the part of them that leaves this rank's node, if the topology is known.
         error: first exception of an ``on_sent`` of a request.
     """
 
@@ -56,6 +58,7 @@ class Stage:
     _works: list[Message] = field(default_factory=list)
     reduced: list[torch.Tensor] = field(default_factory=list)
     wire_bytes: float = 0.0
+    between_bytes: float = 0.0
     error: BaseException | None = None
 
     def start(self, requests: tuple[Request, ...]) -> "Stage":
@@ -66,12 +69,12 @@ class Stage:
                 if request.tensor.is_sparse:
                     self._sparse(request)
                 elif request.tensor.numel():
-                    key = (request.tensor.dtype, request.op, request.wire)
+                    key = (request.tensor.dtype, request.op, request.wire, request.scope)
                     groups.setdefault(key, []).append(request)
             elif isinstance(request, AllGather):
-                self._move(number, request, self.transport.all_gather)
+                self._move(number, request, self._among(request.scope).all_gather)
             elif isinstance(request, AllToAll):
-                self._move(number, request, self.transport.all_to_all)
+                self._move(number, request, self._among(request.scope).all_to_all)
             else:
                 self._reduce_scatter(number, request)
         for number, group in enumerate(groups.values()):
@@ -95,7 +98,7 @@ class Stage:
     def _all_reduce(self, number: int, group: list[AllReduce]) -> None:
         first = group[0]
         tensor, wire = first.tensor, first.wire
-        scale = self._scale(first.op)
+        scale = self._scale(first.op, first.scope)
         if len(group) == 1 and wire is None:
             self.reduced.append(tensor)
             if first.sent is not None:
@@ -138,21 +141,22 @@ class Stage:
         With more than two ranks, the way decides the order of addition. Numbers that no cast has rounded then go DDP's way,
         so that the average equals DDP's to the bit, unless ``any_order`` permits another.
         """
-        size, op = flat.nbytes, _sum(like.op)
-        free = self.transport.free and flat.is_cpu
-        if free and (self.any_order or self.transport.world_size == 2 or like.wire is not None):
-            if op == "sum" and flat.is_floating_point() and self.tuning.direct(size, self.transport.world_size):
-                self._exchange_directly(number, flat, decode)
+        size, op, transport = flat.nbytes, _sum(like.op), self._among(like.scope)
+        free = transport.free and flat.is_cpu
+        if free and (self.any_order or transport.world_size == 2 or like.wire is not None):
+            if op == "sum" and flat.is_floating_point() and self.tuning.direct(size, transport.world_size):
+                self._exchange_directly(number, flat, decode, like.scope)
                 return
             if self.newest and size >= self.tuning.halved_from:
                 ahead, flat = flat.chunk(2)
-                self._works.append((self.transport.all_reduce(ahead, op), ahead, None))
-        self._count(2 * size)
-        self._works.append((self.transport.all_reduce(flat, op), flat, decode))
+                self._works.append((transport.all_reduce(ahead, op), ahead, None))
+        self._count(2 * size, like.scope, ring=True)
+        self._works.append((transport.all_reduce(flat, op), flat, decode))
 
-    def _exchange_directly(self, number: int, flat: torch.Tensor, decode: Decode) -> None:
+    def _exchange_directly(self, number: int, flat: torch.Tensor, decode: Decode, scope: Scope) -> None:
         """All-reduce few numbers in one message: send them to all ranks, and add the received rows in rank order."""
-        shape = (self.transport.world_size, flat.numel())
+        transport = self._among(scope)
+        shape = (transport.world_size, flat.numel())
         sent, received = (
             self.scratch.get(self.owner, f"stage {what} {number}", shape, flat.dtype, flat.device)
             for what in ("sent", "received")
@@ -167,15 +171,17 @@ class Stage:
             if decode is not None:
                 decode()
 
-        self._count(sent.nbytes)
-        self._works.append((self.transport.all_to_all(received.view(-1), sent.view(-1)), received, add_rows))
+        self._count(sent.nbytes, scope)
+        self._works.append((transport.all_to_all(received.view(-1), sent.view(-1)), received, add_rows))
 
     def _sparse(self, request: AllReduce) -> None:
-        if self._scale(request.op) != 1.0:
-            request.tensor.div_(self.transport.world_size)  # DDP divides sparse gradients; dense ones it scales by 1/W
+        transport = self._among(request.scope)
+        if self._scale(request.op, request.scope) != 1.0:
+            request.tensor.div_(transport.world_size)  # DDP divides sparse gradients; dense ones it scales by 1/W
         # gloo and NCCL gather indices and values
-        self._count(self.transport.world_size * (request.tensor._indices().nbytes + request.tensor._values().nbytes))
-        self._works.append((self.transport.all_reduce(request.tensor, _sum(request.op)), request.tensor, None))
+        nbytes = transport.world_size * (request.tensor._indices().nbytes + request.tensor._values().nbytes)
+        self._count(nbytes, request.scope, ring=True)
+        self._works.append((transport.all_reduce(request.tensor, _sum(request.op)), request.tensor, None))
 
     # -- the other collectives
 
@@ -193,17 +199,18 @@ class Stage:
             decode = partial(_copy, request.output, received)
         if request.sent is not None:
             request.sent.copy_(sent)
-        self._count((sent if request.kind == "all_to_all" else received).nbytes)
+        gathers = request.kind == "all_gather"
+        self._count((received if gathers else sent).nbytes, request.scope, ring=gathers)
         self._works.append((collective(received, sent), received, decode))
 
     def _reduce_scatter(self, number: int, request: ReduceScatter) -> None:
-        scale, wire = self._scale(request.op), request.wire
+        scale, wire, transport = self._scale(request.op, request.scope), request.wire, self._among(request.scope)
         self.reduced.append(request.output)
         if wire is None:
             if scale != 1.0:
                 request.input.mul_(scale)
-            self._count(request.input.nbytes)
-            work = self.transport.reduce_scatter(request.output, request.input, _sum(request.op))
+            self._count(request.input.nbytes, request.scope, ring=True)
+            work = transport.reduce_scatter(request.output, request.input, _sum(request.op))
             self._works.append((work, request.output, None))
             return
         device, owner = request.input.device, self.owner
@@ -211,16 +218,29 @@ class Stage:
         sent = self.scratch.get(owner, name + " input", request.input.shape, wire.dtype, device)
         received = self.scratch.get(owner, name + " output", request.output.shape, wire.dtype, device)
         encode(request.input, sent, scale, wire)
-        self._count(sent.nbytes)
-        work = self.transport.reduce_scatter(received, sent, _sum(request.op))
+        self._count(sent.nbytes, request.scope, ring=True)
+        work = transport.reduce_scatter(received, sent, _sum(request.op))
         self._works.append((work, received, partial(_copy, request.output, received)))
 
-    def _scale(self, op: str) -> float:
-        return 1.0 / self.transport.world_size if op == "mean" else 1.0
+    def _among(self, scope: Scope) -> Transport:
+        """Return the transport among the ranks of a scope."""
+        if scope == "all":
+            return self.transport
+        assert isinstance(self.transport, LeveledTransport)  # noqa: S101 - Engine.open_levels has checked it
+        return self.transport.scoped(scope)
 
-    def _count(self, nbytes: int) -> None:
+    def _scale(self, op: str, scope: Scope) -> float:
+        return 1.0 / self._among(scope).world_size if op == "mean" else 1.0
+
+    def _count(self, nbytes: int, scope: Scope, *, ring: bool = False) -> None:
         """Count a message whose parts for all ranks have ``nbytes``. A rank does not send its own part."""
-        self.wire_bytes += nbytes * (self.transport.world_size - 1) / self.transport.world_size
+        transport = self._among(scope)
+        world = transport.world_size
+        sent = nbytes * (world - 1) / world
+        self.wire_bytes += sent
+        topology = getattr(self.transport, "topology", None)
+        if topology is not None and scope != "node":
+            self.between_bytes += sent * topology.leaving(self.transport.rank, scope, ring=ring)
 
 
 def _sum(op: str) -> str:
@@ -318,17 +338,29 @@ class Sender:
         self.device = torch.device("cpu")
         self._plans: dict[tuple[BucketLayout, int, Hashable], BucketPlan] = {}
 
+    @property
+    def topology(self) -> Topology | None:
+        """The nodes of the ranks, if the transport knows them."""
+        found: Topology | None = getattr(self.transport, "topology", None)
+        return found
+
     def plan_of(self, reduction: Reduction, layout: BucketLayout, ctx: StepContext) -> BucketPlan:
-        """Return the plan of buckets with this layout at this step."""
+        """Return the plan of buckets with this layout at this step.
+
+        With two levels, ranks of one node may plan different requests to their peers. How messages are sent must not differ
+        in a node, so it follows from the plans of all its ranks.
+        """
         key = (layout, ctx.world_size, reduction.phase(ctx.step))  # a manager changes the number of ranks
         if key not in self._plans:
-            self._plans[key] = BucketPlan(reduction.plan(layout, ctx), layout, self.tuning)
+            own = reduction.plan(layout, ctx)
+            others = [reduction.plan(layout, one) for one in ctx.places() if one.rank != ctx.rank]
+            self._plans[key] = BucketPlan(own, layout, self.tuning, others, ctx.size("node"))
         return self._plans[key]
 
     def post(self, request: Request) -> Stage:
         """Start a message of the engine itself."""
         stage = Stage(self.transport, self.scratch, "status", True, self.tuning).start((request,))
-        self.counters.traffic.wire_bytes += stage.wire_bytes
+        self.counters.traffic.sent(stage.wire_bytes, stage.between_bytes)
         return stage
 
     def carry_out(self, request: Request) -> None:
@@ -355,7 +387,9 @@ class Sender:
 # -- requests of a failed reduction
 
 
-def void_requests(planned: StagePlan, world_size: int, device: torch.device) -> tuple[Request, ...]:
+def void_requests(
+    planned: StagePlan, world_size: int, device: torch.device, topology: Topology | None = None
+) -> tuple[Request, ...]:
     """Return the requests of one stage of a failed reduction, filled with NaN.
 
     Their results are invalid on all ranks. On a GPU the ranks learn of the failure only after the optimizer's step. Until
@@ -372,14 +406,15 @@ def void_requests(planned: StagePlan, world_size: int, device: torch.device) -> 
     for p in planned:
         void = torch.zeros(p.numel, dtype=p.dtype, device=device)
         fill_nan(void)
+        part = p.numel // (world_size if topology is None else topology.size(p.scope))
         if p.kind == "all_reduce":
-            made.append(AllReduce(void, p.op, p.wire))
+            made.append(AllReduce(void, p.op, p.wire, scope=p.scope))
         elif p.kind == "reduce_scatter":
-            made.append(ReduceScatter(void, void[: p.numel // world_size].clone(), p.op, p.wire))
+            made.append(ReduceScatter(void, void[:part].clone(), p.op, p.wire, p.scope))
         elif p.kind == "all_gather":
-            made.append(AllGather(void[: p.numel // world_size].clone(), void, wire=p.wire))
+            made.append(AllGather(void[:part].clone(), void, wire=p.wire, scope=p.scope))
         else:
-            made.append(AllToAll(void, torch.empty_like(void), wire=p.wire))
+            made.append(AllToAll(void, torch.empty_like(void), wire=p.wire, scope=p.scope))
     return tuple(made)
 
 

@@ -31,7 +31,8 @@ from commhooks.reduction import Reduction, StepContext
 from commhooks.requests import StagePlan, as_tuple
 from commhooks.scratch import Scratch
 from commhooks.state import HookState
-from commhooks.transport.base import Transport
+from commhooks.topology import Topology
+from commhooks.transport.base import LeveledTransport, Transport
 
 T = TypeVar("T")
 
@@ -132,6 +133,7 @@ class Engine:
         self.buckets = StepBuckets()
         self.sampler = Sampler(transport.rank)
         self._sends_status = sends_status
+        self._opened = False  # True if the transport knows the nodes that the reduction wants
         self._resolving = threading.RLock()
         self._first_stages = RequestBatch()  # not worth a message yet
         self._on_reduced: Callable[[Bucket], None] | None = None
@@ -322,13 +324,54 @@ class Engine:
     def move(self, transport: Transport) -> None:
         """Use another group of ranks from the next step on. The state stays."""
         self.resolve_step()
-        self.transport, self.failure = transport, None
+        self.transport, self.failure, self._opened = transport, None, False
         self.sender.move(transport)
 
     def plan(self, layout: BucketLayout) -> tuple[StagePlan, ...]:
         """Return the stages that a bucket of this layout passes at the present step."""
-        ctx = StepContext(self.transport.rank, self.transport.world_size, self.state.step)
-        return self.sender.plan_of(self.reduction, layout, ctx).plan
+        return self.sender.plan_of(self.reduction, layout, self.context()).plan
+
+    def context(self, step: int | None = None) -> StepContext:
+        """Return a step of this rank without state, for plans.
+
+        Args:
+            step: its number; ``None`` for the present one.
+        """
+        rank, world = self.transport.rank, self.transport.world_size
+        return StepContext(rank, world, self.state.step if step is None else step, topology=self._topology)
+
+    def open_levels(self) -> None:
+        """Learn the nodes of the ranks, if the reduction asks for them. All ranks call it at the same place.
+
+        The first step does it otherwise.
+
+        Raises:
+            HookNotSupportedError: the transport has no nodes, or nodes of different sizes.
+            RankMismatchError, HookConfigError: see :func:`commhooks.topology.learn`.
+        """
+        if not self.reduction.levels:
+            return
+        if not isinstance(self.transport, LeveledTransport):
+            members = (
+                "members join and leave"
+                if self.transport.elastic
+                else f"its transport is {type(self.transport).__name__}"
+            )
+            raise HookNotSupportedError(
+                f"{self.reduction.name} needs ranks that stay on their nodes, and here {members}. Use the hook inside alone"
+            )
+        if self.transport.topology is None or (self.reduction.nodes is not None and not self._opened):
+            self.transport.open_levels(self.reduction.nodes, self.sender.timeout)
+        self._opened = True
+
+    @property
+    def compressing_ranks(self) -> int:
+        """Number of ranks between which the reduction compresses: those of one place on every node, or all."""
+        return self.context().size("peers" if self.reduction.levels else "all")
+
+    @property
+    def _topology(self) -> Topology | None:
+        return self.sender.topology if self.reduction.levels else None
 
     def residual_norms(self) -> dict[str, ResidualNorm]:
         """Return the norm of every parameter's residual after the last finished step, on this rank.
@@ -350,6 +393,8 @@ class Engine:
                 f"{self.reduction.name} cannot be captured in a CUDA graph, because the host decides after each step if it is "
                 "committed. detach() the hook before the capture, or capture the parts of the model without their backward"
             )
+        if not self._opened:
+            self.open_levels()
         late = self.outcome.take_error()
         doubt = self.commits.begin(self.gather)
         stateful = bool(self.reduction.fields)
@@ -390,6 +435,7 @@ class Engine:
             participating=self.participating,
             shared=self.reduction.shared_fields,
             absent=bucket.unused,
+            topology=self._topology,
         )
         self.counters.gradient_bytes += bucket.layout.size * bucket.dtype.itemsize
         self.sender.device = bucket.device
@@ -424,7 +470,7 @@ class Engine:
             return
         asked = RequestBatch() if batch is None else batch
         for run in runs:
-            requests = run.advance(self.sender.timeout, self.counters)
+            requests = run.advance(self.sender.timeout, self.counters, self.sender.topology)
             if requests is None:
                 run.end(self._on_reduced if self.participating else None)
                 continue

@@ -7,7 +7,7 @@ transports that are not ``free``, most of them do not apply. A message is then s
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -144,9 +144,13 @@ class BucketPlan:
         plan: the stages.
         layout: layout of the buckets.
         tuning: the limits.
+        others: plans of the same buckets on the other ranks of a node, if they may differ. All ranks of a node must decide
+            equally, so decisions follow from all plans.
+        ranks_per_node: see :func:`~commhooks.requests.trip_bytes`.
 
     Attributes:
         volumes: ``(payload bytes, payload bytes times passes)`` of each stage.
+        first_bytes: payload bytes of the first stage, the largest of all ranks.
         waits: True if later stages are deferred to the drain.
         coalesces: True if the first stage may be sent together with the next buckets' first stages. Large requests are
             not, because merging copies them. Neither are other collectives than all-reduces, which cannot be merged, nor
@@ -156,15 +160,25 @@ class BucketPlan:
         opaque: True if finiteness can be checked only after decoding.
     """
 
-    __slots__ = ("coalesces", "ends_at_once", "merges", "opaque", "plan", "volumes", "waits")
+    __slots__ = ("coalesces", "ends_at_once", "first_bytes", "merges", "opaque", "plan", "volumes", "waits")
 
-    def __init__(self, plan: tuple[StagePlan, ...], layout: BucketLayout, tuning: CpuTuning = TUNED) -> None:
+    def __init__(
+        self,
+        plan: tuple[StagePlan, ...],
+        layout: BucketLayout,
+        tuning: CpuTuning = TUNED,
+        others: Sequence[tuple[StagePlan, ...]] = (),
+        ranks_per_node: int = 1,
+    ) -> None:
         self.plan = plan
-        self.volumes = [(payload_bytes((stage,)), trip_bytes((stage,))) for stage in plan]
-        gradient, later = layout.size * layout.dtype.itemsize, payload_bytes(plan[1:])
+        self.volumes = [(payload_bytes((stage,)), trip_bytes((stage,), ranks_per_node)) for stage in plan]
+        plans = (plan, *others)
+        gradient, later = layout.size * layout.dtype.itemsize, max(payload_bytes(one[1:]) for one in plans)
         self.waits = layout.device.type == "cpu" and later <= tuning.held_share * gradient
-        self.merges = [any(request.kind == "all_reduce" for request in stage) for stage in plan]
+        stages = [sum(together, ()) for together in zip(*plans, strict=True)]  # requests of all ranks
+        self.merges = [any(request.kind == "all_reduce" for request in stage) for stage in stages]
         self.ends_at_once = len(plan) < 2
-        little = not self.ends_at_once and 0 < self.volumes[0][0] < tuning.coalesced_bytes
-        self.coalesces = self.waits and little and all(request.kind == "all_reduce" for request in plan[0])
-        self.opaque = any(r.kind in ("all_gather", "all_to_all") for stage in plan for r in stage)
+        self.first_bytes = max(payload_bytes(one[:1]) for one in plans)
+        little = not self.ends_at_once and 0 < self.first_bytes < tuning.coalesced_bytes
+        self.coalesces = self.waits and little and all(request.kind == "all_reduce" for request in stages[0])
+        self.opaque = any(r.kind in ("all_gather", "all_to_all") for stage in stages for r in stage)

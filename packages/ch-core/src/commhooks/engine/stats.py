@@ -27,14 +27,21 @@ class Traffic:
     Attributes:
         payload_bytes: bytes of the tensors that reductions give to collectives; exact.
         wire_bytes: bytes that this rank sends, as :class:`~commhooks.engine.collectives.Stage` models them.
+        between_bytes: the part of them that leaves the node; 0 if the nodes are not known.
         trip_bytes: payload times its passes over the network, two for an all-reduce.
         rounds: stages that communicated.
     """
 
     payload_bytes: float = 0.0
     wire_bytes: float = 0.0
+    between_bytes: float = 0.0
     trip_bytes: float = 0.0
     rounds: int = 0
+
+    def sent(self, wire_bytes: float, between_bytes: float) -> None:
+        """Count the modelled bytes of messages that were started."""
+        self.wire_bytes += wire_bytes
+        self.between_bytes += between_bytes
 
     def add(self, payload_bytes: int, trip_bytes: int) -> None:
         """Count one stage, by the bytes of :class:`~commhooks.requests.RequestPlan`."""
@@ -83,6 +90,7 @@ class Counters:
             "compressed_steps": float(self.compressed_steps),
             "payload_bytes": self.traffic.payload_bytes,
             "wire_bytes": self.traffic.wire_bytes,
+            "between_bytes": self.traffic.between_bytes,
             "rounds": float(self.traffic.rounds),
             "hook_seconds": self.hook_seconds,
             "wait_seconds": self.wait_seconds,
@@ -192,7 +200,13 @@ class Sampler:
         Returns:
             The bucket in which the reduction reports its contribution; ``None`` if it need not.
         """
-        if self._sample is None or not reduction.lossy or any(p.kind != "dense" for p in bucket.params):
+        # With two levels a rank rounds sums of its node, so its own gradient does not tell the error.
+        if (
+            self._sample is None
+            or not reduction.lossy
+            or reduction.levels
+            or any(p.kind != "dense" for p in bucket.params)
+        ):
             return None
         try:
             return _take(self._sample, bucket, reduction, state)
@@ -351,7 +365,7 @@ def residual_norms(
         residual = state.newest(name, RESIDUAL)
         norm = torch.linalg.vector_norm(residual.double()).item()
         total = None
-        if name in available:
+        if name in available and residual.numel() == available[name][1].numel:  # not only a part of the parameter
             bucket, param = available[name]
             gradient = _as_residual(bucket, param, reduction, step).double()
             # A zero gradient was zeroed in place by the user, or nothing was sent. Neither tells the share.

@@ -166,6 +166,7 @@ class FunctionReduction(Reduction):
             "memory_order_fields",
             "scaled_fields",
             "packed_fields",
+            "splits",
         ):
             if hasattr(function, attribute):
                 setattr(self, attribute, getattr(function, attribute))

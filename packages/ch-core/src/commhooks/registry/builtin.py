@@ -45,6 +45,20 @@ def commhooks_specs() -> Iterable[HookSpec]:
             when="the hook inside loses a part of the gradient and has no feedback of its own",
             loss="less than the hook inside alone; costs 4 bytes of memory per parameter, or 8 with rollback",
         ),
+        HookSpec(
+            "two_level",
+            "wrapper",
+            "commhooks.compositions.two_level:two_level",
+            "adds gradients inside each node, and runs the hook inside between nodes only",
+            options={
+                "inside": Option("fp32", "numbers inside a node: 'fp32', 'bf16', 'fp16', or a hook such as 'quant8'"),
+                "nodes": Option(None, "ranks per node, or the ranks of each node; None asks torchrun or the hosts"),
+            },
+            example="two_level(quant4)",
+            paper="https://arxiv.org/abs/2306.10209",
+            when="several nodes with several ranks each, and the links between nodes are the bottleneck",
+            loss="that of the hook inside, which rounds sums of a node instead of single gradients",
+        ),
     )
 
 

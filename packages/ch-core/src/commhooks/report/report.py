@@ -8,10 +8,10 @@ from commhooks.adapters.base import Binding
 from commhooks.bucket import BucketLayout
 from commhooks.engine.engine import Engine
 from commhooks.engine.stats import ResidualNorm, combined
-from commhooks.reduction import Reduction, StepContext
+from commhooks.reduction import Reduction
 from commhooks.report.plan import PlanRow, grouped, patterns, plan_rows, reason_of
 from commhooks.report.text import as_html, as_text
-from commhooks.requests import StagePlan
+from commhooks.requests import StagePlan, trip_bytes
 from commhooks.volume import LATER
 
 
@@ -109,7 +109,8 @@ def report(hook: str, binding: Binding, rows: Sequence[PlanRow], reduction: Redu
 def ratio_of(engine: Engine, layouts: Sequence[BucketLayout], step: int | None = None) -> float | None:
     """Return bytes on the network with plain averaging, divided by bytes with the hook; None if nothing is sent."""
     gradient = sum(layout.size * layout.dtype.itemsize for layout in layouts)
-    trips = sum(request.trip_bytes for layout in layouts for stage in _plan(engine, layout, step) for request in stage)
+    each = engine.context().size("node")
+    trips = sum(trip_bytes(_plan(engine, layout, step), each) for layout in layouts)
     return engine.reduction.trips * gradient / trips if trips else None
 
 
@@ -138,7 +139,7 @@ def never_compresses(hook: str, binding: Binding) -> str | None:
 def _plan(engine: Engine, layout: BucketLayout, step: int | None) -> tuple[StagePlan, ...]:
     if step is None:
         return engine.plan(layout)
-    return engine.reduction.plan(layout, StepContext(engine.transport.rank, engine.transport.world_size, step))
+    return engine.reduction.plan(layout, engine.context(step))
 
 
 def _row(
@@ -201,4 +202,4 @@ def _warnings(hook: str, binding: Binding, engine: Engine, stats: Mapping[str, f
         pass  # nothing is ever sent, so no step is a compressed one
     elif engine.reduction.lossy and not stats.get("compressed_steps"):
         found.append(f"none of {stats['steps']:.0f} steps was compressed: the warm-up is not over, or was rolled back")
-    return (*found, *engine.reduction.cautions(binding.layout, engine.transport.world_size))
+    return (*found, *engine.reduction.cautions(binding.layout, engine.compressing_ranks))

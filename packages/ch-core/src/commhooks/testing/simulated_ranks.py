@@ -16,6 +16,7 @@ from commhooks.engine.engine import Engine
 from commhooks.errors import CommHooksError
 from commhooks.handle import CommHook
 from commhooks.simulate import SimulatedGroup, SimulatedTransport, together
+from commhooks.topology import Nodes
 from commhooks.transport.base import Work
 
 Gradients = Mapping[str, torch.Tensor]
@@ -24,13 +25,20 @@ Given = Mapping[str, torch.Tensor | None]
 
 
 class CountingTransport(SimulatedTransport):
-    """A simulated rank that counts the bytes that it sends."""
+    """A simulated rank that counts the bytes that it sends, in all scopes."""
 
-    payload = 0
+    _own = 0
+
+    @property
+    def payload(self) -> int:
+        """Bytes of the full-size tensors of all collectives."""
+        return self._own + sum(
+            t._own for t in self._scoped.values() if isinstance(t, CountingTransport) and t is not self
+        )
 
     def _post(self, kind: str, op: str, *tensors: torch.Tensor) -> Work:
         whole = max(tensors, key=torch.Tensor.numel)
-        self.payload += whole.numel() * whole.element_size()
+        self._own += whole.numel() * whole.element_size()
         return super()._post(kind, op, *tensors)
 
 
@@ -66,6 +74,7 @@ class SimulatedRanks:
         like: tensors with the names, shapes, strides and dtypes of the parameters, in model order.
         buckets: number of buckets; as in DDP the last parameters come first.
         timeout: seconds after which a rank that waits for another raises.
+        nodes: ranks per node, or the ranks of each node; ``None`` for one rank per node.
 
     Example:
         >>> import torch
@@ -85,9 +94,10 @@ class SimulatedRanks:
         *,
         buckets: int = 2,
         timeout: float = 30.0,
+        nodes: Nodes | None = None,
     ) -> None:
         self.world_size, self.buckets, self.like = world_size, buckets, like
-        self.group = SimulatedGroup(world_size)
+        self.group = SimulatedGroup(world_size, nodes)
         self.transports = [CountingTransport(self.group, rank) for rank in range(world_size)]
         self.handles = [make() for _ in range(world_size)]
         self.engines: list[Engine] = []
@@ -95,6 +105,7 @@ class SimulatedRanks:
         for handle, transport in zip(self.handles, self.transports, strict=True):
             assert handle.reduction is not None, f"{handle.expr} is no reduction, and cannot be simulated"
             engine = Engine(handle.reduction, transport, handle.state, timeout=timeout)  # type: ignore[arg-type]
+            engine.open_levels()
             handle.bind(SimulatedBinding(engine, layout))
             self.engines.append(engine)
 

@@ -1,8 +1,11 @@
 """The protocol between an engine and its transport: raw collectives on flat tensors."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
+
+from commhooks.requests import Scope
+from commhooks.topology import Nodes, Topology
 
 
 class Work(Protocol):
@@ -45,3 +48,30 @@ class Transport(Protocol):
 
     def abort(self) -> None:
         """Start nothing more. Pending work may never end."""
+
+
+@runtime_checkable
+class LeveledTransport(Protocol):
+    """A transport that also carries requests among the ranks of a node, and among the peers of a rank.
+
+    Attributes:
+        topology: the nodes; ``None`` until :meth:`open_levels`.
+    """
+
+    topology: Topology | None
+
+    def open_levels(self, nodes: Nodes | None, timeout: float | None) -> None:
+        """Learn the topology and open the sub-groups. All ranks call it at the same place.
+
+        Args:
+            nodes: given by the user; ``None`` to ask the ranks.
+            timeout: seconds to wait for a missing rank.
+
+        Raises:
+            RankMismatchError, HookConfigError, HookNotSupportedError: see :func:`commhooks.topology.learn`.
+        """
+        ...
+
+    def scoped(self, scope: Scope) -> Transport:
+        """Return the transport among the ranks of a scope."""
+        ...

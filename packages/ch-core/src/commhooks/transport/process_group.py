@@ -10,7 +10,10 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.utils.weak import WeakIdKeyDictionary
 
+from commhooks.agreement import StoreExchange
 from commhooks.errors import HookTimeoutError, TransportError
+from commhooks.requests import Scope
+from commhooks.topology import Nodes, Topology, learn
 from commhooks.transport.base import Work
 
 # torch 2.13 renames the flat collectives and warns about the old names at every call.
@@ -60,6 +63,7 @@ class ProcessGroupTransport:
         group: the group; ``None`` is the default group.
         free: see :class:`Transport`. It takes effect if gloo carries the tensors of a CPU. Other backends may lack some
             collectives.
+        where: ranks of the group, for error texts, such as ``"inside the node"``.
 
     Raises:
         TransportError: there is no process group.
@@ -68,7 +72,7 @@ class ProcessGroupTransport:
     elastic = False
     _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, free: bool = False) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, free: bool = False, where: str = "") -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise TransportError(
                 "no process group: call torch.distributed.init_process_group(...) first, "
@@ -78,6 +82,10 @@ class ProcessGroupTransport:
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
         self.free = free and _by_gloo(self.group)
+        self.topology: Topology | None = None
+        self._where = f" {where}" if where else ""
+        self._free = free
+        self._scoped: dict[Scope, ProcessGroupTransport] = {"all": self}
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
         return self._start("all-reduce", dist.all_reduce, tensor, op=self._OPS[op])
@@ -93,10 +101,34 @@ class ProcessGroupTransport:
 
     def abort(self) -> None:
         """Refuse all further collectives over the group. Its owner destroys it."""
-        give_up(self.group)
+        for one in self._scoped.values():
+            give_up(one.group)
+
+    def open_levels(self, nodes: Nodes | None, timeout: float | None) -> None:
+        """Learn the topology and open a group for the ranks of this node, and one for the peers.
+
+        See :meth:`.LeveledTransport.open_levels`. The groups belong to the group of this transport, and are opened once.
+        """
+        assert self.group is not None  # noqa: S101 - set by __init__
+        wait = timeout if timeout is not None else group_timeout(self.group)
+        if self.world_size == 1:
+            self.topology = Topology.given(1 if nodes is None else nodes, 1)
+        else:
+            self.topology = learn(nodes, self.world_size, StoreExchange(self.group, wait))
+        groups = _sub_groups(self.group, self.topology, self.rank)
+        for scope, where in _WHERE.items():
+            group = groups[scope]
+            self._scoped[scope] = (
+                self if group is self.group else ProcessGroupTransport(group, free=self._free, where=where)
+            )
+
+    def scoped(self, scope: Scope) -> "ProcessGroupTransport":
+        """Return the transport among the ranks of a scope. Only ``"all"`` works without :meth:`open_levels`."""
+        return self._scoped[scope]
 
     def _start(self, what: str, collective: Callable[..., dist.Work], *tensors: torch.Tensor, **kwargs: object) -> Work:
         refuse_lost(self.group)
+        what += self._where
         if self.group is not None and self.group.size() != self.world_size:  # a mean would divide by the old number
             raise TransportError(
                 f"the process group had {self.world_size} ranks when the hook was attached and has {self.group.size()} now. "
@@ -107,6 +139,37 @@ class ProcessGroupTransport:
         except RuntimeError as error:
             raise TransportError(f"{what} could not be started: {error}") from error
         return ProcessGroupWork(work, what, *tensors)
+
+
+_WHERE: dict[Scope, str] = {"node": "inside the node", "peers": "between the nodes"}
+_SUB_GROUPS = WeakIdKeyDictionary()  # process group -> {topology: {scope: group}}
+
+
+def _sub_groups(group: dist.ProcessGroup, topology: Topology, rank: int) -> dict[Scope, dist.ProcessGroup]:
+    """Return the groups of this rank's node and peers, opened at the first call. A scope of all ranks is the group itself.
+
+    Every rank opens the node's group first, so that no two ranks wait for each other. A rank without company in a scope
+    gets a group of its own.
+    """
+    kept = _SUB_GROUPS.setdefault(group, {})
+    if topology not in kept:
+        made: dict[Scope, dist.ProcessGroup] = {}
+        ranks = dist.get_process_group_ranks(group)
+        for scope in _WHERE:
+            members = topology.members(rank, scope)
+            if len(members) == topology.world_size:
+                made[scope] = group
+                continue
+            made[scope] = dist.new_group(
+                [ranks[member] for member in members],
+                timeout=timedelta(seconds=group_timeout(group)),
+                backend=dist.get_backend_config(group),
+                use_local_synchronization=True,
+                group_desc=f"commhooks {_WHERE[scope]}",
+            )
+        kept[topology] = made
+    found: dict[Scope, dist.ProcessGroup] = kept[topology]
+    return found
 
 
 def _by_gloo(group: dist.ProcessGroup | None) -> bool:

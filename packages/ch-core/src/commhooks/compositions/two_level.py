@@ -1,0 +1,311 @@
+"""Two levels: sum inside each node, compress between the nodes, gather inside.
+
+Flat exchanges lose their saving on nodes with several ranks, because every rank of a node sends its own message over the node's
+link. Here the node sends one. W = N L ranks on N nodes, and place r of every node owns part r of the bucket
+(:mod:`commhooks.compositions.partition`)::
+
+    1. all-to-all in the node       rank r receives part r of its L ranks, and adds them in fp32
+    2. the inner reduction          averages part r over the N ranks of place r
+    3. all-gather in the node       every rank receives all parts
+
+So each rank compresses 1/L of the gradient, and keeps 1/L of the residual and of Q. Hierarchical exchanges are as old as MPI;
+ZeRO++'s qgZ (arXiv:2306.10209) has this order for quantized gradients.
+
+A reduction with state gets the sum over the node, not the mean. Its residual then has the unit of a rank's own residual:
+``applied + mean of residuals over all ranks = sum of the averages``, as without two levels. A residual of elements that this
+rank does not own, from another partition, another topology or the flat hook, goes into this rank's gradient at the next step.
+The node's sum carries it to the owner, so nothing is lost.
+"""
+
+from collections.abc import Hashable, Mapping
+from typing import Any, Literal
+
+import torch
+
+from commhooks.bucket import Bucket, BucketLayout, ParamLayout
+from commhooks.compositions.base import Composite, composed
+from commhooks.compositions.partition import Partition, partition
+from commhooks.errors import HookConfigError
+from commhooks.reduction import Pieces, Reduction, Stages, StepContext
+from commhooks.registry.build import build
+from commhooks.requests import AllGather, AllToAll, Scope, Wire, as_tuple
+from commhooks.shards import ShardLayout, Shards
+from commhooks.topology import Nodes, Topology
+
+_WIRES = {"fp32": None, "bf16": Wire(torch.bfloat16), "fp16": Wire(torch.float16)}
+
+
+class TwoLevel(Composite):
+    """Runs ``inner`` between nodes, on sums that the ranks of a node have made.
+
+    Args:
+        inner: the reduction between nodes.
+        inside: numbers inside a node: ``"fp32"`` sends gradients as they are and adds them in fp32, ``"bf16"`` and ``"fp16"``
+            send 16 bits and add them in fp32; or a reduction without state that scatters and gathers, such as quant8.
+        nodes: ranks per node, or the ranks of each node. ``None`` asks torchrun's variables, or the host names.
+
+    Raises:
+        HookConfigError: a level inside a level, or an ``inside`` that has state or cannot scatter and gather.
+    """
+
+    name = "two_level"
+    levels = True
+    collectives = frozenset({"all_to_all", "all_gather"})
+
+    def __init__(
+        self, inner: Reduction, inside: Literal["fp32", "bf16", "fp16"] | Reduction = "fp32", nodes: Nodes | None = None
+    ) -> None:
+        super().__init__(inner)
+        if inner.levels:
+            raise HookConfigError(
+                f"two_level({inner.name}): the hook inside has two levels already. Give the inner hook alone"
+            )
+        self.inside = inside if isinstance(inside, Reduction) else None
+        if self.inside is not None:
+            _check_inside(self.inside)
+        elif inside not in _WIRES:
+            raise HookConfigError(f"inside={inside!r}: expected one of {sorted(_WIRES)}, or a hook such as quant8")
+        self.wire = None if self.inside is not None else _WIRES[str(inside)]
+        self._inside = inside
+        self.nodes = nodes if nodes is None or isinstance(nodes, int) else tuple(tuple(node) for node in nodes)
+        self.reports_sent = False  # a rank's contribution vanishes in the sum of its node
+        self.lossy = self.lossy or self.wire is not None or (self.inside is not None and self.inside.lossy)
+        self.granularity = "bucket" if self.lossy or inner.fields else "tensor"  # the partition follows from the bucket
+        self.fields = {field: "local" if kind == "local" else "owned" for field, kind in inner.fields.items()}
+        self.splits = inner.splits
+        self.piece_bytes = inner.piece_bytes
+        powers = inner.scaled_fields
+        self._owed = frozenset(f for f, kind in inner.fields.items() if kind == "local" and powers.get(f) == 1)
+        self._divided = frozenset(f for f, kind in inner.fields.items() if kind == "local")
+        self._partitions: dict[tuple[BucketLayout, int, str], Partition] = {}
+        self._pieces: dict[Hashable, Pieces] = {}
+        self._depths: dict[Hashable, int] = {}
+
+    def encodes_itself(self, param: ParamLayout, step: int) -> bool:
+        return True
+
+    def start(self, bucket: Bucket, ctx: StepContext) -> Stages:
+        return self.run_with_plain(bucket, ctx, {p.name for p in bucket.params if p.kind != "dense"})  # sparse, complex
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
+        topology = ctx.topology
+        ranks, place = (topology.ranks_per_node, topology.place(ctx.rank)) if topology is not None else (1, 0)
+        splits = self.inner.splits
+        parts = self._partition(bucket.layout, ranks, splits)
+        pieces = self._owned(bucket.layout, parts, ranks, place, ctx.step)
+        waiting = self._take_foreign(bucket, ctx, pieces)
+        if ranks == 1:
+            yield from self._between(bucket, ctx, pieces, bucket.unused, "all")
+        else:
+            yield from self._levels(bucket, ctx, topology, parts, place, pieces)
+        for name, field in waiting:
+            ctx.keep_foreign(name, field, pieces)
+
+    def _levels(
+        self, bucket: Bucket, ctx: StepContext, topology: Topology | None, parts: Partition, place: int, pieces: Pieces
+    ) -> Stages:
+        assert topology is not None  # noqa: S101 - several ranks in a node
+        ranks, several = topology.ranks_per_node, topology.size("peers") > 1
+        n, device, layout = parts.numel, bucket.device, parts.layouts[place]
+        packed = parts.pack(bucket, ctx.scratch("parts", (ranks * n,), bucket.dtype, device))
+        mine = ctx.scratch("mine", (n,), layout.dtype, device)
+        sums = several and bool(self.inner.fields)
+        yield from self._reduce_inside(packed, mine, ctx, 1.0 if sums else 1.0 / ranks)
+        if several:
+            depth = self._depth(bucket.layout, parts, topology, ctx.step)
+            if layout.params:
+                owned = Bucket(BucketLayout(layout.params, n, layout.dtype, device), mine, bucket.index, bucket.is_last)
+                between = self._between(owned, ctx, pieces, self._silent(owned, bucket, ctx), "peers")
+                yield from _padded(between, depth)
+            else:
+                for _ in range(depth):
+                    yield ()
+        if sums:
+            mine.mul_(1.0 / ranks)
+        yield from self._gather_inside(mine, packed, ctx)
+        parts.unpack(packed, bucket)
+
+    # -- between nodes
+
+    def _between(self, owned: Bucket, ctx: StepContext, pieces: Pieces, absent: frozenset[str], scope: Scope) -> Stages:
+        participating = ctx.participating or scope == "peers"  # a rank that has run out of data still owns a part
+        inner = ctx.among("between", scope, pieces, absent, self.inner.shared_fields, participating=participating)
+        yield from _scoped(self.inner.start(owned, inner), scope)
+
+    def _silent(self, owned: Bucket, bucket: Bucket, ctx: StepContext) -> frozenset[str]:
+        """Return the owned parameters that no rank of the node has a gradient for.
+
+        DDP drops the average of a parameter that no rank has used, so its residual must stay here.
+        """
+        if owned.storage.is_meta:
+            return frozenset()
+        doubtful = [p for p in owned.params if not ctx.sends(p.name)]
+        return frozenset(p.name for p in doubtful if not bool(owned.matrix(p).any()))
+
+    def _depth(self, layout: BucketLayout, parts: Partition, topology: Topology, step: int) -> int:
+        """Return the largest number of stages of the inner reduction on any part.
+
+        All ranks of a node gather at the same stage, so that their collectives have one order.
+        """
+        nodes = topology.size("peers")
+        key = (layout, topology.ranks_per_node, nodes, self.inner.phase(step))
+        if key not in self._depths:
+            ctx = StepContext(0, nodes, step)
+            self._depths[key] = max(len(self.inner.plan(part, ctx)) if part.params else 0 for part in parts.layouts)
+        return self._depths[key]
+
+    # -- inside a node
+
+    def _reduce_inside(self, packed: torch.Tensor, mine: torch.Tensor, ctx: StepContext, factor: float) -> Stages:
+        """Leave ``factor`` times the sum of this rank's part over the node in ``mine``."""
+        ranks = packed.numel() // mine.numel()
+        if self.inside is not None:
+            output = self._in_dtype(mine, packed.dtype, ctx)
+            yield from _scoped(self.inside.start_scatter(_shards(packed, output), self._node(ctx)), "node")
+            mine.copy_(output).mul_(factor * ranks)
+            return
+        received = ctx.scratch("received inside", packed.shape, packed.dtype, packed.device)
+        yield AllToAll(packed, received, wire=self._wire(packed.dtype), scope="node")
+        torch.sum(received.view(ranks, -1), 0, dtype=mine.dtype, out=mine)
+        if factor != 1.0:
+            mine.mul_(factor)
+
+    def _gather_inside(self, mine: torch.Tensor, packed: torch.Tensor, ctx: StepContext) -> Stages:
+        """Leave every part of the node in ``packed``."""
+        output = self._in_dtype(mine, packed.dtype, ctx)
+        if output is not mine:
+            output.copy_(mine)
+        if self.inside is not None:
+            yield from _scoped(self.inside.run_gather(_shards(packed, output), self._node(ctx)), "node")
+            return
+        yield AllGather(output, packed, wire=self._wire(packed.dtype), scope="node")
+
+    def _wire(self, dtype: torch.dtype) -> Wire | None:
+        return self.wire if self.wire is not None and self.wire.narrows(dtype) else None
+
+    def _in_dtype(self, mine: torch.Tensor, dtype: torch.dtype, ctx: StepContext) -> torch.Tensor:
+        return mine if mine.dtype == dtype else ctx.scratch("mine, rounded", mine.shape, dtype, mine.device)
+
+    def _node(self, ctx: StepContext) -> StepContext:
+        return ctx.among("inside", "node", Pieces({}, {}, lambda p: {}, ()))
+
+    # -- ownership
+
+    def _partition(self, layout: BucketLayout, ranks: int, splits: str) -> Partition:
+        key = (layout, ranks, splits)
+        if key not in self._partitions:
+            self._partitions[key] = partition(layout, ranks, splits)
+        return self._partitions[key]
+
+    def _owned(self, layout: BucketLayout, parts: Partition, ranks: int, place: int, step: int) -> Pieces:
+        key = (layout, ranks, place, self.inner.phase(step))
+        if key not in self._pieces:
+            whole = {p.name: p for p in layout.params}
+            owned = {piece.param.name: (piece.start, piece.stop) for piece in parts.owned[place]}
+            self._pieces[key] = Pieces(whole, owned, lambda p: self.inner.packing(p, step), self._divided)
+        return self._pieces[key]
+
+    def _take_foreign(self, bucket: Bucket, ctx: StepContext, pieces: Pieces) -> list[tuple[str, str]]:
+        """Add residuals of elements that this rank does not own to its gradient.
+
+        Returns:
+            Residuals of parameters that this rank has no gradient for. They wait for a step that has one.
+        """
+        waiting = []
+        for p in bucket.params:
+            for field in self._owed:
+                if not ctx.sends(p.name):
+                    if ctx.is_foreign(p.name, field, pieces):
+                        waiting.append((p.name, field))
+                    continue
+                found = ctx.take_foreign(p.name, field, pieces)
+                if found is not None and found.numel() == p.numel:
+                    bucket.view(p).add_(found.view(p.shape))
+        return waiting
+
+    # -- description
+
+    def config(self) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        if self._inside != "fp32":
+            made["inside"] = self._inside if self.inside is None else repr(self.inside)
+        if self.nodes is not None:
+            made["nodes"] = self.nodes if isinstance(self.nodes, int) else [list(node) for node in self.nodes]
+        return made
+
+
+def _check_inside(inside: Reduction) -> None:
+    if inside.fields:
+        raise HookConfigError(
+            f"inside={inside!r} keeps state ({', '.join(sorted(inside.fields))}), and the residual belongs to the hook between "
+            "the nodes. Give a hook without feedback, such as quant8, or 'bf16' or 'fp32'"
+        )
+    if not (inside.scatters and inside.gathers):
+        raise HookConfigError(
+            f"inside={inside!r} cannot leave each rank a part and gather the parts, because it has no "
+            f"{'run_scatter' if not inside.scatters else 'run_gather'}(). Give quant8, 'bf16' or 'fp32'"
+        )
+
+
+def _shards(packed: torch.Tensor, output: torch.Tensor) -> Shards:
+    """Return the parts of a node as shards of one matrix with a row for each rank."""
+    n = output.numel()
+    part = BucketLayout.of_shapes({"part": (1, n)}, packed.dtype, packed.device)
+    return Shards(ShardLayout(part, {"part": (packed.numel() // n, n)}), packed, output)
+
+
+def _scoped(stages: Stages, scope: Scope) -> Stages:
+    """Give all requests of some stages a scope."""
+    try:
+        for requests in stages:
+            asked = as_tuple(requests)
+            for request in asked:
+                request.scope = scope
+            yield asked
+    finally:
+        stages.close()
+
+
+def _padded(stages: Stages, depth: int) -> Stages:
+    """Yield empty stages after the last one until there are ``depth``."""
+    count = 0
+    try:
+        for requests in stages:
+            yield requests
+            count += 1
+    finally:
+        stages.close()
+    for _ in range(count, depth):
+        yield ()
+
+
+def two_level(hook: Any, *, inside: Any = "fp32", nodes: Nodes | None = None) -> Any:
+    """Run a hook between nodes, on sums that the ranks of each node have made.
+
+    Args:
+        hook: the hook between nodes: a reduction, or a hook that carries one.
+        inside: ``"fp32"``, ``"bf16"``, ``"fp16"``, or a hook without state that scatters and gathers: an expression such as
+            ``"quant8"``, or a reduction.
+        nodes: number of ranks per node, or the ranks of each node. By default torchrun's variables tell it, or else the host
+            names of the ranks.
+
+    Returns:
+        A reduction, or a hook if one was given.
+
+    Raises:
+        HookConfigError: a foreign hook, a hook with two levels, or an ``inside`` that has state.
+
+    Example:
+        >>> from commhooks.bucket import BucketLayout
+        >>> from commhooks.compositions.wire_cast import WireCast
+        >>> from commhooks.reduction import Plain
+        >>> from commhooks.topology import Topology
+        >>> made = two_level(WireCast(Plain(), "bf16"))
+        >>> ctx = StepContext(0, 8, topology=Topology.even(8, 4))
+        >>> [(r.scope, r.kind, r.payload_bytes) for [r] in made.plan(BucketLayout.of_shapes({"w": (64, 64)}), ctx)]
+        [('node', 'all_to_all', 16384), ('peers', 'all_reduce', 2048), ('node', 'all_gather', 16384)]
+    """
+    if isinstance(inside, Mapping) or (isinstance(inside, str) and inside not in _WIRES):
+        inside = build(inside).value
+    inside = getattr(inside, "reduction", inside) if not isinstance(inside, str | Reduction) else inside
+    return composed("two_level", [hook], lambda parts: TwoLevel(parts[0], inside, nodes))

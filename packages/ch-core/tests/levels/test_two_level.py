@@ -1,0 +1,325 @@
+"""Two levels over simulated ranks: equal bits, conservation, ownership of state, failures and other topologies."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import commhooks
+from commhooks.bucket import Bucket, BucketLayout
+from commhooks.checkpoint import merge
+from commhooks.errors import HookConfigError, HookNotSupportedError, RemoteHookError
+from commhooks.reduction import Plain, Reduction, Stages, StepContext
+from commhooks.simulate import SimulatedGroup, SimulatedRank, simulate
+from commhooks.testing.conservation import mean_residuals, unaccounted
+from commhooks.testing.simulated_ranks import SimulatedRanks, Step
+from commhooks.topology import Topology
+
+LIKE = {
+    "up.weight": torch.zeros(40, 30),
+    "up.bias": torch.zeros(30),
+    "turned": torch.zeros(24, 50).t(),
+    "down.weight": torch.zeros(64, 64),
+    "scale": torch.zeros(()),
+    "norm": torch.zeros(7),
+}
+FED = ["powersgd(rank=2)", "quant4(error_feedback=True)", "error_feedback(topk(density=0.1, feedback=False))", "sign"]
+HOOKS = [
+    *FED,
+    "allreduce",
+    "bf16_compress",
+    "quant8",
+    "topk(density=0.1)",
+    "batched_powersgd",
+    "bf16_wrapper(powersgd)",
+]
+
+
+def ranks(expr: str, nodes: int, each: int, **options: Any) -> SimulatedRanks:
+    return SimulatedRanks(lambda: commhooks.create(expr), nodes * each, LIKE, nodes=each, **options)
+
+
+def gradients(world: int, seed: int = 0, like: dict[str, torch.Tensor] = LIKE) -> list[dict[str, torch.Tensor]]:
+    made = torch.Generator().manual_seed(seed)
+    return [{n: torch.empty_like(t).normal_(generator=made) for n, t in like.items()} for _ in range(world)]
+
+
+def equal(step: Step) -> bool:
+    first = step.gradients[0]
+    return all(torch.equal(first[n], other[n]) for other in step.gradients for n in first)
+
+
+def means(given: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {n: torch.stack([one[n].double() for one in given]).mean(0) for n in LIKE}
+
+
+def residuals(some: SimulatedRanks) -> list[dict[str, torch.Tensor]]:
+    some.settle()
+    entries = [handle.hook_state.entries() for handle in some.handles if handle.hook_state is not None]
+    return [{name: t for name, field, t in one if field == "residual"} for one in entries]
+
+
+class Law:
+    """Sums gradients and averages of simulated ranks, which may be replaced by others that load their state."""
+
+    def __init__(self) -> None:
+        self.wanted = {n: torch.zeros(t.shape, dtype=torch.float64) for n, t in LIKE.items()}
+        self.applied = {n: torch.zeros(t.shape, dtype=torch.float64) for n, t in LIKE.items()}
+
+    def steps(self, some: SimulatedRanks, count: int, seed: int) -> None:
+        for i in range(count):
+            given = gradients(some.world_size, seed + i)
+            step = some.step(given)
+            assert step.errors == [None] * some.world_size
+            assert equal(step)
+            for n, mean in means(given).items():
+                self.wanted[n] += mean
+                self.applied[n] += step.gradients[0][n]
+
+    def gap(self, some: SimulatedRanks) -> float:
+        owed = mean_residuals(residuals(some), LIKE)
+        return max(unaccounted(self.wanted, self.applied, owed).values())
+
+
+@pytest.mark.parametrize(("nodes", "each"), [(2, 2), (3, 2), (2, 4), (1, 3), (3, 1)])
+@pytest.mark.parametrize("expr", HOOKS)
+def test_equal_bits_on_all_ranks(expr: str, nodes: int, each: int) -> None:
+    law = Law()
+    law.steps(ranks(f"two_level({expr})", nodes, each), 3, 1)
+
+
+@pytest.mark.parametrize(("nodes", "each"), [(2, 2), (3, 2)])
+@pytest.mark.parametrize("expr", FED)
+def test_nothing_is_lost(expr: str, nodes: int, each: int) -> None:
+    some, law = ranks(f"two_level({expr})", nodes, each), Law()
+    law.steps(some, 5, 3)
+    assert law.gap(some) < 1e-4
+
+
+@pytest.mark.parametrize("inside", ["fp32", "bf16", "quant8"])
+def test_inside_a_node(inside: str) -> None:
+    some = ranks(f"two_level(allreduce, inside='{inside}')", 2, 2)
+    given = gradients(4)
+    step = some.step(given)
+    assert equal(step)
+    error = max((step.gradients[0][n] - mean).norm() / mean.norm() for n, mean in means(given).items())
+    assert error < {"fp32": 1e-6, "bf16": 1e-2, "quant8": 3e-2}[inside]
+
+
+@pytest.mark.parametrize("expr", FED)
+def test_each_rank_keeps_its_part_of_the_residual(expr: str) -> None:
+    def kept(some: SimulatedRanks) -> int:
+        some.step(gradients(8))
+        some.settle()
+        states = [handle.hook_state for handle in some.handles]
+        return max(
+            sum(state.newest(n, f).numel() for n, f in state.held() if f == "residual") for state in states if state
+        )
+
+    assert kept(ranks(f"two_level({expr})", 2, 4)) < 0.45 * kept(ranks(expr, 2, 4))
+
+
+CHANGES = [(2, 2, 4, 1), (4, 1, 2, 2), (2, 2, 1, 4), (2, 4, 2, 2), (2, 2, 3, 2), (3, 2, 2, 4)]
+
+
+@pytest.mark.parametrize("expr", ["powersgd(rank=2)", "quant4(error_feedback=True)"])
+@pytest.mark.parametrize(("nodes", "each", "later", "later_each"), CHANGES)
+def test_another_topology_conserves_the_residual(expr: str, nodes: int, each: int, later: int, later_each: int) -> None:
+    law = Law()
+    before, after = ranks(f"two_level({expr})", nodes, each), ranks(f"two_level({expr})", later, later_each)
+    law.steps(before, 3, 5)
+    before.settle()
+    after.load(before.save())
+    assert law.gap(after) < 1e-4
+    law.steps(after, 3, 8)
+    assert law.gap(after) < 2e-4
+
+
+@pytest.mark.parametrize("expr", ["powersgd(rank=2)", "quant4(error_feedback=True)"])
+@pytest.mark.parametrize("first", [True, False])
+def test_the_flat_hook_loads_the_state_and_back(expr: str, first: bool) -> None:
+    law, forms = Law(), [f"two_level({expr})", expr]
+    one, other = (ranks(form, 2, 2) for form in (forms if first else forms[::-1]))
+    law.steps(one, 3, 5)
+    one.settle()
+    other.load(one.save())
+    law.steps(other, 3, 8)
+    assert law.gap(other) < 2e-4
+    merged = ranks(forms[0], 2, 3)
+    other.settle()
+    merged.load(other.save())
+    law.steps(merged, 2, 20)
+    assert law.gap(merged) < 3e-4
+
+
+def test_merge_shares_what_one_place_owned() -> None:
+    some = ranks("two_level(powersgd(rank=2))", 2, 2)
+    some.step(gradients(4))
+    some.settle()
+    saved = some.save()
+    assert saved[0]["fields"] == {"residual": "local", "q": "owned"}
+    assert saved[0]["nodes"] == [[0, 1], [2, 3]]
+    merged = merge(saved)
+    assert merged["fields"]["q"] == "shared"
+    assert "nodes" not in merged
+
+
+def test_a_parameter_that_nobody_uses_keeps_its_residual() -> None:
+    some, law = ranks("two_level(quant4(error_feedback=True))", 2, 2), Law()
+    law.steps(some, 2, 1)
+    before = mean_residuals(residuals(some), LIKE)["down.weight"][0]
+    given = gradients(4, 9)
+    step = some.step([one | {"down.weight": None} for one in given])
+    assert step.errors == [None] * 4
+    after = mean_residuals(residuals(some), LIKE)["down.weight"][0]
+    assert torch.equal(before, after)
+
+
+def test_a_parameter_that_some_ranks_use() -> None:
+    some, law = ranks("two_level(powersgd(rank=2))", 2, 2), Law()
+    law.steps(some, 2, 1)
+    given = gradients(4, 9)
+    used = [one if rank == 1 else one | {"down.weight": None} for rank, one in enumerate(given)]
+    step = some.step(used)
+    assert equal(step)
+    zeros = [{n: torch.zeros(LIKE[n].shape) if g is None else g for n, g in one.items()} for one in used]
+    for n, mean in means(zeros).items():
+        law.wanted[n] += mean
+        law.applied[n] += step.gradients[0][n]
+    assert law.gap(some) < 1e-4
+
+
+def test_ranks_that_have_run_out_of_data() -> None:
+    some, law = ranks("two_level(quant4(error_feedback=True))", 2, 2), Law()
+    law.steps(some, 2, 1)
+    given = gradients(4, 9)
+    step = some.step(given, joined=(0, 3))
+    assert step.errors == [None] * 4
+    assert equal(step)
+
+
+class Breaks(Reduction):
+    """Raises on one rank, at one of its stages."""
+
+    name, lossy = "breaks", True
+
+    def __init__(self, rank: int, stage: int) -> None:
+        self.where = (rank, stage)
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
+        for stage in range(3):
+            if not bucket.storage.is_meta and (ctx.rank, stage) == self.where:
+                raise ZeroDivisionError("between the levels")
+            if stage < 2:
+                yield commhooks.AllReduce(bucket.storage)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_error_between_the_levels_reaches_all_ranks(stage: int) -> None:
+    from commhooks.compositions.two_level import TwoLevel
+
+    def body(rank: SimulatedRank) -> list[str]:
+        culprit = rank.rank == 1
+        engine = rank.engine(TwoLevel(Breaks(0 if culprit else 7, stage)))
+        found = []
+        for _ in range(2):
+            for index in range(2):
+                engine.submit(Bucket.from_tensors({f"w{index}": torch.ones(8, 8)}, index=index, is_last=index == 1))
+            error = engine.finish()
+            found.append(type(error).__name__)
+            assert isinstance(error, ZeroDivisionError if culprit else RemoteHookError)
+        return found
+
+    assert len(simulate(body=body, nodes=2, ranks_per_node=2)) == 4
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 3, 4])
+def test_a_rank_that_ends_at_any_collective_is_noticed(step: int) -> None:
+    """One rank leaves the step after some collectives. Nobody waits for ever."""
+
+    def body(rank: SimulatedRank) -> None:
+        engine = rank.engine(commhooks.create("two_level(quant4)").reduction)  # type: ignore[arg-type]
+        engine.sender.timeout = 2.0
+        if rank.rank == 3 and step == 0:
+            raise KeyError("gone")
+        engine.submit(Bucket.from_tensors({"w": torch.ones(64, 64)}, is_last=False))
+        for _ in range(step if rank.rank == 3 else 5):
+            engine.advance()
+        if rank.rank == 3:
+            raise KeyError("gone")
+        engine.finish()
+
+    with pytest.raises((KeyError, commhooks.CommHooksError)):
+        simulate(body=body, nodes=2, ranks_per_node=2)
+
+
+def test_bytes_that_leave_a_node() -> None:
+    def out(expr: str) -> float:
+        like = {"w": torch.zeros(512, 512)}
+        some = SimulatedRanks(lambda: commhooks.create(expr), 8, like, nodes=4)
+        some.step(gradients(8, like=like))
+        return sum(engine.counters.traffic.between_bytes for engine in some.engines[:4])
+
+    assert out("two_level(quant4)") < 0.36 * out("quant4")
+
+
+def test_all_places_plan_the_same_number_of_stages() -> None:
+    made = commhooks.create("two_level(powersgd(rank=1))").reduction
+    assert made is not None
+    layout = BucketLayout.of_shapes({"w": (64, 64), "b": (4096,)})  # one rank owns a matrix, the other a vector
+    topology = Topology.even(4, 2)
+    plans = [made.plan(layout, StepContext(rank, 4, topology=topology)) for rank in range(4)]
+    assert {len(plan) for plan in plans} == {4}
+    assert plans[0] == plans[2] != plans[1] == plans[3]
+    scopes = [[r.scope for r in stage] for stage in plans[0]]
+    assert (scopes[0], scopes[-1]) == (["node"], ["node"])
+
+
+def refusals() -> Iterator[tuple[str, str]]:
+    yield "two_level(two_level(quant4))", "two levels already"
+    yield "two_level(quant4, inside='sign')", "keeps state"
+    yield "two_level(quant4, inside='topk')", "keeps state"
+    yield "two_level(quant4, inside='quantize_per_tensor')", "cannot leave each rank a part"
+    yield "error_feedback(two_level(bf16_compress))", "does not report"
+
+
+@pytest.mark.parametrize(("expr", "why"), list(refusals()))
+def test_refused_by_name(expr: str, why: str) -> None:
+    with pytest.raises(HookConfigError, match=why):
+        commhooks.create(expr)
+
+
+def test_the_user_gives_the_nodes() -> None:
+    some = SimulatedRanks(lambda: commhooks.create("two_level(quant4, nodes=2)"), 4, LIKE)
+    assert equal(some.step(gradients(4)))
+    assert some.engines[0].sender.topology == Topology.even(4, 2)
+    lists = SimulatedRanks(lambda: commhooks.create("two_level(quant4, nodes=[[0, 2], [1, 3]])"), 4, LIKE)
+    assert equal(lists.step(gradients(4)))
+    with pytest.raises(HookConfigError, match="cannot be cut into nodes of 3"):
+        SimulatedGroup(4, 3)
+    with pytest.raises(HookNotSupportedError, match=r"node 0: 4, node 1: 2.*nodes=\[\[0, 1\], \[2, 3\], \[4, 5\]\]"):
+        Topology.given([[0, 1, 2, 3], [4, 5]], 6)
+
+
+def test_a_transport_without_nodes_is_refused() -> None:
+    class Bare:
+        rank, world_size, free, elastic = 0, 1, False, True
+
+    from commhooks.engine.engine import Engine
+
+    engine = Engine(commhooks.create("two_level(quant4)").reduction, Bare())  # type: ignore[arg-type]
+    with pytest.raises(HookNotSupportedError, match="members join and leave"):
+        engine.open_levels()
+
+
+def test_one_rank_per_node_is_the_flat_hook() -> None:
+    given = gradients(3)
+    flat, two = (ranks(expr, 3, 1).step(given).gradients[0] for expr in ("quant4", "two_level(quant4)"))
+    assert all(torch.equal(flat[n], two[n]) for n in LIKE)
+    one = ranks("two_level(quant4)", 1, 3).step(given).gradients[0]
+    assert all(torch.allclose(one[n].double(), mean, atol=1e-6) for n, mean in means(given).items())
+
+
+def test_the_plain_hook_needs_no_levels() -> None:
+    assert not Plain().levels

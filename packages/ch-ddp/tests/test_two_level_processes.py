@@ -1,0 +1,178 @@
+"""Two levels over gloo processes, with DDP, a Reducer and a bare hook: equal bits, failures, and a lost rank."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from commhooks.errors import CommHooksError, RankMismatchError, RemoteHookError
+from commhooks.testing import spawn
+
+pytestmark = pytest.mark.full
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64), torch.nn.Linear(64, 8)
+    )
+
+
+def ddp(**options: object) -> DistributedDataParallel:
+    return DistributedDataParallel(net(), bucket_cap_mb=0.02, **options)  # type: ignore[arg-type]
+
+
+def backward(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
+    torch.manual_seed(100 * step + rank)
+    model.zero_grad()
+    model(torch.randn(16, 64)).square().mean().backward()
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+
+
+def same(gradient: torch.Tensor) -> bool:
+    rows = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, gradient)
+    return all(torch.equal(rows[0], row) for row in rows)
+
+
+def trains(rank: int, world: int, expr: str) -> tuple[bool, float, dict[str, float]]:
+    model = ddp()
+    handle = commhooks.attach(model, expr)
+    equal, applied, wanted = True, torch.zeros(()), torch.zeros(())
+    for step in range(4):
+        exact = backward(net(), rank, step)
+        dist.all_reduce(exact)
+        found = backward(model, rank, step)
+        equal = equal and same(found)
+        applied, wanted = applied + found, wanted + exact / world
+    return equal, float((applied - wanted).norm() / wanted.norm()), handle.stats()
+
+
+@pytest.mark.parametrize("expr", ["quant4", "powersgd(rank=4)", "bf16_compress", "topk(density=0.2)", "allreduce"])
+def test_ddp(expr: str) -> None:
+    flat = spawn(trains, 4, expr)
+    two = spawn(trains, 4, f"two_level({expr}, nodes=2)")
+    for equal, error, stats in two:
+        assert equal
+        assert error < 1.2 * flat[0][1] + 1e-5
+        assert stats["between_bytes"] < stats["wire_bytes"]
+        assert stats["compressed_steps"] == 4
+
+
+def torchrun_tells(rank: int, world: int) -> bool:
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": str(rank // 2)}
+    model = ddp()
+    handle = commhooks.attach(model, "two_level(quant4)")
+    found = same(backward(model, rank, 0))
+    assert handle.stats()["between_bytes"] > 0
+    assert "two_level" in str(handle.report())
+    handle.detach()
+    again = commhooks.attach(model, "two_level(powersgd(rank=2))")
+    found = found and same(backward(model, rank, 1))
+    saved = again.state_dict()
+    again.load_state_dict(saved)
+    return found and same(backward(model, rank, 2))
+
+
+def test_torchrun_tells_the_nodes() -> None:
+    assert spawn(torchrun_tells, 4) == [True] * 4
+
+
+def disagree(rank: int, world: int) -> str:
+    try:
+        commhooks.attach(ddp(), f"two_level(quant4, nodes={2 if rank else 4})")
+    except RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_disagree_raise_at_attach() -> None:
+    assert all("disagree on their nodes" in text for text in spawn(disagree, 4))
+
+
+def reducer(rank: int, world: int) -> bool:
+    weight = torch.full((64, 64), float(rank))
+    made = commhooks.Reducer("two_level(quant8, nodes=2)", {"w": weight})
+    weight = made.average({"w": weight})["w"].clone()
+    return same(weight) and bool((weight - 1.5).abs().max() < 0.05)
+
+
+def test_reducer() -> None:
+    assert spawn(reducer, 4) == [True] * 4
+
+
+def subset(rank: int, world: int) -> bool:
+    groups = [dist.new_group([0, 1, 4, 5]), dist.new_group([2, 3])]
+    if rank in (2, 3):
+        return True
+    group = groups[0]
+    model = DistributedDataParallel(net(), process_group=group, bucket_cap_mb=0.02)
+    handle = commhooks.attach(model, "two_level(quant4, nodes=2)")
+    gradient = backward(model, rank, 0)
+    rows = [torch.empty_like(gradient) for _ in range(4)]
+    dist.all_gather(rows, gradient, group=group)
+    return handle.attached and all(torch.equal(rows[0], row) for row in rows)
+
+
+def test_a_group_of_some_ranks() -> None:
+    assert spawn(subset, 6) == [True] * 6
+
+
+def hook_fails(rank: int, world: int) -> str:
+    from commhooks import AllReduce, Bucket, Reduction, StepContext
+    from commhooks.compositions.two_level import TwoLevel
+
+    class Breaks(Reduction):
+        name, lossy = "breaks", True
+
+        def run(self, bucket: Bucket, ctx: StepContext) -> commhooks.Stages:
+            yield AllReduce(bucket.buffer)
+            if rank == 2 and not bucket.storage.is_meta:
+                raise ZeroDivisionError("between the levels")
+
+    model = ddp()
+    commhooks.attach(model, TwoLevel(Breaks(), nodes=2))
+    try:
+        backward(model, rank, 0)
+    except (ZeroDivisionError, RemoteHookError) as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def test_an_error_between_the_levels_reaches_every_node() -> None:
+    assert spawn(hook_fails, 4) == ["RemoteHookError", "RemoteHookError", "ZeroDivisionError", "RemoteHookError"]
+
+
+def dies(rank: int, world: int, level: str) -> tuple[str, float]:
+    model = ddp()
+    handle = commhooks.attach(model, "two_level(quant4, nodes=2)", timeout=8.0)
+    backward(model, rank, 0)
+    assert handle.binding is not None
+    assert handle.binding.engine is not None
+    if rank == 3:
+        transport = handle.binding.engine.transport.scoped(level)  # type: ignore[attr-defined]
+
+        def die(*args: object) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        transport.all_to_all = die
+    begun = time.monotonic()
+    try:
+        backward(model, rank, 1)
+    except CommHooksError as error:
+        dist.destroy_process_group()
+        return type(error).__name__, time.monotonic() - begun
+    return "nothing", 0.0
+
+
+@pytest.mark.parametrize("level", ["node", "peers"])
+def test_a_rank_killed_at_a_level_ends_every_rank_in_time(level: str) -> None:
+    found = spawn(dies, 4, level, expect_exit={3: -signal.SIGKILL})
+    for kind, seconds in found[:3]:
+        assert kind in ("TransportError", "HookTimeoutError")
+        assert seconds < 12.0
