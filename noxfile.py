@@ -118,7 +118,7 @@ def pytest(session: nox.Session, *arguments: str, names: Iterable[str] = ()) -> 
 
 
 def whole_suite(session: nox.Session, marks: str, tools: Iterable[str] = ()) -> None:
-    """Run tests of all packages in one environment, two at a time."""
+    """Run tests of all packages in one environment, four at a time: most tests wait for processes of their own."""
     common = [*TEST_TOOLS, *FT_TOOLS, "lightning>=2.4", "matplotlib>=3.8", "pytest-xdist>=3.8"]
     install(session, *PROJECTS, tools=[*common, *tools])
     # A module or class runs in one process (loadscope). A test that hangs ends its process, after which xdist would wait
@@ -126,7 +126,7 @@ def whole_suite(session: nox.Session, marks: str, tools: Iterable[str] = ()) -> 
     # would run last, while the other process waits.
     xdist = [
         "-n",
-        "2",
+        "4",
         "--dist",
         "loadscope",
         "--no-loadscope-reorder",
