@@ -13,7 +13,7 @@ html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 extensions = ["myst_parser", "autoapi.extension", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build", "examples"]
+exclude_patterns = ["_build", "examples", "_navigation.md"]
 myst_heading_anchors = 3
 
 PUBLIC = (
@@ -79,7 +79,7 @@ autoapi_dirs = sorted(readable_sources())
 autoapi_root = "reference"
 autoapi_options = ["members", "imported-members", "show-inheritance", "show-module-summary"]
 autoapi_keep_files = False
-autoapi_add_toctree_entry = False  # index.md places it
+autoapi_add_toctree_entry = False  # _navigation.md places it
 # autoapi reads public names twice, because packages import them lazily, and warns of it.
 suppress_warnings = ["autoapi.python_import_resolution", "ref.python", "docutils", "myst.header"]
 
@@ -88,6 +88,7 @@ def setup(app):
     """Connect the handlers below."""
     app.connect("autoapi-skip-member", not_public)
     app.connect("doctree-read", hide_records)
+    app.connect("source-read", front_page)
 
 
 def not_public(app, what, name, obj, skip, options):
@@ -99,3 +100,21 @@ def hide_records(app, doctree):
     """Keep records out of the sidebar and of the search index. Pages link to them."""
     if app.env.docname.startswith("measured/"):
         app.env.metadata[app.env.docname] |= {"orphan": True, "nosearch": True}
+
+
+INTRO = """\
+```{include} ../README.md
+:relative-docs: docs/
+:relative-images:
+:start-line: 2
+:end-before: "## Install and check"
+```
+"""
+
+
+def front_page(app, docname, source):
+    """Put the README's first part and the navigation into index.md, which a hosting site shows without directives."""
+    if docname == "index":
+        text = re.sub(r"<!-- intro.*?<!-- end of intro -->\n", lambda _: INTRO, source[0], flags=re.S)
+        text = text[: text.index("## Everything")]  # the navigation lists the same pages
+        source[0] = text + Path(__file__).with_name("_navigation.md").read_text()

@@ -145,6 +145,19 @@ def test_the_comparison_is_the_page_of_its_measurement():
     python("-W", "ignore", "-c", code, cwd=ROOT)
 
 
+def test_records_name_programs_that_exist():
+    """Or say which commit has the program."""
+    lost = []
+    for path in (DOCS / "measured").glob("*.md"):
+        text = path.read_text()
+        for module in set(re.findall(r"python -m (ch_bench[\w.]*)", text)):
+            source = f"plugins/ch-bench/src/{module.replace('.', '/')}"
+            here = (ROOT / f"{source}.py").exists() or (ROOT / source / "__init__.py").exists()
+            if not here and f":{source}.py` prints it" not in text:
+                lost.append(f"{path.name}: {module}")
+    assert not lost, lost
+
+
 def test_every_record_has_its_line():
     said = (DOCS / "records.md").read_text()
     pictures = {".png"}
