@@ -2,8 +2,9 @@
 
 Meta tensors that claim to be CUDA tensors pass through the whole engine, in a group of two with empty messages. The program
 counts operations that would be kernels or copies, operations for which the host would wait (``.item()``, a copy to or from
-pageable memory, a result whose size depends on numbers), and events that the host waits for. The GPU kit measures a real
-GPU (``docs/cuda.md``).
+pageable memory, a result whose size depends on numbers), and events that the host waits for. It also finds accesses to memory
+that no wait between streams puts in order (:mod:`ch_bench.cost.stream_order`). The GPU kit measures a real GPU
+(``docs/cuda.md``).
 """
 
 from collections import Counter
@@ -20,7 +21,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import commhooks
 from ch_bench.cost.launches import launches_kernel
+from ch_bench.cost.stream_order import HOST, StreamOrder, accesses
 from ch_bench.pytorch_hooks import reduction_of
+from ch_ddp.adapter import DDPDriver
 from commhooks import Bucket, BucketLayout, HookState, Reduction
 from commhooks.adapters import Engine
 
@@ -58,6 +61,9 @@ class ImaginedGPU:
     Attributes:
         seen: work since the attribute was last replaced.
         pinned: host memory for which copies need not wait.
+        order: accesses to memory by all streams.
+        stream: name of the current stream.
+        pending: collectives that no stream has waited for.
     """
 
     def __init__(self) -> None:
@@ -65,11 +71,19 @@ class ImaginedGPU:
         self.pinned: Any = WeakIdKeyDictionary()
         self.since_copy = 0  # operations since the last copy to the host
         self.away = False
+        self.order, self.stream = StreamOrder(), "main"
+        self.pending: list[_Done] = []
         self._exit = ExitStack()
 
     def __enter__(self) -> "ImaginedGPU":
         for name, stand_in in _streams(self).items():
             self._exit.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+
+        def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+            self.order.record(stream.name, tensor)
+
+        # torch's own method accepts a real stream only.
+        self._exit.enter_context(mock.patch.object(torch.Tensor, "record_stream", record_stream))
         self._exit.enter_context(_Dispatched(self))
         self._exit.enter_context(_Called(self))
         return self
@@ -100,9 +114,32 @@ class _Dispatched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         gpu, name, kwargs = self.gpu, func.overloadpacket.__name__, kwargs or {}
-        given = [t for t in _flat((args, kwargs)) if isinstance(t, torch.Tensor)]
-        if gpu.away or (not any(t.is_meta for t in given) and torch.device(kwargs.get("device") or "cpu") != META):
+        if gpu.away:
             return func(*args, **kwargs)
+        given = [t for t in _flat((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if not any(t.is_meta for t in given) and torch.device(kwargs.get("device") or "cpu") != META:
+            for t, writes in accesses(func, args, kwargs):
+                if launches_kernel(name) and t in gpu.pinned:
+                    gpu.order.access(HOST, t, name, writes=writes)
+            return func(*args, **kwargs)
+        found = self._run(func, name, given, args, kwargs)
+        made = [t for t in _flat(found) if isinstance(t, torch.Tensor) and t.is_meta]
+        if not launches_kernel(name):
+            for t in made:
+                gpu.order.allocate(gpu.stream, t)
+            return found
+        for t, writes in accesses(func, args, kwargs):
+            if t.is_meta or t in gpu.pinned:
+                gpu.order.access(gpu.stream, t, name, writes=writes)
+                if not t.is_meta:
+                    gpu.order.record(gpu.stream, t)  # torch's allocator of pinned memory waits for copies
+        for t in made:
+            if not any(t is each for each in given):
+                gpu.order.access(gpu.stream, t, name, writes=True)
+        return found
+
+    def _run(self, func: Any, name: str, given: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
+        gpu = self.gpu
         if launches_kernel(name):
             gpu.seen.operations[name] += 1
             gpu.since_copy += 1
@@ -138,8 +175,8 @@ class _Called(TorchFunctionMode):
             return func(*args, **kwargs)
         if name == "__get__":
             return self._attribute(func, args)
-        if name == "record_stream":
-            return None
+        if name in ("tolist", "item") and args[0] in gpu.pinned:
+            gpu.order.access(HOST, args[0], name, writes=False)
         if name == "tolist" and not args[0].is_meta:  # the status: no rank has failed, and both are at the same step
             return [4.0] * (args[0].numel() - 1) + [0.0]
         if name == "pin_memory":
@@ -183,33 +220,72 @@ def _streams(gpu: ImaginedGPU) -> dict[str, Any]:
     """Stand-ins for the parts of ``torch.cuda`` that the engine uses."""
 
     class Event:
-        def record(self, stream: object = None) -> None:
+        def __init__(self, **options: object) -> None: ...
+
+        def record(self, stream: Any = None) -> None:
             self.since_copy = gpu.since_copy
+            self.stamp = gpu.order.stamp(gpu.stream if stream is None else stream.name)
+
+        def wait(self, stream: Any = None) -> None:
+            gpu.order.join(gpu.stream if stream is None else stream.name, self.stamp)
 
         def synchronize(self) -> None:
             gpu.seen.events.append(self.since_copy)
+            gpu.order.join(HOST, self.stamp)
 
     class Stream:
-        def __init__(self, device: object = None) -> None: ...
+        def __init__(self, device: object = None, name: str = "") -> None:
+            streams.append(self)
+            self.name = name or f"side {len(streams) - 1}"
+            self.device = DEVICE
 
-        def wait_stream(self, other: object) -> None: ...
+        def wait_stream(self, other: Any) -> None:
+            gpu.order.join(self.name, gpu.order.stamp(other.name))
+
+        def wait_event(self, event: Any) -> None:
+            event.wait(self)
+
+        def record_event(self) -> Any:
+            event = Event()
+            event.record(self)
+            return event
+
+    streams: list[Any] = []
 
     @contextmanager
-    def stream(entered: object) -> Iterator[None]:
-        yield
+    def stream(entered: Any) -> Iterator[None]:
+        before, gpu.stream = gpu.stream, entered.name
+        try:
+            yield
+        finally:
+            gpu.stream = before
 
-    here = Stream()
+    Stream(name="main")
     return {
         "Event": Event,
         "Stream": Stream,
         "stream": stream,
-        "current_stream": lambda device=None: here,
+        "current_stream": lambda device=None: next(one for one in streams if one.name == gpu.stream),
         "is_current_stream_capturing": lambda: False,
     }
 
 
 class _Done:
-    def wait(self, timeout: float | None) -> None: ...
+    """A collective on its own stream, as NCCL runs it. The group keeps its tensors until a stream waits for it."""
+
+    def __init__(self, gpu: ImaginedGPU, tensors: tuple[torch.Tensor, ...]) -> None:
+        self.gpu, self.tensors = gpu, tensors
+        self.stamp = gpu.order.stamp(COLLECTIVES)
+        gpu.pending.append(self)
+
+    def wait(self, timeout: float | None) -> None:
+        self.gpu.order.join(self.gpu.stream, self.stamp)
+        if self in self.gpu.pending:
+            self.gpu.pending.remove(self)
+        self.tensors = ()
+
+
+COLLECTIVES = "collectives"
 
 
 class _Silent:
@@ -220,10 +296,14 @@ class _Silent:
     def __init__(self, gpu: ImaginedGPU) -> None:
         self.gpu = gpu
 
-    def _start(self, *tensors: object) -> _Done:
-        self.gpu.seen.messages += 1
-        self.gpu.since_copy += 1
-        return _Done()
+    def _start(self, *given: object) -> _Done:
+        gpu, tensors = self.gpu, tuple(each for each in given if isinstance(each, torch.Tensor))
+        gpu.seen.messages += 1
+        gpu.since_copy += 1
+        gpu.order.join(COLLECTIVES, gpu.order.stamp(gpu.stream))
+        for number, tensor in enumerate(tensors):
+            gpu.order.access(COLLECTIVES, tensor, "a collective", writes=number == 0)
+        return _Done(gpu, tensors)
 
     all_reduce = all_gather = all_to_all = reduce_scatter = _start
 
@@ -281,6 +361,13 @@ def steps(
     return found
 
 
+def _use(storage: torch.Tensor, params: Sequence[torch.Tensor]) -> None:
+    """Copy an average to the gradients of its parameters, as DDP does on its own stream."""
+    for p, average in zip(params, storage.split([p.numel() for p in params]), strict=True):
+        assert p.grad is not None
+        p.grad.view(-1).copy_(average)
+
+
 @contextmanager
 def _planned_apart(reduction: Reduction, gpu: ImaginedGPU) -> Iterator[None]:
     """Let the engine make its plan on plain meta tensors."""
@@ -296,3 +383,110 @@ def _planned_apart(reduction: Reduction, gpu: ImaginedGPU) -> Iterator[None]:
         yield
     finally:
         del planned.plan
+
+
+class _Future:
+    """A future that lets the stream of its consumer wait, as torch's futures of a device do."""
+
+    def __init__(self, gpu: ImaginedGPU) -> None:
+        self.gpu, self.stamp = gpu, dict[str, int]()
+
+    def set_result(self, value: torch.Tensor) -> None:
+        self.stamp = self.gpu.order.stamp(self.gpu.stream)
+
+    def wait(self) -> None:
+        self.gpu.order.join(self.gpu.stream, self.stamp)
+
+
+class _DDPBucket:
+    """A bucket as DDP hands it to its hook."""
+
+    def __init__(self, index: int, params: list[torch.Tensor], storage: torch.Tensor, last: bool) -> None:
+        self._index, self._params, self._storage, self._last = index, params, storage, last
+
+    def index(self) -> int:
+        return self._index
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self._params
+
+    def buffer(self) -> torch.Tensor:
+        return self._storage
+
+    def is_last(self) -> bool:
+        return self._last
+
+
+def races(
+    hook: str | Reduction,
+    buckets: Sequence[Mapping[str, Sequence[int]]],
+    count: int = 3,
+    *,
+    frees: bool = False,
+    stops: bool = False,
+) -> list[str]:
+    """Return accesses that no wait puts in order, in ``count`` steps of a hook behind ch-ddp's driver.
+
+    The main stream writes the gradients, calls the driver for each bucket, waits for the futures and reads the averages.
+
+    Args:
+        hook: an expression or a reduction.
+        buckets: shapes by name, for each bucket.
+        count: number of steps.
+        frees: True if every step has new buckets, which are freed as soon as they have been read (DDP's
+            ``lazy_bucket_allocation``).
+        stops: True if the second backward raises before its last bucket. Its buckets are freed.
+
+    Example:
+        >>> races("bf16_compress", [{"w": (64, 64)}])
+        []
+    """
+    handle = commhooks.create(hook)
+    assert handle.reduction is not None
+    last = len(buckets) - 1
+    with ImaginedGPU() as gpu, _planned_apart(handle.reduction, gpu), ExitStack() as patches:
+        driven = "ch_ddp.adapter.driver."
+        for name, stand_in in {
+            "future_for": lambda buffer: _Future(gpu),
+            "behind_backward": lambda: False,
+            "backward_id": lambda: 1,
+            "at_end_of_backward": lambda action: None,
+        }.items():
+            patches.enter_context(mock.patch(driven + name, stand_in))
+        engine = Engine(handle.reduction, _Silent(gpu), handle.state if isinstance(handle.state, HookState) else None)
+        if not frees:
+            engine.keep_buckets()
+        names: dict[int, str] = {}
+        params = []
+        for shapes in buckets:
+            made = {
+                name: torch.empty(tuple(shape), dtype=torch.float32, device=DEVICE) for name, shape in shapes.items()
+            }
+            names.update({id(p): name for name, p in made.items()})
+            params.append(list(made.values()))
+            for p in made.values():
+                p.grad = torch.empty_like(p)
+        driver = DDPDriver(engine, names)
+        storages: list[torch.Tensor] = []
+        for step in range(count):
+            if frees or stops or not storages:
+                storages = [
+                    torch.zeros(sum(p.numel() for p in ps), dtype=torch.float32, device=DEVICE) for ps in params
+                ]
+            futures: list[Any] = []
+            for index, (storage, ps) in enumerate(zip(storages, params, strict=True)):
+                if stops and step == 1 and index == last:
+                    break
+                storage.add_(1.0)
+                futures.append(driver(_DDPBucket(index, ps, storage, index == last)))  # type: ignore[arg-type]
+            if len(futures) == len(params):
+                for index, future in enumerate(futures):
+                    future.wait()
+                    _use(storages[index], params[index])
+            if frees or stops:
+                del storage
+                storages.clear()
+            if engine.outcome.failed:
+                raise commhooks.HookResultError(f"{handle.expr} raised; the log has the traceback")
+        del storages, futures
+        return list(gpu.order.races)
