@@ -1,8 +1,8 @@
 """Fault-tolerant data parallelism with gradient compression, over a torchft Manager.
 
-`DistributedDataParallel(manager, module, hook="powersgd(rank=4)")` trains on while members die and come back: a step
-that a dying member spoilt is not committed, by the optimizer or by the hook, and a returning member is healed.
-torchft does membership, healing and voting; nothing here replaces it.
+`DistributedDataParallel(manager, module, hook="powersgd(rank=4)")` trains on while members die and come back. If a
+member dies in a step, neither the optimizer nor the hook commits it. A returning member receives the state of a peer.
+torchft decides membership and votes, and transfers the state.
 """
 
 from commhooks import lazy

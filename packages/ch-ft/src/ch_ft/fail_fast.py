@@ -2,8 +2,8 @@
 
 In a ring only the neighbours of a dead member see a broken connection. All others wait for the group's time-out. So a
 member that notices a failure closes its own connections, and its neighbours notice next. Connections close only when
-no reference to the group's works is left. torchft keeps the exception, the exception its traceback, and frames of the
-traceback keep works and sockets.
+no reference to the group's works exists. torchft keeps the exception. Its traceback has frames that keep works, and so
+sockets.
 """
 
 import gc

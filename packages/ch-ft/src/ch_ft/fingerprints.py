@@ -5,8 +5,8 @@ each step begins with one small all-reduce of fixed size: a 1, and one number pe
 of contributors. A field is equal on all of them if its sum is that number times this member's own. A healing member
 receives the sum but adds nothing. It compares too, and leaves before it does harm.
 
-The count is also the divisor of means. It equals the manager's number of participants with one exception: when
-torchft synchronises new members at step 0, it counts all of them, although one contributes and the others heal.
+The count is also the divisor of means. It equals the manager's number of participants, except when torchft synchronises
+new members at step 0. Then torchft counts all of them, although one contributes and the others heal.
 """
 
 import hashlib

@@ -27,8 +27,8 @@ class OptimizerWrapper(WrappedOptimizer):
         manager: torchft's Manager, or a simulated one.
         optim: the optimizer to wrap.
         schedulers: learning-rate schedulers (made for ``optim`` or for this), stepped only when the step is committed.
-            Put their ``state_dict`` into what the manager transfers, and the ``GradScaler``'s: a healed member needs
-            the group's learning rate and loss scale.
+            Register their ``state_dict`` with the manager, and the one of the ``GradScaler``. A healed member needs the
+            group's learning rate and loss scale.
         listeners: called with the outcome of every step.
 
     Attributes:

@@ -124,14 +124,14 @@ class ManagerTransport:
 
 
 class _ManagedWork:
-    """Collective of a manager. It lets go of the manager's work as soon as it is done or dropped."""
+    """Collective of a manager. It drops the reference to the manager's work as soon as the work is done or dropped."""
 
     def __init__(self, manager: managers.Reducer, work: managers.Work, collective: str) -> None:
         self._manager, self._collective = manager, collective
         self._work: managers.Work | None = work
 
     def wait(self, timeout: float | None) -> None:
-        """Wait as long as the manager does, which has time-outs of its own."""
+        """Wait until the manager's own time-out. ``timeout`` is ignored."""
         failed = self._work is None or self._work.wait() is False
         self._work = None  # no local variable may hold it either: the traceback of the error keeps this frame
         error = self._manager.errored()
@@ -145,13 +145,12 @@ class _ManagedWork:
 class MemberCollectives:
     """All-to-all and all-gather between the members of a quorum, over their manager's process group.
 
-    Made of a manager's sums, an all-gather would carry W times its bytes. The process group has the other
-    collectives. They follow the manager's rules here: a failure is reported to the manager and no wait raises it;
-    after a failure, further calls of the attempt do nothing; a healing or spare member adds nothing.
+    An all-gather made of a manager's sums would carry W times its bytes, so these collectives use the process group. They
+    follow the rules of a manager. A failure is reported to the manager, and no wait raises it. After a failure, further
+    calls of the attempt do nothing. A healing or spare member adds nothing.
 
-    Members find out once per backward who contributes, by an all-gather of one number. A message has as many parts as
-    there are contributors, and each contributor owns one part. Other members send nothing. So no residual of an owner
-    is lost with a member whose state is dropped.
+    Once per backward an all-gather of one number finds the contributors. A message has one part for each contributor, which
+    owns that part. Other members send nothing. So no residual of an owner is lost with a member whose state is dropped.
 
     Args:
         manager: learns of failures.

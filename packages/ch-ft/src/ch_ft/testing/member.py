@@ -1,4 +1,4 @@
-"""One replica as a process: trains a small model over a real Manager, dies where it is told, logs every step.
+"""Process of one replica. It trains a small model over a real Manager, logs every step, and may kill itself.
 
 Lines of the log: ``{"t": monotonic seconds, "event": ..., ...}``.
 """
@@ -27,12 +27,15 @@ BUCKET_CAP_MB = 0.0089  # a weight and its bias fill a bucket: three buckets of 
 
 @dataclass(frozen=True)
 class Task:
-    """What a replica does.
+    """Task of a replica.
 
-    ``die`` is ``None`` or a place of :data:`PLACES`: it dies there once ``die_step`` steps are committed and all
-    ``replicas`` contribute. ``owner`` says whose classes it runs: ``"ours"``, ``"pure"``, ``"torchft"``, or
-    ``"fsdp"``: ``fully_shard`` inside the replica, which is one rank. It saves
-    itself after the step ``save_at``, and begins with what it has saved if it is to ``resume``.
+    Attributes:
+        die: place in :data:`PLACES` where it kills itself once ``die_step`` steps are committed and all ``replicas``
+            contribute; ``None`` to live.
+        owner: classes that it uses: ``"ours"``, ``"pure"``, ``"torchft"``, or ``"fsdp"`` (``fully_shard`` inside the
+            replica, which is one rank).
+        save_at: step after which it saves its state.
+        resume: True to begin with the saved state.
     """
 
     name: str
@@ -56,22 +59,22 @@ class Task:
 
 
 PLACES = {"first": 0, "buckets": 2, "p_and_q": 3, "steps": None}
-"""Where a replica dies -> the collective of the step before which it does. Collective 0 compares fingerprints, then
-bucket 0 starts, then bucket 1 (between buckets), then bucket 0's second stage (between P and Q)."""
+"""Place -> number of the collective before which the replica dies. Collective 0 compares fingerprints, then bucket 0
+starts, then bucket 1 (between buckets), then the second stage of bucket 0 (between P and Q)."""
 
 PLACES_WITHOUT_HOOK = {"first": 0, "buckets": 1, "p_and_q": 2, "steps": None}
-"""The same without a hook: there is no comparison."""
+"""The same without a hook, so without a comparison."""
 
 PLACES_OF_EXCHANGES = {"first": 0, "buckets": 4, "p_and_q": 6, "steps": None}
-"""The same where parts are exchanged: collective 1 asks who contributes, and a bucket begins with two, its weight's
-all-to-all and its bias's sum."""
+"""The same for hooks that exchange parts. Collective 1 finds the contributors. A bucket begins with two collectives: the
+all-to-all of its weight and the sum of its bias."""
 
 PLACES_OF_FSDP = {"first": 0, "buckets": 3, "p_and_q": 2, "steps": None}
-"""The same where each group of parameters is reduced at once: its P and its Q follow one another."""
+"""The same for models that reduce each group of parameters at once. Its Q follows its P directly."""
 
 
 class Log:
-    """A line per event, flushed at once: the process may be gone before the next."""
+    """Log with a line per event. Each is flushed at once, because the process may be killed before the next."""
 
     def __init__(self, path: Path) -> None:
         self.file = path.open("a", buffering=1)
@@ -81,23 +84,25 @@ class Log:
 
 
 def net(seed: int) -> torch.nn.Module:
-    """Three layers, three buckets, matrices worth compressing."""
+    """Return three layers, which fill three buckets with matrices that a hook compresses."""
     torch.manual_seed(seed)
     linear, tanh = torch.nn.Linear, torch.nn.Tanh
     return torch.nn.Sequential(linear(48, 48), tanh(), linear(48, 48), tanh(), linear(48, 48))
 
 
 def checksum(tensors: Any) -> str:
-    """Exact text of a float64 sum, weighted by position so that swapped values show."""
+    """Return the exact text of a float64 sum, weighted by position so that swapped values change it."""
     total = 0.0
     for tensor in tensors:
-        flat = getattr(tensor, "_local_tensor", tensor).detach().double().reshape(-1)  # of a shard: this rank's
+        flat = (
+            getattr(tensor, "_local_tensor", tensor).detach().double().reshape(-1)
+        )  # of a shard, only this rank's part
         total += float((flat * torch.arange(1, flat.numel() + 1, dtype=torch.float64, device="cpu")).sum())
     return total.hex()
 
 
 def dying(local: Any, task: Task, log: Log) -> None:
-    """SIGKILL this process before the collective that the task names."""
+    """Kill this process before the collective that the task names."""
     manager = local.manager
     place = places_of(task)[task.die] if task.die else None
     count = [-1, 0]
@@ -113,12 +118,12 @@ def dying(local: Any, task: Task, log: Log) -> None:
         return counted
 
     manager.allreduce = counting(manager.allreduce)
-    for name in ("alltoall_base", "allgather"):  # of the group, what is no sum
+    for name in ("alltoall_base", "allgather"):  # the process group carries all collectives but sums
         setattr(local.process_group, name, counting(getattr(local.process_group, name)))
 
 
 def places_of(task: Task) -> dict[str, int | None]:
-    """Where the task's replica may die."""
+    """Return the places where the task's replica may die."""
     if task.owner == "fsdp":
         return PLACES_OF_FSDP
     if task.hook is None:
@@ -127,7 +132,7 @@ def places_of(task: Task) -> dict[str, int | None]:
 
 
 def complete(task: Task, manager: Any) -> bool:
-    """Whether it is time to die: everybody is there, and the run is past its beginning."""
+    """Return True if ``die_step`` steps are committed and all replicas contribute."""
     there = manager.num_participants() == task.replicas and manager.is_participating()
     return bool(manager.current_step() >= task.die_step and there)
 
@@ -138,7 +143,7 @@ def die(log: Log, step: int) -> None:
 
 
 def build(task: Task, local: Any, module: torch.nn.Module) -> tuple[torch.nn.Module, Any]:
-    """Model and optimizer of whoever's classes are asked for."""
+    """Return model and optimizer of the classes that ``task.owner`` names."""
     manager, group = local.manager, local.process_group
     if task.owner == "torchft":
         model = torchft.DistributedDataParallel(manager, module, bucket_cap_mb=BUCKET_CAP_MB)
@@ -161,7 +166,7 @@ def build(task: Task, local: Any, module: torch.nn.Module) -> tuple[torch.nn.Mod
 
 
 def sharded(module: torch.nn.Module) -> torch.nn.Module:
-    """Each layer sharded over this rank alone: a replica group of one."""
+    """Shard each layer over this rank alone, which is a replica group of one."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
@@ -175,7 +180,7 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def batch(name: str, step: int) -> torch.Tensor:
-    """A replica's own data of a step."""
+    """Return the data of a replica in a step, shape (8, 48)."""
     return torch.randn(
         8,
         48,
@@ -186,12 +191,15 @@ def batch(name: str, step: int) -> torch.Tensor:
 
 
 def run(task: Task, body: Callable[[Task, Log], None] | None = None) -> None:
-    """Train, as ``body`` or else :func:`train` does, until the file ``stop`` names a step that has been reached; ends the
-    process without cleaning up.
+    """Train until the step that the file ``stop`` names. Then end the process without cleaning up.
+
+    Args:
+        task: the replica's task.
+        body: training loop; by default :func:`train`.
     """
     torch.set_num_threads(1)
     with (Path(task.folder) / f"{task.name}.err").open("a") as errors:
-        os.dup2(errors.fileno(), 2)  # gloo says there why it ends a process
+        os.dup2(errors.fileno(), 2)  # gloo writes to stderr why it ends a process
     log = Log(Path(task.folder) / f"{task.name}.jsonl")
     log("started", seed=task.seed)
     code = 1
@@ -220,7 +228,9 @@ def train(task: Task, log: Log) -> None:
     dying(local, task, log)
     model, optimizer = build(task, local, module)
     inner = optimizer.optim
-    weights = module.state_dict()  # once: the manager asks beside the forward, and FSDP2's reshards what that runs on
+    weights = (
+        module.state_dict()
+    )  # once, because the manager asks during a forward, and state_dict() of FSDP2 would reshard the module that runs
     manager.register_state_dict_fn("model", module.load_state_dict, lambda: weights)
     manager.register_state_dict_fn("optim", inner.load_state_dict, inner.state_dict)
     parts: dict[str, Any] = {"manager": manager, "model": module, "optim": inner}
@@ -244,7 +254,7 @@ def train(task: Task, log: Log) -> None:
 
 
 def attempt(task: Task, log: Log, model: torch.nn.Module, optimizer: Any, manager: Any) -> None:
-    """One attempt of a step, and its line in the log."""
+    """Run one attempt of a step, and log it."""
     before = manager.current_step()
     optimizer.zero_grad()
     model(batch(task.name, before)).pow(2).mean().backward()
@@ -269,11 +279,8 @@ def attempt(task: Task, log: Log, model: torch.nn.Module, optimizer: Any, manage
 
 
 def counts(model: torch.nn.Module) -> dict[str, float]:
-    """Compressed steps, and hook calls in all."""
+    """Return the number of compressed steps and the number of hook calls."""
     handle = getattr(model, "handle", None)
     if handle is None:
         return {}
     return {"compressed": handle.stats()["compressed_steps"], "calls": handle.binding.calls}
-
-
-Body = Callable[[Task], None]

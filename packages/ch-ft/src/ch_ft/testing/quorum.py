@@ -1,4 +1,4 @@
-"""Starts replicas as processes around a real lighthouse, restarts the one that dies, reads what they logged."""
+"""Starts replicas as processes around a real lighthouse, restarts the one that dies, and reads their logs."""
 
 import json
 import multiprocessing
@@ -23,12 +23,21 @@ NAMES = ["alpha_0", "beta_1", "gamma_2", "delta_3"]
 
 @dataclass
 class Outcome:
-    """What happened in one run: each replica's lines, in order, and the exit code of its last process."""
+    """Outcome of one run.
+
+    Attributes:
+        logs: replica -> its log lines, in order.
+        codes: replica -> exit code of its last process.
+        folder: folder of the logs.
+        stop: step at which all replicas had to stop.
+        killed: log line of the kill.
+        steps: replica -> its log lines of attempts.
+    """
 
     logs: dict[str, list[Record]]
     codes: dict[str, int | None]
     folder: Path
-    stop: int | None = None  # the step at which all were told to stop
+    stop: int | None = None
     killed: Record | None = None
     steps: dict[str, list[Record]] = field(default_factory=dict)
 
@@ -42,21 +51,21 @@ class Outcome:
         return [name for name, lines in self.logs.items() if not any(r["event"] == "killed" for r in lines)]
 
     def recovery(self) -> float:
-        """Seconds from the kill to the last survivor's next commit; infinite if one never commits again."""
+        """Return the seconds from the kill to the last survivor's next commit; infinite if one never commits again."""
         assert self.killed is not None
         return max(self._next_commit(name) - self.killed["t"] for name in self.survivors())
 
     def dropped(self, name: str) -> int:
-        """Attempts that were not committed, from the kill on."""
+        """Return the number of attempts that were not committed, from the kill on."""
         since = self.killed["t"] - 0.5 if self.killed is not None else 0.0
         return sum(not r["committed"] for r in self.steps[name] if r["t"] > since)
 
     def raised(self) -> dict[str, str]:
-        """What ended replicas that were not killed."""
+        """Return replica -> error, for replicas that raised."""
         return {name: r["error"] for name, lines in self.logs.items() for r in lines if r["event"] == "raised"}
 
     def reborn(self) -> list[Record]:
-        """The committed steps of the killed replica after its restart."""
+        """Return the committed steps of the killed replica after its restart."""
         assert self.killed is not None
         return [
             r
@@ -67,7 +76,7 @@ class Outcome:
         ]
 
     def last_words(self) -> dict[str, str]:
-        """What replicas that did not end well wrote to stderr, from behind."""
+        """Return replica -> the end of its stderr, for replicas with a nonzero exit code."""
         files = {name: self.folder / f"{name}.err" for name, code in self.codes.items() if code != 0}
         return {name: file.read_text()[-600:] for name, file in files.items() if file.exists()}
 
@@ -83,7 +92,7 @@ class Outcome:
 
 
 def context() -> Any:
-    """Processes are forked from a server that has imported everything: a start costs milliseconds, not seconds."""
+    """Return a context that forks processes from a server with all imports, so a start takes milliseconds, not seconds."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["torch", "torchft", "ch_ft", "member", "commhooks.api.attach", "ch_powersgd"])
     return server
@@ -91,7 +100,7 @@ def context() -> Any:
 
 @contextmanager
 def lighthouse(**options: Any) -> Iterator[str]:
-    """A lighthouse of this process; its address."""
+    """Run a lighthouse in this process, and yield its address."""
     server = ch_ft.start_lighthouse(**options)
     try:
         yield ch_ft.local_manager.loopback(server.address())
@@ -108,9 +117,15 @@ def run(
     limit: float = 60.0,
     body: Body | None = None,
 ) -> Outcome:
-    """Run replicas until all (the restarted one too) have committed ``extra`` more steps, or ``limit`` seconds.
+    """Run replicas until all of them, the restarted one too, have committed ``extra`` more steps. Then kill all processes.
 
-    Every process is gone when this returns. ``body`` is what a replica does, if not :func:`member.train`.
+    Args:
+        folder: receives the logs.
+        tasks: the replicas.
+        restart: True to restart the replica that dies.
+        extra: steps after the restart.
+        limit: seconds after which the run ends anyway.
+        body: training loop of a replica; by default :func:`member.train`.
     """
     spawn = context()
     processes = {task.name: start(spawn, task, body) for task in tasks}
@@ -146,7 +161,7 @@ def start(spawn: Any, task: member.Task, body: Body | None = None) -> Any:
 
 
 def plan_stop(folder: Path, names: list[str], since: float, extra: int) -> None:
-    """Once everybody has committed after the restart, let all go on for ``extra`` steps and stop together."""
+    """Let all replicas stop ``extra`` steps later, once each has committed two steps after the restart."""
     last = []
     for name in names:
         done = [r for r in read(folder / f"{name}.jsonl") if r["event"] == "step" and r["committed"] and r["t"] > since]
@@ -159,7 +174,7 @@ def plan_stop(folder: Path, names: list[str], since: float, extra: int) -> None:
 
 
 def read(path: Path) -> list[Record]:
-    """A log; a last line that was cut off by a kill is left out."""
+    """Return the lines of a log, without a last line that a kill cut off."""
     if not path.exists():
         return []
     lines = []

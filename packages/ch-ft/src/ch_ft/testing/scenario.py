@@ -1,6 +1,4 @@
-"""One kill and what must follow from it: run by the tests, and case after case
-by `plugins/ch-bench/src/ch_bench/faults/ft_matrix.py`.
-"""
+"""Kills one replica in a run, and checks the consequences. Tests and ``ch_bench.faults.ft_matrix`` use it."""
 
 from pathlib import Path
 
@@ -14,9 +12,14 @@ VICTIM = "beta_1"
 
 
 def killed_and_restarted(folder: Path, place: str, replicas: int, hook: str, limit: float = 60.0) -> quorum.Outcome:
-    """Replicas train; one is killed at ``place`` and started again with other weights; all stop at one step.
+    """Train replicas, kill one at ``place``, and restart it with other weights. All stop at the same step.
 
-    ``limit``: seconds after which the run is given up.
+    Args:
+        folder: receives the logs.
+        place: key of :data:`.member.PLACES`.
+        replicas: number of replicas.
+        hook: expression of the hook.
+        limit: seconds after which all are killed.
     """
     with quorum.lighthouse(heartbeat=1.0, join_timeout=0.5) as address:
         tasks = [
@@ -27,7 +30,7 @@ def killed_and_restarted(folder: Path, place: str, replicas: int, hook: str, lim
 
 
 def verify(outcome: quorum.Outcome, place: str, replicas: int, hook: str) -> None:
-    """Survivors go on at the cost of at most one attempt, the victim heals, and all are equal at every step."""
+    """Check that survivors lose at most one attempt, the victim heals, and all members are equal at every step."""
     names = quorum.NAMES[:replicas]
     assert outcome.raised() == {}
     assert outcome.codes == dict.fromkeys(names, 0), outcome.last_words()
@@ -47,10 +50,9 @@ def verify(outcome: quorum.Outcome, place: str, replicas: int, hook: str) -> Non
 
 
 def all_together(outcome: quorum.Outcome, names: list[str]) -> None:
-    """From the first step to which the healed member contributes to the last agreed one, nobody is missing.
+    """Check that all members contribute to each step from the healed member's first contribution to the agreed stop.
 
-    The last agreed one is the step at which all were told to stop. A member that reads of it late commits a few more,
-    without those that have stopped.
+    A member that reads late of the stop commits a few more steps, without the members that have stopped.
     """
     assert outcome.stop is not None
     first = min(r["step"] for r in outcome.reborn() if r["contributed"])
@@ -62,7 +64,7 @@ def all_together(outcome: quorum.Outcome, names: list[str]) -> None:
 
 
 def shared_steps(outcome: quorum.Outcome, names: list[str]) -> int:
-    """The steps that more than one member committed; their parameters and Q are equal to the last bit."""
+    """Check that members have equal bits of parameters and Q after each common step. Return the number of common steps."""
     committed = {name: outcome.committed(name) for name in names}
     steps = set.union(*(set(c) for c in committed.values()))
     shared = [step for step in sorted(steps) if sum(step in c for c in committed.values()) > 1]

@@ -1,10 +1,12 @@
-"""A pytest plugin: torchft's own tests, from its installed wheel, on our classes.
+"""Pytest plugin that runs torchft's own tests, from its installed wheel, on our classes.
 
-Run with ``-p ch_ft.testing.torchft_plugin --pyargs torchft.ddp_test``. Nothing of theirs is copied; their names
-are pointed at ours before their test modules are imported. Two things of their training loop are changed: its replicas
-listen on fixed ports, here they take any; and each thread seeds the one random number generator and makes its model
-while another may already be drawing its first batch, so that now and then, on anybody's classes, two replicas begin
-with other weights and ``test_ddp_skip_init_sync`` fails. Here they copy one model.
+Run it with ``-p ch_ft.testing.torchft_plugin --pyargs torchft.ddp_test``. It replaces torchft's classes by ours before the
+test modules are imported, and copies no test. It changes the tests' training loop in two ways:
+
+- Replicas listen on free ports. torchft's tests use fixed ones.
+- All replicas copy one model. In torchft's tests each thread seeds the shared random number generator and makes its own
+  model, while another thread may draw its first batch. Then two replicas sometimes begin with different weights, and
+  ``test_ddp_skip_init_sync`` fails with any class.
 """
 
 import copy
@@ -21,7 +23,7 @@ torchft.ddp.PureDistributedDataParallel = ch_ft.PureDistributedDataParallel
 
 
 class AnyPort:
-    """The Manager of their training loops, on a free port."""
+    """Makes the Manager of a training loop listen on a free port."""
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager

@@ -1,4 +1,4 @@
-"""Runs torchft's own tests in a process of their own, on our classes or on torchft's."""
+"""Runs torchft's own tests in a separate process, on our classes or on torchft's."""
 
 import os
 import re
@@ -17,15 +17,15 @@ INTEGRATION = (  # healthy, recovery with both kinds of quorum, no initial sync,
 
 
 def run(*arguments: str, ours: bool = True, seconds: int = 100) -> dict[str, str]:
-    """Test name -> ``"passed"``, or how it failed.
+    """Run tests. Return test name -> ``"passed"``, or the failure.
 
     Args:
-        arguments: pytest's.
-        ours: on our classes; else on those of the torchft that is installed.
+        arguments: arguments of pytest.
+        ours: True to test our classes, False to test those of the installed torchft.
         seconds: time limit.
     """
     environment = {**os.environ, "RUST_LOG": "error", "OMP_NUM_THREADS": "1"}
-    environment["COLUMNS"] = "300"  # or pytest leaves the reasons out
+    environment["COLUMNS"] = "300"  # in a narrow terminal pytest omits the reasons
     plugin = ["-p", "ch_ft.testing.torchft_plugin"] if ours else []
     options = ["-rA", "-q", "--no-header", "-c", os.devnull, "--import-mode=importlib"]
     command = [sys.executable, "-m", "pytest", *plugin, *options, *arguments]
