@@ -188,12 +188,12 @@ class Clock:
         self.skips, self.waits, self.steps, self.used_steps = skips, waits, 0, 0
         self.open: list[int] = []
 
-    def begin(self) -> None:
+    def begin_period(self) -> None:
         if self.open and self.used():
             self.used_steps += 1
         self.open = []
 
-    def end(self) -> None:
+    def finish_step(self) -> None:
         self.open.append(self.steps)
         self.steps += 1
 
@@ -208,7 +208,7 @@ class Clock:
     def clock(self) -> int:
         return self.used_steps + bool(self.open and self.used())
 
-    def follow(self, clock: int) -> None:
+    def set_clock(self, clock: int) -> None:
         self.used_steps, self.open = clock, []
 
 
@@ -285,7 +285,7 @@ def gradient(step: int, rank: int, bucket: int) -> torch.Tensor:
 TUNINGS = {
     "off": CpuTuning.off,
     "tuned": CpuTuning,
-    "held": lambda: replace(CpuTuning.off(), held_share=1.0, coalesced_bytes=2.0 * 4 * NUMEL),
+    "held": lambda: replace(CpuTuning.off(), deferred_share=1.0, coalesced_bytes=2.0 * 4 * NUMEL),
 }
 
 
@@ -348,9 +348,9 @@ def body(scenario: Scenario, rank: int, transport: ExplorerTransport) -> Record:
     for number in range(scenario.steps):
         armed.now = number
         record.steps.append(_step(scenario, engine, number, rank, transport, delivered, drive))
-    engine.resolve_step()
+    engine.settle()
     if engine.state.tentative:
-        engine.resolve_step(force=True)
+        engine.settle(force=True)
     record.count = engine.state.step
     record.entries = {(name, field): tensor.clone() for name, field, tensor in engine.state.entries()}
     if engine.buckets.in_flight:
@@ -402,7 +402,7 @@ def _step(
     averages = [] if gone else [bucket.storage.clone() for bucket in made]
     kept = None
     if not scenario.late and scenario.judged[1] == -2:
-        kept = engine.resolve_step()
+        kept = engine.settle()
     return Saw(error, averages, kept, engine.state.step, len(transport.me.posts), len(delivered))
 
 
@@ -502,9 +502,7 @@ class Reducer:
             except (CommHooksError, Interrupt) as raised:
                 error = raised
             break
-        return Saw(
-            error, averages, None if late else engine.resolve_step(), engine.state.step, len(transport.me.posts), 0
-        )
+        return Saw(error, averages, None if late else engine.settle(), engine.state.step, len(transport.me.posts), 0)
 
 
 # -- the rules

@@ -180,14 +180,19 @@ def test_a_dry_run_prints_expression_and_plan_and_runs_nothing(tmp_path: Path) -
     done = subprocess.run(run, capture_output=True, text=True, timeout=100, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "resolved  warmup(powersgd(rank=4, start_iter=0" in done.stdout
-    assert "linear.weight  (4096, 1024)       powersgd: 81920 of 16777216 bytes" in done.stdout
-    assert "norm.weight    (1024,)            plain (1-D): 4096 of 4096 bytes" in done.stdout
+    assert "linear.weight  (4096, 1024)       powersgd: 81.9 kB of 16.8 MB" in done.stdout
+    assert "norm.weight    (1024,)            plain (1-D): 4.1 kB of 4.1 kB" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
     assert "DistributedDataParallel" in done.stdout and "r.json as JSON" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
     wrong = subprocess.run(
         [*command, "powersdg", "script.py"], capture_output=True, text=True, timeout=100, cwd=tmp_path
     )
     assert wrong.returncode == 2 and "did you mean 'powersgd'" in wrong.stderr
+    for words, said in ((["no.py"], "no such script: no.py"), (["-m", "no_module"], "no such module: no_module")):
+        lost = [sys.executable, "-m", "commhooks", "run", "--hook", "quant4", *words]
+        done = subprocess.run(lost, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+        assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_the_environment_costs_nothing_unless_it_asks_for_a_hook(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def lost(first: str, second: str, route: str, layouts: tuple[BucketLayout, Bucke
             if error is not None:
                 raise error
             applied += torch.cat([view.reshape(-1).double() for _, view in bucket.views()])
-        engine.resolve_step()
+        engine.settle()
         found = {name: tensor for name, field, tensor in state.entries() if field == "residual"}
         assert all(found[p.name].shape == p.shape for p in layouts[1].params if p.name in found)
         owed = torch.cat([found.get(p.name, torch.zeros(p.shape)).reshape(-1).double() for p in layouts[1].params])

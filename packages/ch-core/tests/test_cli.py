@@ -99,8 +99,24 @@ def test_without_a_command_it_prints_help_with_an_example_and_the_docs():
     assert "documentation: https://" in run.stdout
 
 
+def test_help_summarises_each_command_of_a_package():
+    lines = [" ".join(line.split()) for line in commhooks("--help").stdout.splitlines()]
+    assert any(line.startswith("advise Predict step times") for line in lines)
+    assert any(line.startswith("bench Time hooks") for line in lines)
+
+
 @pytest.mark.parametrize(
-    "words", [(), ("list", "-h"), ("describe", "-h"), ("env", "-h"), ("doctor", "-h"), ("run", "-h")]
+    "words",
+    [
+        (),
+        ("list", "-h"),
+        ("describe", "-h"),
+        ("env", "-h"),
+        ("doctor", "-h"),
+        ("run", "-h"),
+        ("advise", "-h"),
+        ("bench", "-h"),
+    ],
 )
 def test_help_fits_80_columns(words):
     text = commhooks(*words, COLUMNS="200").stdout
@@ -239,12 +255,12 @@ def test_a_package_adds_a_command(tmp_path, publish):
     assert commhooks("greet", **environ).returncode == 0
     run = commhooks("greet", "--blocks", "3", "--help", **environ)
     assert run.returncode == 3
-    assert run.stdout == "python -m commhooks greet ['--blocks', '3', '--help']\n"
+    assert run.stdout == "commhooks greet ['--blocks', '3', '--help']\n"
     run = commhooks("greet", "raise", "--json", **environ)
     assert run.returncode == 1
     assert json.loads(run.stdout.splitlines()[-1]) == {"error": "HookConfigError", "message": "given raise"}
     helped = commhooks("--help", **environ)
-    assert "greet              acme here" in helped.stdout
+    assert "    greet     acme here" in helped.stdout
     assert commhooks("greet", **environ, COMMHOOKS_DISABLE="acme").returncode == 2
 
 

@@ -37,14 +37,14 @@ class Watched:
             if not self.first:
                 self.answers.append(self.watch.used())
             if self.first or self.answers[-1] is not None:
-                self.watch.begin()
+                self.watch.begin_period()
             self.first = False
 
         hooks = [p.register_hook(begins) for p in self.model.parameters() if p.requires_grad]
         loss.backward()
         for hook in hooks:
             hook.remove()
-        self.watch.end()
+        self.watch.finish_step()
         return loss.detach()
 
 
@@ -178,7 +178,7 @@ def test_gradients_of_which_some_are_gone_are_an_error_unless_an_optimizer_has_s
     run.model[0].zero_grad()
     run.backward()
     assert run.answers == [True, False]
-    run.watch.begin()
+    run.watch.begin_period()
     run.backward()
     run.model[0].zero_grad()
     assert run.watch.used() is None, "outside of a backward they may still be used"
@@ -255,8 +255,8 @@ def test_gradients_of_thawed_parameters_are_dropped_with_the_others() -> None:
     run.model[1].requires_grad_(True)
     run.optimizer.zero_grad()
     run.backward()
-    run.watch.begin()
-    run.watch.end()
+    run.watch.begin_period()
+    run.watch.finish_step()
     run.optimizer.zero_grad()
     run.model(torch.ones(1, 3)).sum().backward()
     assert run.watch.doubt() is None
@@ -296,16 +296,16 @@ def test_an_adapter_reports_a_backward_that_no_hook_of_autograd_sees() -> None:
             run.answers.append(run.watch.used())
             assert run.watch.doubt() is None
             if run.answers[-1] is not None:
-                run.watch.begin()
-            run.watch.end()
+                run.watch.begin_period()
+            run.watch.finish_step()
 
         x = torch.ones(1, requires_grad=True)
         x.register_hook(write)
         x.backward()
 
     backward(0, 1, 2, 3)
-    run.watch.begin()
-    run.watch.end()
+    run.watch.begin_period()
+    run.watch.finish_step()
     run.model.zero_grad()
     backward(0, 1)
     run.optimizer.step()
@@ -424,8 +424,8 @@ def test_an_ordinary_step_costs_no_work_on_tensors_for_each_parameter() -> None:
             model(torch.ones(1, 3)).sum().backward()
             if watch is not None:
                 assert watch.used() is (None if number == 0 else True)
-                watch.begin()
-                watch.end()
+                watch.begin_period()
+                watch.finish_step()
             optimizer.step()
         counts.__exit__(None, None, None)
         return counts.calls
@@ -488,8 +488,8 @@ def test_gradients_that_cannot_be_examined_are_a_doubt_and_end_no_backward(monke
     run = Watched()
     run.backward()
     monkeypatch.setattr("commhooks.adapters.optimizer_watch.any_nonzero_gradient", fails)
-    doubts, begin = [], run.watch.begin
-    monkeypatch.setattr(run.watch, "begin", lambda: (doubts.append(run.watch.doubt()), begin()))
+    doubts, begin = [], run.watch.begin_period
+    monkeypatch.setattr(run.watch, "begin_period", lambda: (doubts.append(run.watch.doubt()), begin()))
     run.backward()
     assert run.answers == [False]
     assert "aten::any" in str(doubts[0])

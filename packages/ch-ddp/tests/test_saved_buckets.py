@@ -129,14 +129,14 @@ def test_the_first_step_runs_on_the_saved_buckets_and_the_next_on_its_own() -> N
     assert [(one.index, one.is_last, set(one.unused)) for one in made] == [(1, False, {"b"}), (2, True, set())]
     for one in made:
         one.buffer.neg_()
-    saved.end()
+    saved.finish()
     assert torch.equal(given[1].buffer, -bucket("bd").buffer)
     assert torch.equal(given[2].buffer, -bucket("c").buffer)
     assert state.buckets == (("a",), ("c", "b"), ("d",))
     saved.begin()
     assert [saved.hold(one) for one in given] == [False] * 3
     assert saved.release() == []
-    saved.end()
+    saved.finish()
     assert state.buckets == (("a",), ("b", "d"), ("c",))
 
 
@@ -148,7 +148,7 @@ def test_buckets_of_other_parameters_run_as_they_are() -> None:
     given = [bucket("b"), bucket("a", 1)]
     assert [saved.hold(one) for one in given] == [True, True]
     assert saved.release() == given
-    saved.end()
+    saved.finish()
     assert state.buckets == (("b",), ("a",))
 
 
@@ -161,5 +161,5 @@ def test_a_load_in_mid_run_does_not_hide_the_buckets_of_later_steps() -> None:
             state.replace({}, 0, buckets=(("b",), ("a",)))
         saved.begin()
         assert [saved.hold(one) for one in given] == [False, False]
-        saved.end()
+        saved.finish()
         assert state.buckets == (("a",), ("b",))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ch_ddp.adapter import averaged
+from ch_ddp.adapter import averaged_params
 from ch_ft import DistributedDataParallel, OptimizerWrapper, SimulatedCluster, SimulatedDeath, SimulatedManager
 from ch_ft.used_params import UsedParams
 from commhooks import HookConfigError, HookNotSupportedError
@@ -228,8 +228,8 @@ def test_the_map_has_the_parameters_of_ddps_own_list(ignored: list[str]) -> None
         manager, module = cluster.join("a"), Scaled()
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
         model = DistributedDataParallel(manager, module)
-        assert [id(p) for _, p in averaged(model)] == [id(p) for p in model._build_params_for_reducer()[0]]
-        assert {name for name, _ in averaged(model)} <= {name for name, _ in module.named_parameters()}
+        assert [id(p) for _, p in averaged_params(model)] == [id(p) for p in model._build_params_for_reducer()[0]]
+        assert {name for name, _ in averaged_params(model)} <= {name for name, _ in module.named_parameters()}
         manager.start_quorum()
         model(torch.ones(1, 2, dtype=torch.float32)).sum().backward()
         assert manager.should_commit()

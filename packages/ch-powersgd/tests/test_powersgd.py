@@ -53,7 +53,7 @@ def train(
             if error is not None:
                 raise error
             history.append({p.name: view.clone() for b in made for p, view in b.views()})
-        engine.resolve_step()
+        engine.settle()
         return history, engine
 
     return simulate(world, body)
@@ -155,7 +155,7 @@ def test_a_bucket_whose_only_parameter_fills_the_near_square_matrix(shape: tuple
             if error is not None:
                 raise error
             difference += (gradient - bucket.view("w")).view(-1)
-        engine.resolve_step()
+        engine.settle()
         return difference - stored(engine, "residual")["w"].view(-1)
 
     left = torch.stack(simulate(2, body)).mean(0)
@@ -243,9 +243,9 @@ def test_not_finite_passes_through_and_leaves_state_alone(
             engine.submit(bucket)
             assert engine.finish() is None
             if step == 1:
-                assert engine.resolve_step()
+                assert engine.settle()
                 before = [(n, f, t.clone()) for n, f, t in engine.state.entries()]
-        kept = engine.resolve_step()
+        kept = engine.settle()
         after = list(engine.state.entries())
         same = [torch.equal(t, u) for (*_, t), (*_, u) in zip(before, after, strict=True)]
         assert not kept
@@ -297,7 +297,7 @@ def test_more_rank_than_before_starts_q_anew() -> None:
             bucket = Bucket.from_tensors({"a": noise(rank.rank, 0, "a", SHAPES["a"])})
             other.submit(bucket)
             assert other.finish() is None
-            other.resolve_step()
+            other.settle()
         q = engine.state.read("a", "q")
         return q is not None and q.shape == (3, 40)
 

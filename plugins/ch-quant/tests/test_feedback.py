@@ -60,7 +60,7 @@ def test_what_it_forgets_stays_small_over_many_steps() -> None:
             engine.submit(bucket)
             engine.finish()
             total += bucket.view("w")
-        engine.resolve_step()
+        engine.settle()
         return total, next(tensor for _, _, tensor in engine.state.entries())
 
     ranks = simulate(3, body)
@@ -140,7 +140,7 @@ def test_the_pickled_residual_of_another_rank_is_dropped_with_its_scales() -> No
         engine = rank.engine(commhooks.create(EXPR).reduction)
         engine.submit(Bucket.from_tensors(gradient(rank.rank, 0)))
         engine.finish()
-        engine.resolve_step()
+        engine.settle()
         return pickle.dumps(engine.state)
 
     pickled = simulate(2, saved)

@@ -136,7 +136,7 @@ def test_error_feedback_covers_both_roundings(fed: bool, piece: int | None, worl
         for step in range(steps):
             for name, g in one_step(engine, gradients(rank.rank, step), (2, 4)).items():
                 total[name] += g
-        engine.resolve_step()
+        engine.settle()
         kept = {name: tensor for name, field, tensor in engine.state.entries() if field == "residual"}
         assert sorted(kept) == (sorted(QUANTIZED) if fed else [])
         return total, kept
@@ -175,13 +175,13 @@ def test_what_is_not_finite_arrives_as_not_finite_and_leaves_no_trace(
     def body(rank: SimulatedRank) -> dict[str, torch.Tensor]:
         engine = rank.engine(reduction)
         one_step(engine, gradients(rank.rank), (1, 3))
-        engine.resolve_step()
+        engine.settle()
         before = {name: t.clone() for name, _, t in engine.state.entries()}
         poisoned = gradients(rank.rank, 1)
         if rank.rank == 1:
             poisoned["up"][7, 7] = bad
         got = one_step(engine, poisoned, (1, 3))
-        engine.resolve_step()
+        engine.settle()
         assert all(torch.equal(before[name], t) for name, _, t in engine.state.entries())
         return {name: t.isfinite() for name, t in got.items()}
 
@@ -385,7 +385,7 @@ def two_steps(expr: str, device: str) -> list[torch.Tensor]:
                 bucket = commhooks.Bucket.from_tensors({"w": gradient})
                 engine.submit(bucket)
                 assert engine.finish() is None
-            engine.resolve_step()
+            engine.settle()
             return [bucket.buffer, *(tensor for _, _, tensor in engine.state.entries())]
 
     return simulate(2, body)[0]

@@ -287,7 +287,7 @@ class CommHook:
             True if the state was committed, False if it was rolled back, None for a foreign hook.
         """
         engine = self._bound().engine
-        return engine.resolve_step() if engine is not None else None
+        return engine.settle() if engine is not None else None
 
     def rollback(self) -> None:
         """Undo the state of the last step, because the optimizer did not use its gradients.

@@ -63,10 +63,10 @@ class StateWriter(Protocol):
     @property
     def transport(self) -> Any: ...
 
-    def resolve_step(self) -> bool | None:
+    def settle(self) -> bool | None:
         """Commit or roll back the last finished step if it is still open."""
 
-    def forget_open_steps(self) -> None:
+    def forget_unsettled(self) -> None:
         """Forget finished steps, because another state was loaded."""
 
 
@@ -257,7 +257,7 @@ class HookState:
         """Make the staged entries the state, and count the step.
 
         Args:
-            tentative: True if the optimizer may still skip the step. :meth:`resolve` decides later, for all tentative
+            tentative: True if the optimizer may still skip the step. :meth:`settle_tentative` decides later, for all tentative
                 steps together.
             presumed: True if checkpoints hold a tentative step as if it were used.
         """
@@ -290,7 +290,7 @@ class HookState:
         """True if committed steps may still be rolled back."""
         return self._base is not None
 
-    def resolve(self, used: bool) -> None:
+    def settle_tentative(self, used: bool) -> None:
         """Keep the tentative steps, or return to the state before the first of them."""
         base, self._base = self._base, None
         if base is None:
@@ -503,7 +503,7 @@ class HookState:
         if owners:
             self._owners = tuple(weakref.ref(p) for p in owners)
 
-    def follow(self, params: ParamTable, owners: Sequence[torch.Tensor]) -> None:
+    def replace_params(self, params: ParamTable, owners: Sequence[torch.Tensor]) -> None:
         """Replace the parameter table after parameters were thawed or frozen. Entries stay.
 
         Args:
@@ -623,7 +623,7 @@ class HookState:
         self.settle()
         if self._staged or self._carried:
             self.rollback()  # its step never ended
-        self.resolve(False)
+        self.settle_tentative(False)
         if one != self.in_place:
             self._spare.clear()  # in place, a spare buffer may be the committed tensor
         self.in_place = one
@@ -637,7 +637,7 @@ class HookState:
         """Commit or roll back a finished step whose outcome is still open."""
         engine = self.engine
         if engine is not None:
-            engine.resolve_step()
+            engine.settle()
 
 
 _OF_PROCESS = (

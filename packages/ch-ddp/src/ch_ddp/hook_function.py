@@ -84,7 +84,7 @@ class BareHook:
         """Return the driver whose running step this bucket belongs to."""
         behind = behind_backward()
         for one in self._open:
-            if one.uses_group(state) and not one.begins(bucket.index(), behind):
+            if one.uses_group(state) and not one.begins_step(bucket.index(), behind):
                 return one
         return None
 

@@ -48,7 +48,6 @@ def commhooks_specs() -> Iterable[HookSpec]:
             options={},
             capabilities=_LOSSY,
             aliases=("bf16",),
-            recommended=True,
             when="FSDP1 on a slow link",
             loss="within the noise of 3 seeds",
         ),

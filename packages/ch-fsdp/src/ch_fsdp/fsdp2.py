@@ -114,7 +114,7 @@ class FSDP2Binding(Binding):
     def check(self) -> None:
         self.steps.group.check()
 
-    def ready(self) -> None:
+    def after_agreement(self) -> None:
         """Make the replicas equal, after the ranks agreed."""
         self._ready = True
         for hook in self._hooks:
@@ -237,12 +237,12 @@ class FSDP2Binding(Binding):
     def _trainable(self) -> list[bool]:
         return [p.requires_grad for group in self.groups for p in group.params]
 
-    def _follow_trainable(self) -> None:
+    def _update_trainable(self) -> None:
         """Tell the state, which the user may save without its handle, which parameters it now belongs to."""
         trained = self._trainable()
         if trained != self._trained and self._by_name:
             self._trained = trained
-            self.engine.state.follow(tuple((p.name, p.shape) for p in self.layout.params), self.params)
+            self.engine.state.replace_params(tuple((p.name, p.shape) for p in self.layout.params), self.params)
 
     # -- the end of a step
 
@@ -251,7 +251,7 @@ class FSDP2Binding(Binding):
 
     def _inspect(self) -> CommHooksError | None:
         """Return an error if a group with gradients did not call the hook."""
-        self._follow_trainable()
+        self._update_trainable()
         placed: list[ShardScatter | ReplicateHook] = [*self._comms, *self._hooks]
         lost = [one.group.name for one in placed if not one.in_place]
         if lost:

@@ -146,13 +146,13 @@ class ManagerJudge:
 
     # -- the engine's questions
 
-    def begin(self) -> None:
+    def begin_period(self) -> None:
         if self.optimizer is not None:
-            self.optimizer.begin()
+            self.optimizer.begin_period()
 
-    def end(self) -> None:
+    def finish_step(self) -> None:
         if self.optimizer is not None:
-            self.optimizer.end()
+            self.optimizer.finish_step()
 
     def used(self) -> bool | None:
         """Return ``None`` before the vote, and False for an attempt that ended without one."""
@@ -167,7 +167,7 @@ class ManagerJudge:
         """Return the number of committed steps. A newcomer's optimizer has counted fewer."""
         return self._manager.current_step()
 
-    def follow(self, clock: int) -> None:
+    def set_clock(self, clock: int) -> None:
         """Do nothing: every member asks the manager."""
 
 
@@ -263,7 +263,7 @@ class ManagedSteps:
 
     def after_vote(self, committed: bool) -> None:
         self._judge.vote(committed)
-        self.engine.resolve_step()
+        self.engine.settle()
 
     def close(self) -> None:
         """Take part in no vote after that of the current attempt, which decides the backwards that have run."""
@@ -278,7 +278,7 @@ class ManagedSteps:
     def _begin(self) -> None:
         step = self.transport.begin()
         # Only after the quorum: until then its thread may take a snapshot for a healing member.
-        self.engine.resolve_step(force=True)
+        self.engine.settle(force=True)
         self._judge.begin_backward()
         self.engine.set_failure(None)
         self.engine.state.step = step if self._rounds is None else self._rounds(step)

@@ -19,7 +19,7 @@ from ch_ddp.adapter import (
     Finalizer,
     TensorFuture,
     acquire_slot,
-    averaged,
+    averaged_params,
     behind_backward,
     future_for,
     raise_finalized,
@@ -107,7 +107,7 @@ class DistributedDataParallel(TorchDDP):
             )
         group = GroupOfOne()
         super().__init__(module, process_group=group, find_unused_parameters=True, **kwargs)
-        self.used = group.used = UsedParams([parameter for _, parameter in averaged(self)])
+        self.used = group.used = UsedParams([parameter for _, parameter in averaged_params(self)])
         self.manager = manager
         self.fail_fast = FailFast(manager, process_group, fail_fast)
         self.handle: CommHook | None = None
@@ -288,7 +288,7 @@ class PlainDriver:
             for done, reduced in self._futures:
                 done.set_result(reduced)
             self._futures.clear()
-            self._finalizer.ready()
+            self._finalizer.last_bucket_arrived()
         if error is not None:
             raise_finalized(error)
         return future

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ch_ddp.adapter import DDPDriver, Finalizer, acquire_slot, averaged, model_layout, raise_finalized
+from ch_ddp.adapter import DDPDriver, Finalizer, acquire_slot, averaged_params, model_layout, raise_finalized
 from ch_ft import fingerprints, healing
 from ch_ft.attempts import ManagedSteps
 from ch_ft.ddp import DistributedDataParallel
@@ -52,14 +52,14 @@ class ManagedDriver(DDPDriver):
             everywhere = self.used.map(bucket.device)  # (params,)
             self._asked = everywhere, self.engine.transport.all_reduce(everywhere, "max")
 
-    def _finish(self, error: BaseException | None) -> None:
+    def _complete(self, error: BaseException | None) -> None:
         asked, self._asked = self._asked, None
         error = error or self._share_used(asked)
         for future, buffer in self._futures:
             future.set_result(buffer)
         self._futures.clear()
         if self.finalizer is not None:
-            self.finalizer.ready()
+            self.finalizer.last_bucket_arrived()
         raised = None if error is None else self.steps.lost(error)
         if raised is not None:
             raise_finalized(raised)
@@ -94,7 +94,7 @@ class ManagedBinding(Binding):
         if handle.hook_state is None:
             raise AttachError(f"the state of {handle.expr} must be a HookState; got {type(handle.state).__name__}")
         self.model = model
-        self.layout, self.params = model_layout(model), [p for _, p in averaged(model)]
+        self.layout, self.params = model_layout(model), [p for _, p in averaged_params(model)]
         manager = model.full_manager()
         self._transport = ManagerTransport(manager, model.fail_fast, collectives_for(handle.reduction, manager))
         self.engine = Engine(handle.reduction, self._transport, handle.hook_state, timeout=None)
@@ -112,7 +112,7 @@ class ManagedBinding(Binding):
         agreement = self._agree if options.verify_ranks else lambda: None
         self._driver = ManagedDriver(self.engine, self.steps, names, model.used, agreement)
         self._driver.finalizer = Finalizer.of(model)
-        self._driver.follow(model)
+        self._driver.set_model(model)
         self._slot.driver, self._slot.holder = self._driver, handle.expr
         self._transferred = healing.transferred(model, manager)
         self._transferred.serve(self.engine, self.fingerprint)

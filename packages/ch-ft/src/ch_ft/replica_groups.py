@@ -60,14 +60,14 @@ class GroupEngine(Engine):
         self._guarded = False  # True inside run(), which calls submit()
         self._steps: ManagedSteps | None = None
 
-    def follow(self, options: AttachOptions | None = None, owner: object = None) -> None:
+    def commit_by_manager(self, options: AttachOptions | None = None, owner: object = None) -> None:
         """Let the manager commit this engine's steps from now on."""
         params = owner.parameters if isinstance(owner, torch.nn.Module) else tuple
         self._steps = ManagedSteps(self, self._manager_transport, self._manager, options, params)
 
     @property
     def steps(self) -> ManagedSteps:
-        assert self._steps is not None  # noqa: S101 - follow() comes right after construction
+        assert self._steps is not None  # noqa: S101 - commit_by_manager() comes right after construction
         return self._steps
 
     def run(self, bucket: Bucket) -> None:
@@ -142,7 +142,7 @@ class Between:
         self.engine = self._engine = GroupEngine(transport, manager, handle.reduction, handle.hook_state, self._agree)
         for layout in layouts():
             self._engine.plan(layout)  # its errors are raised here and not in the first backward
-        self._engine.follow(options, owner)
+        self._engine.commit_by_manager(options, owner)
         self._transferred = healing.transferred(owner, manager)
         self._transferred.serve(self._engine, self._facts)
 
@@ -154,7 +154,7 @@ class Between:
         self.close()
         self._facts = {**self._facts, "hook": "detached", "options and providers": ""}
         self._engine = GroupEngine(ManagerTransport(self._manager), self._manager, Plain(), None, self._agree)
-        self._engine.follow()
+        self._engine.commit_by_manager()
         return self._engine
 
     def close(self) -> None:

@@ -57,7 +57,7 @@ class UsedParams:
             participating: True if this member's own map is part of it. Otherwise the host reads the map.
         """
         if not participating:
-            self._follow(everywhere)
+            self._match_participants(everywhere)
         self._everywhere = future_for(everywhere)  # on CUDA, the stream that answers waits for this one
         self._everywhere.set_result(everywhere)
 
@@ -68,7 +68,7 @@ class UsedParams:
         if everywhere is not None:
             asked.copy_(everywhere.wait() > _IDLE)
 
-    def _follow(self, everywhere: torch.Tensor) -> None:
+    def _match_participants(self, everywhere: torch.Tensor) -> None:
         """End with the participants' gradients, also for a parameter that only this member used.
 
         Participants leave the gradient of a parameter alone that none of them used. If they have none, this member

@@ -43,7 +43,7 @@ def reduction_of(expression: str) -> commhooks.Reduction:
     if found is None:
         raise commhooks.HookNotSupportedError(
             f"{expression} is a foreign hook, whose collectives are unknown: choose a reduction "
-            "(python -m commhooks list --kind reduction)"
+            "(commhooks list --kind reduction)"
         )
     return found
 

@@ -77,10 +77,10 @@ class Binding(ABC):
     def detach(self) -> None:
         """Put plain averaging in the hook's place, so that the model stays usable and can be attached again.
 
-        ``attach`` also calls it, before :meth:`ready`, if the ranks disagree.
+        ``attach`` also calls it, before :meth:`after_agreement`, if the ranks disagree.
         """
 
-    def ready(self) -> None:  # noqa: B027 - most adapters need no collective
+    def after_agreement(self) -> None:  # noqa: B027 - most adapters need no collective
         """Start collectives of the adapter itself. The ranks of :attr:`group` have agreed."""
 
     def stats(self) -> dict[str, float]:

@@ -185,7 +185,7 @@ class OptimizerWatch:
         self._steps: dict[int, int] = {}  # id(optimizer) -> its steps in this period
         self._backward: list[int | None] = [None]  # backward whose begin was seen last; shared with the hooks
         self._snapshot: ParameterSnapshot | None = ParameterSnapshot(params)  # until an optimizer steps
-        self.begin()
+        self.begin_period()
         this = weakref.ref(self)  # torch and the parameters keep the hooks, which must not keep the watch alive
         self._arriving = _gradient_hook(self._backward, this)
         self._hooked: dict[int, torch.Tensor] = {}  # id -> parameter with the hook
@@ -209,7 +209,7 @@ class OptimizerWatch:
 
     # -- StepJudge
 
-    def begin(self) -> None:
+    def begin_period(self) -> None:
         """Begin a period. All earlier steps have been answered."""
         self._earlier_steps = self.clock()
         self._steps = {}
@@ -222,7 +222,7 @@ class OptimizerWatch:
         if self._snapshot is not None:
             self._snapshot.take()
 
-    def end(self) -> None:
+    def finish_step(self) -> None:
         """End a step. Its gradients are in ``.grad``, or already used."""
         self._ended = True
         held = self._optimizers.held_params()
@@ -247,8 +247,8 @@ class OptimizerWatch:
         """Return the optimizer steps since attach. Optimizers that are nested, or step in turn, count once."""
         return self._earlier_steps + max(self._steps.values(), default=0)
 
-    def follow(self, clock: int) -> None:
-        """See :meth:`.StepJudge.follow`."""
+    def set_clock(self, clock: int) -> None:
+        """See :meth:`.StepJudge.set_clock`."""
         self._earlier_steps = clock
         self._steps.clear()
 

@@ -23,7 +23,7 @@ from commhooks.transport.process_group import group_timeout, refuse_lost
 Adapter = Callable[[torch.nn.Module, CommHook, AttachOptions], Binding]
 """Puts a handle's hook on a model, without any collective, because the ranks have not agreed yet.
 
-`attach` then compares the ranks over the binding's `group` if it has one, and calls its `ready()`."""
+`attach` then compares the ranks over the binding's `group` if it has one, and calls its `after_agreement()`."""
 
 
 def attach(
@@ -136,7 +136,7 @@ def attach(
             binding.engine.open_levels()
         if verify_ranks:
             verify(handle, rows_of_model(model), timeout, watched=optimizer is not None or scaler is not None)
-        binding.ready()
+        binding.after_agreement()
     except BaseException:
         handle.detach()
         raise

@@ -9,7 +9,7 @@ from typing import Any
 from commhooks.errors import HookConfigError, HookNotSupportedError
 from commhooks.registry.expression import canonical, nodes, parse, unparse
 from commhooks.registry.registry import REGISTRY, Registry
-from commhooks.registry.spec import HookSpec, PluginFailure
+from commhooks.registry.spec import CAPABILITIES, HookSpec, PluginFailure
 
 
 def get(name: str, kind: str | None = None, *, registry: Registry = REGISTRY) -> Callable[..., Any]:
@@ -104,7 +104,7 @@ def describe_spec(spec: HookSpec, given: Mapping[str, Any] | None = None) -> str
         "loss": spec.loss,
         "caution": spec.caution,
         "aliases": ", ".join(spec.aliases),
-        "can": ", ".join(sorted(spec.capabilities)),
+        "effect": _in_words(spec.capabilities),
         "needs": "; ".join(f"{k} {v if isinstance(v, str) else ', '.join(v)}" for k, v in needs.items() if v),
         "callable": spec.hook or "",
         "state": spec.state or "",
@@ -120,10 +120,14 @@ def describe_spec(spec: HookSpec, given: Mapping[str, Any] | None = None) -> str
     width = max(map(len, shown.values()))
     lines += ["  options"]
     for name, option in spec.options.items():
-        brings = f" (then: {', '.join(sorted(option.brings))})" if option.brings else ""
+        brings = f" (it then {_in_words(option.brings)})" if option.brings else ""
         default = f" (given; default {option.default!r})" if name in given else ""
         lines.append(f"    {shown[name]:<{width}}  {option.accepts()}: {option.doc}{brings}{default}")
     return "\n".join(lines)
+
+
+def _in_words(capabilities: frozenset[str]) -> str:
+    return "; ".join(words for capability, words in CAPABILITIES.items() if capability in capabilities)
 
 
 def why_not(

@@ -149,7 +149,7 @@ def load_obtained(
         state = target.state
         state.settle()  # open steps belong to the old state
         if state.engine is not None:
-            state.engine.forget_open_steps()
+            state.engine.forget_unsettled()
         state.replace(made.entries, made.step, made.table, made.place, ordered=made.ordered, buckets=made.buckets)
 
 

@@ -5,20 +5,23 @@ Exit status 0 means success, 1 a problem, 2 a bad command line. `list`, `describ
 """
 
 import argparse
+import ast
+import importlib.util
 import json
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
-from commhooks.cli.terminal import HelpFormatter, hanging
+from commhooks.cli.terminal import HelpFormatter
 from commhooks.errors import CommHooksError, UnknownHookError
 from commhooks.registry.distributions import version
 from commhooks.registry.registry import REGISTRY
-from commhooks.registry.spec import OWN_COMMANDS
+from commhooks.registry.spec import OWN_COMMANDS, Command
 
 DOCS = "https://github.com/commhooks/commhooks/tree/main/docs"
 EXAMPLE = "torchrun --nproc-per-node 2 -m commhooks run --hook quant4 train.py"
@@ -77,7 +80,7 @@ def _run_added_command(name: str, words: list[str]) -> int:
         print(f"commhooks: {error}\n  commhooks --help describes each command", file=sys.stderr)
         return 2
     before = sys.argv
-    sys.argv = [f"python -m commhooks {name}", *words]  # argparse shows this name in the usage line
+    sys.argv = [f"commhooks {name}", *words]  # argparse shows this name in the usage line
     try:
         return run(words) or 0
     finally:
@@ -88,13 +91,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="commhooks",
         description="Gradient communication hooks for PyTorch data parallelism, by name.",
-        epilog="\n".join([*_added_commands(), "", "example:", f"  {EXAMPLE}", "", f"documentation: {DOCS}"]).lstrip(
-            "\n"
-        ),
+        epilog=f"commhooks COMMAND --help shows the options of a command.\n\nexample:\n  {EXAMPLE}\n\ndocumentation: {DOCS}",
         formatter_class=HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"commhooks {version('ch-core')}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, title="commands", metavar="COMMAND")
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text, formatter_class=HelpFormatter)
@@ -105,7 +106,9 @@ def _parser() -> argparse.ArgumentParser:
     from commhooks.cli import doctor, env, listing
 
     sub = command("list", listing.run_list, "List the installed hooks by use, and plugins that failed.")
-    sub.add_argument("word", nargs="?", default="*", help="part of a name or summary, or a shell pattern of names")
+    sub.add_argument(
+        "word", nargs="?", default="*", help="part of a name or summary, a package, or a shell pattern of names"
+    )
     sub.add_argument("--kind", help="reduction, ddp, fsdp, wrapper or outer")
     sub = command("describe", listing.run_describe, "Describe a hook: use, cost, options, requirements.")
     sub.add_argument("name", help="name, alias, provider/name, or an expression")
@@ -117,16 +120,28 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--timeout", type=float, default=60.0, help="seconds allowed for one hook (default 60)")
     sub.add_argument("--no-smoke", action="store_true", help="load only; start no process group")
     commands.add_parser("run", help="Run a training script, unchanged, with a hook on its models.", add_help=False)
+    added = REGISTRY.commands()
+    names = [each.name for each in added]
+    for each in added:  # only for the help text: main() runs them
+        shown = each.id if names.count(each.name) > 1 else each.name
+        commands.add_parser(shown, help=_summary(each).replace("%", "%%"), add_help=False)
     return parser
 
 
-def _added_commands() -> list[str]:
-    """Return the lines of `--help` on the commands of packages. Commands of one package share its summary."""
-    commands = REGISTRY.commands()
-    names = [command.name for command in commands]
-    grouped: dict[tuple[str, str], list[str]] = {}
-    for command in commands:
-        shown = command.id if names.count(command.name) > 1 else command.name
-        grouped.setdefault((command.provider, command.summary), []).append(shown)
-    lines = [hanging(f"  {', '.join(shown):<18} {summary}", 21, 80) for (_, summary), shown in grouped.items()]
-    return ["from packages:", *lines] if lines else []
+def _summary(command: Command) -> str:
+    """Return the first line of the docstring of a command's module, or the summary of its package without one.
+
+    Reads the source and imports nothing, because `--help` must work while a package is broken.
+    """
+    top, *inner = command.target.partition(":")[0].split(".")
+    with suppress(Exception):  # no such module, no source, or a syntax error: the package's summary remains
+        found = importlib.util.find_spec(top)
+        folders = list(found.submodule_search_locations or ()) if found is not None else []
+        files = [Path(found.origin)] if found is not None and found.origin and not inner else []
+        for folder in folders if inner else []:
+            files += [Path(folder, *inner).with_suffix(".py"), Path(folder, *inner, "__init__.py")]
+        for file in filter(Path.is_file, files):
+            text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+            if text:
+                return text.splitlines()[0]
+    return command.summary

@@ -60,12 +60,28 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(found, indent=2))
         return int(bad)
     print("copy from here\n```")
-    for key, value in found.items():
-        if isinstance(value, dict):
+    for key, value in _without_repetition(found).items():
+        if isinstance(value, dict) and value:
             print(f"{key}:")
             for label, each in value.items():
-                print(f"  {label}: {', '.join(each) if isinstance(each, list) else each}")
+                print(f"  {label}: {_text(each)}")
         else:
-            print(f"{key}: {'; '.join(value) if isinstance(value, list) else value}")
+            print(f"{key}: {_text(value)}")
     print("```")
     return int(bad)
+
+
+def _without_repetition(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the report for people, with each version once. JSON has all keys."""
+    others = {**found["providers"], **found["plugins"]}
+    shown = {key: value for key, value in found.items() if key != "providers"}
+    shown["plugins"] = {dist: each for dist, each in others.items() if dist not in found["commhooks"]}
+    shown["packages"] = {name: each for name, each in found["packages"].items() if name != "torch"}
+    shown["environment"] = found["environment"] or "no variable COMMHOOKS_* is set"
+    return shown
+
+
+def _text(value: object) -> str:
+    """Return a value in one line; "none" if it is empty."""
+    text = "; ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return "none" if value in (None, "", [], {}) else text

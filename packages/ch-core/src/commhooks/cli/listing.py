@@ -8,23 +8,23 @@ from typing import Any
 from rich.markup import escape
 
 from commhooks.api import hooks
-from commhooks.cli.terminal import block, console, table, width
+from commhooks.cli.terminal import block, console, hanging, width
 from commhooks.registry.registry import REGISTRY
 from commhooks.registry.spec import GROUPS, HookSpec
 
 
 def found_by(word: str, kind: str | None) -> list[HookSpec]:
-    """Return the hooks that match a shell pattern of names, or whose description contains a word."""
+    """Return the hooks that match a shell pattern of names, contain a word, or come from the package of this name.
+
+    A word is looked for in names, aliases and summaries.
+    """
     if any(sign in word for sign in "*?["):
         return hooks.list_hooks(word, kind=kind)
     word = word.lower()
     return [
         spec
         for spec in hooks.list_hooks(kind=kind)
-        if any(
-            word in text.lower()
-            for text in (*spec.names, spec.summary, spec.provider, spec.when, GROUPS[spec.group], *spec.capabilities)
-        )
+        if word == spec.provider.lower() or any(word in text.lower() for text in (*spec.names, spec.summary))
     ]
 
 
@@ -58,21 +58,22 @@ def run_list(arguments: argparse.Namespace) -> int:
     if not specs:
         kind = f" of kind {arguments.kind}" if arguments.kind else ""
         out.print(f"no hook{kind} matches {arguments.word!r}; commhooks list shows all", markup=False)
-    names = [len(spec.name) + 2 for spec in specs]
+    names = max((len(spec.name) for spec in specs), default=0)
+    providers = max((len(spec.provider) for spec in specs), default=0)
+    indent = min(2 + names + 2 + providers + 2, width() // 2)  # one column of summaries for all groups
     for heading, some in by_use(specs):
-        rows = []
-        for spec in some:
-            also = f" [dim](also {', '.join(spec.aliases)})[/]" if spec.aliases else ""
-            name = f"{'*' if spec.recommended else ' '} {spec.name}".ljust(max(names))
-            rows.append((name, spec.provider, escape(spec.summary) + also))
-        columns = ("name", "from", "summary")
         out.print(f"[bold]{heading}[/]")
-        out.print(table(*columns, rows=rows, whole=columns[:2] if width() >= 60 else columns[:1], head=False))
-        out.print()
+        for spec in some:
+            also = f" (also {', '.join(spec.aliases)})" if spec.aliases else ""
+            star = "*" if spec.recommended else " "
+            row = f"{star} {spec.name:<{names}}  {spec.provider:<{providers}}  {spec.summary}{also}"
+            print(hanging(row, indent))
+        print()
     if any(spec.recommended for spec in specs):
-        out.print(
+        closing = (
             "A star marks the first choices. commhooks describe NAME says when to use a hook, and its cost in loss."
         )
+        print(hanging(closing, 0))
     for failure in failures:
         out.print(f"[red]failed[/] {escape(str(failure))}", soft_wrap=True)
     for dist in skipped:

@@ -71,7 +71,7 @@ class BucketRun:
             The requests of the next stage; ``None`` after the last one.
         """
         if self.pending is not None:
-            self._complete(self.pending, timeout, counters)
+            self._wait(self.pending, timeout, counters)
         if not self.failed:
             try:
                 return self._resume(counters)
@@ -80,8 +80,8 @@ class BucketRun:
         due = self.due
         return None if due is None else void_requests(due, self.outcome.world_size, self.bucket.device, topology)
 
-    def end(self, on_reduced: Callable[[Bucket], None] | None) -> None:
-        """Finish after the last stage, and give the average to a callback.
+    def complete(self, on_reduced: Callable[[Bucket], None] | None) -> None:
+        """Mark the run done after its last stage, and give the average to a callback.
 
         Args:
             on_reduced: called with the bucket, unless the reduction failed.
@@ -106,11 +106,11 @@ class BucketRun:
         self.outcome.fail_bucket(error, where, self.bucket.index)
 
     def close(self) -> None:
-        """End the generator."""
+        """Close the generator."""
         if self.generator is not None:
             self.generator.close()
 
-    def _complete(self, pending: Stage, timeout: float | None, counters: Counters) -> None:
+    def _wait(self, pending: Stage, timeout: float | None, counters: Counters) -> None:
         self.pending = None
         begun = time.perf_counter()
         with _profiled(self.outcome.name, "wait", self.stage):
@@ -177,8 +177,8 @@ class RequestBatch:
         traffic = sender.counters.traffic
         traffic.rounds += bool(requests)
         first = runs[0]
-        # The average of a bucket that ends at once equals DDP's to the bit, so ranks add in DDP's order.
-        any_order = not any(run.plan.ends_at_once for run in runs)
+        # The average of a bucket with one stage equals DDP's to the bit, so ranks add in DDP's order.
+        any_order = not any(run.plan.one_stage for run in runs)
         with _profiled(first.outcome.name, "start", first.stage):
             owner, newest = (first.number, first.stage), runs[-1].bucket.is_last
             stage = Stage(sender.transport, sender.scratch, owner, any_order, sender.tuning, newest)

@@ -6,7 +6,7 @@
 
 import math
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -89,9 +89,14 @@ class Stage:
                 decode()
         self._works.clear()
 
-    def then(self, action: Callable[[], None]) -> None:
-        """Call ``action`` when all results are decoded or lost, on the thread that delivers the last one."""
-        self._works = _on_arrival(self._works, action)
+    def on_decoded(self, action: Callable[[], None]) -> None:
+        """Decode each result as soon as it arrives, and call ``action`` after the last one.
+
+        Both happen on the threads that receive the results. :meth:`wait` then only waits for them. A lost result counts as
+        arrived, so ``action`` is always called.
+        """
+        delivery = _Delivery(action, len(self._works))
+        self._works = [delivery.decoding_on_arrival(*message) for message in self._works]
 
     # -- all-reduce
 
@@ -255,30 +260,42 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 # -- results that complete a hook's future
 
 
-def _on_arrival(works: Sequence[Message], action: Callable[[], None]) -> list[Message]:
-    """Decode each result on the thread that delivers it, and call ``action`` after the last one.
+class _Delivery:
+    """Decodes the results of a stage on the threads that receive them, and calls an action after the last one.
 
-    Returns:
-        The same collectives. Their decode functions wait until the result is decoded, and raise its error.
+    Args:
+        action: called once.
+        count: number of results.
     """
-    if not works:  # an empty bucket
-        action()
-    countdown = _Countdown(len(works), action)
-    found: list[Message] = []
-    for work, output, decode in works:
-        arrival = _Arrival(decode, countdown)
-        found.append((work, output, arrival.wait))
-        work.future().add_done_callback(arrival)
-    return found
 
+    def __init__(self, action: Callable[[], None], count: int) -> None:
+        self._action, self._left, self._lock = action, count, threading.Lock()
+        if not count:  # an empty bucket
+            action()
 
-class _Countdown:
-    """Calls ``action`` at its n-th call, on any thread."""
+    def decoding_on_arrival(self, work: Any, output: torch.Tensor, decode: Decode) -> Message:
+        """Return a message like this one. Its decode function waits until the result is decoded, and raises its error."""
+        decoded, errors = threading.Event(), list[BaseException]()
 
-    def __init__(self, count: int, action: Callable[[], None]) -> None:
-        self._left, self._action, self._lock = count, action, threading.Lock()
+        def arrived(future: Any) -> None:
+            try:
+                if not _is_lost(future) and decode is not None:
+                    with torch.no_grad():  # the thread that receives would record gradients
+                        decode()
+            except BaseException as error:
+                errors.append(error)
+            decoded.set()
+            self._count_down()
 
-    def __call__(self) -> None:
+        def wait_until_decoded() -> None:
+            decoded.wait()
+            if errors:
+                raise errors[0]
+
+        work.future().add_done_callback(arrived)
+        return work, output, wait_until_decoded
+
+    def _count_down(self) -> None:
         with self._lock:
             self._left -= 1
             last = self._left == 0
@@ -286,31 +303,13 @@ class _Countdown:
             self._action()
 
 
-class _Arrival:
-    """Decodes one result. Another thread may wait for it."""
-
-    def __init__(self, decode: Decode, countdown: Callable[[], None]) -> None:
-        self._decode, self._countdown, self._done = decode, countdown, threading.Event()
-        self._error: BaseException | None = None
-
-    def __call__(self, future: Any) -> None:
-        try:
-            future.value()
-        except RuntimeError:  # lost; `Work.wait` raises the reason
-            self._decode = None
-        try:
-            if self._decode is not None:
-                with torch.no_grad():  # gradients would be recorded on this thread
-                    self._decode()
-        except BaseException as error:
-            self._error = error
-        self._done.set()
-        self._countdown()
-
-    def wait(self) -> None:
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
+def _is_lost(future: Any) -> bool:
+    """True if the collective failed. ``Work.wait`` raises the reason."""
+    try:
+        future.value()
+    except RuntimeError:
+        return True
+    return False
 
 
 # -- the way from an engine to its transport

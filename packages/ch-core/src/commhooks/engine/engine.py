@@ -42,7 +42,7 @@ class StepBuckets:
 
     Attributes:
         layouts: layouts of all buckets.
-        in_flight: runs that have not ended.
+        in_flight: runs that are not done.
         count: number of the next run. Runs in flight have different numbers.
         keep: True if buckets stay readable after the step.
         kept: buckets that hold their average, if they are kept.
@@ -72,14 +72,14 @@ class StepBuckets:
         self.in_flight.append(run)
         return run
 
-    def drop_ended(self) -> None:
-        """Remove runs that have ended."""
+    def drop_done(self) -> None:
+        """Remove runs that are done."""
         if self.keep:
             self.kept += [run.bucket for run in self.in_flight if run.done]
         self.in_flight = [run for run in self.in_flight if not run.done]
 
-    def drained(self) -> None:
-        """Count from 0 again. No run is in flight, so the next bucket may use the same scratch."""
+    def restart_numbers(self) -> None:
+        """Number the next run 0. No run is in flight, so it may use the scratch of the first one."""
         self.submitted.clear()  # the wrapper owns their memory
         self.count = 0
 
@@ -88,7 +88,7 @@ class StepBuckets:
         for run in self.in_flight:
             run.close()
         self.in_flight = []
-        self.drained()
+        self.restart_numbers()
 
 
 class Engine:
@@ -106,7 +106,7 @@ class Engine:
         counters: figures for ``handle.stats()``.
         outcome: outcome of the running step, or of the last one.
         commits: finished steps that are not settled yet.
-        failure: error of a lost transport. The engine then starts nothing any more.
+        failure: error of a lost transport. The engine refuses steps until it gets another group of ranks.
         participating: True if this rank contributes data to the running step.
         buckets: buckets of the running step, or of the last one.
         sampler: measures errors of some steps for telemetry.
@@ -134,7 +134,7 @@ class Engine:
         self.sampler = Sampler(transport.rank)
         self._sends_status = sends_status
         self._opened = False  # True if the transport knows the nodes that the reduction wants
-        self._resolving = threading.RLock()
+        self._settling = threading.RLock()
         self._first_stages = RequestBatch()  # not worth a message yet
         self._on_reduced: Callable[[Bucket], None] | None = None
         self._loss_scale: Callable[[], float] | None = None
@@ -179,7 +179,8 @@ class Engine:
         Errors of the reduction are raised by :meth:`finish` on all ranks.
 
         Returns:
-            The run of the bucket, or of its first unfinished piece. ``None`` if the engine has already lost the step.
+            The run of the bucket, or of its first piece that is not done. ``None`` only from an engine that skips the step,
+            as ch-ft's does after a loss.
 
         Raises:
             TransportError: the transport is lost.
@@ -196,13 +197,20 @@ class Engine:
                 run = self._add(piece)
                 started.append(run)
                 self._start_first_stage(run)
-            # Not the pieces of this bucket: no time has passed in which their messages could have travelled.
-            used = self._on_reduced is not None
-            self._advance([run for run in older if not run.plan.waits or (used and run.due is None)])
+            # The pieces of this bucket are not advanced, because their messages have only just been started.
+            self._advance([run for run in older if self._advances_before_drain(run)])
         except Exception as error:
             self._lose(error)
         self.counters.hook_seconds += time.perf_counter() - begun
         return next((run for run in started if not run.done), started[-1])
+
+    def _advances_before_drain(self, run: BucketRun) -> bool:
+        """True if a later bucket advances this run. A deferred run waits for the drain.
+
+        A deferred run that has no further stage is advanced too if a callback wants its average. It starts no collective, so
+        the order of collectives stays.
+        """
+        return not run.plan.deferred or (self._on_reduced is not None and run.due is None)
 
     def advance(self) -> None:
         """Advance each bucket in flight by one stage.
@@ -235,37 +243,45 @@ class Engine:
             self.outcome = StepOutcome(self.reduction.name, self.transport, late=self.outcome.take_error())
         if outside is not None:
             self.outcome.fail(outside, ENCODE)
-        # The status travels with the last messages only if no code that may raise runs after them. In elastic groups, an
-        # extra pending message would keep a dead group alive.
-        delivers = self.reduction.delivers and not self.transport.elastic and self._on_reduced is None
-        early = delivers and all(run.due is None for run in self.buckets.in_flight)
+        status_first = self._may_send_status_before_drain()
         try:
-            if early:
+            if status_first:
                 self._send_status()
             self._drain()
-            if (
-                self.sampler.recordings and self.in_step
-            ):  # before the status is received, which tells that it is complete
-                self._local(partial(self.sampler.end, self.reduction, self.state), DECODE)
-            if not early:
+            if self.sampler.recordings and self.in_step:
+                # Before the status is received. Once it has arrived, the sample must be complete.
+                self._local(partial(self.sampler.finish, self.reduction, self.state), DECODE)
+            if not status_first:
                 self._send_status()
             self.outcome.decide(self.sender.timeout)
-            if not early and self._on_reduced is None:
-                self.outcome.spoil(self.buckets.submitted)
+            # Not needed if the status went first: a rank that failed has sent NaN. With a callback it is too late: the callback
+            # has used the averages.
+            if not status_first and self._on_reduced is None:
+                self.outcome.write_nan(self.buckets.submitted)
         except Exception as lost:
             self._lose(lost)
-        self.commits.finished(self.outcome, elastic=self.transport.elastic)
+        self.commits.finish(self.outcome, elastic=self.transport.elastic)
         try:
             error = self.outcome.error(self.sender.carry_out)
         except Exception as lost:
             self._lose(lost)
-        self.buckets.drained()
-        self.counters.end(self.reduction.trips)
+        self.buckets.restart_numbers()
+        self.counters.finish(self.reduction.trips)
         self.counters.hook_seconds += time.perf_counter() - begun
         return error
 
+    def _may_send_status_before_drain(self) -> bool:
+        """True if the status can travel with the last messages, which saves one latency per step.
+
+        No code that may raise may run after the status, because the status could not report it. In elastic groups one more
+        pending message would keep a dead group alive.
+        """
+        if not self.reduction.delivers or self._on_reduced is not None or self.transport.elastic:
+            return False
+        return all(run.due is None for run in self.buckets.in_flight)
+
     def run(self, bucket: Bucket) -> None:
-        """Take a bucket and run it to its end. FSDP2 uses each average as soon as its call returns.
+        """Take a bucket and drain it. FSDP2 uses each average as soon as its call returns.
 
         A unit may be reduced several times in one step, if a forward uses a module twice or the loss comes in chunks. Each
         reduction starts from the state that the previous one staged.
@@ -278,7 +294,7 @@ class Engine:
             self._drain()
         except Exception as error:
             self._lose(error)
-        self.buckets.drained()
+        self.buckets.restart_numbers()
         self.counters.hook_seconds += time.perf_counter() - begun
 
     def abandon(self) -> None:
@@ -298,15 +314,15 @@ class Engine:
 
     # -- between steps
 
-    def resolve_step(self, *, force: bool = False) -> bool | None:
+    def settle(self, *, force: bool = False) -> bool | None:
         """Commit or roll back the last finished step; see :meth:`.Commits.settle`.
 
         A thread that takes a snapshot of the state, such as that of a quorum, may call it during a forward.
         """
-        with self._resolving:
+        with self._settling:
             return self.commits.settle(force=force)
 
-    def forget_open_steps(self) -> None:
+    def forget_unsettled(self) -> None:
         """Drop unsettled steps, because another state has been loaded."""
         self.commits.forget()
 
@@ -323,7 +339,7 @@ class Engine:
 
     def move(self, transport: Transport) -> None:
         """Use another group of ranks from the next step on. The state stays."""
-        self.resolve_step()
+        self.settle()
         self.transport, self.failure, self._opened = transport, None, False
         self.sender.move(transport)
 
@@ -472,25 +488,23 @@ class Engine:
         for run in runs:
             requests = run.advance(self.sender.timeout, self.counters, self.sender.topology)
             if requests is None:
-                run.end(self._on_reduced if self.participating else None)
+                run.complete(self._on_reduced if self.participating else None)
                 continue
             self.counters.traffic.add(*run.plan.volumes[run.stage])
-            if (
-                batch is None and not run.plan.merges[run.stage]
-            ):  # another bucket's requests could not be merged with it
+            if batch is None and not run.plan.merges[run.stage]:  # requests of other buckets cannot be merged with it
                 alone = RequestBatch()
                 alone.add(run, requests)
                 alone.start(self.sender)
             else:
                 asked.add(run, requests)
-        self.buckets.drop_ended()
+        self.buckets.drop_done()
         if batch is None:
             asked.start(self.sender)
 
     def _drain(self) -> None:
-        """Advance every bucket to its end. The newest is one stage behind, so it sends while the others work."""
+        """Advance every bucket until it is done. The newest is one stage behind, so it sends while the others work."""
         self._first_stages.start(self.sender)
-        newest = self.buckets.count - 1  # by number, because ranks may differ in which of the others have ended
+        newest = self.buckets.count - 1  # by number, because ranks may differ in which of the others are done
         while self.buckets.in_flight:
             self._advance([run for run in self.buckets.in_flight if run.number < newest])
             self._advance([run for run in self.buckets.in_flight if run.number == newest])
@@ -504,7 +518,10 @@ class Engine:
         self.outcome.send(clock, self.sender.device, self.sender.post if together else None)
 
     def _lose(self, error: Exception) -> NoReturn:
-        """Stop for good, because the transport failed and ranks may have received different messages."""
+        """Drop the step and refuse further ones, because ranks may have received different messages.
+
+        :meth:`move` and :meth:`set_failure` allow steps again, over another group of ranks.
+        """
         lost = error if isinstance(error, CommHooksError) else TransportError(f"{type(error).__name__}: {error}")
         self.failure = lost
         self.abandon()

@@ -5,10 +5,11 @@ At the end of each step the ranks all-reduce one status vector of ``W + 1`` fp32
     element r   = code of rank r + 4 * clock of rank r      (0 from every other rank)
     element W   = number of ranks that saw a reduced NaN or Inf, or NaN
 
-The code of rank r says where its reduction raised, 0 if it did not. The clock counts the steps behind rank r. Ranks with
-different clocks would soon start different collectives. Clock 0 marks a rank that has run out of input. Both fit exactly,
-because 4 * 2**18 is below 2**24. All ranks see the same vector, so all decide equally. Texts of errors follow only after a
-failure, in messages of a fixed size.
+The code of rank r says where its reduction raised, 0 if it did not. The clock of rank r is 1 + n modulo 2**18 - 1. The count n
+is the number of steps that the rank has committed plus, with a judge, the number of steps that the judge saw used. A rank that
+has run out of input sends 0 instead. Ranks with different clocks would soon start different collectives. Code and clock fit
+exactly into fp32, because 4 * 2**18 is below 2**24. All ranks see the same vector, so all decide equally. Texts of errors are
+exchanged only after a failure, in messages of a fixed size.
 """
 
 import logging
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -30,6 +31,7 @@ from commhooks.state import HookState
 from commhooks.transport.base import Transport
 
 log = logging.getLogger("commhooks")
+T = TypeVar("T")
 
 ENCODE, BETWEEN, DECODE = 1, 2, 3
 WHERE = {ENCODE: "before its first collective", BETWEEN: "between collectives", DECODE: "after its last collective"}
@@ -47,14 +49,14 @@ class StepJudge(Protocol):
     between collectives, so it turns exceptions of a judge into an error of the next step on all ranks.
     """
 
-    def begin(self) -> None:
-        """Begin a period. All earlier steps have been answered."""
+    def begin_period(self) -> None:
+        """Begin a period: steps that share one answer of :meth:`used`. All earlier steps have been answered."""
 
-    def end(self) -> None:
-        """End a step. Its gradients may be used from now on."""
+    def finish_step(self) -> None:
+        """Finish a step of the period. Its gradients may be used from now on."""
 
     def used(self) -> bool | None:
-        """True if the steps since :meth:`begin` were used, False if they were skipped, ``None`` while they wait."""
+        """True if the steps of the period were used, False if they were skipped, ``None`` while they wait."""
 
     def doubt(self) -> CommHooksError | None:
         """Return the reason if it cannot be known. :meth:`used` is then False, and all ranks raise the reason."""
@@ -62,7 +64,7 @@ class StepJudge(Protocol):
     def clock(self) -> int:
         """Return the number of used steps. It is equal on all ranks."""
 
-    def follow(self, clock: int) -> None:
+    def set_clock(self, clock: int) -> None:
         """Set the clock to the peers' value. This rank took no part in their step."""
 
 
@@ -73,7 +75,7 @@ class Status:
         rank: this rank.
         world: number of ranks.
         code: where this rank's reduction raised, 0 if it did not.
-        clock: steps behind this rank; ``None`` if it contributes no data.
+        clock: number of committed and used steps of this rank; ``None`` if it contributes no data.
         sums: results of :func:`finiteness` for reduced tensors.
         device: device of the step's collectives.
     """
@@ -125,7 +127,7 @@ class Status:
 
     @property
     def clocks(self) -> dict[int, int]:
-        """Rank -> steps behind it, for ranks that contributed data."""
+        """Rank -> number of its committed and used steps, for ranks that contributed data."""
         self._read()
         return self._clocks
 
@@ -301,7 +303,7 @@ class StepOutcome:
         """Send this rank's part of the status.
 
         Args:
-            clock: steps behind this rank; ``None`` if it contributes no data.
+            clock: number of committed and used steps of this rank; ``None`` if it contributes no data.
             device: device of the step's collectives.
             post: starts the message; ``None`` if this rank decides alone.
         """
@@ -323,8 +325,8 @@ class StepOutcome:
         self._status.received()
         self.phase = Phase.DECIDED
 
-    def spoil(self, buckets: Iterable[Bucket]) -> None:
-        """On a GPU, write NaN into every parameter's average on all ranks if a rank failed.
+    def write_nan(self, buckets: Iterable[Bucket]) -> None:
+        """On a GPU, write NaN into one element of each parameter's average on all ranks if a rank failed.
 
         The host learns of the failure too late. Without NaN, a scaler on the failed rank would skip the step while scalers on
         its peers would not.
@@ -392,8 +394,18 @@ _ANSWERS = (True, False, None)  # used, skipped, waiting, as ranks send them
 class Commits:
     """Commits finished steps to the state, or rolls them back.
 
-    A running step is staged. The beginning of the next step settles it. If its gradients still wait to be used, the state
-    commits it tentatively, on top of earlier ones. Later the state keeps or undoes all of them together.
+    A finished step is staged in the state until it is settled, at the latest when the next step begins. Settling asks the
+    judge if the step was used:
+
+    ==========  ===============================================  ============================================
+    used        the step, if it is good                          earlier tentative steps
+    ==========  ===============================================  ============================================
+    ``True``    committed                                        kept
+    ``False``   rolled back                                      undone
+    ``None``    committed tentatively when the next step begins  stay tentative
+    ==========  ===============================================  ============================================
+
+    A step that is not good (:meth:`StepOutcome.good`) is always rolled back.
 
     Args:
         state: receives the commits.
@@ -407,10 +419,10 @@ class Commits:
         self.judge: StepJudge | None = None
         self._last: StepOutcome | None = None  # of the last finished step
         self._common: StepOutcome | None = None  # the same if the ranks decided it together, until the next step
-        self._took_part = True
+        self._can_judge = True  # False if this rank contributed no data, so its own optimizer cannot tell
         self._veto = False
-        self._judge_error: BaseException | None = None
-        self._peers: tuple[int, int] | None = None  # their answer and clock, for a step that this rank took no part in
+        self._judge_error: BaseException | None = None  # first exception of the judge since the last step began
+        self._peers: tuple[int, int] | None = None  # answer and clock of a peer, if this rank cannot judge
 
     def used_steps(self) -> int:
         """Return the number of steps that the judge saw used.
@@ -419,18 +431,16 @@ class Commits:
         """
         return 0 if self.judge is None else self.judge.clock()
 
-    def finished(self, outcome: StepOutcome, *, elastic: bool) -> None:
+    def finish(self, outcome: StepOutcome, *, elastic: bool) -> None:
         """Take the outcome of a finished step.
 
         In an elastic group a member knows each outcome by itself. It must not ask its peers, which may be gone.
         """
-        self._last, self._took_part = outcome, outcome.participated or elastic
+        self._last, self._can_judge = outcome, outcome.participated or elastic
         self._common = None if outcome.alone or elastic else outcome
-        if self.judge is not None:
-            try:
-                self.judge.end()
-            except BaseException as error:  # the status is sent, so all ranks raise it at the end of the next step
-                self._judge_error = error
+        judge = self.judge
+        if judge is not None:
+            self._ask(lambda: judge.finish_step(), None)
 
     def settle(self, *, force: bool = False) -> bool | None:
         """Commit or roll back the last finished step and earlier tentative ones.
@@ -439,25 +449,25 @@ class Commits:
             force: True if the next step begins. A step that still waits is then committed tentatively.
 
         Returns:
-            True if the state kept the last step, False if it did not, ``None`` if the step still waits.
+            True if the state kept the last step, False if it did not, ``None`` if the step still waits or none is unsettled.
         """
         last = self._unsettled
         if last is None and not self.state.tentative:
             return None
         used = self._used()
-        if used is None and not force and self._took_part:
+        if used is None and self._can_judge and not force:
             return None
         self._veto = False
         kept = last is not None and last.good() and used is not False
         if kept:
-            # A rank that took no part presumes that the step is used. The next step brings the peers' answer.
+            # A rank that cannot judge presumes that the step is used. The next step brings the answer of its peers.
             self.state.commit(tentative=used is None, presumed=not force)
         else:
             self.state.rollback()
         if last is not None:
             last.phase = Phase.SETTLED
         if used is not None:
-            self.state.resolve(used)
+            self.state.settle_tentative(used)
         return kept
 
     def rollback(self) -> None:
@@ -477,34 +487,43 @@ class Commits:
         Args:
             gather: returns every rank's tensor as one row each.
         """
-        if self.judge is None:
+        judge, common, self._common = self.judge, self._common, None
+        if judge is None:
             self.settle(force=True)
             return None
-        judge, common = self.judge, self._common
-        error, self._judge_error, self._common = self._judge_error, None, None
         if common is not None and common.incomplete():
-            used: bool | None = False
-            clock = 0
-            try:  # peers already wait in this message
-                used, clock = (self._used(), judge.clock()) if self._took_part else (None, 0)
-            except BaseException as raised:
-                error = error or raised
-            self._exchange_answers(used, clock, gather)
-        try:
+            self._exchange_answers(judge, gather)
+        if not self._ask(self._settled, False):
+            self._veto = True  # the judge could not answer, so its steps count as skipped
             self.settle(force=True)
-        except BaseException as raised:  # the judge cannot answer, so its steps count as skipped
-            error, self._veto = error or raised, True
-            self.settle(force=True)
-        try:
-            doubt: BaseException | None = judge.doubt() if self._took_part else None
-            if self._peers is not None:
-                judge.follow(self._peers[1])
-            if not self.state.tentative:
-                judge.begin()
-        except BaseException as raised:
-            doubt = raised
-        self._peers = None
+        doubt = self._ask(partial(self._next_period, judge), None)
+        error, self._judge_error, self._peers = self._judge_error, None, None
         return error or doubt
+
+    def _ask(self, question: Callable[[], T], default: T) -> T:
+        """Run code of the judge and return its answer. Return the default if it raises.
+
+        Peers are in the collectives of the step, so the exception must not leave this call. :meth:`begin` of the next step
+        returns the first one.
+        """
+        try:
+            return question()
+        except BaseException as error:
+            self._judge_error = self._judge_error or error
+            return default
+
+    def _settled(self) -> bool:
+        self.settle(force=True)
+        return True
+
+    def _next_period(self, judge: StepJudge) -> BaseException | None:
+        """Begin a period of the judge unless steps still wait. Return its doubt about the last one."""
+        doubt = judge.doubt() if self._can_judge else None
+        if self._peers is not None:
+            judge.set_clock(self._peers[1])
+        if not self.state.tentative:
+            judge.begin_period()
+        return doubt
 
     @property
     def _unsettled(self) -> StepOutcome | None:
@@ -515,18 +534,22 @@ class Commits:
             return False
         if self.judge is None:
             return True
-        if self._took_part:
+        if self._can_judge:
             return self.judge.used()
         return None if self._peers is None else _ANSWERS[self._peers[0]]
 
-    def _exchange_answers(self, used: bool | None, clock: int, gather: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Tell ranks that took no part in the last step if it was used.
+    def _exchange_answers(self, judge: StepJudge, gather: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Tell ranks that contributed no data to the last step if it was used.
 
         Such a rank has no optimizer that knows, but the number of committed steps decides its collectives. All ranks know
         from the last status if there was such a rank, so all of them send this message or none does.
         """
-        answer = _ANSWERS.index(used) if self._took_part else -1
-        rows = gather(torch.tensor([answer, clock], dtype=torch.int64, device="cpu")).tolist()
+        mine = (-1, 0)  # no answer
+        if self._can_judge:
+            skipped: tuple[bool | None, int] = (False, 0)
+            used, clock = self._ask(lambda: (self._used(), judge.clock()), skipped)
+            mine = _ANSWERS.index(used), clock
+        rows = gather(torch.tensor(mine, dtype=torch.int64, device="cpu")).tolist()
         answers = [(int(answer), int(clock)) for answer, clock in rows if answer >= 0]
-        if not self._took_part and answers:
+        if not self._can_judge and answers:
             self._peers = answers[0]

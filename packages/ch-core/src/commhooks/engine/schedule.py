@@ -32,7 +32,7 @@ class CpuTuning:
 
     # Later stages of at most a 16th of the gradient's bytes wait for the drain. To wait for the first stage earlier would
     # delay the backward, because threads that carry a message take its cores. Hiding so few bytes saves less.
-    held_share: float = 1 / 16
+    deferred_share: float = 1 / 16
     # First stages are collected until they are worth a message. 32 KiB take 5 ms at 50 Mbit/s, and 0.25 ms at 1 Gbit/s.
     # Without this limit each small bucket pays the latency of a message. A higher one hides less behind the backward.
     coalesced_bytes: float = 1 << 15
@@ -151,16 +151,16 @@ class BucketPlan:
     Attributes:
         volumes: ``(payload bytes, payload bytes times passes)`` of each stage.
         first_bytes: payload bytes of the first stage, the largest of all ranks.
-        waits: True if later stages are deferred to the drain.
+        deferred: True if later stages wait for the drain.
         coalesces: True if the first stage may be sent together with the next buckets' first stages. Large requests are
             not, because merging copies them. Neither are other collectives than all-reduces, which cannot be merged, nor
-            buckets that end with their first stage.
+            buckets with one stage.
         merges: for each stage, True if requests of other buckets may be merged with it.
-        ends_at_once: True if nothing follows the first stage. Such an average equals DDP's to the bit.
+        one_stage: True if nothing follows the first stage. Such an average equals DDP's to the bit.
         opaque: True if finiteness can be checked only after decoding.
     """
 
-    __slots__ = ("coalesces", "ends_at_once", "first_bytes", "merges", "opaque", "plan", "volumes", "waits")
+    __slots__ = ("coalesces", "deferred", "first_bytes", "merges", "one_stage", "opaque", "plan", "volumes")
 
     def __init__(
         self,
@@ -174,11 +174,11 @@ class BucketPlan:
         self.volumes = [(payload_bytes((stage,)), trip_bytes((stage,), ranks_per_node)) for stage in plan]
         plans = (plan, *others)
         gradient, later = layout.size * layout.dtype.itemsize, max(payload_bytes(one[1:]) for one in plans)
-        self.waits = layout.device.type == "cpu" and later <= tuning.held_share * gradient
+        self.deferred = layout.device.type == "cpu" and later <= tuning.deferred_share * gradient
         stages = [sum(together, ()) for together in zip(*plans, strict=True)]  # requests of all ranks
         self.merges = [any(request.kind == "all_reduce" for request in stage) for stage in stages]
-        self.ends_at_once = len(plan) < 2
+        self.one_stage = len(plan) < 2
         self.first_bytes = max(payload_bytes(one[:1]) for one in plans)
-        little = not self.ends_at_once and 0 < self.first_bytes < tuning.coalesced_bytes
-        self.coalesces = self.waits and little and all(request.kind == "all_reduce" for request in stages[0])
+        little = not self.one_stage and 0 < self.first_bytes < tuning.coalesced_bytes
+        self.coalesces = self.deferred and little and all(request.kind == "all_reduce" for request in stages[0])
         self.opaque = any(r.kind in ("all_gather", "all_to_all") for stage in stages for r in stage)

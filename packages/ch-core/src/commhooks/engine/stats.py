@@ -78,8 +78,8 @@ class Counters:
         """True if the running step has asked for a collective."""
         return self.traffic.rounds > self._before[1]
 
-    def end(self, trips: int) -> None:
-        """End a step. It was compressed if it sent something, but less than ``trips`` times the gradient."""
+    def finish(self, trips: int) -> None:
+        """Finish a step. It was compressed if it sent something, but less than ``trips`` times the gradient."""
         self.steps += 1
         self.compressed_steps += 0 < self.traffic.trip_bytes - self._before[0] < trips * self.gradient_bytes
 
@@ -158,7 +158,7 @@ class Sampler:
     cosine is the one of p and p - r. Both cover the parameters whose r is known. The sampler reads numbers of a device after
     the status of the step, so the host does not wait for them.
 
-    :meth:`begin`, :meth:`take` and :meth:`end` log exceptions and stop sampling. Peers may wait in a collective meanwhile.
+    :meth:`begin`, :meth:`take` and :meth:`finish` log exceptions and stop sampling. Peers may wait in a collective meanwhile.
 
     Args:
         rank: this rank, for log messages.
@@ -214,7 +214,7 @@ class Sampler:
             self._stop()
             return None
 
-    def end(self, reduction: Reduction, state: HookState) -> None:
+    def finish(self, reduction: Reduction, state: HookState) -> None:
         """Compute the figures. All buckets hold their averages, and new residuals are staged."""
         sample = self._sample
         if sample is None or not sample.buckets:

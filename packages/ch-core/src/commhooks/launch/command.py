@@ -1,14 +1,17 @@
-"""`python -m commhooks run --hook EXPR script.py ARGS`."""
+"""`commhooks run --hook EXPR script.py ARGS`."""
 
 import argparse
 import atexit
 import gc
+import importlib.util
 import os
 import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 from contextlib import suppress
+from importlib.machinery import PathFinder
 from typing import Any
 
 from commhooks.errors import CommHooksError
@@ -16,6 +19,7 @@ from commhooks.launch.import_watch import watch
 from commhooks.launch.settings import Settings
 from commhooks.log import write_stderr
 
+COLUMNS = 80  # of the dry run
 EPILOG = """\
 environment: COMMHOOKS_HOOK, and COMMHOOKS_REPORT, _STATE, _STATE_EVERY,
   _MODULE_PATTERN and _SINGLE_PROCESS, do the same if a launcher owns the
@@ -57,7 +61,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--single-process", action="store_true", default=default.single_process, help="compress in one process, too"
     )
-    made.add_argument("--dry-run", action="store_true", help="print the resolved expression and the plan; run nothing")
+    made.add_argument(
+        "--dry-run", action="store_true", help="print the resolved expression and planned bytes; run nothing"
+    )
     made.add_argument("-m", dest="module", action="store_true", help="script is a module name, as for python -m")
     made.add_argument("script", help="path of the script")
     made.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
@@ -72,6 +78,9 @@ def main(words: list[str]) -> int:
         settings = Settings(**{name: value for name, value in vars(given).items() if name not in others})
         for name in Settings.variables():
             os.environ.pop(name, None)  # options of the command line win, and so do their defaults
+        if missing := _missing(given.script, given.module):
+            write_stderr(f"commhooks run: {missing}\n")
+            return 2
         if given.dry_run:
             sys.stdout.write(plan(settings, given.script) + "\n")
             return 0
@@ -87,8 +96,17 @@ def main(words: list[str]) -> int:
     return 0
 
 
+def _missing(script: str, module: bool) -> str:
+    """Return a sentence if the script or module does not exist, and an empty string otherwise. Imports nothing."""
+    if not module:
+        return "" if os.path.exists(script) else f"no such script: {script} (give a path, or -m and a module name)"
+    top = script.partition(".")[0]
+    found = PathFinder.find_spec(top, [os.getcwd()]) or importlib.util.find_spec(top)
+    return "" if found is not None else f"no such module: {script}"
+
+
 def plan(settings: Settings, script: str) -> str:
-    """Return the resolved expression, its treatment of some usual shapes on 2 ranks, and the plan of the run.
+    """Return the resolved expression, its treatment of some usual shapes on 2 ranks, and the plan of the run, as text.
 
     Raises:
         UnknownHookError, AmbiguousHookError, PluginLoadError, HookConfigError: as :func:`commhooks.create`.
@@ -102,18 +120,31 @@ def plan(settings: Settings, script: str) -> str:
     handle = create(settings.hook)
     wraps = sorted({target.partition(":")[2] for _, targets in REGISTRY.ask("commhooks_wraps") for target in targets})
     resolved = {"hook": handle.config["hook"], **{k: v for k, v in handle.full.items() if k not in ("hook", "version")}}
+    pattern = settings.module_pattern
+    chosen = "" if pattern == "*" else f", if a class name matches {pattern!r}"
     lines = [
+        "dry run: nothing was executed",
         f"hook      {handle.expr}",
         f"resolved  {unparse(_without_versions(resolved))}",
         f"script    {script}",
-        f"models    {', '.join(wraps)} whose class name matches {settings.module_pattern!r}",
+        f"models    each model that the script wraps by {', '.join(wraps[:-1])} or {wraps[-1]}{chosen}",
         f"report    standard error{f', and {settings.report} as JSON' if settings.report else ''}",
         f"state     {f'{settings.state}, every {settings.state_every} steps' if settings.state else 'not written'}",
     ]
     if handle.reduction is None:
-        return "\n".join([*lines, "plan      a foreign hook: its bytes cannot be planned"])
-    lines.append("plan      after any warm-up, per step and rank, for some usual shapes:")
-    return "\n".join([*lines, *(f"  {row}" for row in plan_shapes(handle.reduction))])
+        return _in_columns([*lines, "plan      a foreign hook: its bytes cannot be planned"])
+    lines += [
+        "plan      wire bytes that each rank sends in a step on 2 ranks, by model, after any warm-up, and without a hook:",
+        *(f"  {row}" for row in plan_shapes(handle.reduction)),
+    ]
+    return _in_columns(lines)
+
+
+def _in_columns(lines: list[str]) -> str:
+    """Break lines of labels and values at 80 columns. Continuations hang under the values."""
+    indent = " " * 10
+    broken = [textwrap.wrap(line, COLUMNS, subsequent_indent=indent, break_on_hyphens=False) for line in lines]
+    return "\n".join(row for rows in broken for row in rows)
 
 
 def _without_versions(node: dict[str, Any]) -> dict[str, Any]:

@@ -42,4 +42,4 @@ def commhooks_wraps() -> Iterable[str]:  # type: ignore[empty-body]
 
 @hookspec
 def commhooks_env() -> Mapping[str, str]:  # type: ignore[empty-body]
-    """Return lines for `python -m commhooks env`, by label."""
+    """Return lines for `commhooks env`, by label."""

@@ -24,7 +24,7 @@ class Option:
         doc: one line, with the unit.
         at_least, above, at_most: limits of a number.
         choices: accepted values, if they can be listed.
-        brings: words of `CAPABILITIES` that hold for the hook unless this option has a value in `off`.
+        brings: keys of `CAPABILITIES` that hold for the hook unless this option has a value in `off`.
         off: values that bring nothing.
         optional: True if `None` is accepted. A default of `None` implies it, and then accepts any scalar.
         hook: True if the value is the expression of another hook, which is checked, too.

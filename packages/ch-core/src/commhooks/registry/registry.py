@@ -7,6 +7,7 @@ that `register` added in this process. Lookups never change it. Several threads 
 import difflib
 import fnmatch
 import inspect
+import textwrap
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -135,9 +136,9 @@ class Registry:
         if other_kinds:
             lines.append("the name exists as " + ", ".join(f"{spec.id} ({spec.kind})" for spec in other_kinds))
         else:
-            close = difflib.get_close_matches(name, sorted(names | set(KNOWN)), 1)
-            suggested = close[0] if close and name not in KNOWN and close[0] != name else None
-            head += f"; did you mean {suggested!r}?" if suggested else ""
+            similar = [] if name in KNOWN or name in names else _similar(name, names)
+            suggested = similar[0] if similar else None
+            head += f"; did you mean {', '.join(map(repr, similar))}?" if similar else ""
             wanted = name if name in KNOWN else suggested
             if wanted in KNOWN and wanted not in names:
                 packages = " or ".join(KNOWN[wanted])
@@ -146,14 +147,14 @@ class Registry:
                 )
             elif wanted is None or name in names:
                 others = ", ".join(spec.id for spec in self.specs() if name in spec.names)
-                lines.append(f"the name exists as {others}" if others else f"installed: {', '.join(sorted(names))}")
+                lines.append(f"the name exists as {others}" if others else _wrapped("installed", sorted(names)))
         broken = self.failures()
         if broken:
             some = "1 plugin" if len(broken) == 1 else f"{len(broken)} plugins"
             lines.append(f"{some} failed to load and may have provided it: " + "; ".join(map(str, broken)))
         if self.snapshot().skipped:
             lines.append(f"left out by COMMHOOKS_DISABLE or COMMHOOKS_PLUGINS: {', '.join(self.snapshot().skipped)}")
-        lines.append("python -m commhooks list shows the installed hooks")
+        lines.append("commhooks list shows the installed hooks")
         return "\n  ".join([head, *lines])
 
     def load(self, target: str, spec: HookSpec) -> Any:
@@ -346,7 +347,7 @@ class Registry:
         if len(found) > 1:
             both = ", ".join(f"{command.id} {command.version}" for command in found)
             raise AmbiguousHookError(
-                f"the command {asked!r} is ambiguous: {both}\n  name the provider: python -m commhooks {found[0].id}, or "
+                f"the command {asked!r} is ambiguous: {both}\n  name the provider: commhooks {found[0].id}, or "
                 "remove one of the packages"
             )
         owner = f"{found[0].provider} {found[0].version} (command {found[0].name!r})"
@@ -393,6 +394,23 @@ class Registry:
 def class_names(served: object) -> list[str]:
     """Return the full names of an object's class and its bases, in method resolution order."""
     return [f"{cls.__module__}.{cls.__qualname__}" for cls in type(served).__mro__]
+
+
+def _similar(name: str, names: set[str]) -> list[str]:
+    """Return the name of a hook of this project or of an installed one that is closest, then others about as close."""
+    likeness = {each: difflib.SequenceMatcher(None, each, name).ratio() for each in names | set(KNOWN)}
+    best = max(likeness, key=lambda each: (likeness[each], each))
+    if likeness[best] < 0.6:
+        return []
+    near = [each for each in sorted(names) if each != best and likeness[each] >= max(0.6, likeness[best] - 0.1)]
+    return [best, *near[:3]]
+
+
+def _wrapped(label: str, names: list[str]) -> str:
+    """Return a list of names in lines of at most 78 columns, for a message that indents by two."""
+    return textwrap.fill(
+        f"{label}: {', '.join(names)}", 78, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _owner(spec: HookSpec) -> str:

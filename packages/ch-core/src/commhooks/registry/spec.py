@@ -25,25 +25,25 @@ GROUPS = {
     "low-rank": "low-rank factors",
     "sparse": "a part of the entries",
     "local": "averages less often, or never",
-    "fsdp": "FSDP1 hook functions",
+    "fsdp": "FSDP1 hook functions: for register_comm_hook, attach does not take them",
     "wrapper": "wrappers: put another hook inside",
     "outer": "outer optimizers: each rank trains alone between averages ",
     "other": "other hooks",
 }
 """Uses by which `commhooks list` groups hooks, in its order."""
 
-CAPABILITIES = frozenset(
-    {
-        "lossy",  # the averaged gradient differs from the exact one by more than rounding
-        "stateful",  # carries something from step to step
-        "error_feedback",  # adds the residual of a step to the next step's gradient
-        "needs_warmup",  # starts with plain averaging
-        "checkpointable",  # its state has a state_dict
-        "changes_dtype",  # sends another dtype than the gradient's
-        "skips_sync",  # some steps leave the ranks with different gradients
-        "managed",  # runs over a fault-tolerance manager
-    }
-)
+CAPABILITIES = {
+    "lossy": "changes the average by more than rounding",
+    "stateful": "keeps a state between steps",
+    "checkpointable": "saves its state in checkpoints",
+    "error_feedback": "adds the unsent residual to the next gradient",
+    "needs_warmup": "starts with plain averaging",
+    "changes_dtype": "sends another dtype than the gradient's",
+    "skips_sync": "leaves ranks with different gradients in some steps",
+    "managed": "runs over a fault-tolerance manager",
+}
+"""Capabilities of hooks, with the words of `describe`."""
+
 OWN_COMMANDS = ("list", "describe", "env", "doctor", "run")
 """Commands of ch-core. No package may take their names."""
 
@@ -123,7 +123,7 @@ class HookSpec:
         hook: `"module:attribute"` of the plain DDP function that `commhooks.get` returns, if it is not the target.
         state: `"module:attribute"` of the state class with PyTorch's signature, if the hook takes one.
         options: by name. `None` reads them from the target's signature when the hook is created.
-        capabilities: words of `CAPABILITIES` that hold for every value of the options.
+        capabilities: keys of `CAPABILITIES` that hold for every value of the options.
         needs: requirements.
         aliases: other names of the hook.
         example: a complete expression. The default is the bare name, or `name(allreduce)` for a wrapper.
@@ -225,7 +225,7 @@ def _one_of(name: str, field: str, value: str, legal: "tuple[str, ...] | list[st
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One subcommand of `python -m commhooks` that a package adds.
+    """One subcommand of `commhooks` that a package adds.
 
     Args:
         name: lower case, letters, digits, `-` and `_`.

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from commhooks.bucket import BucketLayout
 from commhooks.reduction import Reduction, StepContext
+from commhooks.report.text import size
+from commhooks.requests import trip_bytes
 from commhooks.volume import LATER
 
 
@@ -68,7 +70,9 @@ USUAL_SHAPES = {"linear.weight": (4096, 1024), "conv.weight": (256, 128, 3, 3), 
 
 
 def plan_shapes(reduction: Reduction, world_size: int = 2) -> list[str]:
-    """Return one line for each of some usual fp32 parameters: its treatment, and the bytes given to collectives.
+    """Return one line for each of some usual fp32 parameters: its treatment, and its wire bytes with the hook and without.
+
+    The model of the wire is that of a ring: of each pass over the network, a rank sends (W - 1) / W of the payload.
 
     Args:
         reduction: planned at a step after its warm-up.
@@ -79,7 +83,7 @@ def plan_shapes(reduction: Reduction, world_size: int = 2) -> list[str]:
         layout = BucketLayout.of_shapes({name: shape})
         [row] = plan_rows(reduction, layout, LATER)
         stages = reduction.plan(layout, StepContext(0, world_size, LATER))
-        payload = sum(request.payload_bytes for stage in stages for request in stage)
+        sent, plain = (trips * (world_size - 1) / world_size for trips in (trip_bytes(stages), 2 * layout.size * 4))
         reason = f" ({row.reason})" if row.reason else ""
-        lines.append(f"{name:<14} {shape!s:<18} {row.treatment}{reason}: {payload} of {layout.size * 4} bytes")
+        lines.append(f"{name:<14} {shape!s:<18} {row.treatment}{reason}: {size(sent)} of {size(plain)}")
     return lines

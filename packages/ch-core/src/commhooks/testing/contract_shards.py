@@ -123,7 +123,7 @@ class Scattering(Case):
                     raise error
                 if number == dropped:
                     engine.rollback()
-                engine.resolve_step(force=True)
+                engine.settle(force=True)
                 parts.append(output)
             return parts, state
 

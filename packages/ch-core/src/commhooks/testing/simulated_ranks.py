@@ -140,7 +140,7 @@ class SimulatedRanks:
     def settle(self) -> None:
         """Commit or roll back the last step, on every rank."""
         for engine in self.engines:
-            engine.resolve_step()
+            engine.settle()
 
     def rollback(self) -> None:
         """Roll back the last step, as if the optimizers had skipped it."""

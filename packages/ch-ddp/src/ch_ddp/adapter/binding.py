@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ch_ddp.adapter.driver import DDPDriver
 from ch_ddp.adapter.finalization import Finalizer
 from ch_ddp.adapter.foreign import Control, ForeignDriver
-from ch_ddp.adapter.layout import averaged, model_layout
+from ch_ddp.adapter.layout import averaged_params, model_layout
 from ch_ddp.adapter.slot import acquire_slot
 from ch_ddp.adapter.unsynced_backward import UnsyncedBackwardWatch
 from commhooks import AttachError, Bucket, CommHook, Plain
@@ -46,7 +46,7 @@ class DDPBinding(Binding):
         module: torch.nn.Module | None = None,
     ) -> None:
         self.names = names if names is not None else {id(p): name for name, p in model.module.named_parameters()}
-        self.layout, self.params = model_layout(model, self.names), [p for _, p in averaged(model)]
+        self.layout, self.params = model_layout(model, self.names), [p for _, p in averaged_params(model)]
         self.group: dist.ProcessGroup = options.process_group or model.process_group
         self.engine: Engine | None = None
         self._timeout = options.timeout
@@ -56,11 +56,11 @@ class DDPBinding(Binding):
         self._driver = self._make(handle)
         self._driver.finalizer = self._finalizer
         if isinstance(self._driver, DDPDriver):
-            self._driver.follow(model)
+            self._driver.set_model(model)
         self._watch = watch_optimizer(self.engine, options, model.module.parameters, model.module)
         self._slot.driver, self._slot.holder = self._driver, handle.expr
         self._slot.watch = UnsyncedBackwardWatch(model, handle.expr, module)
-        self._slot.follow = self._follow if options.process_group is None else None
+        self._slot.update_group = self._update_group if options.process_group is None else None
 
     @property
     def calls(self) -> int:
@@ -69,7 +69,7 @@ class DDPBinding(Binding):
     def check(self) -> None:
         self._driver.check()
 
-    def ready(self) -> None:
+    def after_agreement(self) -> None:
         """Open the control channel of a foreign hook, after all ranks agreed."""
         if isinstance(self._driver, ForeignDriver) and dist.get_world_size(self.group) > 1:
             self._driver.control = Control(self.group, self._timeout)
@@ -91,7 +91,9 @@ class DDPBinding(Binding):
     def detach(self) -> None:
         plain = self._slot.driver = self.plain()
         self._slot.holder = None
-        self._slot.follow = partial(_follow_group, self._model, plain)  # references nothing of the detached handle
+        self._slot.update_group = partial(
+            _move_to_group_of, self._model, plain
+        )  # references nothing of the detached handle
         if self._slot.watch is not None:
             self._slot.watch.close()
             self._slot.watch = None
@@ -99,7 +101,7 @@ class DDPBinding(Binding):
             self._watch.close()
         self._driver.close()
 
-    def _follow(self) -> None:
+    def _update_group(self) -> None:
         """Move the driver to the model's current group, which ``_update_process_group`` may have changed."""
         model = self._model()
         if model is None or model.process_group is self.group:
@@ -107,9 +109,9 @@ class DDPBinding(Binding):
         self.group = model.process_group
         if isinstance(self._driver, ForeignDriver):
             self._driver.close()
-            self.ready()
+            self.after_agreement()
         else:
-            _follow_group(self._model, self._driver)
+            _move_to_group_of(self._model, self._driver)
 
     def _give_up(self) -> None:
         ProcessGroupTransport(self.group).abort()
@@ -141,8 +143,8 @@ class DDPBinding(Binding):
         return DDPDriver(self.engine, self.names)
 
 
-def _follow_group(of: "weakref.ref[DistributedDataParallel]", driver: DDPDriver) -> None:
-    model, engine = of(), driver.engine
+def _move_to_group_of(model_ref: "weakref.ref[DistributedDataParallel]", driver: DDPDriver) -> None:
+    model, engine = model_ref(), driver.engine
     if model is not None and not driver.uses_group(model.process_group):
         engine.move(ProcessGroupTransport(model.process_group, free=engine.transport.free))
 

@@ -13,12 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ch_ddp.adapter.finalization import Finalizer, raise_finalized
 from ch_ddp.adapter.futures import HookFuture, Promise, behind_backward, future_for
-from ch_ddp.adapter.layout import averaged, bucket_layout, models_of, named_by_position
+from ch_ddp.adapter.layout import averaged_params, bucket_layout, models_of, named_by_position
 from ch_ddp.adapter.result_checks import gradient_checksum, mismatch
 from ch_ddp.adapter.saved_buckets import SavedBuckets
 from commhooks import Bucket, BucketLayout, CommHooksError, GradBucket, TransportError
 from commhooks.adapters import (
     NO_BACKWARD,
+    BucketRun,
     Engine,
     ProcessGroupTransport,
     SideStream,
@@ -31,6 +32,13 @@ TensorFuture = torch.futures.Future[torch.Tensor]
 
 class DDPDriver:
     """Turns the hook calls of one DDP model into steps of one engine.
+
+    DDP does not announce a step, so the driver derives its limits from the hook calls:
+
+    - A step begins with a call after the end of the last step. It also begins if the index of the bucket does not grow: then an
+      earlier backward raised before its last bucket. See :meth:`begins_step`.
+    - A step ends with the bucket that DDP marks as the last. In the first iteration of a static graph no bucket is marked, and
+      a user's hook may keep the last bucket for itself. Then the step ends with the backward (:meth:`_end_backward`).
 
     Args:
         engine: engine to drive.
@@ -49,20 +57,22 @@ class DDPDriver:
         self._layouts: dict[tuple[int, ...], BucketLayout] = {}
         self._buckets: dict[int, Bucket] = {}  # by index, reused from step to step
         self._renames = engine.state.renames
-        self._count = 0  # number of buckets in the current step
-        self._futures: list[tuple[TensorFuture, torch.Tensor]] = []  # the end of the step completes them
+        self._count = 0  # buckets of the current step so far
+        self._futures: list[
+            tuple[TensorFuture, torch.Tensor]
+        ] = []  # and their buffers; the end of the step completes them
         self._promises: list[Promise] = []  # their own messages complete them
         # A hook that treats a bucket as one vector resumes from a checkpoint with the checkpoint's buckets.
         by_bucket = engine.reduction.granularity == "bucket" and not engine.transport.elastic
         self._saved = SavedBuckets(engine.state) if by_bucket else None
         self._hook, self._delivers = hook, hook is not None and engine.reduction.delivers
-        self._task = NO_BACKWARD
+        self._task = NO_BACKWARD  # id of the backward of the newest bucket
         self._side = SideStream()
         self._used: UsedParameters | None = None
         self._has_local_state = "local" in engine.reduction.fields.values()
         self._model_unknown = self._has_local_state  # then the first bucket searches for the model
 
-    def follow(self, model: DistributedDataParallel) -> None:
+    def set_model(self, model: DistributedDataParallel) -> None:
         """Set the model whose gradients are averaged. Without this call the first bucket searches for the model."""
         if self._model_unknown:
             self._model_unknown, self._used = False, watch_used_parameters([model], whole=True)
@@ -82,11 +92,11 @@ class DDPDriver:
         """
         self.calls += 1
         index, behind, task, buffer = grad_bucket.index(), behind_backward(), backward_id(), grad_bucket.buffer()
-        begins = self.begins(index, behind)
+        begins = self.begins_step(index, behind)
         if begins:
             self._begin_step()
         if (begins or task != self._task) and task != NO_BACKWARD and (behind or self._hook is not None):
-            at_end_of_backward(partial(self._end, buffer))  # a last bucket may never arrive
+            at_end_of_backward(partial(self._end_backward, buffer))  # a last bucket may never arrive
         self.index, self._task = index, task
         future = future_for(buffer) if self._hook is None else HookFuture.of(buffer, self._hook)
         self._futures.append((future, buffer))
@@ -94,11 +104,11 @@ class DDPDriver:
             try:
                 self._take(self._bucket(grad_bucket, buffer), behind)
                 if grad_bucket.is_last():
-                    self._finish(self._reduced())
+                    self._complete(self._finish_engine())
             except Exception as error:  # the transport failed; an exception here would leave DDP unusable
-                self._finish(_typed(error))
+                self._complete(_typed(error))
         if grad_bucket.is_last():
-            self._end_step()
+            self._close_step()
         return future
 
     def uses_group(self, group: object) -> bool:
@@ -107,10 +117,11 @@ class DDPDriver:
         wanted = group if group is not None else dist.group.WORLD
         return isinstance(transport, ProcessGroupTransport) and transport.group is wanted
 
-    def begins(self, index: int, behind: bool) -> bool:
+    def begins_step(self, index: int, behind: bool) -> bool:
         """Return True if a bucket of this index is the first of a step.
 
-        The first index is not always 0, because a user's hook may send some buckets elsewhere.
+        The first index is not always 0, because a user's hook may send some buckets elsewhere. All buckets of a call after the
+        graph (``behind``) have index 0, so the id of the backward tells them apart.
         """
         if self.index is None:
             return True
@@ -123,49 +134,56 @@ class DDPDriver:
             return
         if self._saved is not None and self._saved.hold(bucket):
             return
-        live = self.engine.submit(bucket)
+        run = self.engine.submit(bucket)
         future, buffer = self._futures[-1]
-        if live is None or not isinstance(future, HookFuture):
-            return
-        arrives = self._delivers and live.pending is not None and live.due is None
-        if arrives or live.done:  # done already: it failed, or it sends nothing
-            self._futures.pop()
-            promise = Promise(future, buffer)
-            self._promises.append(promise)
-            if live.pending is not None and not buffer.is_cuda:
-                live.pending.then(promise.keep)
-                return
-            if live.pending is not None:
-                live.pending.wait(None)  # the side stream waits, not the host
-            promise.keep()
+        if run is not None and isinstance(future, HookFuture):
+            self._complete_early(run, future, buffer)
 
-    def _end(self, buffer: torch.Tensor) -> None:
+    def _complete_early(self, run: BucketRun, future: HookFuture, buffer: torch.Tensor) -> None:
+        """Let the bucket's own message complete a future that a user's hook may wait for, if nothing follows the message."""
+        message = run.pending
+        if run.done:  # it failed, or it sends nothing
+            message = None
+        elif message is None or run.due is not None or not self._delivers:
+            return  # the end of the step completes the future
+        self._futures.pop()
+        promise = Promise(future, buffer)
+        self._promises.append(promise)
+        if message is not None and not buffer.is_cuda:
+            message.on_decoded(promise.complete)
+            return
+        if message is not None:
+            message.wait(None)  # the side stream waits, not the host
+        promise.complete()
+
+    def _end_backward(self, buffer: torch.Tensor) -> None:
         """End the step with the backward, if this driver got no last bucket."""
         if self.index is None:
             return
-        self._end_step()
+        self._close_step()
         with self._side.on(buffer):
             try:
                 holds = self._saved is not None and self._saved.holds
-                error = self._reduced() if self.engine.in_step or holds else None
+                error = self._finish_engine() if self.engine.in_step or holds else None
             except Exception as lost:
                 error = _typed(lost)
-            self._finish(error)
+            self._complete(error)
 
-    def _end_step(self) -> None:
+    def _close_step(self) -> None:
+        """Let the next bucket begin a step."""
         self.index = None
         if self._used is not None:
-            self._used.averaged()
+            self._used.begin_step()
 
-    def _reduced(self) -> BaseException | None:
-        """End the engine's step, and return its error."""
+    def _finish_engine(self) -> BaseException | None:
+        """Finish the engine's step, and return its error."""
         saved = self._saved
         if saved is None:
             return self.engine.finish() or self._compare()
         for bucket in saved.release():
             self.engine.submit(bucket)
         error = self.engine.finish()
-        saved.end()
+        saved.finish()
         return error or self._compare()
 
     def check(self) -> None:
@@ -234,14 +252,15 @@ class DDPDriver:
         mine = gradient_checksum(buffer for _, buffer in self._futures)
         return mismatch(self.engine.reduction.name, self.engine.gather(mine))
 
-    def _finish(self, error: BaseException | None) -> None:
+    def _complete(self, error: BaseException | None) -> None:
+        """Complete all futures of the step, and raise its error from ``backward()``."""
         if self.finalizer is not None:
-            self.finalizer.ready()
+            self.finalizer.last_bucket_arrived()
         for future, buffer in self._futures:
             with self._side.on(buffer):
                 future.set_result(buffer)
         for promise in self._promises:
-            promise.keep()  # a lost message completes no promise
+            promise.complete()  # does nothing if its message has come; a lost one never comes
         self._futures.clear()
         self._promises.clear()
         if error is not None:
@@ -270,7 +289,7 @@ class UsedParameters:
     def __init__(self, model: DistributedDataParallel, *, whole: bool) -> None:
         self._whole = whole
         self._arrived: set[int] = set()
-        trained = [p for _, p in averaged(model) if p.requires_grad]
+        trained = [p for _, p in averaged_params(model) if p.requires_grad]
         self._watched = {id(p) for p in trained}
         arrive = _adder(self._arrived)
         self._hooks = [p.register_post_accumulate_grad_hook(arrive) for p in trained]
@@ -282,8 +301,8 @@ class UsedParameters:
             return True
         return self._whole and id(param) in self._watched and id(param) not in self._arrived
 
-    def averaged(self) -> None:
-        """Start the next step after an averaged backward."""
+    def begin_step(self) -> None:
+        """Begin the next step. The backward of the last one was averaged."""
         self._arrived.clear()
         self._whole = True
 

@@ -31,8 +31,8 @@ class Finalizer:
         """Make the finalizer of one model, without keeping the model alive."""
         return cls(partial(_only, ref(model)))
 
-    def ready(self) -> None:
-        """Note that the last bucket of the current backward has arrived."""
+    def last_bucket_arrived(self) -> None:
+        """Note that the current backward is complete and may be finalized."""
         self._backward = backward_id()
 
     def after(self, backward: int) -> None:

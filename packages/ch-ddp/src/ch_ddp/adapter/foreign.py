@@ -134,7 +134,7 @@ class ForeignDriver:
     def _finish(self) -> None:
         """Wait for the hook's futures, agree with all ranks on the outcome, and complete DDP's futures."""
         if self.finalizer is not None:
-            self.finalizer.ready()
+            self.finalizer.last_bucket_arrived()
         if self._refused:
             self._complete(good=False)
             raise_finalized(self._refusal())

@@ -41,7 +41,7 @@ class HookFuture(torch.futures.Future[Any]):
         future._hook, future._thread, future._devices = hook, threading.get_ident(), (buffer.device,) * buffer.is_cuda
         return future
 
-    def comes_alone(self) -> None:
+    def allow_waiting(self) -> None:
         """Allow waiting: the bucket's own message completes this future."""
         self._thread = 0
 
@@ -67,7 +67,7 @@ class HookFuture(torch.futures.Future[Any]):
         after = HookFuture(devices=list(self._devices))
         after._hook, after._thread, after._devices = self._hook, self._thread, self._devices
 
-        def follow(done: torch.futures.Future[Any]) -> None:
+        def complete(done: torch.futures.Future[Any]) -> None:
             try:
                 result = callback(done)
             except Exception as error:
@@ -75,20 +75,24 @@ class HookFuture(torch.futures.Future[Any]):
             else:
                 after.set_result(result)
 
-        self.add_done_callback(follow)
+        self.add_done_callback(complete)
         return after
 
 
 class Promise:
-    """Bucket future that users may wait for. Its message or the end of the step completes it, whichever is first."""
+    """Completes a future that users may wait for, once.
+
+    Two callers may complete it: the thread that decodes the bucket's message, and the end of the step if the message is lost.
+    """
 
     def __init__(self, future: HookFuture, buffer: torch.Tensor) -> None:
         self.future, self.buffer = future, buffer
-        future.comes_alone()
-        self._kept, self._lock = False, threading.Lock()
+        future.allow_waiting()
+        self._completed, self._lock = False, threading.Lock()
 
-    def keep(self) -> None:
+    def complete(self) -> None:
+        """Complete the future, at the first call only."""
         with self._lock:
-            first, self._kept = not self._kept, True
+            first, self._completed = not self._completed, True
         if first:
             self.future.set_result(self.buffer)

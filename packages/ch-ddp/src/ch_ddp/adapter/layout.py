@@ -40,7 +40,7 @@ def bucket_layout(grad_bucket: GradBucket, names: Mapping[int, str]) -> BucketLa
     return BucketLayout(params, buffer.numel(), buffer.dtype, buffer.device)
 
 
-def averaged(
+def averaged_params(
     model: DistributedDataParallel, names: Mapping[int, str] | None = None
 ) -> list[tuple[str, torch.nn.Parameter]]:
     """Return the parameters whose gradients DDP averages, in the order of DDP's own list. Ignored parameters are left out.
@@ -62,7 +62,7 @@ def averaged(
 def model_layout(model: DistributedDataParallel, names: Mapping[int, str] | None = None) -> BucketLayout:
     """Return all parameters that DDP averages as one virtual bucket, in model order."""
     sparse = {id(m.weight) for m in model.modules() if getattr(m, "sparse", False) and hasattr(m, "weight")}
-    params = dict(averaged(model, names))
+    params = dict(averaged_params(model, names))
     kinds = {
         n: "sparse" if id(p) in sparse else "complex" for n, p in params.items() if id(p) in sparse or p.is_complex()
     }
@@ -94,7 +94,7 @@ def named_by_position(state: HookState, params: Sequence[torch.Tensor]) -> dict[
 def _trained_beside(params: Sequence[torch.Tensor], state: HookState) -> list[torch.nn.Parameter]:
     having = models_of(params)
     own = [model for model in having if any(held is state for _, held in model._comm_hooks)]
-    found = {tuple(map(id, rows)): rows for model in own or having if (rows := [p for _, p in averaged(model)])}
+    found = {tuple(map(id, rows)): rows for model in own or having if (rows := [p for _, p in averaged_params(model)])}
     if len(found) != 1:
         raise StateError(
             f"{len(found) or 'no'} DistributedDataParallel models hold the parameters of this hook state, so their order in "
@@ -106,7 +106,7 @@ def _trained_beside(params: Sequence[torch.Tensor], state: HookState) -> list[to
 def models_of(params: Sequence[torch.Tensor]) -> list[DistributedDataParallel]:
     """Return the DDP models that have all of these parameters."""
     wanted = {id(p) for p in params}
-    return [model for model in _models() if wanted <= {id(p) for _, p in averaged(model)}]
+    return [model for model in _models() if wanted <= {id(p) for _, p in averaged_params(model)}]
 
 
 def _models() -> Iterator[DistributedDataParallel]:

@@ -65,7 +65,7 @@ class SavedBuckets:
         last = len(self._state.buckets) - 1
         return [self._made(group, number, number == last) for number, group in enumerate(filled, first)]
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Copy the averages to DDP's buckets, and record the buckets of the step."""
         for given, average in self._pairs:
             given.copy_(average)

@@ -36,14 +36,14 @@ class Slot:
         driver: called with every bucket.
         holder: expression of the attached handle, or None.
         watch: detects backwards that DDP does not synchronise.
-        follow: called at the first bucket of a step; moves the engine to a changed process group.
+        update_group: called at the first bucket of a step; moves the engine to a changed process group.
     """
 
     def __init__(self, driver: SlotDriver | None = None) -> None:
         self.driver = driver
         self.holder: str | None = None
         self.watch: UnsyncedBackwardWatch | None = None
-        self.follow: Callable[[], None] | None = None
+        self.update_group: Callable[[], None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Slot, ())
@@ -64,8 +64,8 @@ def trampoline(state: object, bucket: GradBucket) -> torch.futures.Future[torch.
             "GradBucket. Hooks do not work under torch._dynamo.config.optimize_ddp='python_reducer'. Use torch.compile's "
             "default DDP mode"
         )
-    if state.follow is not None and bucket.index() == 0:
-        state.follow()
+    if state.update_group is not None and bucket.index() == 0:
+        state.update_group()
     if state.watch is not None and (bucket.is_last() or behind_backward()):
         state.watch.synchronised()
     return state.driver(bucket)

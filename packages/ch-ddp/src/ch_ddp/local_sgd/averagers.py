@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ch_ddp.local_sgd.subgroups import part_of, ready
+from ch_ddp.local_sgd.subgroups import has_default_group, part_of
 from commhooks import HookConfigError, StateError
 from commhooks.adapters import TUNED, ProcessGroupTransport
 
@@ -191,7 +191,7 @@ class HierarchicalModelAverager(ModelAverager):
             _warn_of_period_1("the largest period")
         self.levels, self.warmup_steps = levels, warmup_steps
         self.period_process_group_dict: dict[int, dist.ProcessGroup] = {}
-        if ready():
+        if has_default_group():
             self._make_groups()
 
     def group_size(self, step: int) -> int | None:

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 
 from ch_ddp.adapter.futures import future_for
 from ch_ddp.hook_function import as_hook
-from ch_ddp.local_sgd.subgroups import part_of, ranks_per_machine, ready
+from ch_ddp.local_sgd.subgroups import has_default_group, part_of, ranks_per_machine
 from commhooks import GradBucket, HookConfigError, Plain, StateError
 
 
@@ -59,7 +59,7 @@ class PostLocalSGDState(PyTorchs):
         )
         self.subgroup_size = subgroup_size
         self._hooks()
-        if ready() and process_group is not None:
+        if has_default_group() and process_group is not None:
             self.use_group(process_group)
 
     def use_group(self, group: dist.ProcessGroup | None = None) -> None:

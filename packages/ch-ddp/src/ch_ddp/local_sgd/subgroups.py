@@ -57,6 +57,6 @@ def ranks_per_machine(group: Group | None) -> int:
     return runs[0][1]
 
 
-def ready() -> bool:
+def has_default_group() -> bool:
     """Return True if a default process group exists."""
     return dist.is_available() and dist.is_initialized()

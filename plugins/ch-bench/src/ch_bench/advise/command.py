@@ -1,7 +1,7 @@
 """Predict step times with each hook on your network, and recommend one.
 
     torchrun --nproc-per-node 2 -m commhooks advise --model my_module:make
-    python -m commhooks advise --nproc 2
+    commhooks advise --nproc 2
 
 Start it on your machines as you start your training. Within a minute it times a step without communication, the
 messages that hooks send over your network, and the arithmetic of each hook on your model. Then it runs each hook on the
@@ -32,19 +32,22 @@ from ch_bench import launch
 from ch_bench.advise.network import Network
 from ch_bench.advise.predict import HOOKS, Advice, advise
 from ch_bench.advise.workload import MODELS, check, load
+from ch_bench.help_text import HelpFormatter
 from ch_bench.links import netns
 from commhooks.testing import WorkerError
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--model", default="gpt", help=f"module:callable, or one of {', '.join(MODELS)} (default gpt)")
-    parser.add_argument("--hooks", nargs="+", default=list(HOOKS), metavar="EXPR", help=f"default: {', '.join(HOOKS)}")
-    parser.add_argument("--seconds", type=float, default=60.0, help="time limit of the probe (default 60)")
-    parser.add_argument("--bucket-cap-mb", type=float, help="of DDP")
-    parser.add_argument("--nproc", type=int, default=2, help="number of ranks without a launcher (default 2)")
-    parser.add_argument("--link", help="rate of the shaped network between these ranks, as in 200mbit")
+    parser.add_argument(
+        "--hooks", nargs="+", default=list(HOOKS), metavar="EXPR", help=f"hooks to compare (default {', '.join(HOOKS)})"
+    )
+    parser.add_argument("--seconds", metavar="S", type=float, default=60.0, help="time limit of the probe (default 60)")
+    parser.add_argument("--bucket-cap-mb", metavar="MB", type=float, help="bucket size of DDP (default DDP's)")
+    parser.add_argument("--nproc", metavar="N", type=int, default=2, help="ranks without a launcher (default 2)")
+    parser.add_argument("--link", metavar="RATE", help="shape the network between these ranks, as in 200mbit")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
     try:

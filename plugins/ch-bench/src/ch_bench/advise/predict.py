@@ -13,7 +13,7 @@ from ch_bench.advise.network import Message, Network, probe
 from ch_bench.advise.replay import EmulatedTransport, Note, Recorder, Replay
 from ch_bench.advise.workload import Workload, slowest
 
-HOOKS = ("allreduce", "bf16_compress", "quant8", "powersgd(rank=4)", "powersgd(rank=1)")
+HOOKS = ("allreduce", "bf16_compress", "quant8", "quant4", "powersgd(rank=4)")
 WARM_UP = 2  # steps; DDP rebuilds its buckets after the first one
 WORTH = 0.05  # share of a step that a lossy hook must save
 ALIKE = 0.03  # predictions within this share are equal; the hook with the smaller error wins
@@ -145,8 +145,16 @@ def recommend(alone: float, predictions: Sequence[Prediction]) -> tuple[str, tup
     )
     if chosen is not best:
         reasons.append(f"{best.hook} is as fast within {ALIKE:.0%} and has a larger error")
-    reasons.append("It changes the gradients. Compare the loss, not only the step time, before you keep it")
+    loss = _recorded_loss(chosen.hook)
+    reasons.append(f"It changes the gradients. Recorded cost in loss: {loss}" if loss else "It changes the gradients")
+    reasons.append("Compare the loss on your own model, not only the step time, before you keep it")
     return chosen.hook, tuple(reasons)
+
+
+def _recorded_loss(hook: str) -> str:
+    """Return the cost in loss that the outermost hook of an expression declares, or an empty string."""
+    found = {spec.loss for spec in commhooks.list_hooks(hook.partition("(")[0]) if spec.kind != "fsdp"}
+    return found.pop() if len(found) == 1 else ""
 
 
 def _train(work: Workload, hook: str, count: int) -> list[float]:

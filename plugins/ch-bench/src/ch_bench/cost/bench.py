@@ -1,16 +1,16 @@
-"""`commhooks bench`: cost of hooks compared with PyTorch's own, in one run.
+"""Time hooks and PyTorch's own on one model, in turns in one run.
 
-    python -m commhooks bench [--link 1gbit,200mbit] [--out DIR] [--record SECTION]
-    python -m commhooks bench --model my_module:make --hooks EXPR ...
+    commhooks bench [--link 1gbit,200mbit] [--out DIR] [--record SECTION]
+    commhooks bench --model my_module:make --hooks EXPR ...
 
 By default it times a GPT of 10.7 M parameters (width 384, 6 layers, batch 1 x 64 characters) with one thread per rank. Each
 candidate has its own model in the same processes. Candidates take turns step by step, in a random order, on equal inputs.
-The cost of a hook is its step minus the step of ``noop``, as medians over a block of steps. Ratios of costs are formed in
-each block; their interval is a bootstrap over blocks. **A claim holds if the whole interval is below its limit.**
+The cost of a hook is its step minus the step of `noop`, as medians over a block of steps. Ratios of costs are formed in
+each block, and their interval is a bootstrap over blocks. A claim holds if the whole interval is below its limit.
 
-With ``--model`` or ``--hooks`` the hooks take turns in rounds on one model, yours or one of ``commhooks advise``.
+With `--model` or `--hooks` the hooks take turns in rounds on one model, yours or one of `commhooks advise`.
 
-With ``--link`` the ranks are network namespaces with shaped uplinks (needs root and iproute2). A real transfer first shows
+With `--link` the ranks are network namespaces with shaped uplinks (needs root and iproute2). A real transfer first shows
 that the links have the requested rate.
 """
 
@@ -35,6 +35,7 @@ from ch_bench.advise.predict import HOOKS
 from ch_bench.advise.predict import measure as measure_steps
 from ch_bench.advise.workload import check, load
 from ch_bench.cost import bench_tables
+from ch_bench.help_text import HelpFormatter
 from ch_bench.links import netns
 from ch_bench.pytorch_hooks import LABELS, PyTorchHook, attach_pytorch
 from commhooks.testing import WorkerError
@@ -78,20 +79,31 @@ CANDIDATES = [
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description="Time communication hooks and PyTorch's own.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("--blocks", metavar="N", type=int, default=15, help="blocks, one ratio each (default 15)")
+    parser.add_argument(
+        "--steps",
+        metavar="N",
+        type=int,
+        default=5,
+        help="steps per block and candidate, fewer on slow links (default 5)",
     )
-    parser.add_argument("--blocks", type=int, default=15, help="number of blocks; each gives one ratio")
-    parser.add_argument("--steps", type=int, default=5, help="steps per block and candidate (fewer on slow links)")
-    parser.add_argument("--nproc", type=int, default=2, help="number of ranks")
-    parser.add_argument("--link", default="", help="comma-separated rates, as in 1gbit,200mbit; default: loopback")
-    parser.add_argument("--budget", type=float, default=240.0, help="time limit for each link, in seconds")
-    parser.add_argument("--width", type=int, default=WIDTH, help="width of the model (claims hold for 384)")
-    parser.add_argument("--model", help="time this model, module:callable; see python -m commhooks advise --help")
+    parser.add_argument("--nproc", metavar="N", type=int, default=2, help="number of ranks (default 2)")
+    parser.add_argument(
+        "--link", metavar="RATES", default="", help="comma-separated rates, as in 1gbit,200mbit (default loopback)"
+    )
+    parser.add_argument(
+        "--budget", metavar="S", type=float, default=240.0, help="time limit for each link, in seconds (default 240)"
+    )
+    parser.add_argument(
+        "--width", metavar="N", type=int, default=WIDTH, help=f"width of the GPT; claims hold for {WIDTH}, the default"
+    )
+    parser.add_argument("--model", help="time this model, module:callable, as for commhooks advise")
     parser.add_argument("--hooks", nargs="+", metavar="EXPR", help="time these hooks, without PyTorch's own")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="time only these default hooks, and the baselines")
-    parser.add_argument("--out", type=Path, default=Path("bench-out"), help="folder for bench.json and bench.txt")
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, default=Path("bench-out"), help="folder of the results (default bench-out)"
+    )
     parser.add_argument(
         "--record", metavar="SECTION", help="write the output to this section of docs/measured/bench.md"
     )

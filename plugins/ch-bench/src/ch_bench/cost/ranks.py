@@ -220,7 +220,7 @@ def _three_steps(hook: str, buckets: list[dict[str, tuple[int, ...]]]) -> object
             for bucket in made:
                 engine.submit(bucket)
             assert engine.finish() is None
-        engine.resolve_step()
+        engine.settle()
         return engine, made
 
     return simulate(1, body)
