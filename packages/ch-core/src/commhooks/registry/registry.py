@@ -298,7 +298,8 @@ class Registry:
                     f"{spec.name}({name}={value!r}): {name} must be {option.accepts()} ({option.doc})"
                 ) from None
             if option.hook:
-                self.refuse_outer(self.levels(config[name]))
+                expression: Any = config[name]  # a hook's option holds an expression after the check
+                self.refuse_outer(self.levels(expression))
         return config
 
     def _options_of_signature(self, spec: HookSpec, given: Mapping[str, Any]) -> dict[str, Any]:
