@@ -39,7 +39,7 @@ def run(
         ranks: processes; 0: no torchrun.
         door: by environment variables instead of ``commhooks run``.
         check: fail unless it ends well.
-        options: of ``commhooks run``; without ``hook`` the script runs as it is.
+        options: of ``commhooks run``; without ``hook`` and ``outer`` the script runs as it is.
     """
     path = SCRIPTS / f"{script}.py"
     if "\n" in script:
@@ -47,7 +47,7 @@ def run(
         path.write_text(script)
     report = folder / "report.json"
     report.unlink(missing_ok=True)
-    given = {**options, "report": report} if "hook" in options else {}
+    given = {**options, "report": report} if {"hook", "outer"} & options.keys() else {}
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     environ["STANDALONE_PORT"] = str(_port())  # read by a Lightning that starts its processes itself
     command = [sys.executable, "-W", "ignore"]

@@ -125,6 +125,15 @@ def commhooks_adapter() -> Iterable[tuple[str, str]]:
 
 
 @hookimpl
+def commhooks_local_gradients() -> Iterable[tuple[str, str]]:
+    """Return the functions that turn DDP's averaging off, for outer optimizers."""
+    return (
+        ("torch.nn.parallel.distributed.DistributedDataParallel", "ch_ddp.adapter.local_gradients:of_ddp"),
+        ("torch.distributed._composable.replicate.DDP", "ch_ddp.adapter.local_gradients:of_replicate"),
+    )
+
+
+@hookimpl
 def commhooks_wraps() -> Iterable[str]:
     """Return the wrappers whose models all-reduce their gradients."""
     return (

@@ -30,10 +30,15 @@ class InnerOptimizer(WrappedOptimizer):
                 del inner.grad_scale, inner.found_inf
         if found.item():
             return None
-        if scale is not None:
-            inverse = scale.double().reciprocal().float()  # as GradScaler computes it, to the bit
-            for group in self.param_groups:
-                for param in group["params"]:
-                    if param.grad is not None:
-                        param.grad.mul_(inverse.to(param.grad.device))
+        unscale(self.optim, scale)
         return self.inner_step(closure)
+
+
+def unscale(optim: torch.optim.Optimizer, scale: torch.Tensor | None) -> None:
+    """Divide all gradients by the scale of a ``GradScaler``, to the bit as it does, unless it has done so."""
+    if scale is not None:
+        inverse = scale.double().reciprocal().float()
+        for group in optim.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.mul_(inverse.to(param.grad.device))

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ch_outer.buffers import Buffers
+from ch_outer.follow import Followed
 from ch_outer.fragment import Fragment, divide, start_of
 from ch_outer.inner_optimizer import InnerOptimizer
 from ch_outer.outer_sgd import OuterFactory, default_outer, warn_of_short_run
@@ -158,12 +159,29 @@ class OuterOptimizer(InnerOptimizer):
                 HookTimeoutError the process group is lost. Members of a manager vote the round down instead, and only the
                 failing member raises.
         """
-        failed = None
+        took_over = self.before_step()
+        loss = None if took_over and closure is None else self.scaled_step(closure)
+        self.after_step()
+        return loss
+
+    def before_step(self) -> bool:
+        """Make the half of :meth:`step` before the inner step.
+
+        Returns:
+            True if this rank has just taken over the start of a peer. Its gradients then belong to other parameters.
+        """
         with torch.no_grad():
             took_over = self._meet()
             self._goal = None  # peers may finish, this rank does not
-        # Gradients of a member that has just taken over a start belong to other parameters.
-        loss = None if took_over and closure is None else self.scaled_step(closure)
+        return took_over
+
+    def after_step(self) -> None:
+        """Count an inner step, then receive and start the exchanges that are due.
+
+        Raises:
+            CommHooksError: as :meth:`step`.
+        """
+        failed = None
         self.count += 1
         with torch.no_grad():
             try:
@@ -175,7 +193,26 @@ class OuterOptimizer(InnerOptimizer):
             self._start_due()
         if failed is not None:
             raise failed
-        return loss
+
+    def follow(self, *others: Optimizer, finish_after: int | None = None) -> Callable[[], None]:
+        """Make outer steps whenever ``step()`` of the inner optimizer itself is called, instead of :meth:`step`.
+
+        For code that holds the inner optimizer, such as a framework. Closures, schedulers and a ``GradScaler`` work on the inner
+        optimizer as before. Do not call :meth:`step` any more.
+
+        Args:
+            others: further optimizers of the model. In each iteration they step once each, in this order, before the inner one.
+            finish_after: inner steps of the run. After the last of them :meth:`finish` is called.
+
+        Returns:
+            A function that ends this.
+        """
+
+        def check() -> None:
+            if self.count == finish_after:
+                self.finish()
+
+        return Followed(self, [*others, self.optim], check).close
 
     def _start_due(self) -> None:
         for due in self.schedule.due(self.count):
@@ -375,14 +412,21 @@ class OuterOptimizer(InnerOptimizer):
             >>> same, model.weight.item() == before
             (True, False)
         """
-        places = [(local(f.params[name]), start) for f in self._fragments for name, start in f.starts.items()]
-        places += self._buffers.places()
+        places = [(local(mine), shared) for mine, shared in self.shared()]
         own = [mine.clone() for mine, _ in places]
         try:
             write(self._model, places)
             yield
         finally:
             write(self._model, [(mine, before) for (mine, _), before in zip(places, own, strict=True)])
+
+    def shared(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the model that all ranks share, as pairs of a parameter or buffer and its shared value.
+
+        A shared value is the start of a parameter (of its shard, under FSDP2) or the last average of a buffer.
+        """
+        pairs = [(f.params[name], start) for f in self._fragments for name, start in f.starts.items()]
+        return [*pairs, *self._buffers.places()]
 
     def stats(self) -> dict[str, float]:
         """Return the sum of all exchanges' figures (see :meth:`commhooks.CommHook.stats`), and ``rounds_done``."""

@@ -126,6 +126,8 @@ def _targets() -> list[dict[str, Any]]:
     named: list[tuple[str, str, str]] = []
     for plugin, pairs in REGISTRY.ask("commhooks_adapter"):
         named += [(plugin, f"adapter of {cls}", target) for cls, target in pairs]
+    for plugin, pairs in REGISTRY.ask("commhooks_local_gradients"):
+        named += [(plugin, f"local gradients of {cls}", target) for cls, target in pairs]
     for plugin, wrapped in REGISTRY.ask("commhooks_wraps"):
         named += [(plugin, "wraps", target) for target in wrapped]
     return [{"id": f"{plugin}: {use} = {target}"} | _loaded(plugin, use, target) for plugin, use, target in named]

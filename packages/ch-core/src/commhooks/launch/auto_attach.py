@@ -1,4 +1,4 @@
-"""Attaches the hook of `commhooks run` to the models of one process, and reports when the process ends."""
+"""Gives the models of one process the hook or outer optimizer of `commhooks run`, and reports when the process ends."""
 
 import atexit
 import functools
@@ -7,7 +7,6 @@ import logging
 import os
 import weakref
 from contextlib import suppress
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ import torch.distributed as dist
 
 from commhooks.api.attach import attach, inside, runs_alone, unwrapped
 from commhooks.errors import SlotTakenError
-from commhooks.handle import CommHook
+from commhooks.launch.found_model import FoundModel, HookedModel
+from commhooks.launch.outer_model import attach_outer, outer_text
 from commhooks.launch.settings import Settings
-from commhooks.launch.state_folder import StateFolder
 from commhooks.log import log, write_stderr
 from commhooks.report import as_text
 
@@ -27,36 +26,8 @@ REPORTS = "COMMHOOKS_REPORTS"
 """Variable with the folder in which each process of a run that has reported leaves a file."""
 
 
-@dataclass
-class AttachedModel:
-    """A model that has the hook. `row` is its part of the report once the model is gone."""
-
-    name: str
-    handle: CommHook | None
-    state: StateFolder | None = None
-    row: dict[str, Any] = field(default_factory=dict)
-
-    def write_last_state(self) -> None:
-        """Write the state of the last step. A failure must not hide the end, or the error, of the script."""
-        if self.state is not None:
-            try:
-                self.state.end()
-            except Exception:
-                log.exception("--state: the last state of %s could not be written", self.name)
-
-    def report(self) -> dict[str, Any]:
-        """Return this model's part of the report, or the reason why it has none."""
-        if self.handle is None:
-            return self.row
-        try:
-            return {"model": self.name, **self.handle.report().to_dict()}
-        except Exception as error:
-            log.exception("commhooks run: no report of %s", self.name)
-            return {"model": self.name, "error": f"{type(error).__name__}: {error}"}
-
-
 class AutoAttach:
-    """The hook of one process of a run.
+    """The hook or outer optimizer of one process of a run.
 
     Args:
         settings: of the run.
@@ -67,53 +38,67 @@ class AutoAttach:
         self.report_always = False  # True in the process of the command: it reports even if it found no model
         folder = os.environ.get(REPORTS)
         self.reports = Path(folder) if folder else None
-        self.models: list[AttachedModel] = []
+        self.models: list[FoundModel] = []
         self.notes: list[str] = []
         self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._ended = False
         self._process = os.getpid()
         atexit.register(self.end)
 
-    def found(self, model: torch.nn.Module) -> None:
-        """Attach to a model before its first forward with gradients, or note the reason for not attaching."""
+    def found(self, model: torch.nn.Module) -> bool:
+        """Attach to a model before its first forward with gradients, or note the reason for not attaching.
+
+        Returns:
+            False if the model has to be found again in its next forward, because its optimizer is still missing.
+        """
         if dist.is_initialized():  # members of a torchft manager may have no default group
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         name, settings = name_of(model), self.settings
         if not any(fnmatchcase(one, settings.module_pattern) for one in names_of(model)):
-            return self._note(
-                f"{name} does not match --module-pattern {settings.module_pattern!r}: it trains without {settings.hook}"
+            self._note(
+                f"{name} does not match --module-pattern {settings.module_pattern!r}: it trains without {settings.expression}"
             )
+            return True
         if not settings.single_process and runs_alone(model):
-            return self._note(
-                f"one process: {name} has no peer to send to, and trains without {settings.hook} (--single-process)"
+            self._note(
+                f"one process: {name} has no peer to send to, and trains without {settings.expression} (--single-process)"
             )
+            return True
         try:
-            handle = attach(model, settings.hook, single_process=settings.single_process)
+            found = attach_outer(model, name, settings.outer) if settings.outer else self._attach(model, name)
         except SlotTakenError as error:
-            return self._note(f"{name} has a hook of the script's own, which stays: {error}")
+            self._note(f"{name} has a hook of the script's own, which stays: {error}")
+            return True
+        if found is None:
+            return False
         if self.models:
             self._note(
-                f"{name} is model {len(self.models) + 1} that gets {settings.hook}: --module-pattern chooses one"
+                f"{name} is model {len(self.models) + 1} that gets {settings.expression}: --module-pattern chooses one"
             )
-        attached = AttachedModel(name, handle)
-        self.models.append(attached)
+        self.models.append(found)
         if settings.state:
             cls = type(unwrapped(model)).__name__
             safe = "".join(c if c.isalnum() or c in "._-" else "_" for c in cls)
-            attached.state = StateFolder(
-                Path(settings.state) / f"{len(self.models)}-{safe}", handle, settings.state_every
-            )
-            attached.state.resume()
-        # The handle holds the parameters. Dropping it with the model frees their memory.
-        weakref.finalize(model, _model_gone, weakref.ref(attached)).atexit = False
+            found.keep_state(Path(settings.state) / f"{len(self.models)}-{safe}", settings.state_every)
+        # A found model holds the parameters. Dropping it with the user's module frees their memory.
+        weakref.finalize(list(inside(model))[-1], _model_gone, weakref.ref(found)).atexit = False
+        return True
+
+    def wrapped_again(self, module: torch.nn.Module) -> None:
+        """End the training of models whose parameters are about to be wrapped once more, on all ranks."""
+        for found in self.models:
+            found.end_for(module)
+
+    def _attach(self, model: torch.nn.Module, name: str) -> FoundModel:
+        return HookedModel(name, attach(model, self.settings.hook, single_process=self.settings.single_process))
 
     def end(self) -> None:
         """Write the last state and, on rank 0, the report; once. Raises nothing."""
         if self._ended or os.getpid() != self._process:  # a process that the script forked has nothing to report
             return
         self._ended = True
-        for attached in self.models:
-            attached.write_last_state()
+        for found in self.models:
+            found.write_last_state()
         if self.rank == 0 and (self.models or self.notes or self.report_always):
             try:
                 if self.models or not self._reported_by_another():
@@ -147,8 +132,8 @@ class AutoAttach:
                 "started on this machine, so the hook was never used: the script has to make a DistributedDataParallel, "
                 "replicate or FSDP model"
             )
-        models = [attached.report() for attached in self.models]
-        return {"hook": self.settings.hook, "world_size": self.world_size, "models": models, "notes": self.notes}
+        models = [found.report() for found in self.models]
+        return {"hook": self.settings.expression, "world_size": self.world_size, "models": models, "notes": self.notes}
 
     def _note(self, text: str) -> None:
         """Log a sentence once, on rank 0, and repeat it in the report."""
@@ -168,8 +153,14 @@ def report_text(report: dict[str, Any]) -> str:
     world = report["world_size"]
     lines = [f"commhooks run: {report['hook']} on {world} rank{'s' * (world != 1)}"]
     for model in report["models"]:
-        lines += [model["model"], model["error"] if "error" in model else as_text(model)]
+        lines += [model["model"], _model_text(model)]
     return "\n".join([*lines, *(f"note: {note}" for note in report["notes"])])
+
+
+def _model_text(model: dict[str, Any]) -> str:
+    if "error" in model:
+        return str(model["error"])
+    return outer_text(model) if "outer" in model else as_text(model)
 
 
 def _write_whole(path: Path, data: str) -> None:
@@ -186,11 +177,10 @@ def _write_whole(path: Path, data: str) -> None:
         aside.unlink(missing_ok=True)
 
 
-def _model_gone(reference: "weakref.ref[AttachedModel]") -> None:
-    attached = reference()
-    if attached is not None and attached.handle is not None:
-        attached.write_last_state()
-        attached.row, attached.handle, attached.state = attached.report(), None, None
+def _model_gone(reference: "weakref.ref[FoundModel]") -> None:
+    found = reference()
+    if found is not None:
+        found.drop()
 
 
 def names_of(model: torch.nn.Module) -> set[str]:

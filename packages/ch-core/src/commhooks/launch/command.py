@@ -1,4 +1,4 @@
-"""`commhooks run --hook EXPR script.py ARGS`."""
+"""`commhooks run --hook EXPR script.py ARGS`, or with `--outer EXPR`."""
 
 import argparse
 import atexit
@@ -21,13 +21,16 @@ from commhooks.log import write_stderr
 
 COLUMNS = 80  # of the dry run
 EPILOG = """\
-environment: COMMHOOKS_HOOK, and COMMHOOKS_REPORT, _STATE, _STATE_EVERY,
-  _MODULE_PATTERN and _SINGLE_PROCESS, do the same if a launcher owns the
-  command line. The command sets them for processes that the script starts.
+environment: COMMHOOKS_HOOK or COMMHOOKS_OUTER, and COMMHOOKS_REPORT, _STATE,
+  _STATE_EVERY, _MODULE_PATTERN and _SINGLE_PROCESS, do the same if a launcher
+  owns the command line. The command sets them for processes that the script
+  starts.
 
-example:
+examples:
   torchrun --nproc-per-node 2 -m commhooks run --hook "powersgd(rank=4)" \\
-      --report report.json train.py --epochs 3"""
+      --report report.json train.py --epochs 3
+  torchrun --nproc-per-node 2 -m commhooks run \\
+      --outer "diloco(every=30, exchange=quant4)" train.py --epochs 3"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,7 +38,8 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="commhooks run",
         usage="commhooks run [options] script.py [arguments of the script]",
-        description="Run a training script, unchanged, with a hook on each model that it\nwraps for data parallelism.",
+        description="Run a training script, unchanged, with a hook on each model that it wraps\n"
+        "for data parallelism, or with an outer optimizer that averages less often.",
         epilog=EPILOG,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
             prog, max_help_position=26, width=min(80, shutil.get_terminal_size().columns)
@@ -43,6 +47,9 @@ def parser() -> argparse.ArgumentParser:
     )
     default = Settings.of()
     made.add_argument("--hook", default=default.hook, metavar="EXPR", help="hook expression, e.g. 'powersgd(rank=4)'")
+    made.add_argument(
+        "--outer", default=default.outer, metavar="EXPR", help="outer optimizer instead, e.g. 'diloco(every=30)'"
+    )
     made.add_argument("--report", default=default.report, metavar="FILE", help="write the report there, as JSON")
     made.add_argument("--state", default=default.state, metavar="DIR", help="write the hook's state there; resume it")
     made.add_argument(
@@ -86,9 +93,7 @@ def main(words: list[str]) -> int:
             return 0
         watch(settings)  # before anything imports torch, because scripts import wrappers by name
         settings.check()  # needs no torch
-        from commhooks.api.create import create
-
-        create(settings.hook)
+        _create(settings)
     except (CommHooksError, ValueError) as error:
         write_stderr(f"{type(error).__name__}: {error}\n")
         return 2
@@ -105,6 +110,21 @@ def _missing(script: str, module: bool) -> str:
     return "" if found is not None else f"no such module: {script}"
 
 
+def _create(settings: Settings) -> None:
+    """Build the hook, or every hook inside the expression of the outer optimizer, whose own code may refuse a value."""
+    from commhooks.api.create import create
+    from commhooks.registry.registry import REGISTRY
+
+    if settings.hook:
+        create(settings.hook)
+        return
+    spec, options = REGISTRY.outer(settings.outer)
+    REGISTRY.target(spec)
+    for name, option in (spec.options or {}).items():
+        if option.hook:
+            create(options[name])
+
+
 def plan(settings: Settings, script: str) -> str:
     """Return the resolved expression, its treatment of some usual shapes on 2 ranks, and the plan of the run, as text.
 
@@ -117,24 +137,38 @@ def plan(settings: Settings, script: str) -> str:
     from commhooks.registry.registry import REGISTRY
     from commhooks.report import plan_shapes
 
-    handle = create(settings.hook)
     wraps = sorted({target.partition(":")[2] for _, targets in REGISTRY.ask("commhooks_wraps") for target in targets})
-    resolved = {"hook": handle.config["hook"], **{k: v for k, v in handle.full.items() if k not in ("hook", "version")}}
+    if settings.outer:
+        spec, options = REGISTRY.outer(settings.outer)
+        hook = next((options[name] for name, one in (spec.options or {}).items() if one.hook), "")
+        handle = create(hook) if hook else None
+        node = {"hook": spec.name, "provider": spec.provider, "config": options}
+        head = [f"outer     {settings.outer}", f"resolved  {unparse(node)}"]
+        wraps = [name.rpartition(".")[2] for name in REGISTRY.local_gradients()]
+    else:
+        handle = create(settings.hook)
+        rest = {k: v for k, v in handle.full.items() if k not in ("hook", "version")}
+        resolved = {"hook": handle.config["hook"], **rest}
+        head = [f"hook      {handle.expr}", f"resolved  {unparse(_without_versions(resolved))}"]
     pattern = settings.module_pattern
     chosen = "" if pattern == "*" else f", if a class name matches {pattern!r}"
     lines = [
         "dry run: nothing was executed",
-        f"hook      {handle.expr}",
-        f"resolved  {unparse(_without_versions(resolved))}",
+        *head,
         f"script    {script}",
         f"models    each model that the script wraps by {', '.join(wraps[:-1])} or {wraps[-1]}{chosen}",
         f"report    standard error{f', and {settings.report} as JSON' if settings.report else ''}",
         f"state     {f'{settings.state}, every {settings.state_every} steps' if settings.state else 'not written'}",
     ]
+    if handle is None:
+        return _in_columns(
+            [*lines, f"plan      {settings.outer} chooses its exchange itself: its bytes are not planned"]
+        )
     if handle.reduction is None:
         return _in_columns([*lines, "plan      a foreign hook: its bytes cannot be planned"])
+    per = "a round of all parameters" if settings.outer else "a step"
     lines += [
-        "plan      wire bytes that each rank sends in a step on 2 ranks, by model, after any warm-up, and without a hook:",
+        f"plan      wire bytes that each rank sends in {per} on 2 ranks, by model, after any warm-up, and without a hook:",
         *(f"  {row}" for row in plan_shapes(handle.reduction)),
     ]
     return _in_columns(lines)

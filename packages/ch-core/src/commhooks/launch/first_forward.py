@@ -36,6 +36,7 @@ def watch_wrapper(module: ModuleType, attribute: str) -> None:
 def _reporting_init(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        before_wrapping(*args, **kwargs)
         init(self, *args, **kwargs)
         wait_for_forward([self])
 
@@ -45,12 +46,24 @@ def _reporting_init(init: Callable[..., None]) -> Callable[..., None]:
 def _reporting_function(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        before_wrapping(*args, **kwargs)
         made = function(*args, **kwargs)
         wait_for_forward(made if isinstance(made, list | tuple) else [made])
         return made
 
     setattr(wrapped, _MARK, True)
     return wrapped
+
+
+def before_wrapping(*args: Any, **kwargs: Any) -> None:
+    """End the training of a module in an earlier wrapper. The new one sends the first rank's parameters to all ranks."""
+    import torch
+
+    from commhooks.launch.auto_attach import auto_attach
+
+    module = kwargs.get("module", args[0] if args else None)
+    if isinstance(module, torch.nn.Module):
+        auto_attach().wrapped_again(module)
 
 
 def wait_for_forward(models: Iterable[Any]) -> None:
@@ -76,4 +89,5 @@ def _attach(model: "torch.nn.Module") -> None:
     for part in model.modules():  # inner units of FSDP get the hook with the whole model
         for key in [key for key, hook in part._forward_pre_hooks.items() if hook is first_forward]:
             del part._forward_pre_hooks[key]
-    auto_attach().found(model)
+    if not auto_attach().found(model):
+        wait_for_forward([model])

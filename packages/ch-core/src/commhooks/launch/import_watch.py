@@ -1,9 +1,9 @@
 """Waits for the import of torch and of the model wrappers, and imports none of them.
 
 `commhooks run` calls :func:`watch` in its own process. If a launcher owns the command line, or the script starts its own
-processes, `COMMHOOKS_HOOK` does: ch-core installs `commhooks-hook.pth`, one line that the interpreter reads when it
-starts. Without the variable that line imports nothing. This module needs the standard library only, until torch is
-imported.
+processes, `COMMHOOKS_HOOK` or `COMMHOOKS_OUTER` does. ch-core installs `commhooks-hook.pth`, one line that the interpreter
+reads when it starts. Without a variable that line imports nothing. This module needs the standard library only, until torch
+is imported.
 """
 
 import functools
@@ -14,10 +14,13 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from commhooks.launch import live_optimizers
 from commhooks.launch.settings import Settings
 
 TORCH = "torch.nn.parallel.distributed"
 """Imported by `import torch`, and the first module that can make a model for a hook."""
+
+OPTIMIZERS = "torch.optim.optimizer"
 
 
 class ImportWatch:
@@ -84,7 +87,10 @@ def _torch_imported(_: ModuleType) -> None:
     try:
         Settings.of().check()
     except (CommHooksError, ValueError) as error:
-        raise SystemExit(f"COMMHOOKS_HOOK: {type(error).__name__}: {error}") from None
+        variable = "COMMHOOKS_HOOK" if os.environ.get("COMMHOOKS_HOOK") else "COMMHOOKS_OUTER"
+        raise SystemExit(f"{variable}: {type(error).__name__}: {error}") from None
+    if Settings.of().outer:
+        _WATCH.when_imported(OPTIMIZERS, live_optimizers.watch_optimizers)
     for _plugin, targets in REGISTRY.ask("commhooks_wraps"):
         for target in targets:
             module, _, attribute = target.partition(":")
@@ -92,6 +98,6 @@ def _torch_imported(_: ModuleType) -> None:
 
 
 def from_environment() -> None:
-    """Watch if `COMMHOOKS_HOOK` is set. `commhooks-hook.pth` calls this."""
-    if os.environ.get("COMMHOOKS_HOOK"):
+    """Watch if a variable names a hook or an outer optimizer. `commhooks-hook.pth` calls this."""
+    if os.environ.get("COMMHOOKS_HOOK") or os.environ.get("COMMHOOKS_OUTER"):
         watch()

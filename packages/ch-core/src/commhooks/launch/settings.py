@@ -17,7 +17,8 @@ class Settings:
     """Options of `commhooks run`. Each is also a variable: `COMMHOOKS_` and the name in capitals.
 
     Attributes:
-        hook: expression.
+        hook: expression; empty with `outer`.
+        outer: expression of an outer optimizer, instead of a hook.
         report: file for the report as JSON; empty for none.
         state: folder for the hook's state; empty for none.
         state_every: optimizer steps between two snapshots of the state.
@@ -37,6 +38,7 @@ class Settings:
     state_every: int = 1
     module_pattern: str = "*"
     single_process: bool = False
+    outer: str = ""
 
     def __post_init__(self) -> None:
         if self.state_every < 1:
@@ -85,6 +87,27 @@ class Settings:
         """
         from commhooks.registry.registry import REGISTRY  # loads pluggy and every plugin module
 
-        if not self.hook:
-            raise HookConfigError("no hook: use --hook EXPR or COMMHOOKS_HOOK=EXPR, e.g. 'powersgd(rank=4)'")
-        REGISTRY.levels(self.hook)
+        if self.hook and self.outer:
+            raise HookConfigError(
+                f"--hook {self.hook!r} and --outer {self.outer!r} exclude each other: with an outer optimizer no gradient is "
+                "averaged. Give the hook as its exchange, e.g. --outer 'diloco(exchange=quant4)'"
+            )
+        if self.outer and self.state:
+            raise HookConfigError(
+                f"--state {self.state!r} does not save an outer optimizer yet. Leave it out; a script that resumes from its own "
+                "checkpoint begins a new round there, without the outer momentum"
+            )
+        if self.outer:
+            REGISTRY.outer(self.outer)
+        elif self.hook:
+            REGISTRY.refuse_outer(REGISTRY.levels(self.hook))
+        else:
+            raise HookConfigError(
+                "no hook: use --hook EXPR or COMMHOOKS_HOOK=EXPR, e.g. 'powersgd(rank=4)', or --outer EXPR or "
+                "COMMHOOKS_OUTER=EXPR, e.g. 'diloco(every=30, exchange=quant4)'"
+            )
+
+    @property
+    def expression(self) -> str:
+        """The expression of the hook or of the outer optimizer."""
+        return self.hook or self.outer

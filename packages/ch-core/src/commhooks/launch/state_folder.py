@@ -1,4 +1,4 @@
-"""Writes the hook's state while a script trains, and resumes it (`commhooks run --state DIR`).
+"""Writes the state of a hook or outer optimizer while a script trains, and resumes it (`commhooks run --state DIR`).
 
 The script's own checkpoints know nothing of the hook. After every Nth optimizer step each rank writes its state to a file
 whose name has a checksum of the parameters. At resume the script chooses its checkpoint, and the checksum of the loaded
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -64,20 +64,53 @@ class Snapshot:
     def whole(self) -> bool:
         return 0 < self.world == len(self.files)
 
+    def read(self, rank: int) -> dict[str, Any]:
+        """Return the state in the file of a rank."""
+        state: dict[str, Any] = torch.load(self.files[rank], weights_only=True, map_location="cpu")
+        return state
 
-class StateFolder:
-    """The snapshots of one model's hook, in a folder that all ranks share.
 
-    Args:
-        folder: of this model only.
-        handle: attached.
-        every: optimizer steps between two snapshots.
+class Kept(Protocol):
+    """State of one model that a folder keeps.
+
+    Attributes:
+        expr: expression of the hook or outer optimizer, for errors.
+        params: parameters whose optimizer makes the steps that count.
+        group: the ranks that write.
+    """
+
+    expr: str
+    params: list[torch.Tensor]
+    group: dist.ProcessGroup
+
+    def fingerprint(self) -> str:
+        """Return 16 hexadecimal digits of the values by which a checkpoint of the script finds its snapshot."""
+
+    def fits(self, one: "Snapshot", rank: int, world: int, own: str) -> bool:
+        """Return True if a snapshot belongs to the values of this rank, whose fingerprint is `own`."""
+
+    def progress(self) -> float:
+        """Return a number that grows when a step has begun since the last one ended."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, on all ranks."""
+
+    def load(self, one: "Snapshot", rank: int, world: int) -> None:
+        """Load a snapshot, on all ranks.
+
+        Raises:
+            StateError: on all ranks, if the file of one rank is damaged.
+        """
+
+
+class HookKept:
+    """State of an attached hook.
 
     Raises:
         StateError: the hook is a foreign function with its own state, or its ranks belong to a manager.
     """
 
-    def __init__(self, folder: Path, handle: CommHook, every: int) -> None:
+    def __init__(self, handle: CommHook) -> None:
         binding = handle.binding
         if binding is None or not isinstance(handle.state, HookState):
             raise StateError(f"--state: {handle.expr} has its own state; save and load it in the script")
@@ -85,11 +118,48 @@ class StateFolder:
             raise StateError(
                 f"--state: a manager adds and removes ranks of {handle.expr}; save its state in the script"
             )
-        self.folder, self.handle, self.every = folder, handle, every
+        self.handle, self.expr = handle, handle.expr
         self.params = list(binding.params)
-        self._ids = {id(p) for p in self.params}
         everyone: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
         self.group = everyone if binding.other_axes else binding.group  # with a mesh, all ranks write
+
+    def fingerprint(self) -> str:
+        return checksum(*self.params)
+
+    def fits(self, one: "Snapshot", rank: int, world: int, own: str) -> bool:
+        """Compare this rank's parameters; with another world size, those of all saved ranks."""
+        if one.world == world:
+            return one.checksums[rank] == own
+        return set(one.checksums.values()) == {own}
+
+    def progress(self) -> float:
+        """Return the number of backwards that the engine has finished."""
+        return self.handle.stats().get("steps", 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.handle.state_dict()
+
+    def load(self, one: "Snapshot", rank: int, world: int) -> None:
+        # The file of one rank may be damaged. Raised outside of the load, its error would leave the peers in the agreement.
+        if one.world == world:
+            load_obtained(self.handle, lambda: one.read(rank))
+        else:
+            load_obtained(self.handle, lambda: merge([one.read(r) for r in range(one.world)]), world_change="mean")
+
+
+class StateFolder:
+    """The snapshots of one model's state, in a folder that all ranks share.
+
+    Args:
+        folder: of this model only.
+        kept: the state.
+        every: optimizer steps between two snapshots.
+    """
+
+    def __init__(self, folder: Path, kept: Kept, every: int) -> None:
+        self.folder, self.kept, self.every = folder, kept, every
+        self._ids = {id(p) for p in kept.params}
+        self.group = kept.group
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.step = 0
         self.run = _NONE[1]
@@ -107,12 +177,12 @@ class StateFolder:
         Raises:
             StateError: on all ranks, if there are snapshots but none has these parameters.
         """
-        own = checksum(*self.params)
+        own = self.kept.fingerprint()
         exchange = StoreExchange(self.group, group_timeout(self.group))
         self.run = _agree_on_run(exchange)
         self._see_one_folder(exchange)
         found = [one for one in self.listed() if one.whole]
-        fitting = {one.key: one for one in found if self._fits(one, own)}
+        fitting = {one.key: one for one in found if self.kept.fits(one, self.rank, self.world, own)}
         chosen = _newest_common(exchange, list(fitting))
         if chosen is not None:
             self._load(fitting[chosen])
@@ -131,26 +201,12 @@ class StateFolder:
                 found.append(_read_folder(Snapshot(folder, int(match[1]), match[2])))
         return sorted(found, key=lambda one: one.key)
 
-    def _fits(self, one: Snapshot, own: str) -> bool:
-        """Return True if a snapshot has this rank's parameters; with another world size, if all its ranks had them."""
-        if one.world == self.world:
-            return one.checksums[self.rank] == own
-        return set(one.checksums.values()) == {own}
-
     def _load(self, one: Snapshot) -> None:
-        def read(rank: int) -> dict[str, Any]:
-            state: dict[str, Any] = torch.load(one.files[rank], weights_only=True, map_location="cpu")
-            return state
-
-        # The file of one rank may be damaged. Raised outside of the load, its error would leave the peers in the agreement.
-        if one.world == self.world:
-            load_obtained(self.handle, lambda: read(self.rank))
-        else:
-            load_obtained(self.handle, lambda: merge([read(r) for r in range(one.world)]), world_change="mean")
+        self.kept.load(one, self.rank, self.world)
         self.step, self._written, self._current = one.step, one.step, one.folder
         self._latest = [one.key]
-        self._ended_steps = self._steps()
-        log.info("resumed the state of %s after step %d from %s", self.handle.expr, one.step, one.folder)
+        self._ended_steps = self.kept.progress()
+        log.info("resumed the state of %s after step %d from %s", self.kept.expr, one.step, one.folder)
 
     def _none_fits(self, found: list[Snapshot]) -> str:
         steps = ", ".join(sorted({str(one.step) for one in found}, key=int)[-8:])
@@ -214,7 +270,7 @@ class StateFolder:
         if not any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
             return
         self.step += 1
-        self._ended_steps = self._steps()
+        self._ended_steps = self.kept.progress()
         if self.step % self.every == 0:
             self.write()
 
@@ -239,7 +295,7 @@ class StateFolder:
         for stop in self._stops:
             stop()
         self._stops.clear()
-        if self._written != self.step and self._ended_steps == self._steps():
+        if self._written != self.step and self._ended_steps == self.kept.progress():
             self.write()
 
     def write(self) -> None:
@@ -262,11 +318,11 @@ class StateFolder:
         begun = time.perf_counter()
         folder = self._place()
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"rank-{self.rank}-of-{self.world}-{checksum(*self.params)}.pt"
+        path = folder / f"rank-{self.rank}-of-{self.world}-{self.kept.fingerprint()}.pt"
         aside = path.with_suffix(".tmp")
         try:
             with open(aside, "wb") as file, _own_save():
-                torch.save(self.handle.state_dict(), file)
+                torch.save(self.kept.state_dict(), file)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(aside, path)
@@ -280,10 +336,6 @@ class StateFolder:
 
     def _place(self) -> Path:
         return self.folder / f"step-{self.step:012d}-{self.run}"
-
-    def _steps(self) -> float:
-        """Return the number of backwards that the engine has finished."""
-        return self.handle.stats().get("steps", 0.0)
 
     def _prune(self) -> None:
         """Remove this rank's old files. Rank 0 also removes files of ranks beyond the world size."""

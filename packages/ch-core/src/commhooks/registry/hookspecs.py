@@ -41,5 +41,15 @@ def commhooks_wraps() -> Iterable[str]:  # type: ignore[empty-body]
 
 
 @hookspec
+def commhooks_local_gradients() -> Iterable[tuple[str, str]]:  # type: ignore[empty-body]
+    """Return pairs of a wrapped model's class, by its fully qualified name, and a `"module:attribute"`.
+
+    The attribute is a function `local_gradients(model)` for outer optimizers. From then on the model leaves each rank its own
+    gradients, and starts no collective in a step. It returns the process group of the ranks that averaged before. It raises a
+    SlotTakenError if the script has its own communication hook, and a HookNotSupportedError if the model cannot do it.
+    """
+
+
+@hookspec
 def commhooks_env() -> Mapping[str, str]:  # type: ignore[empty-body]
     """Return lines for `commhooks env`, by label."""

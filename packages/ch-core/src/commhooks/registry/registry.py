@@ -371,6 +371,10 @@ class Registry:
                     raise AmbiguousHookError(f"two adapters claim {cls}: {found[cls]} and {target}; remove one plugin")
         return found
 
+    def local_gradients(self) -> dict[str, str]:
+        """Return the `"module:attribute"` that stops the averaging of gradients, by the model class's full name."""
+        return {cls: target for _, pairs in self.ask("commhooks_local_gradients") for cls, target in pairs}
+
     def adapter_of(self, names: list[str], subject: str) -> Any:
         """Import the adapter of the first class that has one; return None if no class has.
 

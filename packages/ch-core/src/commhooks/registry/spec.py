@@ -27,7 +27,7 @@ GROUPS = {
     "local": "averages less often, or never",
     "fsdp": "FSDP1 hook functions: for register_comm_hook, attach does not take them",
     "wrapper": "wrappers: put another hook inside",
-    "outer": "outer optimizers: each rank trains alone between averages ",
+    "outer": "outer optimizers: each rank trains alone between averages",
     "other": "other hooks",
 }
 """Uses by which `commhooks list` groups hooks, in its order."""

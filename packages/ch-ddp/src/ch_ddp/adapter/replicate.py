@@ -25,14 +25,14 @@ def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) ->
         AttachError: DDP cannot be created, or the model already has a hook.
         HookNotSupportedError: this torch version stores the state of a replicated model differently.
     """
-    ddp, names = _made(model)
+    ddp, names = ddp_of(model)
     return DDPBinding(ddp, handle, options, names, model)
 
 
 adapter.idles_alone = True  # type: ignore[attr-defined]  # commhooks.attach reads this attribute
 
 
-def _made(model: torch.nn.Module) -> tuple[DistributedDataParallel, dict[int, str]]:
+def ddp_of(model: torch.nn.Module) -> tuple[DistributedDataParallel, dict[int, str]]:
     """Return the model's DDP, and ``id(parameter)`` -> name in the module."""
     state = replicate.state(model)
     missing = [name for name in _READ if not hasattr(state, name)]

@@ -109,6 +109,22 @@ def acquire_slot(model: DistributedDataParallel, plain: Callable[[], SlotDriver]
     return slot
 
 
+def refuse_registered(model: DistributedDataParallel, instead: str) -> None:
+    """Refuse a model whose gradients a hook averages, if something else is to be used.
+
+    Raises:
+        SlotTakenError: naming the hook and ``instead``.
+    """
+    slot: Slot | None = _SLOTS.get(model)
+    names = [getattr(hook, "__qualname__", repr(hook)) for hook, _ in model._comm_hooks if slot is None]
+    if slot is not None and slot.holder is not None:
+        names = [slot.holder]
+    if names:
+        raise SlotTakenError(
+            f"this model has the hook {', '.join(names)}, which averages gradients. For {instead}, wrap the model without it"
+        )
+
+
 def _registered(model: DistributedDataParallel) -> list[tuple[object, object]]:
     """Return ``(state, hook)`` of every hook that DDP's Python side has recorded."""
     return [(state, hook) for hook, state in model._comm_hooks]

@@ -1,0 +1,44 @@
+"""Knows the optimizers of this process, so that an outer optimizer finds those of a model before their first step.
+
+The first step would be too late. A `GradScaler` often skips it, and calls no method of the optimizer then.
+"""
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_made: "weakref.WeakKeyDictionary[torch.optim.Optimizer, int]" = weakref.WeakKeyDictionary()  # in order of creation
+_numbers = itertools.count()
+
+
+def watch_optimizers(module: ModuleType) -> None:
+    """Remember each optimizer that is made or unpickled from now on.
+
+    Args:
+        module: `torch.optim.optimizer`.
+    """
+    cls = module.Optimizer
+    for name in ("__init__", "__setstate__"):
+        setattr(cls, name, _remembering(getattr(cls, name)))
+
+
+def _remembering(method: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(method)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        method(self, *args, **kwargs)
+        _made.setdefault(self, next(_numbers))
+
+    return wrapped
+
+
+def optimizers_of(model: "torch.nn.Module") -> "list[torch.optim.Optimizer]":
+    """Return the optimizers that step a parameter of the model, in the order of their creation."""
+    mine = {id(param) for param in model.parameters()}
+    found = [one for one in list(_made) if any(id(p) in mine for group in one.param_groups for p in group["params"])]
+    return sorted(found, key=lambda one: _made[one])

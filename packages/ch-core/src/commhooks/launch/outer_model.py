@@ -1,0 +1,197 @@
+"""Trains a model of the script with an outer optimizer (`commhooks run --outer`)."""
+
+import gc
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from commhooks.api.attach import unwrapped
+from commhooks.errors import HookConfigError, HookNotSupportedError, SlotTakenError
+from commhooks.launch.found_model import FoundModel
+from commhooks.launch.live_optimizers import optimizers_of
+from commhooks.launch.shared_checkpoint import share_checkpoints
+from commhooks.launch.state_folder import Kept
+from commhooks.log import log
+from commhooks.registry.discovery import load_target
+from commhooks.registry.registry import REGISTRY, class_names
+
+
+class Outer(Protocol):
+    """An outer optimizer: the result of a registered target of kind "outer", called as `target(optimizer, model, **options)`.
+
+    Options are those of its expression, and `process_group`, the ranks that exchange.
+
+    Attributes:
+        count: inner steps done.
+    """
+
+    count: int
+
+    def follow(self, *others: torch.optim.Optimizer, finish_after: int | None = None) -> Callable[[], None]:
+        """Make outer steps whenever the inner optimizer itself steps. Return a function that ends this.
+
+        Args:
+            others: optimizers of the same model that step before the inner one.
+            finish_after: inner steps of the whole run. After them all ranks take one model.
+        """
+
+    def finish(self) -> None:
+        """End the training on all ranks, which then hold one model."""
+
+    def shared(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return pairs of a parameter or buffer and the value that all ranks share."""
+
+    def stats(self) -> dict[str, float]:
+        """Return cumulative figures by name."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], *, world_change: str = "error") -> None:
+        """Load a state on all ranks."""
+
+
+class OuterModel(FoundModel):
+    """A model whose ranks train alone between two rounds of an outer optimizer."""
+
+    def __init__(
+        self, name: str, expression: str, model: torch.nn.Module, outer: Outer, optims: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        super().__init__(name)
+        self.expression, self.outer = expression, outer
+        self.params = {id(param) for param in model.parameters()}
+        self._model: weakref.ref[torch.nn.Module] = weakref.ref(model)
+        self._optims = list(optims)
+        _, options = REGISTRY.outer(expression)
+        self._closers = [
+            share_checkpoints(model, outer.shared),
+            outer.follow(*optims[:-1], finish_after=options.get("steps")),
+        ]
+
+    def figures(self) -> dict[str, Any]:
+        return {"outer": self.expression, "steps": self.outer.count, "stats": self.outer.stats()}
+
+    def kept(self) -> Kept:
+        raise HookNotSupportedError(f"--state does not save {self.expression}, an outer optimizer")
+
+    def end_for(self, module: torch.nn.Module) -> None:
+        if self.row is None and any(id(param) in self.params for param in module.parameters()):
+            self.outer.finish()
+            self.drop()
+
+    def drop(self) -> None:
+        if self.row is None:
+            super().drop()
+            for close in self._closers:
+                close()
+            self._closers, self._optims = [], []
+            del self.outer
+
+
+def attach_outer(model: torch.nn.Module, name: str, expression: str) -> FoundModel | None:
+    """Stop the averaging of a model's gradients, and follow its optimizers. Return None if it has no optimizer yet.
+
+    Args:
+        model: wrapped for data parallelism, before its first forward with gradients.
+        name: for people.
+        expression: of the outer optimizer.
+
+    Raises:
+        SlotTakenError: the script uses an outer optimizer or a communication hook of its own.
+        HookNotSupportedError: the wrapper or an optimizer averages in a way that an outer optimizer cannot replace.
+        HookConfigError: as the outer optimizer itself.
+    """
+    wrapped = unwrapped(model)
+    local_gradients = REGISTRY.local_gradients()
+    target = next((local_gradients[cls] for cls in class_names(wrapped) if cls in local_gradients), None)
+    if target is None:
+        legal = ", ".join(sorted({cls.rpartition(".")[2] for cls in local_gradients}))
+        raise HookNotSupportedError(
+            f"--outer cannot train {name}: ranks that exchange moves need whole gradients of their own. Legal wrappers: {legal}"
+        )
+    optims = _optimizers(wrapped, name)
+    group = load_target(target)(wrapped)  # also without an optimizer, because DDP prepares an average in each forward
+    if not optims:
+        if wrapped in _waiting:
+            log.warning(
+                "--outer: %s has no torch.optim optimizer so far, so its ranks train alone and never meet", name
+            )
+        _waiting.add(wrapped)
+        _watch_late_steps()
+        return None
+    _waiting.discard(wrapped)
+    spec, options = REGISTRY.outer(expression)
+    outer: Outer = REGISTRY.target(spec)(optims[-1], wrapped, process_group=group, **options)
+    log.info("%s trains with %s around %s", name, expression, ", ".join(type(one).__name__ for one in optims))
+    return OuterModel(name, expression, wrapped, outer, optims)
+
+
+def _optimizers(model: torch.nn.Module, name: str) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of a model in the order of their creation.
+
+    Raises:
+        SlotTakenError: the script uses an outer optimizer itself.
+        HookNotSupportedError: an optimizer averages itself, or two step one parameter.
+        HookConfigError: an optimizer also steps tensors that are not the model's.
+    """
+    optims = optimizers_of(model)
+    if len(optims) > 1:
+        gc.collect()  # an optimizer that the script has replaced may still live in a reference cycle
+        optims = optimizers_of(model)
+    mine = {id(param) for param in model.parameters()}
+    owner: dict[int, torch.optim.Optimizer] = {}
+    for optim in optims:
+        kind = type(optim).__name__
+        if hasattr(optim, "follow"):
+            raise SlotTakenError(f"the script makes a {kind} of its own")
+        if type(optim).__module__.startswith("torch.distributed"):
+            raise HookNotSupportedError(
+                f"--outer cannot train {name} with {kind}, whose step sends messages of its own. Use a plain torch.optim "
+                "optimizer"
+            )
+        for param in (p for group in optim.param_groups for p in group["params"]):
+            other = owner.setdefault(id(param), optim)
+            if other is not optim:
+                raise HookNotSupportedError(
+                    f"--outer cannot choose between {type(other).__name__} and {kind}, which both step parameters of {name}. "
+                    "Drop one of them (del), or use ch_outer in the script"
+                )
+            if id(param) not in mine:
+                raise HookConfigError(
+                    f"{kind} steps a tensor of shape {tuple(param.shape)} that is no parameter of {name}. Ranks would not "
+                    "average it. Make one optimizer for each model"
+                )
+    return optims
+
+
+_waiting: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
+"""Models that have run a forward before the script made their optimizer."""
+
+
+def _watch_late_steps() -> None:
+    global _watching
+    if not _watching:
+        _watching = True
+        register_optimizer_step_pre_hook(torch.compiler.disable(_refuse_late))
+
+
+_watching = False
+
+
+def _refuse_late(optim: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    stepped = {id(param) for group in optim.param_groups for param in group["params"]}
+    for model in list(_waiting):
+        if any(id(param) in stepped for param in model.parameters()):
+            raise HookNotSupportedError(
+                f"--outer: {type(optim).__name__} was made after the forward of the step that it ends, so this step would be "
+                f"missing from the round. Make the optimizer before the first forward of {type(model).__name__}"
+            )
+
+
+def outer_text(row: Mapping[str, Any]) -> str:
+    """Return the report of a model that trained with an outer optimizer, as lines."""
+    stats = row["stats"]
+    return f"{row['outer']}: {row['steps']} inner steps, {stats.get('rounds_done', 0):.0f} rounds"
