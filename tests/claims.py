@@ -83,7 +83,7 @@ def wrong(text: str, page: str) -> list[str]:
         except (LookupError, ValueError, OSError) as error:
             lines.append(f"{page}: {number} names {claim}: {error}")
             continue
-        if number.replace(" ", "") not in re.findall(r"[+-]?\d+(?:\.\d+)?", cell):
+        if number.replace(" ", "").lstrip("+") not in re.findall(r"-?\d+(?:\.\d+)?", cell):
             lines.append(f"{page}: {number}, but {claim} has {cell!r}")
     return lines
 
