@@ -23,6 +23,7 @@ ORDER = (  # of ch-core: a module imports from its own line and from those below
     "checkpoint",
     "fingerprint",
     "handle",
+    "trace",
     "report",
     "simulate",
     "adapters",

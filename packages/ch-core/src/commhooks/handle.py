@@ -5,6 +5,7 @@ One class serves every kind of model. The differences between DDP, FSDP and a ma
 """
 
 from collections.abc import Callable, Mapping
+from os import PathLike
 from typing import Any
 
 import torch
@@ -12,13 +13,14 @@ import torch.distributed as dist
 
 from commhooks.adapters.base import Binding
 from commhooks.engine.stats import residual_figures
-from commhooks.errors import AttachError
+from commhooks.errors import AttachError, HookNotSupportedError
 from commhooks.reduction import Plain, Reduction
 from commhooks.registry.expression import Node, option_lines, unparse
 from commhooks.report.plan import PlanRow, plan_rows
 from commhooks.report.report import Report, report
 from commhooks.requests import payload_bytes
 from commhooks.state import HookState, refuse_judge
+from commhooks.trace.session import Trace
 
 ForeignHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
@@ -59,6 +61,7 @@ class CommHook:
             self.state = HookState()
         self.alone = False
         self.agreement_timeout: float | None = None  # seconds; None if ranks are not compared
+        self.model: Callable[[], torch.nn.Module | None] = _no_model  # a weak reference, set by attach
         self._binding: Binding | None = None
         self._calls_seen = 0
         self._last: dict[str, float] | None = None  # statistics at detach
@@ -198,6 +201,47 @@ class CommHook:
             >>> dist.destroy_process_group()
         """
         return report(self.expr, self._bound(), self.plan(), self.reduction)
+
+    def trace(self, path: "str | PathLike[str]", *, limit: int = 100_000) -> Trace:
+        """Record forward, backward, encode, messages, decode and waits of all ranks until the trace is closed.
+
+        The file is in the Trace Event Format, which https://ui.perfetto.dev opens. Every rank must make this call, and close
+        the trace, between the same two steps. Times are host times. On a GPU they are the times of launches, and the ends
+        of messages are unknown.
+
+        Args:
+            path: file to write, e.g. `trace.json`.
+            limit: number of events that each engine keeps. The oldest are dropped. A bucket makes about six in a step.
+
+        Raises:
+            AttachError: not attached.
+            HookNotSupportedError: a foreign hook, whose messages are unknown; a manager, whose members come and go; or the
+                handle is traced already.
+            HookTimeoutError: another rank did not make this call.
+
+        Example:
+            >>> import commhooks, os, tempfile, torch, torch.distributed as dist
+            >>> from torch.nn.parallel import DistributedDataParallel
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> model = DistributedDataParallel(torch.nn.Linear(64, 64))
+            >>> handle = commhooks.attach(model, "powersgd(rank=4)", single_process=True)
+            >>> path = os.path.join(tempfile.mkdtemp(), "trace.json")
+            >>> with handle.trace(path) as trace:
+            ...     for _ in range(3):
+            ...         model(torch.randn(8, 64)).sum().backward()
+            >>> os.path.exists(path), trace.final.steps
+            (True, 2)
+            >>> dist.destroy_process_group()
+        """
+        binding = self._bound()
+        if not binding.engines:
+            raise HookNotSupportedError(
+                f"{self.expr} is a foreign hook, which cannot be traced: its messages are unknown. Trace a hook by name"
+            )
+        groups = [group for group in (binding.group, *binding.other_axes) if group is not None]
+        timeout = self.agreement_timeout or 60.0
+        model = self.model()
+        return Trace(path, binding.engines, hook=self.expr, groups=groups, timeout=timeout, limit=limit, model=model)
 
     def cautions(self, world_size: int | None = None) -> list[str]:
         """Return sentences on costs of this hook with this model. `attach` logs those for its own group.
@@ -355,3 +399,7 @@ class CommHook:
                 f"{self.expr} is not attached to a model: handle = commhooks.attach(model, {self.expr!r})"
             )
         return self._binding
+
+
+def _no_model() -> None:
+    return None

@@ -6,7 +6,7 @@ the cast.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -121,6 +121,10 @@ class FSDP1Binding(Binding):
         self._hooks = [u.hook_state if isinstance(u.hook_state, UnitHook) else UnitHook(u) for u in self.units]
         for hook in self._hooks:
             hook.call, hook.expr = call, handle.expr
+
+    @property
+    def engines(self) -> Mapping[str, Engine]:
+        return {} if self.driver is None else self.driver.steps.group.engines
 
     @property
     def calls(self) -> int:

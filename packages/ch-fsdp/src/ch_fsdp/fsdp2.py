@@ -4,7 +4,7 @@ Axis ``"shard"`` replaces the reduce-scatter inside the shard mesh. Axis ``"repl
 replicas. By default casts run on both axes, other reductions on the replicate axis.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 
 import torch
@@ -99,6 +99,10 @@ class FSDP2Binding(Binding):
         chosen = {name for group in self.groups for name in group.global_shapes(kept)}
         every = {name: p for group in self.groups for name, p in group.params_by_name().items()}
         return [every[name] for name in sorted(chosen, key=model_order(self.groups).__getitem__)]
+
+    @property
+    def engines(self) -> Mapping[str, Engine]:
+        return self.steps.group.engines
 
     @property
     def sums(self) -> bool:

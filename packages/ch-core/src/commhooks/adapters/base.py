@@ -65,6 +65,11 @@ class Binding(ABC):
     other_axes: Sequence[dist.ProcessGroup] = ()
 
     @property
+    def engines(self) -> Mapping[str, Engine]:
+        """The engines by axis of a mesh; one without a name for a single axis; none for a foreign function."""
+        return {} if self.engine is None else {"": self.engine}
+
+    @property
     def sums(self) -> bool:
         return False
 

@@ -1,6 +1,7 @@
 """`commhooks.attach`: puts a hook on a wrapped model of any kind."""
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -126,6 +127,7 @@ def attach(
     try:
         binding = adapter(model, handle, options)
         handle.bind(binding)
+        handle.model = weakref.ref(model)
     except BaseException:
         handle.alone = False
         raise

@@ -115,7 +115,10 @@ class BucketRun:
         begun = time.perf_counter()
         with _profiled(self.outcome.name, "wait", self.stage):
             pending.wait(timeout)
-        counters.wait_seconds += time.perf_counter() - begun
+        ended = time.perf_counter()
+        counters.wait_seconds += ended - begun
+        if counters.trace is not None:
+            counters.trace.waited(self.number, self.bucket, self.stage - 1, begun, ended)
         reduced, pending.reduced = pending.reduced, []  # buckets may share the stage, and one check is enough
         self.outcome.check(reduced)
 
@@ -129,13 +132,19 @@ class BucketRun:
                 requests = as_tuple(next(self.generator))
             except StopIteration:
                 if expected is None:
-                    counters.decode_seconds += time.perf_counter() - begun
+                    ended = time.perf_counter()
+                    counters.decode_seconds += ended - begun
+                    if counters.trace is not None:
+                        counters.trace.computed(self.number, self.bucket, self.stage, begun, ended, decode=True)
                     return None
                 raise HookResultError(
                     f"{name} ended after {self.stage} stages, but its plan has {len(self.plan.plan)}. A reduction must yield "
                     "the same requests for the same layout and step"
                 ) from None
-        counters.encode_seconds += time.perf_counter() - begun
+        ended = time.perf_counter()
+        counters.encode_seconds += ended - begun
+        if counters.trace is not None:
+            counters.trace.computed(self.number, self.bucket, self.stage, begun, ended, decode=False)
         found = tuple(r.plan() for r in requests)
         if found != expected:
             raise HookResultError(
@@ -174,8 +183,10 @@ class RequestBatch:
         begun = time.perf_counter()
         requests, runs = tuple(self.requests), self.runs
         self.requests, self.runs = [], []
-        traffic = sender.counters.traffic
+        traffic, trace = sender.counters.traffic, sender.counters.trace
         traffic.rounds += bool(requests)
+        if trace is not None:
+            trace.sending([(run.number, run.bucket, run.stage - 1) for run in runs])
         first = runs[0]
         # The average of a bucket with one stage equals DDP's to the bit, so ranks add in DDP's order.
         any_order = not any(run.plan.one_stage for run in runs)
@@ -188,7 +199,10 @@ class RequestBatch:
         if stage.error is not None:
             first.outcome.fail_bucket(stage.error, BETWEEN, first.bucket.index)
         traffic.sent(stage.wire_bytes, stage.between_bytes)
-        sender.counters.encode_seconds += time.perf_counter() - begun
+        ended = time.perf_counter()
+        sender.counters.encode_seconds += ended - begun
+        if trace is not None:
+            trace.started(begun, ended)
 
 
 def _profiled(reduction: str, what: str, stage: int) -> AbstractContextManager[Any]:

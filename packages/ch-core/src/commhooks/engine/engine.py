@@ -238,7 +238,9 @@ class Engine:
         Raises:
             TransportError: the transport is lost.
         """
-        begun = time.perf_counter()
+        begun, trace = time.perf_counter(), self.counters.trace
+        if trace is not None:
+            trace.finishing(begun)
         if not self.in_step:  # no bucket arrived, but there is an error to send
             self.outcome = StepOutcome(self.reduction.name, self.transport, late=self.outcome.take_error())
         if outside is not None:
@@ -253,7 +255,10 @@ class Engine:
                 self._local(partial(self.sampler.finish, self.reduction, self.state), DECODE)
             if not status_first:
                 self._send_status()
+            drained = time.perf_counter()
             self.outcome.decide(self.sender.timeout)
+            if trace is not None:
+                trace.agreed(drained, time.perf_counter())
             # Not needed if the status went first: a rank that failed has sent NaN. With a callback it is too late: the callback
             # has used the averages.
             if not status_first and self._on_reduced is None:

@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -49,11 +49,40 @@ class Traffic:
         self.trip_bytes += trip_bytes
 
 
+class StepTrace(Protocol):
+    """Receives the times of an engine's work while a trace records. All times are seconds of ``time.perf_counter()``."""
+
+    def begin(self, step: int) -> None:
+        """Begin a step."""
+
+    def computed(self, number: int, bucket: Bucket, stage: int, begun: float, ended: float, *, decode: bool) -> None:
+        """Note that the reduction of run ``number`` computed up to its next requests, or after its last ones."""
+
+    def waited(self, number: int, bucket: Bucket, stage: int, begun: float, ended: float) -> None:
+        """Note that run ``number`` waited for the messages of a stage."""
+
+    def sending(self, runs: Sequence[tuple[int, Bucket, int]]) -> None:
+        """Note that the next messages belong to these runs, each a number, a bucket and a stage; none after an empty list."""
+
+    def started(self, begun: float, ended: float) -> None:
+        """Note that the requests of the runs of :meth:`sending` were merged, cast and started."""
+
+    def finishing(self, at: float) -> None:
+        """Note that all buckets have arrived. The engine drains and exchanges the status."""
+
+    def agreed(self, begun: float, ended: float) -> None:
+        """Note that the host waited for the status of all ranks."""
+
+    def end(self) -> None:
+        """End the step."""
+
+
 @dataclass(slots=True)
 class Counters:
     """Cumulative figures of one engine, for ``handle.stats()``.
 
     Attributes:
+        trace: records times while a trace is on. Every part of an engine has the counters, so each tests one attribute.
         gradient_bytes: bytes of the running step's buckets.
         encode_seconds: host time of reductions up to their last request, plus merging, casting and starting requests.
         decode_seconds: host time of reductions after their last request.
@@ -67,10 +96,13 @@ class Counters:
     decode_seconds: float = 0.0
     traffic: Traffic = field(default_factory=Traffic)
     gradient_bytes: float = 0.0
+    trace: StepTrace | None = None
     _before: tuple[float, int] = (0.0, 0)  # trip_bytes and rounds when the step began
 
     def begin(self) -> None:
         """Begin a step."""
+        if self.trace is not None:
+            self.trace.begin(self.steps)
         self.gradient_bytes, self._before = 0.0, (self.traffic.trip_bytes, self.traffic.rounds)
 
     @property
@@ -80,6 +112,8 @@ class Counters:
 
     def finish(self, trips: int) -> None:
         """Finish a step. It was compressed if it sent something, but less than ``trips`` times the gradient."""
+        if self.trace is not None:
+            self.trace.end()
         self.steps += 1
         self.compressed_steps += 0 < self.traffic.trip_bytes - self._before[0] < trips * self.gradient_bytes
 

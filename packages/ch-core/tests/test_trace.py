@@ -1,0 +1,193 @@
+"""Traces: aligned clocks, the file's format, and figures that agree with the counters."""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import commhooks
+from commhooks import Bucket, Plain, Reducer, trace
+from commhooks.simulate import simulate
+from commhooks.testing import spawn
+from commhooks.trace.clocks import DRIFT, align
+from commhooks.trace.recording import Message
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.floats(0.01, 1), st.floats(0, 0.1), st.floats(0, 0.1), st.floats(0, 0.02), st.floats(0, 0.02)),
+        min_size=1,
+        max_size=30,
+    ),
+    st.floats(-1e5, 1e5),
+    st.floats(-DRIFT / 2, DRIFT / 2),
+)
+def test_the_true_offset_is_within_the_bound(rows: list[Any], offset: float, speed: float) -> None:
+    reference, other, now = {}, {}, 0.0
+    clock = lambda true: true + offset + speed * true  # noqa: E731 - the other rank's clock
+    for number, (gap, late0, late1, slow0, slow1) in enumerate(rows):
+        now += gap
+        met = now + max(late0, late1)
+        reference[number] = (now + late0, met + slow0)
+        other[number] = (clock(now + late1), clock(met + slow1))
+    found = align({0: reference, 1: other})[1]
+    assert found.bound is not None
+    for begun, ended in other.values():
+        moment = (begun + ended) / 2
+        true = (moment - offset) / (1 + speed)
+        assert abs(found(moment) - true) <= found.bound + 1e-9 * abs(offset) + 1e-9
+
+
+def test_ranks_without_a_common_message_are_aligned_through_others() -> None:
+    found = align({0: {"row": (0.0, 1.0)}, 1: {"row": (10.0, 11.0), "column": (12.0, 12.5)}, 3: {"column": (2.0, 2.5)}})
+    assert found[3].bound == pytest.approx(found[1].bound + 0.5)
+    assert found[3](2.0) == pytest.approx(2.0, abs=found[3].bound)
+    assert align({0: {}, 1: {}})[1].bound is None
+
+
+def check_format(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Check the rules of the Trace Event Format that Perfetto's importer enforces. Return the slices.
+
+    Perfetto's trace processor downloads its program at run time, so the tests check the published format instead.
+    """
+    assert isinstance(data["traceEvents"], list)
+    assert data["displayTimeUnit"] in ("ms", "ns")
+    threads: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+    named: set[tuple[int, int]] = set()
+    for event in data["traceEvents"]:
+        assert event["ph"] in ("X", "M")
+        assert isinstance(event["name"], str) and event["name"]
+        assert type(event["pid"]) is int and type(event["tid"]) is int
+        assert isinstance(event["args"], dict)
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
+            key = "sort_index" if event["name"].endswith("sort_index") else "name"
+            assert list(event["args"]) == [key]
+            named.add((event["pid"], event["tid"]))
+        else:
+            assert isinstance(event["cat"], str)
+            assert event["ts"] >= 0 and event["dur"] >= 0
+            threads[event["pid"], event["tid"]].append(event)
+    assert set(threads) <= named
+    for slices in threads.values():  # slices of one thread are nested or disjoint; else the importer drops them
+        ends: list[int] = []
+        for event in sorted(slices, key=lambda e: (round(e["ts"] * 1e3), -round(e["dur"] * 1e3))):
+            begun = round(event["ts"] * 1e3)
+            ended = begun + round(event["dur"] * 1e3)
+            while ends and ends[-1] <= begun:
+                ends.pop()
+            assert not ends or ended <= ends[-1], event
+            ends.append(ended)
+    return [event for some in threads.values() for event in some]
+
+
+def gloo_body(rank: int, world: int, folder: str) -> dict[str, float]:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)])
+    model = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.04)
+    handle = commhooks.attach(model, "powersgd(rank=2)")
+    for _ in range(2):
+        model(torch.randn(8, 64)).square().mean().backward()
+    before = handle.stats()
+    with handle.trace(Path(folder) / "trace.json") as running:
+        for _ in range(5):
+            model(torch.randn(8, 64)).square().mean().backward()
+        after = handle.stats()
+        with pytest.raises(commhooks.HookNotSupportedError, match="traced already"):
+            handle.trace(Path(folder) / "other.json")
+    model(torch.randn(8, 64)).square().mean().backward()
+    assert running.close() is None  # closed already
+    engine = handle.binding.engine
+    assert engine is not None and engine.counters.trace is None
+    assert engine.sender.transport is engine.transport
+    assert handle.stats()["steps"] == after["steps"] + 1
+    with pytest.raises(ValueError, match="at least 1"):
+        handle.trace(Path(folder) / "other.json", limit=0)
+    return {key: after[key] - before[key] for key in after}
+
+
+@pytest.mark.gloo
+def test_two_gloo_ranks_write_one_file(tmp_path: Path) -> None:
+    stats = spawn(gloo_body, 2, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]  # no parts are left
+    data = json.loads((tmp_path / "trace.json").read_text())
+    slices = check_format(data)
+    other = data["otherData"]
+    assert other["ranks"] == [0, 1] and other["missing_ranks"] == 0
+    clock = other["clocks"]["1"]
+    assert abs(clock["offset_s"]) <= clock["error_bound_s"]  # both ranks have the clock of this machine
+    for rank in (0, 1):
+        mine = [event for event in slices if event["pid"] == rank]
+        kinds = {event["cat"] for event in mine}
+        assert {"model", "encode", "send", "wait", "decode", "message", "wire", "status", "step"} <= kinds
+        assert {"forward", "backward"} <= {event["name"] for event in mine}
+        carried = [e for e in mine if e["cat"] == "message" and "bucket" in e["args"]]
+        sent = [e for e in mine if e["cat"] == "message" and e["args"]["step"] >= 0]
+        assert sum(e["args"]["wire_bytes"] for e in sent) == stats[rank]["wire_bytes"]
+        waits = sum(e["dur"] for e in mine if e["cat"] == "wait") / 1e6
+        assert waits == pytest.approx(stats[rank]["wait_seconds"], rel=0.01, abs=1e-4)
+        assert all(e["args"]["hook"] == "powersgd" for e in carried)
+    summary = other["summary"]
+    assert summary["steps"] == 4  # without the first one
+    assert 0 <= summary["hidden"] <= 1
+    assert {row["bucket"] for row in summary["buckets"]} == {e["args"]["bucket"] for e in carried}
+
+
+def test_a_limit_drops_the_oldest_events(tmp_path: Path) -> None:
+    def body(rank: Any) -> None:
+        reducer = Reducer(Plain(), {"w": torch.zeros(8)}, transport=rank.transport)
+        if rank.rank == 0:
+            with reducer.handle.trace(tmp_path / "trace.json", limit=10) as running:
+                for _ in range(20):
+                    reducer.average()
+            assert running.final.dropped > 0
+            assert running.final.steps >= 1
+        else:
+            for _ in range(20):
+                reducer.average()
+
+    simulate(2, body)
+    data = json.loads((tmp_path / "trace.json").read_text())
+    check_format(data)
+    assert data["otherData"]["missing_ranks"] == 1
+    [part] = (tmp_path / "trace.json.parts").glob("rank-0-*.json")  # stays for a later merge
+    again = trace.merge([part], tmp_path / "again.json")
+    assert json.loads(again.read_text())["otherData"]["dropped_events"]["0"] > 0
+
+
+def test_a_trace_changes_no_message_and_no_number() -> None:
+    def body(rank: Any, traced: bool, folder: Path) -> list[float]:
+        torch.manual_seed(rank.rank)
+        engine = rank.engine(Plain())
+        recorder = trace.Trace(folder / "t.json", {"": engine}, hook="allreduce") if traced else None
+        found = []
+        for _ in range(3):
+            buckets = [Bucket.from_tensors({str(i): torch.randn(64)}, index=i, is_last=i == 2) for i in range(3)]
+            for bucket in buckets:
+                engine.submit(bucket)
+            assert engine.finish() is None
+            found += [bucket.buffer.sum().item() for bucket in buckets]
+        if recorder is not None:
+            messages = [e for e in recorder._traces[""].events if isinstance(e, Message)]
+            assert len(messages) == 3 * 4  # three buckets and the status
+            recorder.close(together=False)
+        return found
+
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        traced = simulate(2, lambda rank: body(rank, rank.rank == 0, Path(folder)))
+    assert traced == simulate(2, lambda rank: body(rank, False, Path()))
+
+
+def test_merge_refuses_parts_of_different_traces(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.json"
+    bad.write_text("{}")
+    with pytest.raises(ValueError, match="no part of a trace"):
+        trace.merge([bad], tmp_path / "x.json")
