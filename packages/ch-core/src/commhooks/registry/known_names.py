@@ -77,6 +77,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "streaming": ("ch-outer",),
     "streaming_diloco": ("ch-outer",),
     "topk": ("ch-sparse",),
+    "two_level": ("ch-core",),
     "warmup": ("ch-core",),
 }
 
