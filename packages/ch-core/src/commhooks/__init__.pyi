@@ -67,5 +67,6 @@ from commhooks.requests import Requests as Requests
 from commhooks.requests import Wire as Wire
 from commhooks.shards import ShardLayout as ShardLayout
 from commhooks.shards import Shards as Shards
+from commhooks.shards import Weights as Weights
 from commhooks.state import HookState as HookState
 from commhooks.typing import GradBucket as GradBucket

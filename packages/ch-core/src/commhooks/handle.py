@@ -174,7 +174,7 @@ class CommHook:
         if reduction is None or binding.engine is None:
             name = getattr(self.built, "__name__", self.expr)
             return [PlanRow(p.name, p.shape, name) for p in binding.layout.params]
-        return plan_rows(reduction, binding.layout, binding.engine.state.step)
+        return plan_rows(binding.treatment or reduction, binding.layout, binding.engine.state.step)
 
     def report(self) -> Report:
         """Return a table of the hook's treatment and figures by group of parameters.

@@ -23,7 +23,7 @@ from commhooks.encoding import OWN_ORDER, Encoding, Packed
 from commhooks.errors import HookConfigError, HookNotSupportedError, HookResultError
 from commhooks.requests import AllGather, AllReduce, Request, Requests, Scope, StagePlan, as_tuple, refusal, trip_bytes
 from commhooks.scratch import Scratch
-from commhooks.shards import Shards, plain_scatter
+from commhooks.shards import Shards, Weights, plain_gather, plain_scatter
 from commhooks.state import HookState
 from commhooks.topology import Nodes, Topology
 from commhooks.volume import BF16_BYTES, LATER, passes_bf16
@@ -507,6 +507,44 @@ class Reduction(ABC):
         """
         raise HookNotSupportedError(f"{self.name} cannot gather parts, because it has no run_gather()")
 
+    # -- on parameters that the ranks gather
+
+    @property
+    def gathers_weights(self) -> bool:
+        """True if it has a :meth:`gather_weights` and keeps no state. A gather of weights refuses other reductions by name."""
+        return type(self).gather_weights is not Reduction.gather_weights and not self.fields
+
+    def gather_weights(self, weights: Weights, ctx: StepContext) -> Stages:
+        """Yield requests; leave in ``weights.storage`` the weights that every rank computes with.
+
+        Optional. All ranks must decode the same bits, also of their own shard. Two gathers of the same shards must give the
+        same weights, because a step gathers in forward and again in backward.
+        """
+        raise HookNotSupportedError(
+            f"{self.name} cannot gather weights, because it has no gather_weights(). Use a hook that gathers, such as "
+            "bf16_compress, quant8 or quant4"
+        )
+
+    def start_gather_weights(self, weights: Weights, ctx: StepContext, exact: Collection[str] = ()) -> Stages:
+        """Return the generator to drive: :meth:`gather_weights` for the parameters that fit, an exact gather for the others.
+
+        Args:
+            weights: the shards.
+            ctx: the step.
+            exact: names of further parameters to gather exactly.
+        """
+        routed = self.routes(weights.layout.part, ctx.step) if self.lossy else {}
+        return self.gather_with_plain(weights, ctx, {*exact, *routed})
+
+    def gather_with_plain(self, weights: Weights, ctx: StepContext, plainly: Collection[str]) -> Stages:
+        """Run :meth:`gather_weights`, and in the same round gather the parameters of ``plainly`` exactly."""
+        names = {p.name for p in weights.params}
+        exact = names.intersection(plainly)
+        if not exact:
+            return self.gather_weights(weights, ctx)
+        plain = plain_gather(weights.select(exact), ctx.scratch)
+        return plain if exact == names else parallel(self.gather_weights(weights.select(names - exact), ctx), plain)
+
     def label(self, param: ParamLayout, step: int) -> str:
         """Return the name of the method that treats a parameter, for ``handle.plan()``."""
         return self.name
@@ -604,6 +642,9 @@ class Plain(Reduction):
 
     def run_gather(self, shards: Shards, ctx: StepContext) -> Stages:
         yield AllGather(shards.output, shards.storage, castable=shards.output.is_floating_point())
+
+    def gather_weights(self, weights: Weights, ctx: StepContext) -> Stages:
+        return plain_gather(weights, ctx.scratch)
 
 
 def plain(bucket: Bucket, sent: Bucket | None = None) -> Stages:

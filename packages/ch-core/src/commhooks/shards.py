@@ -1,4 +1,4 @@
-"""Gradients that the ranks share out: each rank keeps the average of one part (a reduce-scatter).
+"""Gradients that the ranks share out (a reduce-scatter), and parameters that they gather.
 
 FSDP cuts every parameter into W chunks along a dimension and pads them to the size of the first chunk. Part r holds chunk r of
 every parameter, and belongs to rank r. All parts have the same layout; only their padding differs.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from commhooks.bucket import BucketLayout, ParamLayout, contiguous_stride
-from commhooks.requests import ReduceScatter, Requests
+from commhooks.requests import AllGather, ReduceScatter, Requests
 
 
 class ShardLayout:
@@ -140,6 +140,91 @@ class Shards:
 
     def _split(self, part: torch.Tensor) -> list[torch.Tensor]:
         return [part[p.offset : p.offset + p.numel] for p in self.params]
+
+
+@dataclass(slots=True)
+class Weights:
+    """The shards of some parameters: this rank's own, and places for those of all ranks.
+
+    Attributes:
+        layout: how the parameters are cut.
+        storage: ``(W * n,)``. At first part ``rank`` holds this rank's exact shards and the other parts hold nothing. When the
+            reduction has ended, every part holds the weights that all ranks compute with, equal on every rank.
+        rank: this rank in the group.
+        index: position in the step, equal on all ranks.
+
+    Example:
+        >>> cut = ShardLayout.of(BucketLayout.of_shapes({"w": (4,)}), 2)
+        >>> weights = Weights(cut, torch.tensor([0.0, 0.0, 3.0, 4.0]), rank=1)
+        >>> [v.tolist() for v in weights.own()]
+        [[3.0, 4.0]]
+    """
+
+    layout: ShardLayout
+    storage: torch.Tensor
+    rank: int
+    index: int = 0
+
+    @property
+    def params(self) -> tuple[ParamLayout, ...]:
+        """Parameters of one part: padded shapes, and offsets in the part."""
+        return self.layout.part.params
+
+    @property
+    def device(self) -> torch.device:
+        return self.storage.device
+
+    @property
+    def world_size(self) -> int:
+        return self.storage.numel() // max(self.layout.part.numel, 1)
+
+    @property
+    def part(self) -> torch.Tensor:
+        """This rank's part, ``(n,)``, a live view."""
+        n = self.layout.part.numel
+        return self.storage.narrow(0, self.rank * n, n)
+
+    def vectors(self) -> list[list[torch.Tensor]]:
+        """Return each part's parameters as live 1-D views with padding. Sizes are the same in every part."""
+        return [self._split(part) for part in self.storage.view(self.world_size, -1)]
+
+    def own(self) -> list[torch.Tensor]:
+        """Return this rank's parameters: live 1-D views of :attr:`part`."""
+        return self._split(self.part)
+
+    def select(self, names: Iterable[str]) -> "Weights":
+        """Return some of the parameters, over the same memory."""
+        return Weights(self.layout.select(frozenset(names)), self.storage, self.rank, self.index)
+
+    def _split(self, part: torch.Tensor) -> list[torch.Tensor]:
+        return [part[p.offset : p.offset + p.numel] for p in self.params]
+
+
+def plain_gather(weights: Weights, scratch: Callable[..., torch.Tensor]) -> Generator[Requests, None, None]:
+    """Gather the shards exactly, with one all-gather. Parameters with gaps between them are copied first.
+
+    Args:
+        weights: the shards.
+        scratch: ``ctx.scratch``.
+    """
+    segments, n, world = weights.layout.part.segments(), weights.layout.part.numel, weights.world_size
+    if segments == ((0, n),):
+        yield AllGather(weights.part, weights.storage, castable=weights.storage.is_floating_point())
+        return
+    size = sum(numel for _, numel in segments)
+    if not size:
+        return
+    dtype, device = weights.storage.dtype, weights.device
+    mine, packed = scratch("plain part", (size,), dtype, device), scratch("plain", (world, size), dtype, device)
+    parts, at = weights.storage.view(world, n), 0
+    for offset, numel in segments:
+        mine[at : at + numel].copy_(weights.part[offset : offset + numel])
+        at += numel
+    yield AllGather(mine, packed.view(-1), castable=dtype.is_floating_point)
+    at = 0
+    for offset, numel in segments:
+        parts[:, offset : offset + numel].copy_(packed[:, at : at + numel])
+        at += numel
 
 
 def plain_scatter(shards: Shards, scratch: Callable[..., torch.Tensor]) -> Generator[Requests, None, None]:

@@ -51,7 +51,7 @@ def choose_axes(reduction: Reduction, axis: str | None, has_replicas: bool) -> t
         (('replicate',), ('shard',))
     """
     if axis not in (None, "shard", "replicate"):
-        raise HookConfigError(f"axis={axis!r}: expected 'shard', 'replicate' or None")
+        raise HookConfigError(f"axis={axis!r}: expected 'shard', 'replicate', 'gather' or None")
     scatters = fits_flat(reduction) or reduction.scatters
     if axis == "replicate" or (axis is None and not (scatters if not has_replicas else fits_flat(reduction))):
         if has_replicas:
@@ -232,7 +232,7 @@ def check_groups(groups: list[ParamGroup], axes: tuple[str, ...], reduction: Red
             if has_partial_sums(group):
                 raise replicate_axis.gradients_kept(group.name, "attaching")
             _check_dtypes(group)
-            _check_tensor_parallel(group, reduction)
+            check_tensor_parallel(group, reduction)
 
 
 def _check_dtypes(group: ParamGroup) -> None:
@@ -245,7 +245,8 @@ def _check_dtypes(group: ParamGroup) -> None:
         )
 
 
-def _check_tensor_parallel(group: ParamGroup, reduction: Reduction) -> None:
+def check_tensor_parallel(group: ParamGroup, reduction: Reduction) -> None:
+    """Raise HookNotSupportedError if parameters that tensor-parallel ranks share would drift apart."""
     if not group.mixes_tensor_parallel:
         return
     if (reduction.lossy and reduction.granularity == "bucket") or _rounds_at_random(reduction.node()):

@@ -1,7 +1,8 @@
 """The adapter for FSDP2 (``fully_shard``): a handle's hook on every parameter group below the model.
 
-Axis ``"shard"`` replaces the reduce-scatter inside the shard mesh. Axis ``"replicate"`` reduces the shards between
-replicas. By default casts run on both axes, other reductions on the replicate axis.
+Axis ``"gather"`` codes weights (:mod:`ch_fsdp.gather_axis`). Axis ``"shard"`` replaces the reduce-scatter inside the shard
+mesh. Axis ``"replicate"`` reduces the shards between replicas. By default casts run on both axes of gradients, other
+reductions on the replicate axis.
 """
 
 from collections.abc import Collection, Mapping
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from ch_fsdp.axes import check_groups, choose_axes, find_replicas, one_shard_group, reduction_of
 from ch_fsdp.flat_sum import fits_flat, flat_layout
+from ch_fsdp.gather_axis import GatherBinding
 from ch_fsdp.replicate_axis import GroupOrder, ReplicateHook, broadcast, gradients_kept
 from ch_fsdp.shard_axis import ShardAxis, ShardScatter
 from ch_fsdp.steps import Steps
@@ -282,9 +284,9 @@ class FSDP2Binding(Binding):
         return group.reduces and any(p.grad is not None for p in group.params)
 
 
-def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) -> FSDP2Binding:
+def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) -> Binding:
     """The ``commhooks_adapter`` of FSDP2."""
-    return FSDP2Binding(model, handle, options)
+    return GatherBinding(model, handle, options) if options.axis == "gather" else FSDP2Binding(model, handle, options)
 
 
 adapter.takes_manager = True  # type: ignore[attr-defined]  # commhooks.attach reads both

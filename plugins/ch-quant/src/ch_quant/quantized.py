@@ -9,7 +9,7 @@ from ch_quant.codec import Codec
 from ch_quant.exchange import TwoStageExchange, all_reduce, check_kernel, reduce_scatter
 from ch_quant.feedback import RELEASED, Feedback, PackedFeedback
 from ch_quant.options import FED, PRESETS, QuantOptions
-from commhooks import Bucket, BucketLayout, Packed, ParamLayout, Reduction, Shards, Stages, StepContext
+from commhooks import Bucket, BucketLayout, Packed, ParamLayout, Reduction, Shards, Stages, StepContext, Weights
 
 FIELD = "residual"
 DRAWN = "drawn"
@@ -134,6 +134,20 @@ class Quantized(QuantOptions, Reduction):
         )
         yield exchange.send_own(shards.own())
         exchange.deliver(shards.vectors())
+
+    def gather_weights(self, weights: Weights, ctx: StepContext) -> Stages:
+        """Send this rank's shards in blocks. Every rank decodes the same bytes (ZeRO++'s qwZ, arXiv:2306.10209)."""
+        exchange = TwoStageExchange(
+            self.codec,
+            [p.numel for p in weights.params],
+            ctx,
+            weights.device,
+            parts=1,
+            rotated=self.rotation is not None,
+            kernel=self.kernel,
+        )
+        yield exchange.send_own(weights.own())
+        exchange.deliver(weights.vectors())
 
     def _draw(self, params: Iterable[ParamLayout], ctx: StepContext, device: torch.device) -> None:
         if DRAWN in self.fields:

@@ -21,7 +21,7 @@ on every rank.
 On a GPU, run the engine inside a :class:`SideStream`, unless the wrapper calls on a stream that it made for this. An
 :class:`EngineGroup` joins engines that end their steps together, one for each axis of a mesh. A :class:`StatelessEngine`
 reduces a single bucket without steps. For sharded models, in which each rank needs its part of the average only, put
-:class:`Scattered` around the reduction.
+:class:`Scattered` around the reduction. For gathers of weights it runs a :class:`Gathered` in a :class:`GatherEngine`.
 
 **End of a backward.** :func:`backward_id` identifies the running backward (:data:`NO_BACKWARD` if none runs).
 :func:`at_end_of_backward` and :func:`after_backward` call a function before and after the wrapper's own callback.

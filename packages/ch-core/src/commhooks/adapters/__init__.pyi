@@ -20,11 +20,13 @@ from commhooks.agreement import Fingerprint as Fingerprint
 from commhooks.agreement import StoreExchange as StoreExchange
 from commhooks.agreement import agree as agree
 from commhooks.agreement import agree_along as agree_along
+from commhooks.compositions.all_gather import Gathered as Gathered
 from commhooks.compositions.reduce_scatter import Scattered as Scattered
 from commhooks.device import SideStream as SideStream
 from commhooks.engine.bucket_run import BucketRun as BucketRun
 from commhooks.engine.engine import Engine as Engine
 from commhooks.engine.engine import StatelessEngine as StatelessEngine
+from commhooks.engine.gather import GatherEngine as GatherEngine
 from commhooks.engine.group import EngineGroup as EngineGroup
 from commhooks.engine.outcome import StepJudge as StepJudge
 from commhooks.engine.outcome import StepOutcome as StepOutcome

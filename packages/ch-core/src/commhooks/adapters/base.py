@@ -10,6 +10,7 @@ import torch.distributed as dist
 from commhooks.bucket import Bucket, BucketLayout
 from commhooks.engine.engine import Engine
 from commhooks.errors import HookNotSupportedError
+from commhooks.reduction import Reduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class Binding(ABC):
 
     Attributes:
         engine: runs the reduction; ``None`` for a foreign function.
+        treatment: the reduction that ``plan()`` lists, if the adapter narrows the attached one; ``None`` otherwise.
         layout: all gradients that the hook reduces as one virtual bucket, in model order, equal on every rank of
             :attr:`group`. Its names are the keys of the hook's state, and ``plan()`` lists them.
         params: parameters whose gradients are reduced, in model order. While they live, the state refuses to serve another
@@ -59,6 +61,7 @@ class Binding(ABC):
     """
 
     engine: Engine | None = None
+    treatment: Reduction | None = None
     layout: BucketLayout
     params: Sequence[torch.Tensor] = ()
     group: dist.ProcessGroup | None = None

@@ -51,7 +51,7 @@ def attach(
         hook: an expression, its dict form, a `(state, bucket)` function, a reduction, or an unattached handle.
         state: initial state, a :class:`~commhooks.HookState`; for a foreign function its own state.
         process_group: group to communicate over; by default the model's own.
-        axis: for FSDP2, `"shard"` or `"replicate"`.
+        axis: for FSDP2, `"shard"` or `"replicate"` (gradients), or `"gather"` (weights).
         optimizer: rolls back the hook's state after each step that this optimizer skips.
         scaler: the `GradScaler`. Rolls back after each step that it skips, and stores residuals unscaled.
         verify_ranks: True to compare expression, versions and parameter shapes over all ranks before the first

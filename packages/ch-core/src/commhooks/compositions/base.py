@@ -1,6 +1,6 @@
 """Base of reductions that are made of other reductions."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout
@@ -9,7 +9,7 @@ from commhooks.errors import HookConfigError
 from commhooks.reduction import Reduction, Stages, StepContext
 from commhooks.registry.build import as_hook
 from commhooks.registry.expression import unparse
-from commhooks.shards import Shards
+from commhooks.shards import Shards, Weights
 
 T = TypeVar("T")
 Make = Callable[[list[Reduction]], Reduction]
@@ -189,6 +189,13 @@ class Composite(Reduction):
 
     def start_scatter(self, shards: Shards, ctx: StepContext) -> Stages:
         return self.run_scatter(shards, ctx)
+
+    @property
+    def gathers_weights(self) -> bool:
+        return super().gathers_weights and all(part.gathers_weights for part in self.parts)
+
+    def start_gather_weights(self, weights: Weights, ctx: StepContext, exact: Collection[str] = ()) -> Stages:
+        return self.gather_with_plain(weights, ctx, exact)  # the parts route parameters that do not fit them
 
     def node(self) -> dict[str, Any]:
         inner = [part.node() for part in self.parts]

@@ -15,7 +15,7 @@ from commhooks.compositions.base import Composite, composed
 from commhooks.errors import HookConfigError
 from commhooks.reduction import Reduction, Stages, StepContext, parallel
 from commhooks.requests import payload_bytes
-from commhooks.shards import Shards
+from commhooks.shards import Shards, Weights
 
 log = logging.getLogger("commhooks")
 
@@ -115,6 +115,12 @@ class Policy(Composite):
         groups = self.groups(shards.layout.part).items()
         return parallel(
             *(self.parts[n].start_scatter(shards.select(names), ctx.child(f"rule {n}")) for n, names in groups)
+        )
+
+    def gather_weights(self, weights: Weights, ctx: StepContext) -> Stages:
+        groups = self.groups(weights.layout.part).items()
+        return parallel(
+            *(self.parts[n].start_gather_weights(weights.select(names), ctx.child(f"rule {n}")) for n, names in groups)
         )
 
 

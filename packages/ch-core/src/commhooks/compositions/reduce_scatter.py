@@ -35,11 +35,7 @@ class Scattered(Reduction):
     trips = 1
 
     def __init__(self, inner: Reduction) -> None:
-        if not inner.scatters:
-            raise HookNotSupportedError(
-                f"{inner!r} cannot leave each rank a part of the average, because it has no run_scatter(). Use a hook that "
-                "scatters, such as allreduce, bf16_compress or quant4"
-            )
+        self.refuse(inner)
         self.inner, self.name, self.factor = inner, inner.name, 1.0
         self.granularity, self.lossy = inner.granularity, inner.lossy
         self.collectives = (inner.collectives - {"all_reduce", "all_gather"}) | {"reduce_scatter"}
@@ -47,6 +43,15 @@ class Scattered(Reduction):
         self._layouts: dict[BucketLayout, ShardLayout] = {}
         self._buckets: dict[tuple[int, int, str, torch.dtype], BucketLayout] = {}
         self._output: torch.Tensor | None = None
+
+    @staticmethod
+    def refuse(inner: Reduction) -> None:
+        """Refuse a reduction without :meth:`.Reduction.run_scatter`."""
+        if not inner.scatters:
+            raise HookNotSupportedError(
+                f"{inner!r} cannot leave each rank a part of the average, because it has no run_scatter(). Use a hook that "
+                "scatters, such as allreduce, bf16_compress or quant4"
+            )
 
     def bucket(self, layout: ShardLayout, storage: torch.Tensor, output: torch.Tensor, *, index: int = 0) -> Bucket:
         """Return the bucket to run next. Make and run one bucket at a time.

@@ -19,7 +19,7 @@ from commhooks.errors import HookConfigError
 from commhooks.reduction import Reduction, Stages, StepContext
 from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Request, Requests, Wire, as_tuple
 from commhooks.rounding import encode
-from commhooks.shards import Shards
+from commhooks.shards import Shards, Weights
 
 _DEFAULTS = {"accumulate": "wire", "rounding": "nearest"}
 NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -89,6 +89,13 @@ class WireCast(Composite):
     def run_gather(self, shards: Shards, ctx: StepContext) -> Stages:
         for requests in self.inner.run_gather(shards, ctx):
             yield tuple(self._cast(r) for r in as_tuple(requests))
+
+    @property
+    def gathers_weights(self) -> bool:
+        return super().gathers_weights and self.wire.rounding == "nearest"  # forward and backward need the same weights
+
+    def gather_weights(self, weights: Weights, ctx: StepContext) -> Stages:
+        return self._rounded(self.inner.start_gather_weights(weights, ctx), ctx)
 
     def _rounded(self, inner: Stages, ctx: StepContext) -> Stages:
         try:

@@ -41,6 +41,7 @@ class ParamGroup:
 
     def __init__(self, name: str, group: Any, names: dict[tuple[int, str], str]) -> None:
         need(group, "fsdp_params", "modules", "comm_ctx", "mesh_info", "_reduce_scatter_comm", "_all_reduce_hook")
+        need(group, "_all_gather_comm", "post_forward_mesh_info", "mp_policy")
         need(group, "reduce_grads", "gradient_divide_factor", "force_sum_reduction_for_comms")
         self.name = name
         self.device: torch.device = group.device
@@ -48,6 +49,8 @@ class ParamGroup:
         self._names = names
         self._shard_layouts: dict[tuple[torch.dtype, tuple[int, ...]], BucketLayout] = {}
         self._scatter_layouts: dict[tuple[torch.dtype, tuple[int, ...]], ShardLayout] = {}
+        self._gather_layouts: dict[torch.dtype, ShardLayout] = {}
+        self._regather_layouts: dict[tuple[torch.dtype, int], ShardLayout] = {}
         self._paused: list[tuple[dict[int, Any], dict[int, Any]]] = []  # each parameter's hooks, and a copy of them
 
     # -- torch's two hook slots
@@ -60,6 +63,15 @@ class ParamGroup:
     @comm.setter
     def comm(self, comm: object) -> None:
         self._group._reduce_scatter_comm = comm
+
+    @property
+    def gather_comm(self) -> Any:
+        """The object that all-gathers, as ``set_custom_all_gather`` sets it."""
+        return self._group._all_gather_comm
+
+    @gather_comm.setter
+    def gather_comm(self, comm: object) -> None:
+        self._group._all_gather_comm = comm
 
     @property
     def hook(self) -> Any:
@@ -90,6 +102,18 @@ class ParamGroup:
             return None
         own = getattr(self._group.mesh_info, "reduce_scatter_process_group", None)
         return own or self._group.mesh_info.shard_process_group  # type: ignore[no-any-return]
+
+    @property
+    def gather_group(self) -> dist.ProcessGroup | None:
+        """The process group of the all-gather from the sharded parameters; ``None`` if they are not sharded."""
+        return getattr(self._group.mesh_info, "shard_process_group", None)
+
+    @property
+    def regather_group(self) -> dist.ProcessGroup | None:
+        """The smaller group that gathers in backward with ``reshard_after_forward=N``; ``None`` otherwise."""
+        after = self._group.post_forward_mesh_info
+        found: dist.ProcessGroup | None = getattr(after, "shard_process_group", None)
+        return found if found is not self.gather_group else None
 
     @property
     def native_replicas(self) -> dist.ProcessGroup | None:
@@ -251,6 +275,54 @@ class ParamGroup:
             dims = {self._fqn(p): p.fsdp_placement.dim for p in packed}
             self._scatter_layouts[key] = ShardLayout(part, self.global_shapes(), dims)
         return self._scatter_layouts[key]
+
+    def gather_layout(self, dtype: torch.dtype) -> ShardLayout:
+        """Return the layout of an all-gather's output: each rank's padded shard of every parameter, frozen ones too."""
+        if dtype not in self._gather_layouts:
+            params = self._group.fsdp_params
+            padded = {self._fqn(p): tuple(p.padded_sharded_param_size) for p in params}
+            dims = {self._fqn(p): p.fsdp_placement.dim for p in params}
+            self._gather_layouts[dtype] = ShardLayout(
+                BucketLayout.of_shapes(padded, dtype, self.device), self.all_shapes(), dims
+            )
+        return self._gather_layouts[dtype]
+
+    def regather_layout(self, dtype: torch.dtype, world_size: int) -> ShardLayout:
+        """Return the layout of the all-gather of :attr:`regather_group`, whose inputs are parts of gathered parameters."""
+        key = (dtype, world_size)
+        if key not in self._regather_layouts:
+            assert self.gather_group is not None  # noqa: S101 - otherwise torch gathers nothing
+            times = self.gather_group.size() // world_size
+            padded = {p.name: (p.numel * times,) for p in self.gather_layout(dtype).part.params}
+            whole = {name: (size[0] * world_size,) for name, size in padded.items()}
+            self._regather_layouts[key] = ShardLayout(BucketLayout.of_shapes(padded, dtype, self.device), whole)
+        return self._regather_layouts[key]
+
+    def all_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return name -> unsharded shape of every parameter, trainable or frozen."""
+        return {self._fqn(p): tuple(p.sharded_param.shape) for p in self._group.fsdp_params}
+
+    def gather_dtypes(self) -> dict[str, torch.dtype]:
+        """Return name -> dtype in which each parameter is gathered: that of the mixed-precision policy, or its own."""
+        common: torch.dtype | None = self._group.mp_policy.param_dtype
+        return {self._fqn(p): common or p.sharded_param.dtype for p in self._group.fsdp_params}
+
+    def gathered_by_tensor(self) -> list[str]:
+        """Return names of parameters whose tensor class codes its own gather (``fsdp_pre_all_gather``)."""
+        return [
+            self._fqn(p) for p in self._group.fsdp_params if hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather")
+        ]
+
+    def embeddings(self) -> list[str]:
+        """Return names of parameters that an embedding looks up, tied ones too."""
+        found = []
+        for p in self._group.fsdp_params:
+            info = p._module_info
+            if any(
+                isinstance(m, torch.nn.Embedding | torch.nn.EmbeddingBag) for m in (info.module, *info.shared_modules)
+            ):
+                found.append(self._fqn(p))
+        return found
 
     def unsharded_numel(self) -> int:
         """Return the number of elements of a reduce-scatter's input: the trainable parameters, padded."""

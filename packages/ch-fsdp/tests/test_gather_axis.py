@@ -1,0 +1,342 @@
+"""Coded weight gathers of FSDP2, against one process that computes with the decoded weights."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import commhooks
+from commhooks import AttachError, HookConfigError, HookNotSupportedError, RankMismatchError, RemoteHookError
+from commhooks.testing import spawn
+
+from .fsdp_kit import batch, distance, gpt, grads, line, shard2, single, square, train, whole
+
+pytest.importorskip("ch_quant")
+pytestmark = [pytest.mark.timeout(180), pytest.mark.gloo]
+
+HOOK = "quant8(block=16)"
+BF16 = torch.bfloat16
+
+
+def decoded(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights that this rank computes with, by name; the model is sharded again."""
+    sharded = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    for module in sharded:
+        module.unshard()
+    found = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+    for module in sharded:
+        module.reshard()
+    return found
+
+
+def same_everywhere(tensors: dict[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, tensor)
+        assert all(torch.equal(row, rows[0]) for row in rows), name
+
+
+def reference(plain: nn.Module, weights: dict[str, torch.Tensor], world: int, step: int) -> dict[str, torch.Tensor]:
+    """The mean gradient of all ranks' batches in one process with these weights."""
+    plain.zero_grad()
+    with torch.no_grad():
+        for name, p in plain.named_parameters():
+            p.copy_(weights[name])
+    (sum(plain(*batch(step, rank)) for rank in range(world)) / world).backward()
+    return {name: p.grad.clone() for name, p in plain.named_parameters() if p.grad is not None}
+
+
+def run_case(rank: int, world: int, model: nn.Module, plain: nn.Module, limit: float = 1e-5, **attach: Any) -> Any:
+    """Two steps: decoded weights near the exact ones and equal on all ranks, gradients those of the reference."""
+    exact = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+    handle = commhooks.attach(model, attach.pop("hook", HOOK), axis="gather", **attach)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in (1, 2):
+        weights = decoded(model)
+        same_everywhere(weights)
+        now = {name: whole(p.detach()) for name, p in model.named_parameters()}
+        assert 0 < distance({k: v.float() for k, v in weights.items()}, {k: v.float() for k, v in now.items()}) < 1e-2
+        for name, p in now.items():  # norms, biases and embeddings travel exactly
+            if p.ndim < 2 or "symbol" in name:
+                assert torch.equal(weights[name], p.to(weights[name].dtype)), name
+        if step == 1:
+            assert all(torch.equal(p, exact[name]) for name, p in now.items()), "the sharded parameters stay exact"
+        with torch.no_grad():
+            model(*batch(9, rank))  # an evaluation between steps
+        with torch.inference_mode():
+            model(*batch(9, rank))
+        if any(g.torch_group._sharded_state.name != "SHARDED" for g in handle.binding.groups):
+            for g in handle.binding.groups:
+                g.reshard()
+        optimizer.zero_grad()
+        model(*batch(step, rank)).backward()
+        wanted = reference(plain, weights, world, step)
+        assert distance(grads(model), wanted) < limit
+        optimizer.step()
+    handle.assert_active()
+    return handle
+
+
+def body_cases(rank: int, world: int) -> None:
+    mesh = line(world)
+    for after in (True, False):
+        run_case(rank, world, shard2(gpt(), mesh, reshard_after_forward=after), gpt())
+    for hook in (
+        "bf16_compress",
+        "bf16_compress(accumulate='fp32')",
+        "policy({'*.qkv.*': quant8(block=16), '*.weight': allreduce, '*': allreduce})",
+    ):
+        run_case(rank, world, shard2(gpt(), mesh), gpt(), hook=hook)
+    placed = lambda p: Shard(1) if p.ndim == 2 and p.shape[1] % world == 0 else None  # noqa: E731
+    run_case(rank, world, shard2(gpt(), mesh, shard_placement_fn=placed), gpt())
+    run_case(rank, world, shard2(gpt(), mesh, offload_policy=CPUOffloadPolicy(pin_memory=False)), gpt())
+    mixed = shard2(gpt(), mesh, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32))
+    run_case(rank, world, mixed, gpt(), limit=5e-2)
+
+    frozen, plain = gpt(), gpt()  # LoRA: most parameters are frozen
+    for one in (frozen, plain):
+        for name, p in one.named_parameters():
+            p.requires_grad_("down" in name)
+    run_case(rank, world, shard2(frozen, mesh), plain)
+
+    made = gpt()
+    for number, block in enumerate(made.blocks):
+        made.blocks[number] = checkpoint_wrapper(block)
+    model = shard2(made, mesh)
+    handle = commhooks.attach(model, HOOK, axis="gather")
+    weights = {k.replace("_checkpoint_wrapped_module.", ""): v for k, v in decoded(model).items()}
+    model(*batch(1, rank)).backward()
+    found = {k.replace("_checkpoint_wrapped_module.", ""): v for k, v in grads(model).items()}
+    assert distance(found, reference(gpt(), weights, world, 1)) < 1e-5
+    handle.detach()
+
+    model = shard2(gpt(), mesh)
+    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
+    model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0]])
+    run_case(rank, world, model, gpt())
+
+    compiled = gpt()
+    for number, block in enumerate(compiled.blocks):
+        compiled.blocks[number].compile(backend="aot_eager")
+        fully_shard(block, mesh=mesh)
+    run_case(rank, world, fully_shard(compiled, mesh=mesh), gpt())
+
+
+class Tied(nn.Module):
+    """An embedding tied to the head, and one block used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.symbol, self.head = nn.Embedding(33, 32), nn.Linear(32, 33, bias=False)
+        self.block = nn.Linear(32, 32)
+        self.head.weight = self.symbol.weight
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.block(torch.tanh(self.block(self.symbol(x)))))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), y.flatten())
+
+
+def body_tied(rank: int, world: int) -> None:
+    model = Tied()
+    fully_shard(model.block, mesh=line(world))
+    run_case(rank, world, fully_shard(model, mesh=line(world)), Tied())
+
+
+def body_accumulated(rank: int, world: int) -> None:
+    for reshard in (True, False):
+        model = shard2(gpt(), line(world))
+        commhooks.attach(model, HOOK, axis="gather")
+        weights = decoded(model)
+        for number in range(3):
+            model.set_requires_gradient_sync(number == 2)
+            model.set_reshard_after_backward(reshard or number == 2)
+            model(*batch(number, rank)).backward()
+        wanted: dict[str, torch.Tensor] = {}
+        for number in range(3):
+            for name, grad in reference(gpt(), weights, world, number).items():
+                wanted[name] = wanted.get(name, 0) + grad
+        assert distance(grads(model), wanted) < 1e-5
+
+
+def body_four(rank: int, world: int) -> None:
+    run_case(rank, world, shard2(gpt(), line(world), reshard_after_forward=2), gpt())
+    handle = run_case(rank, world, shard2(gpt(), square()), gpt())
+    assert handle.stats()["gather_payload_bytes"] > 0
+    both = shard2(gpt(), square())  # with the gradients' axes
+    gather = commhooks.attach(both, HOOK, axis="gather")
+    inside = commhooks.attach(both, HOOK, axis="shard")
+    between = commhooks.attach(both, HOOK, axis="replicate")
+    losses = train(both, 6, rank)
+    assert losses[-1] == pytest.approx(single(6, world)[1][-1], rel=2e-2)
+    for handle, axis in ((gather, "gather"), (inside, "shard"), (between, "replicate")):
+        assert handle.stats()["steps"] == 6
+        assert handle.stats()[f"{axis}_payload_bytes"] > 0
+        handle.detach()
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.symbol, self.up, self.down, self.norm = (
+            nn.Embedding(33, 32),
+            nn.Linear(32, 64),
+            nn.Linear(64, 33),
+            nn.LayerNorm(32),
+        )
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = self.down(torch.relu(self.up(self.norm(self.symbol(x)))))
+        return nn.functional.cross_entropy(out.flatten(0, 1), y.flatten())
+
+
+def body_tensor_parallel(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(Pair(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model = fully_shard(model, mesh=mesh["dp"])
+    commhooks.attach(model, HOOK, axis="gather")
+    exact = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+    weights = decoded(model)
+    same_everywhere(weights)
+    assert 0 < distance(weights, exact) < 1e-2
+    replica = mesh.get_local_rank("dp")
+    model(*batch(1, replica)).backward()
+    assert distance(grads(model), reference(Pair(), weights, 2, 1)) < 1e-5
+
+
+def body_state_dict(rank: int, world: int) -> None:
+    """State dict, clipping and the next gathers see the exact parameters; ``detach`` gives torch's gather back."""
+    model, plain = shard2(gpt(), line(world)), shard2(gpt(), line(world))
+    handle = commhooks.attach(model, HOOK, axis="gather")
+    model(*batch(0, rank))
+    for (name, mine), theirs in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.equal(whole(mine), whole(theirs)), name
+    handle.detach()
+    for g, other in zip(handle_groups(model), handle_groups(plain), strict=True):
+        assert type(g._all_gather_comm) is type(other._all_gather_comm)
+    a, b = train(model, 3, rank), train(plain, 3, rank)
+    assert a == b
+
+
+def handle_groups(model: nn.Module) -> list[Any]:
+    return [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
+
+
+class Failing(commhooks.Reduction):
+    """Raises on one rank in the second gather."""
+
+    name, lossy, collectives = "failing", True, frozenset({"all_gather"})
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.calls = rank, 0
+
+    def run(self, bucket: commhooks.Bucket, ctx: commhooks.StepContext) -> commhooks.Stages:
+        yield from ()
+
+    def gather_weights(self, weights: commhooks.Weights, ctx: commhooks.StepContext) -> commhooks.Stages:
+        if not weights.storage.is_meta:
+            self.calls += 1
+            if self.calls == 2 and self.rank == 1:
+                raise ValueError("broken here")
+        yield from commhooks.Plain().gather_weights(weights, ctx)
+
+
+def body_errors(rank: int, world: int) -> None:
+    model = shard2(gpt(), line(world))
+    handle = commhooks.attach(model, Failing(rank), axis="gather")
+    with pytest.raises(ValueError if rank == 1 else RemoteHookError, match="broken here"):
+        model(*batch(0, rank)).backward()
+    model.zero_grad()
+    model(*batch(1, rank)).backward()  # the model stays usable
+    for module in (model, *model.blocks):
+        module.set_custom_all_gather(type(handle_groups(shard2(gpt(), line(world)))[0]._all_gather_comm)())
+    loss = model(*batch(1, rank))
+    with pytest.raises(AttachError, match="no longer in place"):
+        loss.backward()
+    handle.detach()
+
+
+def body_refused(rank: int, world: int) -> None:
+    model = shard2(gpt(), line(world))
+    for hook in ("powersgd(rank=2)", "quant4(error_feedback=True)", "bf16_compress(rounding='stochastic')", "topk"):
+        with pytest.raises(HookNotSupportedError, match="cannot gather weights"):
+            commhooks.attach(model, hook, axis="gather")
+    with pytest.raises(HookConfigError, match="optimizer="):
+        commhooks.attach(model, HOOK, axis="gather", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(RankMismatchError):
+        commhooks.attach(model, HOOK if rank else "quant4", axis="gather")
+    handle = commhooks.attach(model, HOOK, axis="gather")
+    with pytest.raises(AttachError, match="on its gather axis"):
+        commhooks.attach(model, HOOK, axis="gather")
+    handle.detach()
+    mixed = copy.deepcopy(gpt())
+    mixed.blocks[0].norm.to(BF16)
+    with pytest.raises(HookNotSupportedError, match="one floating dtype"):
+        commhooks.attach(shard2(mixed.requires_grad_(True), line(world)), HOOK, axis="gather")
+
+
+def body_bytes(rank: int, world: int) -> None:
+    """The counted bytes are those of the blocks: codes, scales and exact parameters, gathered twice."""
+    model = fully_shard(nn.Linear(64, 64), mesh=line(world))
+    handle = commhooks.attach(model, "quant8(block=32)", axis="gather")
+    model(torch.ones(2, 64)).sum().backward()  # one root, which stays gathered after its forward
+    coded, exact = 64 * 64 + 2 * 64 * 64 // 32, 64 * 4
+    assert handle.stats()["gather_payload_bytes"] == coded + exact
+    rows = {row.treatment: row.payload_bytes for row in handle.report().rows}
+    assert rows == {"quant8": coded, "plain": exact}
+
+
+@pytest.mark.full
+def test_cases_on_two() -> None:
+    spawn(body_cases, 2, timeout=150)
+
+
+@pytest.mark.full
+def test_cases_on_four() -> None:
+    spawn(body_cases, 4, timeout=170)
+
+
+def test_tied_weights_and_blocks_used_twice() -> None:
+    spawn(body_tied, 2)
+
+
+@pytest.mark.full
+def test_accumulation() -> None:
+    spawn(body_accumulated, 2)
+
+
+@pytest.mark.full
+def test_meshes_of_four() -> None:
+    spawn(body_four, 4, timeout=150)
+
+
+@pytest.mark.full
+def test_tensor_parallel_parameters() -> None:
+    spawn(body_tensor_parallel, 4, timeout=150)
+
+
+@pytest.mark.full
+def test_sharded_parameters_stay_exact() -> None:
+    spawn(body_state_dict, 2)
+
+
+def test_errors_reach_all_ranks() -> None:
+    spawn(body_errors, 2)
+
+
+@pytest.mark.full
+def test_refusals() -> None:
+    spawn(body_refused, 2)
+
+
+def test_bytes() -> None:
+    spawn(body_bytes, 2)
