@@ -65,7 +65,7 @@ PLANTS = {
         "handed back",
     ),
     "a stage that is not waited for": (
-        (RUN, "BucketRun._complete", "pending.wait(timeout)", "pass"),
+        (RUN, "BucketRun._wait", "pending.wait(timeout)", "pass"),
         {},
         "collectives",
     ),
