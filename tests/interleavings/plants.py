@@ -77,7 +77,7 @@ PLANTS = [
         "a failed reduction stops sending",
         RUN,
         "BucketRun.advance",
-        "return None if due is None else void_requests(due, self.outcome.world_size, self.bucket.device)",
+        "return None if due is None else void_requests(due, self.outcome.world_size, self.bucket.device, topology)",
         "return None",
         three(raises=(0, 1, 1, 1)),
         "collective 5",
