@@ -61,7 +61,31 @@ def test_ddp(expr: str) -> None:
         assert equal
         assert error < 1.2 * flat[0][1] + 1e-5
         assert stats["between_bytes"] < stats["wire_bytes"]
-        assert stats["compressed_steps"] == 4
+        assert stats["compressed_steps"] == (0 if expr == "allreduce" else 4)
+
+
+def other_ways(rank: int, world: int) -> list[bool]:
+    from torch.distributed._composable.replicate import replicate
+
+    replicated = replicate(net(), bucket_cap_mb=0.02)
+    commhooks.attach(replicated, "two_level(quant4, nodes=2)")
+    bare = ddp()
+    bare.register_comm_hook(None, commhooks.get("two_level(quant4, nodes=2)"))
+    static = ddp(static_graph=True)
+    commhooks.attach(static, "two_level(powersgd(rank=2), nodes=2)")
+    found = [same(backward(model, rank, step)) for model in (replicated, bare, static) for step in range(3)]
+    model = ddp()
+    handled = commhooks.attach(model, "two_level(quant4(error_feedback=True), nodes=2)")
+    with model.no_sync():
+        model(torch.ones(4, 64) * rank).square().mean().backward()
+    model(torch.ones(4, 64) * rank).square().mean().backward()
+    found.append(same(torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])))
+    assert handled.stats()["steps"] == 1
+    return found
+
+
+def test_replicate_a_bare_hook_a_static_graph_and_accumulation() -> None:
+    assert spawn(other_ways, 4) == [[True] * 10] * 4
 
 
 def torchrun_tells(rank: int, world: int) -> bool:
@@ -175,4 +199,4 @@ def test_a_rank_killed_at_a_level_ends_every_rank_in_time(level: str) -> None:
     found = spawn(dies, 4, level, expect_exit={3: -signal.SIGKILL})
     for kind, seconds in found[:3]:
         assert kind in ("TransportError", "HookTimeoutError")
-        assert seconds < 12.0
+        assert seconds < 60.0  # a hook's deadline is 8 seconds; without it gloo waits for 30 minutes
