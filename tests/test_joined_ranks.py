@@ -41,3 +41,29 @@ def test_what_arrives_is_the_others_residual_alone(expr: str) -> None:
             assert torch.equal(after[1][name], value), f"the residual of {name} on the joined rank has changed"
     sent = {n: sum(before[rank][n] - after[rank][n] for rank in range(2)) / 2 for n in arrived}
     assert distance(arrived, sent) < (2e-2 if "bf16" in expr else 1e-5)
+
+
+@pytest.mark.parametrize("situation", ["joined", "unused by one", "unused by all"])
+@pytest.mark.parametrize("expr", ["powersgd(rank=1, residual='averaged')", "batched_powersgd(rank=1)"])
+def test_every_rank_owes_its_share_of_the_error_of_an_applied_average(expr: str, situation: str) -> None:
+    ranks = SimulatedRanks(lambda: commhooks.create(expr), 2, LIKE)
+    wanted = {name: torch.zeros(value.numel(), dtype=torch.float64) for name, value in LIKE.items()}
+    applied = {name: value.clone() for name, value in wanted.items()}
+    for step in range(4):
+        given: list[dict[str, torch.Tensor | None]] = [dict(one) for one in all_ranks(LIKE, 2, step)]
+        left = [1] if situation == "joined" and step else []
+        if step % 2 and situation != "joined":
+            for one in given[1:] if situation == "unused by one" else given:
+                one["b.weight"] = None
+        result = ranks.step(given, left)
+        for name in LIKE:
+            found = [one[name] for rank, one in enumerate(given) if rank not in left]
+            there = [one.double().reshape(-1) for one in found if one is not None]
+            for one in there:
+                wanted[name] += one / 2
+            if there:  # DDP drops the average of a parameter that no rank has used
+                applied[name] += result.gradients[0][name].double().reshape(-1)
+    owed = [residuals(ranks, rank) for rank in range(2)]
+    for name, total in wanted.items():
+        gap = total - applied[name] - (owed[0][name] + owed[1][name]) / 2
+        assert float(gap.norm()) < 1e-4 * float(total.norm()), name

@@ -25,7 +25,7 @@ class Two(nn.Module):
         return loss if b is None else loss + (self.b * b).sum()
 
 
-def unused(rank: int, *, to_none: bool = True, bare: bool = False, micro: bool = False) -> float:
+def unused(rank: int, *, to_none: bool = True, bare: bool = False, micro: bool = False, twice: bool = False) -> float:
     """What is lost of the gradients of ``b``, which in some steps one rank uses, and in others none."""
     model = DistributedDataParallel(Two(), find_unused_parameters=True, bucket_cap_mb=0.001)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -47,6 +47,10 @@ def unused(rank: int, *, to_none: bool = True, bare: bool = False, micro: bool =
                 model(torch.zeros(32, 32), wanted).backward()
             wanted = None
         model(torch.randn(32, 32, generator=own), wanted).backward()
+        if twice:  # a second averaged backward, where one rank or none uses b: DDP averages or keeps the first average
+            more = torch.randn(32, 32, generator=own) if rank == 0 and step % 2 else None
+            true += more if more is not None else 0.0
+            model(torch.randn(32, 32, generator=own), more).backward()
         optimizer.step()
     state.settle()
     if bare:
@@ -93,6 +97,7 @@ def everything(rank: int, world: int) -> tuple[dict[str, float], str, str]:
         "under no_sync()": unused(rank, micro=True),
         "zeroed, under no_sync()": unused(rank, to_none=False, micro=True),
         "zeroed, in a bare hook": unused(rank, to_none=False, bare=True),
+        "two averaged backwards": unused(rank, twice=True),
     }
     return lost, frozen(rank), loaded_before(rank)
 

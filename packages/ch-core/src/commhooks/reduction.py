@@ -49,6 +49,7 @@ class StepContext:
 
     __slots__ = (
         "_absent",
+        "_owes",
         "_owner",
         "_pieces",
         "_scratch",
@@ -77,6 +78,7 @@ class StepContext:
         sent: Bucket | None = None,
         absent: frozenset[str] = frozenset(),
         topology: Topology | None = None,
+        owes: bool = True,
     ) -> None:
         self.rank, self.world_size, self.step, self.participating = rank, world_size, step, participating
         self.sent, self.topology = sent, topology
@@ -85,6 +87,9 @@ class StepContext:
         self._owner = owner
         self._shared = shared
         self._absent = absent  # parameters without a gradient on this rank
+        self._owes = (
+            owes  # False if this rank's errors count for nothing: a manager averages over the participants alone
+        )
         self._whole = participating and not absent
         self._pieces: Pieces | None = None  # this rank owns parts of parameters only
 
@@ -124,9 +129,13 @@ class StepContext:
     ) -> torch.Tensor:
         """Return a tensor to fill. It becomes the parameter's state when the step commits.
 
-        Read the old tensor first: with ``rollback=False`` this is the old tensor.
+        Read the old tensor first: with ``rollback=False`` this is the old tensor. If :meth:`read` gives no residual because
+        this rank has no gradient of the parameter, the commit adds the staged residual to the old one.
         """
         if not (self._whole or self._takes_part(name, field)):
+            error = self._state.stage_error(name, field, shape, dtype, device) if self._owes else None
+            if error is not None:
+                return error
             return self._scratch.get((self._owner, name), "staged " + field, shape, dtype, torch.device(device))
         encoding = self._pieces.encoding(name, field, shape) if self._pieces is not None else None
         return self._state.stage(name, field, shape, dtype, device, encoding)
@@ -160,6 +169,7 @@ class StepContext:
             sent=sent,
             absent=self._absent,
             topology=self.topology,
+            owes=self._owes,
         )
         made._pieces = self._pieces
         return made

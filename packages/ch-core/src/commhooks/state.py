@@ -20,6 +20,9 @@ from commhooks.param_table import ParamTable, position_name, refuse_shapes, trai
 
 log = logging.getLogger("commhooks")
 
+RESIDUAL = "residual"
+"""Field of the numbers that a rank still owes. Errors of a step add up in it."""
+
 BucketNames = tuple[tuple[str, ...], ...]
 """Names of the parameters in each of DDP's buckets, in order."""
 
@@ -121,6 +124,7 @@ class HookState:
         """Reset everything that belongs to this process, and not to the state."""
         self._staged: dict[Key, torch.Tensor] = {}
         self._carried: dict[Key, torch.Tensor] = {}  # staged by an earlier reduction of this step
+        self._errors: set[Key] = set()  # staged entries that a commit adds to the committed ones
         self._spare: dict[Key, torch.Tensor] = {}  # buffers for later steps
         self._encoded: dict[Key, Encoding] = {}  # of staged and carried entries, if the reduction tells
         self._dropped: set[Key] = set()  # entries that go when the step commits
@@ -225,9 +229,31 @@ class HookState:
         self._staged[key] = found
         return found
 
+    def stage_error(
+        self, name: str, field: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
+    ) -> torch.Tensor | None:
+        """Return a tensor for an error that :meth:`commit` adds to a residual. ``None`` if the field is no residual.
+
+        A rank that sends nothing of its residual, because it has no gradient of the parameter, may still send other numbers
+        and so make an error. It is never the committed tensor, because :meth:`commit` may have to drop it.
+        """
+        packed = self._committed.encodings.get((name, RESIDUAL), OWN_ORDER).packed
+        if field != RESIDUAL and (packed is None or field != packed.scales):
+            return None
+        key = (name, field)
+        found = self._staged.get(key) if key in self._errors else self._spare.pop(key, None)
+        device = torch.device(device)
+        if found is None or found.shape != tuple(shape) or found.dtype != dtype or found.device != device:
+            found = torch.empty(tuple(shape), dtype=dtype, device=device)
+        self._staged[key] = found
+        self._errors.add(key)
+        return found
+
     def newest(self, name: str, field: str) -> torch.Tensor:
         """Return the unpacked entry that the last step staged, or else the committed one. Only for keys in :meth:`held`."""
         key = (name, field)
+        if key in self._errors and key in self._committed:
+            return self._committed.numbers(key)
         store = next(store for store in (self._staged, self._carried, self._committed) if key in store)
         return Entries(store, {**self._committed.encodings, **self._encoded}).numbers(key)
 
@@ -253,14 +279,16 @@ class HookState:
 
     # -- the end of a step
 
-    def commit(self, *, tentative: bool = False, presumed: bool = False) -> None:
+    def commit(self, *, tentative: bool = False, presumed: bool = False, dropped: Collection[str] = ()) -> None:
         """Make the staged entries the state, and count the step.
 
         Args:
             tentative: True if the optimizer may still skip the step. :meth:`settle_tentative` decides later, for all tentative
                 steps together.
             presumed: True if checkpoints hold a tentative step as if it were used.
+            dropped: parameters whose average the wrapper did not apply. Their residuals stay as they were.
         """
+        self._finish_errors(dropped)
         if tentative and self.in_place:
             refuse_judge("a step that waits to be used")
         if tentative and self._base is None:
@@ -279,6 +307,29 @@ class HookState:
         (self._spare.update if self._base is None else self._put_aside)(replaced)
         self._staged.clear()
         self.step += 1
+
+    def _finish_errors(self, dropped: Collection[str]) -> None:
+        """Add staged errors to the residuals, and drop the residuals of parameters whose average was not applied."""
+        held, errors = self._committed, self._errors
+        if dropped and not self.in_place:
+            packings = [(name, encoding.packed) for (name, _), encoding in held.encodings.items()]
+            scales = {(name, packed.scales) for name, packed in packings if packed is not None}
+            errors = errors | {key for key in self._staged if key[1] == RESIDUAL or key in scales}
+        for key in [key for key in errors if key[0] in dropped]:
+            if key in self._staged:
+                self._spare[key] = self._staged.pop(key)
+                self._encoded.pop(key, None)  # the committed entry keeps its own
+        for key in self._errors:
+            new, old = self._staged.get(key), held.get(key)
+            if key[1] != RESIDUAL or new is None or old is None:
+                continue
+            packed = held.encodings.get(key, OWN_ORDER).packed
+            if packed is not None and new.dtype == torch.int8:
+                factors = self._staged[key[0], packed.scales]
+                packed.pack(packed.unpack(new, factors).add_(held.numbers(key).view(new.shape)), new, factors)
+            elif new.shape == old.shape:
+                new.add_(old)
+        self._errors = set()
 
     def _fold_carried(self) -> None:
         """Stage the entries that a second reduction read and did not replace."""
@@ -314,6 +365,7 @@ class HookState:
         self._carried.clear()
         self._encoded.clear()
         self._dropped.clear()
+        self._errors = set()
         if not self.in_place:
             self._spare.update(self._staged)
         elif self._committed:
@@ -421,6 +473,7 @@ class HookState:
         self._fold_carried()
         self._dropped.clear()
         self._staged = {key: tensor for key, tensor in self._staged.items() if key[1] in keep}
+        self._errors &= self._staged.keys()
         self._spare.clear()
         self.step, self.scale, self._place, self._device = step, 1.0, place, None
         self.handed_over = self._written = False
@@ -641,7 +694,7 @@ class HookState:
 
 
 _OF_PROCESS = (
-    *("_staged", "_carried", "_spare", "_base", "_accepted", "_encoded", "_dropped"),
+    *("_staged", "_carried", "_errors", "_spare", "_base", "_accepted", "_encoded", "_dropped"),
     *("_device", "_engine", "_owners", "drivers", "renames"),
 )
 

@@ -254,20 +254,8 @@ class _BucketStep:
                 self._keep(param, one.sub_(self.bucket.matrix(param)))
 
     def _keep(self, param: ParamLayout, e: torch.Tensor) -> None:
-        """Stage a residual ``(rows, cols)``. A rank without a gradient adds its share of the error to the old residual.
-
-        It sent nothing of the old residual, but where a bucket is one matrix its message has numbers for the parameter.
-        """
-        if self.ctx.sends(param.name):
-            self._staged_residual(param).copy_(e)
-            return
-        owner, shape = self.ctx.as_owner(), param.matrix_shape
-        old = owner.read(param.name, "residual", shape)
-        new = owner.stage(param.name, "residual", shape, self.workspace.dtype, self.workspace.device)
-        if old is None:
-            new.copy_(e)
-        else:
-            torch.add(old, e, out=new)
+        """Stage a residual ``(rows, cols)``. Of a parameter without a gradient it is this rank's share of the error."""
+        self._staged_residual(param).copy_(e)
 
     def _residual(self, param: ParamLayout) -> torch.Tensor | None:
         return self.ctx.read(param.name, "residual", param.matrix_shape) if self.config.error_feedback else None

@@ -13,7 +13,7 @@ messages.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import NoReturn, TypeVar
 
@@ -154,6 +154,10 @@ class Engine:
     def set_loss_scale(self, read: Callable[[], float] | None) -> None:
         """Call this function at the first bucket of each step for the loss scale of its gradients."""
         self._loss_scale = read
+
+    def set_dropped(self, read: Callable[[], Collection[str]]) -> None:
+        """Call this function when a step is committed for the parameters whose average the wrapper did not apply."""
+        self.commits.dropped = read
 
     def set_on_reduced(self, callback: Callable[[Bucket], None] | None) -> None:
         """Call this function with each bucket as soon as it holds its average."""
@@ -457,6 +461,7 @@ class Engine:
             shared=self.reduction.shared_fields,
             absent=bucket.unused,
             topology=self._topology,
+            owes=self.participating or not self.transport.elastic,
         )
         self.counters.gradient_bytes += bucket.layout.size * bucket.dtype.itemsize
         self.sender.device = bucket.device

@@ -14,7 +14,7 @@ exchanged only after a failure, in messages of a fixed size.
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
@@ -412,11 +412,13 @@ class Commits:
 
     Attributes:
         judge: tells if finished steps were used. Without a judge every finite step was.
+        dropped: returns the parameters whose average the wrapper did not apply in the last finished step.
     """
 
     def __init__(self, state: HookState) -> None:
         self.state = state
         self.judge: StepJudge | None = None
+        self.dropped: Callable[[], Collection[str]] = tuple
         self._last: StepOutcome | None = None  # of the last finished step
         self._common: StepOutcome | None = None  # the same if the ranks decided it together, until the next step
         self._can_judge = True  # False if this rank contributed no data, so its own optimizer cannot tell
@@ -461,7 +463,7 @@ class Commits:
         kept = last is not None and last.good() and used is not False
         if kept:
             # A rank that cannot judge presumes that the step is used. The next step brings the answer of its peers.
-            self.state.commit(tentative=used is None, presumed=not force)
+            self.state.commit(tentative=used is None, presumed=not force, dropped=self.dropped())
         else:
             self.state.rollback()
         if last is not None:

@@ -101,11 +101,13 @@ class SimulatedRanks:
         self.transports = [CountingTransport(self.group, rank) for rank in range(world_size)]
         self.handles = [make() for _ in range(world_size)]
         self.engines: list[Engine] = []
+        self._dropped: frozenset[str] = frozenset()  # no rank used them in the last step
         layout = BucketLayout.of_tensors(like)
         for handle, transport in zip(self.handles, self.transports, strict=True):
             assert handle.reduction is not None, f"{handle.expr} is no reduction, and cannot be simulated"
             engine = Engine(handle.reduction, transport, handle.state, timeout=timeout)  # type: ignore[arg-type]
             engine.open_levels()
+            engine.set_dropped(lambda: self._dropped)
             handle.bind(SimulatedBinding(engine, layout))
             self.engines.append(engine)
 
@@ -135,6 +137,8 @@ class SimulatedRanks:
             return {name: found[name] for name in given}, error
 
         results = together(self.group, one)
+        sending = [given for rank, given in enumerate(gradients) if rank not in joined]
+        self._dropped = frozenset(n for n in self.like if all(given.get(n) is None for given in sending))
         return Step([found for found, _ in results], [error for _, error in results])
 
     def settle(self) -> None:

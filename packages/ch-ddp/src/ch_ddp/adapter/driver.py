@@ -23,6 +23,7 @@ from commhooks.adapters import (
     Engine,
     ProcessGroupTransport,
     SideStream,
+    after_backward,
     at_end_of_backward,
     backward_id,
 )
@@ -71,11 +72,41 @@ class DDPDriver:
         self._used: UsedParameters | None = None
         self._has_local_state = "local" in engine.reduction.fields.values()
         self._model_unknown = self._has_local_state  # then the first bucket searches for the model
+        self._model: weakref.ref[DistributedDataParallel] | None = None
+        self._absent: dict[str, tuple[torch.Tensor, bool]] = {}  # of this step: parameter, and if it had a gradient
+        self._dropped: list[str] = []  # parameters whose average DDP dropped in the last finished step
+        if self._has_local_state:
+            engine.set_dropped(self._dropped.copy)
 
     def set_model(self, model: DistributedDataParallel) -> None:
         """Set the model whose gradients are averaged. Without this call the first bucket searches for the model."""
         if self._model_unknown:
-            self._model_unknown, self._used = False, watch_used_parameters([model], whole=True)
+            self._watch([model], whole=True)
+
+    def _watch(self, models: Sequence[DistributedDataParallel], *, whole: bool) -> None:
+        self._model_unknown, self._used = False, watch_used_parameters(models, whole=whole)
+        ends = [model for model in models if model.find_unused_parameters or model.static_graph]
+        self._model = weakref.ref(ends[0]) if ends else None
+
+    def _read_dropped(self) -> None:
+        """Note the parameters whose average DDP has just dropped, because no rank used them.
+
+        DDP sums the ranks' maps of used parameters in every backward. With ``gradient_as_bucket_view`` a present gradient is
+        the average itself. Reading the map takes DDP's lock, which DDP holds while it calls a hook.
+        """
+        model = self._model() if self._model is not None else None
+        absent, self._absent = self._absent, {}
+        if model is None:
+            return
+        used = model.reducer._get_local_used_map().tolist()
+        places = {id(p): place for place, (_, p) in enumerate(averaged_params(model))}
+        if len(used) != len(places):  # a parameter was frozen or thawed after the model was wrapped
+            return
+        self._dropped[:] = [
+            name
+            for name, (param, present) in absent.items()
+            if id(param) in places and not used[places[id(param)]] and not (present and model.gradient_as_bucket_view)
+        ]
 
     def close(self) -> None:
         """Remove all hooks from the model's parameters."""
@@ -172,6 +203,9 @@ class DDPDriver:
     def _close_step(self) -> None:
         """Let the next bucket begin a step."""
         self.index = None
+        self._dropped.clear()
+        if self._absent and self._model is not None and backward_id() != NO_BACKWARD:
+            after_backward(self._read_dropped)
         if self._used is not None:
             self._used.begin_step()
 
@@ -201,6 +235,7 @@ class DDPDriver:
             self.engine.abandon()  # an earlier backward raised before its last bucket
         self._futures.clear()
         self._promises.clear()
+        self._absent = {}
         self._count = 0
         if self._saved is not None:
             self._saved.begin()
@@ -220,8 +255,11 @@ class DDPDriver:
                 self._names = named_by_position(self.engine.state, params)
             layout = self._layouts[key] = bucket_layout(grad_bucket, self._names)
             if self._model_unknown:
-                self._model_unknown, self._used = False, watch_used_parameters(models_of(params), whole=False)
+                self._watch(models_of(params), whole=False)
         unused = frozenset(self._unused(layout, params)) if self._has_local_state else frozenset[str]()
+        if unused:
+            rows = zip(layout.params, params, strict=True)
+            self._absent.update({p.name: (param, param.grad is not None) for p, param in rows if p.name in unused})
         index, is_last = self._count, grad_bucket.is_last()
         self._count += 1
         found = self._buckets.get(index)
