@@ -95,6 +95,7 @@ def test_a_fault_gives_more_than_one_outcome() -> None:
         assert len(found.outcomes) > 1, fault
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.name)
 def test_a_planted_bug_is_found(plant: Plant) -> None:
     before = explore(plant.scenario, **plant.options)
@@ -110,6 +111,7 @@ def test_a_plant_that_no_longer_applies_is_refused() -> None:
         pass
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("order", ["gloo", "nccl"])
 def test_every_delivery_to_a_users_hook(order: str) -> None:
     """The network's threads complete futures, between any two calls of a rank."""

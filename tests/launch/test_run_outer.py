@@ -289,7 +289,7 @@ def bits(rank: int, world: int, names: list[str]) -> dict[str, str]:
 HALVES = [list(CASES)[::2], list(CASES)[1::2]]
 
 
-@pytest.mark.parametrize("names", HALVES, ids=["even", "odd"])
+@pytest.mark.parametrize("names", [HALVES[0], pytest.param(HALVES[1], marks=pytest.mark.full)], ids=["even", "odd"])
 def test_an_unchanged_script_has_the_bits_of_an_outer_optimizer_by_hand(names: list[str]) -> None:
     assert spawn(bits, 2, names, timeout=200) == [{}] * 2
 
@@ -383,6 +383,7 @@ def refused(rank: int, world: int) -> list[str]:
     return [text for text in found if text]
 
 
+@pytest.mark.full
 def test_it_refuses_by_name() -> None:
     assert spawn(refused, 2, timeout=120) == [[]] * 2
 
@@ -406,6 +407,7 @@ def own_means(rank: int, world: int) -> list[str]:
     return notes
 
 
+@pytest.mark.full
 def test_an_outer_optimizer_or_a_hook_of_the_script_stays() -> None:
     for notes in spawn(own_means, 2, timeout=120):
         assert "OuterOptimizer of its own" in notes[0] and "quant8" in notes[1]
@@ -467,6 +469,7 @@ def wrapped_again(rank: int, world: int) -> list[int]:
     return counts
 
 
+@pytest.mark.full
 def test_a_model_that_is_wrapped_again_ends_its_first_training_in_one_model() -> None:
     assert spawn(wrapped_again, 2, timeout=120) == [[4, 4]] * 2
 

@@ -23,6 +23,7 @@ HOOKS = list(
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("hook", HOOKS)
 def test_no_hook_has_a_race(hook: str) -> None:
     assert races(hook, NET[:2], 3) == []
@@ -114,6 +115,7 @@ PLANTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_race_is_found(name: str) -> None:
