@@ -45,6 +45,8 @@ def contract(expr: str) -> type:
     noise = max((NOISE.get(node["hook"], 0.0) for node in nodes(canonical(expr))), default=0.0)
     inside |= {"tolerance": noise} if noise else {}
     inside |= {"mixes": any(node["hook"] == "batched_powersgd" for node in nodes(canonical(expr)))}
+    one_node = any(node["hook"] == "two_level" for node in nodes(canonical(expr)))  # both ranks run on this machine
+    inside |= {"compresses": False} if one_node else {}
     inside |= {"pytestmark": pytest.mark.full} if expr in PAIRS else {}
     return type(name, (HookContract,), inside)
 

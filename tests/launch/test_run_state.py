@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.launch.state_folder import StateFolder
+from commhooks.launch.state_folder import HookKept, StateFolder
 from commhooks.testing import spawn
 
 from .kit import run
@@ -73,7 +73,7 @@ def trained(rank: int, world: int, folder: str, steps: int, begin: int) -> tuple
     if begin:
         model.module.load_state_dict(torch.load(f"{folder}/weights", weights_only=True))
     handle = commhooks.attach(model, HOOK, single_process=True)
-    snapshots = StateFolder(Path(folder), handle, 1)
+    snapshots = StateFolder(Path(folder), HookKept(handle), 1)
     snapshots.resume()
     resumed = _residual(handle)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -113,7 +113,7 @@ def resumed_or_refused(rank: int, world: int, folder: str) -> str:
     model = DistributedDataParallel(torch.nn.Linear(48, 48))
     handle = commhooks.attach(model, HOOK, timeout=20.0)
     try:
-        StateFolder(Path(folder), handle, 1).resume()
+        StateFolder(Path(folder), HookKept(handle), 1).resume()
     except Exception as error:
         return type(error).__name__
     return "resumed"

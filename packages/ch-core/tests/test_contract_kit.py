@@ -256,7 +256,8 @@ class Leaky(Coarse):
         bucket.buffer = flat * 1.01
         if ctx.rank == 0:
             for name, after in kept:
-                after.sub_(bucket.view(name), alpha=ctx.world_size * 0.01 / 1.01)
+                if ctx.sends(name):
+                    after.sub_(bucket.view(name), alpha=ctx.world_size * 0.01 / 1.01)
 
 
 def test_an_error_that_is_lost_with_an_unused_parameter_is_found() -> None:

@@ -208,6 +208,7 @@ class StepContext:
             participating=participating,
             shared=frozenset(shared),
             absent=absent,
+            owes=False,  # an owned parameter without a gradient is all zeros, and its residual waits
         )
         made._pieces = pieces
         return made

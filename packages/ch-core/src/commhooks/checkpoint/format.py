@@ -117,15 +117,20 @@ def alike(saved: object, own: object, ignored: tuple[str, ...] = ("version",)) -
     return isinstance(own, bool | int | float | str | type(None)) and saved == own
 
 
-def flattened(config: object) -> object:
-    """Return a configuration without its ``two_level`` wrappers, which change where state is held, and not its meaning."""
+def flattened(config: object, depth: int = 0) -> object:
+    """Return a configuration without its ``two_level`` wrappers, which change where state is held, and not its meaning.
+
+    A damaged file may nest deeper than Python can recurse. Below 100 levels everything becomes ``None``, which fits no hook.
+    """
+    if depth == 100:
+        return None
     if isinstance(config, list):
-        return [flattened(item) for item in config]
+        return [flattened(item, depth + 1) for item in config]
     if not isinstance(config, dict):
         return config
     if config.get("hook") == "two_level" and "inner" in config:
-        return flattened(config["inner"])
-    return {key: flattened(value) for key, value in config.items()}
+        return flattened(config["inner"], depth + 1)
+    return {key: flattened(value, depth + 1) for key, value in config.items()}
 
 
 def shown(value: object) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from commhooks.bucket import Bucket, BucketLayout, ParamLayout
+from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride
 
 TOLERATED = 1.25  # largest load of a rank over the mean load
 _ALIGNED = 16  # elements: a part starts at a cache line
@@ -31,11 +31,17 @@ class Piece:
         return self.stop - self.start
 
     def layout(self, offset: int) -> ParamLayout:
-        """Return the piece as a parameter of its own at ``offset``. It keeps the name, and is a matrix if the parameter is."""
+        """Return the piece as a parameter of its own at ``offset``. It keeps the name, and is a matrix if the parameter is.
+
+        A parameter in another order than row by row becomes a matrix in the order of its memory. Then an entry of state in the
+        piece's own order lies in this order too, as :class:`~commhooks.reduction.Pieces` expects.
+        """
         p, numel = self.param, self.numel
+        inner = p.matrix_shape[1]
+        if p.stride != contiguous_stride(p.shape) and self.start % inner == self.stop % inner == 0:
+            return ParamLayout(p.name, (numel // inner, inner), (inner, 1), offset)
         if numel == p.numel:
             return replace(p, offset=offset)
-        inner = p.matrix_shape[1]
         if len(p.shape) < 2:
             return ParamLayout(p.name, (numel,), (1,), offset)
         if self.start % inner or self.stop % inner:

@@ -79,8 +79,8 @@ def record(handle: CommHook, to: "Writer | str | PathLike[str]", *, every: int =
         >>> with telemetry.record(handle, lambda step, figures: print(step, sorted(figures)[:2]), every=2):
         ...     for _ in range(3):
         ...         model(torch.randn(1, 64)).sum().backward()
-        0 ['cosine', 'decode_seconds']
-        2 ['cosine', 'decode_seconds']
+        0 ['between_bytes', 'cosine']
+        2 ['between_bytes', 'cosine']
         >>> dist.destroy_process_group()
     """
     if every < 1:
