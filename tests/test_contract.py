@@ -23,8 +23,6 @@ def pairs() -> list[str]:
     """Every one-hook wrapper around every stateful reduction, which the quick set leaves to the full one."""
     found = []
     for wrapper in commhooks.list_hooks(kind="wrapper"):
-        if wrapper.name == "two_level":  # the contract does not know state that one rank owns; see ch-core/tests/levels
-            continue
         for inner in [*commhooks.list_hooks(kind="reduction"), *commhooks.list_hooks(kind="ddp")]:
             if "stateful" in inner.capabilities_with(canonical(inner.example).get("config", {})):
                 try:

@@ -10,7 +10,7 @@ collectives of a step before it begins, by running the generator on meta tensors
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
+from collections.abc import Collection, Generator, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from commhooks.bucket import Bucket, BucketLayout, ParamLayout
+from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride
 from commhooks.encoding import OWN_ORDER, Encoding, Packed
 from commhooks.errors import HookConfigError, HookNotSupportedError, HookResultError
 from commhooks.requests import AllGather, AllReduce, Request, Requests, Scope, StagePlan, as_tuple, refusal, trip_bytes
@@ -87,9 +87,7 @@ class StepContext:
         self._owner = owner
         self._shared = shared
         self._absent = absent  # parameters without a gradient on this rank
-        self._owes = (
-            owes  # False if this rank's errors count for nothing: a manager averages over the participants alone
-        )
+        self._owes = owes  # False if this rank's errors do not count: a manager averages over the participants alone
         self._whole = participating and not absent
         self._pieces: Pieces | None = None  # this rank owns parts of parameters only
 
@@ -132,12 +130,12 @@ class StepContext:
         Read the old tensor first: with ``rollback=False`` this is the old tensor. If :meth:`read` gives no residual because
         this rank has no gradient of the parameter, the commit adds the staged residual to the old one.
         """
+        encoding = self._pieces.encoding(name, field, shape) if self._pieces is not None else None
         if not (self._whole or self._takes_part(name, field)):
-            error = self._state.stage_error(name, field, shape, dtype, device) if self._owes else None
+            error = self._state.stage_error(name, field, shape, dtype, device, encoding) if self._owes else None
             if error is not None:
                 return error
             return self._scratch.get((self._owner, name), "staged " + field, shape, dtype, torch.device(device))
-        encoding = self._pieces.encoding(name, field, shape) if self._pieces is not None else None
         return self._state.stage(name, field, shape, dtype, device, encoding)
 
     def scratch(
@@ -208,7 +206,7 @@ class StepContext:
             participating=participating,
             shared=frozenset(shared),
             absent=absent,
-            owes=False,  # an owned parameter without a gradient is all zeros, and its residual waits
+            owes=self._owes,
         )
         made._pieces = pieces
         return made
@@ -230,13 +228,17 @@ class StepContext:
         found = self._state.before(name, field)
         return found is not None and not pieces.fits(name, field, self._state.encoding(name, field))
 
-    def take_foreign(self, name: str, field: str, pieces: "Pieces") -> torch.Tensor | None:
-        """Remove an entry that is not of this rank's piece, and return its numbers in the parameter's own order.
+    def adopt(self, name: str, field: str, pieces: "Pieces") -> bool:
+        """Hold a foreign entry as this rank's piece if all its other elements are zeros, as after a load on the same nodes.
 
-        The entry goes when the step commits. ``None`` if there is no such entry.
+        Returns:
+            True if it is this rank's piece now.
         """
-        if not self.is_foreign(name, field, pieces):
-            return None
+        found = pieces.encode(name, field, self._state.decoded(name, field))
+        return found is not None and self._state.re_encode(name, field, *found)
+
+    def take_foreign(self, name: str, field: str) -> torch.Tensor:
+        """Remove a foreign entry, and return its numbers in the parameter's own order. It goes when the step commits."""
         numbers = self._state.decoded(name, field)
         self._state.drop(name, field)
         return numbers
@@ -274,19 +276,24 @@ class Pieces:
 
     Args:
         whole: layouts of the whole parameters.
+        owned: the parts, as parameters of their own.
         parts: name -> first and last element (excluded) in the order of the parameter's memory.
-        packing: returns the formats of a parameter's packed fields.
+        inner: reduction of the parts in ``step``. It knows the formats of its fields.
+        step: this step.
         local: fields with a number for each element. Entries of these fields belong to a part.
     """
 
     def __init__(
         self,
         whole: Mapping[str, ParamLayout],
+        owned: Mapping[str, ParamLayout],
         parts: Mapping[str, tuple[int, int]],
-        packing: Callable[[ParamLayout], Mapping[str, Packed]],
+        inner: "Reduction",
+        step: int,
         local: Collection[str],
     ) -> None:
-        self._whole, self._parts, self._packing, self._local = whole, parts, packing, frozenset(local)
+        self._whole, self._owned, self._parts, self._local = whole, owned, parts, frozenset(local)
+        self._inner, self._step = inner, step
         self._made: dict[tuple[str, str], Encoding] = {}
 
     def fits(self, name: str, field: str, encoding: Encoding | None) -> bool:
@@ -306,12 +313,30 @@ class Pieces:
         """Return numbers of the owned part as the whole parameter in its own order, zeros elsewhere."""
         return replace(self._encoding(name, field), packed=None).decode(numbers)
 
+    def encode(self, name: str, field: str, numbers: torch.Tensor) -> tuple[torch.Tensor, Encoding] | None:
+        """Return the owned part of a whole parameter as an entry of its own; ``None`` if other elements are not zeros."""
+        if name not in self._parts or numbers.numel() != self._whole[name].numel:
+            return None
+        encoding, piece = self._encoding(name, field), self._owned[name]
+        mine = encoding.encode(numbers)
+        others = numbers.numel() > piece.numel and torch.count_nonzero(numbers) > torch.count_nonzero(mine)
+        if others:
+            return None
+        return mine.reshape(piece.matrix_shape if self._ordered(name, field) else piece.shape).clone(), encoding
+
+    def _ordered(self, name: str, field: str) -> bool:
+        return field in self._inner.memory_order(self._whole[name], self._step)
+
     def _encoding(self, name: str, field: str) -> Encoding:
         key = (name, field)
         if key not in self._made:
             whole = self._whole[name]
-            made = Encoding.of(whole, in_memory=True, packed=self._packing(whole).get(field))
-            self._made[key] = replace(made, part=self._parts[name])
+            packed, piece = self._inner.packing(whole, self._step).get(field), self._owned[name]
+            if piece.stride == contiguous_stride(piece.shape) or self._ordered(name, field):
+                made = Encoding.of(whole, in_memory=True, packed=packed)
+                self._made[key] = replace(made, part=self._parts[name])
+            else:  # a whole parameter whose own order is not that of its memory
+                self._made[key] = Encoding(packed=packed)
         return self._made[key]
 
 

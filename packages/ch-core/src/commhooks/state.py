@@ -168,6 +168,16 @@ class HookState:
         scales = store.get((name, encoding.packed.scales)) if encoding.packed is not None else None
         return encoding.decode(store[key], scales)
 
+    def re_encode(self, name: str, field: str, tensor: torch.Tensor, encoding: Encoding) -> bool:
+        """Hold the numbers of a committed entry in another encoding. Return False if this step has staged the entry."""
+        key = (name, field)
+        if key in self._carried:
+            return False
+        self._committed.drop(key)
+        self._committed[key] = tensor
+        self._committed.encodings[key] = encoding
+        return True
+
     def drop(self, name: str, field: str) -> None:
         """Remove an entry when this step commits. From now on the step reads ``None``."""
         key = (name, field)
@@ -230,7 +240,13 @@ class HookState:
         return found
 
     def stage_error(
-        self, name: str, field: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
+        self,
+        name: str,
+        field: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        encoding: Encoding | None = None,
     ) -> torch.Tensor | None:
         """Return a tensor for an error that :meth:`commit` adds to a residual. ``None`` if the field is no residual.
 
@@ -247,6 +263,8 @@ class HookState:
             found = torch.empty(tuple(shape), dtype=dtype, device=device)
         self._staged[key] = found
         self._errors.add(key)
+        if encoding is not None:
+            self._encoded[key] = encoding
         return found
 
     def newest(self, name: str, field: str) -> torch.Tensor:

@@ -89,7 +89,7 @@ def test_equal_bits_on_all_ranks(expr: str, nodes: int, each: int) -> None:
     law.steps(ranks(f"two_level({expr})", nodes, each), 3, 1)
 
 
-@pytest.mark.parametrize(("nodes", "each"), [(2, 2), (3, 2)])
+@pytest.mark.parametrize(("nodes", "each"), [(2, 2), (3, 2), (3, 1)])
 @pytest.mark.parametrize("expr", FED)
 def test_nothing_is_lost(expr: str, nodes: int, each: int) -> None:
     some, law = ranks(f"two_level({expr})", nodes, each), Law()
@@ -134,6 +134,19 @@ def test_another_topology_conserves_the_residual(expr: str, nodes: int, each: in
     assert law.gap(after) < 1e-4
     law.steps(after, 3, 8)
     assert law.gap(after) < 2e-4
+
+
+@pytest.mark.parametrize("expr", FED)
+@pytest.mark.parametrize(("nodes", "each"), [(2, 2), (3, 2), (3, 1)])
+def test_a_resume_on_the_same_nodes_goes_on_to_the_bit(expr: str, nodes: int, each: int) -> None:
+    whole, first, second = (ranks(f"two_level({expr})", nodes, each) for _ in range(3))
+    Law().steps(whole, 3, 1)
+    Law().steps(first, 3, 1)
+    second.load(first.save())
+    for seed in (7, 8):
+        given = gradients(nodes * each, seed)
+        found, wanted = second.step(given), whole.step(given)
+        assert all(torch.equal(found.gradients[0][n], wanted.gradients[0][n]) for n in LIKE)
 
 
 @pytest.mark.parametrize("expr", ["powersgd(rank=2)", "quant4(error_feedback=True)"])

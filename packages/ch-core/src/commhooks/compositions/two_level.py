@@ -187,7 +187,7 @@ class TwoLevel(Composite):
         return mine if mine.dtype == dtype else ctx.scratch("mine, rounded", mine.shape, dtype, mine.device)
 
     def _node(self, ctx: StepContext) -> StepContext:
-        return ctx.among("inside", "node", Pieces({}, {}, lambda p: {}, ()))
+        return ctx.among("inside", "node", Pieces({}, {}, {}, self.inside or self.inner, ctx.step, ()))
 
     # -- ownership
 
@@ -202,7 +202,9 @@ class TwoLevel(Composite):
         if key not in self._pieces:
             whole = {p.name: p for p in layout.params}
             owned = {piece.param.name: (piece.start, piece.stop) for piece in parts.owned[place]}
-            self._pieces[key] = Pieces(whole, owned, lambda p: self.inner.packing(p, step), self._divided)
+            # With one rank in a node the inner reduction gets the bucket itself.
+            params = {p.name: p for p in (parts.layouts[place] if ranks > 1 else layout).params}
+            self._pieces[key] = Pieces(whole, params, owned, self.inner, step, self._divided)
         return self._pieces[key]
 
     def _take_foreign(self, bucket: Bucket, ctx: StepContext, pieces: Pieces) -> list[tuple[str, str]]:
@@ -214,12 +216,13 @@ class TwoLevel(Composite):
         waiting = []
         for p in bucket.params:
             for field in self._owed:
-                if not ctx.sends(p.name):
-                    if ctx.is_foreign(p.name, field, pieces):
-                        waiting.append((p.name, field))
+                if not ctx.is_foreign(p.name, field, pieces) or ctx.adopt(p.name, field, pieces):
                     continue
-                found = ctx.take_foreign(p.name, field, pieces)
-                if found is not None and found.numel() == p.numel:
+                if not ctx.sends(p.name):
+                    waiting.append((p.name, field))
+                    continue
+                found = ctx.take_foreign(p.name, field)
+                if found.numel() == p.numel:
                     bucket.view(p).add_(found.view(p.shape))
         return waiting
 

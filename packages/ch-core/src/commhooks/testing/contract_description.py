@@ -74,7 +74,7 @@ class Describing(Case):
     @only_if("simulates")
     def test_declared_state(self) -> None:
         reduction = self.reduction
-        assert set(reduction.fields.values()) <= {"local", "shared"}
+        assert set(reduction.fields.values()) <= {"local", "shared", "owned"}
         assert bool(reduction.fields) == ("stateful" in self.capabilities), (
             "a hook with state fields declares the capability 'stateful', and no other does; where a parameter decides, "
             "it is the parameter that brings it: Option(..., brings=frozenset({'stateful'}))"
