@@ -21,7 +21,7 @@ import torch
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride
 from commhooks.encoding import OWN_ORDER, Encoding, Packed
 from commhooks.errors import HookConfigError, HookNotSupportedError, HookResultError
-from commhooks.requests import AllGather, AllReduce, Request, Requests, Scope, StagePlan, as_tuple, refusal, trip_bytes
+from commhooks.requests import AllReduce, Request, Requests, Scope, StagePlan, as_tuple, refusal, trip_bytes
 from commhooks.scratch import Scratch
 from commhooks.shards import Shards, Weights, plain_gather, plain_scatter
 from commhooks.state import HookState
@@ -530,19 +530,6 @@ class Reduction(ABC):
             return exact
         return parallel(self.run_scatter(shards.select({p.name for p in shards.params} - plainly.keys()), ctx), exact)
 
-    @property
-    def gathers(self) -> bool:
-        """True if it has a :meth:`run_gather`."""
-        return type(self).run_gather is not Reduction.run_gather
-
-    def run_gather(self, shards: Shards, ctx: StepContext) -> Stages:
-        """Yield requests; leave every rank's ``shards.output`` in its part of ``shards.storage``.
-
-        Optional. The result follows from the numbers alone, without random rounding, so that groups of ranks with equal
-        outputs end with equal bits. ``two_level(inside=...)`` needs it.
-        """
-        raise HookNotSupportedError(f"{self.name} cannot gather parts, because it has no run_gather()")
-
     # -- on parameters that the ranks gather
 
     @property
@@ -554,7 +541,8 @@ class Reduction(ABC):
         """Yield requests; leave in ``weights.storage`` the weights that every rank computes with.
 
         Optional. All ranks must decode the same bits, also of their own shard. Two gathers of the same shards must give the
-        same weights, because a step gathers in forward and again in backward.
+        same weights, because a step gathers in forward and again in backward. ``two_level(inside=...)`` gathers the averages
+        of a node with it.
         """
         raise HookNotSupportedError(
             f"{self.name} cannot gather weights, because it has no gather_weights(). Use a hook that gathers, such as "
@@ -675,9 +663,6 @@ class Plain(Reduction):
 
     def run_scatter(self, shards: Shards, ctx: StepContext) -> Stages:
         return plain_scatter(shards, ctx.scratch)
-
-    def run_gather(self, shards: Shards, ctx: StepContext) -> Stages:
-        yield AllGather(shards.output, shards.storage, castable=shards.output.is_floating_point())
 
     def gather_weights(self, weights: Weights, ctx: StepContext) -> Stages:
         return plain_gather(weights, ctx.scratch)

@@ -66,7 +66,36 @@ class ShardLayout:
 
 
 @dataclass(slots=True)
-class Shards:
+class Parts:
+    """W parts of some parameters in one tensor, ``storage`` ``(W * n,)``. The base of :class:`Shards` and :class:`Weights`."""
+
+    layout: ShardLayout
+    storage: torch.Tensor
+
+    @property
+    def params(self) -> tuple[ParamLayout, ...]:
+        """Parameters of one part: padded shapes, and offsets in the part."""
+        return self.layout.part.params
+
+    @property
+    def device(self) -> torch.device:
+        return self.storage.device
+
+    @property
+    def world_size(self) -> int:
+        """Number of parts."""
+        return self.storage.numel() // max(self.layout.part.numel, 1)
+
+    def vectors(self) -> list[list[torch.Tensor]]:
+        """Return each part's parameters as live 1-D views with padding. Sizes are the same in every part."""
+        return [self._split(part) for part in self.storage.view(self.world_size, -1)]
+
+    def _split(self, part: torch.Tensor) -> list[torch.Tensor]:
+        return [part[p.offset : p.offset + p.numel] for p in self.params]
+
+
+@dataclass(slots=True)
+class Shards(Parts):
     """W parts of a gradient, and the place for the average of one.
 
     Attributes:
@@ -84,27 +113,8 @@ class Shards:
         [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0]]
     """
 
-    layout: ShardLayout
-    storage: torch.Tensor
     output: torch.Tensor
     index: int = 0
-
-    @property
-    def params(self) -> tuple[ParamLayout, ...]:
-        """Parameters of one part: padded shapes, and offsets in the part."""
-        return self.layout.part.params
-
-    @property
-    def device(self) -> torch.device:
-        return self.storage.device
-
-    @property
-    def world_size(self) -> int:
-        return self.storage.numel() // max(self.output.numel(), 1)
-
-    def vectors(self) -> list[list[torch.Tensor]]:
-        """Return each part's parameters as live 1-D views with padding. Sizes are the same in every part."""
-        return [self._split(part) for part in self.storage.view(self.world_size, -1)]
 
     def own(self) -> list[torch.Tensor]:
         """Return the places for this rank's averages: live 1-D views of :attr:`output`, of the same sizes."""
@@ -138,12 +148,9 @@ class Shards:
             for chunk, piece in zip(chunks, pieces, strict=True):
                 chunk.copy_(piece.view(chunk.shape))
 
-    def _split(self, part: torch.Tensor) -> list[torch.Tensor]:
-        return [part[p.offset : p.offset + p.numel] for p in self.params]
-
 
 @dataclass(slots=True)
-class Weights:
+class Weights(Parts):
     """The shards of some parameters: this rank's own, and places for those of all ranks.
 
     Attributes:
@@ -160,33 +167,14 @@ class Weights:
         [[3.0, 4.0]]
     """
 
-    layout: ShardLayout
-    storage: torch.Tensor
     rank: int
     index: int = 0
-
-    @property
-    def params(self) -> tuple[ParamLayout, ...]:
-        """Parameters of one part: padded shapes, and offsets in the part."""
-        return self.layout.part.params
-
-    @property
-    def device(self) -> torch.device:
-        return self.storage.device
-
-    @property
-    def world_size(self) -> int:
-        return self.storage.numel() // max(self.layout.part.numel, 1)
 
     @property
     def part(self) -> torch.Tensor:
         """This rank's part, ``(n,)``, a live view."""
         n = self.layout.part.numel
         return self.storage.narrow(0, self.rank * n, n)
-
-    def vectors(self) -> list[list[torch.Tensor]]:
-        """Return each part's parameters as live 1-D views with padding. Sizes are the same in every part."""
-        return [self._split(part) for part in self.storage.view(self.world_size, -1)]
 
     def own(self) -> list[torch.Tensor]:
         """Return this rank's parameters: live 1-D views of :attr:`part`."""
@@ -195,9 +183,6 @@ class Weights:
     def select(self, names: Iterable[str]) -> "Weights":
         """Return some of the parameters, over the same memory."""
         return Weights(self.layout.select(frozenset(names)), self.storage, self.rank, self.index)
-
-    def _split(self, part: torch.Tensor) -> list[torch.Tensor]:
-        return [part[p.offset : p.offset + p.numel] for p in self.params]
 
 
 def plain_gather(weights: Weights, scratch: Callable[..., torch.Tensor]) -> Generator[Requests, None, None]:

@@ -116,25 +116,6 @@ class Quantized(QuantOptions, Reduction):
             if self.packed is not None:
                 self.packed.pack(new, *self.packed.stage(ctx, p.name, FIELD, new.shape, new.device))
 
-    @property
-    def gathers(self) -> bool:
-        """True without random rounding, which would give groups of ranks with equal numbers different bits."""
-        return self.rounding == "nearest"
-
-    def run_gather(self, shards: Shards, ctx: StepContext) -> Stages:
-        """Gather every rank's part, rounded once."""
-        exchange = TwoStageExchange(
-            self.codec,
-            [p.numel for p in shards.params],
-            ctx,
-            shards.device,
-            parts=1,
-            rotated=self.rotation is not None,
-            kernel=self.kernel,
-        )
-        yield exchange.send_own(shards.own())
-        exchange.deliver(shards.vectors())
-
     def gather_weights(self, weights: Weights, ctx: StepContext) -> Stages:
         """Send this rank's shards in blocks. Every rank decodes the same bytes (ZeRO++'s qwZ, arXiv:2306.10209)."""
         exchange = TwoStageExchange(

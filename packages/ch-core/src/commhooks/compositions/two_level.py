@@ -29,7 +29,7 @@ from commhooks.errors import HookConfigError
 from commhooks.reduction import Pieces, Reduction, Stages, StepContext
 from commhooks.registry.build import build
 from commhooks.requests import AllGather, AllToAll, Scope, Wire, as_tuple
-from commhooks.shards import ShardLayout, Shards
+from commhooks.shards import ShardLayout, Shards, Weights
 from commhooks.topology import Nodes, Topology
 
 _WIRES = {"fp32": None, "bf16": Wire(torch.bfloat16), "fp16": Wire(torch.float16)}
@@ -161,7 +161,8 @@ class TwoLevel(Composite):
         ranks = packed.numel() // mine.numel()
         if self.inside is not None:
             output = self._in_dtype(mine, packed.dtype, ctx)
-            yield from _scoped(self.inside.start_scatter(_shards(packed, output), self._node(ctx)), "node")
+            shards = Shards(_parts(packed, ranks), packed, output)
+            yield from _scoped(self.inside.start_scatter(shards, self._node(ctx)), "node")
             mine.copy_(output).mul_(factor * ranks)
             return
         received = ctx.scratch("received inside", packed.shape, packed.dtype, packed.device)
@@ -172,12 +173,15 @@ class TwoLevel(Composite):
 
     def _gather_inside(self, mine: torch.Tensor, packed: torch.Tensor, ctx: StepContext) -> Stages:
         """Leave every part of the node in ``packed``."""
+        if self.inside is not None:
+            node = self._node(ctx)
+            weights = Weights(_parts(packed, node.world_size), packed, node.rank)
+            weights.part.copy_(mine)
+            yield from _scoped(self.inside.gather_weights(weights, node), "node")
+            return
         output = self._in_dtype(mine, packed.dtype, ctx)
         if output is not mine:
             output.copy_(mine)
-        if self.inside is not None:
-            yield from _scoped(self.inside.run_gather(_shards(packed, output), self._node(ctx)), "node")
-            return
         yield AllGather(output, packed, wire=self._wire(packed.dtype), scope="node")
 
     def _wire(self, dtype: torch.dtype) -> Wire | None:
@@ -243,18 +247,18 @@ def _check_inside(inside: Reduction) -> None:
             f"inside={inside!r} keeps state ({', '.join(sorted(inside.fields))}), and the residual belongs to the hook between "
             "the nodes. Give a hook without feedback, such as quant8, or 'bf16' or 'fp32'"
         )
-    if not (inside.scatters and inside.gathers):
+    if not (inside.scatters and inside.gathers_weights):
         raise HookConfigError(
             f"inside={inside!r} cannot leave each rank a part and gather the parts, because it has no "
-            f"{'run_scatter' if not inside.scatters else 'run_gather'}(). Give quant8, 'bf16' or 'fp32'"
+            f"{'run_scatter' if not inside.scatters else 'gather_weights'}(). Give quant8, 'bf16' or 'fp32'"
         )
 
 
-def _shards(packed: torch.Tensor, output: torch.Tensor) -> Shards:
+def _parts(packed: torch.Tensor, ranks: int) -> ShardLayout:
     """Return the parts of a node as shards of one matrix with a row for each rank."""
-    n = output.numel()
+    n = packed.numel() // ranks
     part = BucketLayout.of_shapes({"part": (1, n)}, packed.dtype, packed.device)
-    return Shards(ShardLayout(part, {"part": (packed.numel() // n, n)}), packed, output)
+    return ShardLayout(part, {"part": (ranks, n)})
 
 
 def _scoped(stages: Stages, scope: Scope) -> Stages:

@@ -83,14 +83,6 @@ class WireCast(Composite):
         return self._rounded(self.inner.start_scatter(shards, ctx), ctx)
 
     @property
-    def gathers(self) -> bool:
-        return self.inner.gathers and self.wire.rounding == "nearest"
-
-    def run_gather(self, shards: Shards, ctx: StepContext) -> Stages:
-        for requests in self.inner.run_gather(shards, ctx):
-            yield tuple(self._cast(r) for r in as_tuple(requests))
-
-    @property
     def gathers_weights(self) -> bool:
         return super().gathers_weights and self.wire.rounding == "nearest"  # forward and backward need the same weights
 
