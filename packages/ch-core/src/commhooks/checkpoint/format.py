@@ -103,8 +103,10 @@ def as_dict(saved: Saved, entries: Mapping[str, Mapping[str, torch.Tensor]], ran
 def alike(saved: object, own: object, ignored: tuple[str, ...] = ("version",)) -> bool:
     """Return True if two configurations are the same but for versions. Goes no deeper than ``own``.
 
-    An option that this version no longer has may be saved if it was off (False or None).
+    An option that this version no longer has may be saved if it was off (False or None). ``two_level`` wrappers do not count:
+    they change where state is held, and not its meaning.
     """
+    saved, own = _inner(saved), _inner(own)
     if type(saved) is not type(own):
         return False
     if isinstance(own, dict) and isinstance(saved, dict):
@@ -117,20 +119,10 @@ def alike(saved: object, own: object, ignored: tuple[str, ...] = ("version",)) -
     return isinstance(own, bool | int | float | str | type(None)) and saved == own
 
 
-def flattened(config: object, depth: int = 0) -> object:
-    """Return a configuration without its ``two_level`` wrappers, which change where state is held, and not its meaning.
-
-    A damaged file may nest deeper than Python can recurse. Below 100 levels everything becomes ``None``, which fits no hook.
-    """
-    if depth == 100:
-        return None
-    if isinstance(config, list):
-        return [flattened(item, depth + 1) for item in config]
-    if not isinstance(config, dict):
-        return config
-    if config.get("hook") == "two_level" and "inner" in config:
-        return flattened(config["inner"], depth + 1)
-    return {key: flattened(value, depth + 1) for key, value in config.items()}
+def _inner(config: object) -> object:
+    while isinstance(config, dict) and config.get("hook") == "two_level" and "inner" in config:
+        config = config["inner"]
+    return config
 
 
 def shown(value: object) -> str:

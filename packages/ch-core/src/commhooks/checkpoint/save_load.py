@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.bucket import Bucket, BucketLayout
-from commhooks.checkpoint.format import Saved, alike, as_dict, flattened, read, shown
+from commhooks.checkpoint.format import Saved, alike, as_dict, read, shown
 from commhooks.checkpoint.world_change import for_rank
 from commhooks.encoding import Entries, Key
 from commhooks.errors import CommHooksError, StateError
@@ -210,12 +210,12 @@ def _agreed(hook: "CommHook | HookState", made: Loaded | None, refusal: Exceptio
 
 def _refuse_another_hook(found: Saved, target: CheckpointTarget) -> None:
     if found.config is not None and target.config is not None:
-        if not alike(flattened(found.config), flattened(target.config)):
+        if not alike(found.config, target.config):
             options = ""
             if found.expr == target.expr:
                 options = f" with other options, or of another provider{_other_options(found.config, target.config)}"
             raise StateError(f"the state was saved by {shown(found.expr)}{options}; this hook is {shown(target.expr)}")
-        if not alike(flattened(found.config), flattened(target.config), ignored=()):
+        if not alike(found.config, target.config, ignored=()):
             log.warning("the state of %s was saved by another version of its package", target.expr)
     if target.reduction is not None and set(found.fields) - set(target.fields):
         raise StateError(
