@@ -1,5 +1,6 @@
 """A model of the script that `commhooks run` has found, its report and its state."""
 
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from commhooks.launch.state_folder import HookKept, Kept, StateFolder
 from commhooks.log import log
 
 
-class FoundModel:
+class FoundModel(ABC):
     """A model of the script that trains with a hook or an outer optimizer.
 
     Attributes:
@@ -41,20 +42,20 @@ class FoundModel:
             log.exception("commhooks run: no report of %s", self.name)
             return {"model": self.name, "error": f"{type(error).__name__}: {error}"}
 
+    @abstractmethod
     def figures(self) -> dict[str, Any]:
         """Return the figures of the report as plain values."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kept(self) -> Kept:
         """Return the state that `--state` writes."""
-        raise NotImplementedError
 
     def keep_state(self, folder: Path, every: int) -> None:
         """Resume the state from a folder, and write it there after every Nth step."""
         self.state = StateFolder(folder, self.kept(), every)
         self.state.resume()
 
-    def end_for(self, module: torch.nn.Module) -> None:
+    def end_for(self, module: torch.nn.Module) -> None:  # noqa: B027 - a hook has nothing to end
         """End the training of this model if it trains parameters of a module that is about to be wrapped again."""
 
     def drop(self) -> None:
