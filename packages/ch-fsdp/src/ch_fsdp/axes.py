@@ -221,7 +221,7 @@ def check_groups(groups: list[ParamGroup], axes: tuple[str, ...], reduction: Red
         if any(p.is_meta for p in group.params):
             raise AttachError(f"{group.name} is on the meta device: materialise its parameters before attaching")
         if "shard" in axes:
-            shard_axis.check_free(group)
+            shard_axis.ShardScatter.check_free(group)
             if not fits_flat(reduction) and group.tensor_parallel:
                 raise HookNotSupportedError(
                     f"{group.name}: {', '.join(group.tensor_parallel)} are cut by tensor parallelism too, and {reduction!r} "

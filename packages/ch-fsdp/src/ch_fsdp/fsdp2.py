@@ -19,7 +19,7 @@ from ch_fsdp.shard_axis import ShardAxis, ShardScatter
 from ch_fsdp.steps import Steps
 from ch_fsdp.torch_internals.backward_end import BackwardEnd
 from ch_fsdp.torch_internals.hsdp_mesh import disable_all_reduce, enable_all_reduce
-from ch_fsdp.torch_internals.param_groups import ParamGroup, param_groups
+from ch_fsdp.torch_internals.param_groups import ParamGroup, all_params, param_groups
 from commhooks import AttachError, BucketLayout, CommHook, CommHooksError, HookState, ParamLayout, Plain
 from commhooks.adapters import (
     AttachOptions,
@@ -99,7 +99,7 @@ class FSDP2Binding(Binding):
         """The parameters of :attr:`layout`, in model order."""
         kept = self._names_in_state()
         chosen = {name for group in self.groups for name in group.global_shapes(kept)}
-        every = {name: p for group in self.groups for name, p in group.params_by_name().items()}
+        every = all_params(self.groups)
         return [every[name] for name in sorted(chosen, key=model_order(self.groups).__getitem__)]
 
     @property

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from ch_fsdp.axes import check_tensor_parallel, reduction_of
+from ch_fsdp.slot import SlotObject
 from ch_fsdp.steps import Steps
 from ch_fsdp.torch_internals.backward_end import BackwardEnd
-from ch_fsdp.torch_internals.param_groups import ParamGroup, param_groups
+from ch_fsdp.torch_internals.param_groups import ParamGroup, all_params, param_groups
 from commhooks import (
     AttachError,
     BucketLayout,
@@ -30,7 +31,6 @@ from commhooks import (
     HookState,
     Plain,
     Reduction,
-    SlotTakenError,
 )
 from commhooks.adapters import (
     AttachOptions,
@@ -90,7 +90,7 @@ class GatherBinding(Binding):
     @property
     def params(self) -> list[torch.Tensor]:  # type: ignore[override]
         """The parameters of :attr:`layout`."""
-        every = {name: p for group in self.groups for name, p in group.params_by_name().items()}
+        every = all_params(self.groups)
         return [every[p.name] for p in self.layout.params]
 
     @property
@@ -163,22 +163,18 @@ class GatherBinding(Binding):
         )
 
 
-class WeightGather:
+class WeightGather(SlotObject):
     """The object in FSDP2's all-gather slot (``set_custom_all_gather``). It allocates as torch's own does."""
 
+    attribute, axis, default = "gather_comm", "gather", "DefaultAllGather"
+    taken = (
+        "an all-gather of its own ({kind}). Hooks on weights exclude set_custom_all_gather, set_symm_mem_for_comm and "
+        "set_allocate_memory_from_process_group_for_comm: leave those out"
+    )
+
     def __init__(self, group: ParamGroup, binding: GatherBinding, expr: str) -> None:
-        self.group, self.binding, self.expr = group, binding, expr
-        self.replaced = group.gather_comm
-        group.gather_comm = self
-
-    @property
-    def in_place(self) -> bool:
-        return self.group.gather_comm is self
-
-    def remove(self) -> None:
-        """Put torch's own object back."""
-        if self.in_place:
-            self.group.gather_comm = self.replaced
+        super().__init__(group, expr)
+        self.binding = binding
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         with torch.inference_mode(False):  # decoding writes to it outside of inference mode
@@ -291,7 +287,7 @@ def check(groups: list[ParamGroup], reduction: Reduction, options: AttachOptions
             raise HookNotSupportedError(
                 f"axis='gather': {group.name} is replicated, not sharded (torch's replicate), so it gathers nothing"
             )
-        _check_free(group)
+        WeightGather.check_free(group)
         check_tensor_parallel(group, reduction)
         own = group.gathered_by_tensor()
         if own:
@@ -306,15 +302,3 @@ def check(groups: list[ParamGroup], reduction: Reduction, options: AttachOptions
                 "floating dtype for each group. Give fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype=...)), or "
                 "fully_shard the parameters of another dtype apart"
             )
-
-
-def _check_free(group: ParamGroup) -> None:
-    comm = group.gather_comm
-    if isinstance(comm, WeightGather):
-        raise SlotTakenError(f"{group.name} has {comm.expr} attached on its gather axis: detach() that handle first")
-    kind = type(comm).__name__
-    if kind != "DefaultAllGather":
-        raise SlotTakenError(
-            f"{group.name} has an all-gather of its own ({kind}). Hooks on weights exclude set_custom_all_gather, "
-            "set_symm_mem_for_comm and set_allocate_memory_from_process_group_for_comm: leave those out"
-        )

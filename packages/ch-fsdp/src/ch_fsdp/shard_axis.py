@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ch_fsdp.flat_sum import fits_flat, flat_bucket, flat_version, is_cast
+from ch_fsdp.slot import SlotObject
 from ch_fsdp.steps import Steps
 from ch_fsdp.torch_internals.param_groups import ParamGroup, premultiplier
 from commhooks import (
@@ -20,7 +21,6 @@ from commhooks import (
     HookResultError,
     HookState,
     Reduction,
-    SlotTakenError,
 )
 from commhooks.adapters import Engine, ProcessGroupTransport, Scattered
 
@@ -123,22 +123,19 @@ def _factor(op: Any) -> float:
     )
 
 
-class ShardScatter:
+class ShardScatter(SlotObject):
     """The object in FSDP2's reduce-scatter slot (``set_custom_reduce_scatter``). It allocates as torch's own does."""
 
+    attribute, axis, default = "comm", "shard", "DefaultReduceScatter"
+    taken = (
+        "a reduce-scatter of its own ({kind}; torch's setters act on one module only, not on those below it). Hooks exclude "
+        "set_custom_reduce_scatter, set_symm_mem_for_comm and set_allocate_memory_from_process_group_for_comm: leave those out "
+        "and attach to the whole model"
+    )
+
     def __init__(self, group: ParamGroup, axis: ShardAxis, steps: Steps, expr: str) -> None:
-        self.group, self.axis, self.steps, self.expr = group, axis, steps, expr
-        self.replaced = group.comm
-        group.comm = self
-
-    @property
-    def in_place(self) -> bool:
-        return self.group.comm is self
-
-    def remove(self) -> None:
-        """Put torch's own object back."""
-        if self.in_place:
-            self.group.comm = self.replaced
+        super().__init__(group, expr)
+        self._axis, self.steps = axis, steps
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -157,12 +154,12 @@ class ShardScatter:
         """
         self.steps.before_gradient()
         try:
-            if group.group_name != self.axis.group.group_name:
-                refusal = self.axis.move(group, self.group.name, self.expr)
+            if group.group_name != self._axis.group.group_name:
+                refusal = self._axis.move(group, self.group.name, self.expr)
                 if refusal is not None:
                     raise refusal
-            self.axis.called.add(self.group.name)
-            bucket = self.axis.form.bucket(self.group, input_tensor, output_tensor, op)
+            self._axis.called.add(self.group.name)
+            bucket = self._axis.form.bucket(self.group, input_tensor, output_tensor, op)
         except (AttachError, HookResultError) as error:  # raised from here it would leave the gradients unsharded
             self.steps.fail(error)
             self.replaced(output_tensor, input_tensor, group, op, async_op=False)
@@ -170,18 +167,4 @@ class ShardScatter:
         try:
             self.steps.run("shard", bucket)
         finally:
-            self.axis.form.release()
-
-
-def check_free(group: ParamGroup) -> None:
-    """Raise :class:`~commhooks.SlotTakenError` unless torch's own reduce-scatter is in the slot."""
-    comm = group.comm
-    if isinstance(comm, ShardScatter):
-        raise SlotTakenError(f"{group.name} has {comm.expr} attached on its shard axis: detach() that handle first")
-    kind = type(comm).__name__
-    if kind != "DefaultReduceScatter":
-        raise SlotTakenError(
-            f"{group.name} has a reduce-scatter of its own ({kind}; torch's setters act on one module only, not on "
-            "those below it). Hooks exclude set_custom_reduce_scatter, set_symm_mem_for_comm and "
-            "set_allocate_memory_from_process_group_for_comm: leave those out and attach to the whole model"
-        )
+            self._axis.form.release()

@@ -395,6 +395,11 @@ class ParamGroup:
         return self._fqn(param) + coordinate(param.sharded_param)
 
 
+def all_params(groups: list[ParamGroup]) -> dict[str, torch.nn.Parameter]:
+    """Return name -> this rank's shard of every parameter of some groups."""
+    return {name: p for group in groups for name, p in group.params_by_name().items()}
+
+
 def param_groups(model: torch.nn.Module) -> list[ParamGroup]:
     """Return every parameter group below ``model`` once, in module order."""
     names = _names(model)
