@@ -76,13 +76,13 @@ def script(page: str) -> str:
     return "".join(source)
 
 
-def run(page: str, folder: Path, forbidden: tuple[str, ...] = ()) -> str:
+def run(page: str, folder: Path, forbidden: tuple[str, ...] = (), limit: float = 110) -> str:
     """Run a page's blocks in ``folder`` without the modules in ``forbidden``; what it printed to tell of a failure."""
     path = folder / Path(page).with_suffix(".py").name
     path.write_text(script(page))
     command = [sys.executable, "-W", "ignore", "-c", _FORBID.format(names=set(forbidden) or {""}), str(path)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=folder, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit, cwd=folder, env=env)
     return "" if done.returncode == 0 else f"{done.stdout}\n{done.stderr}"
 
 

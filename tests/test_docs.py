@@ -37,14 +37,14 @@ LONG = {"docs/run.md"}  # starts torchrun several times
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=[pytest.mark.full] if page in LONG else [])
+        pytest.param(page, marks=[pytest.mark.full, pytest.mark.timeout(420)] if page in LONG else [])
         for page in pages.PAGES
         if page not in pages.ELSEWHERE
     ],
 )
 def test_the_blocks_of_a_page_run(page, tmp_path):
     forbidden = () if page in pages.TESTING else pages.NOT_INSTALLED
-    told = pages.run(page, tmp_path, forbidden)
+    told = pages.run(page, tmp_path, forbidden, 400 if page in LONG else 110)
     assert not told, told
 
 
