@@ -1,4 +1,4 @@
-"""Fixtures of the registry tests: real package metadata in a temporary folder on the import path."""
+"""Fixtures of the registry tests. They write real package metadata to a temporary folder on the import path."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from commhooks.registry.registry import Registry
 
 @pytest.fixture
 def publish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """`publish(dist, points, **modules)`: what pip would have left behind for a distribution of that name."""
+    """`publish(dist, points, **modules)` writes the files that pip leaves behind for a distribution of that name."""
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(sys.modules)
 
@@ -34,5 +34,5 @@ def publish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 @pytest.fixture
 def registry() -> Registry:
-    """A registry of its own, which scans at its first lookup."""
+    """A separate registry, which scans at its first lookup."""
     return Registry()

@@ -57,7 +57,7 @@ def test_pieces_are_the_bucket(shapes: dict[str, tuple[int, ...]], nbytes: int, 
             assert piece.index == 3
             assert piece.storage.numel() == piece.layout.numel == sum(p.numel for p in piece.params)
             assert all(piece.view(p).data_ptr() == bucket.view(p.name).data_ptr() for p in piece.params)
-        if len(pieces) > 1:  # no larger than was wanted by more than half of its last parameter, or a single one
+        if len(pieces) > 1:  # at most half of its last parameter too large, or one parameter
             wanted = bucket.layout.numel / round(4 * bucket.layout.numel / (nbytes // 4 * 4))
             assert all(
                 piece.layout.numel <= wanted + max(p.numel for p in piece.params) / 2

@@ -1,4 +1,4 @@
-"""Building expressions: options checked, wrappers applied inside out, every refusal typed."""
+"""Building expressions checks options, applies wrappers inside out, and refuses with typed errors."""
 
 from functools import partial
 

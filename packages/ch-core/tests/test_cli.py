@@ -1,4 +1,4 @@
-"""The command line: stable JSON keys, exit statuses, and usable while plugins are broken."""
+"""The command line has stable JSON keys and exit statuses, and works while plugins are broken."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def works(bucket, ctx):
 
 
 def commhooks(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run the command, seeing this project's packages and those in PYTHONPATH only."""
+    """Run the command. It sees only this project's packages and those in PYTHONPATH."""
     environ = {**os.environ, "COMMHOOKS_PLUGINS": "", "COLUMNS": "200", **environ}
     command = [sys.executable, "-m", "commhooks", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=150, env=environ)
@@ -287,7 +287,7 @@ def test_a_broken_command_is_a_recorded_failure(tmp_path, publish):
     run = commhooks("missing", **environ)
     assert run.returncode == 1
     assert "PluginLoadError: acme 1.0 (command 'missing'): 'acme_no_such_module:main' failed to load" in run.stderr
-    found = json.loads(commhooks("list", "--json", **environ).stdout)  # ch-core's own list, not acme's
+    found = json.loads(commhooks("list", "--json", **environ).stdout)  # the command shows ch-core's list
     said = {failure["entry"].split(": ")[1]: failure["error"] for failure in found["failures"]}
     assert set(said) == {"list", "Bad", "bare"}
     assert "'list' of acme has the name of one of ch-core's own" in said["list"]
@@ -331,7 +331,7 @@ def commhooks_specs():
 
 @pytest.fixture
 def narrow(tmp_path, publish):
-    """The command in a terminal of 80 columns, with hooks of long and short names."""
+    """Return the output of the command in a terminal of 80 columns, with hooks of long and short names."""
     publish("acme", {"commhooks": {"p": "acme_long_cli"}}, acme_long_cli=LONG)
     environ = {"PYTHONPATH": str(tmp_path), "COMMHOOKS_PLUGINS": "acme", "COLUMNS": "80"}
     return lambda *words: commhooks(*words, **environ)
@@ -346,7 +346,7 @@ def test_no_name_is_cut_in_a_terminal_of_80_columns(narrow):
     assert sorted(row[2:].split()[0] for row in rows) == sorted(names)
     said = " ".join(" ".join(line.split()) for line in lines)
     whole = " ".join(" ".join(["does what its long summary says"] * 3).split())
-    assert f"a_hook_with_quite_a_long_name acme {whole}" in said  # over several lines
+    assert f"a_hook_with_quite_a_long_name acme {whole}" in said  # the description takes several lines
 
 
 @pytest.mark.full

@@ -24,7 +24,7 @@ SHAPES = {"norm.weight": (5,), "up.weight": (7, 6), "up.bias": (7,), "down.weigh
 
 
 class RowMean(Reduction):
-    """Sends row means, then their signs scaled: two rounds, remembers what it sent; coarse on purpose."""
+    """Sends row means, then their scaled signs, and remembers the means. It is coarse on purpose."""
 
     name = "row_mean"
     lossy = True
@@ -45,7 +45,7 @@ class RowMean(Reduction):
 
 
 class Gathered(Reduction):
-    """The average by all-gather: opaque bytes, and a state."""
+    """Averages by all-gather, with opaque bytes and a state."""
 
     name = "gathered"
     lossy = True
@@ -71,7 +71,7 @@ def mean(world: int, step: int = 0) -> dict[str, torch.Tensor]:
 
 
 def run_step(engine: Engine, tensors: dict[str, torch.Tensor], cuts: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
-    """One step with the parameters in buckets that end at ``cuts``; the reduced gradients by name."""
+    """Run one step with the parameters in buckets that end at ``cuts``. Return the reduced gradients by name."""
     names = list(tensors)
     edges = [0, *cuts, len(names)]
     parts = [{n: tensors[n] for n in names[a:b]} for a, b in itertools.pairwise(edges)]
@@ -227,10 +227,10 @@ def test_a_policy_with_no_rules_is_refused() -> None:
 
 
 def conserved(reduction: Reduction, world: int = 2, steps: int = 6, *, equal: bool = False) -> dict[str, float]:
-    """Per parameter, |sum applied + mean residual - sum of true averages| relative to the last.
+    """Return |sum applied + mean residual - sum of true averages| / |sum of true averages| for each parameter.
 
-    ``equal`` gives all ranks one gradient: then a sum of two in 16 bits is exact, and only what each rank rounded of
-    its own is left. (What the transport rounds when it adds belongs to no rank, and no residual has it.)
+    ``equal`` gives all ranks one gradient. A sum of two equal 16-bit numbers is exact, so only each rank's own rounding
+    remains. (The transport also rounds sums. That error belongs to no rank, and no residual holds it.)
     """
     give = (lambda rank, step: gradients(0, step)) if equal else gradients
 

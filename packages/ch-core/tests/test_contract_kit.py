@@ -1,4 +1,4 @@
-"""The contract kit: it passes correct methods of every kind, and fails wrong ones with a word on what to set."""
+"""The contract kit passes correct methods of every kind, and fails wrong ones with advice on the setting to change."""
 
 import re
 
@@ -13,7 +13,7 @@ from commhooks.testing.pytest_plugin import isolated
 
 
 class Coarse(Reduction):
-    """Rounded to whole numbers: a large residual, which shows where each number of it belongs."""
+    """Rounds to whole numbers. The large residual shows any element that lands in the wrong place."""
 
     name, lossy, reports_sent = "coarse", True, True
 
@@ -26,7 +26,7 @@ class Coarse(Reduction):
 
 
 class Aliased(Reduction):
-    """Multiplies by W what it sends, where the bucket has 16 bits: a report that is no copy."""
+    """Multiplies its message by W in place if the bucket has 16 bits. Its report then shares memory with the message."""
 
     name, lossy, reports_sent = "aliased", True, True
 
@@ -39,7 +39,7 @@ class Aliased(Reduction):
 
 
 class WrongUnits(Reduction):
-    """Reports what it sends after the division by W."""
+    """Reports its message after the division by W."""
 
     name, lossy, reports_sent = "wrong_units", True, True
 
@@ -52,7 +52,7 @@ class WrongUnits(Reduction):
 
 
 class Vote(Reduction):
-    """The sign of the majority: no mean."""
+    """Returns the sign of the majority, which is no mean."""
 
     name, lossy = "vote", True
 
@@ -63,7 +63,7 @@ class Vote(Reduction):
 
 
 class Momentum(Reduction):
-    """Momentum correction (DGC, arXiv:1712.01887): what is applied is a sum of momenta, not of gradients."""
+    """Momentum correction (DGC, arXiv:1712.01887). It applies a sum of momenta, not of gradients."""
 
     name, lossy = "momentum", True
     fields = {"velocity": "local", "residual": "local"}
@@ -87,7 +87,7 @@ class Momentum(Reduction):
 
 
 class CoarseParts(Coarse):
-    """The same where each rank keeps a part; its residual is of whole parameters."""
+    """Coarse on shards. Each rank keeps its part, and its residual covers whole parameters."""
 
     name = "coarse_parts"
     fields = {"residual": "local"}
@@ -121,7 +121,7 @@ class Forgetful(CoarseParts):
 
 
 class Shifted(CoarseParts):
-    """Each rank gets numbers that belong a place further on."""
+    """Gives each rank numbers that belong one place further on."""
 
     name, shift = "shifted", 1
 
@@ -171,7 +171,7 @@ def failure(check: str, *args: str, **attributes: object) -> str:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_report_that_shares_memory_with_the_message_is_found(dtype: torch.dtype) -> None:
     other = {"dtypes": (dtype,), "expr": "aliased"}
-    if dtype == torch.float16:  # only a bucket of the wire's own dtype is not copied
+    if dtype == torch.float16:  # the kit copies buckets of other dtypes than the wire's
         HookContract.test_reports_what_it_sent(type("Case", (HookContract,), other)())
     else:
         assert "share memory" in failure("test_reports_what_it_sent", **other)
@@ -237,7 +237,7 @@ def test_the_attributes_that_are_named_exist() -> None:
 
 
 class Leaky(Coarse):
-    """Rank 0 owes an error of the average for all ranks, and drops it where it sends no gradient."""
+    """Keeps the average's error on rank 0 for all ranks, and loses it for parameters that rank 0 does not use."""
 
     name, reports_sent = "leaky", False
     fields = {"residual": "local"}
@@ -269,7 +269,7 @@ def test_an_error_that_is_lost_with_an_unused_parameter_is_found() -> None:
 
 
 class Flattened(Reduction):
-    """The tutorial's hook with view(-1) where a gradient may be a transposed view."""
+    """The tutorial's hook with view(-1), which fails on the transposed view of a gradient."""
 
     name, lossy = "flattened", True
 
@@ -282,7 +282,7 @@ class Flattened(Reduction):
 
 
 class Copied(Reduction):
-    """Writes the average into `bucket.buffer`, which is a gathered copy under a policy."""
+    """Writes the average into `bucket.buffer`. Under a policy that buffer is a gathered copy."""
 
     name, lossy = "copied", True
 
@@ -320,7 +320,7 @@ def test_one_cause_is_reported_once_with_its_remedy() -> None:
 
 
 class Drawing(Reduction):
-    """Stochastic rounding without state: it draws from ctx.step."""
+    """Rounds stochastically without state. It draws from ctx.step."""
 
     name, lossy = "drawing", True
 
@@ -344,7 +344,7 @@ def test_a_stateless_hook_may_draw_from_the_step() -> None:
 
 
 class Counting(Drawing):
-    """Draws from a counter of its own, which a step with NaN moves on."""
+    """Draws from a private counter, which also advances in a step with NaN."""
 
     name = "counting"
 

@@ -1,4 +1,4 @@
-"""Nothing depends on torch's default dtype and device, which are the user's."""
+"""No result depends on torch's default dtype and device. Both belong to the user."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +22,7 @@ def default_dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
 
 
 class Fails(Reduction):
-    """Raises on rank 1 in its second step."""
+    """Raises on rank 1 in the second step."""
 
     name, lossy = "fails", True
 

@@ -1,4 +1,4 @@
-"""Device-specific code: one file serves every accelerator that torch has a module for."""
+"""One file of device-specific code serves every accelerator that torch has a module for."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from commhooks.device import HostCopy, SideStream, device_of_backend, is_asynchr
 
 
 class Tensor:
-    """A stand-in for a tensor on an accelerator that this machine does not have."""
+    """Stands for a tensor on an accelerator that this machine lacks."""
 
     is_cpu = False
 

@@ -1,4 +1,4 @@
-"""The loader: two doors, sorted, and one bad plugin never breaks the others."""
+"""The loader finds plugins in two ways and sorts them. One bad plugin never breaks the others."""
 
 import subprocess
 import sys
@@ -158,7 +158,7 @@ def test_a_failing_answer_does_not_silence_the_others(publish, registry, caplog)
 
 @pytest.mark.full
 def test_plugins_that_pull_torch_in_are_known(tmp_path, publish):
-    """In a process of its own: here torch may be loaded already."""
+    """Runs in a separate process, because this one may have loaded torch."""
     publish(
         "acme-heavy",
         {"commhooks": {"p": "acme_heavy_plugin"}},

@@ -1,4 +1,4 @@
-"""The engine over simulated ranks: order, plans, counting, failures, verdicts."""
+"""The engine over simulated ranks: order, plans, counting, failures, outcomes."""
 
 import dataclasses
 import logging
@@ -23,7 +23,7 @@ from commhooks.simulate import SimulatedGroup, SimulatedRank, SimulatedTransport
 
 
 class TwoStage(Reduction):
-    """Averages twice and remembers the last average: a stand-in for anything with two rounds and a state."""
+    """Averages twice and remembers the last average. It stands for any reduction with two stages and a state."""
 
     name = "two_stage"
     lossy = True
@@ -70,7 +70,7 @@ def test_64_simulated_ranks_average_exactly(world: int, count: int, seed: int) -
 
 
 class SmallLater(Reduction):
-    """What follows its first stage is a sixteenth of the gradient or less, as PowerSGD's Q."""
+    """Sends at most a sixteenth of the gradient after its first stage, like the Q of PowerSGD."""
 
     name = "small_later"
     lossy = True
@@ -86,7 +86,7 @@ class LargeLater(SmallLater):
 
 
 class OneLarge(SmallLater):
-    """As for a bucket without matrices: that of 96 elements ends with its first stage."""
+    """Ends after its first stage for the bucket of 96 elements, as PowerSGD does for a bucket without matrices."""
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
         yield AllReduce(bucket.buffer)
@@ -95,9 +95,10 @@ class OneLarge(SmallLater):
 
 
 def messages(reduction: Reduction, rows: int = 1, told: bool = False, tuning: CpuTuning = TUNED) -> list[int]:
-    """Elements of every all-reduce of a step of three buckets, the same on two ranks; the last is the status.
+    """Return the elements of every all-reduce of a step of three buckets, the same on two ranks. The last is the
+    status.
 
-    With ``told`` the buckets know which of them is the last, so that one may wait for the next.
+    With ``told`` only the last bucket says that it is the last, so earlier buckets may wait for it.
     """
     log: dict[int, list[int]] = {0: [], 1: []}
 
@@ -122,7 +123,7 @@ def messages(reduction: Reduction, rows: int = 1, told: bool = False, tuning: Cp
 
 
 def test_order_of_collectives_follows_the_rule_alone() -> None:
-    # Each arrival starts its own first stage, then advances the older.
+    # Each submitted bucket starts its first stage, then advances the earlier buckets.
     assert messages(TwoStage()) == [1, 1, 3, 1, 6, 9, 3]
 
 
@@ -137,7 +138,7 @@ def test_small_first_stages_gather_until_they_are_worth_a_message() -> None:
     assert messages(Plain(), rows=16, told=True) == [48, 96, 144, 3], "an average is DDP's to the bit"
     assert messages(OneLarge(), rows=16, told=True) == [48, 96, 144, 3, 3, 3], "nor does it go with others"
     assert messages(LargeLater(), rows=16, told=True) == [48, 4, 96 + 144, 4, 4, 3]
-    fewer = dataclasses.replace(TUNED, coalesced_bytes=4 * 144)  # the third has as many: what is long is not copied
+    fewer = dataclasses.replace(TUNED, coalesced_bytes=4 * 144)  # bytes of the third bucket
     assert messages(SmallLater(), rows=16, told=True, tuning=fewer) == [48 + 96, 144, 6, 3, 3]
     assert messages(SmallLater(), rows=16, told=True, tuning=CpuTuning.off()) == [48, 96, 3, 144, 3, 3, 3]
 
@@ -158,7 +159,7 @@ def test_counts_are_the_formula() -> None:
 
 
 class Unplanned(Reduction):
-    """Asks for something else than it planned, because it looks at numbers."""
+    """Looks at numbers, and then asks for a different request than it planned."""
 
     name = "unplanned"
 
@@ -189,7 +190,7 @@ def test_a_plan_that_cannot_be_made_says_why() -> None:
 
 
 class Faulty(TwoStage):
-    """Raises on one rank, at a chosen stage of a chosen bucket, once."""
+    """Raises once on one rank, at a chosen stage of a chosen bucket."""
 
     def __init__(self, rank: int, stage: int, bucket: int = 1) -> None:
         self.where = (rank, stage, bucket)
@@ -225,7 +226,7 @@ def test_one_rank_failing_raises_on_all_and_the_next_step_is_right(stage: int) -
     assert x0.unique().tolist() == [2.0]
     assert torch.equal(x0, x1)
     assert torch.equal(x0, x2)
-    assert s0 == s1 == s2 == 1  # the failed step is not counted
+    assert s0 == s1 == s2 == 1  # the failed step does not count
 
 
 def test_non_finite_steps_leave_no_trace_and_reach_the_caller() -> None:
@@ -273,7 +274,7 @@ def test_an_abandoned_step_is_forgotten() -> None:
 
 
 class EveryKind(Reduction):
-    """One of each request, checked by hand."""
+    """Sends one request of each kind and checks the results."""
 
     name = "every_kind"
     collectives = frozenset({"all_reduce", "all_gather", "all_to_all", "reduce_scatter"})
@@ -330,7 +331,7 @@ def test_a_lost_transport_stays_lost() -> None:
 
 
 class EmptyStage(Reduction):
-    """A stage in which a bucket has nothing to send, between two in which it has."""
+    """Has an empty stage between two stages that send."""
 
     name = "empty_stage"
 
@@ -397,11 +398,11 @@ def test_scratch_is_made_once() -> None:
     assert simulate(2, body)[0] > 3
 
 
-# -- rank-local errors while peers are in the step's collectives
+# -- errors on one rank while its peers are in the collectives of the step
 
 
 class BadResidual(Reduction):
-    """Its residual has another shape than the gradient, which nothing but telemetry reads."""
+    """Keeps a residual whose shape differs from the gradient's. Only telemetry reads it."""
 
     name, lossy = "bad_residual", True
     fields: ClassVar[dict[str, Literal["local", "shared"]]] = {"residual": "local"}
@@ -412,7 +413,7 @@ class BadResidual(Reduction):
 
 
 def steps_of(engine: Engine, count: int) -> list[str]:
-    """The type of the error of each step, over two buckets."""
+    """Return the type of each step's error, over two buckets."""
     seen = []
     for _ in range(count):
         for index in range(2):
@@ -479,7 +480,7 @@ def test_ctrl_c_inside_of_a_callback_is_raised_at_the_end_of_the_step_on_all_ran
 
 
 class Sums(Reduction):
-    """Keeps a residual, so that the loss scale is asked for."""
+    """Keeps a residual, so that the engine asks for the loss scale."""
 
     name, lossy = "sums", True
     fields: ClassVar[dict[str, Literal["local", "shared"]]] = {"residual": "local"}

@@ -1,4 +1,4 @@
-"""Expressions: one canonical dict, one string form, and nothing that could run."""
+"""Every expression has one canonical dict and one string form, and runs no code."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ providers = st.from_regex(r"[a-zA-Z0-9]([a-z0-9._-]{0,5}[a-z0-9])?", fullmatch=T
 
 
 def node(extra: st.SearchStrategy) -> st.SearchStrategy:
-    """A node with the given inside, with and without a provider."""
+    """Return a node around the given inner node, with and without a provider."""
     return st.builds(
         lambda hook, config, provider, rest: {
             "hook": hook,

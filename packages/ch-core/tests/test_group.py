@@ -1,4 +1,4 @@
-"""Several engines of one handle: they end together, and what goes wrong on one axis is known on the whole mesh."""
+"""The engines of one handle end a step together. An error on one axis reaches every rank of the mesh."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,7 @@ from commhooks.simulate import SimulatedGroup, SimulatedRank, SimulatedTransport
 
 
 class Fails(Reduction):
-    """Raises in the second step of the rank that is told to."""
+    """Raises in the second step on the chosen rank."""
 
     name, lossy = "fails", True
     fields = {"last": "shared"}
@@ -35,7 +35,7 @@ def bucket() -> Bucket:
 
 
 def own_column() -> SimulatedTransport:
-    """An axis of the mesh along which a rank is alone."""
+    """Return the transport of a mesh axis that has one rank."""
     return SimulatedTransport(SimulatedGroup(1), 0)
 
 

@@ -1,4 +1,4 @@
-"""The logger and write_stderr(): a closed or full standard error raises nothing, and leaves no text behind."""
+"""The logger and write_stderr() raise no error on a closed or full standard error, and leave no text in the buffer."""
 
 import io
 import logging
@@ -40,11 +40,11 @@ def test_a_full_disk_keeps_no_text_in_the_buffer(monkeypatch: pytest.MonkeyPatch
         log.handlers[-1].stream = full
         log.warning("lost")
         assert not write_stderr("lost\n")
-        full.flush()  # raises if text is left; the interpreter would then exit with status 120
+        full.flush()  # raises if text remains. The interpreter would then exit with status 120
         full.write("of the script")
         assert not write_stderr("lost\n")
         with pytest.raises(OSError, match="No space left"):
-            full.flush()  # the script's own text stays, and so does its exit status
+            full.flush()  # the script's own text and exit status stay
     finally:
         with suppress(OSError):
             full.close()

@@ -1,4 +1,6 @@
-"""A group whose number of ranks changes, as torchft's ManagedProcessGroup's does: an error, and no mean over the old number."""
+"""A group whose number of ranks changes, like torchft's ManagedProcessGroup, raises an error. It never divides by the
+old number.
+"""
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from commhooks.transport.process_group import ProcessGroupTransport
 
 
 class Shrinking(ProcessGroupTransport):
-    """Attached when there was one rank more."""
+    """A process group that had one more rank when the hook was attached."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Random numbers that all ranks agree on, products of fp32, views of a flat tensor."""
+"""Random numbers that all ranks agree on, products in fp32, and views of a flat tensor."""
 
 from typing import Any
 
@@ -76,7 +76,9 @@ def test_the_users_choice_of_products_is_back_after_an_error(allowed: str) -> No
 
 @pytest.mark.parametrize("allowed", ["high", "medium"])
 def test_products_are_exact_by_both_of_torchs_settings(allowed: str) -> None:
-    """On CUDA torch refuses products while the older setting and the newer one contradict each other; to ask is enough."""
+    """On CUDA torch refuses products while its older and newer setting contradict each other. Reading them is a
+    sufficient test.
+    """
     torch.set_float32_matmul_precision(allowed)
     try:
         before = [matmul.fp32_precision for matmul in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)]
@@ -109,6 +111,6 @@ def test_pieces_are_views_one_after_another() -> None:
     for number, piece in enumerate(pieces, 1):
         piece.fill_(number)
     assert [piece.shape for piece in pieces] == [(2, 3), (), (0, 4), (2,)]
-    assert flat.tolist() == [1.0] * 6 + [2.0] + [4.0] * 2 + [0.0]  # what is left over is in none
+    assert flat.tolist() == [1.0] * 6 + [2.0] + [4.0] * 2 + [0.0]  # no piece covers the remainder
     with pytest.raises(RuntimeError):
         cut(flat, [(11,)])

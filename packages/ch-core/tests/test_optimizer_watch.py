@@ -1,4 +1,4 @@
-"""Used, skipped and waiting gradients are told apart: one process, no DDP."""
+"""The watch tells used, skipped and pending gradients apart. One process, no DDP."""
 
 import gc
 from functools import partial
@@ -15,7 +15,7 @@ from commhooks.errors import HookConfigError, StateError
 
 
 class Watched:
-    """A model, and a watch that is asked and told as an engine would."""
+    """A model and its watch, which the test calls as an engine would."""
 
     def __init__(self, given: bool = True, late: bool = False, **options: Any) -> None:
         torch.manual_seed(0)
@@ -30,7 +30,7 @@ class Watched:
         loss = self.model(torch.ones(1, 3)).sum() * scale
         started: list[int] = []
 
-        def begins(gradient: torch.Tensor) -> None:  # where DDP's first bucket comes: after the first gradient
+        def begins(gradient: torch.Tensor) -> None:  # DDP's first bucket also comes after the first gradient
             if started:
                 return
             started.append(1)
@@ -66,7 +66,7 @@ def test_used_skipped_and_waiting_steps_are_told_apart() -> None:
 def test_gradients_zeroed_between_forward_and_backward_are_noticed_before_it_adds_to_them(set_to_none: bool) -> None:
     run = Watched()
     run.backward()
-    run.optimizer.zero_grad(set_to_none)  # what follows is one backward: its gradients are there when it ends
+    run.optimizer.zero_grad(set_to_none)  # the next lines are one backward, whose gradients exist when it ends
     run.backward()
     assert run.answers == [False]
 
@@ -75,7 +75,7 @@ def test_any_optimizer_that_holds_the_parameters_counts_and_no_other() -> None:
     for given in (True, False):
         run = Watched(given)
         run.backward()
-        torch.optim.SGD(run.model.parameters(), lr=0.1).step()  # made after attach
+        torch.optim.SGD(run.model.parameters(), lr=0.1).step()  # created after attach
         run.model.zero_grad()
         run.backward()
         other = nn.Linear(2, 2)
@@ -144,12 +144,12 @@ def test_a_step_with_zeroed_gradients_uses_nothing() -> None:
 
 
 def test_what_a_fused_optimizer_found_is_copied_when_it_steps() -> None:
-    """Read when the next backward begins, it would be behind all that the device has been given since."""
+    """A copy in the next backward would come after all kernels that were launched since the step."""
     run = Watched(fused=True)
     run.backward()
     run.optimizer.found_inf = found = torch.ones(())  # type: ignore[attr-defined]  # as a GradScaler says it
     run.optimizer.step()
-    found.zero_()  # by the scaler's next step
+    found.zero_()  # the scaler's next step clears it
     del run.optimizer.found_inf  # type: ignore[attr-defined]
     run.optimizer.zero_grad()
     run.backward()
@@ -171,7 +171,7 @@ def test_gradients_of_which_some_are_gone_are_an_error_unless_an_optimizer_has_s
     run = Watched()
     run.backward()
     run.model[0].zero_grad()
-    run.optimizer.step()  # gradients left out on purpose
+    run.optimizer.step()  # these gradients stay out on purpose
     run.optimizer.zero_grad()
     run.backward()
     assert run.watch.doubt() is None
@@ -190,7 +190,7 @@ def test_gradients_of_which_some_are_gone_are_an_error_unless_an_optimizer_has_s
 
 
 def late_optimizer(run: Watched, how: str) -> torch.optim.Optimizer:
-    """Give the model parameters to train after the watch began. Return an optimizer that holds only these."""
+    """Make parameters trainable after the watch began. Return an optimizer that holds only these."""
     if how == "added":
         run.model.append(nn.Linear(2, 2))
     for p in run.model.parameters():
@@ -203,7 +203,7 @@ def late_optimizer(run: Watched, how: str) -> torch.optim.Optimizer:
 def test_an_optimizer_of_parameters_that_came_later_counts(how: str, stepped: bool) -> None:
     run = Watched(given=False, late=how == "thawed")
     run.backward()
-    if stepped:  # parameters are no evidence any more
+    if stepped:  # from now on the watch does not compare parameters
         run.optimizer.step()
     run.model.zero_grad()
     optimizer = late_optimizer(run, how)
@@ -247,7 +247,7 @@ def test_an_optimizer_of_frozen_parameters_uses_nothing() -> None:
 
 
 def test_gradients_of_thawed_parameters_are_dropped_with_the_others() -> None:
-    """The last layer's gradient arrives first. It must not pass for one that was kept."""
+    """The last layer's gradient arrives first. It must not count as an accumulated gradient."""
     run = Watched()
     run.model[1].requires_grad_(False)
     run.backward()
@@ -287,7 +287,7 @@ def test_an_adapter_reports_a_backward_that_no_hook_of_autograd_sees() -> None:
     params = list(run.model.parameters())
 
     def backward(*written: int) -> None:
-        """As FSDP2 does: run a backward, and write the gradients of some parameters itself."""
+        """Run a backward and write the gradients of some parameters directly, as FSDP2 does."""
 
         def write(gradient: torch.Tensor) -> None:
             for number in written:
@@ -371,7 +371,7 @@ def test_parameters_changed_beside_an_optimizer_use_no_gradients() -> None:
     run.optimizer.zero_grad()
     with torch.no_grad():
         for p in run.model.parameters():
-            p.clamp_(-0.01, 0.01)  # of a critic; nothing has been learned from the gradients
+            p.clamp_(-0.01, 0.01)  # weight clipping, as for a critic. It uses no gradients
     run.backward()
     assert run.answers == [True, False]
 
@@ -397,7 +397,7 @@ def test_a_step_that_raises_is_over() -> None:
         run.optimizer.zero_grad()
         if kind == "step again":
             Fails.fails = False
-            optimizer.step()  # with nothing
+            optimizer.step()  # without gradients
         run.backward()
         run.optimizer.zero_grad()
         run.backward()
@@ -417,7 +417,7 @@ def test_an_ordinary_step_costs_no_work_on_tensors_for_each_parameter() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         watch = OptimizerWatch(optimizer, None, model.parameters) if watched else None
         for number in range(4):
-            if number == 1:  # until an optimizer has stepped, the parameters themselves are looked at
+            if number == 1:  # the watch compares parameters until an optimizer has stepped
                 counts = Counts()
                 counts.__enter__()
             optimizer.zero_grad()
@@ -480,7 +480,7 @@ def test_what_is_no_optimizer_is_refused() -> None:
 
 
 def test_gradients_that_cannot_be_examined_are_a_doubt_and_end_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raised from a hook of autograd, it would end the backward on this rank alone."""
+    """An error from an autograd hook would end the backward on this rank alone."""
 
     def fails(params: list[torch.Tensor]) -> bool:
         raise NotImplementedError("aten::any")

@@ -1,4 +1,4 @@
-"""Options: declared once, checked by name, read from dataclass fields."""
+"""Options are declared once, checked by name and read from dataclass fields."""
 
 import pickle
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Outcomes of steps: the status message, late errors, and commit or rollback of steps that wait."""
+"""Outcomes of steps: the status message, late errors, and commit or rollback of pending steps."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ from commhooks.reduction import Plain, Reduction, StepContext
 from commhooks.requests import AllGather, AllReduce
 from commhooks.simulate import SimulatedRank, simulate
 
-# -- the state: tentative steps
+# -- state of tentative steps
 
 
 def test_what_other_options_have_left_reads_as_nothing_where_a_shape_is_given() -> None:
@@ -60,7 +60,7 @@ def test_tentative_steps_are_kept_or_undone_together(used: bool) -> None:
     state.settle_tentative(used)
     assert (state.tentative, state.step, held(state)) == (False, 4 if used else 1, 32.0 if used else 8.0)
     kept = state.read("w", "residual")
-    for value in (5.0, 6.0):  # the buffers take turns again, and none of them is what is held
+    for value in (5.0, 6.0):  # the buffers alternate again, and none of them holds the current residual
         staged(state, value)
         assert state.read("w", "residual") is kept
         state.rollback()
@@ -112,7 +112,7 @@ def test_a_field_declares_how_it_follows_the_loss_scale() -> None:
 
 
 class Counts(Reduction):
-    """Keeps the number of its steps, and asks for other collectives from the third committed one on."""
+    """Counts its steps, and uses other collectives after the third committed one."""
 
     name, lossy = "counts", True
     fields: ClassVar[dict[str, Literal["local", "shared"]]] = {"sum": "shared"}
@@ -133,7 +133,7 @@ class Counts(Reduction):
 
 
 class Says:
-    """An outside that answers as it is told."""
+    """A step judge that gives a preset answer."""
 
     def __init__(self) -> None:
         self.answer: bool | None = True
@@ -217,7 +217,7 @@ def test_what_cannot_be_told_is_raised_on_all_ranks(doubting: tuple[int, ...]) -
         return seen
 
     ours, theirs = simulate(2, body)
-    # Where one rank alone could not tell, the other has committed what this one has not.
+    # If only one rank was in doubt, the other rank has committed a step that this one has not.
     after = "NoneType" if len(doubting) == 2 else "RankMismatchError"
     assert ours == ["NoneType", "StateError" if 0 in doubting else "RemoteHookError", after]
     assert theirs == ["NoneType", "StateError", after]
@@ -225,7 +225,7 @@ def test_what_cannot_be_told_is_raised_on_all_ranks(doubting: tuple[int, ...]) -
 
 @pytest.mark.parametrize("answers", [(True, True, True), (True, False, True), (False, False, True), (None, None, True)])
 def test_a_joined_rank_follows_what_the_others_do_with_a_step(answers: tuple[bool | None, ...]) -> None:
-    """Also where the number of committed steps decides about the collectives, and when it takes part again."""
+    """The rank also follows if the count of committed steps decides the collectives, and when it participates again."""
 
     def body(rank: SimulatedRank) -> tuple[list[tuple[int, float]], int]:
         engine, says, seen = rank.engine(Counts()), Says(), []
@@ -263,7 +263,7 @@ def test_a_joined_rank_saves_the_step_that_it_presumes_used_and_takes_it_back_wh
 
 
 class Eager(Reduction):
-    """Its ``run`` is no generator function: it raises before there is a generator."""
+    """Its ``run`` is no generator function. It raises before a generator exists."""
 
     name, lossy = "eager", True
 
@@ -302,7 +302,7 @@ def test_an_outcome_has_one_life(ends: bool) -> None:
         life.append(outcome.phase)
         assert engine.settle() is None, "its gradients wait"
         life.append(outcome.phase)
-        one_step(engine)  # on top of it
+        one_step(engine)  # a second step while the first is pending
         life.append(outcome.phase)
         tentative = [engine.state.tentative]
         says.answer = ends
@@ -328,7 +328,7 @@ def test_a_step_that_never_finishes_was_never() -> None:
 
 
 def test_ranks_that_judge_a_step_differently_are_told() -> None:
-    """Their optimizers have stepped as often; what they hold is not the same any more."""
+    """Their optimizers have made equally many steps, but their states differ."""
 
     def body(rank: SimulatedRank) -> list[str]:
         engine, says, seen = rank.engine(Counts()), Says(), []
@@ -444,7 +444,7 @@ def test_finiteness_is_told_where_the_sum_overflows_too(dtype: torch.dtype) -> N
 
 
 class TwoRounds(Reduction):
-    """A second round so small that it waits for the drain."""
+    """Sends a second round so small that it waits for the drain."""
 
     name, lossy = "two_rounds", True
 
@@ -454,7 +454,7 @@ class TwoRounds(Reduction):
 
 
 class AsManyRounds(TwoRounds):
-    """As many rounds as the name of the bucket's first parameter says."""
+    """Sends as many rounds as the name of the bucket's first parameter says."""
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
         yield from itertools.islice(super().run(bucket, ctx), int(bucket.params[0].name[0]))
@@ -472,7 +472,9 @@ class Further(Plain):
 def events(
     reduction: Reduction, callback: bool, monkeypatch: pytest.MonkeyPatch, names: Sequence[str] = ("2", "2 again")
 ) -> list[str]:
-    """What rank 0 started, by elements, and where it waited, in a step of some buckets; the status has three."""
+    """Return the messages that rank 0 starts, by elements, and its waits, for one step of some buckets. The status has
+    three elements.
+    """
     log: dict[int, list[str]] = {0: [], 1: []}
     starting, waiting = Stage.start, Stage.wait
 
@@ -512,7 +514,7 @@ def test_it_follows_the_drain_where_something_is_left_to_do(monkeypatch: pytest.
     late = ["start 192", "wait", "start 2", "start 2", "wait", "wait", "start 3", "wait"]
     assert events(TwoRounds(), False, monkeypatch) == late
     assert events(TwoRounds(), True, monkeypatch) == late
-    # What a callback does may fail, so the others hear of it; the first bucket is ended at once, for its sake.
+    # A callback may fail, and the other ranks must learn of it. The engine therefore ends the first bucket at once.
     assert events(Plain(), True, monkeypatch) == ["start 64", "start 128", "wait", "wait", "start 3", "wait"]
 
 
@@ -535,7 +537,7 @@ def test_a_failure_is_heard_by_all_wherever_the_status_travels(wrap: Any, monkey
             raise ArithmeticError("early")
         yield AllReduce(bucket.buffer)
 
-    for reduction in (Further(), Plain()):  # a subclass may do more than average: its status follows the drain
+    for reduction in (Further(), Plain()):  # a subclass may fail after its average, so its status follows the drain
         if type(reduction) is Plain:
             monkeypatch.setattr(Plain, "run", early)
         (others, kept), (own, own_kept) = simulate(2, body)
@@ -546,7 +548,7 @@ def test_a_failure_is_heard_by_all_wherever_the_status_travels(wrap: Any, monkey
 
 
 class Quiet(Reduction):
-    """Asks for nothing, and fails on rank 1."""
+    """Sends no request, and fails on rank 1."""
 
     name, lossy = "quiet", True
 
@@ -568,7 +570,7 @@ def test_a_rank_that_fails_where_nothing_is_sent_asks_nobody() -> None:
 
 
 class Halves(Reduction):
-    """Gathers bytes, and fails where it is told to on rank 1."""
+    """Gathers bytes, and fails on rank 1 at the chosen point."""
 
     name, lossy, collectives = "halves", True, frozenset({"all_gather"})
 
@@ -589,7 +591,7 @@ class Halves(Reduction):
 
 @pytest.mark.parametrize("where", ["before", "after", "nowhere"])
 def test_a_failure_that_is_told_late_leaves_nan_on_every_rank(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CUDA: a scaler skips the step on all ranks, or on none. Of bytes that were gathered nothing shows by itself."""
+    """As on CUDA, a scaler must skip the step on all ranks or on none. Gathered bytes alone show no failure."""
     monkeypatch.setattr("commhooks.engine.outcome.is_asynchronous", lambda device: True)
     monkeypatch.setattr("commhooks.engine.engine.is_asynchronous", lambda device: True)
 

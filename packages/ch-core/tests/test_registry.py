@@ -1,4 +1,4 @@
-"""Lookup: typed errors with advice, register and unregister, threads."""
+"""Lookup gives typed errors with advice, supports register and unregister, and is safe in threads."""
 
 import math
 import threading
@@ -43,7 +43,7 @@ def test_unknown_names_say_what_to_do(publish, registry):
 
 
 def test_a_name_of_ours_says_which_package_to_install(monkeypatch):
-    """As in an environment with ch-core alone."""
+    """Run as in an environment with ch-core alone."""
     monkeypatch.setenv("COMMHOOKS_DISABLE", "ch-ddp,ch-powersgd")
     registry = commhooks.registry.registry.Registry()
     with pytest.raises(

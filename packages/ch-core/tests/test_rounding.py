@@ -1,4 +1,4 @@
-"""Rounding to 16 bits: expectation, and the edges of the range."""
+"""Rounding to 16 bits keeps the expectation and handles the edges of the range."""
 
 import math
 
@@ -15,7 +15,9 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 def edges(dtype: torch.dtype) -> torch.Tensor:
-    """Exact numbers of ``dtype``, numbers beyond its range, infinities and NaN of several payloads; fp32."""
+    """Return fp32 numbers that are exact in ``dtype``, numbers beyond its range, infinities and NaN of several
+    payloads.
+    """
     info = torch.finfo(dtype)
     beyond = [info.max * 1.5, info.max * 4] if dtype == torch.float16 else [3.4028234663852886e38]
     exact = [0.0, -0.0, 1.0, info.max, info.tiny, info.smallest_normal / 2, info.tiny * 2.0**-7]
@@ -33,7 +35,7 @@ def test_exact_numbers_and_numbers_out_of_range_round_as_to_the_nearest(dtype: t
         found = torch.empty_like(nearest)
         stochastic_round(source, found)
         torch.testing.assert_close(found, nearest, rtol=0, atol=0, equal_nan=True)
-        assert torch.equal(found.signbit()[:-4], nearest.signbit()[:-4])  # zeros, too
+        assert torch.equal(found.signbit()[:-4], nearest.signbit()[:-4])  # also signs of zeros
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

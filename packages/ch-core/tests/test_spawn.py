@@ -41,7 +41,7 @@ def dying(rank: int, world: int) -> int:
 
 
 def marked(rank: int, world: int, folder: str) -> str:
-    """Sleep in the first life; return in the second."""
+    """Sleep in the first start. Return in the second."""
     mark = Path(folder, f"lived{rank}")
     if mark.exists():
         return "again"

@@ -1,4 +1,4 @@
-"""Specs and errors: plain data that checks itself and survives pickling."""
+"""Specs and errors are plain data, which checks itself and survives pickling."""
 
 import inspect
 import pickle

@@ -1,4 +1,4 @@
-"""``rollback=False``: one copy of the state, overwritten in place."""
+"""``rollback=False`` keeps one copy of the state and overwrites it in place."""
 
 import gc
 import logging
@@ -26,7 +26,7 @@ def ranks(expr: object, in_place: bool, like: dict[str, torch.Tensor], world: in
 
 
 def held(state: HookState) -> int:
-    """Bytes of every tensor that a state holds."""
+    """Return the bytes of every tensor in a state."""
     stores = (state._committed, state._staged, state._spare)
     return sum(t.nbytes for t in {id(t): t for store in stores for t in store.values()}.values())
 
@@ -49,7 +49,7 @@ def test_sent_is_not_kept_where_the_bucket_itself_is_sent() -> None:
         made = ranks(expr, False, parameters())
         made.step(all_ranks(parameters(), 2, 0))
         names = [name for _, name in made.engines[0].sender.scratch._tensors]
-        assert names.count("sent") == (2 if copies else 0)  # one a bucket
+        assert names.count("sent") == (2 if copies else 0)  # one for each bucket
 
 
 def test_a_step_with_nan_drops_everything_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -87,7 +87,7 @@ def test_q_begins_anew_on_all_ranks_alike() -> None:
 
 
 class Late(Reduction):
-    """Asks for the old residual when the new one's place has been overwritten."""
+    """Reads the old residual after overwriting it with the new one."""
 
     name, lossy, fields = "late", True, {"residual": "local"}
 
@@ -167,7 +167,7 @@ def test_nothing_grows_with_the_steps(expr: str, in_place: bool) -> None:
 
 
 def test_a_step_that_is_open_ends_by_the_rules_that_it_began_under() -> None:
-    """Where a state is attached again with another ``rollback=``."""
+    """A state may be attached again with another ``rollback=`` while a step is open."""
     state = HookState()
     state.keep_copies(one=True)
     for value in (1.0, 2.0):
@@ -179,5 +179,5 @@ def test_a_step_that_is_open_ends_by_the_rules_that_it_began_under() -> None:
     assert state.read("w", "residual").tolist() == [2.0, 2.0]
     state.keep_copies(one=True)
     state.stage("w", "residual", (2,)).fill_(float("nan"))
-    state.keep_copies(one=False)  # nobody has seen the end of that step
+    state.keep_copies(one=False)  # that step is still open
     assert state.read("w", "residual") is None

@@ -115,7 +115,7 @@ def gloo_body(rank: int, world: int, folder: str) -> dict[str, float]:
 @pytest.mark.gloo
 def test_two_gloo_ranks_write_one_file(tmp_path: Path) -> None:
     stats = spawn(gloo_body, 2, str(tmp_path))
-    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]  # no parts are left
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]  # the parts are deleted
     data = json.loads((tmp_path / "trace.json").read_text())
     slices = check_format(data)
     other = data["otherData"]
@@ -134,7 +134,7 @@ def test_two_gloo_ranks_write_one_file(tmp_path: Path) -> None:
         assert waits == pytest.approx(stats[rank]["wait_seconds"], rel=0.01, abs=1e-4)
         assert all(e["args"]["hook"] == "powersgd" for e in carried)
     summary = other["summary"]
-    assert summary["steps"] == 4  # without the first one
+    assert summary["steps"] == 4  # excludes the first step
     assert 0 <= summary["hidden"] <= 1
     assert {row["bucket"] for row in summary["buckets"]} == {e["args"]["bucket"] for e in carried}
 

@@ -1,4 +1,4 @@
-"""How all-reduces are carried out: round a ring, or by direct exchange; one message or two."""
+"""The transport runs an all-reduce by ring or direct exchange, in one message or two."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,7 @@ from commhooks.simulate import SimulatedRank, simulate
 
 
 class Twice(Reduction):
-    """Averages in two rounds, so that the order of addition is nobody's business."""
+    """Averages in two rounds, so that the engine may choose the order of addition."""
 
     name = "twice"
     lossy = True
@@ -31,7 +31,7 @@ class Twice(Reduction):
 def averaged(
     reduction: Reduction, gradients: torch.Tensor, *, free: bool, tuning: CpuTuning = TUNED
 ) -> tuple[list[torch.Tensor], list[tuple[str, int]]]:
-    """What the ranks get of a gradient each, and rank 0's messages: kind, elements."""
+    """Return every rank's average of one gradient, and rank 0's messages as (kind, elements)."""
     log: list[tuple[str, int]] = []
 
     def body(rank: SimulatedRank) -> torch.Tensor:
@@ -76,7 +76,9 @@ def test_direct_exchange_gives_the_same_average_on_all_ranks(world: int, numel: 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_an_average_that_ends_at_once_is_added_up_as_ddp_does(world: int) -> None:
-    """From three ranks on the order shows: only what a cast has rounded, and the status, is swapped then."""
+    """From three ranks on, the order of addition shows. The engine then exchanges directly only rounded casts and the
+    status.
+    """
     gradients = torch.randn(world, 50)
     ring, _ = averaged(Plain(), gradients, free=False)
     got, messages = averaged(Plain(), gradients, free=True)
@@ -100,19 +102,19 @@ def test_numbers_are_added_in_the_order_of_the_ranks() -> None:
         (2, TUNED.direct_bytes + 8, ["all_reduce"]),
         (4, TUNED.direct_extra_bytes // 2, ["all_to_all"]),
         (4, TUNED.direct_extra_bytes // 2 + 8, ["all_reduce"]),
-        (2, int(TUNED.halved_from), ["all_reduce", "all_reduce"]),  # a thread of gloo's for each half
+        (2, int(TUNED.halved_from), ["all_reduce", "all_reduce"]),  # gloo uses one thread for each half
         (4, int(TUNED.halved_from), ["all_reduce", "all_reduce"]),
     ],
 )
 def test_what_is_worth_a_direct_exchange_or_two_halves(world: int, size: int, kinds: list[str]) -> None:
-    """``size`` is in bytes, of each of the two stages."""
+    """``size`` gives the bytes of each of the two stages."""
     _, messages = averaged(Twice(), torch.ones(world, 2 * size // 4), free=True)
     assert [kind for kind, _ in messages[: len(kinds)]] == kinds
     assert len(messages) == 2 * len(kinds) + 1
 
 
 def test_only_the_last_bucket_goes_in_halves() -> None:
-    """The messages of those before it keep gloo's threads busy already."""
+    """Messages of earlier buckets already keep gloo's threads busy."""
     numel = int(TUNED.halved_from) // 2
 
     def body(rank: SimulatedRank) -> list[int]:
@@ -153,4 +155,4 @@ def test_a_direct_exchange_is_counted_as_what_it_sends() -> None:
 
     stats = simulate(4, body)[0]
     assert stats["payload_bytes"] == 2 * 18
-    assert stats["wire_bytes"] == (2 * 18 + 4 * (4 + 1)) * 3  # the status, too: everything to three others
+    assert stats["wire_bytes"] == (2 * 18 + 4 * (4 + 1)) * 3  # three others get all of it, and the status

@@ -1,4 +1,4 @@
-"""The wire-cast transform over simulated ranks: what travels, what is lost, what is refused, and what grows with the ranks."""
+"""The wire-cast transform over simulated ranks: messages, losses, refusals, and growth with the ranks."""
 
 import math
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ def test_wire_divides_before_the_cast_and_never_clamps() -> None:
         return [float(x) for x in bucket.buffer]
 
     for one, everywhere, nan in simulate(2, body):
-        assert one == 33000.0 - 8.0  # the nearest fp16 below
+        assert one == 33000.0 - 8.0  # the next lower fp16
         assert math.isinf(everywhere)
         assert math.isnan(nan)
 
@@ -109,7 +109,7 @@ def test_wrapping_what_has_nothing_to_cast_is_refused() -> None:
 
 
 class Gathered(Reduction):
-    """Gathers everything, as fp32, and leaves the mean; beside it an index that no wrapper may touch."""
+    """Gathers everything as fp32 and returns the mean. It also exchanges an index that no wrapper may touch."""
 
     name, lossy = "gathered", True
     collectives = frozenset({"all_gather", "all_to_all"})
@@ -136,7 +136,7 @@ class Gathered(Reduction):
         bucket.buffer = everyone.mean(0)
 
 
-VALUE = 1.0 + 2.0**-12  # not in bf16 nor fp16
+VALUE = 1.0 + 2.0**-12  # exact in neither bf16 nor fp16
 
 
 def average(reduction: Reduction, value: float = VALUE) -> list[float]:
@@ -162,7 +162,7 @@ def test_the_author_may_say_how_numbers_travel() -> None:
     assert average(Gathered(half)) == [1.0] * 3
     assert (
         average(WireCast(Gathered(half), "bf16"), 1.0 + 2.0**-10) == [1.0 + 2.0**-10] * 3
-    )  # fp16 holds it, bf16 does not
+    )  # exact in fp16, not in bf16
     (stage,) = Gathered(half).plan(BucketLayout.of_shapes({"w": (5,)}), StepContext(world_size=3))
     assert [request.payload_bytes for request in stage] == [2 * 15, 4 * 12, 2 * 15]
     for planned, zero in zip(stage, void_requests(stage, 3, torch.device("cpu")), strict=True):

@@ -1,4 +1,4 @@
-"""Wrappers written on ``Composite``: what they forward, what they are called, and what they do not inherit."""
+"""Wrappers that use ``Composite``: methods that they forward, their names, and attributes that they do not inherit."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -29,7 +29,7 @@ SHAPES = {"norm.weight": (5,), "up.weight": (7, 6), "up.bias": (7,), "down.weigh
 
 
 class Large(Reduction):
-    """Sends what is larger than 1, and says so."""
+    """Sends the elements larger than 1, and reports them."""
 
     name, lossy, reports_sent = "large", True, True
 
@@ -41,12 +41,12 @@ class Large(Reduction):
 
 
 def test_what_error_feedback_holds_back_is_told_of_transposed_parameters_too() -> None:
-    """A parameter lies in a bucket in the order of its memory, and its residual has the parameter's own shape."""
+    """A bucket stores a parameter in memory order, and its residual has the parameter's own shape."""
 
     def held(like: torch.Tensor) -> dict[str, float]:
         def body(rank: SimulatedRank) -> dict[str, float]:
             engine = rank.engine(error_feedback(Large()))
-            for _ in range(2):  # from the first figures on the engine keeps its buckets
+            for _ in range(2):  # telemetry makes the engine keep its buckets, from the first figures on
                 bucket = Bucket(BucketLayout.of_tensors({"w": like}), torch.zeros(like.numel()))
                 gradient = torch.randn(like.shape, generator=torch.Generator().manual_seed(rank.rank))
                 bucket.view("w").copy_(gradient)
@@ -64,7 +64,7 @@ def test_what_error_feedback_holds_back_is_told_of_transposed_parameters_too() -
 
 
 class Kept(Reduction):
-    """Keeps the average that it sends; matrices only."""
+    """Keeps the average that it sends, for matrices only."""
 
     name, lossy = "kept", True
     fields = {"last": "shared"}
@@ -79,7 +79,7 @@ class Kept(Reduction):
 
 
 class Gathered(Reduction):
-    """The average by all-gather."""
+    """Averages by all-gather."""
 
     name, collectives = "gathered", frozenset({"all_gather"})
 
@@ -93,7 +93,7 @@ RULES = {"*.norm*": Plain(), "*.bias": WireCast(Plain(), "bf16"), "*": Kept()}
 
 
 class Doubled(Composite):
-    """Twice its part's average, with a field of its own."""
+    """Doubles the inner average, and adds a field."""
 
     name = "doubled"
     fields = {"count": "shared"}

@@ -1,4 +1,4 @@
-"""A hook whose annotations say that it is none is refused where it is attached."""
+"""Attach refuses a hook whose annotations say that it is no hook."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What attach says to a model that it has no adapter for: what to install, or what to attach to."""
+"""Attach names the package to install, or the model to attach to, if it has no adapter for a model."""
 
 import os
 import subprocess
@@ -53,6 +53,6 @@ def test_what_is_said_to_a_model_without_an_adapter() -> None:
         assert "pip install ch-fsdp, or in a clone: pip install ./packages/ch-ddp ./packages/ch-fsdp" in said[kind]
         assert "DistributedDataParallel" not in said[kind].replace("FullyShardedDataParallel", "")
     assert "replicate" not in said  # it has an adapter
-    assert "compiled" not in said  # looked through
+    assert "compiled" not in said  # attach looks through it
     for kind in ("lost_ddp", "lost_replicate"):
         assert "make another group" in said[kind]

@@ -1,4 +1,4 @@
-"""What attach finds inside a framework's or torch.compile's wrapper, and what it does in a single process."""
+"""Attach finds models inside wrappers of frameworks and torch.compile, and works in a single process."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -47,7 +47,7 @@ def compiled_steps(rank: int, world: int, order: str) -> float:
 
 @pytest.mark.parametrize("order", ["compiled outside", "compiled inside", "both"])
 def test_compiled_in_either_order(order: str) -> None:
-    # In a process of its own: torch's compiler remembers models of tests before this one.
+    # A separate process, because torch's compiler remembers models of earlier tests.
     assert spawn(compiled_steps, 1, order) == [2]
 
 
@@ -64,7 +64,7 @@ def fabric_steps(rank: int, world: int) -> tuple[str, int]:
 
 
 def test_a_fabric_module() -> None:
-    """In a process of its own, whose environment Fabric fills with what makes it a rank."""
+    """Runs in a separate process, because Fabric sets environment variables that make its process a rank."""
     pytest.importorskip("lightning")
     assert spawn(fabric_steps, 1) == [("_FabricModule", 1)]
 
@@ -105,7 +105,7 @@ def test_alone_nothing_is_compressed(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_alone_a_state_of_several_ranks_is_kept_as_it_is() -> None:
-    """A script that resumes and saves runs alone, too; what it loaded is not lost."""
+    """A script that resumes and saves may also run alone. It must not lose the loaded state."""
     model = ddp()
     handle = commhooks.attach(model, HOOK)
     shapes = {name: torch.randn(p.shape) for name, p in model.module.named_parameters()}

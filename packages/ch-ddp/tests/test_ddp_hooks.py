@@ -17,7 +17,7 @@ from commhooks.testing import spawn
 
 pytestmark = pytest.mark.timeout(120)
 
-MANY = 0.001  # MiB: every parameter a bucket of its own
+MANY = 0.001  # MiB. Every parameter is a bucket
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -34,7 +34,7 @@ def grads(model: nn.Module) -> torch.Tensor:
 
 
 def worst_error(model: nn.Module, reference: nn.Module, rank: int, steps: int = 4) -> float:
-    """Largest relative gradient error over some steps on equal data."""
+    """Return the largest relative gradient error over some steps on equal data."""
     torch.manual_seed(100 + rank)
     dtype = next(model.parameters()).dtype
     worst = 0.0
@@ -89,7 +89,7 @@ def test_every_hook_by_name_equals_ddp_within_its_rounding(world: int) -> None:
 
 
 def body_large(rank: int, world: int) -> dict[str, float]:
-    """Buckets of 9.7 and 9.3 MB, which travel as two messages each where the order of addition allows it."""
+    """Buckets of 9.7 and 9.3 MB, each sent as two messages if the order of addition allows it."""
     found = {}
     for expr, dtype in (("allreduce", torch.float32), ("allreduce", torch.bfloat16), ("bf16_compress", torch.float32)):
         torch.manual_seed(0)
@@ -112,7 +112,7 @@ def test_large_messages_give_the_same_average(world: int) -> None:
 
 
 def body_one_detached(rank: int, world: int) -> float:
-    """Rank 0 has had a hook, the others never: their messages still fit, large ones too."""
+    """Rank 0 had a hook, and the others never had one. Their messages must still match, large ones too."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(20, 1100), nn.Linear(1100, 1053, bias=False))
     model, reference = (DistributedDataParallel(copy.deepcopy(net)) for _ in range(2))
@@ -240,7 +240,7 @@ def test_detach_reattach_and_what_is_refused() -> None:
 
 
 class Scaled:
-    """A callable object with a foreign argument name and string annotations: torch refuses both."""
+    """A callable object with a different argument name and string annotations. Torch refuses both."""
 
     def __call__(self, state: "Any", the_bucket: "Any") -> "torch.futures.Future[torch.Tensor]":
         return halve(state, the_bucket)
@@ -271,7 +271,7 @@ def body_compiled(rank: int, world: int) -> dict[str, float]:
         for name in ("allreduce", "fp16_compress", "bf16_compress"):
             torch._dynamo.reset()
             torch._dynamo.config.optimize_ddp = mode
-            model, reference = wrapped(cap=25), wrapped(cap=25)  # dynamo wants caps of 1 MiB and more
+            model, reference = wrapped(cap=25), wrapped(cap=25)  # dynamo needs caps of at least 1 MiB
             model.register_comm_hook(None, commhooks.get(name))
             compiled = torch.compile(model, backend="aot_eager")
             with torch._dynamo.config.patch(compiled_autograd=mode == "python_reducer"):
@@ -287,7 +287,7 @@ def test_compiled_ddp_in_both_modes() -> None:
 
 
 def test_no_process_group_is_a_typed_error() -> None:
-    handle = commhooks.create("bf16_compress")  # needs none
+    handle = commhooks.create("bf16_compress")  # needs no process group
     assert handle.expr == "bf16_compress"
     with pytest.raises(commhooks.AttachError, match=r"is not attached to a model: handle = commhooks\.attach"):
         handle.stats()
@@ -323,7 +323,7 @@ def body_review(rank: int, world: int) -> None:
         dist.all_gather(gathered, first)
         assert torch.equal(gathered[0], gathered[1]) == (group is None)
 
-    # ranks with other options in an object
+    # ranks with different options in an object
     from ch_powersgd import PowerSGD
 
     with pytest.raises(commhooks.RankMismatchError, match="rank"):

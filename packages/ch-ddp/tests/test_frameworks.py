@@ -1,4 +1,4 @@
-"""Adapters of trainers: the framework's own save and resume bring back the hook, and one process trains without it.
+"""Adapters of trainers. The framework's own save and resume restore the hook, and one process trains without it.
 
 `tests/frameworks/matrix.py` does the same with whole scripts, SIGKILL and other numbers of ranks.
 """
@@ -27,7 +27,7 @@ from .test_registering import as_torchrun
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.gloo]
 
-EXPR = "error_feedback(bf16_compress)"  # every rank has a residual of its own
+EXPR = "error_feedback(bf16_compress)"  # each rank has a separate residual
 
 
 def needs(package: str) -> pytest.MarkDecorator:
@@ -58,7 +58,7 @@ def flat(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-# -- what they have in common
+# -- shared parts
 
 
 def trained(rank: int, steps: int) -> tuple[nn.Module, TrainerHook]:
@@ -206,7 +206,7 @@ else:
     assert done.returncode == 0, done.stderr
 
 
-# -- each framework: ten steps in one go, or five, saved, and five more in a new trainer
+# -- each framework: ten steps at once, or five steps, a save, and five more in a new trainer
 
 
 def body_lightning(rank: int, world: int, folder: str, package: str) -> None:

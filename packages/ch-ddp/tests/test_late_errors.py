@@ -1,7 +1,7 @@
-"""What a GPU makes different, shown on a CPU: the error of a step is not known when its backward ends.
+"""Late errors of a GPU, shown on a CPU. The backward ends before its error is known.
 
-On CUDA reading the status there would make the host wait. Until it is read, what a failed step left must not be used: a
-scaler sees NaN and skips the step, and with ``optimizer=`` the error is raised from ``optimizer.step()``.
+On CUDA, reading the status at that point would make the host wait. Until then nothing may use the results of a failed
+step. A scaler sees NaN and skips the step. With ``optimizer=`` the error comes from ``optimizer.step()``.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from commhooks.requests import AllReduce
 
 
 class Fails(Reduction):
-    """Plain averaging that raises in the third step: before its collective, or after it."""
+    """Plain averaging that raises in the third step, before or after its collective."""
 
     name, lossy = "fails", True
 
@@ -38,7 +38,7 @@ class Fails(Reduction):
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[DistributedDataParallel]:
-    """In a group of one rank whose verdicts are read as late as on CUDA."""
+    """Return a model in a group of one rank, whose outcomes are read as late as on CUDA."""
     send = StepOutcome.send
 
     def late(self: Any, *args: Any) -> None:
@@ -115,13 +115,13 @@ def test_an_optimizer_that_was_given_raises_before_it_changes_anything(
         optimizer.step()
     assert torch.equal(image(model), before)
     optimizer.zero_grad()
-    model(torch.ones(2, 8)).sum().backward()  # the step was not used: the third again, told in the same way
+    model(torch.ones(2, 8)).sum().backward()  # repeats the third step and its error
     with pytest.raises(ArithmeticError, match="as told"):
         optimizer.step()
 
 
 def test_a_capture_is_refused(model: DistributedDataParallel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a device that says it is a GPU, and a stream that says it is captured."""
+    """A device that claims to be a GPU, and a stream that claims to be under capture."""
     handle = commhooks.attach(model, "allreduce", single_process=True)
     engine = handle.binding.engine if handle.binding is not None else None
     assert engine is not None
@@ -135,7 +135,7 @@ def test_a_capture_is_refused(model: DistributedDataParallel, monkeypatch: pytes
 def test_the_scale_is_sent_for_when_the_forward_begins(
     model: DistributedDataParallel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``get_scale()`` would wait for the forward and the backward so far; it is asked in the first step only."""
+    """``get_scale()`` would wait for the forward and backward so far. The engine calls it in the first step only."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     handle = commhooks.attach(model, "powersgd(min_compression_rate=0.1)", scaler=scaler, single_process=True)

@@ -1,4 +1,4 @@
-"""Local SGD against the hand-written loop, on gloo processes; its parts alone."""
+"""Local SGD against a manual loop on gloo processes, and its parts alone."""
 
 import copy
 import inspect
@@ -54,7 +54,7 @@ def average_by_hand(model: nn.Module, group: Any = None) -> None:
 
 
 def by_hand(rank: int, pair: Any, later: str, levels: dict[int, Any]) -> list[torch.Tensor]:
-    """The loop that post-local SGD and an averager stand for."""
+    """The loop that post-local SGD and an averager replace."""
     model = DistributedDataParallel(net(), bucket_cap_mb=0.001)
     optimizer, seen = adam(model), []
     for step, x in enumerate(batches(rank)):
@@ -109,7 +109,7 @@ def body_loops(rank: int, world: int) -> None:
             got = ours(rank, averager, later, by_name)
             for step, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
                 assert torch.equal(mine, theirs), (later, type(averager).__name__, step)
-        if later == "nothing" or world > 2:  # between two averages the ranks are apart
+        if later == "nothing" or world > 2:  # between two averages the ranks differ
             everyone = [torch.empty_like(got[-2]) for _ in range(world)]
             dist.all_gather(everyone, got[START + 1])
             assert not torch.equal(everyone[0], everyone[-1])
@@ -134,7 +134,7 @@ def body_averaging(rank: int, world: int) -> None:
     before = [(p.data_ptr(), p.stride(), p.untyped_storage().nbytes(), p.dtype) for p in params]
     values = [p.detach().clone() for p in params]
     if rank == 0:
-        params[0].grad = torch.ones_like(params[0])  # which parameters have a gradient does not matter
+        params[0].grad = torch.ones_like(params[0])  # averaging needs no gradients
     ch_ddp.average_parameters([*params, odd])
     ch_ddp.average_parameters(iter([]))
     assert [(p.data_ptr(), p.stride(), p.untyped_storage().nbytes(), p.dtype) for p in params] == before
@@ -185,7 +185,7 @@ def body_groups(rank: int, world: int) -> None:
         HierarchicalModelAverager({1: 2})
     with pytest.raises(commhooks.HookConfigError, match="cannot be divided into groups of 3"):
         HierarchicalModelAverager({1: 3, 2: 4})
-    # Two levels of one size, as PyTorch's own test has them over four ranks.
+    # Two levels of one size, like PyTorch's own test over four ranks.
     three = HierarchicalModelAverager({2: 2, 4: 4, 8: 4}).period_process_group_dict
     pair, everyone = [rank // 2 * 2, rank // 2 * 2 + 1], [0, 1, 2, 3]
     assert [dist.get_process_group_ranks(g) for g in three.values()] == [pair, everyone, everyone]
@@ -197,7 +197,7 @@ def body_groups(rank: int, world: int) -> None:
         averager.average_parameters([value])
         expected = 1.5 if step % 8 == 0 else rank // 2 * 2 + 0.5 if step % 2 == 0 else float(rank)
         assert value.tolist() == [expected] * 3, step
-    # A model on a part of the ranks: by attach, the state takes its group, not the default one.
+    # A model on some of the ranks. Attach gives the state the model's group, not the default group.
     half = dist.new_group([rank // 2 * 2, rank // 2 * 2 + 1], use_local_synchronization=True)
     model = DistributedDataParallel(net(), process_group=half, bucket_cap_mb=0.001)
     handle = commhooks.attach(model, "post_local_sgd(start_iter=0, subgroup_size=2)")
@@ -261,7 +261,7 @@ def test_states_need_no_process_group_and_survive_a_checkpoint() -> None:
 
 
 class Never(ch_ddp.ModelAverager):
-    """Counts, so that the optimizer can be looked at without processes."""
+    """Counts calls, so that tests of the optimizer need no processes."""
 
     def average_parameters(self, params: Any) -> None:
         assert [p for group in params for p in group["params"]]

@@ -1,4 +1,4 @@
-"""Local SGD's state is one of PyTorch's: Lightning, which looks for that class, averages the model with it."""
+"""Local SGD's state is a subclass of PyTorch's. Lightning looks for that class and then averages the model."""
 
 import copy
 import importlib.util
@@ -34,7 +34,7 @@ def test_the_state_is_one_of_pytorchs() -> None:
     for twin in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
         assert (twin.state_dict(), twin.subgroup_size) == (state.state_dict(), 2)
         assert twin.process_group is twin.subgroup is None
-    old = {"process_group": None, "subgroup": None, "start_localSGD_iter": 5, "iter": 4}  # as 0.1.0 pickled it
+    old = {"process_group": None, "subgroup": None, "start_localSGD_iter": 5, "iter": 4}  # as version 0.1.0 pickled it
     state.__setstate__({**old, "post_local_gradient_allreduce": True, "subgroup_size": None})
     assert (state.iter, state.post_local_gradient_allreduce, state.subgroup_size) == (4, True, None)
 
@@ -44,7 +44,9 @@ def test_the_state_is_one_of_pytorchs() -> None:
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="Lightning is not installed")
 def test_lightnings_strategy_averages_the_model(tmp_path: Any) -> None:
-    """``DDPStrategy`` looks for PyTorch's class, and without it never averages what the hook lets drift apart."""
+    """``DDPStrategy`` looks for PyTorch's class. Without that class, Lightning would never average
+    the drifting models.
+    """
     spawn(body_lightning, 2, str(tmp_path), timeout=150)
 
 

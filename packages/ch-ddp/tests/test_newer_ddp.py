@@ -1,4 +1,4 @@
-"""What newer versions of torch let DDP do: finalisation by hand, buckets that live for one backward."""
+"""Newer versions of torch: the caller finalises a backward, and buckets live for one backward."""
 
 from functools import partial
 from typing import Any
@@ -101,7 +101,7 @@ def test_a_failed_backward_that_is_finalised_by_hand_leaves_the_model_usable() -
 
 
 def fails_beside(rank: int, world: int, kind: str, failing: int) -> list[str]:
-    """Two models in one loss, of which one fails: its error keeps the caller from finalising both."""
+    """Run two models in one loss and fail in one. The error keeps the caller from finalising both."""
     towers, reductions = [wrapped(), wrapped()], [Fails(), Fails()]
     for model, reduction in zip(towers, reductions, strict=True):
         if kind == "attached":

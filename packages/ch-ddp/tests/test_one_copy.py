@@ -1,4 +1,6 @@
-"""``attach(..., rollback=False)`` on DDP: half the residual's memory, the same gradients; what it excludes is named."""
+"""``attach(..., rollback=False)`` on DDP halves the residual's memory, keeps the gradients, and names the uses that it
+excludes.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -50,7 +52,7 @@ def test_who_gives_steps_back_is_refused_by_name(model: DistributedDataParallel)
             commhooks.attach(model, EF, single_process=True, rollback=False, **{name: judge})
     with pytest.raises(HookNotSupportedError, match="with its own state"):
         commhooks.attach(model, lambda state, bucket: None, rollback=False)
-    handle = commhooks.attach(model, EF, single_process=True, rollback=False)  # and the model is as it was
+    handle = commhooks.attach(model, EF, single_process=True, rollback=False)  # the model is unchanged
     model(torch.ones(1, 64)).sum().backward()
     with pytest.raises(HookNotSupportedError, match=r"handle\.rollback"):
         handle.rollback()

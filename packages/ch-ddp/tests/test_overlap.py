@@ -1,4 +1,4 @@
-"""The overlapped optimizer against the separate one, to the bit, on gloo processes."""
+"""The overlapped optimizer equals the separate one to the bit, on gloo processes."""
 
 import copy
 from typing import Any
@@ -51,7 +51,7 @@ def foreign(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
 def losses_and_parameters(
     rank: int, what: Any, make: Any, overlapped: bool, *, accumulate: int = 1, **options: Any
 ) -> tuple[list[float], list[torch.Tensor]]:
-    """The whole training loop, the same for both but for the wrapper."""
+    """Run the whole training loop. Only the wrapper differs between both calls."""
     model = DistributedDataParallel(Net(), bucket_cap_mb=0.0001, **options)
     handle = commhooks.attach(model, what)
     optimizer = make(model)
@@ -110,22 +110,22 @@ def body_during(rank: int, world: int) -> None:
     inner = MAKERS["sgd"](model)
     optimizer = OverlappedOptimizer(inner, handle)
     x = torch.randn(5, 12)
-    model(x).sum().backward()  # DDP lays its buckets anew after this one
+    model(x).sum().backward()  # DDP rebuilds its buckets after this backward
     optimizer.step()
     optimizer.zero_grad()
     first, last = model.module.body[0].weight, model.module.spare.weight
     before, changed = last.detach().clone(), []
     first.register_hook(lambda grad: changed.append(not torch.equal(last, before)))
     model(x).sum().backward()
-    assert changed == [True], changed  # a late layer was updated before the first one had a gradient
-    assert model.module.spare.weight.grad is not None  # and gradients are there afterwards, as without overlap
+    assert changed == [True], changed  # a late layer was updated before the first layer had a gradient
+    assert model.module.spare.weight.grad is not None  # gradients exist afterwards, as without overlap
     with pytest.raises(commhooks.HookConfigError, match="was already updated in an earlier backward"):
         model(x).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    model(x).sum().backward()  # the model is still usable
+    model(x).sum().backward()  # the model remains usable
     optimizer.step()
-    # A checkpoint goes through the wrapper, and into an optimizer without one.
+    # A checkpoint passes through the wrapper, also into an optimizer without one.
     plain = MAKERS["sgd"](copy.deepcopy(model.module))
     plain.load_state_dict(optimizer.state_dict())
     with pytest.raises(commhooks.HookNotSupportedError, match="cannot be copied or pickled"):
@@ -139,7 +139,7 @@ def body_during(rank: int, world: int) -> None:
     optimizer.step()
     before = last.detach().clone()
     model(x).sum().backward()
-    assert torch.equal(before, last)  # detached: the step does it all
+    assert torch.equal(before, last)  # after detach only step() updates
     optimizer.step()
     assert not torch.equal(before, last)
 

@@ -1,4 +1,4 @@
-"""Lightning's helpers, PyTorch's registration form, and the frameworks themselves where they are installed."""
+"""Lightning's helpers, PyTorch's registration form, and the installed frameworks themselves."""
 
 import functools
 import importlib.util
@@ -32,7 +32,7 @@ def gradient(model: nn.Module, rank: int) -> torch.Tensor:
 
 
 def halved(factor: float, state: Any, bucket: dist.GradBucket) -> Any:
-    """A foreign hook with a state of its own, usable as a partial only."""
+    """A foreign hook with a private state. It works only as a partial."""
     state.append(bucket.index())
     done: Any = torch.futures.Future()
     done.set_result(bucket.buffer().mul_(factor))
@@ -90,7 +90,7 @@ def body_forms(rank: int, world: int) -> None:
         register_ddp_comm_hook(nn.Linear(2, 2), ddp_comm_hook="allreduce")
     half = dist.new_group([rank], use_local_synchronization=True)
     model = wrapped()
-    register_ddp_comm_hook(model, half, "allreduce")  # a group as state: where to reduce
+    register_ddp_comm_hook(model, half, "allreduce")  # the state is the group to reduce over
     alone = wrapped().module
     assert torch.equal(gradient(model, rank), gradient(alone, rank))
 
@@ -107,7 +107,7 @@ def test_the_ten_members_are_pytorchs() -> None:
     for member in DDPCommHookType:
         try:
             assert commhooks.create(member.value).expr == member.value
-        except commhooks.UnknownHookError as error:  # its package is not installed here
+        except commhooks.UnknownHookError as error:  # the hook's package is not installed
             assert "pip install" in str(error)
 
 

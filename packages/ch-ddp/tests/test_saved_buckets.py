@@ -1,4 +1,4 @@
-"""A run that was saved and goes on in another process has the bits of a run that went on."""
+"""A saved run that resumes in another process has the same bits as an uninterrupted run."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ SAVED, LAST = 4, 8
 
 
 class Branches(nn.Module):
-    """Uses its layers in another order than it defines them, so that DDP's second buckets differ from its first."""
+    """Uses its layers in another order than it defines them. DDP's second buckets therefore differ from its first."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How many ranks share a machine, told without NumPy: torch does not install it."""
+"""Ranks learn without NumPy how many of them share a machine. Torch does not install NumPy."""
 
 import socket
 
@@ -18,7 +18,7 @@ def no_numpy(*_: object, **__: object) -> None:
 
 
 def body(rank: int, world: int) -> tuple[int, int, str]:
-    torch.Tensor.numpy = no_numpy  # what a tensor does where NumPy is not installed
+    torch.Tensor.numpy = no_numpy  # a tensor does this if NumPy is not installed
     here = ranks_per_machine(None)
     part = dist.new_group([0, 1], use_local_synchronization=True) if rank < 2 else None
     two = ranks_per_machine(part) if part is not None else 0

@@ -1,4 +1,4 @@
-"""Whatever is raised while a bucket is taken, DDP survives the backward."""
+"""DDP survives the backward after any error during the handover of a bucket."""
 
 import pytest
 import torch

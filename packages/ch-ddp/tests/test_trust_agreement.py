@@ -1,4 +1,4 @@
-"""Ranks that do not agree get an error, all of them, before anything is communicated."""
+"""All ranks get an error if they do not agree, before any rank communicates."""
 
 import threading
 import time
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def together(world: int, fields: Any, says: Any = lambda rank: "") -> list[str]:
-    """What each of ``world`` ranks, run as threads that exchange through a table, is told."""
+    """Return the error text of each of ``world`` ranks. The ranks are threads and exchange through a table."""
     table: dict[tuple[int, int], bytes] = {}
     barrier = threading.Barrier(world, timeout=20)
     said = [""] * world
@@ -93,7 +93,7 @@ def test_the_other_rank_s_expression_is_told() -> None:
 
 
 class Sized(Reduction):
-    """Stands for a hook with an option that changes what it sends."""
+    """Stands for a hook with an option that changes the size of its messages."""
 
     name, lossy, fields = "sized", True, {"memory": "shared"}
 
@@ -126,7 +126,7 @@ def mismatches(rank: int, world: int) -> dict[str, tuple[str, str, float]]:
         return DistributedDataParallel(net(), bucket_cap_mb=0.0001)
 
     found = {}
-    # Whatever they differ in: the model works after it, with plain averaging.
+    # After each mismatch the model must work with plain averaging.
     for name, what in {
         "options": Sized(1 + rank),
         "hooks": "fp16_compress" if rank else "bf16_compress",
@@ -145,13 +145,13 @@ def mismatches(rank: int, world: int) -> dict[str, tuple[str, str, float]]:
     found["optimizer"] = told(lambda: commhooks.attach(model, Sized(), optimizer=optimizer, timeout=20.0))
     found["unverified"] = told(lambda: commhooks.attach(ddp(), Sized(1 + rank), verify_ranks=False))
     found["good"] = told(lambda: commhooks.attach(ddp(), Sized(), timeout=20.0))
-    # One rank attaches, the other does not: the others' collectives are not disturbed.
+    # One rank attaches and the other does not. This must not disturb the other's collectives.
     model = ddp()
     if rank == 0:
         found["absent"] = told(lambda: commhooks.attach(model, Sized(), timeout=1.5))
     model(torch.ones(2, 12)).sum().backward()
     if rank == 1:
-        StoreExchange(dist.group.WORLD, 1.0)  # catch up with the number of agreements
+        StoreExchange(dist.group.WORLD, 1.0)  # reach the same number of agreements
         found["late"] = told(lambda: StoreExchange(dist.group.WORLD, 1.0)(b"x"))
         found["absent"] = found["late"]
     return found
@@ -177,12 +177,12 @@ def test_attach_names_what_differs_on_every_rank() -> None:
     assert kind == "HookTimeoutError"
     assert "ranks 1 did not take part" in said
     assert 1.4 < seconds < 4.0
-    assert results[1]["late"][0] == "HookTimeoutError"  # and a rank that comes alone is told who is missing
+    assert results[1]["late"][0] == "HookTimeoutError"  # a rank that comes alone also learns the missing ranks
     assert "ranks 0" in results[1]["late"][1]
 
 
 def drifts(rank: int, world: int) -> list[tuple[str, str, float]]:
-    """Hooks whose result depends on the rank, found by the periodic check."""
+    """The periodic check finds hooks whose result depends on the rank."""
     found = []
     for what in ("noop", own_way):
         model = DistributedDataParallel(net(), bucket_cap_mb=0.0001)
@@ -200,7 +200,7 @@ def drifts(rank: int, world: int) -> list[tuple[str, str, float]]:
 
 
 def own_way(state: object, bucket: Any) -> Any:
-    """All-reduces, and then adds a little that depends on the rank."""
+    """All-reduces, then adds a small number that depends on the rank."""
     future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
     return future.then(lambda done: done.value()[0] + 1e-6 * dist.get_rank())
 

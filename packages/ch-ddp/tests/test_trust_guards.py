@@ -1,4 +1,4 @@
-"""Hooks that fail, on real gloo processes: what every rank is told, how soon, and what works afterwards."""
+"""Hooks that fail on real gloo processes: errors on each rank, their delay, and use of the model afterwards."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ def net() -> nn.Sequential:
 
 
 def wrapped(**options: Any) -> DistributedDataParallel:
-    """Every parameter a bucket of its own after the first step."""
+    """Return a model in which every parameter is a bucket after the first step."""
     return DistributedDataParallel(net(), bucket_cap_mb=0.0001, **options)
 
 
@@ -38,7 +38,7 @@ def backward(model: nn.Module, rank: int, seed: int) -> torch.Tensor:
 
 
 def outcome(action: Callable[[], object]) -> tuple[str, str, float]:
-    """Type, text and notes, and seconds of what ``action`` raises."""
+    """Return the type, text and notes of the error that ``action`` raises, and the seconds until then."""
     begun = time.monotonic()
     try:
         action()
@@ -48,11 +48,11 @@ def outcome(action: Callable[[], object]) -> tuple[str, str, float]:
     return "", "", time.monotonic() - begun
 
 
-# -- our own reductions: any stage, any rank; the model goes on
+# -- our own reductions fail at any stage on any rank, and the model keeps working
 
 
 class Breaks(Reduction):
-    """Two rounds; raises on one rank at one stage of one bucket, when armed."""
+    """Runs two rounds. Raises on one rank at one stage of one bucket while armed."""
 
     name = "breaks"
     lossy = True
@@ -92,7 +92,7 @@ def own_failures(rank: int, world: int) -> list[tuple[Any, ...]]:
                 torch.equal(backward(model, rank, 100 * step + i), backward(plain, rank, 100 * step + i))
                 for i in range(2)
             )
-            found.append((where, kind, text, seconds - 10 * usual, equal))  # on a busy machine all takes longer
+            found.append((where, kind, text, seconds - 10 * usual, equal))  # a busy machine takes longer
         handle.assert_active()
     return found
 
@@ -120,7 +120,7 @@ def reduced(state: Any, bucket: Any) -> Any:
 
 
 def turned(state: Callable[[torch.Tensor], Any], bucket: Any) -> Any:
-    """The reduced buffer, changed by ``state``."""
+    """Return the reduced buffer, changed by ``state``."""
     return reduced(None, bucket).then(lambda done: state(done.value()))
 
 
@@ -212,7 +212,7 @@ def test_every_wrong_result_is_a_typed_error_that_names_hook_and_bucket() -> Non
             assert seconds < 5.0, name
 
 
-# -- foreign hooks: one rank only
+# -- foreign hooks that fail on one rank
 
 
 def never(state: Any, bucket: Any) -> Any:
@@ -238,7 +238,7 @@ def one_rank(rank: int, world: int, name: str) -> tuple[Any, ...]:
     first = outcome(lambda: backward(model, rank, 2))
     second = outcome(lambda: backward(model, rank, 3))
     checked = outcome(handle.check)[0]
-    dist.destroy_process_group()  # the error says that it is lost
+    dist.destroy_process_group()  # the error says that the group is lost
     return good, first, second, checked
 
 
@@ -252,7 +252,7 @@ def test_a_foreign_hook_that_fails_on_one_rank_ends_the_step_on_all(name: str, k
         assert first[0] == checked == (kind if rank == 1 else "RemoteHookError"), first
         assert first[2] < (4.0 if name == "never" else 1.0), first
         assert "Wrap the model again" in first[1]
-        assert second[0] == "AttachError", second  # dead, and says so instead of hanging
+        assert second[0] == "AttachError", second  # the model is unusable, and says so instead of hanging
         assert "Wrap the model again" in second[1]
         assert second[2] < 1.0
     assert "rank 1" in results[0][1][1]

@@ -1,4 +1,4 @@
-"""Models and ways of training that are not the plain case: the right result, or a typed error; never silence."""
+"""Unusual models and training loops give the right result or a typed error, never a silent mistake."""
 
 import copy
 import gc
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.gloo]
 
 
 class Exact(Reduction):
-    """A lossy hook by its declaration, with a state and two rounds, whose result is nevertheless the exact mean."""
+    """Declares itself lossy, with a state and two rounds. Its result is nevertheless the exact mean."""
 
     name = "exact"
     lossy = True
@@ -46,7 +46,7 @@ class Exact(Reduction):
 
 
 class Odd(nn.Module):
-    """One parameter of every unusual kind."""
+    """Has one parameter of every unusual kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def test_every_kind_of_parameter_is_averaged_exactly_and_shown_in_the_plan() -> 
         assert "frozen" not in plan
 
 
-# -- ways of training
+# -- training loops
 
 
 class Net(nn.Module):
@@ -159,7 +159,7 @@ def ways(rank: int, world: int) -> dict[str, Any]:
         options = {"static_graph": reentrant}
         model = wrapped(Net(recompute=reentrant), **options)
         same(f"checkpoint, reentrant={reentrant}", model, wrapped(Net(recompute=reentrant), **options))
-    plain, model = DistributedDataParallel(Net()), DistributedDataParallel(Net())  # dynamo wants buckets over 1 MiB
+    plain, model = DistributedDataParallel(Net()), DistributedDataParallel(Net())  # dynamo needs buckets over 1 MiB
     commhooks.attach(model, Exact())
     fast, slow = torch.compile(model, backend="aot_eager"), torch.compile(plain, backend="aot_eager")
     found["compiled"] = all(torch.equal(step(fast, rank, i), step(slow, rank, i)) for i in range(3))
@@ -257,7 +257,7 @@ def uneven(rank: int, world: int) -> list[str]:
         if not all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(seen[0], seen[1], strict=True)):
             wrong.append(f"{what}: not what DDP computes under join")
         model.zero_grad()
-        model(torch.ones(2, 12)).sum().backward()  # and goes on afterwards
+        model(torch.ones(2, 12)).sum().backward()  # training continues afterwards
     return wrong
 
 
@@ -267,7 +267,7 @@ def test_uneven_inputs_under_join() -> None:
 
 
 def regroup(rank: int, world: int) -> list[str]:
-    """``_update_process_group``: the hook goes on over the new group."""
+    """Call ``_update_process_group``. The hook must then use the new group."""
     pair = dist.new_group([0, 1])
     model, plain = wrapped(), wrapped()
     commhooks.attach(model, Exact())
@@ -284,7 +284,7 @@ def test_another_process_group() -> None:
 
 
 def regroup_after_detaching(rank: int, world: int) -> bool:
-    """``_update_process_group`` of a model whose handle has been detached."""
+    """Call ``_update_process_group`` on a model whose handle is detached."""
     pair = dist.new_group([0, 1])
     model, plain = wrapped(), wrapped()
     handle = commhooks.attach(model, Exact())
@@ -300,7 +300,7 @@ def test_another_process_group_after_detaching() -> None:
 
 
 def what_stays(rank: int, world: int) -> list[bool]:
-    """Whether what an attached hook held is still there, before and after the handle is gone."""
+    """Return True for each time if the objects of a hook exist, before and after the handle is deleted."""
     model = wrapped()
     handle = commhooks.attach(model, Exact())
     step(model, rank, 0)
@@ -318,7 +318,7 @@ def test_a_detached_model_holds_nothing_of_the_hook() -> None:
 
 
 class Narrow(dist.ProcessGroup):
-    """A CPU backend that knows all-reduce and nothing else."""
+    """A CPU backend that supports all-reduce only."""
 
     def __init__(self, rank: int, world: int) -> None:
         super().__init__(rank, world)

@@ -1,4 +1,4 @@
-"""What DDP synchronises and what it does not: no false alarm, none missed; whose parameters count; whose group it is."""
+"""The watch follows DDP's synchronisation without false or missed alarms. It covers ignored parameters and groups."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.gloo]
 
 
 class Heads(nn.Module):
-    """Two heads; called with the number of one it uses that alone."""
+    """Has two heads. A call with a head's number uses that head alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def watched(rank: int, world: int) -> dict[str, str]:
     x = torch.full((3, 6), 1.0 + rank)
     found: dict[str, str] = {}
 
-    # what DDP accepts
+    # loops that DDP accepts
     model = wrapped()
     with model.no_sync():
         loss = both(model(x))
@@ -78,7 +78,7 @@ def watched(rank: int, world: int) -> dict[str, str]:
     model.reducer._remove_autograd_hooks()
     found["without DDP's own hooks"] = raised(lambda: both(model(x)).backward())
 
-    # what it does not average
+    # gradients that DDP does not average
     for head in (0, 1):
         model = wrapped()
         outputs = model(x)
@@ -104,7 +104,7 @@ def test_what_ddp_accepts_raises_nothing_and_what_it_does_not_average_is_told() 
 
 
 def ignored(rank: int, world: int) -> tuple[Any, ...]:
-    net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6 + rank))  # the second is this rank's shard
+    net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6 + rank))  # the second layer is this rank's shard
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["1.weight", "1.bias"])
     model = DistributedDataParallel(net)
     handle = commhooks.attach(model, Plain())
@@ -143,7 +143,7 @@ def test_a_detached_model_averages_over_its_own_group() -> None:
 
 def attached_again(rank: int, world: int) -> list[int]:
     if rank == 0:
-        dist.new_group([0], use_local_synchronization=True)  # this rank has a group more than the other
+        dist.new_group([0], use_local_synchronization=True)  # this rank has one more group than the other
     model = DistributedDataParallel(nn.Linear(4, 4))
     found = []
     for _ in range(3):
@@ -173,7 +173,7 @@ def out_of_step(rank: int, world: int) -> list[str]:
         model(torch.full((2, 6), 1.0 + rank)).sum().backward()
 
     step()
-    step()  # DDP has rebuilt its buckets: nothing but the hook communicates from here on
+    step()  # DDP has rebuilt its buckets, so from now on only the hook communicates
     if rank == 1:
         time.sleep(5)
     found = [raised(step), raised(step)]

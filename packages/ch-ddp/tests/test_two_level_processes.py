@@ -199,4 +199,4 @@ def test_a_rank_killed_at_a_level_ends_every_rank_in_time(level: str) -> None:
     found = spawn(dies, 4, level, expect_exit={3: -signal.SIGKILL})
     for kind, seconds in found[:3]:
         assert kind in ("TransportError", "HookTimeoutError")
-        assert seconds < 60.0  # a hook's deadline is 8 seconds; without it gloo waits for 30 minutes
+        assert seconds < 60.0  # a hook's deadline is 8 seconds. Without it gloo waits for 30 minutes

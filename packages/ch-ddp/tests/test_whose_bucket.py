@@ -1,4 +1,4 @@
-"""Buckets that come otherwise than in order to one hook: behind a backward, to several hooks, waited for at once."""
+"""Buckets reach one hook in unusual ways: after a backward, through several hooks, and while a caller waits."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.gloo]
 
 
 class Twice(Reduction):
-    """The average in two rounds, the second of which needs the first; it remembers how often it has seen each."""
+    """Averages in two rounds, of which the second needs the first. It counts its steps for each parameter."""
 
     name = "twice"
     lossy = True
@@ -45,7 +45,7 @@ twice_hook = as_hook(Twice(), "twice_hook")
 
 
 class Net(nn.Module):
-    """Linear layers of two dtypes, one of them unused; an embedding whose gradient may be sparse."""
+    """Linear layers of two dtypes, one of them unused, and an embedding whose gradient may be sparse."""
 
     def __init__(self, dtypes: bool, sparse: bool, unused: bool) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ PLACES: dict[str, Callable[[DistributedDataParallel], object]] = {
     "attached twice": lambda model: commhooks.attach(model, Twice()),
     "attached foreign": lambda model: (
         None
-        if any(getattr(m, "sparse", False) for m in model.modules())  # torch's own cannot
+        if any(getattr(m, "sparse", False) for m in model.modules())  # torch's hook supports no sparse gradients
         else commhooks.attach(model, torchs_fp16)
     ),
     "bare allreduce": lambda model: model.register_comm_hook(None, ch_ddp.allreduce_hook),
@@ -125,11 +125,11 @@ def test_all_buckets_of_a_static_graphs_first_iteration_are_one_step() -> None:
     assert spawn(static_stats, 2) == [[3.0, 3, {3.0}]] * 2
 
 
-# -- a hook of the user's own that calls ours
+# -- a user's hook that calls ours
 
 
 def hooks_of_users(group: list[dist.ProcessGroup]) -> dict[str, Callable[[Any, Any], Any]]:
-    """What people write around a hook function; all of it works with PyTorch's."""
+    """Return code that users write around a hook function. All of it works with PyTorch's hooks."""
     plain, half = ch_ddp.allreduce_hook, ch_ddp.fp16_compress_hook
 
     def waits(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -193,7 +193,7 @@ def used_by_hooks(rank: int, world: int) -> list[str]:
     groups = [dist.new_group(list(range(world))) for _ in range(2)]
     wrong = []
     for name, hook in hooks_of_users(groups).items():
-        for unused in (False, True):  # DDP then all-reduces a map on the same group
+        for unused in (False, True):  # DDP then also all-reduces a map on the same group
             plain, model = (
                 DistributedDataParallel(deep(), bucket_cap_mb=0.0001, find_unused_parameters=unused) for _ in range(2)
             )
@@ -248,7 +248,7 @@ def test_waiting_for_a_bucket_that_only_the_last_completes_is_an_error() -> None
 
 
 class NoPlan(Plain):
-    """Plain averaging that fails before anything is sent, as soon as the model has several buckets."""
+    """Plain averaging that fails before its first message if the model has several buckets."""
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
         if bucket.buffer.is_meta and bucket.buffer.numel() < 200:
@@ -291,11 +291,11 @@ def test_what_follows_a_bucket_may_raise() -> None:
         assert all("as told" in text for text in texts)
 
 
-# -- names, where none are given
+# -- names of parameters without given names
 
 
 class Crossed(nn.Module):
-    """Equal layers, used in another order than they are defined in; one of another dtype where asked for."""
+    """Defines equal layers in one order and uses them in another. With ``mixed`` one of them has another dtype."""
 
     def __init__(self, mixed: bool) -> None:
         super().__init__()

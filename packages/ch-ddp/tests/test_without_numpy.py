@@ -1,4 +1,4 @@
-"""The documented install brings no NumPy: attaching, saving and loading do without it."""
+"""The documented install has no NumPy. Attach, save and load work without it."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def no_numpy(*_: object, **__: object) -> None:
 
 
 class Counting(commhooks.Reduction):
-    """Averages, and keeps a state that all ranks share."""
+    """Averages and keeps a state that all ranks share."""
 
     name, lossy = "counting", True
     fields = {"calls": "shared"}
@@ -49,7 +49,7 @@ class Counting(commhooks.Reduction):
 
 
 def body(rank: int, world: int) -> str:
-    torch.Tensor.numpy = no_numpy  # what a tensor does where NumPy is not installed
+    torch.Tensor.numpy = no_numpy  # a tensor does this if NumPy is not installed
     torch.manual_seed(0)
     model = DistributedDataParallel(
         torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Linear(40, 40)), bucket_cap_mb=0.001

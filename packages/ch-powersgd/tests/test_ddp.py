@@ -1,4 +1,4 @@
-"""PowerSGD on real gloo processes: several buckets, unused parameters, both ways in."""
+"""PowerSGD on real gloo processes with several buckets and unused parameters, through both registration forms."""
 
 import gc
 import pickle
@@ -24,7 +24,7 @@ CAPS = {1: 25.0, 3: 0.03, 10: 0.0001}
 
 
 class Net(nn.Module):
-    """Six layers, of which one is used at even steps only and one never."""
+    """Six layers. The model uses one at even steps only and one never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def build(buckets: int, unused: bool) -> DistributedDataParallel:
 
 
 def train(model: DistributedDataParallel, rank: int, steps: int, unused: bool) -> torch.Tensor:
-    """All parameters after some steps of ranks that see different data."""
+    """Return all parameters after some steps on different data for each rank."""
     torch.manual_seed(1 + rank)
     x = torch.randn(16, 40)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -126,7 +126,7 @@ def resumed(rank: int, world: int) -> tuple[int, bool, str, str]:
         return model
 
     state = ch_powersgd.PowerSGDState(dist.group.WORLD, matrix_approximation_rank=2, start_powerSGD_iter=2)
-    first = start(state)  # held: a state is free again as soon as its model is gone
+    first = start(state)  # keep the model alive, because its state becomes free with it
     train(first, rank, 6, unused=False)
     copy = pickle.loads(pickle.dumps(state))
     kept = all(torch.equal(t, u) for (*_, t), (*_, u) in zip(state.entries(), copy.entries(), strict=True)) and any(
@@ -173,7 +173,7 @@ def test_attach_takes_the_function_with_its_state() -> None:
 
 
 def body_buckets_stay(rank: int, world: int) -> tuple[bool, bool, int]:
-    """Whether the buckets of a step are those of the step before, whether the ones that DDP gave up are gone, how many."""
+    """Return if two steps use the same buckets, if DDP's discarded buckets are freed, and the number of buckets."""
     model = build(3, unused=False)
     handle = commhooks.attach(model, "powersgd(rank=2)")
     seen: list[commhooks.Bucket] = []
@@ -199,7 +199,7 @@ def test_buckets_are_kept_as_long_as_ddp_keeps_them() -> None:
 
 
 def body_wrapper_gone(rank: int, world: int) -> bool:
-    """Whether the buffers of a model that is not wrapped any more are gone, its hook having been a plain function."""
+    """Return True if the buffers of a deleted model are freed, although its hook is a plain function."""
     net, refs = Net(), []
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch reads the annotations
@@ -220,7 +220,7 @@ def test_a_wrapper_that_is_gone_takes_its_buffers_along() -> None:
 
 
 def body_rebuilt(rank: int, world: int) -> bool:
-    """A rank that gives its model another bucket size half way goes on as one that had it from the start."""
+    """A rank that resets its bucket size half way must match one that had this size from the start."""
     ends = []
     for caps in ((0.03, 0.03), (25.0, 0.03)):
         net = Net()

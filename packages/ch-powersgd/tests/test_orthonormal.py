@@ -1,4 +1,4 @@
-"""Orthonormal columns, whatever is put in; factors side by side in one tensor."""
+"""Orthonormal columns for every input, and factors side by side in one tensor."""
 
 import math
 from typing import Any
@@ -37,9 +37,9 @@ def test_columns_are_orthonormal_and_span_the_same(
 ) -> None:
     torch.manual_seed(seed)
     x = torch.randn(3, rank, length) * (spread ** torch.arange(rank)).view(1, rank, 1) * scale
-    x += x.roll(1, dims=1) * 0.3  # not orthogonal to begin with
+    x += x.roll(1, dims=1) * 0.3  # makes the columns oblique
     y = orthonormalised(x)
-    # Columns that are dependent but for a few parts in a million lose digits: 8e-5 is the worst that was found.
+    # Columns that are dependent up to a few parts in a million lose digits. The worst error found is 8e-5.
     torch.testing.assert_close(y @ y.mT, torch.eye(rank).expand(3, -1, -1), atol=3e-4, rtol=0)
     wide = y.double()
     left = x.double() - x.double() @ wide.mT @ wide
@@ -69,7 +69,7 @@ def test_a_dependent_column_is_found_at_any_scale(scale: float) -> None:
 
 
 def test_a_short_remainder_hides_no_later_column() -> None:
-    """The second column is nearly along the first; what is left of it is along the third."""
+    """The second column is nearly parallel to the first. Its remainder is parallel to the third."""
     x = torch.tensor([[1.0, 0.0, 0.0], [3e-30, 0.6e-30, 0.0], [0.0, 1e-3, 0.0]])
     y = orthonormalised(x.unsqueeze(0))[0].abs()
     assert y[:, 1].max() == pytest.approx(1.0)
@@ -78,7 +78,7 @@ def test_a_short_remainder_hides_no_later_column() -> None:
 @pytest.mark.parametrize("length", [1000, 32768, 524288])
 @pytest.mark.parametrize("rank", [2, 3, 8])
 def test_long_columns_of_equal_numbers_do_not_grow(rank: int, length: int) -> None:
-    """Their products are rounded the same way over and over, so that the factorisation may fail half way."""
+    """Their products round the same way each time, so the factorisation may fail half way."""
     for seed in range(3):
         torch.manual_seed(seed)
         x = (torch.randn(rank, 1) * torch.full((length,), 0.1)).unsqueeze(0)
@@ -117,7 +117,7 @@ def test_a_factor_does_not_depend_on_its_neighbours_to_the_bit() -> None:
 
 @pytest.mark.parametrize("allowed", ["tf32", "bf16"])
 def test_what_is_decoded_and_what_is_kept_back_are_exact_products(allowed: str) -> None:
-    """With reduced precision allowed by the user, the products of decoding are made without it, and the user's choice stays."""
+    """Decoding computes exact products even if the user allows reduced precision. The user's setting stays."""
     backend: Any = torch.backends.mkldnn.matmul
     before = backend.fp32_precision
     found: list[tuple[str, str]] = []

@@ -1,4 +1,4 @@
-"""PowerSGD over simulated ranks: the invariants of the algorithm."""
+"""Invariants of PowerSGD over simulated ranks."""
 
 import contextlib
 import math
@@ -39,7 +39,7 @@ def train(
     dtype: torch.dtype = torch.float32,
     tuning: CpuTuning = TUNED,
 ) -> list[tuple[list[dict[str, torch.Tensor]], Engine]]:
-    """Per rank: the averaged gradients of every step by name, and the engine, its last step settled."""
+    """Return each rank's averaged gradients of every step by name, and its engine after settle()."""
 
     def body(rank: SimulatedRank) -> tuple[list[dict[str, torch.Tensor]], Engine]:
         engine, history = rank.engine(make(), tuning=tuning), []
@@ -61,7 +61,7 @@ def train(
 
 @contextlib.contextmanager
 def batched(on: bool) -> Iterator[None]:
-    """Small matrices of one shape are worked on together, as where launching kernels is what costs."""
+    """Treat small matrices of one shape as a batch, as on devices with expensive kernel launches."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(of_powersgd, "prefers_batches", lambda device, numel: on)
         yield
@@ -115,7 +115,7 @@ def test_ranks_agree_to_the_bit_and_the_rest_is_exact(
 @pytest.mark.parametrize("make", [PowerSGD, BatchedPowerSGD])
 @pytest.mark.parametrize("wire", [None, "bf16", "fp16"])
 def test_input_is_sent_plus_residual(make: Callable[..., PowerSGD], wire: Any) -> None:
-    """Summed over all steps, ranks' gradients = what was applied + what is still held back."""
+    """Summed over all steps, ranks' gradients = applied gradients + remaining residuals."""
 
     def wrapped() -> Reduction:
         return WireCast(make(rank=2), wire) if wire else make(rank=2)
@@ -123,7 +123,7 @@ def test_input_is_sent_plus_residual(make: Callable[..., PowerSGD], wire: Any) -
     steps, world = 6, 3
     ranks = train(wrapped, world=world, steps=steps)
     left = [stored(engine, "residual") for _, engine in ranks]
-    # Rounding of the 16-bit *sum* is nobody's own contribution; everything else is accounted for.
+    # The 16-bit *sum* also rounds. No rank's residual holds that error. All other terms balance.
     tolerance = {None: 2e-5, "bf16": 0.15, "fp16": 0.02}[wire]
     for name in left[0]:
         given_in = sum(mean(s, name, world) for s in range(steps))
@@ -133,7 +133,7 @@ def test_input_is_sent_plus_residual(make: Callable[..., PowerSGD], wire: Any) -
 
 
 def test_alone_the_sent_part_is_counted_after_rounding() -> None:
-    """One rank has no sum to round: the identity is exact on a bf16 wire too."""
+    """One rank has no sum to round. The identity is therefore exact on a bf16 wire too."""
     ((history, engine),) = train(lambda: WireCast(PowerSGD(2), "bf16"), world=1, steps=5)
     for name, held in stored(engine, "residual").items():
         total = sum(noise(0, s, name, SHAPES[name]) for s in range(5))
@@ -143,7 +143,7 @@ def test_alone_the_sent_part_is_counted_after_rounding() -> None:
 
 @pytest.mark.parametrize("shape", [(16, 64), (64, 16), (32, 32), (2, 8, 64), (1024,)])
 def test_a_bucket_whose_only_parameter_fills_the_near_square_matrix(shape: tuple[int, ...]) -> None:
-    """Batched PowerSGD takes its 1024 elements as 32 x 32, whatever shape they have."""
+    """Batched PowerSGD reshapes its 1024 elements to 32 x 32, for any original shape."""
 
     def body(rank: SimulatedRank) -> torch.Tensor:
         engine, difference = rank.engine(BatchedPowerSGD(rank=2)), torch.zeros(1024)
@@ -190,7 +190,7 @@ def test_zero_and_rank_deficient_gradients_are_finite_and_recover(make: Callable
     for averaged in history:
         assert all(t.isfinite().all() for t in averaged.values())
     assert all(t.count_nonzero() == 0 for t in history[1].values())
-    if make is PowerSGD:  # rank one, then rank two: a rank-four method is exact once it has seen them
+    if make is PowerSGD:  # exact after some steps, because the gradients have rank one and two
         for step, tolerance in ((4, 1e-5), (39, 1e-4)):
             for name in ("a", "b", "c", "conv"):
                 want = gradient(0, step, name, SHAPES[name])
@@ -212,10 +212,10 @@ def test_sixteen_bits_neither_overflow_nor_vanish(dtype: Any, scale: float) -> N
 
 
 def test_local_residual_stays_bounded_where_the_averaged_one_grows() -> None:
-    """Ranks whose gradients always differ: minus the average, that difference is added up for ever."""
+    """The ranks' gradients always differ. A residual against the average sums that difference for ever."""
 
     def gradient(rank: int, step: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return noise(rank, 0, name, shape)  # the same at every step
+        return noise(rank, 0, name, shape)  # every step has this gradient
 
     def held(residual: Any, steps: int) -> float:
         ranks = train(
@@ -270,7 +270,7 @@ def test_other_dtypes(make: Callable[..., PowerSGD], dtype: torch.dtype) -> None
 
 
 def test_transposed_storage_is_the_same_problem() -> None:
-    """A parameter stored column-major is approximated as the matrix that its memory holds."""
+    """PowerSGD approximates a column-major parameter as the matrix in its memory order."""
     shape, stride = (24, 40), (1, 24)
 
     def body(rank: SimulatedRank) -> torch.Tensor:

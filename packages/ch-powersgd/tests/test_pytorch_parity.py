@@ -1,9 +1,8 @@
-"""Against PyTorch's own PowerSGD hook: same recorded gradients, same first Q, same averaged gradients.
+"""PowerSGD equals PyTorch's own hook on the same recorded gradients and first Q.
 
-Where the gradients have a signal of the rank that is sent, 50 steps are compared in fp32. Those of a model that fits
-random targets have none: the recursion then amplifies a difference by about a quarter per step, whoever makes it, and in
-fp32 the rounding of two correct programs has become visible after twenty steps. There 50 steps are compared in fp64,
-and a few in fp32.
+Gradients with a signal of the sent rank are compared for 50 steps in fp32. A model that fits random targets has no such
+signal. The recursion then amplifies any difference by about a quarter per step, and after twenty steps in fp32 the
+rounding of two correct programs shows. These gradients are compared for 50 steps in fp64 and for a few in fp32.
 """
 
 import copy
@@ -30,14 +29,16 @@ Named = dict[str, torch.Tensor]
 
 
 def fitting(model: nn.Module, dtype: torch.dtype, rank: int, approximation: int) -> Callable[[int], torch.Tensor]:
-    """A loss per step: of random targets, which differ between the ranks."""
+    """Return one loss per step, of random targets that differ between the ranks."""
     torch.manual_seed(1 + rank)
     inputs, targets = torch.randn(64, 48, dtype=dtype), torch.randn(64, 56, dtype=dtype)
     return lambda step: (model(inputs) - targets).square().mean()
 
 
 def signal(model: nn.Module, dtype: torch.dtype, rank: int, approximation: int) -> Callable[[int], torch.Tensor]:
-    """A loss per step whose gradients are a few directions that grow and shrink, and a rank's own noise of that size."""
+    """Return one loss per step. Its gradients are a few directions that grow and shrink, plus noise of that size on
+    each rank.
+    """
     common, own = torch.Generator().manual_seed(5), torch.Generator().manual_seed(100 + rank)
     size = {p: math.sqrt(p.numel()) for p in model.parameters()}
     matrices = [p for p in model.parameters() if p.dim() == 2]
@@ -56,7 +57,7 @@ def signal(model: nn.Module, dtype: torch.dtype, rank: int, approximation: int) 
 def record(
     rank: int, world: int, approximation: int, dtype: torch.dtype, losses: Callable[..., Callable[[int], torch.Tensor]]
 ) -> tuple[list[Named], list[Named], Named]:
-    """Train with PyTorch's hook in one bucket: the gradients put in, the averages that came out, the first Q."""
+    """Train with PyTorch's hook in one bucket. Return its input gradients, its averages and the first Q."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(48, 64), nn.Tanh(), nn.Linear(64, 40), nn.Tanh(), nn.Linear(40, 56)).to(dtype)
     model = DistributedDataParallel(net)
@@ -68,7 +69,7 @@ def record(
     def recorder(state: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
         assert bucket.is_last()
         gradients = dict(zip((names[id(p)] for p in bucket.parameters()), bucket.gradients(), strict=True))
-        if state.iter == START:  # the hook is about to draw its first Q: draw the same
+        if state.iter == START:  # the hook draws its first Q next, so draw the same numbers
             draw = torch.Generator().manual_seed(copy.deepcopy(state.rng).randint(1_000_000_000))
             for name, g in gradients.items():
                 if g.dim() == 2 and sum(g.shape) * approximation * 2 < g.numel():

@@ -1,4 +1,4 @@
-"""Composable ``replicate()`` models: attach, figures, checkpoint, errors and detach, as with DDP."""
+"""Composable ``replicate()`` models support attach, figures, checkpoint, errors and detach as DDP does."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ POWERSGD = "powersgd(rank=2, min_compression_rate=1)"
 
 
 class Net(nn.Module):
-    """Two weights that are compressed, one of them shared by two modules, and their biases."""
+    """Two compressed weights, one of which two modules share, and their biases."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,14 +37,14 @@ def replicated(like: nn.Module | None = None, **options: Any) -> nn.Module:
 
 
 def gradients(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    """Of a rank's own data, after one backward."""
+    """Return the gradients of this rank's data after one backward."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     model(torch.randn(5, 24, generator=generator)).square().mean().backward()
     return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
 
 
 def train(model: nn.Module, steps: range, rank: int) -> torch.Tensor:
-    """SGD; the parameters after it."""
+    """Run SGD and return the parameters."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in steps:
         optimizer.zero_grad()
@@ -71,7 +71,7 @@ def as_with_ddp(rank: int, world: int) -> dict[str, Any]:
     saved = handle.state_dict()
     found["named by the module"] = sorted(saved["entries"])
     again = replicated(model)
-    gradients(again, 9, rank)  # its DDP is there already when the hook comes
+    gradients(again, 9, rank)  # its DDP exists before the hook
     resumed = commhooks.attach(again, POWERSGD)
     resumed.load_state_dict(saved)
     found["resumes"] = torch.equal(train(again, range(3, 5), rank), train(model, range(3, 5), rank))

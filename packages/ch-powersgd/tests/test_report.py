@@ -1,4 +1,6 @@
-"""``handle.report()`` on two gloo ranks: its rows add up to what was counted, and it warns of what never compresses."""
+"""``handle.report()`` on two gloo ranks. Its rows add up to the counters, and it warns of a hook
+that never compresses.
+"""
 
 import json
 import logging
@@ -47,7 +49,7 @@ def body(rank: int, world: int) -> None:
         assert [name for row in report.rows for name in row.names].sort() == [p.name for p in handle.plan()].sort()
         assert report.total.payload_bytes == handle.payload_per_step() == stats["payload_bytes"] / stats["steps"], expr
         assert report.total.gradient_bytes == 4 * sum(p.numel() for p in net().parameters())
-        all_reduced = stats["payload_bytes"] / stats["steps"]  # by all of these, as by plain averaging
+        all_reduced = stats["payload_bytes"] / stats["steps"]  # all of these hooks all-reduce, like plain averaging
         assert (report.total.ratio is None) == (expr == "noop")
         assert report.total.ratio is None or math.isclose(
             report.total.ratio, report.total.gradient_bytes / all_reduced
@@ -90,7 +92,7 @@ def body_warned(rank: int, world: int) -> list[Any]:
     [warning] = never.report().warnings
     assert "never compresses" in warning
     assert "averages every parameter plainly" in warning
-    assert lines.lines == [warning]  # said when it was attached, too
+    assert lines.lines == [warning]  # attach also logged it
     assert "never compresses" in " ".join(str(never.report()).split())
     late = trained("powersgd(rank=2, start_iter=100)")
     [warning] = late.report().warnings

@@ -1,7 +1,7 @@
 """The full matrix on real gloo processes: `nox -s soak`.
 
-Every PowerSGD and every wrapper over it, on two and four processes, with 1, 3 and more than 10 buckets, with and
-without unused parameters, 200 steps each. ``COMMHOOKS_SOAK_REPEATS`` repeats it: nox sets 20.
+Trains every PowerSGD and every wrapper over it on two and four processes for 200 steps. The cases have 1, 3 and more than
+10 buckets, with and without unused parameters. nox sets ``COMMHOOKS_SOAK_REPEATS`` to 20 repeats.
 """
 
 import itertools
@@ -32,7 +32,7 @@ HOOKS = [
 
 
 class Net(nn.Module):
-    """Five layers, one used at even steps only, one never."""
+    """Five layers. The model uses one at even steps only and one never."""
 
     def __init__(self, unused: bool) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def one_case(rank: int, expression: str, buckets: int, unused: bool) -> torch.Te
 
 
 def matrix(rank: int, world: int) -> int:
-    """All cases; every rank must end with the same, finite parameters."""
+    """Run all cases. Every rank must end with the same finite parameters."""
     cases = list(itertools.product(HOOKS, CAPS, (False, True)))
     for expression, buckets, unused in cases:
         flat = one_case(rank, expression, buckets, unused)
@@ -84,7 +84,7 @@ def test_full_matrix(world: int, repeat: int) -> None:
 
 
 def independence(rank: int, world: int) -> float:
-    """Largest relative difference of the parameters over bucket sizes, after training with each."""
+    """Return the largest relative difference between the parameters after training with each bucket size."""
     ends = [one_case(rank, "powersgd(rank=4)", buckets, False) for buckets in CAPS]
     return max(float((end - ends[0]).norm() / ends[0].norm()) for end in ends[1:])
 

@@ -1,4 +1,4 @@
-"""PowerSGDState: PyTorch's names and defaults, values checked, no process group needed."""
+"""PowerSGDState has PyTorch's names and defaults, checks values, and needs no process group."""
 
 import inspect
 import pickle
@@ -52,12 +52,12 @@ def test_pickles_without_a_process_group() -> None:
     state = PowerSGDState(None, matrix_approximation_rank=3, random_seed=5)
     state.stage("w", "q", (3, 4)).fill_(2.0)
     state.commit()
-    state.stage("w", "q", (3, 4)).fill_(9.0)  # of a step that never finished
+    state.stage("w", "q", (3, 4)).fill_(9.0)  # staged by a step that never finished
     copy = pickle.loads(pickle.dumps(state))
     assert copy.process_group is None
     assert copy.reduction().config() == state.reduction().config()
     assert torch.equal(copy.read("w", "q"), torch.full((3, 4), 2.0))
-    copy.commit()  # what was staged was not carried over, so it does not become the state now
+    copy.commit()  # the copy has no staged values, so commit() changes nothing
     assert torch.equal(copy.read("w", "q"), torch.full((3, 4), 2.0))
 
 

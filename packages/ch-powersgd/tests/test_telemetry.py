@@ -1,4 +1,4 @@
-"""Telemetry: the figures are those of the step, the step is not changed, and a writer that fails ends nothing."""
+"""Telemetry reports the figures of the step, does not change the step, and survives a writer that fails."""
 
 import csv
 import logging
@@ -29,7 +29,7 @@ HOOKS = (
 
 def net() -> nn.Sequential:
     torch.manual_seed(0)
-    conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)  # kept in the order of memory, not of its shape
+    conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)  # stored in the order of memory, not of its shape
     return nn.Sequential(conv, nn.Flatten(), nn.Linear(8 * 36, 20), nn.Tanh(), nn.Linear(20, 30))
 
 
@@ -73,7 +73,7 @@ def body(rank: int, world: int) -> None:
         last = got[-1][1]
         assert 0 < last["relative_error"] < 1.5
         assert 0 < last["cosine"] <= 1
-        if "bf16" in expr:  # 8 bits: the error is known in size
+        if "bf16" in expr:  # 8 bits give an error of known size
             assert 1e-4 < last["relative_error"] < 4e-3
             assert last["cosine"] > 0.9999
         if "residual" in (handle.reduction.fields if handle.reduction is not None else {}):
@@ -87,7 +87,7 @@ def test_figures_are_those_of_the_step_and_the_step_is_not_changed() -> None:
 
 
 def body_exact(rank: int, world: int) -> None:
-    """Against p and r made by hand, for a parameter in memory order too."""
+    """Compare the figures with p and r of a manual computation, also for a parameter in memory order."""
     torch.manual_seed(3 + rank)
     model = DistributedDataParallel(net(), bucket_cap_mb=100)
     handle = commhooks.attach(model, "error_feedback(fp16_compress)")
@@ -117,7 +117,7 @@ def body_exact(rank: int, world: int) -> None:
                 )
             wanted_error = math.sqrt(rr / pp)
             wanted_cosine = (pp - pr) / math.sqrt(pp * (pp - 2 * pr + rr))
-            model(x)  # nothing is delivered by a forward
+            model(x)  # a forward delivers no figures
             expected = (wanted_error, wanted_cosine)
             got.append(expected)
     pairs = [(figures, expected) for expected, figures in zip(got[::2], got[1::2], strict=True)]
@@ -140,7 +140,7 @@ def body_writers(rank: int, world: int, folder: str) -> list[str]:
         for _ in range(steps):
             model(torch.randn(4, 3, 8, 8)).square().sum().backward()
 
-    with telemetry.record(handle, path, every=2):  # by default rank 0 alone
+    with telemetry.record(handle, path, every=2):  # only rank 0 by default
         train(4)
     assert path.exists() == (rank == 0)
     if rank == 0:

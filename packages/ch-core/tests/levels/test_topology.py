@@ -1,4 +1,4 @@
-"""The nodes of a group: what ranks tell, what users give, and what is refused."""
+"""The nodes of a group: reports of the ranks, settings of the user, and refusals."""
 
 import pytest
 

@@ -61,7 +61,7 @@ def residuals(some: SimulatedRanks) -> list[dict[str, torch.Tensor]]:
 
 
 class Law:
-    """Sums gradients and averages of simulated ranks, which may be replaced by others that load their state."""
+    """Sums gradients and averages of simulated ranks. Other ranks that load their state may replace these ranks."""
 
     def __init__(self) -> None:
         self.wanted = {n: torch.zeros(t.shape, dtype=torch.float64) for n, t in LIKE.items()}
@@ -213,7 +213,7 @@ def test_ranks_that_have_run_out_of_data() -> None:
 
 
 class Breaks(Reduction):
-    """Raises on one rank, at one of its stages."""
+    """Raises on one rank, in one of its stages."""
 
     name, lossy = "breaks", True
 
@@ -249,7 +249,7 @@ def test_an_error_between_the_levels_reaches_all_ranks(stage: int) -> None:
 
 @pytest.mark.parametrize("step", [0, 1, 2, 3, 4])
 def test_a_rank_that_ends_at_any_collective_is_noticed(step: int) -> None:
-    """One rank leaves the step after some collectives. Nobody waits for ever."""
+    """One rank leaves the step after some collectives. No other rank may wait for ever."""
 
     def body(rank: SimulatedRank) -> None:
         engine = rank.engine(commhooks.create("two_level(quant4)").reduction)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What the dry run on meta tensors refuses, before anything travels."""
+"""The dry run on meta tensors refuses wrong reductions before any rank sends a message."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +19,7 @@ LAYOUT = BucketLayout.of_shapes({"w": (3, 2)})
 
 
 class Asks(Reduction):
-    """Yields what it was told to make of a bucket's size and the number of ranks."""
+    """Yields the object that `make` builds from a bucket's size and the number of ranks."""
 
     name = "asks"
 
@@ -79,7 +79,7 @@ def test_a_run_without_a_yield_is_told_to_yield() -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("inner", [Plain(), WireCast(Plain(), "bf16")], ids=repr)
 def test_a_selection_of_a_scattered_bucket_counts_all_of_its_bytes(inner: Reduction, world_size: int) -> None:
-    """handle.report() plans each group of parameters by itself; the groups add up to what the engine counts."""
+    """handle.report() plans each group of parameters separately. Their sum must equal the engine's count."""
     made = Scattered(inner)
     cut = ShardLayout.of(BucketLayout.of_shapes({"w": (5, 2), "b": (3,), "v": (8, 4)}), world_size)
     n = cut.part.numel

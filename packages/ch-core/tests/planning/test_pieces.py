@@ -1,4 +1,4 @@
-"""A large bucket of a method with much arithmetic goes through the engine in pieces."""
+"""The engine reduces a large bucket in pieces if the reduction computes much."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +25,7 @@ def step(engine: Engine, parts: list[Bucket]) -> BaseException | None:
 
 
 class Packed(Reduction):
-    """Every number crosses twice as opaque bytes: a stand-in for a quantized exchange."""
+    """Sends every number twice as opaque bytes. It stands for a quantized exchange."""
 
     name = "packed"
     lossy = True
@@ -61,7 +61,7 @@ def opaque(rank: int) -> list[Bucket]:
 
 
 def order(reduction: Reduction, tuning: CpuTuning = TUNED) -> tuple[list[str], list[torch.Tensor]]:
-    """Messages of a step of two buckets, the same on both ranks, and what is left in the buckets."""
+    """Return the messages of a step of two buckets, the same on both ranks, and the reduced buckets."""
     log: dict[int, list[str]] = {0: [], 1: []}
 
     def body(rank: SimulatedRank) -> list[torch.Tensor]:
@@ -90,7 +90,8 @@ def test_a_large_bucket_goes_in_pieces_that_do_not_wait_for_one_another() -> Non
     whole, averages = order(Whole())
     assert whole == ["t 64", "t 64", "g 64", "g 64"]
     pieces, same = order(Packed())
-    # Four pieces of each bucket, of 18, 12, 15 and 18 numbers. Those of the older are advanced once, by the newer's arrival.
+    # Four pieces of each bucket, of 18, 12, 15 and 18 numbers. Submitting the second bucket advances the first bucket's
+    # pieces once.
     sent, gathered = ["t 18", "t 12", "t 16", "t 18"], ["g 18", "g 12", "g 16", "g 18"]
     assert pieces == [*sent, *sent, *gathered, *gathered]
     assert all(torch.equal(a, b) for a, b in zip(averages, same, strict=True))
@@ -118,7 +119,9 @@ def test_a_piece_that_fails_on_one_rank_fails_the_step_on_all() -> None:
 
 
 def test_a_step_of_pieces_ends_like_another_one() -> None:
-    """Who uses each average, a rank that takes no part, parameters without a gradient, and a bucket run by itself."""
+    """The users of each average, a rank that does not participate, parameters without a gradient, and a bucket run by
+    itself.
+    """
 
     def body(rank: SimulatedRank) -> tuple[list[str], list[torch.Tensor], list[torch.Tensor]]:
         engine = rank.engine(Packed())
@@ -137,14 +140,14 @@ def test_a_step_of_pieces_ends_like_another_one() -> None:
 
     (first, once, twice), (second, *_) = simulate(2, body)
     names = [f"{i}.{n}" for i in range(2) for n in range(6)]
-    assert first == names + names and second == names  # who takes no part uses nothing
+    assert first == names + names and second == names  # a rank that does not participate uses no parameter
     for number, part in enumerate(opaque(0)):
         assert torch.equal(once[number], part.storage + 0.5)
         assert torch.equal(twice[number], part.storage + 0.5)
 
 
 def test_starting_an_exchange_waits_for_no_message_of_its_own() -> None:
-    """What a rank computes between start() and wait() is what the messages hide behind."""
+    """The messages hide behind the computation between start() and wait()."""
 
     def body(rank: SimulatedRank) -> tuple[list[str], float, bool]:
         sent: list[str] = []
@@ -157,7 +160,7 @@ def test_starting_an_exchange_waits_for_no_message_of_its_own() -> None:
 
             setattr(rank.transport, kind, record)
         reducer = Reducer(Packed(), {str(n): torch.zeros(3, n + 1) for n in range(6)}, transport=rank.transport)
-        sent.clear()  # what the ranks agreed on
+        sent.clear()  # drop the messages of the ranks' agreement
         exchange = reducer.start({str(n): torch.full((3, n + 1), float(rank.rank + n)) for n in range(6)})
         begun, waited = list(sent), reducer.stats()["wait_seconds"]
         averages = exchange.wait()
@@ -172,7 +175,7 @@ def test_starting_an_exchange_waits_for_no_message_of_its_own() -> None:
 def test_wrappers_that_choose_among_their_parts_cut_where_these_do() -> None:
     choosing = [Warmup(Plain(), Packed(), 2), Policy([("*.bias", Plain()), ("*", Packed())])]
     assert [one.piece_bytes for one in choosing] == [64, 64]
-    assert Policy([("*.bias", Whole()), ("*", Packed())]).piece_bytes is None  # a part that loses, and was not asked
+    assert Policy([("*.bias", Whole()), ("*", Packed())]).piece_bytes is None  # Whole is lossy and sets no piece_bytes
 
     class Told(Packed):
         reports_sent = True

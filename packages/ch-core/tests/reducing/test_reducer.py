@@ -1,4 +1,4 @@
-"""Averages of plain tensors: what an engine gives in a backward, a reducer gives without one."""
+"""A Reducer averages plain tensors, as an engine averages gradients in a backward."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +22,7 @@ from commhooks.testing import spawn
 
 
 class TwoStages(Reduction):
-    """The mean in two halves, one after the other, and a residual that counts rounds."""
+    """Computes the mean in two stages, and counts rounds in a residual."""
 
     name, lossy = "two_stages", True
     fields = {"residual": "local"}
@@ -77,7 +77,7 @@ def test_the_mean_of_every_dtype_shape_and_stride(world: int) -> None:
 
 
 def test_the_rounds_are_those_of_an_engine_and_advancing_changes_no_bit() -> None:
-    """Residuals are kept by name, and committed; at which points a round is advanced does not matter."""
+    """A Reducer keeps residuals by name and commits them. Extra calls of advance() change no bit."""
 
     def with_engine(rank: SimulatedRank) -> list[list[float]]:
         engine, found = rank.engine(TwoStages()), []
@@ -115,7 +115,7 @@ def test_saved_and_loaded_rolled_back_and_not_finite() -> None:
         values = [first.average(tensors)["w"][0].item()]  # 0 + 1
         saved = first.state_dict()
         first.average(tensors)
-        first.rollback()  # nobody used it
+        first.rollback()  # the caller used no average of this round
         values.append(first.average(tensors)["w"][0].item())  # 0 + 2 again
         bad = torch.full((4,), torch.nan if rank.rank else 0.0)
         assert first.average({"w": bad})["w"].isnan().all()
@@ -190,7 +190,7 @@ def test_what_is_refused() -> None:
 
 
 def overlapped(rank: int, world: int) -> tuple[list[bool], str]:
-    """Two exchanges of two reducers under way at once, another all-reduce in between; then ranks that differ."""
+    """Two rounds of two reducers in flight at once with another all-reduce between them, then ranks that differ."""
     reducers = [Reducer(TwoStages(), mine(0, world), timeout=20.0) for _ in range(2)]
     same = []
     for turn in range(2):
@@ -221,7 +221,9 @@ def test_over_gloo_two_at_once() -> None:
 
 
 def test_a_failure_on_a_gpu_is_told_by_the_round_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backward on a GPU is told by the next one; an average is used at once, and would be NaN by then."""
+    """A backward on a GPU reports its failure in the next backward. An average is used at once, and would be NaN by
+    then.
+    """
     monkeypatch.setattr("commhooks.engine.outcome.is_asynchronous", lambda device: True)
     monkeypatch.setattr("commhooks.engine.engine.is_asynchronous", lambda device: True)
 
