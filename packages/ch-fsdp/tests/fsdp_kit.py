@@ -19,7 +19,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH + 1)  # 65 rows: shards are uneven
+        self.up = nn.Linear(WIDTH, 4 * WIDTH + 1)  # 65 rows, so shards are uneven
         self.down = nn.Linear(4 * WIDTH + 1, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ def gpt(seed: int = 0, layers: int = 2) -> TinyGPT:
 
 
 def batch(step: int, rank: int, size: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows of a text with structure: ``y`` follows from ``x`` by a fixed rule."""
+    """Return windows of a structured text. ``y`` follows from ``x`` by a fixed rule."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     start = torch.randint(VOCAB, (size, 1), generator=generator)
     text = (start + 5 * torch.arange(CONTEXT + 1)) % VOCAB
@@ -60,7 +60,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def grads(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Full gradients by name (FSDP2)."""
+    """Return full gradients by name (FSDP2)."""
     return {n: whole(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -79,7 +79,7 @@ def single(steps: int, world: int, lr: float = 0.1, **options: Any) -> tuple[Tin
 
 
 def train(model: nn.Module, steps: int, rank: int, lr: float = 0.1) -> list[float]:
-    """Train a wrapped model; the mean loss of each step over all ranks."""
+    """Train a wrapped model. Return the mean loss of each step over all ranks."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     losses = []
     for step in range(steps):
@@ -94,7 +94,7 @@ def train(model: nn.Module, steps: int, rank: int, lr: float = 0.1) -> list[floa
 
 
 def shard2(model: nn.Module, mesh: DeviceMesh, **options: Any) -> FSDPModule:
-    """FSDP2: each block, then the rest."""
+    """Shard each block, then the rest, with FSDP2."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
@@ -109,7 +109,9 @@ def square() -> DeviceMesh:
 
 
 def shard1(model: nn.Module, strategy: Any, **options: Any) -> FullyShardedDataParallel:
-    """FSDP1: each block a unit, the rest in the root. (With original parameters, units are padded to 16 bytes.)"""
+    """Shard with FSDP1. Each block is a unit, and the root holds the rest. (With original parameters, units are padded
+    to 16 bytes.)
+    """
     options.setdefault("use_orig_params", False)
     return FullyShardedDataParallel(
         model,
@@ -121,19 +123,19 @@ def shard1(model: nn.Module, strategy: Any, **options: Any) -> FullyShardedDataP
 
 
 def flat_params(model: nn.Module) -> torch.Tensor:
-    """All full parameters of an FSDP2 or plain model, one vector."""
+    """Return all full parameters of an FSDP2 or plain model as one vector."""
     return torch.cat([whole(p.detach()).reshape(-1) for p in model.parameters()])
 
 
 def one_backward(model: nn.Module, rank: int, step: int = 77) -> dict[str, torch.Tensor]:
-    """The full gradients of one batch."""
+    """Return the full gradients of one batch."""
     model.zero_grad()
     model(*batch(step, rank)).backward()
     return grads(model)
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Of all gradients, relative to ``b``."""
+    """Return the distance of all gradients, relative to ``b``."""
     assert a.keys() == b.keys()
     x, y = (torch.cat([v.double().reshape(-1) for v in d.values()]) for d in (a, b))
     return float((x - y).norm() / y.norm())

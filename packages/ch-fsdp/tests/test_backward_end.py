@@ -1,4 +1,4 @@
-"""Ends of backwards that are easy to miscount: several roots, unexpected calls, a forward in between."""
+"""Ends of backwards that are easy to miscount, after several roots, unexpected calls or a forward in between."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ WIDTH = 12
 
 
 class Towers(nn.Module):
-    """Two parts that are called one by one; the whole has no forward."""
+    """Two parts that a caller runs one by one. The whole module has no forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def test_a_backward_of_two_towers_is_one_step() -> None:
 
 
 def body_rounding(rank: int, world: int) -> None:
-    """Check that averages that torch adds and averages that arrive late are rounded in the same way."""
+    """Check that early averages by torch and late averages by the handle round in the same way."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64, dtype=torch.bfloat16) for _ in range(3)))
@@ -86,7 +86,7 @@ def body_rounding(rank: int, world: int) -> None:
         x = torch.randn(6, 64, generator=generator).bfloat16()
         if rank == 1:
             with torch.no_grad():
-                model(x)  # FSDP2 counts it among the uses that a backward follows
+                model(x)  # FSDP2 counts this use as one with a backward
         model(x).square().sum().backward()
         same_everywhere(model)
 
@@ -115,9 +115,9 @@ def body_more_calls(rank: int, world: int) -> None:
             model(data(step, rank)).square().mean().backward()
             continue
         early = [model(data(step, 10 * part + rank)).square().mean() for part in range(2)]
-        early[0].backward()  # FSDP2 forgets here how often each part has been used, that of early[1] included
+        early[0].backward()  # FSDP2 forgets all counts of uses here, also for early[1]
         late = early[1] + model(data(step, 20 + rank)).square().mean()
-        if step == 2 and torch.__version__ >= "2.11":  # torch 2.10 does not forget
+        if step == 2 and torch.__version__ >= "2.11":  # torch 2.10 keeps them
             with pytest.raises(HookResultError, match=r"handed over the gradient of .* after it had been reduced"):
                 late.backward()
             continue
@@ -145,7 +145,7 @@ def body_open(rank: int, world: int) -> None:
         handle = commhooks.attach(model, "allreduce", timeout=20) if ours else None
         for step in range(0, 4, 2):
             model.zero_grad()
-            # Torch's own ranks are alone on their shard: they see all replicas' batches.
+            # In torch's own run, each shard has one rank, which sees all replicas' batches.
             for part in (step, step + 1):
                 ranks = [rank] if ours else range(world)
                 (sum(model(data(part, r)).square().sum() for r in ranks) / len(ranks)).backward()
@@ -162,7 +162,7 @@ def test_a_forward_before_the_end_by_hand_ends_nothing() -> None:
 
 
 def body_undecided(rank: int, world: int) -> None:
-    """Without a dtype known beforehand FSDP2 itself would raise in the first backward, half way."""
+    """Without a known dtype FSDP2 itself would raise in the middle of the first backward."""
     if not hasattr(torch.empty(0), "grad_dtype") or not hasattr(FSDPModule, "set_manual_backward_finalization"):
         return  # before torch 2.15 there is no manual end
     for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.float32)):

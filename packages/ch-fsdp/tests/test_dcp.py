@@ -127,7 +127,7 @@ def test_a_shard_is_not_digested() -> None:
 
 
 def test_digests_of_long_tensors() -> None:
-    """A change anywhere in a tensor of several pieces changes its digest, the exchange of two bytes too."""
+    """A change anywhere in a tensor of several pieces changes its digest. So does an exchange of two bytes."""
     tensor = torch.arange(3 << 18, dtype=torch.float32)
     digests = {dcp._bits(tensor)}
     for place in (0, (1 << 18) - 1, 1 << 18, tensor.numel() - 1):
@@ -135,7 +135,7 @@ def test_digests_of_long_tensors() -> None:
         other[place] += 1
         digests.add(dcp._bits(other))
         digests.add(dcp._bits(tensor.roll(place + 1)))
-    assert len(digests) == 8  # the last roll is the tensor itself
+    assert len(digests) == 8  # the last roll returns the tensor itself
 
 
 def body_refused(rank: int, world: int, folder: str) -> None:

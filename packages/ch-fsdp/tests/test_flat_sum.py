@@ -18,7 +18,7 @@ BF16, BF16_FP32 = WireCast(Plain(), "bf16"), WireCast(Plain(), "bf16", accumulat
 
 
 def grads(world: int, numel: int) -> torch.Tensor:
-    """``(world, numel)`` fp32: a common part and noise."""
+    """Return ``(world, numel)`` gradients in fp32, a common part plus noise."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(numel, generator=generator) + torch.randn(world, numel, generator=generator)
 
@@ -26,7 +26,7 @@ def grads(world: int, numel: int) -> torch.Tensor:
 def reduce(
     reduction: Reduction, rows: torch.Tensor, *, scatter: bool = True, **factors: Any
 ) -> tuple[torch.Tensor, Any]:
-    """Everybody's result side by side, and rank 0's counters."""
+    """Return all ranks' results side by side, and rank 0's counters."""
     world, numel = rows.shape
 
     def body(rank: SimulatedRank) -> tuple[torch.Tensor, Any]:
@@ -79,7 +79,9 @@ def test_stochastic_rounding_is_unbiased() -> None:
 @settings(max_examples=20, deadline=None)
 @given(world=st.sampled_from([1, 2, 3, 5]), per_rank=st.integers(1, 7), scatter=st.booleans(), wide=st.booleans())
 def test_factors_and_bytes(world: int, per_rank: int, scatter: bool, wide: bool) -> None:
-    """``premultiply * sum / divide``, whole or scattered, and payload = elements times bytes on the wire."""
+    """The result is ``premultiply * sum / divide``, whole or scattered. The payload is elements times bytes of the wire
+    dtype.
+    """
     rows = torch.arange(world * world * per_rank, dtype=torch.float32).view(world, -1).remainder(8.0)
     reduction = Plain() if wide else BF16
     result, counters = reduce(reduction, rows, scatter=scatter, premultiply=0.5, divide=4.0)

@@ -34,7 +34,7 @@ def wrapped(strategy: str, **options: Any) -> FSDP:
 
 
 def local_grads(model: nn.Module, rank: int) -> torch.Tensor:
-    """This rank's gradients of one backward, one vector."""
+    """Return this rank's gradients of one backward as one vector."""
     model.zero_grad()
     model(*batch(77, rank)).backward()
     return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
@@ -50,7 +50,7 @@ def padded(numel: int, world: int) -> int:
 
 
 def expected_bytes(name: str, strategy: str, world: int) -> int:
-    """Payload of one step from the shapes alone."""
+    """Return the payload of one step, computed from the shapes alone."""
     model = gpt()
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
     units = [sum(p.numel() for p in model.parameters()) - sum(blocks), *blocks]
@@ -63,7 +63,7 @@ def expected_bytes(name: str, strategy: str, world: int) -> int:
 
 
 def body_by_name(rank: int, world: int, strategies: list[str]) -> list[tuple[str, str, float]]:
-    """Every name under every strategy: distance from no hook, traffic, detaching."""
+    """Check every name under every strategy: distance from plain FSDP1, traffic, and detach."""
     found = []
     for strategy in strategies:
         exact = local_grads(wrapped(strategy), rank)
@@ -124,7 +124,7 @@ def test_trains_as_one_process_does(world: int, strategy: str) -> None:
 
 
 def body_functions(rank: int, world: int) -> dict[str, float]:
-    """PyTorch's way of registering; against MixedPrecision(reduce_dtype), which torch does without a hook."""
+    """Check PyTorch's form of registration, and compare it with MixedPrecision(reduce_dtype)."""
     errors = {}
     for name, dtype in HALF.items():
         for strategy in ("NO_SHARD", "FULL_SHARD"):
@@ -172,7 +172,7 @@ def test_pytorchs_signatures_match_its_mixed_precision() -> None:
 
 
 def body_mixed_precision(rank: int, world: int) -> None:
-    """A 16-bit parameter policy gives 16-bit gradients, which travel as they are; no_sync accumulates."""
+    """A 16-bit parameter policy gives 16-bit gradients, which are sent without a cast. no_sync accumulates."""
     policy = MixedPrecision(param_dtype=torch.bfloat16)
     a, b = (wrapped("FULL_SHARD", mixed_precision=policy) for _ in range(2))
     handle = commhooks.attach(b, "bf16_compress")

@@ -70,7 +70,7 @@ def body_thawed(rank: int, world: int, expr: str, axis: str) -> None:
         handle.load_state_dict(saved)
         other.detach()
 
-    model[1].requires_grad_(False)  # its residual waits until it is thawed again
+    model[1].requires_grad_(False)  # its residual waits until the parameter is thawed again
     step(model, rank, 4)
     handle.commit()
     assert set(handle.state_dict()["entries"]) == names
@@ -182,7 +182,7 @@ def body_flattened(rank: int, world: int) -> None:
         commhooks.attach(shard2(gpt(), flat), POWERSGD)
     mixed = gpt()
     fully_shard(mixed.blocks[0], mesh=mesh["shard"])
-    fully_shard(mixed, mesh=DeviceMesh.from_group(mesh["shard"].get_group(), "cpu"))  # says nothing of replicas
+    fully_shard(mixed, mesh=DeviceMesh.from_group(mesh["shard"].get_group(), "cpu"))  # does not name replicas
     with pytest.raises(HookNotSupportedError, match=r"root: none.*blocks.0: 2 ranks.*process_group"):
         commhooks.attach(mixed, POWERSGD)
 
@@ -195,7 +195,9 @@ def test_what_is_sharded_over_is_no_replica() -> None:
 
 
 def body_after_evaluation(rank: int, world: int, shards: int) -> list[float]:
-    """A forward without a backward leaves the root gathered; replicas that start apart are made equal all the same."""
+    """A forward without a backward leaves the root gathered. Attach must still make replicas with unequal weights
+    equal.
+    """
     mesh = init_device_mesh("cpu", (world // shards, shards), mesh_dim_names=("replicate", "shard"))
     replica = mesh.get_local_rank("replicate")
     model = shard2(gpt(seed=replica), mesh["shard"])
@@ -207,7 +209,7 @@ def body_after_evaluation(rank: int, world: int, shards: int) -> list[float]:
     every = gathered(flat_params(model))
     assert all(torch.equal(every[0], one) for one in every)
     handle.detach()
-    commhooks.attach(model, POWERSGD, state=handle.state)  # after a forward that did train
+    commhooks.attach(model, POWERSGD, state=handle.state)  # after a training forward
     return []
 
 
@@ -261,7 +263,7 @@ def body_drift(rank: int, world: int) -> None:
     for what in ("batched_powersgd(rank=1)", "bf16_compress(rounding='stochastic')"):
         with pytest.raises(HookNotSupportedError, match="drift apart"):
             commhooks.attach(tensor_parallel(mesh), what)
-    cut = Planned()  # the parts alone may be rounded as one
+    cut = Planned()  # separate halves may round differently from one part
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel(), "router": ColwiseParallel()}
     parallelize_module(cut, mesh["tp"], plan)
     del cut.down.bias
@@ -273,7 +275,7 @@ def test_what_tensor_parallel_ranks_share_stays_the_same() -> None:
     spawn(body_drift, 4)
 
 
-# -- names, and all or nothing
+# -- names, and attaches that leave nothing behind
 
 
 class Bracketed(nn.Module):
@@ -301,7 +303,7 @@ def body_names(rank: int, world: int) -> None:
 
 
 class Picky(commhooks.Reduction):
-    """Refuses the model, after the adapter has made its place."""
+    """Refuses the model after the adapter has taken its slots."""
 
     name, lossy = "picky", True
 
@@ -321,7 +323,7 @@ def slots(model: nn.Module) -> list[tuple[Any, ...]]:
 
 
 def body_failed(rank: int, world: int) -> None:
-    """After a refusal the model is as it was, wherever the refusal came from; the next attach goes through."""
+    """Every refusal leaves the model unchanged, and the next attach succeeds."""
     model = shard2(gpt(), square()["shard"])
     before, forward = slots(model), len(model._forward_hooks)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Coded weight gathers of FSDP2, against one process that computes with the decoded weights."""
+"""Coded weight gathers of FSDP2, compared with one process that computes with the decoded weights."""
 
 import copy
 from typing import Any
@@ -27,7 +27,7 @@ BF16 = torch.bfloat16
 
 
 def decoded(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights that this rank computes with, by name; the model is sharded again."""
+    """Return the weights that this rank computes with, by name. The model is sharded again afterwards."""
     sharded = [m for m in model.modules() if isinstance(m, FSDPModule)]
     for module in sharded:
         module.unshard()
@@ -45,7 +45,7 @@ def same_everywhere(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def reference(plain: nn.Module, weights: dict[str, torch.Tensor], world: int, step: int) -> dict[str, torch.Tensor]:
-    """The mean gradient of all ranks' batches in one process with these weights."""
+    """Return the mean gradient of all ranks' batches in one process with these weights."""
     plain.zero_grad()
     with torch.no_grad():
         for name, p in plain.named_parameters():
@@ -55,7 +55,9 @@ def reference(plain: nn.Module, weights: dict[str, torch.Tensor], world: int, st
 
 
 def run_case(rank: int, world: int, model: nn.Module, plain: nn.Module, limit: float = 1e-5, **attach: Any) -> Any:
-    """Two steps: decoded weights near the exact ones and equal on all ranks, gradients those of the reference."""
+    """Run two steps. Decoded weights are near the exact ones and equal on all ranks, and gradients
+    match the reference.
+    """
     exact = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
     handle = commhooks.attach(model, attach.pop("hook", HOOK), axis="gather", **attach)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -64,7 +66,7 @@ def run_case(rank: int, world: int, model: nn.Module, plain: nn.Module, limit: f
         same_everywhere(weights)
         now = {name: whole(p.detach()) for name, p in model.named_parameters()}
         assert 0 < distance({k: v.float() for k, v in weights.items()}, {k: v.float() for k, v in now.items()}) < 1e-2
-        for name, p in now.items():  # norms, biases and embeddings travel exactly
+        for name, p in now.items():  # norms, biases and embeddings stay exact
             if p.ndim < 2 or "symbol" in name:
                 assert torch.equal(weights[name], p.to(weights[name].dtype)), name
         if step == 1:
@@ -214,7 +216,7 @@ def body_tensor_parallel(rank: int, world: int) -> None:
 
 
 def body_state_dict(rank: int, world: int) -> None:
-    """State dict, clipping and the next gathers see the exact parameters; ``detach`` gives torch's gather back."""
+    """The state dict, clipping and later gathers see exact parameters. ``detach`` restores torch's gather."""
     model, plain = shard2(gpt(), line(world)), shard2(gpt(), line(world))
     handle = commhooks.attach(model, HOOK, axis="gather")
     model(*batch(0, rank))
@@ -285,7 +287,7 @@ def body_refused(rank: int, world: int) -> None:
 
 
 def body_bytes(rank: int, world: int) -> None:
-    """The counted bytes are those of the blocks: codes, scales and exact parameters, gathered twice."""
+    """The counters match the blocks' codes, scales and exact parameters, each gathered twice."""
     model = fully_shard(nn.Linear(64, 64), mesh=line(world))
     handle = commhooks.attach(model, "quant8(block=32)", axis="gather")
     model(torch.ones(2, 64)).sum().backward()  # one root, which stays gathered after its forward

@@ -34,7 +34,7 @@ def native(**options: Any) -> Any:
 
 
 def each(setter: str, value: Any) -> Setup:
-    """A setter that acts on one module only, called on all."""
+    """Call a setter that affects one module on all modules."""
 
     def call(model: Any) -> None:
         for module in (model, *model.blocks):
@@ -63,7 +63,7 @@ def flat(model: Any) -> torch.Tensor:
 
 
 def slots(model: Any) -> list[tuple[Any, ...]]:
-    """All that attaching changes in torch's objects."""
+    """Return the attributes of torch's objects that attach changes."""
     found = [group.torch_group for group in param_groups(model)]
     return [
         (
@@ -81,7 +81,7 @@ def slots(model: Any) -> list[tuple[Any, ...]]:
 
 
 def body_numbers(rank: int, world: int) -> None:
-    """Compare with torch to the bit: factors, sums, precisions, offload, frozen parameters, resharding."""
+    """Compare with torch to the bit for factors, sums, precisions, offload, frozen parameters and resharding."""
     cases: list[tuple[Setup, dict[str, Any]]] = [
         (lambda model: None, {}),
         (lambda model: None, {"reshard_after_forward": False}),
@@ -105,7 +105,7 @@ def body_numbers(rank: int, world: int) -> None:
         assert stats["steps"] == 2
         assert stats["replicate_payload_bytes"] > 0
         handle.detach()
-        if number == 0:  # a root that FSDP decides about is not resharded after its first forward
+        if number == 0:  # FSDP does not reshard such a root after its first forward
             assert [slot[:1] + slot[2:] for slot in slots(mine)] == [slot[:1] + slot[2:] for slot in before]
         assert torch.equal(backward(mine, rank), backward(torchs, rank)), number
 
@@ -195,7 +195,7 @@ def test_compressed_between_the_replicas() -> None:
 
 def body_tensor_parallel(rank: int, world: int) -> None:
     """With tensor parallelism the parameters have three mesh dimensions. One of them has the replicas."""
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("outer", "inner", "tp"))  # no name that says replicas
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("outer", "inner", "tp"))  # no name marks replicas
 
     def made() -> Any:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Models that a hook refuses, with one typed error on every rank. The ranks stay in step afterwards."""
+"""Every rank raises the same typed error for a refused model. The ranks stay in step afterwards."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,12 +26,12 @@ from .fsdp_kit import batch, gpt, line, shard1, shard2, square
 pytestmark = [pytest.mark.timeout(180), pytest.mark.gloo]
 
 Make = Callable[[], Any]
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # the first is not in torch 2.10
-PER_PARAMETER_MESHES = hasattr(_fsdp_common, "ShardPlacementResult")  # not in torch 2.10
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # torch 2.10 lacks the first option
+PER_PARAMETER_MESHES = hasattr(_fsdp_common, "ShardPlacementResult")  # torch 2.10 lacks it
 
 
 class Sums(ReduceScatter):
-    """A user's own reduce-scatter."""
+    """A custom reduce-scatter of the user."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -110,14 +110,14 @@ CASES: list[tuple[Make, Any, dict[str, Any], type[Exception], str]] = [
     (fsdp1, POWERSGD, {}, HookNotSupportedError, "one flat vector"),
     (fsdp1, ddp_hook, {}, HookNotSupportedError, r"\(state, grad, output\)"),
     (fsdp1, "bf16_compress", {"axis": "shard"}, HookNotSupportedError, "FSDP1's strategy decides"),
-    # setters that act on the root only, and slots that are taken
+    # setters that affect the root only, and occupied slots
     (on_root("set_custom_reduce_scatter", Sums()), "bf16_compress", {}, AttachError, "one module only"),
     (on_root("set_allocate_memory_from_process_group_for_comm", True), "bf16_compress", {}, AttachError, "exclude"),
     (inner_unit, "bf16_compress", {}, AttachError, "attach to the root"),
     (hooked, "bf16_compress", {}, AttachError, "slot is taken"),
     (attached(fsdp2), "bf16_compress", {}, AttachError, "detach"),
     (attached(fsdp1), "bf16_compress", {}, AttachError, "detach"),
-    # models that have nothing to give
+    # models without gradients to reduce
     *([(two_meshes, "bf16_compress", {}, HookNotSupportedError, "root#0 .*root#1")] if PER_PARAMETER_MESHES else []),
     (on_meta, "bf16_compress", {}, AttachError, "meta device"),
     (
@@ -164,7 +164,7 @@ def body_disagreement(rank: int, world: int) -> None:
 
 
 def body_uneven(rank: int, world: int) -> None:
-    """Shard meshes of two ranks and of one."""
+    """Shard meshes of two ranks and of one rank."""
     pair, alone, across, other = (dist.new_group(ranks) for ranks in ([0, 1], [2], [0, 2], [1]))
     mesh = DeviceMesh.from_group(pair if rank < 2 else alone, "cpu")
     with pytest.raises(HookNotSupportedError, match="has no dimension called 'replicate'"):
@@ -174,8 +174,8 @@ def body_uneven(rank: int, world: int) -> None:
 
 
 def body_replicas(rank: int, world: int) -> None:
-    """Process groups whose ranks are no replicas: other meshes, other shards."""
-    crossed = [dist.new_group([0, 3]), dist.new_group([1, 2])]  # holders of different shards
+    """Process groups whose ranks are no replicas, because they have other meshes or shards."""
+    crossed = [dist.new_group([0, 3]), dist.new_group([1, 2])]  # ranks with different shards
     with pytest.raises(RankMismatchError, match=r"shard: rank. 0.* 0/2; rank. 1.* 1/2|received along|shard: "):
         commhooks.attach(shard2(gpt(), square()["shard"]), POWERSGD, process_group=crossed[rank in (1, 2)])
     with pytest.raises(RankMismatchError, match=r"parameters: |received along"):
@@ -202,7 +202,7 @@ def body_never_called(rank: int, world: int) -> None:
     """Check that every rank raises at the end of the first backward, and that training continues."""
     model = fsdp2()
     handle = commhooks.attach(model, "bf16_compress")
-    model.set_custom_reduce_scatter(Sums())  # acts on the root only
+    model.set_custom_reduce_scatter(Sums())  # affects the root only
     with pytest.raises(AttachError, match="no longer in place on root"):
         model(*batch(0, rank)).backward()
     handle.detach()

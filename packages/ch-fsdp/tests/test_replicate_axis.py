@@ -34,7 +34,7 @@ def one_backward(model: nn.Module, rank: int, step: int = 77) -> torch.Tensor:
 
 
 def inside(**options: Any) -> Any:
-    """A GPT on this rank's row of the 2 x 2 mesh."""
+    """Return a GPT on this rank's row of the 2 x 2 mesh."""
     return shard2(gpt(), square()["shard"], **options)
 
 
@@ -43,7 +43,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def body_against_native(rank: int, world: int) -> None:
-    """Against torch's own 2-D mesh, which averages over replicas itself; bytes from the shapes."""
+    """Compare with torch's own 2-D mesh, which averages over replicas itself, and derive bytes from the shapes."""
     native = one_backward(shard2(gpt(), square()), rank)
     shapes = [tuple(p.shape) for p in gpt().parameters()]
     padded = [-(-s[0] // 2) * (s[1] if len(s) > 1 else 1) for s in shapes]
@@ -64,7 +64,7 @@ def body_against_native(rank: int, world: int) -> None:
             assert stats["shard_payload_bytes"] == 2 * 2 * sum(padded)
             mine = sum(p._local_tensor.numel() for p in model.parameters())
             assert stats["replicate_payload_bytes"] == 2 * mine
-            # A status on each axis and one passed on between them; the order of three groups, agreed once.
+            # A status on each axis, one more to relay it, and one agreement on the order of three groups.
             status, order = 3 * 4 * (2 + 1), 3 * 8
             assert stats["wire_bytes"] == 2 * sum(padded) + 2 * mine + status + order
         else:
@@ -75,7 +75,7 @@ def body_against_native(rank: int, world: int) -> None:
 
 
 def one_handle_per_axis(rank: int) -> None:
-    """Shard axis and replicate axis as two handles."""
+    """Attach two handles, for the shard axis and the replicate axis."""
     model, native = inside(), shard2(gpt(), square())
     shard = commhooks.attach(model, "bf16_compress(accumulate='fp32')", axis="shard")
     between = commhooks.attach(model, "allreduce", axis="replicate")
@@ -94,7 +94,7 @@ def body_trains(rank: int, world: int, group: str) -> list[tuple[list[float], to
     for name in ("allreduce", "bf16_compress(accumulate='fp32')"):
         torch.manual_seed(rank)
         mesh = square()
-        model = shard2(gpt(seed=mesh.get_local_rank("replicate")), mesh["shard"])  # replicas start apart
+        model = shard2(gpt(seed=mesh.get_local_rank("replicate")), mesh["shard"])  # replicas start with unequal weights
         given = mesh["replicate"].get_group() if group == "given" else None
         commhooks.attach(model, name, process_group=given)
         out.append((train(model, STEPS, rank), flat_params(model)))
@@ -134,7 +134,7 @@ def test_powersgd_is_the_same_on_ddp() -> None:
 
 
 def body_resume(rank: int, world: int) -> None:
-    """Six steps at once, and three, a checkpoint, a new model, three more."""
+    """Compare six steps at once with three steps, a checkpoint, a new model and three more steps."""
     saved: dict[str, Any] = {}
 
     def run(model: nn.Module, steps: range) -> None:
@@ -166,7 +166,7 @@ def body_resume(rank: int, world: int) -> None:
     assert torch.equal(flat_params(second), flat_params(straight))
     assert resumed.state.step >= 5
 
-    # Re-wrapped with the live state, in place of the checkpoint.
+    # Wrap again with the live state instead of the checkpoint.
     third = inside()
     for p, q in zip(third.parameters(), second.parameters(), strict=True):
         p.data._local_tensor.copy_(q._local_tensor)
@@ -178,11 +178,11 @@ def body_resume(rank: int, world: int) -> None:
     straight_grads, third_grads = (one_backward(m, rank) for m in (straight, third))
     assert torch.equal(straight_grads, third_grads)
 
-    # The same state under another sharding is refused by name.
+    # Loading the state under another sharding raises an error that names it.
     other = shard2(gpt(), init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))["shard"])
     with pytest.raises(StateError, match=rf"\[{rank % 2}/2\]' is not in the model"):
         commhooks.attach(other, POWERSGD).load_state_dict(saved["hook"])
-    # Refused on one rank, it is loaded on none, in no shard.
+    # If one rank refuses the state, no rank and no shard loads it.
     again = commhooks.attach(inside(), POWERSGD)
     with pytest.raises(StateError if rank == 3 else RankMismatchError, match=r"format 9|received along another axis"):
         again.load_state_dict(saved["hook"] | ({"format": 9} if rank == 3 else {}))
@@ -206,7 +206,7 @@ def test_state_is_checkpointed_and_survives_rewrapping() -> None:
 
 
 class Fails(commhooks.Reduction):
-    """Averages; raises on one rank at one step, in one of three places."""
+    """Averages. Raises on one rank at one step, in one of three places."""
 
     name, lossy = "fails", True
 
@@ -248,7 +248,7 @@ def test_a_failure_reaches_every_rank() -> None:
 
 
 class Twins(nn.Module):
-    """Two parameters of one shape; which of them is used depends on the input."""
+    """Two parameters of one shape. The input selects one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ def body_accumulation_and_precision(rank: int, world: int) -> None:
         assert handle.stats()["steps"] == number
         for p, q in zip(grads(mine).values(), grads(native).values(), strict=True):
             assert torch.equal(p, q), setter
-    mine.set_requires_all_reduce(False)  # kept back by the handle, and by the plain averaging that it leaves
+    mine.set_requires_all_reduce(False)  # the handle holds it back, and so does the plain averaging after it
     mine(*batch(1, rank)).backward()
     handle.detach()
     with pytest.raises(AttachError, match="kept back"):
@@ -311,7 +311,7 @@ def body_accumulation_and_precision(rank: int, world: int) -> None:
         p.requires_grad_(False)
     handle = commhooks.attach(frozen, "allreduce")
     assert one_backward(frozen, rank).numel() < one_backward(mine, rank).numel()
-    for p in frozen.blocks[0].parameters():  # thawed while attached, so reduced from now on
+    for p in frozen.blocks[0].parameters():  # thawed after attach, so reduced from now on
         p.requires_grad_(True)
     assert distance(one_backward(frozen, rank), one_backward(mine, rank)) == 0
 
@@ -341,7 +341,7 @@ def data(step: int, rank: int) -> torch.Tensor:
 
 
 def compare(model: nn.Module, step: int, rank: int, what: object) -> None:
-    """One backward of the whole model; its gradients are the mean over all replicas, of every group."""
+    """Compare the gradients of one whole backward with the mean over all replicas, in every group."""
     model.zero_grad()
     model(data(step, rank)).square().sum().backward()
     ref = plain()
@@ -352,7 +352,7 @@ def compare(model: nn.Module, step: int, rank: int, what: object) -> None:
 
 
 class Picky(commhooks.Reduction):
-    """Refuses the model, after the adapter has made its place."""
+    """Refuses the model after the adapter has taken its slots."""
 
     name, lossy = "picky", True
 
@@ -382,7 +382,7 @@ def body_other_parts(rank: int, world: int) -> None:
 
 
 def body_refused(rank: int, world: int) -> None:
-    """A refused attach to a part leaves the averaging that covers all of the model."""
+    """After a refused attach to a part, plain averaging still covers the whole model."""
     model = sharded()
     commhooks.attach(model, "allreduce", timeout=20).detach()
     for part in ("1", ""):
@@ -401,7 +401,7 @@ def test_a_refused_handle_over_a_part() -> None:
 
 
 class Halves(nn.Module):
-    """Two halves of one shape, which a rank may use in either order, or one of them."""
+    """Has two halves of one shape. A rank may use them in either order, or only one."""
 
     def __init__(self) -> None:
         super().__init__()

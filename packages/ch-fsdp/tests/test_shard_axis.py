@@ -145,7 +145,7 @@ def test_factors_precision_offload_frozen() -> None:
 
 
 def body_accumulation(rank: int, world: int) -> None:
-    """Gradient accumulation and several parameter groups in one module."""
+    """Accumulate gradients with several parameter groups in one module."""
     mesh = line(world)
     mine, torchs = shard2(gpt(), mesh), shard2(gpt(), mesh)
     handle = commhooks.attach(mine, "allreduce")
@@ -183,12 +183,12 @@ def body_separate_group(rank: int, world: int) -> None:
 
 
 def line_group(model: Any) -> str:
-    """The name of the group over which the parameters are gathered."""
+    """Return the name of the group over which the parameters are gathered."""
     return str(next(model.parameters()).device_mesh.get_group().group_name)
 
 
 def body_hsdp_mesh(rank: int, world: int) -> None:
-    """On a 2-D mesh torch all-reduces itself; the shard axis can still be compressed."""
+    """On a 2-D mesh torch itself all-reduces. The shard axis can still be compressed."""
     mine, torchs = shard2(gpt(), square()), shard2(gpt(), square())
     handle = commhooks.attach(mine, "allreduce", axis="shard")
     assert distance(one_backward(mine, rank), one_backward(torchs, rank)) == 0
@@ -198,7 +198,7 @@ def body_hsdp_mesh(rank: int, world: int) -> None:
 
 
 def body_shard_dim_1(rank: int, world: int) -> None:
-    """Parameters sharded along another dimension than the first."""
+    """Shard parameters along another dimension than the first."""
     models = []
     for _ in range(2):
         model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False))

@@ -72,7 +72,7 @@ def body_feedback(rank: int, world: int) -> None:
 
 
 def body_cases(rank: int, world: int) -> None:
-    """Mixed precision, sums and factors, another dimension, unused and frozen parameters."""
+    """Check mixed precision, sums and factors, another dimension, and unused or frozen parameters."""
     mesh = line(world)
 
     def pair(case: str, setup: Any = lambda m: None, made: Any = None, limit: float = 2e-2, **options: Any) -> None:
@@ -153,7 +153,7 @@ def recomputed(model: Shared, x: torch.Tensor) -> None:
 
 
 def in_chunks(model: Shared, x: torch.Tensor) -> None:
-    """One backward for each part of the loss, then one through the block."""
+    """Run one backward for each part of the loss, then one through the block."""
     body = model(x, whole=False)
     cut = body.detach().requires_grad_()
     for part in cut.chunk(3):
@@ -255,7 +255,7 @@ def steps(model: nn.Module, handles: Any, optimizer: torch.optim.Optimizer, rank
 
 
 def body_both_axes(rank: int, world: int) -> tuple[list[float], list[float], dict[str, float]]:
-    """8 bits inside the node, 4 between; and a run that is saved and resumed, to the same bits."""
+    """Use 8 bits inside the node and 4 between nodes. A saved and resumed run has the same bits."""
     exact = shard2(gpt(), square())
     plain = train(exact, 12, rank)
     model = shard2(gpt(), square())

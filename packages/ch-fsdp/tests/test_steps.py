@@ -61,7 +61,7 @@ def sharded(mesh: Any, **options: Any) -> Any:
 
 
 def both_ways(model: Net, step: int, rank: int) -> torch.Tensor:
-    """Every block twice in one forward."""
+    """Use every block twice in one forward."""
     return (model(data(step, rank)) * model(data(step, rank + 50))).square().mean()
 
 
@@ -71,7 +71,7 @@ def sometimes_twice(model: Net, step: int, rank: int) -> torch.Tensor:
 
 
 def experts(model: Net, step: int, rank: int) -> torch.Tensor:
-    """Block 1 + rank is used by this replica only, and in the first steps never by the other."""
+    """Use block 1 + rank on this replica only, and never on the other in the first steps."""
     return model(data(step, rank), (0, 1 + (rank + step // 2) % 2)).square().mean()
 
 
@@ -197,7 +197,7 @@ def body_dropped(rank: int, world: int) -> None:
                 torch.testing.assert_close(total, true[name], atol=5e-5, rtol=1e-4, msg=f"{case} {name}")
             assert handle.state.step == 4, case
             loss(model, 6, rank).backward()
-            model.blocks[0].zero_grad()  # the other gradients stay, so it cannot be known if the step counts
+            model.blocks[0].zero_grad()  # the other gradients stay, so the engine cannot know if the step counts
             with pytest.raises(StateError, match="gradients of the last step 2 were dropped"):
                 loss(model, 7, rank).backward()
 
@@ -207,7 +207,7 @@ def test_dropped_gradients_roll_their_steps_back() -> None:
 
 
 def body_thawed(rank: int, world: int) -> None:
-    """Train a block that was frozen at attach with an optimizer of its own. Its steps use the gradients."""
+    """Train a block that was frozen at attach with a separate optimizer. Its steps use the gradients."""
     place = replicas(world)
     model = sharded(place["mesh"])
     model.blocks[2].requires_grad_(False)
@@ -255,7 +255,7 @@ def body_detached(rank: int, world: int) -> None:
 
 
 class Fails(commhooks.Reduction):
-    """Averages; raises on one rank while armed."""
+    """Averages. Raises on one rank while armed."""
 
     name, lossy, armed = "fails", True, False
 
@@ -274,7 +274,7 @@ def pipeline(model: Any) -> Callable[[torch.Tensor], None]:
 
 
 def by_hand(model: Any) -> Callable[[torch.Tensor], None]:
-    """Torch 2.15: the user says where the backward ends."""
+    """On torch 2.15 the user declares the end of the backward."""
     model.set_manual_backward_finalization(True)
 
     def step(x: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ def built(replicas: int, shards: int, factor: float | None) -> tuple[Any, CommHo
     for module in model.modules():
         if factor is not None and isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(factor)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no PREMUL_SUM
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
     return model, commhooks.attach(model, "error_feedback(bf16_compress)")
 
 

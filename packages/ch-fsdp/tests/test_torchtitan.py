@@ -1,4 +1,4 @@
-"""The torchtitan override; `tests/frameworks/matrix.py --only titan` trains with it where torchtitan is installed."""
+"""The torchtitan override. `tests/frameworks/matrix.py --only titan` trains with it if torchtitan is installed."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""A small reduction with both kinds of state, in two stages like PowerSGD, that a test can follow by hand."""
+"""A small reduction with both kinds of state, in two stages like PowerSGD. A test can compute it by hand."""
 
 from typing import ClassVar, Literal
 
@@ -10,9 +10,10 @@ from commhooks.requests import AllReduce
 
 
 class TwoStage(Reduction):
-    """Sends a bucket rounded down to whole numbers (the rest is the residual), then the sum of what was received.
+    """Sends a bucket rounded down to whole numbers and keeps the rest as residual. It then sends the sum of the
+    results.
 
-    ``residual`` is local; ``seen``, what the last step's mean was, is the same everywhere.
+    ``residual`` is local. ``seen`` holds the last step's mean and is equal on all ranks.
     """
 
     name = "two_stage"

@@ -1,4 +1,4 @@
-"""Several backward passes between a quorum and its vote are committed together or dropped together, whoever votes."""
+"""Several backward passes between a quorum and its vote are committed or dropped together, for every voter."""
 
 import copy
 import gc
@@ -18,12 +18,12 @@ from commhooks.reduction import Plain
 
 from .stages import TwoStage
 
-CAP = 0.0005  # MB: three buckets
+CAP = 0.0005  # MB, which gives three buckets
 NET = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16), torch.nn.Linear(16, 1))
 
 
 def net() -> torch.nn.Module:
-    """The same weights on every member: a copy, because threads share the random number generator."""
+    """Return a copy with equal weights on every member, because threads share the random number generator."""
     return copy.deepcopy(NET)
 
 
@@ -47,7 +47,7 @@ def entries(model: DistributedDataParallel, field: str = "") -> dict[str, torch.
 
 
 def owed(model: DistributedDataParallel) -> torch.Tensor:
-    """The residuals, in the order of the parameters."""
+    """Return the residuals in the order of the parameters."""
     assert model.handle is not None
     held = {name: t for name, field, t in model.handle.state.entries() if field == "residual"}
     return torch.cat([held[name].reshape(-1).double() for name, _ in model.module.named_parameters()])
@@ -58,7 +58,7 @@ def vote_with_wrapper(manager: SimulatedManager, inner: torch.optim.Optimizer) -
 
 
 class ByHand:
-    """Torchft's own optimizer wrapper: it tells nobody."""
+    """Torchft's own optimizer wrapper. It does not inform the hook."""
 
     def __init__(self, manager: SimulatedManager, inner: torch.optim.Optimizer) -> None:
         self.manager, self.inner = manager, inner
@@ -75,7 +75,7 @@ class ByHand:
 @pytest.mark.parametrize("optimizer", [vote_with_wrapper, ByHand])
 @pytest.mark.parametrize("backwards", [1, 2, 3])
 def test_what_is_applied_and_what_is_owed_are_the_sum_of_the_gradients(optimizer: Any, backwards: int) -> None:
-    """The parameters stand still, so that each gradient can be computed again. Attempt 2 is voted down."""
+    """Parameters stay constant, so that the test can compute each gradient again. The vote rejects attempt 2."""
 
     def body(manager: SimulatedManager) -> tuple[torch.Tensor, ...]:
         model = DistributedDataParallel(manager, net(), hook=TwoStage(), bucket_cap_mb=CAP)
@@ -110,7 +110,7 @@ def test_what_is_applied_and_what_is_owed_are_the_sum_of_the_gradients(optimizer
 def trained(
     manager: SimulatedManager, optimizer: Any, bad: Callable[[SimulatedManager, int], bool], steps: int = 5
 ) -> dict[str, torch.Tensor]:
-    """The hook's state after so many commits; an attempt of two backwards is bad at most once a step."""
+    """Return the hook's state after some commits. At most one attempt of a step fails, with two backwards."""
     model = DistributedDataParallel(manager, net(), hook=TwoStage(), bucket_cap_mb=CAP)
     ender = optimizer(manager, torch.optim.SGD(model.parameters(), lr=1e-4))
     seen: set[int] = set()
@@ -149,7 +149,7 @@ def test_a_dropped_attempt_leaves_the_state_as_it_was_before_its_first_backward(
 
 
 class Twice(torch.nn.Module):
-    """Its second layer is used in the first backward of an attempt only."""
+    """Uses its second layer only in the first backward of an attempt."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,11 +184,11 @@ def test_a_member_that_heals_in_an_attempt_of_two_backwards_has_the_shared_state
     assert all(torch.equal(results["a"][key], results["c"][key]) for key in results["a"])
 
 
-# -- what attach is given
+# -- arguments of attach
 
 
 def test_residuals_follow_the_scale_of_the_scaler_given_to_attach() -> None:
-    """Applied and owed are the sum of the gradients, in units that do not change when the scale does."""
+    """Applied gradients plus residuals equal the sum of the gradients, in units that do not follow the scale."""
 
     def body(manager: SimulatedManager) -> tuple[torch.Tensor, ...]:
         model = DistributedDataParallel(manager, net(), bucket_cap_mb=CAP)
@@ -219,7 +219,7 @@ def test_residuals_follow_the_scale_of_the_scaler_given_to_attach() -> None:
 
 
 def test_a_committed_step_that_the_optimizer_skipped_is_dropped_where_attach_was_given_it() -> None:
-    """A loop by hand may do without the optimizer after the vote, because the norm is too large, say."""
+    """A manual loop may skip the optimizer after the vote, for example because the norm is too large."""
 
     def body(manager: SimulatedManager, skipped: set[int], again: bool) -> dict[str, torch.Tensor]:
         model = DistributedDataParallel(manager, net(), bucket_cap_mb=CAP)
@@ -260,11 +260,11 @@ def test_what_is_refused() -> None:
             commhooks.attach(model, Plain(), optimizer=net())  # type: ignore[arg-type]
         with pytest.raises(HookNotSupportedError, match="rollback=False and a manager's vote exclude each other"):
             commhooks.attach(model, TwoStage(), rollback=False)
-        commhooks.attach(model, Plain())  # nothing was left in its place
+        commhooks.attach(model, Plain())  # the refused attaches left nothing behind
 
 
 class Slotted(SimulatedManager):
-    """Whose methods cannot be replaced."""
+    """A manager whose methods cannot be replaced."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if callable(value) and name in ("start_quorum", "should_commit"):
@@ -278,11 +278,11 @@ def test_a_manager_that_cannot_be_watched_is_refused() -> None:
         with pytest.raises(HookConfigError, match=r"Slotted\.start_quorum cannot be watched .*leave out __slots__"):
             commhooks.attach(model, Plain())
         with pytest.raises(HookConfigError, match="cannot be watched"):
-            commhooks.attach(model, Plain())  # still, and not half in place
+            commhooks.attach(model, Plain())  # the refusal left no half-replaced method
 
 
 def test_watching_keeps_no_manager_alive() -> None:
-    """Its process group must go when its owner does, and not when garbage is collected."""
+    """Its process group must end with its owner, not at garbage collection."""
     with SimulatedCluster() as cluster:
         manager = SimulatedManager(cluster, "a")
         gc.disable()

@@ -1,4 +1,4 @@
-"""Manager-backed models over the simulator: means, transactions, heals, refusals."""
+"""Manager-backed models over the simulator: means, commits and rollbacks, heals, refusals."""
 
 import copy
 from collections.abc import Callable
@@ -25,14 +25,14 @@ from commhooks.requests import AllReduce, ReduceScatter
 
 from .stages import TwoStage
 
-CAP = 0.0005  # MB: three buckets
+CAP = 0.0005  # MB, which gives three buckets
 
 
 NET = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16), torch.nn.Linear(16, 1))
 
 
 def net() -> torch.nn.Module:
-    """The same weights on every member: a copy, because threads share the random number generator."""
+    """Return a copy with equal weights on every member, because threads share the random number generator."""
     return copy.deepcopy(NET)
 
 
@@ -116,11 +116,11 @@ def test_fp16_gradients_of_40_000_do_not_overflow(kind: str) -> None:
     assert all(gradient.eq(40_000).all() for gradient in results.values())
 
 
-# -- the transaction
+# -- commit and rollback
 
 
 def trainer(steps: int, seen: dict[str, Any], before: Callable[[SimulatedManager], None] | None = None) -> Any:
-    """A member that trains with :class:`TwoStage` until ``steps`` are committed."""
+    """Return the body of a member that trains with :class:`TwoStage` until ``steps`` are committed."""
 
     def body(manager: SimulatedManager) -> dict[str, torch.Tensor]:
         model = DistributedDataParallel(manager, net(), hook=TwoStage(), bucket_cap_mb=CAP)
@@ -162,7 +162,7 @@ def test_a_step_voted_down_leaves_the_state_as_it_was() -> None:
 
 @pytest.mark.parametrize("async_quorum", [True, False])
 def test_a_healed_member_has_the_shared_state_and_no_residual(async_quorum: bool) -> None:
-    """In both kinds of quorum the newcomer ends its first step with the others' shared state."""
+    """In both kinds of quorum the new member ends its first step with the others' shared state."""
 
     def body(manager: SimulatedManager) -> dict[str, torch.Tensor]:
         model = DistributedDataParallel(manager, net(), hook=TwoStage(), bucket_cap_mb=CAP)
@@ -176,7 +176,7 @@ def test_a_healed_member_has_the_shared_state_and_no_residual(async_quorum: bool
         return {f"{name}.{field}": t.clone() for name, field, t in model.handle.state.entries()}
 
     with SimulatedCluster(async_quorum=async_quorum) as cluster:
-        cluster._returning["c"] = 3  # c is waited for at step 3, and takes part in that step only
+        cluster._returning["c"] = 3  # the quorum waits for c at step 3, and c takes part in that step only
         results = cluster.run(dict.fromkeys("abc", body))
         assert cluster.history[-1] == (3, ["a", "b"] if async_quorum else ["a", "b", "c"])
     shared = [key for key in results["a"] if key.endswith("seen")]
@@ -196,7 +196,7 @@ def test_a_spare_keeps_its_residual_and_follows_the_shared_state() -> None:
 
 
 def test_without_the_wrapper_the_step_counter_decides() -> None:
-    """Torchft's own optimizer wrapper tells nobody; the next step asks the manager what became of the last."""
+    """Torchft's own optimizer wrapper does not inform the hook. The next step asks the manager for the last outcome."""
     voted: list[int] = []
 
     def body(manager: SimulatedManager) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
-"""Real lighthouse, real Managers, real processes, gloo: one replica is killed with SIGKILL and started again.
+"""Real lighthouse, Managers and processes on gloo. One replica is killed with SIGKILL and starts again.
 
-Five cases run here; the full matrix, 4 places x 3 sizes x 4 hooks, is `nox -s ft-matrix`.
+Five cases run here. The full matrix of 4 places x 3 sizes x 4 hooks is `nox -s ft-matrix`.
 """
 
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_a_killed_replica_costs_one_attempt(tmp_path: Path, place: str, replicas
 
 @pytest.mark.timeout(60)
 def test_a_replica_that_joins_late_meets_a_hook_past_its_warm_up(tmp_path: Path) -> None:
-    """One replica is at step 500, past ``start_iter``; the newcomer has never seen a step."""
+    """One replica is at step 500, past ``start_iter``. The new one has never seen a step."""
     hook = "powersgd(rank=2, start_iter=100)"
     with quorum.lighthouse(heartbeat=1.0, join_timeout=0.2) as address:
         tasks = [

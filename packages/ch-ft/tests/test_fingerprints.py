@@ -1,4 +1,4 @@
-"""How often the members of a round compare what they have."""
+"""The members of a round compare their fingerprints once."""
 
 from ch_ft import SimulatedCluster, SimulatedManager
 
@@ -8,7 +8,7 @@ __all__ = ["one_rank"]  # a fixture
 
 
 def test_a_backward_under_fsdp2_compares_once() -> None:
-    """A bucket that is run at once is submitted by what runs it, and both see to it that members have agreed."""
+    """The code that runs a bucket at once also submits it. Both places make sure that members have agreed."""
     seen: list[int] = []
 
     def body(manager: SimulatedManager) -> None:

@@ -1,4 +1,6 @@
-"""FSDP2 inside replica groups, torchft's real Manager between them: a replica is killed with SIGKILL and started again."""
+"""FSDP2 inside replica groups, with torchft's real Manager between them. A replica is killed with SIGKILL and starts
+again.
+"""
 
 import threading
 from collections.abc import Callable
@@ -22,14 +24,16 @@ from ch_ft.testing.member import Task
 HOOK = "powersgd(rank=2)"
 NAMES = quorum.NAMES[:2]
 THREADS_CRASH = torch.__version__ < "2.11"
-BUILDING = threading.Lock()  # members are threads here; torch makes meshes on one at a time
+BUILDING = threading.Lock()  # members are threads here, and torch makes meshes on one thread at a time
 
 
 @pytest.mark.full
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("place", ["p_and_q", "steps"])
 def test_a_killed_group_of_one_rank_costs_one_attempt(tmp_path: Path, place: str) -> None:
-    """Before it dies, after, and when it is back, all have equal parameters and Q; alone, the survivor goes on rightly."""
+    """All members have equal parameters and Q before the death, after it and after the return. The survivor continues
+    correctly alone.
+    """
     with quorum.lighthouse(heartbeat=1.0, join_timeout=0.5) as address:
         tasks = [
             Task(name, str(tmp_path), address, HOOK, "fsdp", die=place if name == scenario.VICTIM else None, replicas=2)
@@ -51,7 +55,7 @@ def test_a_killed_group_of_one_rank_costs_one_attempt(tmp_path: Path, place: str
 
 
 def replay(outcome: quorum.Outcome, last: int) -> dict[int, str]:
-    """The same contributions to the same steps over a simulated manager, where nobody dies: parameters after each."""
+    """Repeat the same contributions over a simulated manager without a death. Return the parameters after each step."""
     born = min((r["t"] for r in outcome.reborn()), default=float("inf"))
     records = {name: {s: r for s, r in outcome.committed(name).items() if r["t"] < born} for name in NAMES}
     records[NAMES[0]] = outcome.committed(NAMES[0])
@@ -80,7 +84,9 @@ def replay(outcome: quorum.Outcome, last: int) -> dict[int, str]:
 
 
 def test_what_is_sent_to_a_newcomer_is_made_before_the_forward() -> None:
-    """An asynchronous quorum asks in a thread of its own, and FSDP2's state_dict() reshards: it is made once."""
+    """An asynchronous quorum asks in a separate thread, and FSDP2's state_dict() reshards. The adapter therefore makes
+    it once.
+    """
 
     def asked_inside(ask: Callable[[], dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
@@ -90,7 +96,7 @@ def test_what_is_sent_to_a_newcomer_is_made_before_the_forward() -> None:
             thread.start()
             thread.join()
 
-        model.get_submodule("2").register_forward_pre_hook(in_a_thread)  # after FSDP2's own: its weights are gathered
+        model.get_submodule("2").register_forward_pre_hook(in_a_thread)  # after FSDP2's own hook, with gathered weights
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
             model(torch.randn(4, 48)).square().mean().backward()

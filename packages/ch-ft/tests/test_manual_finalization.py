@@ -1,4 +1,4 @@
-"""Backwards of managed models that their caller finalises (torch 2.15), and that raise."""
+"""Backwards of managed models that the caller finalises (torch 2.15), and that raise."""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""A Manager over one of torch's own process groups, reconfigured from quorum to quorum: torch 2.14, torchft's nightly."""
+"""A Manager over one of torch's own process groups (torch 2.14, torchft's nightly). Each quorum
+reconfigures the group.
+"""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +13,7 @@ import torch.distributed as dist
 import ch_ft
 
 torchft = pytest.importorskip("torchft")
-quorum = pytest.importorskip("ch_ft.testing.quorum")  # it quiets torchft before anything of it starts
+quorum = pytest.importorskip("ch_ft.testing.quorum")  # quiets torchft before any part of it starts
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(dist.ProcessGroup, "reconfigure"), reason="torch < 2.14: groups cannot reconfigure"),
@@ -24,7 +26,7 @@ NET = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Lin
 
 
 def native(store: dist.Store, rank: int, world: int) -> dist.ProcessGroup:
-    """A gloo group of torch's own, not connected to anybody before its first quorum."""
+    """Return one of torch's own gloo groups. It has no connection before its first quorum."""
     group = dist.ProcessGroup(store, rank, world)
     backend = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=10), enable_reconfigure=True)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -33,7 +35,9 @@ def native(store: dist.Store, rank: int, world: int) -> dist.ProcessGroup:
 
 
 def train(address: str, store: dist.Store, number: int, stop: int, hook: str) -> dict[int, tuple[int, float]]:
-    """One replica, which leaves at step ``stop``: committed step -> participants, sum of the parameters after it."""
+    """Train one replica, which leaves at step ``stop``. Return participants and the sum of the parameters by committed
+    step.
+    """
     group = native(store, number, 3)
     net = copy.deepcopy(NET)
     seen = {}
@@ -61,7 +65,7 @@ def train(address: str, store: dist.Store, number: int, stop: int, hook: str) ->
 @pytest.mark.parametrize("hook", ["powersgd(rank=2)", "quant4(block=16, error_feedback=True)"])
 def test_replicas_train_and_go_on_without_one_that_left(hook: str) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    # Each needs a connection of its own, because all of them wait on the store at once.
+    # Each replica needs a separate connection, because all of them wait on the store at once.
     stores = [dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False) for _ in range(3)]
     with quorum.lighthouse(min_replicas=2, heartbeat=1.0, join_timeout=3.0) as address, ThreadPoolExecutor(3) as pool:
         running = [pool.submit(train, address, stores[n], n, stop, hook) for n, stop in enumerate((12, 12, 6))]

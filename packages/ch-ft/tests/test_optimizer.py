@@ -1,4 +1,4 @@
-"""`OptimizerWrapper`: GradScaler, hooks and closures go through the vote; Lightning and Accelerate take it."""
+"""`OptimizerWrapper` takes GradScaler, hooks and closures through the vote. Lightning and Accelerate accept it."""
 
 import copy
 import importlib.util
@@ -63,7 +63,7 @@ def test_a_scaler_trains_as_with_the_optimizer_alone(fused: bool, clip: bool) ->
 
 
 def test_a_member_heals_in_a_step_that_its_scaler_skips() -> None:
-    """Without a vote it would never load what it was sent, and count as up to date from then on."""
+    """Without a vote the member would never load the state that it received, and would count as healed from then on."""
 
     def body(manager: SimulatedManager) -> list[Any]:
         model = DistributedDataParallel(manager, net(), bucket_cap_mb=0.0001)
@@ -85,7 +85,7 @@ def test_a_member_heals_in_a_step_that_its_scaler_skips() -> None:
         raise AssertionError
 
     with SimulatedCluster(timeout=10) as cluster:
-        cluster._returning["c"] = 2  # the step whose first attempt overflows
+        cluster._returning["c"] = 2  # the step with the overflow in its first attempt
         results = cluster.run(dict.fromkeys("abc", body))
     assert [drops for _, drops, _ in results.values()] == [1, 1, 1]
     assert {scale for _, _, scale in results.values()} == {2.0**11}
@@ -99,7 +99,7 @@ def one() -> tuple[SimulatedCluster, torch.nn.Parameter, OptimizerWrapper]:
 
 
 def test_step_hooks_run_when_a_step_is_committed() -> None:
-    """The average of weights that a hook keeps must not count a dropped step."""
+    """A hook that averages weights must not count a dropped step."""
     cluster, weight, optimizer = one()
     with cluster:
         ran: list[str] = []
@@ -159,7 +159,8 @@ def test_lightning_trains_with_it(tmp_path: Any) -> None:
             super().__init__()
             self.manager = manager
             self.net = net()
-            self.managed = [DistributedDataParallel(manager, self.net, bucket_cap_mb=0.0001)]  # not twice a submodule
+            # In a list, because the net must not be a submodule twice.
+            self.managed = [DistributedDataParallel(manager, self.net, bucket_cap_mb=0.0001)]
 
         def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
             if index == 0:  # automatic optimization clears gradients after the forward pass, which needs a quorum

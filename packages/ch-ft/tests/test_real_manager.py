@@ -1,4 +1,4 @@
-"""Means and overflow over torchft's real Manager: two replicas as threads around one lighthouse."""
+"""Means and overflow over torchft's real Manager. Two replicas are threads around one lighthouse."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +11,7 @@ import ch_ft
 from commhooks.errors import HookNotSupportedError, RankMismatchError
 
 torchft = pytest.importorskip("torchft")
-quorum = pytest.importorskip("ch_ft.testing.quorum")  # it quiets torchft before anything of it starts
+quorum = pytest.importorskip("ch_ft.testing.quorum")  # quiets torchft before any part of it starts
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def together(address: str, body: Callable[[ch_ft.Local, int], Any], **options: A
 
 
 def module(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """Its gradients are its input."""
+    """Return a module whose gradients equal its input."""
     return torch.nn.Linear(4, 4, bias=False, dtype=dtype)
 
 
@@ -104,7 +104,7 @@ def test_fp16_with_values_of_40_000_does_not_overflow(address: str, kind: str, d
 
 @pytest.mark.timeout(60)
 def test_at_step_0_the_only_contributor_is_divided_by_one(address: str) -> None:
-    """Torchft synchronises new members at step 0: one contributes, both are counted; a hook divides by the one."""
+    """Torchft synchronises new members at step 0. One of two counted members contributes, and a hook divides by one."""
 
     def body(member: ch_ft.Local, number: int) -> list[float]:
         model = build("allreduce", member, module())
@@ -135,7 +135,7 @@ def test_replicas_with_other_hooks_are_told_so(address: str) -> None:
 
 
 class OneProcess(torchft.process_group.ProcessGroupWrapper):
-    """A group around another one, as torchft's own wrappers are."""
+    """Wraps another group, like torchft's own wrappers."""
 
 
 @pytest.mark.parametrize(

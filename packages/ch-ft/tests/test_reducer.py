@@ -1,4 +1,4 @@
-"""``commhooks.Reducer`` over a manager: tensors averaged between a quorum and its vote."""
+"""``commhooks.Reducer`` over a manager averages tensors between a quorum and its vote."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ def test_the_average_is_over_the_members_and_the_state_follows_the_vote() -> Non
 
 @pytest.mark.parametrize("number", range(5))
 def test_a_lost_peer_raises_nothing_and_the_round_is_dropped(number: int) -> None:
-    """Before any of its collectives: agreement, then two stages of two buckets with the status."""
+    """The peer leaves before any of the collectives: agreement, then two stages of two buckets with the status."""
 
     def dies(manager: SimulatedManager, n: int) -> None:
         if manager.name == "b" and manager.current_step() == 1 and n == number:
@@ -124,7 +124,7 @@ def test_who_differs_is_told_and_goes_on() -> None:
 
 
 def test_a_reducer_s_own_rounds_are_its_steps() -> None:
-    """Two take turns: each one's warm-up counts its own."""
+    """Two reducers alternate. Each counts its own rounds for its warm-up."""
 
     def body(manager: SimulatedManager) -> list[list[int]]:
         seen: list[list[int]] = [[], []]

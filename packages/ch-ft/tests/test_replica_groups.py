@@ -1,4 +1,6 @@
-"""``attach(fsdp2_model, hook, manager=...)``: fully_shard inside a replica group, a manager between the groups."""
+"""``attach(fsdp2_model, hook, manager=...)`` with fully_shard inside a replica group and a manager
+between the groups.
+"""
 
 import os
 import subprocess
@@ -24,14 +26,14 @@ from commhooks import AttachError, HookConfigError, HookNotSupportedError, RankM
 pytest.importorskip("ch_fsdp")
 
 POWERSGD = "powersgd(rank=2, min_compression_rate=1)"
-QUANT = "quant4(block=16, error_feedback=True)"  # before its exchanges one collective more: who contributes
-COLLECTIVES = 8  # of a step with PowerSGD: fingerprints, P and Q of three layers, the status
-BUILDING = threading.Lock()  # members are threads; torch makes meshes and shards on one at a time
+QUANT = "quant4(block=16, error_feedback=True)"  # one more collective, which tells the contributors
+COLLECTIVES = 8  # in a step with PowerSGD: fingerprints, P and Q of three layers, the status
+BUILDING = threading.Lock()  # members are threads, and torch makes meshes and shards on one thread at a time
 
 
 @pytest.fixture(autouse=True)
 def one_rank() -> Iterator[None]:
-    """Each replica group is one rank: all members share a process, and its group of one."""
+    """Make each replica group one rank. All members share a process and its group of one."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     before = sys.getswitchinterval()
     sys.setswitchinterval(0.0005)
@@ -105,7 +107,7 @@ class Member:
 
 
 def history(manager: SimulatedManager, hook: str, steps: int, **options: Any) -> dict[int, tuple[Any, ...]]:
-    """Train; step -> parameters, Q and residual after it."""
+    """Train. Return parameters, Q and residual after each step."""
     member, states = Member(manager, hook, **options), {}
     while manager.current_step() < steps:
         if member.step():
@@ -123,7 +125,7 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.timeout(60)
 def test_means_are_over_the_members_of_the_step() -> None:
-    """Never over those that were there at attach: forced over a group of torchft's, gradients were halved."""
+    """The mean never covers the members at attach. Such a mean, over a group of torchft's, halved the gradients."""
 
     def body(manager: SimulatedManager) -> list[tuple[int, torch.Tensor]]:
         member, found = Member(manager, "allreduce"), []
@@ -158,7 +160,7 @@ def test_means_are_over_the_members_of_the_step() -> None:
     ("hook", "number"), [*((POWERSGD, n) for n in range(COLLECTIVES)), *((QUANT, n) for n in (1, 2, 4))]
 )
 def test_a_death_inside_of_a_step_leaves_what_a_death_before_it_would(hook: str, number: int) -> None:
-    """Parameters, Q and residual of the survivors, to the bit; the attempt is dropped and tried again."""
+    """Survivors have the same parameters, Q and residual to the bit. They drop the attempt and try it again."""
 
     def dies(manager: SimulatedManager, n: int) -> None:
         if manager.name == "b" and manager.current_step() == 3 and n == number:
@@ -183,7 +185,7 @@ def test_a_death_inside_of_a_step_leaves_what_a_death_before_it_would(hook: str,
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("async_quorum", [True, False])
 def test_a_newcomer_heals(async_quorum: bool) -> None:
-    """It gets parameters and Q of the others, begins with no residual, and is equal to them from then on."""
+    """The new member gets parameters and Q from the others, starts without a residual, and stays equal to them."""
     reborn: dict[int, Any] = {}
 
     def collective(manager: SimulatedManager, number: int) -> None:
@@ -214,7 +216,7 @@ def test_a_newcomer_heals(async_quorum: bool) -> None:
 
 @pytest.mark.timeout(60)
 def test_backwards_of_one_attempt_are_committed_or_dropped_together() -> None:
-    """Their gradients add up; a voted-down attempt leaves hook and parameters as if its batches had never been seen."""
+    """Their gradients add up. After a rejected attempt, hook and parameters are as if its batches did not exist."""
 
     def train(manager: SimulatedManager, vetoed: int) -> tuple[Any, ...]:
         member = Member(manager, POWERSGD)
@@ -258,7 +260,7 @@ def test_members_that_differ_are_told_before_any_gradient_travels() -> None:
 
 @pytest.mark.timeout(60)
 def test_a_parameter_thawed_on_one_member_only_is_told() -> None:
-    """Sizes that differ would have gloo end the process, the healthy ones included."""
+    """Different sizes would make gloo end the process, also on healthy members."""
 
     def body(manager: SimulatedManager) -> bool:
         module = net()
@@ -279,7 +281,7 @@ def test_a_parameter_thawed_on_one_member_only_is_told() -> None:
 
 
 class WithoutLast(nn.Sequential):
-    """Leaves its last layer out. FSDP2 then writes other gradients before the first reduction of a backward."""
+    """Leaves out its last layer. FSDP2 then writes other gradients before the first reduction of a backward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in list(self)[:-1]:
@@ -321,7 +323,7 @@ def test_gradients_dropped_after_the_vote_roll_their_attempt_back(monkeypatch: p
 
 
 class Broken(commhooks.Plain):
-    """Raises in the second bucket, if it is told to."""
+    """Raises in the second bucket while armed."""
 
     name = "broken"
     armed = False

@@ -1,4 +1,4 @@
-"""All replicas end and are started again from disk: the run goes on as if they had not ended."""
+"""All replicas end and restart from disk. The run continues as if they had not ended."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ SAVED, END = 6, 14
 
 
 def trained(folder: Path, tasks: list[Task]) -> quorum.Outcome:
-    """Run until step ``END`` with a lighthouse of their own."""
+    """Run until step ``END`` with a separate lighthouse."""
     (folder / "stop").write_text(str(END))
     with quorum.lighthouse(heartbeat=1.0, join_timeout=5.0) as address:
         outcome = quorum.run(folder, [replace(task, lighthouse=address, min_replicas=len(tasks)) for task in tasks])
@@ -25,7 +25,9 @@ def trained(folder: Path, tasks: list[Task]) -> quorum.Outcome:
 
 @pytest.mark.timeout(90)
 def test_a_run_resumed_from_disk_is_the_run_that_was_not_ended(tmp_path: Path) -> None:
-    """Parameters, Q and every replica's own residual are equal to the last bit at each step after the restart."""
+    """Parameters, Q and every replica's residual equal those of the other run to the bit, at each step after the
+    restart.
+    """
     names = quorum.NAMES[:3]
     tasks = [Task(name, str(tmp_path), "", "powersgd(rank=2)", save_at=SAVED) for name in names]
     whole = trained(tmp_path, tasks)
@@ -39,7 +41,7 @@ def test_a_run_resumed_from_disk_is_the_run_that_was_not_ended(tmp_path: Path) -
         for step, record in after.items():
             assert [record[key] for key in keys] == [before[step][key] for key in keys], (name, step)
             assert record["participants"] == 3
-        attempts = resumed.steps[name]  # a step that the manager did not commit, on a busy machine, was tried again
+        attempts = resumed.steps[name]  # on a busy machine the manager may reject a step, which then runs again
         assert attempts[-1]["compressed"] == len(attempts) >= END - SAVED
     residuals = {whole.committed(name)[END]["residual"] for name in names}
     assert len(residuals) == 3, "a residual is a replica's own"

@@ -1,4 +1,4 @@
-"""PowerSGD over the simulator: hundreds of steps with kills and heals, and what a departure does to the loss."""
+"""PowerSGD over the simulator, with hundreds of steps, kills and heals. It also measures the loss after a departure."""
 
 import copy
 import random
@@ -16,13 +16,15 @@ from ch_ft import DistributedDataParallel, OptimizerWrapper, SimulatedCluster, S
 NET = torch.nn.Sequential(
     torch.nn.Linear(24, 24), torch.nn.Tanh(), torch.nn.Linear(24, 24), torch.nn.Tanh(), torch.nn.Linear(24, 24)
 )
-BUCKET_CAP_MB = 0.00225  # a weight and its bias: three buckets
+BUCKET_CAP_MB = 0.00225  # a weight and its bias, which gives three buckets
 COLLECTIVES = 7  # before the status of a step: fingerprints, three P's, three Q's
 
 
 @pytest.fixture(autouse=True)
 def quick_turns() -> Iterator[None]:
-    """Members are threads that wait for each other: let the next one run sooner than after Python's 5 ms."""
+    """Members are threads that wait for each other. A shorter switch interval than Python's 5 ms lets the next one run
+    sooner.
+    """
     before = sys.getswitchinterval()
     sys.setswitchinterval(0.0005)
     yield
@@ -31,7 +33,7 @@ def quick_turns() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Kill:
-    """``name`` dies at ``step`` before its collective ``number``; a new one of that name heals at ``back``."""
+    """Kill ``name`` at ``step`` before its collective ``number``. A new member of that name heals at ``back``."""
 
     name: str
     step: int
@@ -40,14 +42,14 @@ class Kill:
 
 
 def script(steps: int, seed: int) -> tuple[list[Kill], set[int]]:
-    """Random kills that always leave somebody alive, and steps whose first attempt everybody votes down.
+    """Return random kills that always leave a member alive, and steps whose first attempt all members reject.
 
-    Neither in a step in which somebody heals: a member that healed in an aborted attempt takes part in the next one,
-    which has no counterpart in a run without that attempt.
+    Neither happens in a step with a heal. A member that heals in an aborted attempt takes part in the next one. A run
+    without that attempt has no counterpart.
     """
     rng = random.Random(seed)
     kills: list[Kill] = []
-    busy = dict.fromkeys("abc", 0)  # up to and including this step, a member is dead or healing
+    busy = dict.fromkeys("abc", 0)  # a member is dead or healing up to and including this step
     for step in range(1, steps - 10):
         alive = [name for name, until in busy.items() if until < step]
         if len(alive) > 1 and step not in busy.values() and rng.random() < 0.12:
@@ -61,8 +63,8 @@ def script(steps: int, seed: int) -> tuple[list[Kill], set[int]]:
 class Run:
     """One training run of three members under a script.
 
-    With ``aborts`` the script happens in the middle of attempts; without, the same members are missing from the same
-    steps, but they left before those began, and nothing is voted down.
+    With ``aborts`` the script interrupts attempts. Without it, the same members miss the same steps but leave before
+    these begin, and no vote fails.
     """
 
     def __init__(self, steps: int, kills: list[Kill], vetoes: set[int], aborts: bool, hook: str) -> None:
@@ -93,7 +95,7 @@ class Run:
         manager.die(return_at=kill.back)
 
     def lives(self, manager: SimulatedManager) -> None:
-        """A member's thread: one life after the other."""
+        """Run a member's thread, one life after the other."""
         while True:
             try:
                 return self.life(manager)
@@ -131,7 +133,7 @@ class Run:
 
     @staticmethod
     def text(model: DistributedDataParallel) -> str:
-        """Parameters, Q and residual, exactly."""
+        """Return parameters, Q and residual as exact text."""
         assert model.handle is not None
         tensors: list[Any] = [*model.parameters(), *(t for _, _, t in model.handle.state.entries())]
         return " ".join(float(t.detach().double().norm()).hex() for t in tensors)
@@ -157,11 +159,11 @@ def test_500_steps_of_kills_and_heals_equal_a_run_without_the_aborted_attempts()
 
 # -- the loss after a departure
 
-STEPS, LEAVES, BIAS = 230, 180, 0.15  # bias: how far a member's own target is from the common one
+STEPS, LEAVES, BIAS = 230, 180, 0.15  # bias is the distance between a member's target and the common one
 
 
 class Target(torch.nn.Module):
-    """Mean squared distance of a matrix from a target that a member sees through noise of its own."""
+    """Mean squared distance of a matrix from a target. Each member sees the target through its own noise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +174,7 @@ class Target(torch.nn.Module):
 
 
 def departure(hook: str, steps: int = STEPS, leaves: int = LEAVES) -> list[float]:
-    """Loss (noise-free, relative to the start) at every step; one of four members leaves for good."""
+    """Return the loss at every step, without noise and relative to the start. One of four members leaves for good."""
     target = torch.randn(48, 48, generator=torch.Generator().manual_seed(0))
     losses: list[float] = []
 
@@ -212,7 +214,7 @@ def test_the_local_residual_survives_a_departure() -> None:
 
 
 def test_no_forward_is_taken_for_running_afterwards() -> None:
-    """Forwards of members overlap, torch keeps one variable for all, and torch.compile reads it."""
+    """Forwards of members overlap. torch has one variable for all of them, which torch.compile reads."""
     first_in, second_in, first_out = (threading.Event() for _ in range(3))
 
     def overlap(module: torch.nn.Module, inputs: object) -> None:

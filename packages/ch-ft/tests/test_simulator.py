@@ -1,4 +1,4 @@
-"""The simulator against torchft's real Manager, and random runs of members that fail in mid-round."""
+"""The simulator compared with torchft's real Manager, and random runs with members that fail within a round."""
 
 import random
 from collections.abc import Callable
@@ -72,7 +72,7 @@ def test_a_reported_error_has_the_same_outcome_as_over_torchft(place: int) -> No
 @pytest.mark.parametrize("place", range(COLLECTIVES + 1))
 def test_a_reported_error_fails_the_collectives_that_its_member_leaves_out(place: int) -> None:
     reporter, peer = simulated(place)
-    second = slice(5, 10)  # the lines of the second attempt
+    second = slice(5, 10)  # lines of the second attempt
     sums = [(number, "failed" if number >= place else [3.0, 3.0]) for number in range(COLLECTIVES)]
     late = place == COLLECTIVES
     assert peer[second] == [("participants", 2), *sums, ("committed", late, 2 if late else 1)]
@@ -91,7 +91,7 @@ HOOKS = [
 
 
 class Script:
-    """Draw what befalls each member at each of its collectives; the same for two runs of one seed."""
+    """Draw the fate of each member at each of its collectives. Two runs of one seed draw the same."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -151,7 +151,7 @@ def train(script: Script, hook: str | None, asynchronous: bool) -> dict[tuple[st
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(8))
 def test_random_runs_prove_something(seed: int) -> None:
-    """Every run ends, loses attempts, gives all members one state at each step, and can be repeated to the bit."""
+    """Every run ends, loses attempts, gives all members one state at each step, and repeats to the bit."""
     hook, asynchronous = HOOKS[seed % len(HOOKS)], seed % 3 > 0
     first, again = Script(seed), Script(seed)
     states = train(first, hook, asynchronous)

@@ -1,4 +1,4 @@
-"""Parameters that are frozen when a model is wrapped and trained later, or added later."""
+"""Parameters that are frozen at wrapping and trained later, or added later."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from commhooks.reduction import Plain, Reduction
 
 
 class Growing(torch.nn.Module):
-    """Of its two layers the second is frozen at first; a third may be added."""
+    """Has two layers, of which the second starts frozen. A test may add a third."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ def test_the_pure_model_averages_what_is_thawed_or_added_after_wrapping() -> Non
         module.layers.append(torch.nn.Linear(4, 4, bias=False))
         torch.nn.init.eye_(module.layers[2].weight)
         manager.start_quorum()
-        for _ in range(2):  # watched once: the second backward adds the mean once more, and no multiple of it
+        for _ in range(2):  # the second backward adds the mean once more, so the parameter is watched once
             model(torch.full((1, 4), 1.0 if manager.name == "a" else 3.0)).sum().backward()
         return [layer.weight.grad.unique().tolist() for layer in module.layers]
 
@@ -43,13 +43,13 @@ def test_the_pure_model_averages_what_is_thawed_or_added_after_wrapping() -> Non
 
 @pytest.mark.parametrize("hook", [None, Plain()])
 def test_ddp_refuses_what_is_thawed_or_added_after_wrapping(hook: Reduction | None) -> None:
-    """DDP's reducer does not know it, and averages only the rest: nothing would be said while the members drift apart."""
+    """DDP's reducer would average only the other parameters, without an error, while the members drift apart."""
     with SimulatedCluster() as cluster:
         manager = cluster.join("a")
         model = DistributedDataParallel(manager, Growing(), hook=hook)
         manager.start_quorum()
         model(torch.ones(1, 4)).sum().backward()
-        model.module.layers[0].weight.requires_grad_(False)  # frozen is unused: fine
+        model.module.layers[0].weight.requires_grad_(False)  # frozen parameters count as unused
         model(torch.ones(1, 4))
         model.module.layers[1].weight.requires_grad_(True)
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""torchft's own DDP tests and the DDP part of its manager-integration tests pass on our classes."""
+"""torchft's own DDP tests and the DDP part of its manager-integration tests pass with our classes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""All-to-all and all-gather over a manager: the quantized family and fp32 sums of 16-bit numbers, simulated."""
+"""All-to-all and all-gather over a simulated manager, for the quantized family and fp32 sums of 16-bit numbers."""
 
 import copy
 from typing import Any
@@ -18,7 +18,7 @@ from ch_ft.transport import MemberCollectives
 from commhooks.errors import TransportError
 
 NET = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Tanh(), torch.nn.Linear(40, 40), torch.nn.Linear(40, 40))
-CAP = 0.0063  # MB: a weight and its bias, three buckets
+CAP = 0.0063  # MB. A weight and its bias give three buckets
 QUANT = "quant4(block=32, error_feedback=True)"
 HOOKS = ["quant8(block=32)", "bf16_compress(accumulate='fp32')"]
 
@@ -38,7 +38,7 @@ def flat(module: torch.nn.Module) -> torch.Tensor:
 
 
 def once(manager: SimulatedManager, hook: str = HOOKS[0], step: int = 0) -> torch.Tensor:
-    """One backward's average."""
+    """Return the average of one backward."""
     model = DistributedDataParallel(manager, copy.deepcopy(NET), hook=hook, bucket_cap_mb=CAP)
     manager.register_state_dict_fn("model", model.load_state_dict, model.state_dict)
     manager.start_quorum()
@@ -49,7 +49,7 @@ def once(manager: SimulatedManager, hook: str = HOOKS[0], step: int = 0) -> torc
 
 
 def near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Within what two roundings to 8 bits may lose."""
+    """Check that the error is at most that of two roundings to 8 bits."""
     assert float((found - expected).norm()) < 2e-2 * float(expected.norm())
 
 
@@ -67,7 +67,7 @@ def test_the_average_is_over_the_participants_and_the_same_on_all(hook: str, mem
 @pytest.mark.parametrize("healing", ["a", "b", "c"])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_healing_member_adds_nothing_and_owns_no_part(hook: str, healing: str) -> None:
-    """Whatever its number in the group is: the parts are the participants', and so is the divisor."""
+    """Only participants own parts and count in the divisor, for every number of the healing member in the group."""
 
     def body(manager: SimulatedManager) -> torch.Tensor:
         if manager.name != healing:
@@ -88,7 +88,7 @@ def test_spares_own_no_part() -> None:
 
 
 def test_members_that_are_counted_but_heal_are_not_divided_by() -> None:
-    """As torchft does at step 0: all are counted, and all but one heal."""
+    """As in torchft at step 0, all members count, and all but one heal."""
 
     class Counted(SimulatedManager):
         def num_participants(self) -> int:
@@ -109,7 +109,7 @@ def test_members_that_are_counted_but_heal_are_not_divided_by() -> None:
 
 
 class Counting:
-    """A member's group that adds up what it is given to send."""
+    """Wraps a member's group and adds up the bytes that it sends."""
 
     def __init__(self, group: Any) -> None:
         self.group, self.sent = group, 0
@@ -128,7 +128,7 @@ class Counting:
 
 @pytest.mark.parametrize("members", ["ab", "abcd"])
 def test_bytes_do_not_grow_with_the_members(members: str) -> None:
-    """What a member sends is 2 (W - 1) / W of a byte for each number and scale, never W times that."""
+    """A member sends 2 (W - 1) / W of a byte for each number and scale, never W times that."""
 
     def body(manager: SimulatedManager) -> tuple[int, int]:
         summed = [0]
@@ -152,7 +152,7 @@ def test_bytes_do_not_grow_with_the_members(members: str) -> None:
 
 
 def test_a_run_of_kills_heals_and_vetoes_leaves_the_members_equal() -> None:
-    """A member dies before each collective of a step in turn, and comes back two steps later."""
+    """A member dies before each collective of a step in turn, and returns two steps later."""
     last = 24
     states: dict[int, set[str]] = {}
     sizes: set[int] = set()

@@ -1,4 +1,4 @@
-"""A parameter that some members leave unused gets the members' mean on all of them, as over torch's DDP."""
+"""If some members leave a parameter unused, all members get the members' mean, as over torch's DDP."""
 
 import threading
 from collections.abc import Callable
@@ -19,7 +19,7 @@ SEED = threading.Lock()
 
 
 class Experts(nn.Module):
-    """Three experts and a frozen one; ``chosen`` are used. The first weight is shared with ``twin``."""
+    """Three experts and a frozen one. The model uses those in ``chosen``. The first weight is shared with ``twin``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def gradients(module: Experts) -> dict[str, torch.Tensor | None]:
 
 
 def local(chosen: tuple[int, ...], step: int = 0) -> dict[str, torch.Tensor]:
-    """Return this choice's gradients of a fresh model; zero for an unused parameter."""
+    """Return this choice's gradients of a fresh model, with zeros for an unused parameter."""
     module = Experts()
     module(batch(step), chosen).backward()
     return {
@@ -99,7 +99,7 @@ def test_members_stay_equal_over_steps_with_changing_experts(hook: str | None) -
         states = []
         for step in range(6):
             optimizer.zero_grad(set_to_none=step % 2 == 0)  # zeros in .grad do not count as used
-            with model.no_sync():  # what it uses counts in the averaged backward
+            with model.no_sync():  # parameters used here count in the averaged backward
                 model(batch(step + me), ((step + me) % 3,)).backward()
             model(batch(step), (step % 2,)).backward()
             assert optimizer.step()
@@ -116,7 +116,9 @@ def test_members_stay_equal_over_steps_with_changing_experts(hook: str | None) -
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize(("set_to_none", "backwards"), [(True, 1), (False, 1), (True, 2)])
 def test_members_that_die_and_heal(hook: str | None, asynchronous: bool, set_to_none: bool, backwards: int) -> None:
-    """The only user of an expert dies in mid-step; its successor heals while the others leave that expert unused."""
+    """The only member that uses an expert dies within a step. Its successor heals while the others leave that expert
+    unused.
+    """
     states: dict[str, dict[int, list[torch.Tensor]]] = {name: {} for name in "abc"}
     died: list[int] = []
 
@@ -166,7 +168,7 @@ def test_a_spare_learns_the_map_and_adds_nothing_to_it(hook: str | None, view: b
 
 
 def test_a_backward_that_raised_leaves_no_map_behind() -> None:
-    """What it had used counts in the next averaged backward, as over torch's DDP."""
+    """Parameters that it used count in the next averaged backward, as over torch's DDP."""
 
     def body(manager: SimulatedManager) -> Any:
         module = Experts()
@@ -209,7 +211,7 @@ def test_ignored_parameters_have_no_place_in_the_map() -> None:
 
 
 class Scaled(nn.Module):
-    """A parameter of the outermost module, and one that has two names."""
+    """Has a parameter in the outermost module, and one with two names."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""ch-ft where torchft is not installed: the simulator works, the rest says what to install."""
+"""ch-ft without torchft. The simulator works, and other parts name the package to install."""
 
 import subprocess
 import sys
@@ -41,7 +41,7 @@ def test_the_error_names_the_extra_and_the_simulator_works() -> None:
 
 
 def test_a_torchft_without_what_is_needed_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later torchft that renames a method, say: told at the start, not in the middle of a step."""
+    """A later torchft may rename a method. The error comes at the start, not in the middle of a step."""
 
     class Manager:
         def allreduce(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Tables of the benchmark: which claims it decides."""
+"""Tables of the benchmark and the claims that they decide."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from ch_bench.cost.bench_tables import Costs
 
 
 def result(**steps: float) -> dict[str, Any]:
-    """Two blocks of one step each, of these milliseconds."""
+    """Return two blocks of one step each, of these milliseconds."""
     return {"runs": [{"label": label, "wire": 0.0, "blocks": [[ms], [ms]]} for label, ms in steps.items()]}
 
 

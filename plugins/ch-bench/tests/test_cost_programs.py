@@ -23,7 +23,7 @@ def test_the_cost_table_takes_a_step_apart(tmp_path: Path, monkeypatch: pytest.M
     assert int(ours[7]) > 100
     assert int(ours[8]) > 0
     assert alone[0] == "`quant8`"
-    assert alone[5:7] == ["", ""]  # PyTorch has none on a CPU
+    assert alone[5:7] == ["", ""]  # PyTorch has no such hook on a CPU
 
 
 def test_the_cost_table_has_every_registered_hook() -> None:

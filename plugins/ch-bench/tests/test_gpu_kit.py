@@ -1,4 +1,4 @@
-"""The GPU kit on CPU tensors: every part as it runs on a GPU, with tiny shapes, so that it is ready when there is one."""
+"""The GPU kit on CPU tensors. Every part runs as on a GPU, with tiny shapes, so that it is ready for one."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from ch_bench.gpu_kit.findings import Dead, Findings, Skipped, append, latest, w
 from ch_bench.gpu_kit.part_list import PARTS
 
 ROOT = Path(__file__).resolve().parents[3]
-ONLY_THERE = {  # what cannot be had on CPU tensors, or with one rank
+ONLY_THERE = {  # parts that CPU tensors or a single rank cannot run
     "environment/device",
     "environment/driver",
     "order/control: a side stream that does not wait",
@@ -32,7 +32,7 @@ ONLY_THERE = {  # what cannot be had on CPU tensors, or with one rank
 
 
 @pytest.mark.full
-@pytest.mark.timeout(400)  # of a loaded machine; 40 s of a free core
+@pytest.mark.timeout(400)  # on a loaded machine. A free core needs 40 s
 @pytest.mark.gloo
 def test_every_part_finds_what_it_looks_for(tmp_path: Path) -> None:
     words = [
@@ -57,7 +57,7 @@ def test_every_part_finds_what_it_looks_for(tmp_path: Path) -> None:
     said = (tmp_path / "record.md").read_text()
     assert all(f"## {part.title}" in said for part in PARTS)
     assert len(json.loads((tmp_path / "record.json").read_text())["rows"]) == len(rows)
-    again = subprocess.run(words, capture_output=True, text=True, timeout=100)  # nothing is left to do
+    again = subprocess.run(words, capture_output=True, text=True, timeout=100)  # no part remains
     assert again.returncode == 0
     assert len(again.stdout.splitlines()) == 1, again.stdout
 

@@ -1,4 +1,4 @@
-"""Whole steps of every hook on a GPU that is not there: no wait for its queue, and no launch that was not there before."""
+"""Whole steps of every hook on an imagined GPU. No step may wait for its queue or add launches."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,12 +13,12 @@ from commhooks import AllReduce, Bucket, HookResultError, HookState, Reduction, 
 from commhooks.simulate import simulate
 
 NET = [{f"{i}.weight": (256, 256), f"{i}.bias": (256,)} for i in range(3)]  # three layers, each a bucket
-MOST = {  # launches of a step, messages and the engine's own operations among them: what was counted on 2026-11-23
+MOST = {  # launches of a step, with messages and the engine's own operations, counted once
     "noop": 4,
     "allreduce": 11,
     "bf16_compress": 14,
     "fp16_compress": 14,
-    "half": 24,  # the template allocates where it could reuse scratch memory
+    "half": 24,  # the template allocates, although it could reuse scratch memory
     "warmup(powersgd(rank=4), steps=2)": 189,
     "batched_powersgd(rank=4)": 201,
     "powersgd(rank=1)": 141,
@@ -47,7 +47,7 @@ HOOKS = list(
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_step_waits_for_nothing_but_the_last_ones_status(hook: str) -> None:
-    """In the first step tables may be brought to the GPU."""
+    """The first step may copy tables to the GPU."""
     first, *others = steps(hook, NET, 4)
     assert first.events == []
     for seen in others:
@@ -57,7 +57,7 @@ def test_a_step_waits_for_nothing_but_the_last_ones_status(hook: str) -> None:
 
 
 class Looks(Reduction):
-    """Does what a GPU's host should not."""
+    """Does things that a GPU's host should not do."""
 
     name, lossy = "looks", True
 
@@ -97,7 +97,9 @@ def test_a_copy_from_pinned_memory_waits_for_nothing() -> None:
 
 @pytest.mark.parametrize("hook", ["powersgd(rank=4)", "error_feedback(bf16_compress)", "quant4(error_feedback=True)"])
 def test_a_state_that_was_loaded_to_the_host_is_brought_to_the_gradients(hook: str) -> None:
-    """``torch.load(..., map_location="cpu")``, or a pickle; over ``attach`` and over ``register_comm_hook`` alike."""
+    """Covers ``torch.load(..., map_location="cpu")`` and pickles, over ``attach`` and over ``register_comm_hook``
+    alone.
+    """
 
     def body(rank: Any) -> HookState:
         reduction = commhooks.create(hook).reduction

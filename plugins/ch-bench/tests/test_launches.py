@@ -1,4 +1,4 @@
-"""Kernels to launch per step, counted on meta tensors: they must not grow unseen."""
+"""Kernel launches per step, counted on meta tensors. Their number must not grow unnoticed."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from ch_bench.cost.launches import DEFAULT_CAP, ONE_BUCKET, cut, operations
 from ch_bench.shapes import gpt_shapes
 
 SHAPES = gpt_shapes(12, 768, 50257, 1024)
-MOST = {  # operations of GPT-2 small in 17 buckets and in one: what was counted on 2026-11-22
+MOST = {  # operations of GPT-2 small in 17 buckets and in one, counted once
     "allreduce": (0, 0),
     "bf16_compress": (0, 0),
     "powersgd(rank=1)": (766, 267),

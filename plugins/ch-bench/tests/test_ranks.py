@@ -1,4 +1,4 @@
-"""Bytes, status, agreement and memory by the number of ranks, with few ranks."""
+"""Bytes, status, agreement and memory as the number of ranks grows, measured with few ranks."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def numbers(table: str) -> list[list[float]]:
 
 
 def test_bytes_of_a_rank_against_ranks() -> None:
-    """All-reduces approach twice the payload, an all-gather grows with the ranks."""
+    """All-reduces approach twice the payload. An all-gather grows with the ranks."""
     found = ranks.planned(["allreduce", "powersgd(rank=1)", "quantize_per_tensor"], (2, 4, 8), (2, 192, 96, 128))
     lines = found.splitlines()[2:]
     sent = {line.split("`")[1]: [float(cell) for cell in line.split("|")[2:5]] for line in lines}
@@ -30,7 +30,7 @@ def test_the_status_is_one_number_a_rank() -> None:
 
 
 def test_ranks_that_agree_read_one_digest_each() -> None:
-    """However many there are; rank 0 reads everybody's."""
+    """This holds for any number of ranks. Rank 0 reads the digests of all ranks."""
     found = numbers(ranks.agreeing((2, 4, 8), ranks.SMALL))
     calls, bytes_ = [row[2] for row in found], [row[4] for row in found]
     assert len(set(calls)) == len(set(bytes_)) == 1

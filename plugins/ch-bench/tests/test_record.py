@@ -38,4 +38,4 @@ def test_finished_runs_are_read_again(tmp_path: Path) -> None:
     runs.put("a", {"loss": 1.0})
     runs.put("b", {"loss": 2.0})
     assert FinishedRuns(runs.path).runs == {"a": {"loss": 1.0}, "b": {"loss": 2.0}}
-    assert len(runs.path.read_text().splitlines()) == 4  # one run a line
+    assert len(runs.path.read_text().splitlines()) == 4  # one run per line

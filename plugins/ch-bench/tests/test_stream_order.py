@@ -1,4 +1,6 @@
-"""Every hook behind ch-ddp's driver on the imagined GPU: all accesses to memory are ordered, and planted races are found."""
+"""Every hook behind ch-ddp's driver on the imagined GPU orders all accesses to memory. The check
+finds planted races.
+"""
 
 import inspect
 import logging

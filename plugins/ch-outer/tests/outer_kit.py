@@ -1,4 +1,4 @@
-"""What the tests of this package share: a small model, its batches, its training."""
+"""A small model, its batches and its training, shared by the tests of this package."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""A replica as a process: an outer optimizer over torchft's Manager, which dies where it is told and logs every round."""
+"""A replica as a process: an outer optimizer over torchft's Manager, which dies on demand and logs every round."""
 
 import time
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def dying(local: ch_ft.Local, task: member.Task, log: member.Log, optimizer: Out
 
 
 def rounds(task: member.Task, log: member.Log) -> None:
-    """Train; the file ``stop`` names the round after which all end."""
+    """Train. The file ``stop`` names the round after which all replicas end."""
     model = make(task.seed)
     local = ch_ft.local(
         lighthouse=task.lighthouse,
@@ -57,7 +57,7 @@ def rounds(task: member.Task, log: member.Log) -> None:
         dying(local, task, log, optimizer)
     folder = Path(task.folder)
     (folder / f"{task.name}.there").touch()
-    while len(list(folder.glob("*.there"))) < task.replicas:  # a quorum waits for those that it has heard of
+    while len(list(folder.glob("*.there"))) < task.replicas:  # a quorum waits for all replicas that it has heard of
         time.sleep(0.01)
     stop = folder / "stop"
     while not (stop.exists() and optimizer.landed >= int(stop.read_text() or 0) > 0):
@@ -78,7 +78,7 @@ def rounds(task: member.Task, log: member.Log) -> None:
 
 
 def told(log: member.Log, manager: Any, optimizer: OuterOptimizer, committed: bool) -> None:
-    """A line in the log: what all members hold alike."""
+    """Return a line of the log with the values that all members share."""
     starts = [start for group in optimizer.outer.param_groups for start in group["params"]]
     momentum = [one["momentum_buffer"] for one in optimizer.outer.state.values()]
     log(

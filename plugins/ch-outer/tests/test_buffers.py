@@ -1,4 +1,4 @@
-"""Averages of buffers: equal numbers stay what they are, to the bit."""
+"""Averages of buffers keep equal numbers to the bit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The outer optimizer beside the loop written by hand, to the bit; and as an optimizer among others."""
+"""The outer optimizer equals the manual loop to the bit, and works as an optimizer among others."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ def by_hand(
     mix: float | str,
     rate: float = 0.7,
 ) -> list[torch.Tensor]:
-    """(Streaming) DiLoCo as its papers write it, with torch's SGD on copies; `mean` averages a flat tensor."""
+    """Run (Streaming) DiLoCo as its papers write it, with torch's SGD on copies. `mean` averages a flat tensor."""
     model = make()
     inner = adam(model)
     params = dict(model.named_parameters())
@@ -130,7 +130,9 @@ def test_it_is_the_loop_written_by_hand_over_gloo(world: int) -> None:
     ids=["whole", "fragments", "carried", "carried fragments"],
 )
 def test_one_worker_at_rate_1_without_momentum_is_the_inner_optimizer(options: dict[str, Any]) -> None:
-    """Also where start - (start - p) is not p: a weight that crosses zero, one that becomes tiny."""
+    """This also holds if start - (start - p) differs from p, for a weight that crosses zero and one
+    that becomes tiny.
+    """
     plain, wrapped = make(), make()
     for model in (plain, wrapped):
         with torch.no_grad():
@@ -146,7 +148,7 @@ def test_one_worker_at_rate_1_without_momentum_is_the_inner_optimizer(options: d
         train(wrapped, optimizer, 0, range(step, step + 1))
         assert same(values(plain), values(wrapped)), step
         rounds_that_round += not same([s - (s - p) for s, p in zip(start, values(plain), strict=True)], values(plain))
-    assert rounds_that_round > 20  # the arithmetic that had to be exact was not trivially so
+    assert rounds_that_round > 20  # the inputs make exact arithmetic necessary
 
 
 def test_the_fragments_take_turns() -> None:

@@ -1,4 +1,4 @@
-"""Outer optimizers by name: the registry finds those of this package and of any plugin."""
+"""The registry finds outer optimizers of this package and of any plugin by name."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The outer step between groups, DDP or FSDP2 inside of each: two groups of two processes."""
+"""The outer step between two groups of two processes, with DDP or FSDP2 inside each group."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def batch(rank: int, step: int) -> torch.Tensor:
 
 
 def whole(model: nn.Module) -> list[list[float]]:
-    """Every parameter, gathered where it is sharded."""
+    """Return every parameter, gathered if it is sharded."""
     found = []
     for param in model.parameters():
         full: Any = param.full_tensor() if hasattr(param, "full_tensor") else param
@@ -35,7 +35,9 @@ def whole(model: nn.Module) -> list[list[float]]:
 
 
 def train(rank: int, world: int, kind: str) -> tuple[list[list[float]], list[list[float]], float, list[int]]:
-    """Parameters after two rounds and before the exchange of a third; bytes; sizes of what is exchanged."""
+    """Return the parameters after two rounds and before the third exchange, the bytes, and the
+    sizes of the exchanges.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
     model = make()
     if kind == "fsdp2":
@@ -66,14 +68,14 @@ def test_shards_exchange_with_shards_and_come_to_what_whole_parameters_come_to()
     sharded, replicated = spawn(train, 4, "fsdp2", timeout=100), spawn(train, 4, "ddp", timeout=100)
     for end, later, *_ in sharded + replicated:
         assert len(end) == 3
-        assert end == sharded[0][0] or kin(end, sharded[0][0])  # DDP and FSDP2 add up in another order
+        assert end == sharded[0][0] or kin(end, sharded[0][0])  # DDP and FSDP2 add in another order
         assert later != end
     for results in (sharded, replicated):
-        assert all(result[0] == results[0][0] for result in results)  # one model, everywhere
-        assert results[0][1] == results[1][1]  # a group goes its own way until the next round
+        assert all(result[0] == results[0][0] for result in results)  # all ranks have one model
+        assert results[0][1] == results[1][1]  # a group trains alone until the next round
         assert results[0][1] != results[2][1]
     assert [sum(result[3]) for result in replicated] == [70] * 4
-    assert sum(sharded[0][3]) + sum(sharded[1][3]) == 70  # each rank exchanges its own part alone
+    assert sum(sharded[0][3]) + sum(sharded[1][3]) == 70  # each rank exchanges only its part
     assert sharded[0][2] + sharded[1][2] < 1.1 * replicated[0][2]
 
 

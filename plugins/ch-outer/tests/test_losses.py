@@ -1,4 +1,4 @@
-"""A process is killed; the others go on over a new group, and a newcomer joins them."""
+"""A process is killed. The others continue over a new group, and a new process joins them."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ EVERY, VICTIM = 3, 1
 
 
 class InTwoStages(Reduction):
-    """The mean in two messages, with residuals; the victim dies between them."""
+    """Computes the mean in two messages, with residuals. The victim dies between them."""
 
     name, lossy = "in_two_stages", True
     fields = {"residual": "local", "seen": "shared"}
@@ -60,7 +60,7 @@ def step(model: nn.Module, optimizer: OuterOptimizer, rank: int) -> None:
 
 
 def shared(optimizer: OuterOptimizer) -> list[str]:
-    """Digests of start, momentum, averaged buffers and shared state."""
+    """Return the digests of start, momentum, averaged buffers and shared state."""
     state = optimizer.state_dict()
     momentum = [one["momentum_buffer"] for one in state["outer"]["state"].values()]
     starts = [tensor for fragment in state["fragments"] for tensor in fragment["start"].values()]
@@ -70,7 +70,7 @@ def shared(optimizer: OuterOptimizer) -> list[str]:
 
 
 def over(folder: str, name: str, rank: int, world: int) -> dist.ProcessGroup:
-    """A new default group."""
+    """Replace the default group."""
     if dist.is_initialized():
         dist.destroy_process_group()
     store = dist.FileStore(str(Path(folder, name)), world)
@@ -101,7 +101,7 @@ def worker(rank: int, world: int, place: str, folder: str) -> tuple[int, list[in
         if victim and place == "after" and optimizer.count == 2 * EVERY:
             die()
     found.append(shared(optimizer))
-    # A newcomer, with weights of its own, at the place of the one that died: here the last thing that happens.
+    # A new process with other weights replaces the dead one, as the last event of this test.
     if world == 2:
         pass
     elif rank == 0:
@@ -137,10 +137,10 @@ def test_survivors_lose_one_round_at_most_and_have_the_same_start_and_momentum(
     survivors = [result for rank, result in enumerate(results) if rank != VICTIM]
     for losses, landed, _ in survivors:
         assert losses == 1
-        assert landed == [rounds]  # of the two or three that were due
+        assert landed == [rounds]  # of two or three due exchanges
     for found in zip(
         *(found for _, _, found in survivors), strict=False
-    ):  # after the loss, at the end, with the newcomer
+    ):  # after the loss, at the end, and after the join
         assert all(one == found[0] for one in found)
     states = survivors[0][2]
     assert len(states) == (2 if world == 2 else 3)

@@ -1,4 +1,4 @@
-"""Rounds of which a part is lost: an exchange that was saved, buffers, a reduction that raises."""
+"""Rounds that lose a part: a saved exchange, buffers, a reduction that raises."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(90)
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_checkpoint_in_the_middle_of_an_exchange_counts_nothing_twice(fails: bool) -> None:
-    """What it waited for lands at its step, also if the buffers cannot be averaged then: its residuals are final."""
+    """The exchange lands at its step, even if the buffers cannot be averaged then. Its residuals are final."""
 
     def body(rank: SimulatedRank) -> list[float]:
         torch.manual_seed(0)
@@ -73,7 +73,7 @@ def test_a_checkpoint_in_the_middle_of_an_exchange_counts_nothing_twice(fails: b
 
 @pytest.mark.parametrize("save", [False, True])
 def test_moving_drops_what_is_under_way_and_lands_what_a_checkpoint_has_waited_for(save: bool, tmp_path: Any) -> None:
-    """The residuals of that one are final: dropped, it would be sent twice."""
+    """The residuals of a saved exchange are final. If it were dropped, its content would be sent twice."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
         model = nn.Linear(64, 8, bias=False)
@@ -113,7 +113,7 @@ def test_moving_drops_what_is_under_way_and_lands_what_a_checkpoint_has_waited_f
 
 
 def test_buffers_that_cannot_be_averaged_stop_no_exchange() -> None:
-    """What has come is used, no inner step is lost, and every round of the parameters goes on."""
+    """The optimizer uses the received averages, loses no inner step, and continues every round of the parameters."""
 
     def body(rank: SimulatedRank) -> tuple[list[float], int]:
         model = nn.Linear(1, 1, bias=False)
@@ -127,7 +127,7 @@ def test_buffers_that_cannot_be_averaged_stop_no_exchange() -> None:
             outer=plain_sgd(1.0),
             transport=rank.transport,
         )
-        model.cache = torch.zeros(2)  # has grown, on all ranks
+        model.cache = torch.zeros(2)  # the buffer has grown on all ranks
         found = []
         for _ in range(6):
             model.weight.grad = torch.full_like(model.weight, -1.0)
@@ -143,7 +143,7 @@ def test_buffers_that_cannot_be_averaged_stop_no_exchange() -> None:
 
 
 class Breaks(Reduction):
-    """The mean, and once an error of its own."""
+    """Averages, and raises once on one member."""
 
     name = "breaks"
     armed = False
@@ -157,7 +157,7 @@ class Breaks(Reduction):
 
 @pytest.mark.parametrize("async_quorum", [True, False])
 def test_a_member_comes_back_in_a_round_in_which_every_reduction_raises(async_quorum: bool) -> None:
-    """It was sent the others' start in that round, and has it afterwards: also a round of errors is voted on."""
+    """The member receives the others' start in that round and keeps it. A round with errors also goes to the vote."""
     ch_ft = pytest.importorskip("ch_ft")
     died: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Over a manager: rounds that are voted on, members that die in one, come back, and begin where the others are."""
+"""Outer rounds over a manager. Members vote on each round, die in one, return, and start from the others' model."""
 
 import copy
 from collections.abc import Callable
@@ -41,11 +41,11 @@ def net(seed: int = 0) -> nn.Module:
 
 
 def shared(optimizer: OuterOptimizer) -> list[str]:
-    """What is the same on all members between two rounds: digests of start, momentum and shared state."""
+    """Return the values that all members share between two rounds: digests of start, momentum and shared state."""
     starts = [s for fragment in optimizer._fragments for s in fragment.starts.values()]
     momentum = [one["momentum_buffer"] for one in optimizer.outer.state.values()]
     for fragment in optimizer._fragments:
-        fragment.reducer.commit()  # over ranks that stay, the last round is settled when the next begins
+        fragment.reducer.commit()  # over fixed ranks, the last round is settled when the next begins
     kept = [one for fragment in optimizer._fragments for one in fragment.reducer.handle.state.entries()]
     q = [tensor for _, field, tensor in kept if field == "q"]
     whole = optimizer.landed % len(optimizer._fragments) == 0
@@ -68,7 +68,7 @@ def letter(manager: Any) -> int:
 @pytest.mark.parametrize("names", ["ab", "abcd"])
 @pytest.mark.parametrize("case", CASES)
 def test_with_nobody_failing_it_is_what_it_is_over_ranks_that_stay(case: str, names: str) -> None:
-    """To the bit, with what is left of each rank's own (parameters between two rounds, residuals)."""
+    """Both agree to the bit, also in each rank's private values (parameters between two rounds, residuals)."""
     options = CASES[case]
 
     def managed(manager: Any) -> Any:
@@ -95,7 +95,7 @@ def test_with_nobody_failing_it_is_what_it_is_over_ranks_that_stay(case: str, na
 
 
 def test_alone_at_rate_1_it_stays_near_the_inner_optimizer() -> None:
-    """Not to the bit, as over a group of one: others may be receiving the average."""
+    """It does not agree to the bit, unlike over a group of one, because other members may be receiving the average."""
 
     def body(manager: Any) -> float:
         plain, model = make(), make()
@@ -109,14 +109,14 @@ def test_alone_at_rate_1_it_stays_near_the_inner_optimizer() -> None:
 
 
 class Log:
-    """What each member held after each round."""
+    """Records the state of each member after each round."""
 
     def __init__(self) -> None:
         self.rounds: dict[str, dict[int, list[str]]] = {}
         self.dropped: dict[str, int] = {}
 
     def train(self, manager: Any, until: int, seed: int = 0, **options: Any) -> None:
-        """Until so many rounds have landed."""
+        """Train until a number of rounds have landed."""
         model = net(seed)
         optimizer = OuterOptimizer(adam(model), model, manager=manager, **options)
         mine = self.rounds.setdefault(manager.name, {})
@@ -171,7 +171,7 @@ def test_a_death_in_a_round_costs_that_round_and_the_one_that_comes_back_begins_
     survivors = names.replace("b", "")
     log.agree(survivors, 1, 9)
     assert list(log.rounds["a"]) == list(range(1, 10))
-    assert sum(step == 3 for step, _ in history) == 2  # one round was tried again, and nothing else
+    assert sum(step == 3 for step, _ in history) == 2  # exactly one round ran again
     assert all(sum(step == other for step, _ in history) == 1 for other in range(10) if other != 3)
     first = min(log.rounds["b"])
     assert first == 6, "it holds what the others do after the round in which it came"
@@ -181,7 +181,7 @@ def test_a_death_in_a_round_costs_that_round_and_the_one_that_comes_back_begins_
 
 
 def test_a_lost_round_leaves_everything_as_it_was() -> None:
-    """Start, momentum and residuals; the inner steps go on, and the next round exchanges those of both."""
+    """Start, momentum and residuals stay. Inner steps continue, and the next round exchanges those of both rounds."""
     starts: dict[str, list[Any]] = {"a": [], "c": []}
 
     def dies(manager: Any, n: int) -> None:
@@ -233,7 +233,7 @@ def test_an_error_of_one_member_is_raised_there_and_the_round_counts_nowhere() -
         return raised, optimizer.landed, shared(optimizer)[1:]
 
     found = run(body, "ab")
-    assert found["b"][0] == 2  # it is tried again, and raises again
+    assert found["b"][0] == 2  # the round runs again, and raises again
     assert found["a"][1] == found["b"][1] == 1
     assert found["a"][2] == found["b"][2]
 
@@ -307,9 +307,9 @@ def test_all_members_resume_from_their_files_to_the_bit(stop: int) -> None:
 @pytest.mark.parametrize("async_quorum", [True, False])
 @pytest.mark.parametrize("case", ["PowerSGD in fragments", "overlap"])
 def test_all_end_after_the_same_round_with_the_same_parameters(case: str, async_quorum: bool) -> None:
-    """Also a member that dies in its `finish`, and comes back into that of the others."""
+    """This includes a member that dies in its `finish` and returns into the others' `finish`."""
     dead: list[str] = []
-    last = 5 + (case == "overlap")  # committed rounds when `finish` begins its own: the meeting, four, one under way
+    last = 5 + (case == "overlap")  # committed rounds before the round of `finish`: the meeting, four, one in flight
 
     def dies(manager: Any, n: int) -> None:
         if manager.name == "b" and manager.current_step() == last and n == 1 and not dead:

@@ -1,4 +1,4 @@
-"""Over torchft's own Manager, on gloo: a process is killed, the others go on, and it comes back."""
+"""Torchft's own Manager on gloo. A process is killed, the others continue, and it returns."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,7 +39,7 @@ VICTIM = "beta_1"
 def test_survivors_go_on_by_themselves_and_lose_one_round_at_most(
     place: str, replicas: int, exchange: str, async_quorum: bool, tmp_path: Path
 ) -> None:
-    """Nothing is wired anew by anybody; start and momentum are the same bits; the killed one heals."""
+    """No process rebuilds a group by hand. Start and momentum keep their bits, and the killed process heals."""
     names = quorum.NAMES[:replicas]
     with quorum.lighthouse(heartbeat=0.8, join_timeout=2.0) as address:
         tasks = [

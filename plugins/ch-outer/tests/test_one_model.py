@@ -1,4 +1,4 @@
-"""The one model that ranks share: its names, its precision, its buffers, and what evaluating or saving it leaves behind."""
+"""The model that ranks share: its names, precision and buffers, and the effects of evaluating or saving it."""
 
 from typing import Any
 
@@ -22,7 +22,9 @@ pytestmark = pytest.mark.timeout(90)
 
 
 def evaluated(rank: int, world: int) -> tuple[list[float], list[float], list[float]]:
-    """Losses of a training with and without evaluations; and of the shared model, seen between its parameters and alone."""
+    """Return the losses of training with and without evaluations, and those of the shared model, between its parameters
+    and alone.
+    """
 
     def run(evaluate: bool) -> tuple[list[float], list[float]]:
         mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("between", "inside"))
@@ -40,7 +42,7 @@ def evaluated(rank: int, world: int) -> tuple[list[float], list[float], list[flo
 
         for step in range(6):
             if evaluate and step in (2, 5):
-                own = look()  # the root stays gathered after it
+                own = look()  # the root stays gathered afterwards
                 with optimizer.global_parameters():
                     seen.append(look())
                 assert look() == own != seen[-1]
@@ -71,7 +73,7 @@ def test_evaluating_under_fsdp2_sees_the_shared_model_and_leaves_the_training_al
 
 @pytest.mark.parametrize("overlap", [{}, {"overlap": 1, "mix": "carry"}, {"overlap": 1, "mix": 0.5}])
 def test_parameters_of_16_bits_lose_no_move_to_their_grid(overlap: dict[str, Any]) -> None:
-    """A quarter of what bf16 can hold beside 1 is gained in every round: in fp32 it adds up, and so it does here."""
+    """Every round gains a quarter of the distance between 1 and the next bf16. These moves must add up, as in fp32."""
 
     def body(rank: SimulatedRank, dtype: torch.dtype) -> float:
         model = nn.Linear(1, 1, bias=False).to(dtype)
@@ -104,7 +106,7 @@ def test_parameters_of_16_bits_lose_no_move_to_their_grid(overlap: dict[str, Any
 
 @pytest.mark.parametrize("how", ["load", "convert"])
 def test_a_model_that_is_converted_to_fp32_leaves_its_rounding_behind(how: str) -> None:
-    """With zero gradients the start comes to rest."""
+    """With zero gradients the start stops moving."""
 
     def body(rank: SimulatedRank) -> bool:
         def make(dtype: torch.dtype) -> tuple[nn.Module, OuterOptimizer]:
@@ -135,7 +137,7 @@ def test_a_model_that_is_converted_to_fp32_leaves_its_rounding_behind(how: str) 
 
 
 class Wrapper(nn.Linear):
-    """A module with weights of its own around another one, by a name that DDP uses, too."""
+    """Wraps a module, adds weights, and names it by a name that DDP uses, too."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -232,7 +234,7 @@ def test_who_is_sent_another_model_is_told_what_and_changes_nothing(kind: str, l
     optimizer = OuterOptimizer(adam(model), model, every=2, exchange=Plain(), transport=alone())
     given = {**optimizer._hand_over(), "landed": landed, "goal": 7}
     name, where = ("1.running_mean", given["buffers"]) if kind == "buffers" else ("0.bias", given["starts"][0])
-    for other in ({name: torch.ones(5)}, {name: torch.ones(1)}, {}):  # of another shape, one that broadcasts, none
+    for other in ({name: torch.ones(5)}, {name: torch.ones(1)}, {}):  # other shapes, one that broadcasts, and none
         where.pop(name)
         where |= other
         before = values(model)
@@ -243,7 +245,7 @@ def test_who_is_sent_another_model_is_told_what_and_changes_nothing(kind: str, l
 
 
 def test_frozen_weights_of_a_wrapper_subclass_are_compared_by_what_is_inside() -> None:
-    """Such as those of quantized models: they have no memory of their own, whose bytes could be read."""
+    """Quantized models have such weights. They own no memory whose bytes a digest could read."""
     inside = torch.ones(4)
     assert checksum(TwoTensor(inside, inside)) == checksum(TwoTensor(inside.clone(), inside.clone()))
     assert checksum(TwoTensor(inside, inside)) != checksum(TwoTensor(inside, inside + 1))

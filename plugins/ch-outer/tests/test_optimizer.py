@@ -1,4 +1,4 @@
-"""The outer optimizer as an optimizer among others: resumed, scaled, clipped, failing, refusing."""
+"""The outer optimizer as an optimizer among others: resume, scaling, clipping, failures, refusals."""
 
 import copy
 from typing import Any
@@ -28,7 +28,7 @@ EXCHANGES = [
 @pytest.mark.parametrize("mix", [0.5, "carry"])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_it_resumes_to_the_bit_at_any_step(exchange: str, mix: float | str, stop: int) -> None:
-    """In a round, at its end, and while exchanges are under way; saving changes nothing for who goes on."""
+    """Steps within a round, at its end, and with exchanges in flight. Saving does not affect a rank that continues."""
     options: dict[str, Any] = {"every": 6, "fragments": 2, "overlap": 3, "mix": mix, "exchange": exchange}
 
     def body(rank: SimulatedRank, save: bool) -> list[list[torch.Tensor]]:
@@ -39,7 +39,7 @@ def test_it_resumes_to_the_bit_at_any_step(exchange: str, mix: float | str, stop
         if saved is not None and exchange != "allreduce" and stop > 4:
             assert any(
                 fragment["reducer"]["entries"] for fragment in saved[1]["fragments"]
-            )  # there is a residual to lose
+            )  # a residual exists that could be lost
         train(model, optimizer, rank.rank, range(stop, 15))
         found = [values(model)]
         if saved is not None:
@@ -113,7 +113,7 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing() -> None:
 
 
 def test_a_damaged_state_changes_nothing_in_the_middle_of_an_exchange() -> None:
-    """The first fragment's residual has been loaded when the second's is refused: it is put back."""
+    """The first fragment's residual is loaded before the second's is refused. The load must restore the first."""
     options: dict[str, Any] = {
         "every": 6,
         "fragments": 2,
@@ -140,7 +140,7 @@ def test_a_damaged_state_changes_nothing_in_the_middle_of_an_exchange() -> None:
 
 
 def test_a_skipped_step_of_a_scaler_counts_so_that_ranks_stay_together() -> None:
-    """One rank overflows and the other does not: both come to the exchange at the same call."""
+    """One rank overflows and the other does not. Both reach the exchange at the same call."""
 
     def body(rank: SimulatedRank) -> tuple[int, list[torch.Tensor], float]:
         model = make()
@@ -187,7 +187,7 @@ def test_unscaling_inside_is_the_scaler_s_own() -> None:
 
 
 def test_a_closure_and_several_inner_optimizers() -> None:
-    """LBFGS needs a closure; Muon takes matrices, and another optimizer, stepped before, the rest."""
+    """LBFGS needs a closure. Muon takes matrices, and another optimizer, which steps first, takes the rest."""
     model = make()
     optimizer = OuterOptimizer(
         torch.optim.LBFGS(model.parameters()), model, every=1, exchange=Plain(), transport=alone()
@@ -241,7 +241,7 @@ def test_buffers_are_averaged_or_stay() -> None:
 
 
 def test_a_failed_exchange_is_made_up_for_by_the_next() -> None:
-    """Raised on all ranks; start, momentum and parameters are as they were, and nothing of the inner steps is lost."""
+    """All ranks raise. Start, momentum and parameters stay, and no inner step is lost."""
 
     class Once(commhooks.Reduction):
         name = "once"
@@ -307,7 +307,7 @@ def test_bf16_parameters_have_an_fp32_start() -> None:
         nn.init.ones_(model.weight)
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = diloco(inner, model, every=1, exchange=Plain(), outer=plain_sgd(1e-3), transport=rank.transport)
-        for _ in range(40):  # steps of 1e-4 each, which bf16 cannot add to 1
+        for _ in range(40):  # steps of 1e-4, which bf16 cannot add to 1
             optimizer.zero_grad()
             model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
             optimizer.step()
@@ -335,7 +335,7 @@ def test_the_presets_train_and_the_schedule_tells() -> None:
             with optimizer.global_parameters(), torch.no_grad():
                 every = [batch(2, n) for n in range(20)]
                 losses.append(sum((model(x) - y).square().mean().item() for x, y in every))
-        assert optimizer.stats()["steps"] == 4 * 6 - 1  # the last fragment's last exchange is still under way
+        assert optimizer.stats()["steps"] == 4 * 6 - 1  # the last fragment's last exchange is still in flight
         return losses
 
     here, there = simulate(2, body)
@@ -351,7 +351,7 @@ def test_finishing_leaves_all_ranks_the_same_parameters() -> None:
         )
         train(model, optimizer, rank.rank, range(9))
         before = values(model)
-        assert optimizer.under_way == 1  # since step 8; that of step 6 has just landed
+        assert optimizer.under_way == 1  # in flight since step 8, and the exchange of step 6 has just landed
         optimizer.finish()
         assert optimizer.under_way == 0
         with optimizer.global_parameters():

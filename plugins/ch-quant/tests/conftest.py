@@ -1,4 +1,4 @@
-"""Collects ``triton_cases.py`` only where Triton is installed: pytest reads every module for doctests."""
+"""Collect ``triton_cases.py`` only if Triton is installed, because pytest reads every module for doctests."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""Packing, rotation and the codec of a block: properties that hold of any numbers."""
+"""Packing, rotation and the block codec. Their properties hold for all numbers."""
 
 import itertools
 
@@ -31,7 +31,7 @@ def test_codes_come_back_and_no_byte_is_wasted(bits: int, sixteens: int, seed: i
 
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_every_byte_is_some_code(bits: int) -> None:
-    """Unpacking is the inverse on all bytes: no bit of a message is lost."""
+    """Unpacking inverts packing for all bytes, so a message loses no bit."""
     count = 3 if bits == 3 else 1
     packed = torch.arange(-128, 128, dtype=torch.int16).to(torch.int8).repeat(count * 2)
     codes, again = torch.empty(len(packed) * 8 // bits, dtype=torch.int8), torch.empty_like(packed)
@@ -65,7 +65,7 @@ def test_every_number_is_in_exactly_one_part(sizes: list[int], block: int, parts
 
 
 def coded(codec: Codec, x: torch.Tensor, noise: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is decoded by the sender, and by a receiver."""
+    """Return the numbers that the sender and a receiver decode."""
     rows = len(x)
     work = Workspace(codec, StepContext(), torch.device("cpu"), rows)
     message = torch.empty(codec.bytes(rows), dtype=torch.uint8)
@@ -93,7 +93,7 @@ def test_the_sender_knows_what_is_received(codec: Codec, exponent: int) -> None:
     if codec.bits > 2:
         width = x.abs().amax(1, keepdim=True) / ((1 << (codec.bits - 1)) - 1)
         assert ((theirs - x).abs() <= width * (1.0 if codec.rounding == "stochastic" else 0.5) * 1.01).all()
-    elif codec.rounding == "nearest":  # never further away than zero is
+    elif codec.rounding == "nearest":  # never further away than zero
         assert ((theirs - x).norm(dim=1) <= x.norm(dim=1)).all()
     assert step.isfinite().all()
 
@@ -113,7 +113,7 @@ def test_a_block_that_is_not_finite_arrives_so_and_no_other_does(codec: Codec, v
 def test_the_ends_of_the_range(codec: Codec, value: float) -> None:
     _, theirs = coded(codec, torch.full((3, codec.block), value), None if codec.rounding == "nearest" else 5)
     if abs(value) > 3.3e38 and not theirs.isfinite().all():
-        # A power of two of scales is the number: where bf16 rounds it up, the product is Inf.
+        # For a power of two, the scale is the number itself. If bf16 rounds the scale up, the product is Inf.
         assert codec.rounding == "stochastic" or codec.bits in (1, 3, 4)
         return
     assert theirs.isfinite().all()
@@ -142,7 +142,9 @@ def test_the_rotation_is_orthonormal_and_exact_to_undo(block: int) -> None:
 
 
 def test_no_scale_rounds_a_code_beyond_its_width() -> None:
-    """The largest number of a block is at the edge of the last cell, and the scale is rounded: every mantissa is tried."""
+    """A block's largest number lies at the edge of the last cell, and the scale is rounded. The test tries every
+    mantissa.
+    """
     for bits in (8, 4, 3):
         x = torch.zeros(1 << 14, 16)
         x[:, 0] = torch.linspace(1.0, 4.0, 1 << 14)
@@ -152,14 +154,14 @@ def test_no_scale_rounds_a_code_beyond_its_width() -> None:
 
 @pytest.mark.parametrize("bits", [4, 3])
 def test_the_farther_side_has_a_level_more_and_nothing_is_clipped(bits: int) -> None:
-    """The range of b bits is used as it is, whichever side reaches farther, and how far the other does."""
+    """The codec uses all levels of b bits, for either longer side and every length of the other side."""
     last = (1 << (bits - 1)) - 1
     x = torch.zeros(400, 16)
     x[:, 0], x[:, 1] = 1.0, -torch.linspace(0.0, 1.0, 400)
     x[:, 2:] = torch.rand(400, 14, generator=torch.Generator().manual_seed(1)) * (1.0 - x[:, 1:2]) + x[:, 1:2]
     _, theirs = coded(Codec(bits, 16), x)
     _, mirrored = coded(Codec(bits, 16), -x)
-    assert torch.equal(mirrored, -theirs) or torch.equal(mirrored[:-1], -theirs[:-1])  # the last is a tie
+    assert torch.equal(mirrored, -theirs) or torch.equal(mirrored[:-1], -theirs[:-1])  # the last one is a tie
     step = torch.maximum(x.amax(1) / (last + 1), -x.amin(1) / last)[:, None]
     assert ((theirs - x).abs() <= 0.5 * step * 1.04).all()  # the scale is rounded
     assert torch.allclose(theirs[:200, 0], torch.ones(200), rtol=2**-7)
@@ -168,7 +170,7 @@ def test_the_farther_side_has_a_level_more_and_nothing_is_clipped(bits: int) -> 
 def test_the_error_of_four_bits() -> None:
     x = torch.randn(2000, 128, generator=torch.Generator().manual_seed(4))
     error = {bits: float((coded(Codec(bits, 128), x)[1] - x).square().mean()) for bits in (8, 4, 3)}
-    assert error[4] < 0.0115  # of a step of M / 7: 0.0138
+    assert error[4] < 0.0115  # for a step of M / 7: 0.0138
     assert error[3] < 0.056  # 0.075
     assert error[8] < 4.3e-5
 

@@ -1,4 +1,4 @@
-"""The contract of every hook, kept by the family's widths and options."""
+"""The widths and options of the quantized family pass the contract of every hook."""
 
 import pytest
 
@@ -23,11 +23,11 @@ class TestQuant4Feedback(HookContract):
 
 class TestQuant4FeedbackIn8Bits(HookContract):
     expr = "quant4(error_feedback=True, residual='int8')"
-    conservation = 5e-3  # the residual is rounded, too
+    conservation = 5e-3  # the residual also rounds
 
 
 class TestQuant4InPieces(HookContract):
-    """Of its simulated ranks: every bucket that holds more than a handful of numbers is cut."""
+    """In the simulated ranks, every bucket with more than a few numbers is cut into pieces."""
 
     expr = "quant4(error_feedback=True, residual='int8')"
     conservation = 5e-3
@@ -67,4 +67,4 @@ class TestEverythingAtOnce(HookContract):
 
 class TestOneBitDrawn(HookContract):
     expr = "sign(error_feedback=False, rounding='stochastic')"
-    tolerance = 20.0  # unbiased, and as noisy as the largest of a block says
+    tolerance = 20.0  # unbiased, with noise in proportion to a block's largest number

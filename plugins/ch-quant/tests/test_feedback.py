@@ -1,4 +1,4 @@
-"""A residual in 8 bits: how much it takes and forgets, and that a loss scale and a checkpoint do not see the codes."""
+"""A residual in 8 bits: its memory and its loss. A loss scale and a checkpoint do not see the codes."""
 
 import pickle
 
@@ -41,9 +41,7 @@ def test_it_takes_a_quarter_of_fp32_and_is_seen_as_fp32() -> None:
     assert shown.shape == exact.shape
     blocks = torch.nn.functional.pad(exact.view(-1), (0, 64)).view(-1, 128).abs().amax(1, keepdim=True)
     error = torch.nn.functional.pad((shown - exact).view(-1), (0, 64)).view(-1, 128).abs()
-    assert bool(
-        (error <= blocks / 100).all()
-    )  # half a level is a 254th, and the part that a rank owns is rounded twice
+    assert bool((error <= blocks / 100).all())  # half a level is 1/254, and a rank's own part rounds twice
     assert error.any()
 
 
@@ -67,7 +65,7 @@ def test_what_it_forgets_stays_small_over_many_steps() -> None:
     truth = torch.stack([gradient(rank, step)["w"] for step in range(steps) for rank in range(3)]).sum(0) / 3
     kept = torch.stack([residual for _, residual in ranks]).mean(0).view(SHAPE)
     forgotten = float((ranks[0][0] + kept - truth).norm() / truth.norm())
-    assert 0.0 < forgotten < 1e-2  # and what error feedback would give without a residual: 0.05 and more
+    assert 0.0 < forgotten < 1e-2  # error feedback without a residual would give 0.05 or more
 
 
 def test_a_loss_scale_multiplies_the_scales_alone() -> None:
@@ -98,7 +96,7 @@ def test_a_resumed_run_has_the_bits_of_the_one_that_went_on() -> None:
 
 
 def test_it_goes_on_from_another_hooks_residual_in_fp32() -> None:
-    """A warm-up whose first hook keeps a residual in fp32, of the same name."""
+    """A warm-up switches from a hook that keeps an fp32 residual of the same name."""
     ranks = ranks_of(f"warmup(quant8(error_feedback=True), {EXPR}, steps=2)", 2)
     truth, total = torch.zeros(SHAPE), torch.zeros(SHAPE)
     for step in range(4):

@@ -1,4 +1,4 @@
-"""The 8-bit hooks: over simulated ranks, and on gloo processes."""
+"""The 8-bit hooks over simulated ranks and on gloo processes."""
 
 import ast
 import itertools
@@ -116,7 +116,7 @@ def test_wire_volume_does_not_grow_with_the_world() -> None:
         return sum(request.payload_bytes for stage in stages for request in stage)
 
     for bits in (8, 4, 3, 2, 1):
-        packed = 512 * 512 * bits // 8 + 2 * 2048  # a scale for every 128
+        packed = 512 * 512 * bits // 8 + 2 * 2048  # one scale per 128 elements
         assert {volume(Quantized(bits), world) for world in (2, 4, 8, 16, 64)} == {2 * packed}
     assert volume(Quantized(4), 64) <= 2 * 0.53 * 512 * 512
     assert volume(quantize_per_tensor(), 64) == 32 * volume(quantize_per_tensor(), 2)
@@ -151,7 +151,7 @@ def test_error_feedback_covers_both_roundings(fed: bool, piece: int | None, worl
 
 @pytest.mark.parametrize("residual", ["fp32", "int8"])
 def test_feedback_adds_little_noise_to_a_step(residual: str) -> None:
-    """Plain error feedback sends the errors of two steps in one, which is twice the noise: see ch_quant.feedback."""
+    """Plain error feedback sends the errors of two steps in one, which doubles the noise (see ch_quant.feedback)."""
 
     def noise(options: dict[str, Any]) -> float:
         def body(rank: SimulatedRank) -> float:
@@ -229,7 +229,7 @@ def test_the_result_has_the_gradients_dtype(reduction: commhooks.Reduction, dtyp
 @pytest.mark.filterwarnings("ignore:.*deprecated:UserWarning")
 def test_affine_codes_are_torchs() -> None:
     x = torch.randn(5, 96) * torch.tensor([[1.0], [1e-3], [100.0], [1.0], [1.0]])
-    x[3] = x[3].abs()  # the range is widened to hold zero
+    x[3] = x[3].abs()  # the range is widened to include zero
     x[4] = 0
     scales, zeros = torch.empty(5, 1), torch.empty(5, 1, dtype=torch.uint8)
     codes = torch.empty(5, 96, dtype=torch.uint8)
@@ -320,7 +320,7 @@ def train(model: nn.Module, rank: int) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-NAMES = {  # expression -> how far from the average
+NAMES = {  # expression -> distance from the average
     "quant8": 0.03,
     "quant8(error_feedback=True, exempt=False, block=64)": 0.03,
     "quant4(error_feedback=True)": 0.5,
@@ -366,13 +366,13 @@ def test_by_name_and_as_pytorchs_functions_on_gloo(world: int) -> None:
     for hook, expr in (("pertensor", "quantize_per_tensor"), ("perchannel", "quantize_per_channel")):
         assert torch.equal(ranks[0][f"quantization_{hook}_hook"][0], ranks[0][expr][0])
     whole, cut = (ranks[0][f"pieces of {piece}"] for piece in (None, 4096))
-    # biases, averaged exactly, are added up in another order of the ranks; a code that differs is off by a seventh
+    # Exact averages of biases add the ranks in another order. A different code is off by a seventh.
     torch.testing.assert_close(whole[0], cut[0], rtol=1e-5, atol=1e-8)
-    assert cut[1]["rounds"] >= whole[1]["rounds"] + 3 * 2 * 2  # two more pieces, of two stages each
+    assert cut[1]["rounds"] >= whole[1]["rounds"] + 3 * 2 * 2  # two more pieces with two stages each
 
 
 def two_steps(expr: str, device: str) -> list[torch.Tensor]:
-    """The last average of rank 0, and its state."""
+    """Return the last average of rank 0, and its state."""
 
     def body(rank: SimulatedRank) -> list[torch.Tensor]:
         with torch.device(device):
@@ -404,7 +404,7 @@ def two_steps(expr: str, device: str) -> list[torch.Tensor]:
 )
 def test_torchs_default_dtype_and_device_change_nothing(expr: str, dtype: torch.dtype) -> None:
     wanted = two_steps(expr, "cpu")
-    rotation.signs.cache_clear()  # of another dtype in a test before
+    rotation.signs.cache_clear()  # an earlier test used another dtype
     torch.set_default_dtype(dtype)
     try:
         found = two_steps(expr, "meta")

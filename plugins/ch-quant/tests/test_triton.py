@@ -1,4 +1,4 @@
-"""Triton's kernels: ``triton_cases.py`` in Triton's interpreter, or on a GPU; and what is refused without either."""
+"""Runs ``triton_cases.py`` in Triton's interpreter or on a GPU, and tests the refusals without either."""
 
 import importlib.util
 import os
@@ -20,7 +20,7 @@ installed = pytest.mark.skipif(not HERE, reason="Triton is not installed: pip in
 
 
 def run_cases(config: pytest.Config, **environment: str) -> None:
-    """In a process of its own: the interpreter is on or off from the import of Triton to the end."""
+    """Run the cases in a separate process, because the interpreter is on or off from the import of Triton on."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "TRITON_INTERPRET"))}
     where = ["-c", str(config.inipath), "--rootdir", str(config.rootpath)] if config.inipath else []
     words = [sys.executable, "-m", "pytest", *where, "-q", "-x", "-p", "no:cacheprovider", str(CASES)]
@@ -93,7 +93,7 @@ def test_without_triton_the_error_says_what_to_install(monkeypatch: pytest.Monke
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles for GPUs on Linux")
 @pytest.mark.parametrize("bits", [8, 4])
 def test_what_a_gpu_would_run_rounds_as_torch_does(bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled for a GPU that is not here: no product is fused with a sum, none flushed to zero, the division is exact."""
+    """Compile for an absent GPU. The code fuses no product with a sum, flushes none to zero, and divides exactly."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     import triton
     from triton.backends.compiler import GPUTarget

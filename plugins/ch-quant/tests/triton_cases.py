@@ -1,5 +1,6 @@
-"""Triton's kernels beside torch's operations, bit for bit. ``test_triton.py`` runs this file in processes of their own: in
-Triton's interpreter, which has to be on before Triton is imported, and, where there is one, on a GPU.
+"""Triton's kernels compared with torch's operations, bit for bit. ``test_triton.py`` runs this file in separate
+processes. One uses Triton's interpreter, which must be on before the import of Triton. Another uses a GPU if there is
+one.
 """
 
 import os
@@ -22,20 +23,27 @@ from commhooks.checkpoint import merge
 from commhooks.testing import spawn
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-pytestmark = [pytest.mark.timeout(200), pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]  # NumPy's, of Inf
+pytestmark = [
+    pytest.mark.timeout(200),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
+]  # by Inf
 BITS = (8, 4)
 SPECIAL = (0.0, -0.0, 1e-45, -1e-45, 1e-40, -1e-38, 3e-37, 3.4e38, -3.4e38, float("inf"), -float("inf"), float("nan"))
 Coded = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """The bits of numbers, the sign of a zero included; every NaN as the same: of its bits torch has several."""
+    """Return the bits of numbers, including the sign of zero. Every NaN counts as one value,
+    because torch has several.
+    """
     whole = torch.int32 if x.dtype == torch.float32 else torch.int16
     return torch.where(x.isnan(), torch.full_like(x, float("nan")), x).view(whole)
 
 
 def coded(made: type[Workspace], codec: Codec, x: torch.Tensor, total: torch.Tensor) -> Coded:
-    """Scales, packed codes, what the sender knows, what is received, and a third of it added to a total."""
+    """Return scales, packed codes, the sender's and the receiver's decoded numbers, and a total
+    plus a third of them.
+    """
     rows = len(x)
     work = made(codec, StepContext(), DEVICE, rows)
     message = torch.full((codec.bytes(rows),), 77, dtype=torch.uint8, device=DEVICE)
@@ -77,7 +85,7 @@ def test_any_numbers(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, block, generator=generator) * 10.0 ** (exponent / 2) * 10.0 ** (exponent / 2)
-    x *= torch.randint(0, 2, (rows, 1), generator=generator)  # whole blocks of zeros, of both signs
+    x *= torch.randint(0, 2, (rows, 1), generator=generator)  # whole blocks of zeros of both signs
     for row, column, value in special:
         x[row % rows, column % block] = value
     same(Codec(width, block), x)
@@ -100,7 +108,7 @@ def test_halves_go_to_even(width: int) -> None:
 
 @pytest.mark.parametrize("width", BITS)
 def test_scales_of_every_size(width: int) -> None:
-    """The largest of a block: any bits between zero and Inf, and every mantissa near the halves of bf16."""
+    """The largest number of a block takes all bits between zero and Inf, and every mantissa near the halves of bf16."""
     generator = torch.Generator().manual_seed(1)
     largest = torch.randint(0, 0x7F800001, (6000,), dtype=torch.int32, generator=generator)
     near = torch.arange(-40, 40, dtype=torch.int32) + 0x3F808000 * torch.ones(80, dtype=torch.int32)
@@ -113,7 +121,7 @@ def test_scales_of_every_size(width: int) -> None:
 
 @pytest.mark.parametrize(("block", "rows"), [(16, 1), (16, 129), (240, 2), (240, 65), (4096, 1), (4096, 7)])
 def test_sizes(block: int, rows: int) -> None:
-    """Odd numbers of blocks, whose lanes end in the middle of a block, and blocks that are no power of two."""
+    """Odd numbers of blocks whose lanes end inside a block, and block sizes that are no power of two."""
     for width in BITS:
         same(Codec(width, block), torch.randn(rows, block, generator=torch.Generator().manual_seed(rows)))
 
@@ -124,7 +132,7 @@ SIZES = (1, 127, 129, 1009, 256)
 def averaged(
     kernels: Sequence[str], codec: Codec, dtype: torch.dtype, rotated: bool, fed: bool
 ) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]], list[torch.Tensor]]:
-    """Results, residuals and messages of two steps on ranks that run these kernels."""
+    """Return results, residuals and messages of two steps on ranks that run these kernels."""
     world, sent = len(kernels), []
     kept: list[list[torch.Tensor | None]] = [[None] * len(SIZES)] * world
     for step in range(2):
@@ -208,7 +216,7 @@ def pair(rank: int, world: int) -> dict[str, Any]:
 @pytest.mark.gloo
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="CPU tensors over gloo; on a GPU the exchange above is the same")
 def test_two_processes_of_which_one_uses_triton() -> None:
-    assert os.environ.get("TRITON_INTERPRET") == "1"  # the processes inherit it
+    assert os.environ.get("TRITON_INTERPRET") == "1"  # child processes inherit it
     merged = merge(spawn(pair, 2, timeout=120.0))
     assert merged["entries"]
     commhooks.create("quant4(block=32, error_feedback=True, kernel='triton')").load_state_dict(

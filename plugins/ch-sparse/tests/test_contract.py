@@ -1,4 +1,4 @@
-"""The contract of every hook, with options that change what is sent. tests/test_contract.py has the defaults."""
+"""The contract of every hook, with options that change the messages. tests/test_contract.py covers the defaults."""
 
 import pytest
 
@@ -18,7 +18,7 @@ class TestFedFromOutside(HookContract):
 class TestDecay(HookContract):
     expr = "topk(density=0.2, chunk=64, decay=0.95, start_iter=1)"
     first_step = 1
-    conservation = 0.1  # what decays is lost, on purpose
+    conservation = 0.1  # decay loses gradients on purpose
 
 
 class TestWrapped(HookContract):
@@ -27,4 +27,4 @@ class TestWrapped(HookContract):
 
 class TestRandomKWithoutFeedback(HookContract):
     expr = "bf16_wrapper(randomk(density=0.5, feedback=False, exempt=False))"
-    mean = False  # its expectation is the mean
+    mean = False  # the mean is its expectation

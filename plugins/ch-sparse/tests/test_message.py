@@ -1,4 +1,4 @@
-"""Integers of any width, packed without gaps."""
+"""Integers of any width are packed without gaps."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def test_what_is_packed_comes_back(case: tuple[int, list[int]]) -> None:
     packed = torch.full((packing.bytes(len(numbers)),), 255, dtype=torch.uint8)
     packing.pack(torch.tensor(numbers, dtype=torch.int64), packed)
     assert packing.unpack(packed, len(numbers)).tolist() == numbers
-    assert 8 * packing.bytes(len(numbers)) < width * len(numbers) + 8 * width  # at most one group is not full
+    assert 8 * packing.bytes(len(numbers)) < width * len(numbers) + 8 * width  # at most one group is partly filled
 
 
 @pytest.mark.parametrize("width", range(1, 17))

@@ -1,4 +1,4 @@
-"""Entries that all ranks choose at random alike, over simulated ranks."""
+"""All ranks choose the same random entries, over simulated ranks."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_every_entry_is_chosen_equally_often_and_neighbours_independently() -> N
 
 
 def test_splitmix64_of_known_numbers() -> None:
-    """Vigna's generator with seed 0: its first numbers are the finalizer of 1, 2, 3 times the golden gamma."""
+    """Vigna's generator with seed 0. Its first numbers are the finalizer of 1, 2, 3 times the golden gamma."""
     wanted = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert [value % 2**64 for value in hashed(torch.tensor([1, 2, 3]), 0).tolist()] == wanted
 
@@ -85,13 +85,13 @@ def test_without_feedback_the_expectation_is_the_mean() -> None:
 
     mean = torch.stack([gradient(1009, rank) for rank in range(2)]).mean(0)
     (found, _) = simulate(2, body)
-    spread = mean.abs() * (3 / steps) ** 0.5  # of the average of that many steps
+    spread = mean.abs() * (3 / steps) ** 0.5  # the average over this many steps
     assert ((found / steps - mean).abs() <= 5 * spread + 1e-6).all()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_shows_wherever_it_is(bad: float) -> None:
-    """In each place of a stratum, chosen or not."""
+    """Try each place of a stratum, chosen or not."""
 
     def body(rank: SimulatedRank) -> list[bool]:
         engine, seen = rank.engine(RandomK(0.1, exempt=False)), []
@@ -138,7 +138,7 @@ def test_the_volume_does_not_grow_with_the_ranks() -> None:
 
 
 def two_steps(expr: str, device: str) -> list[torch.Tensor]:
-    """The last average of rank 0, and its state."""
+    """Return the last average of rank 0, and its state."""
 
     def body(rank: SimulatedRank) -> list[torch.Tensor]:
         with torch.device(device):

@@ -1,4 +1,4 @@
-"""The largest entries of every chunk: over simulated ranks, and on gloo processes."""
+"""The largest entries of every chunk, over simulated ranks and on gloo processes."""
 
 import logging
 import math
@@ -35,7 +35,7 @@ def one_step(engine: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
 
 
 def sparse(x: torch.Tensor, chunk: int, density: float) -> torch.Tensor:
-    """What is sent of ``x``, by the definition: chunk by chunk, with a loop."""
+    """Return the message for ``x`` by the definition, chunk by chunk in a loop."""
     kept = torch.zeros_like(x)
     for start in range(0, x.numel(), chunk):
         part = x[start : start + chunk]
@@ -69,7 +69,7 @@ def test_the_search_in_blocks_finds_the_largest(k: int) -> None:
 
 
 def test_two_levels_are_the_best_two() -> None:
-    """Against every split of the magnitudes, tried one after another."""
+    """Compare with every split of the magnitudes, one after another."""
     layout = commhooks.BucketLayout.of_shapes({"a": (64,), "b": (50,)})
     chunks = Chunks(layout, 32, 0.4)
     grid = torch.randn(chunks.rows, 32, generator=torch.Generator().manual_seed(5))
@@ -93,7 +93,7 @@ def test_two_levels_are_the_best_two() -> None:
 @pytest.mark.parametrize("bits", [32, 16, 2])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_nothing_is_lost_with_feedback(bits: int, world: int) -> None:
-    """What was applied + the mean residual = the sum of the averages."""
+    """Applied gradients + the mean residual = the sum of the averages."""
     steps, shapes = 12, {str(n): (n,) for n in SIZES}
 
     def body(rank: SimulatedRank) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -124,12 +124,12 @@ def test_decay_is_what_a_step_leaves_of_the_residual() -> None:
         return kept.flatten()
 
     (kept,) = simulate(1, body)
-    assert sorted(kept.tolist()) == [0.0, 0.0] + [0.5] * 14  # the 8 was sent in full, one of the halves in the second
+    assert sorted(kept.tolist()) == [0.0, 0.0] + [0.5] * 14  # sent the whole 8, then one of the halves
 
 
 @pytest.mark.parametrize("bits", [32, 16, 2])
 def test_the_residual_follows_a_loss_scale(bits: int) -> None:
-    """With scales that are powers of two, to the bit what it would have been without."""
+    """If all scales are powers of two, results equal those without a scale to the bit."""
 
     def body(scales: tuple[float, ...], rank: SimulatedRank) -> list[torch.Tensor]:
         engine, found = rank.engine(TopK(0.05, 100, bits, decay=0.75, exempt=False)), []
@@ -150,7 +150,7 @@ def test_the_residual_follows_a_loss_scale(bits: int) -> None:
 @pytest.mark.parametrize("bits", [16, 2])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_arrives_as_not_finite_wherever_it_is(bits: int, bad: float) -> None:
-    """Many in one chunk, more than are sent; the other chunks are as they should be, and nothing is kept."""
+    """One chunk has more such values than it sends. Other chunks stay correct, and no residual remains."""
 
     def body(rank: SimulatedRank) -> torch.Tensor:
         engine = rank.engine(TopK(0.02, 64, bits, exempt=False))
@@ -207,7 +207,7 @@ def test_the_bytes_are_those_of_the_formula(chunk: int, bits: int, world: int) -
     exact = entries * (bits + width) / 8 + (4 * chunks if bits == 2 else 0)
     for counted in simulate(world, body):
         message = (counted - 4 * 40) / world
-        assert exact <= message <= exact + 2 * width + 4  # groups are filled up
+        assert exact <= message <= exact + 2 * width + 4  # groups are padded
 
 
 def test_the_caution_names_the_ranks_at_which_bf16_is_passed() -> None:
@@ -257,7 +257,7 @@ def train(model: nn.Module, rank: int) -> torch.Tensor:
 
 
 class Records(logging.Handler):
-    """Keeps warnings."""
+    """A log handler that keeps warnings."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -275,7 +275,7 @@ def body_gloo(rank: int, world: int) -> dict[str, tuple[torch.Tensor, dict[str, 
         model = DistributedDataParallel(net, bucket_cap_mb=0.001)
         handle = commhooks.attach(model, expr)
         train(model, rank)
-        before = handle.stats()["payload_bytes"]  # of other buckets: DDP cuts them anew after the first step
+        before = handle.stats()["payload_bytes"]  # DDP rebuilds its buckets after the first step
         trained = train(model, rank)
         handle.assert_active()
         assert handle.stats()["payload_bytes"] - before == 3 * handle.payload_per_step()

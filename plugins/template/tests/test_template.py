@@ -1,4 +1,4 @@
-"""The hook and the wrapper pass the contract. Tests of the wrapper's own behaviour follow."""
+"""The hook and the wrapper pass the contract. Further tests check the wrapper's own behaviour."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def test_given_as_an_object() -> None:
 def test_a_state_serves_the_object_and_its_expression() -> None:
     by_name = commhooks.create("error_feedback(clip(bf16_compress, limit=2.0))")
     given = commhooks.create(by_name.reduction)
-    assert given.full == by_name.full  # provider and version, too
+    assert given.full == by_name.full  # also provider and version
     given.load_state_dict(by_name.state_dict())
     by_name.load_state_dict(given.state_dict())
 
