@@ -336,20 +336,6 @@ def ft_demo(session: nox.Session) -> None:
     session.run("python", "docs/examples/ft_demo.py", *session.posargs, env=ONE_THREAD)
 
 
-@nox.session(name="ft-matrix")
-def ft_matrix(session: nox.Session) -> None:
-    """Kill replicas at four places, with 2, 3 and 4 replicas and four hooks: 48 runs. `-- --record`."""
-    install(session, *PROJECTS, tools=[*TEST_TOOLS, *FT_TOOLS])
-    session.run("python", "-m", "ch_bench.faults.ft_matrix", *session.posargs, env=ONE_THREAD)
-
-
-@nox.session(name="ft-recovery")
-def ft_recovery(session: nox.Session) -> None:
-    """Time a kill to the survivors' next commit, for ch-ft and torchft's own class. `-- --repeat N --record`."""
-    install(session, *PROJECTS, tools=FT_TOOLS)
-    session.run("python", "-m", "ch_bench.faults.ft_recovery", *session.posargs, env=ONE_THREAD)
-
-
 @nox.session(name="ft-versions")
 @nox.parametrize("version", [nox.param("torchft==0.2.0", id="0.2.0"), nox.param(NIGHTLY, id="nightly")])
 def ft_versions(session: nox.Session, version: str) -> None:
@@ -357,19 +343,6 @@ def ft_versions(session: nox.Session, version: str) -> None:
     install(session, *PROJECTS, tools=[*TEST_TOOLS, version, "parameterized"])
     own = [] if chosen_paths(session) else [str(PROJECTS["ch-ft"] / "tests")]
     session.run("python", "-m", "pytest", *own, "-m", "not nccl and not soak", *session.posargs, env=ONE_THREAD)
-
-
-@nox.session(name="ft-upstream")
-@nox.parametrize("version", [nox.param("torchft==0.2.0", id="0.2.0"), nox.param(NIGHTLY, id="nightly")])
-def ft_upstream(session: nox.Session, version: str) -> None:
-    """Run torchft's own tests on our classes, and the nightly's DDP tests with the release. `-- --record`."""
-    install(session, *PROJECTS, tools=[*TEST_TOOLS, version, "parameterized"])
-    newer = []
-    if version != NIGHTLY:
-        folder = session.create_tmp()
-        session.run("python", "-m", "pip", "download", "-q", "--no-deps", "-d", folder, NIGHTLY)
-        newer = ["--newer", *map(str, Path(folder).glob("torchft_nightly-*.whl"))]
-    session.run("python", "-m", "ch_bench.faults.ft_upstream", *newer, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -384,13 +357,6 @@ def race(session: nox.Session) -> None:
     """Race hooks and outer optimizers to all-reduce's loss. `-- --link 50mbit,200mbit,1gbit` (needs root)."""
     install(session, *PROJECTS, tools=["matplotlib>=3.8"])
     session.run("python", "-m", "ch_bench.outer.race", *session.posargs, env=ONE_THREAD)
-
-
-@nox.session(name="outer-quality")
-def outer_quality(session: nox.Session) -> None:
-    """Measure the loss of outer optimizers at equal tokens; continues. `-- --size small --seeds 3 --record`."""
-    install(session, *PROJECTS, tools=["matplotlib>=3.8"])
-    session.run("python", "-m", "ch_bench.outer.quality", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

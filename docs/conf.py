@@ -41,10 +41,7 @@ PUBLIC = (
     "ch_bench.cost",
     "ch_bench.cost.bench",
     "ch_bench.outer",
-    "ch_bench.outer.quality",
     "ch_bench.outer.race",
-    "ch_bench.faults",
-    "ch_bench.faults.ft_matrix",
     "ch_bench.links",
     "ch_bench.links.wire_bytes",
 )

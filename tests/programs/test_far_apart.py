@@ -7,39 +7,10 @@ from typing import Any
 import pytest
 
 from ch_bench.links import netns
-from ch_bench.outer import quality, race
-from ch_bench.outer.methods import Method
-from ch_bench.outer.methods import quality_methods as methods
-from ch_bench.outer.quality import QualityRun, Size
+from ch_bench.outer import race
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(110)]
 TINY = ["--width", "32", "--layers", "1", "--batch", "2", "--context", "16"]
-
-
-def test_the_quality_study_trains_resumes_and_finds_the_front(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    words = ["--size", "pilot", "--steps", "30", "--seeds", "1", "--out", str(tmp_path), "--only", methods()[1].label]
-    assert quality.main(words) == 0
-    first = capsys.readouterr().out
-    assert "all runs are finished" in first
-    records = json.loads((tmp_path / "quality.json").read_text())
-    base, outer = records.values()
-    assert [row[0] for row in base["held_out"]] == [6, 12, 18, 24, 30]
-    assert outer["wire_bytes"] * 20 < base["wire_bytes"]  # H = 15, in two bits
-    assert base["held_out"][-1][1] < base["held_out"][0][1]
-    assert quality.main(words) == 0
-    again = capsys.readouterr().out
-    assert "seed 0:" in first
-    assert "seed 0:" not in again  # nothing was run twice
-    rows = quality.rows(records.values())
-    assert [row["front"] for row in rows] == [base["held_out"][-1][1] < outer["held_out"][-1][1], True]
-    assert methods()[0] == Method()
-    assert len(set(methods())) == len(methods())
-
-
-def test_the_inner_learning_rate_is_a_methods_own() -> None:
-    size = Size(steps=5, width=32, layers=1, context=16, batch=2, workers=2)
-    moved = [QualityRun("tiny", size, Method(2, inner=inner), seed=0).run()["held_out"] for inner in (0.0, 1.41)]
-    assert [len({loss for _, loss in rows}) for rows in moved] == [1, 4]  # the start, two rounds, and the last one
 
 
 def finished(label: str, arrived: bool, *rows: tuple[float, ...]) -> dict[str, Any]:

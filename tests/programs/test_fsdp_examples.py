@@ -1,4 +1,4 @@
-"""The example and the benchmark of ch-fsdp run; the losses of hooks between nodes against plain averaging."""
+"""The example of ch-fsdp runs; the losses of hooks between nodes against plain averaging."""
 
 import json
 import re
@@ -19,15 +19,6 @@ def run(*words: str) -> str:
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-@pytest.mark.timeout(120)
-def test_table_and_plot_of_the_accumulation_error(tmp_path: Path) -> None:
-    out = run("-m", "ch_bench.cost.fsdp_accumulation", "--worlds", "2", "8", "--numel", "1024", "--out", str(tmp_path))
-    rows = [line for line in out.splitlines() if re.search(r"\de-\d\d", line)]
-    growth = {cells[1]: float(cells[-2]) for cells in ([c.strip() for c in line.split("|")] for line in rows)}
-    assert growth["bf16, fp32 accumulation"] < 1 < growth["bf16"]
-    assert (tmp_path / "fsdp-accumulation.png").stat().st_size > 5000
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,9 @@
 """Real lighthouse, Managers and processes on gloo. One replica is killed with SIGKILL and starts again.
 
-Five cases run here. The full matrix of 4 places x 3 sizes x 4 hooks is `nox -s ft-matrix`.
+Five of 48 cases (4 places, 3 sizes, 4 hooks) run in the quick set, the others in `nox -s soak`.
 """
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -12,16 +13,21 @@ pytest.importorskip("torchft")
 from ch_ft.testing import quorum, scenario
 from ch_ft.testing.member import Task
 
+QUICK = {
+    ("first", 2, "allreduce"),
+    ("p_and_q", 4, "powersgd(rank=2)"),
+    ("buckets", 3, "bf16_compress"),
+    ("steps", 3, "powersgd(rank=2)"),
+    ("p_and_q", 3, "quant4(error_feedback=True)"),
+}
+
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize(
     ("place", "replicas", "hook"),
     [
-        ("first", 2, "allreduce"),
-        ("p_and_q", 4, "powersgd(rank=2)"),
-        ("buckets", 3, "bf16_compress"),
-        ("steps", 3, "powersgd(rank=2)"),
-        ("p_and_q", 3, "quant4(error_feedback=True)"),
+        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.soak])
+        for case in itertools.product(scenario.PLACES, scenario.SIZES, scenario.HOOKS)
     ],
 )
 def test_a_killed_replica_costs_one_attempt(tmp_path: Path, place: str, replicas: int, hook: str) -> None:

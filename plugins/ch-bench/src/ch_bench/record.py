@@ -62,21 +62,12 @@ def machine() -> dict[str, Any]:
 def command(module: str, argv: Sequence[str] | None = None, *, environment: str = "") -> str:
     """Return the command line of a program, without folders of this machine.
 
-    >>> command("ch_bench.cost.table", ["--out", "x", "topk(bits=2)"], environment="OMP_NUM_THREADS=1")
-    "OMP_NUM_THREADS=1 python -m ch_bench.cost.table 'topk(bits=2)'"
+    >>> command("ch_bench.cost.memory", ["--out", "x", "topk(bits=2)"], environment="OMP_NUM_THREADS=1")
+    "OMP_NUM_THREADS=1 python -m ch_bench.cost.memory 'topk(bits=2)'"
     """
     words = list(sys.argv[1:] if argv is None else argv)
     kept = [word for i, word in enumerate(words) if word != "--out" and (i == 0 or words[i - 1] != "--out")]
     return " ".join([*([environment] if environment else []), "python -m", module, *map(shlex.quote, kept)])
-
-
-def digits(value: float) -> str:
-    """Return three significant digits.
-
-    >>> digits(0.012345), digits(12345.6)
-    ('0.0123', '12300')
-    """
-    return f"{float(f'{value:.3g}'):.15g}"
 
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,4 +1,4 @@
-"""Kills one replica in a run, and checks the consequences. Tests and ``ch_bench.faults.ft_matrix`` use it."""
+"""Kills one replica in a run, and checks the consequences."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Runs torchft's own tests in a separate process, on our classes or on torchft's."""
+"""Runs torchft's own tests on our classes, in a separate process."""
 
 import os
 import re
@@ -16,19 +16,17 @@ INTEGRATION = (  # healthy, recovery with both kinds of quorum, no initial sync,
 )
 
 
-def run(*arguments: str, ours: bool = True, seconds: int = 100) -> dict[str, str]:
+def run(*arguments: str, seconds: int = 100) -> dict[str, str]:
     """Run tests. Return test name -> ``"passed"``, or the failure.
 
     Args:
         arguments: arguments of pytest.
-        ours: True to test our classes, False to test those of the installed torchft.
         seconds: time limit.
     """
     environment = {**os.environ, "RUST_LOG": "error", "OMP_NUM_THREADS": "1"}
     environment["COLUMNS"] = "300"  # in a narrow terminal pytest omits the reasons
-    plugin = ["-p", "ch_ft.testing.torchft_plugin"] if ours else []
     options = ["-rA", "-q", "--no-header", "-c", os.devnull, "--import-mode=importlib"]
-    command = [sys.executable, "-m", "pytest", *plugin, *options, *arguments]
+    command = [sys.executable, "-m", "pytest", "-p", "ch_ft.testing.torchft_plugin", *options, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, cwd=HERE)
     if done.returncode not in (0, 1):  # 1: a test failed
         said = done.stdout[-3000:] + done.stderr[-1000:]

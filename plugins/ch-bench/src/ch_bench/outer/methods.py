@@ -14,8 +14,6 @@ from ch_outer import OuterOptimizer
 SPARSE = "topk(density=0.02, bits=2, decay=0.95)"
 FOUR_BITS = "quant4"
 # quant sends small tensors in full, a sixth of a small model's bytes; exempt=False compresses them, too.
-ALL_FOUR = "quant4(exempt=False)"
-ALL_THREE = "quant(bits=3, error_feedback=True, exempt=False)"
 ALL_TWO = "quant2(exempt=False)"
 REFERENCE = "torch allreduce"  # sets the loss that the others must reach
 BUCKET = 1.0  # MB: a quarter of the race's model; DDP's default of 25 would be one bucket
@@ -119,23 +117,6 @@ RACE = [
     Method(100, FOUR_BITS),
     Method(100, FOUR_BITS, 1.0, 0.5, 4, 5, 0.5),
 ]
-
-
-def quality_methods() -> list[Method]:
-    """Return the methods of the quality study, most informative first."""
-    found = [Method()]
-    # A hundred times fewer bytes than bf16 at every step: more rounds of fewer bits, or fewer rounds of more bits.
-    found += [Method(15, ALL_TWO), Method(21, ALL_THREE), Method(28, ALL_FOUR), Method(32, FOUR_BITS)]
-    found += [Method(15, ALL_TWO, 1.0, 0.5, 4, 3, "carry"), Method(28, ALL_FOUR, 1.0, 0.5, 4, 5, "carry")]
-    found += [Method(every, ALL_TWO, 1.0, 0.5, 4, 5, "carry") for every in (150, 141)]  # a thousand times fewer
-    found += [Method(30, FOUR_BITS, *outer) for outer in ((1.0, 0.5), (0.7, 0.9), (1.0, 0.0), (0.9, 0.7))]
-    found += [Method(30, FOUR_BITS, 1.0, 0.5, 4, 5, mix) for mix in ("carry", 0.5)]
-    found += [Method(every, exchange) for every in (30, 10, 100) for exchange in ("bf16_compress", FOUR_BITS)]
-    found += [Method(every, SPARSE, 1.0, 0.0) for every in (30, 10, 100)]
-    found += [Method(15, ALL_TWO, *outer) for outer in ((1.0, 0.3), (0.8, 0.7))]
-    found += [Method(32, FOUR_BITS, 0.9, 0.7), Method(30, FOUR_BITS, 1.0, 0.5, 1, 5, "carry")]
-    found += [Method(15, "bf16_compress"), Method(28, ALL_FOUR, 1.0, 0.5, 4), Method(30, SPARSE, 1.0, 0.0, 2, 5, 0.5)]
-    return list(dict.fromkeys(found))
 
 
 @dataclass

@@ -1,1 +1,0 @@
-"""Kills, recoveries and torchft's own tests, with real Managers."""
