@@ -371,7 +371,7 @@ def convergence(session: nox.Session) -> None:
 def compare(session: nox.Session) -> None:
     """Try every public name of PyTorch's, Lightning's and torchft's hook modules, and ours. `-- --only WORD`."""
     install(session, *PROJECTS, tools=["lightning>=2.2", "torchft>=0.2.0"])
-    session.run("python", "-m", "ch_bench.compatibility.run", *session.posargs, env=ONE_THREAD)
+    session.run("python", "tests/compatibility/run.py", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

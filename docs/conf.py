@@ -35,8 +35,6 @@ PUBLIC = (
     "ch_bench",
     "ch_bench.advise",
     "ch_bench.advise.command",
-    "ch_bench.compatibility",
-    "ch_bench.compatibility.run",
     "ch_bench.convergence",
     "ch_bench.cost",
     "ch_bench.cost.bench",

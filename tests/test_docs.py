@@ -128,21 +128,20 @@ def test_the_plugin_of_the_page_passes_its_tests(plugin):
 
 
 def test_every_public_name_has_its_row():
-    code = "from ch_bench.compatibility import run; "
-    code += "missing = run.missing_rows(); assert not missing, missing; print(run.torch.__version__)"
-    assert python("-W", "ignore", "-c", code, cwd=ROOT)
+    code = "import run; missing = run.missing_rows(); assert not missing, missing; print(run.torch.__version__)"
+    assert python("-W", "ignore", "-c", code, cwd=ROOT / "tests" / "compatibility")
 
 
 def test_the_comparison_is_the_page_of_its_measurement():
     code = (
         "import json, pathlib\n"
-        "from ch_bench.compatibility import run\n"
+        "import run\n"
         f"data = json.loads(pathlib.Path({str(DOCS / 'measured' / 'compare.json')!r}).read_text())\n"
         f"assert run.page(data) == pathlib.Path({str(DOCS / 'compare.md')!r}).read_text()\n"
         "worse = [r['name'] for r in data['rows'] if r['ours'] and r['our_outcome']['outcome'] not in ('works', 'not run')]\n"
         "assert not worse, worse"
     )
-    python("-W", "ignore", "-c", code, cwd=ROOT)
+    python("-W", "ignore", "-c", code, cwd=ROOT / "tests" / "compatibility")
 
 
 def test_records_name_programs_that_exist():

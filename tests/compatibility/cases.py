@@ -48,7 +48,7 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def checksum(tensors: Iterator[torch.Tensor]) -> str:
-    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexchecksum()
+    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
 
 
 def wrap() -> DistributedDataParallel:

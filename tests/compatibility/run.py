@@ -1,7 +1,7 @@
 """Compare every public name of PyTorch's, Lightning's and torchft's hook modules with ours, on two gloo processes.
 
-    python -m ch_bench.compatibility.run                  # writes docs/measured/compare.json and docs/compare.md
-    python -m ch_bench.compatibility.run --only powerSGD  # some rows, printed only
+    python tests/compatibility/run.py                  # writes docs/measured/compare.json and docs/compare.md
+    python tests/compatibility/run.py --only powerSGD  # some rows, printed only
 
 Each side of each row runs in two forked processes under a hard time limit, with the same code (`cases.py`).
 """
@@ -24,14 +24,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import cases
 import torch
+from rows import MODULES, ROWS, PublicName
 
 import commhooks
-from ch_bench import record
-from ch_bench.compatibility import cases
-from ch_bench.compatibility.rows import MODULES, ROWS, PublicName
 
-DOCS = record.measured().parent
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 RECORD = DOCS / "measured" / "compare.json"
 FORK = multiprocessing.get_context("fork")
 VERSIONS = ("torch", "lightning", "torchft", "ch-core", "ch-ddp", "ch-powersgd", "ch-fsdp", "ch-ft", "ch-quant")
@@ -144,7 +143,7 @@ def measure(row: PublicName) -> dict[str, Any]:
     module, _, name = row.ours.partition(":")
     here = importlib.util.find_spec(module) is not None if module else False
     if here and row.case and not hasattr(importlib.import_module(module), name):
-        raise SystemExit(f"{row.ours} does not exist: correct plugins/ch-bench/src/ch_bench/compatibility/rows.py")
+        raise SystemExit(f"{row.ours} does not exist: correct tests/compatibility/rows.py")
     entry["our_outcome"] = try_one(row, module, name) if row.case and row.ours else {"outcome": "left out"}
     if row.ours and not row.case:
         entry["our_outcome"] = not_run
@@ -197,7 +196,7 @@ def page(data: dict[str, Any]) -> str:
         f"Of {len(both)} rows with a counterpart, {theirs} work there and {ours} here; gone there: {gone}.",
         "",
         f"torch {v['torch']}, Lightning {v['lightning']}, torchft {v['torchft']}, Python {v['python']}.",
-        "Written by `python -m ch_bench.compatibility.run` from `docs/measured/compare.json`.",
+        "Written by `python tests/compatibility/run.py` from `docs/measured/compare.json`.",
     ]
     today = {(row.module, row.name, row.part): row.ours for row in ROWS}  # a record may name a module that has moved
     last = ""
@@ -223,7 +222,7 @@ def main() -> int:
         (DOCS / "compare.md").write_text(page(json.loads(RECORD.read_text())))
         return 0
     if missing := missing_rows():
-        sys.exit(f"no row for {', '.join(missing)}: add them to plugins/ch-bench/src/ch_bench/compatibility/rows.py")
+        sys.exit(f"no row for {', '.join(missing)}: add them to tests/compatibility/rows.py")
     torch.set_num_threads(1)
     commhooks.list_hooks()
     rows = []
@@ -236,7 +235,7 @@ def main() -> int:
     if only:
         return 0
     date = datetime.date.today().isoformat()
-    data = {"command": "python -m ch_bench.compatibility.run", "date": date, "versions": versions(), "rows": rows}
+    data = {"command": "python tests/compatibility/run.py", "date": date, "versions": versions(), "rows": rows}
     RECORD.parent.mkdir(exist_ok=True)
     lines = ",\n".join(map(json.dumps, rows))
     head = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in data.items() if key != "rows")
@@ -246,4 +245,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    record.run_main(main)
+    sys.exit(main())
