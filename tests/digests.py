@@ -69,6 +69,7 @@ HOOKS: list[Any] = [
     "sign",
     "topk",
     "randomk",
+    "two_level(quant4)",
     {"*.bias": "allreduce", "2.*": "bf16_compress", "*": P},
     {"*.bias": "allreduce", "*": f"bf16_wrapper({P})"},
     {"*.bias": "fp16_compress", "*": "quant8(error_feedback=True)"},
