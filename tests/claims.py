@@ -1,7 +1,7 @@
 """Compare every marked number of README and docs with its record: `python tests/claims.py` lists the differences.
 
 A marker is an HTML comment right after a number: `58.9<!--race:200mbit/torch allreduce/seconds-->`. It names the record
-docs/measured/race.md, a text that precedes the table, the first cell of a row, and a column (its title or its number).
+docs/measured/race.md, a text before the table, the first cell of a row, and a column by title or number.
 Numbers of JSON records have a function below instead: `19<!--compare:there-->`.
 """
 

@@ -1,13 +1,13 @@
-"""Every hook's numbers and messages as digests, to compare two commits to the bit.
+"""Compute digests of every hook's numbers and messages, to compare two commits to the bit.
 
     python tests/digests.py --out before.json            # on one commit: ten minutes
     python tests/digests.py --out after.json             # on the other, on the same machine and torch
     python tests/digests.py --compare before.json after.json
 
-For every case: a digest of the gradients of each step and rank, one of the saved state, the collectives in the order in
+Each case gives a digest of the gradients of each step and rank, one of the saved state, the collectives in the order in
 which they were started (kind, elements, dtype), and `stats()` without its times. Cases are hooks, wrappers and compositions
 on 1 to 4 simulated ranks, and on two gloo processes over DDP (attached and registered), FSDP2's replicate and shard axis and
-FSDP1. Of commhooks only what is public is used, so that one program serves commits whose modules have other names.
+FSDP1. The program uses public names of commhooks only, so that it serves commits whose modules have other names.
 """
 
 import argparse
@@ -74,8 +74,8 @@ HOOKS: list[Any] = [
     {"*.bias": "allreduce", "*": f"bf16_wrapper({P})"},
     {"*.bias": "fp16_compress", "*": "quant8(error_feedback=True)"},
 ]
-NO_SIMULATION = {"post_local_sgd"}  # foreign: its collectives are its own
-STEPS, POISONED = 6, 3  # the fourth step is not finite on rank 0, and has to leave nothing behind
+NO_SIMULATION = {"post_local_sgd"}  # a foreign hook, which starts its own collectives
+STEPS, POISONED = 6, 3  # the fourth step is not finite on rank 0, and must leave no trace
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
@@ -113,7 +113,7 @@ def net() -> nn.Sequential:
 
 
 def guarded(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a case gives, or the error that it ends with: that has to stay the same, too."""
+    """Return the result of a case, or the error that ends it. Both must stay the same."""
     try:
         return body()
     except Exception as error:
@@ -154,7 +154,7 @@ def gradients(like: dict[str, torch.Tensor], rank: int, step: int) -> dict[str, 
 
 
 def listen(transport: Any, asked: list[str]) -> None:
-    """Have every collective written down as it is started."""
+    """Record every collective at its start."""
     for kind in ("all_reduce", "all_gather", "all_to_all", "reduce_scatter"):
         setattr(transport, kind, written_down(kind, getattr(transport, kind), asked))
 
@@ -172,7 +172,7 @@ def written_down(kind: str, start: Callable[..., Any], asked: list[str]) -> Call
 
 
 class Messages(TorchDispatchMode):
-    """Writes down every collective that torch.distributed is given."""
+    """Records every collective that torch.distributed gets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ def on_shard_axis(what: Any) -> dict[str, Any]:
 
 
 def on_reducer(what: Any) -> dict[str, Any]:
-    """Without a model, a stage at a time."""
+    """Run without a model, one stage at a time."""
     like = {name: p.detach() for name, p in net().named_parameters()}
     reducer = commhooks.Reducer(what, like)
     steps, messages = [], []
@@ -272,7 +272,7 @@ def on_fsdp1(strategy: str, what: Any) -> dict[str, Any]:
 
 
 def process(rank: int, world: int, only: str) -> dict[str, Any]:
-    """All cases of one rank."""
+    """Run all cases of one rank."""
     cases: dict[str, Callable[[], dict[str, Any]]] = {}
     for what in [*HOOKS, "post_local_sgd"]:
         cases[f"ddp {what}"] = lambda what=what: on_ddp(what)
@@ -289,7 +289,7 @@ def process(rank: int, world: int, only: str) -> dict[str, Any]:
 
 
 def covered() -> None:
-    """Every installed reduction and wrapper of this project is in some case."""
+    """Check that some case has every installed reduction and wrapper of this project."""
     text = json.dumps([*HOOKS, *NO_SIMULATION])
     for spec in commhooks.list_hooks():
         ours = spec.provider.startswith("ch-") and spec.provider != "ch-template" and spec.kind not in ("fsdp", "outer")
@@ -326,8 +326,8 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="where the digests go")
-    parser.add_argument("--only", default="", help="cases with this in their name")
+    parser.add_argument("--out", type=Path, help="file for the digests")
+    parser.add_argument("--only", default="", help="run cases whose name contains this text")
     parser.add_argument("--compare", nargs=2, type=Path, metavar="FILE", help="two files to compare")
     words = parser.parse_args()
     if words.compare:

@@ -1,7 +1,7 @@
-"""How the source is built, checked and counted: `python tests/house.py` prints the figures, and every breach of a rule.
+"""Check imports and rules of the source: `python tests/house.py` prints the figures and every breach of a rule.
 
-Read from the sources alone, nothing is imported. An import counts wherever it stands: in a function, under
-TYPE_CHECKING. What a face (an `__init__.py` that re-exports) names is followed to the module that defines it.
+The program reads the sources and imports no module. An import counts everywhere, also in a function or under
+TYPE_CHECKING. A name of a face (an `__init__.py` that re-exports) counts as a name of the module that defines it.
 """
 
 import ast
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import tomllib
 
-ORDER = (  # of ch-core: a module imports from its own line and from those below it
+ORDER = (  # ch-core: a module may import from its own line and from the lines below it
     "cli testing __main__",
     "launch",
     "api telemetry",
@@ -50,7 +50,7 @@ FACES = {  # public modules that are no packages
     "commhooks.simulate",
     *(f"ch_ddp.frameworks.{name}" for name in ("accelerate", "fabric", "lightning", "ray", "transformers")),
 }
-FACTORIES = {  # of torch: without dtype= and device= they obey set_default_dtype() and set_default_device()
+FACTORIES = {  # torch's factories. Without dtype= and device= they obey set_default_dtype() and set_default_device()
     *("arange", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint"),
     *("randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"),
 }
@@ -58,7 +58,7 @@ REASONS = r"because|so that|otherwise|would|without|cannot|must not|or else|no l
 
 
 class Import(NamedTuple):
-    """One name that a module takes: `name` is empty where the whole module is."""
+    """One name that a module imports. `name` is empty for an import of the whole module."""
 
     path: Path
     line: int
@@ -75,7 +75,7 @@ class House:
 
     Args:
         root: the tree.
-        called: present module name -> the one that `ORDER` knows, for a tree from before the order.
+        called: present module name -> the name in `ORDER`, for a tree from before the order.
     """
 
     def __init__(self, root: Path, called: dict[str, str] | None = None) -> None:
@@ -96,7 +96,7 @@ class House:
     # -- imports
 
     def taken(self, name: str) -> Iterator[Import]:
-        """What a module imports of this project, as it is written."""
+        """Return this project's names that a module imports, as it writes them."""
         path = self.files[name].relative_to(self.root)
         for node in ast.walk(self.trees[name]):
             if isinstance(node, ast.Import):
@@ -110,7 +110,7 @@ class House:
                     yield Import(path, node.lineno, name, inside if whole else node.module, "" if whole else alias.name)
 
     def defined(self, name: str) -> set[str]:
-        """What a module itself defines at its top level."""
+        """Return the names that a module defines at its top level."""
         found: set[str] = set()
         for node in self.trees[name].body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -122,7 +122,7 @@ class House:
         return found
 
     def home(self, module: str, name: str) -> str:
-        """The module that defines what a face re-exports."""
+        """Return the module that defines a name of a face."""
         if not name or self.files[module].name != "__init__.py" or name in self.defined(module):
             return module
         for one in self.taken(module):
@@ -132,7 +132,9 @@ class House:
 
     @cached_property
     def arrows(self) -> dict[tuple[str, str], Import]:
-        """(module, module it imports), faces followed; of faces themselves none: they stand for what they name."""
+        """Return (module, imported module) pairs, through faces. Faces themselves import nothing, because they stand
+        for their names.
+        """
         found: dict[tuple[str, str], Import] = {}
         for name in self.files:
             if not self.is_face(name):
@@ -149,10 +151,10 @@ class House:
     def reads_checkpoints(source: str, target: str) -> bool:
         return any(source == a and (target + ".").startswith(b + ".") for a, b in READ_CHECKPOINTS)
 
-    # -- the rules: each gives its breaches
+    # -- the rules, each of which returns its breaches
 
     def against_the_order(self) -> list[str]:
-        """Imports against `ORDER` inside ch-core, or against `PACKAGES` between packages."""
+        """Return imports against `ORDER` inside ch-core, or against `PACKAGES` between packages."""
         found = []
         for (source, target), one in self.arrows.items():
             above, below = self.level(source), self.level(target)
@@ -161,7 +163,9 @@ class House:
         return found
 
     def level(self, name: str) -> int:
-        """How far down a module stands; one without a line stands at the very top, so that nothing may import it."""
+        """Return the line of a module in the order. A module without a line is at the top, so that no module may import
+        it.
+        """
         parts = self.called.get(name, name).split(".")
         packages = next((i for i, line in enumerate(PACKAGES) if parts[0] in line.split()), -1)
         if parts[0] != "commhooks" or len(parts) == 1:
@@ -169,7 +173,7 @@ class House:
         return 100 + next((i for i, line in enumerate(ORDER) if parts[1] in line.split()), -1)
 
     def circles(self) -> list[str]:
-        """Modules that import one another, round any number of corners."""
+        """Return cycles of modules that import one another."""
         onward: dict[str, set[str]] = {}
         for source, target in self.arrows:
             if not self.reads_checkpoints(source, target):
@@ -190,7 +194,7 @@ class House:
         return seen
 
     def unexported(self) -> list[str]:
-        """Names that one package takes of another and that are not in an `__all__` where a stranger would look."""
+        """Return names that one package imports from another although no `__all__` of a public module lists them."""
         found = []
         for name in self.files:
             for one in self.taken(name):
@@ -205,7 +209,7 @@ class House:
         return (module in FACES or self.is_face(module)) and name in self.listed(module)
 
     def listed(self, module: str) -> set[str]:
-        """A module's `__all__`."""
+        """Return a module's `__all__`."""
         if module in self.trees and self.stub(self.files[module]).suffix == ".pyi":
             imports = [node for node in self.trees[module].body if isinstance(node, ast.ImportFrom)]
             return {alias.asname or alias.name for node in imports for alias in node.names}
@@ -215,10 +219,10 @@ class House:
         return set()
 
     def path_edits(self) -> list[str]:
-        """Programs that change `sys.path`, themselves or in a program that they write."""
+        """Return programs that change `sys.path`, themselves or in a program that they write."""
         edit = re.compile(r"\bsys\.path(\.(insert|append|extend)\(|\s*(\[[^\]]*\]\s*)?[+]?=[^=])|\bsite\.addsitedir\(")
         me = Path(__file__).name
-        launcher = self.root / "packages/ch-core/src/commhooks/launch/script.py"  # does what `python script.py` does
+        launcher = self.root / "packages/ch-core/src/commhooks/launch/script.py"  # acts like `python script.py`
         folders = ("packages", "plugins", "tests", "docs")
         files = [
             p
@@ -234,7 +238,7 @@ class House:
         ]
 
     def default_factories(self) -> list[str]:
-        """Calls of torch's factories that leave dtype or device to the user's defaults."""
+        """Return calls of torch's factories that leave dtype or device to the user's defaults."""
         found = []
         for name, tree in self.trees.items():
             for node in ast.walk(tree):
@@ -247,7 +251,7 @@ class House:
         return found
 
     def folders(self) -> dict[Path, int]:
-        """How many modules every folder holds."""
+        """Return the number of modules in every folder."""
         found: dict[Path, int] = {}
         for top in ("packages", "plugins", "tests", "docs"):
             for path in (self.root / top).rglob("*.py"):
@@ -257,7 +261,7 @@ class House:
     # -- figures
 
     def engine(self) -> tuple[int, int, int]:
-        """Lines, methods and attributes of the class Engine."""
+        """Return lines, methods and attributes of the class Engine."""
         for tree in self.trees.values():
             for node in tree.body:
                 if isinstance(node, ast.ClassDef) and node.name == "Engine":
@@ -270,7 +274,7 @@ class House:
         return 0, 0, 0
 
     def reasons(self) -> float:
-        """Share of code lines with a comment that gives a reason."""
+        """Return the share of code lines with a comment that gives a reason."""
         lines = given = 0
         for path in self.files.values():
             text = path.read_text()
@@ -284,7 +288,7 @@ class House:
         return sum(len(p.read_text().splitlines()) for n, p in self.files.items() if n.split(".")[0] == package)
 
     def figures(self) -> dict[str, object]:
-        """What issue reports compare."""
+        """Return the figures that issue reports compare."""
         lines, methods, attributes = self.engine()
         sources = {f: n for f, n in self.folders().items() if "src" in f.parts}
         unexported = {line.split(" takes ")[1] for line in self.unexported()}
@@ -312,7 +316,7 @@ def main() -> int:
     called: dict[str, str] = {}
     if "--root" in words:
         root = Path(words[words.index("--root") + 1]).resolve()
-    if "--called" in words:  # a TOML table: present module name -> the one that ORDER knows
+    if "--called" in words:  # a TOML table from a present module name to the name in ORDER
         called = tomllib.loads(Path(words[words.index("--called") + 1]).read_text())
     house = House(root, called)
     for what, value in house.figures().items():

@@ -1,9 +1,9 @@
-"""The documentation's Python blocks, page by page, in an environment that holds what the pages tell to install.
+"""Run the documentation's Python blocks, page by page, in an environment with the packages that the pages install.
 
-A page's blocks run in one namespace, in order, in a process of its own; a page that starts a process group does so on one
-gloo rank. This module needs nothing but the standard library: `python tests/pages.py` runs the pages where pytest is not
-installed, which is what `nox -s docs-install` does. `tests/test_docs.py` runs them beside pytest, with the imports of what
-the pages do not install forbidden.
+A page's blocks run in one namespace, in order, in a separate process. A page that starts a process group uses one gloo
+rank. This module needs only the standard library. `python tests/pages.py` runs the pages without pytest, for `nox -s
+docs-install`. `tests/test_docs.py` runs them under pytest, and forbids imports of packages that the pages do not
+install.
 """
 
 import os
@@ -66,7 +66,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def script(page: str) -> str:
-    """The blocks of a page, each on its own lines, so that a traceback names the page's line."""
+    """Return the blocks of a page, each on its own lines, so that a traceback names the page's line."""
     text = (ROOT / page).read_text()
     source = ["\n"] * (text.count("\n") + 1)
     for block in FENCE.finditer(text):
@@ -77,7 +77,7 @@ def script(page: str) -> str:
 
 
 def run(page: str, folder: Path, forbidden: tuple[str, ...] = (), limit: float = 110) -> str:
-    """Run a page's blocks in ``folder`` without the modules in ``forbidden``; what it printed to tell of a failure."""
+    """Run a page's blocks in ``folder`` without the modules in ``forbidden``. Return the output of a failure."""
     path = folder / Path(page).with_suffix(".py").name
     path.write_text(script(page))
     command = [sys.executable, "-W", "ignore", "-c", _FORBID.format(names=set(forbidden) or {""}), str(path)]
@@ -87,7 +87,7 @@ def run(page: str, folder: Path, forbidden: tuple[str, ...] = (), limit: float =
 
 
 def documented_install(page: str = "docs/tutorial.md") -> list[str]:
-    """The commands of a page's first shell block."""
+    """Return the commands of a page's first shell block."""
     block = SHELL.search((ROOT / page).read_text())
     if block is None:
         raise SystemExit(f"{page} has no block of shell commands")
@@ -95,10 +95,10 @@ def documented_install(page: str = "docs/tutorial.md") -> list[str]:
 
 
 def main() -> int:
-    """Run the pages named as arguments, or all that need nothing but the documented install."""
+    """Run the pages given as arguments, or all pages that need only the documented install."""
     there = [name for name in NOT_INSTALLED if name != "nox" and find_spec(name) is not None]
     if there:
-        raise SystemExit(f"this environment holds more than the pages tell to install: {', '.join(there)}")
+        raise SystemExit(f"the pages do not install these packages of this environment: {', '.join(there)}")
     failed = []
     for page in sys.argv[1:] or [page for page in PAGES if page not in ELSEWHERE and page not in TESTING]:
         with tempfile.TemporaryDirectory() as folder:

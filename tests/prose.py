@@ -34,7 +34,7 @@ ROWS = {  # name: (pattern, the highest share allowed in percent, the range meas
     ),
     "long": (r"", 10.0, "not measured"),
 }
-WORDS_ALLOWED = 25  # in one sentence
+WORDS_ALLOWED = 25  # per sentence
 CLAUSE_WORDS = 3  # a colon joins two clauses if at least this many words stand on both sides
 CALLS_WITH_MESSAGES = {"print", "warn", "warning", "info", "debug", "error", "exception", "log", "echo"}
 HEADINGS = re.compile(

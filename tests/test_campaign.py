@@ -1,4 +1,4 @@
-"""The random campaign: three minutes of it with a fixed seed, and the proof that it finds what is planted."""
+"""Three minutes of the random campaign with a fixed seed find every planted fault and no other."""
 
 import json
 import re
@@ -26,13 +26,17 @@ def campaign(*arguments: str, timeout: float) -> subprocess.CompletedProcess[str
         ("wrong", "simulated", "near the average"),
         ("forgetful", "ddp", r"applied \+ owed = sum of averages"),
         ("forgetful", "simulated", r"applied \+ owed = sum of averages"),
-        ("dying", "ddp", "exit code|TransportError"),  # who is heard first: the dead rank, or its peer
+        (
+            "dying",
+            "ddp",
+            "exit code|TransportError",
+        ),  # of the dead rank or its peer
         ("orphaning", "ddp", "a process outlived its case"),
     ],
 )
 def test_a_planted_defect_is_found(plant: str, kind: str, found: str, tmp_path: Path) -> None:
     record = tmp_path / "record"
-    number = {"ddp": "0", "simulated": "4"}[kind]  # fp32, two ranks: nothing to hide behind
+    number = {"ddp": "0", "simulated": "4"}[kind]  # fp32 with two ranks leaves no rounding that could hide an error
     arguments = ["--seed", "plants", "--case", number, "--kinds", kind, "--hook", f"planted:{plant}"]
     run = campaign(*arguments, "--record", str(record), timeout=95)
     assert run.returncode == 1, run.stdout[-3000:]
@@ -65,6 +69,6 @@ def test_a_case_is_the_same_for_ever() -> None:
 @pytest.mark.campaign
 @pytest.mark.timeout(420)
 def test_three_minutes_with_a_fixed_seed() -> None:
-    # No more cases than have been tried: how far three minutes go depends on the machine.
+    # At most as many cases as were tried. The number in three minutes depends on the machine.
     run = campaign("--seed", "2026-11-22", "--minutes", "3", "--cases", "400", timeout=410)
     assert run.returncode == 0, run.stdout[-20000:]

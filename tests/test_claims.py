@@ -1,4 +1,4 @@
-"""Numbers in README and docs are those of their records, and a wrong number is found."""
+"""Numbers in README and docs match their records. The check finds a wrong number."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""Compositions by name on gloo processes, against the hooks they are made of."""
+"""Compositions by name on gloo processes, compared with the hooks that they combine."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def wrapped(cap: float = 0.001) -> DistributedDataParallel:
 
 
 def train(model: nn.Module, rank: int, steps: int = 4) -> dict[str, torch.Tensor]:
-    """The last step's gradients, by name."""
+    """Return the last step's gradients by name."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(50 + rank)
     for _ in range(steps):
@@ -66,7 +66,7 @@ def body(rank: int, world: int) -> dict[str, Any]:
     model = wrapped()
     with pytest.raises(commhooks.HookConfigError, match=r"norm\.weight"):
         commhooks.attach(model, {"*.bias": "allreduce", "up*": "allreduce", "down*": "allreduce"})
-    commhooks.attach(model, "allreduce")  # what was refused left nothing behind
+    commhooks.attach(model, "allreduce")  # the refusals left nothing behind
     assert train(model, rank).keys() == found["plan"].keys()
     return found
 
@@ -86,8 +86,8 @@ def test_compositions(world: int) -> None:
         name: "powersgd" if name in ("up.weight", "down.weight") else "allreduce" for name in found["plan"]
     }
     exact, powersgd, mixed = (found[key] for key in ("allreduce", "powersgd(rank=2)", "policy"))
-    # PowerSGD averages 1-D parameters plainly, so this policy is PowerSGD spelt out: equal gradients, bytes and rounds.
-    # (Four ranks add in an order that depends on an element's place in the message.)
+    # PowerSGD averages 1-D parameters plainly, so this policy is PowerSGD written in full, with equal gradients, bytes
+    # and rounds. (Four ranks add in an order that depends on an element's place in the message.)
     close = torch.equal if world == 2 else torch.allclose
     assert all(close(mixed[0][n], powersgd[0][n]) for n in mixed[0])
     for figure in ("payload_bytes", "rounds"):

@@ -1,4 +1,6 @@
-"""Every hook of the project keeps the whole contract: found by discovery, so that a new one is tested unasked."""
+"""Every hook of the project passes the whole contract. Discovery finds the hooks, so that a new one is tested
+automatically.
+"""
 
 import pytest
 
@@ -6,12 +8,12 @@ import commhooks
 from commhooks.registry.expression import canonical, nodes
 from commhooks.testing import FlatHookContract, HookContract
 
-STEPS = {"topk": 50, "randomk": 50}  # that it takes until most of a gradient has been sent
-NOISE = {"quant": 0.5, "quant4": 0.2}  # of one step with 3 and 4 bits, without feedback
+STEPS = {"topk": 50, "randomk": 50}  # steps until most of a gradient has been sent
+NOISE = {"quant": 0.5, "quant4": 0.2}  # in one step with 3 and 4 bits, without feedback
 
 
 def hooks() -> list[str]:
-    """Every reduction's and wrapper's example, and the bare name where an option decides what the hook is."""
+    """Return every reduction's and wrapper's example, and the bare name if an option selects the hook."""
     reductions = commhooks.list_hooks(kind="reduction") + commhooks.list_hooks(kind="ddp")
     wrappers = commhooks.list_hooks(kind="wrapper")
     found = [spec.example for spec in [*reductions, *wrappers]]
@@ -20,14 +22,14 @@ def hooks() -> list[str]:
 
 
 def pairs() -> list[str]:
-    """Every one-hook wrapper around every stateful reduction, which the quick set leaves to the full one."""
+    """Return every one-hook wrapper around every stateful reduction. Only the full set runs them."""
     found = []
     for wrapper in commhooks.list_hooks(kind="wrapper"):
         for inner in [*commhooks.list_hooks(kind="reduction"), *commhooks.list_hooks(kind="ddp")]:
             if "stateful" in inner.capabilities_with(canonical(inner.example).get("config", {})):
                 try:
                     found.append(commhooks.create({"hook": wrapper.name, "inner": inner.example}).expr)
-                except commhooks.HookConfigError:  # it refuses this one, or takes no single hook
+                except commhooks.HookConfigError:  # it refuses this hook, or takes no single hook
                     continue
     return found
 

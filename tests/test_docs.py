@@ -1,7 +1,8 @@
-"""The documentation is true: its Python blocks run, its plugin is installed and tested, its comparison is complete.
+"""The documentation is true. Its Python blocks run, its plugin installs and passes tests, and its comparison is
+complete.
 
-The blocks run as in an environment with the documented install alone: what it does not bring cannot be imported. Pages
-that need what a test machine lacks are listed in `pages.ELSEWHERE` with the test that runs them.
+The blocks run as in an environment with the documented install alone. Other packages cannot be imported.
+`pages.ELSEWHERE` lists pages that need more than a test machine has, with the test that runs them.
 """
 
 import importlib.util
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def python(*arguments: object, cwd: Path, path: Path | None = None, timeout: float = 110) -> str:
-    """Run the interpreter in a folder; its output, or the failure with all it printed."""
+    """Run the interpreter in a folder. Return its output, or raise with the whole output."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"} | ({"PYTHONPATH": str(path)} if path else {})
     command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=cwd, env=env)
@@ -68,18 +69,20 @@ def test_the_tutorial_begins_with_its_install():
 
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory) -> tuple[Path, Path]:
-    """The package of `docs/author_api.md`, over that of `docs/extension.md`: its sources, and where pip installed it."""
+    """Return the sources of the package of `docs/author_api.md`, over that of `docs/extension.md`, and its installed
+    folder.
+    """
     return installed(tmp_path_factory.mktemp("author_api"), "extension.md", "author_api.md")
 
 
 @pytest.fixture(scope="module")
 def ten_minutes(tmp_path_factory) -> tuple[Path, Path]:
-    """The package of `docs/extension.md` alone: its sources, and where pip installed it."""
+    """Return the sources of the package of `docs/extension.md` alone, and its installed folder."""
     return installed(tmp_path_factory.mktemp("extension"), "extension.md")
 
 
 def installed(folder: Path, *pages_: str) -> tuple[Path, Path]:
-    """Write the files that pages name in their captions, a later page over an earlier one, and install them."""
+    """Write the files that pages name in their captions, with later pages over earlier ones, and install them."""
     for page in pages_:
         files = FILE.findall((DOCS / page).read_text())
         assert len(files) == {"extension.md": 4, "author_api.md": 11}[page]
@@ -112,7 +115,7 @@ def test_the_command_of_the_page_runs(plugin):
     assert "payload" in python("-m", "commhooks", "--help", cwd=folder, path=site)
     words = ("payload", "largest(rate=0.01)", 1024, 1024, "--ranks", 4)
     said = python("-m", "commhooks", *words, cwd=folder, path=site)
-    assert int(said) == 4 * int(0.01 * 1024 * 1024) * 8  # of every rank, a value and an index
+    assert int(said) == 4 * int(0.01 * 1024 * 1024) * 8  # a value and an index of every rank
 
 
 @pytest.mark.full
@@ -145,7 +148,7 @@ def test_the_comparison_is_the_page_of_its_measurement():
 
 
 def test_records_name_programs_that_exist():
-    """Or say which commit has the program."""
+    """A record may instead name the commit that has the program."""
     lost = []
     for path in (DOCS / "measured").glob("*.md"):
         text = path.read_text()

@@ -1,8 +1,8 @@
-"""1 000 steps with random faults: what was undone leaves no trace, to the bit.
+"""1 000 steps with random faults. Undone steps leave no trace, to the bit.
 
-Two runs over simulated ranks. One meets faults: a NaN on one rank, a step the optimizer skipped, an exception on one
-rank at any stage, new buckets, wrapping anew, saving and resuming on 2, 3 or 4 ranks. The other takes the steps that
-counted, with the same changes of world size, and nothing else.
+Two runs over simulated ranks. One meets faults: a NaN on one rank, a skipped step, an exception on one rank at any
+stage, new buckets, a new wrapper, a save and a resume on 2, 3 or 4 ranks. The other runs only the committed steps, with
+the same changes of world size.
 """
 
 import io
@@ -37,7 +37,7 @@ def gradients(world: int, step: int) -> list[dict[str, torch.Tensor]]:
 
 
 class Run:
-    """Ranks that are made anew whenever the run is interrupted."""
+    """Ranks that are created again after each interruption of the run."""
 
     def __init__(self, expr: str) -> None:
         self.expr = expr
@@ -53,7 +53,7 @@ class Run:
         return SimulatedRanks(make, world, LIKE, buckets=buckets)
 
     def resume(self, world: int, buckets: int = 2) -> None:
-        """Save to a file, lose everything, load."""
+        """Save to a file, discard all ranks, load."""
         file = io.BytesIO()
         torch.save(self.ranks.save(), file)
         file.seek(0)
@@ -67,7 +67,7 @@ class Run:
 
 
 def bad_step(run: Run, kind: str, rng: random.Random) -> None:
-    """A step that must leave no trace."""
+    """Run a step that must leave no trace."""
     world = run.ranks.world_size
     wrong = gradients(world, rng.randrange(10**6, 2 * 10**6))
     victim = rng.randrange(world)
@@ -96,7 +96,7 @@ def same(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> None:
                 assert torch.equal(tensor, two["entries"][name][field]), (name, field)
 
 
-@pytest.mark.timeout(500)  # 25 s on a machine of its own
+@pytest.mark.timeout(500)  # 25 s on an idle machine
 @pytest.mark.parametrize(
     ("expr", "steps"), [("powersgd(rank=2, min_compression_rate=1)", 1000), ("error_feedback(bf16_compress)", 400)]
 )

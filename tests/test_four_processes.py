@@ -1,4 +1,6 @@
-"""Every hook by name on four gloo processes with several buckets: what the contract proves on two, at its core."""
+"""Every hook by name on four gloo processes with several buckets. The checks are the core of the contract, which runs
+on two.
+"""
 
 from typing import Any
 
@@ -22,10 +24,10 @@ CHECKS = {check.__name__: check for check in (attached, accumulated, not_finite,
 
 
 def body(rank: int, world: int, orders: list[Order]) -> tuple[int, dict[str, dict[str, str]]]:
-    """How many buckets a model has, and by hook the traceback of every check, empty where it passed."""
+    """Return the number of buckets of a model, and the traceback of every check by hook (empty after success)."""
     outcomes = {str(order.expr): run_checks(CHECKS, order) for order in orders}
     model: Any = wrapped()
-    for step in range(2):  # DDP lays its buckets anew after the first
+    for step in range(2):  # DDP rebuilds its buckets after the first backward
         backward(model, step)
     return len(model.reducer._get_zeros_like_grad_buckets()), outcomes
 

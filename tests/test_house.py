@@ -1,4 +1,4 @@
-"""The order of the house holds; and each of its rules fails on a tree in which it is broken."""
+"""The source keeps the house rules. Each rule fails on a tree that breaks it."""
 
 import ast
 import importlib
@@ -12,7 +12,7 @@ from .house import RULES, House
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = "packages/ch-core/src/commhooks"
-PLANTED = {  # rule -> file, what is added to it, a word of the breach
+PLANTED = {  # rule -> file, text to add to it, a word of the breach
     "against_the_order": (
         f"{CORE}/bucket.py",
         "def f():\n    from commhooks.engine import Engine\n",
@@ -48,7 +48,7 @@ def test_the_rule_holds(house: House, rule: str) -> None:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """The sources, to plant something in."""
+    """Return a copy of the sources, to plant breaches in."""
     for top in ("packages", "plugins", "tests", "docs"):
         for path in (ROOT / top).rglob("*.py"):
             target = tmp_path / path.relative_to(ROOT)

@@ -1,4 +1,4 @@
-"""A joined rank, one that has run out of data: it sends zeros, and its residual stays for its next step."""
+"""A joined rank has run out of data. It sends zeros, and its residual stays for its next step."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_what_arrives_is_the_others_residual_alone(expr: str) -> None:
         for name, total in arrived.items():
             total += result.gradients[0][name].double().reshape(-1)
     after = [residuals(ranks, rank) for rank in range(2)]
-    if "quant8" not in expr:  # its joined rank still owns a part of the average, and owes the error of its rounding
+    if "quant8" not in expr:  # its joined rank still owns a part of the average, and keeps the error of its rounding
         for name, value in before[1].items():
             assert torch.equal(after[1][name], value), f"the residual of {name} on the joined rank has changed"
     sent = {n: sum(before[rank][n] - after[rank][n] for rank in range(2)) / 2 for n in arrived}

@@ -20,7 +20,7 @@ FEW_BITS = {"quant(bits=3, rotation='hadamard')": 0.6, "two_level(quant4)": 0.2}
 
 
 def like(rows: int, columns: int, odd: int) -> dict[str, torch.Tensor]:
-    """A matrix worth compressing, a vector, a scalar and an empty tensor."""
+    """Return a matrix worth compressing, a vector, a scalar and an empty tensor."""
     shapes = {"m.weight": (2 * rows, 2 * columns), "v.bias": (odd,), "scale": (), "empty": (0, 4)}
     return {name: torch.zeros(shape) for name, shape in shapes.items()}
 
@@ -32,7 +32,7 @@ def past_warm_up(expr: str) -> CommHook:
 
 
 def held_back(ranks: SimulatedRanks, wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The mean over the ranks of what each still owes, in float64; zero where a hook owes nothing."""
+    """Return the mean over the ranks of their residuals, in float64. It is zero for a hook without residuals."""
     mean = {name: torch.zeros(t.shape, dtype=torch.float64) for name, t in wanted.items()}
     for saved in ranks.save():
         for name, row in saved["entries"].items():
@@ -42,7 +42,9 @@ def held_back(ranks: SimulatedRanks, wanted: dict[str, torch.Tensor]) -> dict[st
 
 
 def own_parts(every: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-    """Gradients in which the ranks differ by as much as they share, so that an omitted residual shows."""
+    """Return gradients whose differences between ranks are as large as their mean, so that an
+    omitted residual shows.
+    """
     for rank, one in enumerate(every):
         for number, tensor in enumerate(one.values()):
             tensor += 3 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(100 * rank + number))
@@ -50,8 +52,8 @@ def own_parts(every: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tens
 
 
 def exact_sums(reduction: Reduction, shapes: dict[str, torch.Tensor]) -> bool:
-    """Whether what arrives and what is owed make the average but for fp32: nothing is cast on the wire, and what is not
-    sent is owed.
+    """True if averages and residuals add up exactly but for fp32. The hook casts no message and
+    keeps the unsent part.
     """
     layout = BucketLayout.of_tensors(shapes)
     wires = [r.wire for stage in reduction.plan(layout, StepContext(0, 2, 10**6)) for r in stage]
@@ -73,7 +75,7 @@ def exact_sums(reduction: Reduction, shapes: dict[str, torch.Tensor]) -> bool:
 def test_what_arrives_and_what_is_owed_make_the_average(
     expr: str, world: int, rows: int, columns: int, odd: int, seed: int
 ) -> None:
-    """Summed over two steps: the exact average is what arrived plus what is held back, on every rank alike."""
+    """Over two steps, the exact average equals the received average plus the residuals, on every rank."""
     shapes = like(rows, columns, odd)
     ranks = SimulatedRanks(lambda: past_warm_up(expr), world, shapes)
     exact = {name: torch.zeros(t.shape, dtype=torch.float64) for name, t in shapes.items()}
@@ -91,7 +93,7 @@ def test_what_arrives_and_what_is_owed_make_the_average(
     reduction = ranks.handles[0].reduction
     error = distance({name: arrived[name] + owed[name] for name in exact}, exact)
     assert error < (EXACT if exact_sums(reduction, shapes) else FEW_BITS.get(expr, BITS16)), error
-    if "q" in reduction.fields:  # others may send more than plain averaging among 64 ranks, and say so
+    if "q" in reduction.fields:  # other hooks document that they may send more than plain averaging among 64 ranks
         assert all(engine.counters.compressed_steps == 2 for engine in ranks.engines)
 
 

@@ -1,6 +1,6 @@
-"""Every hook by name over NCCL, one GPU per rank: the same bits on all ranks, near DDP's own average.
+"""Every hook by name over NCCL, one GPU per rank, gives the same bits on all ranks, near DDP's own average.
 
-Skipped where there is no GPU; with one GPU the world has one rank, which still runs every CUDA stream and future.
+The tests are skipped without a GPU. With one GPU the world has one rank, which still runs every CUDA stream and future.
 """
 
 import pytest

@@ -1,6 +1,6 @@
-"""Real wheels, real pip, a fresh environment: what a user gets who installs ch-powersgd and a stranger's package.
+"""Real wheels and real pip in a fresh environment, with ch-powersgd and a stranger's package.
 
-The environment sees torch and the other requirements of this one by links, so that nothing is downloaded, but none of
+Links give the environment torch and the other requirements of this one, so that it downloads no package. It has none of
 this project's packages.
 """
 
@@ -35,7 +35,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory, wheels: list[Path]) -> Path:
-    """The interpreter of an environment with ch-powersgd and what it needs alone."""
+    """Return the interpreter of an environment with ch-powersgd and its requirements alone."""
     base, home = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("env")
     for folder in (Path(p) for p in sys.path if Path(p).name in ("site-packages", "dist-packages")):
         for entry in folder.iterdir():
@@ -51,7 +51,7 @@ def python(tmp_path_factory: pytest.TempPathFactory, wheels: list[Path]) -> Path
 
 
 def ask(python: Path, code: str, cwd: Path) -> object:
-    """Run code that prints one JSON value."""
+    """Run code that prints one JSON value. Return the value."""
     prelude = "import json, commhooks\ndef error(f):\n    try: f()\n"
     prelude += "    except Exception as e: return [type(e).__name__, str(e)]\n"
     return json.loads(run(python, "-c", prelude + textwrap.dedent(code), cwd=cwd).splitlines()[-1])
@@ -74,7 +74,7 @@ def test_a_wheel_holds_one_package(wheels):
     assert [wheel.name.split("-")[0] for wheel in wheels] == ["ch_core", "ch_ddp", "ch_powersgd"]
     for wheel, package in zip(wheels, ("commhooks", "ch_ddp", "ch_powersgd"), strict=True):
         names = zipfile.ZipFile(wheel).namelist()
-        door = {"commhooks-hook.pth"} if package == "commhooks" else set()  # what COMMHOOKS_HOOK opens
+        door = {"commhooks-hook.pth"} if package == "commhooks" else set()  # COMMHOOKS_HOOK activates this line
         assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {package} | door
         assert f"{package}/py.typed" in names
         assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -1,4 +1,4 @@
-"""The rules of this repository, enforced."""
+"""The rules of this repository."""
 
 import ast
 import re
@@ -21,7 +21,7 @@ def meta(name: str) -> dict:
 
 
 def tracked() -> list[Path]:
-    """The files git knows or would add; in an exported tree, all."""
+    """Return the files that git tracks or would add. In an exported tree, return all files."""
     run = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, timeout=30
     )
@@ -57,7 +57,7 @@ def test_every_package_is_complete(name):
 
 
 def imported(path: Path) -> set[str]:
-    """Top-level names of every import in a module, those inside functions too."""
+    """Return top-level names of every import in a module, also inside functions."""
     tops = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -75,7 +75,7 @@ def test_imports_are_declared(name):
     if "ch-core" in declared:
         declared |= {
             re.split(r"[\s<>=;\[!~]", r)[0] for r in meta("ch-core")["dependencies"]
-        }  # through ch-core, openly
+        }  # imports through ch-core's public names
     legal = {IMPORTS.get(dist, dist.replace("-", "_")) for dist in declared} | {IMPORTS[name]} | sys.stdlib_module_names
     for path in (PROJECTS[name] / "src").rglob("*.py"):
         assert not imported(path) - legal, f"{path.relative_to(ROOT)} imports what {name} does not declare"
@@ -96,7 +96,7 @@ def test_annotations_are_not_strings_where_torch_looks():
 
 def test_the_library_does_not_print():
     for path in modules("packages", "plugins"):
-        if "src" in path.parts and not {"cli", "ch_bench"} & {*path.parts}:  # a command and programs: they print
+        if "src" in path.parts and not {"cli", "ch_bench"} & {*path.parts}:  # the command and the programs may print
             calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
             assert not [n for n in calls if isinstance(n.func, ast.Name) and n.func.id == "print"], path.relative_to(
                 ROOT
@@ -104,7 +104,7 @@ def test_the_library_does_not_print():
 
 
 def test_nothing_of_one_machine_is_written_down():
-    """No registry host, no path of somebody's machine, no index URL."""
+    """No file has a registry host, a path of one machine or an index URL."""
     pattern = re.compile(
         "|".join(
             [
@@ -129,7 +129,7 @@ def test_the_table_of_known_names_is_fresh():
 
 
 def test_every_entry_point_resolves():
-    """Specs and targets of every first-party plugin import, from the installed packages."""
+    """Specs and targets of every first-party plugin import from the installed packages."""
     import commhooks
     from commhooks.registry.registry import REGISTRY
 

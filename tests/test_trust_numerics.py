@@ -1,6 +1,6 @@
-"""Numbers that are not finite, skipped steps and loss scales: the state is as if the step had not been.
+"""A step with infinite numbers or NaN, a skipped step or a changed loss scale leaves the state as if it had not run.
 
-With PowerSGD, the hook with the most to lose: one NaN in PyTorch's poisons P, Q and the residual for ever.
+The hook is PowerSGD, because one NaN in PyTorch's version spoils P, Q and the residual for ever.
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ def gradient(model: nn.Module) -> torch.Tensor:
 
 
 def train(rank: int, hook: str, seeds: list[Any], **options: Any) -> tuple[list[torch.Tensor], dict[str, float]]:
-    """The gradient of every step; a seed may be a number, or what to do instead of a usual step."""
+    """Return the gradient of every step. A seed is a number, or an action instead of a usual step."""
     model = wrapped()
     handle = commhooks.attach(model, hook)
     found = []
@@ -53,7 +53,7 @@ def train(rank: int, hook: str, seeds: list[Any], **options: Any) -> tuple[list[
             x = data(rank, seed)
         elif seed == "zero":
             x = torch.zeros(6, 24)
-        elif seed == "thin":  # all rows alike: a gradient of rank one
+        elif seed == "thin":  # all rows are equal, so the gradient has rank one
             x = data(rank, 0)[:1].expand(6, 24).clone()
         else:
             x = data(rank, 0)
@@ -99,7 +99,7 @@ def test_not_finite_zero_and_late_gradients_leave_no_trace() -> None:
 def scaled(
     rank: int, scale_of: Any, steps: int, *, fused: bool = False, bad: tuple[int, ...] = ()
 ) -> list[torch.Tensor]:
-    """Unscaled gradients under a GradScaler whose scale is set before every step; bad steps are left out."""
+    """Return unscaled gradients under a GradScaler whose scale is set before every step, without bad steps."""
     model = wrapped()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale_of(0), growth_interval=10**6)
@@ -142,7 +142,9 @@ def test_gradients_and_residuals_do_not_depend_on_the_loss_scale() -> None:
 
 
 def with_optimizer(rank: int, plan: str, **options: Any) -> list[torch.Tensor]:
-    """``u``: the optimizer uses the step, ``s``: it is skipped by the loop; gradients of the used steps."""
+    """Return gradients of the used steps. ``u`` means that the optimizer uses the step, ``s`` that
+    the loop skips it.
+    """
     model = wrapped()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     handle = commhooks.attach(model, HOOKS[0], optimizer=optimizer)
@@ -168,7 +170,7 @@ def skips(rank: int, world: int) -> list[str]:
         with_optimizer(rank, "uu1u")
         wrong.append("a rank that skips alone was not noticed")
     except commhooks.RankMismatchError as error:
-        if "rank 0: 6, rank 1: 4" not in str(error):  # steps of the optimizer and committed ones: 3 and 3, 2 and 2
+        if "rank 0: 6, rank 1: 4" not in str(error):  # steps of the optimizer and committed steps: 3 and 3, 2 and 2
             wrong.append(str(error))
     return wrong
 

@@ -1,4 +1,6 @@
-"""Parameters that no rank uses in a step, or that were frozen after wrapping; a state loaded before there is a model."""
+"""Parameters that no rank uses in a step, parameters frozen after wrapping, and a state loaded
+before its model exists.
+"""
 
 from typing import Any
 
@@ -26,7 +28,7 @@ class Two(nn.Module):
 
 
 def unused(rank: int, *, to_none: bool = True, bare: bool = False, micro: bool = False, twice: bool = False) -> float:
-    """What is lost of the gradients of ``b``, which in some steps one rank uses, and in others none."""
+    """Return the lost part of the gradients of ``b``, which in some steps one rank uses, and in others none."""
     model = DistributedDataParallel(Two(), find_unused_parameters=True, bucket_cap_mb=0.001)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     handle: Any = None
@@ -42,12 +44,12 @@ def unused(rank: int, *, to_none: bool = True, bare: bool = False, micro: bool =
         wanted = None if step % 3 == 1 or (step % 3 == 2 and rank == 1) else torch.randn(32, 32, generator=own)
         if wanted is not None:
             true += wanted
-        if micro and step % 2:  # used, if at all, under no_sync() only
+        if micro and step % 2:  # used under no_sync() only, if at all
             with model.no_sync():
                 model(torch.zeros(32, 32), wanted).backward()
             wanted = None
         model(torch.randn(32, 32, generator=own), wanted).backward()
-        if twice:  # a second averaged backward, where one rank or none uses b: DDP averages or keeps the first average
+        if twice:  # in a second averaged backward one rank or none uses b, and DDP averages or keeps the first average
             more = torch.randn(32, 32, generator=own) if rank == 0 and step % 2 else None
             true += more if more is not None else 0.0
             model(torch.randn(32, 32, generator=own), more).backward()

@@ -1,11 +1,11 @@
-"""Runs every package's tests on the torch of this environment, and keeps what came of it: ``nox -s versions``.
+"""Run every package's tests on the torch of this environment and record the results: ``nox -s versions``.
 
     python tests/versions.py                      # every suite; writes docs/measured/versions.json and docs/versions.md
-    python tests/versions.py --only ch-core       # some suites, the others' rows stay as they are
-    python tests/versions.py --failed             # once more what failed on this torch, after it was mended
+    python tests/versions.py --only ch-core       # some suites; the other rows stay unchanged
+    python tests/versions.py --failed             # repeat the failures of this torch, after a fix
     python tests/versions.py --page               # only the page, from the record
 
-A suite that does not end in time is a row that says so, never one that is missing.
+A suite that does not end in time has a row that says so.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RECORD, PAGE = ROOT / "docs" / "measured" / "versions.json", ROOT / "docs" / "versions.md"
 MARKS = "not soak and not nccl and not packaging and not campaign"
-LIMIT = 3600.0  # seconds for one suite
+LIMIT = 3600.0  # seconds per suite
 HEAD = """# Versions of torch
 
 Made by `nox -s versions` from [measured/versions.json](measured/versions.json); do not edit. The session installs each
@@ -41,7 +41,7 @@ has no `set_reduce_scatter_unused_params`: a step that leaves a parameter of a g
 
 
 def suites() -> dict[str, list[Path]]:
-    """Name -> what pytest is given, the packages first."""
+    """Return name -> arguments of pytest, packages first."""
     found = {}
     for folder in (*sorted(ROOT.glob("packages/*/")), *sorted(ROOT.glob("plugins/*/"))):
         if (folder / "tests").is_dir():
@@ -53,7 +53,7 @@ def suites() -> dict[str, list[Path]]:
 
 
 def again(row: dict[str, Any], limit: float) -> dict[str, Any]:
-    """The row with what failed run once more; it says of how many tests that is, and at which commit."""
+    """Run a row's failed tests again. Return the row with their number and the commit."""
     ids = []
     for name in row["failures"]:
         module, _, test = name.partition("::")
@@ -69,7 +69,7 @@ def again(row: dict[str, Any], limit: float) -> dict[str, Any]:
 
 
 def run(name: str, paths: list[Path] | list[str], limit: float) -> dict[str, Any]:
-    """One suite in a process of its own."""
+    """Run one suite in a separate process."""
     with tempfile.TemporaryDirectory(prefix="versions-") as folder:
         xml = Path(folder, "junit.xml")
         command = [sys.executable, "-m", "pytest", "-c", "pyproject.toml", "--rootdir", ".", "-q", "-m", MARKS]
@@ -95,7 +95,7 @@ def run(name: str, paths: list[Path] | list[str], limit: float) -> dict[str, Any
 
 
 def counts(xml: Path) -> dict[str, Any]:
-    """Numbers, and the names of what failed and why what was skipped was skipped."""
+    """Return the numbers, the names of failed tests, and the reasons of skips."""
     totals: Counter[str] = Counter()
     failed, skipped = [], Counter[str]()
     for case in ElementTree.parse(xml).iter("testcase"):
@@ -113,7 +113,7 @@ def counts(xml: Path) -> dict[str, Any]:
 
 
 def facts() -> dict[str, str]:
-    """Of this run."""
+    """Return the facts of this run."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
@@ -128,7 +128,7 @@ def facts() -> dict[str, str]:
 
 
 def page(record: dict[str, dict[str, Any]]) -> str:
-    """The table, and below it every failure by name."""
+    """Return the table, with every failure by name below it."""
     lines, notes = [], []
     for row in sorted(record.values(), key=lambda row: ([int(n) for n in row["torch"].split("+")[0].split(".")[:2]])):
         lines.append(
@@ -141,12 +141,12 @@ def page(record: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Exit code 1 if anything failed."""
+    """Return exit code 1 if any test failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=list(suites()))
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for one suite")
     parser.add_argument(
-        "--failed", action="store_true", help="only what failed on this torch, and merge it into its row"
+        "--failed", action="store_true", help="repeat only the failures of this torch, and merge them into their row"
     )
     parser.add_argument("--page", action="store_true")
     options = parser.parse_args()

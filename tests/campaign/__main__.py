@@ -1,4 +1,4 @@
-"""Run a campaign: ``python -m tests.campaign --minutes 3``, one case again: ``--seed N --case K``."""
+"""Run a campaign with ``python -m tests.campaign --minutes 3``. Repeat one case with ``--seed N --case K``."""
 
 import argparse
 import json
@@ -15,19 +15,19 @@ from tests.campaign.run import DEADLINE, Outcome, run_case, start_server
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="campaign", description=__doc__)
-    parser.add_argument("--seed", help="of the whole campaign; a fresh one is drawn and printed if none is given")
+    parser.add_argument("--seed", help="seed of the campaign (default: a random seed, which is printed)")
     parser.add_argument("--case", type=int, action="append", help="run this case of the seed alone (may be repeated)")
-    parser.add_argument("--minutes", type=float, default=60.0, help="start no further case after this long")
-    parser.add_argument("--cases", type=int, help="stop after so many cases")
+    parser.add_argument("--minutes", type=float, default=60.0, help="start no further case after this many minutes")
+    parser.add_argument("--cases", type=int, help="stop after this many cases")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
-    parser.add_argument("--hook", default="", help="give every case this hook: an expression, or planted:scaled")
+    parser.add_argument("--hook", default="", help="use this hook in every case: an expression, or planted:scaled")
     parser.add_argument("--deadline", type=float, default=DEADLINE, help="seconds for one case")
     parser.add_argument("--record", type=Path, help="write every outcome to this file, as JSON lines")
     return parser.parse_args()
 
 
 def main() -> int:
-    """Exit code 1 if any case failed."""
+    """Return exit code 1 if any case failed."""
     options = arguments()
     seed = options.seed or str(random.SystemRandom().randrange(10**9))
     print(f"campaign with --seed {seed}", flush=True)

@@ -1,4 +1,4 @@
-"""What is right: the exact mean of the ranks' own gradients, and how near a hook has to come to it."""
+"""Checks of results: the exact mean of the ranks' gradients, and the distance from it that a hook may have."""
 
 import hashlib
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class TorchRefuses(Exception):
 
 
 def flat64(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers in logical order, real, dense, in double precision."""
+    """Return the numbers in logical order as real, dense fp64."""
     tensor = tensor.detach()
     tensor = tensor.to_dense() if tensor.is_sparse else tensor
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
@@ -39,8 +39,8 @@ class Exact:
     """One parameter in one step, over all ranks.
 
     Attributes:
-        mean: of the ranks' gradients.
-        size: mean of their magnitudes, element by element: what rounding errors are measured against.
+        mean: mean of the ranks' gradients.
+        size: mean of their magnitudes, element by element. Rounding errors are relative to it.
     """
 
     mean: torch.Tensor
@@ -49,7 +49,7 @@ class Exact:
 
 @dataclass
 class Oracle:
-    """A step without any hook: every parameter, this rank's own gradients, and the largest magnitude anywhere."""
+    """A step without any hook, with every parameter, this rank's own gradients, and the largest magnitude anywhere."""
 
     exact: dict[str, Exact]
     own: dict[str, torch.Tensor]
@@ -61,7 +61,7 @@ class Oracle:
 
 
 def oracle(micros: list[dict[str, torch.Tensor]], group: dist.ProcessGroup | None = None) -> Oracle:
-    """From this rank's gradients of every micro-batch, each flat and in double precision. A collective."""
+    """Compute from this rank's gradients of every micro-batch, each flat and in fp64. This is a collective."""
     world = dist.get_world_size(group)
     own = {name: sum_of([one[name] for one in micros]) for name in micros[0]}
     size = {name: sum_of([one[name].abs() for one in micros]) for name in micros[0]}
@@ -80,7 +80,7 @@ def sum_of(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def digest(grads: Grads) -> str:
-    """Of every bit and of which parameters have a gradient at all."""
+    """Return a digest of every bit and of the set of parameters with a gradient."""
     found = hashlib.sha256()
     for name, grad in grads.items():
         found.update(f"{name}:{grad is not None}".encode())
@@ -100,7 +100,7 @@ def same_on_all_ranks(grads: Grads, what: str = "gradients") -> None:
 
 
 def same_bits(grads: Grads, plain: Grads) -> None:
-    """As plain DDP, to the bit."""
+    """Check for the same bits as plain DDP."""
     for name, grad in grads.items():
         other = plain[name]
         ok = (
@@ -115,23 +115,23 @@ def same_bits(grads: Grads, plain: Grads) -> None:
 
 @dataclass(frozen=True)
 class Bounds:
-    """How far from the mean is still right, for one hook in one case."""
+    """Largest right distance from the mean, for one hook in one case."""
 
     entry: Entry
     world: int
     backwards: int = 1
-    loose: float = 0.0  # relative, for a compiled model, whose own gradients are rounded elsewhere
+    loose: float = 0.0  # relative, for a compiled model, whose own gradients round differently
 
     def rounding(self, dtype: torch.dtype) -> float:
         return ROUNDING[str(dtype).removeprefix("torch.")] + self.loose
 
     def tiny(self, dtype: torch.dtype) -> float:
-        """An absolute error: fp16 has no small numbers."""
+        """Return the absolute error that fp16 makes with small numbers."""
         narrow = dtype == torch.float16 or self.entry.wire == FP16
         return 2 * (self.world + 2) * SUBNORMAL if narrow else 1e-30
 
     def near(self, name: str, got: torch.Tensor | None, step: Oracle, dtype: torch.dtype) -> None:
-        """One parameter's gradient in one step; a missing one counts as zeros."""
+        """Check one parameter's gradient in one step. A missing gradient counts as zeros."""
         exact, promise, entry = step.exact[name], self.entry.promise, self.entry
         found = flat64(got) if got is not None else torch.zeros_like(exact.mean)
         wanted = step.own[name] if promise == "silent" else exact.mean
@@ -140,7 +140,7 @@ class Bounds:
             return
         error = (found - wanted).abs()
         allowed = 2 * (self.world + 8) * self.rounding(dtype) * size + self.tiny(dtype)
-        if got is not None and got.is_sparse:  # a row that comes up often is a sum of larger numbers, in any order
+        if got is not None and got.is_sparse:  # a frequent row is a sum of larger numbers in any order
             allowed = allowed + 16 * self.rounding(dtype) * step.peak
         if promise == "projected":
             length, off = float(wanted.norm()), float(error.norm())
@@ -162,7 +162,7 @@ class Bounds:
             )
 
     def conserved(self, name: str, sums: "Sums", owed: list[torch.Tensor], dtype: torch.dtype) -> None:
-        """``applied + mean residual = sum of the averages``; ``owed`` is in logical and in memory order."""
+        """Check ``applied + mean residual = sum of the averages``. ``owed`` is in logical and in memory order."""
         if self.entry.promise != "residual" or not sums.wanted[name].numel():
             return
         rounding = self.rounding(dtype)
@@ -184,7 +184,7 @@ class Bounds:
 
 
 class Sums:
-    """Over the steps that counted, unscaled: what was applied, what the averages were, and their size."""
+    """Unscaled sums over the committed steps: applied gradients, averages, and their sizes."""
 
     def __init__(self) -> None:
         self.applied: dict[str, torch.Tensor] = {}
@@ -205,7 +205,9 @@ class Sums:
 def mean_owed(
     residuals: Mapping[str, torch.Tensor], params: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None
 ) -> dict[str, list[torch.Tensor]]:
-    """The ranks' mean residual of every parameter, in both orders. A collective; a rank without one counts as zero."""
+    """Return the ranks' mean residual of every parameter, in both orders. A collective. A rank without one counts as
+    zero.
+    """
     both = {}
     for name, param in params.items():
         zero = torch.zeros_like(flat64(param))

@@ -1,4 +1,6 @@
-"""What every rank of a ``DistributedDataParallel`` case runs: a model with a hook, and the same one without beside it."""
+"""The part of a ``DistributedDataParallel`` case that every rank runs. It trains one model with a
+hook and one without.
+"""
 
 import copy
 import io
@@ -32,7 +34,7 @@ from tests.campaign.telemetry import Recorders
 
 
 class Loop:
-    """One model under one kind of data parallelism, trained as a user would."""
+    """One model under one kind of data parallelism, with a user's training loop."""
 
     def __init__(self, case: Case, hooked: bool, framework: str = "") -> None:
         self.case, self.hooked, self.framework = case, hooked, framework
@@ -40,7 +42,7 @@ class Loop:
         self.build(models.build(case.model, case.dtype))
 
     def build(self, net: nn.Module) -> None:
-        """Wrap, make an optimizer, attach."""
+        """Wrap the model, create an optimizer and attach the hook."""
         case = self.case
         self.net = net
         make = torch.optim.Adam if case.optimizer == "adam" and case.model != "sparse" else torch.optim.SGD
@@ -54,7 +56,7 @@ class Loop:
             "static_graph": case.static,
         }
         if self.scaler is not None:
-            self.scaler.scale(torch.zeros(()))  # it makes its numbers when it is first asked
+            self.scaler.scale(torch.zeros(()))  # the scaler creates its tensors in its first call
         self.call, self.ddp, self.optimizer, self.backward = frameworks(self.framework, net, self.optimizer, options)
         if self.hooked:
             self.door = open_door(case, self.ddp, self.optimizer, self.scaler)
@@ -68,7 +70,7 @@ class Loop:
         return {name: p for name, p in self.net.named_parameters() if p.requires_grad}
 
     def gradients(self, step: int, scale: float) -> dict[str, torch.Tensor | None]:
-        """Of one optimizer step: every backward of it."""
+        """Return the gradients of one optimizer step with all of its backwards."""
         self.optimizer.zero_grad(set_to_none=self.case.to_none)
         for micro, loss_of in enumerate(losses(self.case, step)):
             quiet = self.case.accumulate == "no_sync" and micro == 0
@@ -79,7 +81,7 @@ class Loop:
         return {name: None if p.grad is None else p.grad.detach().clone() for name, p in self.names().items()}
 
     def apply(self, finite: bool) -> None:
-        """As a training loop does: clip, then step; a step that is not finite is skipped."""
+        """Clip, then step, as a training loop does. Skip a step that is not finite."""
         if self.scaler is not None and self.case.clip:
             self.scaler.unscale_(self.optimizer)
         if self.case.clip:
@@ -91,7 +93,7 @@ class Loop:
             self.optimizer.step()
 
     def resume(self) -> None:
-        """Through files into a new model, wrapped with other buckets."""
+        """Save to files and load into a new model, wrapped with other buckets."""
         file = io.BytesIO()
         saved = {"net": self.net.state_dict(), "opt": self.optimizer.state_dict()}
         saved["scaler"] = self.scaler.state_dict() if self.scaler is not None else {}
@@ -112,12 +114,12 @@ class Loop:
 
 
 def losses(case: Case, step: int) -> Iterator[Any]:
-    """For each micro-batch, a function from a model to its loss."""
+    """Return, for each micro-batch, a function from a model to its loss."""
     rank = dist.get_rank()
     for micro in range(1 if case.accumulate == "no" else 2):
         x = models.batch(case.seed, step, rank, micro, models.input_dtype(case.dtype))
         bad = step == case.poisoned and rank == case.seed % case.world
-        who = rank // max(1, case.shards)  # ranks that share one copy under FSDP take the same way through it
+        who = rank // max(1, case.shards)  # ranks that share one copy under FSDP use the same branch
         use = (case.seed + step * 3 + who) // 2 if not case.static else 1
 
         def loss_of(model: Any, x: torch.Tensor = x, bad: bool = bad, use: int = use) -> torch.Tensor:
@@ -131,7 +133,7 @@ def cast(case: Case) -> Any:
 
 
 def own_gradients(bare: nn.Module, case: Case, step: int, scale: float) -> list[dict[str, torch.Tensor]]:
-    """This rank's gradients without any data parallelism: one dict a micro-batch, flat, in double precision."""
+    """Return this rank's gradients without any data parallelism, one dict per micro-batch, flat and in fp64."""
     found = []
     for loss_of in losses(case, step):
         bare.zero_grad()
@@ -144,7 +146,7 @@ def own_gradients(bare: nn.Module, case: Case, step: int, scale: float) -> list[
 
 
 def follow(model: nn.Module, leader: nn.Module) -> None:
-    """Give a model the leader's numbers."""
+    """Copy the leader's parameters and buffers to a model."""
     with torch.no_grad():
         for mine, theirs in zip(
             [*model.parameters(), *model.buffers()], [*leader.parameters(), *leader.buffers()], strict=True
@@ -168,7 +170,7 @@ def trial(case: Case) -> None:
 
 
 def run(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
-    """One case; raises what is wrong."""
+    """Run one case. Raise the first check that fails."""
     notes.phase("the same loop without a hook")
     trial(case)
     notes.phase("attach")
@@ -215,7 +217,7 @@ def judge(
     truth: Oracle,
     loop: Loop,
 ) -> None:
-    """One step."""
+    """Check one step."""
     entry = bounds.entry
     if not truth.finite:
         hidden = all(g is None or bool(flat64(g).isfinite().all()) for g in grads.values())
@@ -231,13 +233,13 @@ def judge(
 
 
 def bits_promised(case: Case) -> bool:
-    """Where a gradient lies in the bucket already, DDP divides by W instead of multiplying by 1/W: docs/packages/ddp.md."""
+    """DDP divides by W if the gradient is in the bucket, instead of multiplying by 1/W (docs/packages/ddp.md)."""
     in_place = case.views and (not case.to_none or case.accumulate != "no")
     return case.framework != "compile" and (case.world in {1, 2, 4} or not in_place)
 
 
 def finish(case: Case, loop: Loop, bounds: Bounds, sums: Sums, bare: nn.Module) -> dict[str, float]:
-    """After the last step: the residual, the ranks' parameters, and the model without its hook."""
+    """Check the residual, the ranks' parameters, and the model without its hook after the last step."""
     if loop.door is None:
         raise AssertionError("the loop has no hook")
     params = loop.names()

@@ -1,4 +1,4 @@
-"""Ways in: how a hook gets on a DDP model, and which framework holds the model."""
+"""The ways to attach a hook to a DDP model, and the frameworks that hold the model."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -19,14 +19,14 @@ Wrapped = tuple[Any, DistributedDataParallel, Any, Callable[[torch.Tensor], Any]
 
 
 class Attached:
-    """A hook in place: through ``attach`` with a handle, or through ``register_comm_hook`` with a state."""
+    """An attached hook, through ``attach`` with a handle or ``register_comm_hook`` with a state."""
 
     def __init__(self, handle: CommHook | None, state: Any) -> None:
         self.handle, self.state = handle, state
 
     @property
     def keeper(self) -> Any:
-        """What is saved and loaded; nothing for a foreign or a stateless function."""
+        """Return the object to save and load, or None for a foreign or stateless function."""
         if self.handle is not None:
             return self.handle if self.handle.reduction is not None else None
         return self.state
@@ -39,7 +39,7 @@ class Attached:
             load_state_dict(self.keeper, saved)
 
     def residuals(self, params: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-        """By the model's own names; a hook function calls parameters by position."""
+        """Return residuals by the model's own names. A hook function names parameters by position."""
         if self.keeper is None:
             return {}
         entries = self.save()["entries"]
@@ -50,7 +50,7 @@ class Attached:
         return {names[int(name.split(":")[0])]: residual for name, residual in found.items()}
 
     def close(self) -> dict[str, float]:
-        """Was it called, is all well; then the hook is taken off."""
+        """Check that the hook was called and is active, then remove it."""
         if self.handle is None:
             return {}
         self.handle.check()
@@ -62,7 +62,7 @@ class Attached:
 
 
 def open_door(case: Case, model: DistributedDataParallel, optimizer: Any, scaler: Any) -> Attached:
-    """Put the case's hook in place."""
+    """Attach the case's hook."""
     if case.door == "attach":
         told = {"optimizer": optimizer if case.given in {"optimizer", "both"} else None, "scaler": scaler}
         return Attached(commhooks.attach(model, make(case.hook), timeout=20.0, **told), None)
@@ -77,7 +77,7 @@ def open_door(case: Case, model: DistributedDataParallel, optimizer: Any, scaler
 
 
 def frameworks(name: str, net: nn.Module, optimizer: Any, options: dict[str, Any]) -> Wrapped:
-    """What is called, the DDP model inside it, the optimizer, and the backward pass."""
+    """Return the callable model, the DDP model inside it, the optimizer, and the backward pass."""
     if name == "fabric":
         return _fabric(net, optimizer, options)
     if name == "accelerate":

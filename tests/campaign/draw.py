@@ -1,4 +1,4 @@
-"""A case: everything that one run needs, drawn from a seed and a number alone."""
+"""A case holds all inputs of one run, drawn from a seed and a number alone."""
 
 import random
 from dataclasses import asdict, dataclass
@@ -47,16 +47,16 @@ SLOW = ("compile", "fabric", "accelerate")
 
 @dataclass(frozen=True)
 class Case:
-    """One run. What a kind of model does not know keeps its default.
+    """One run. Fields that a kind of model does not use keep their defaults.
 
     Attributes:
         kind: ``ddp``, ``fsdp1``, ``fsdp2``, ``simulated``, ``outer`` (an outer optimizer) or ``members`` (ch-ft).
-        door: ``attach``, or ``register``: ``register_comm_hook`` with the function that torch's users know.
+        door: ``attach``, or ``register`` (``register_comm_hook`` with the function of PyTorch's form).
         cap: ``bucket_cap_mb``; simulated: the number of buckets.
-        accumulate: ``no``, ``no_sync``, or ``twice``: two synchronised backwards for one optimizer step.
-        given: what ``attach`` is told of: ``""``, ``optimizer``, ``scaler`` or ``both``.
+        accumulate: ``no``, ``no_sync``, or ``twice`` (two synchronised backwards for one optimizer step).
+        given: arguments of ``attach``: ``""``, ``optimizer``, ``scaler`` or ``both``.
         poisoned: the step at which one rank's gradient is infinite, or -1.
-        resumed: the step before which everything is saved, made anew and loaded, or -1.
+        resumed: the step before which everything is saved, created again and loaded, or -1.
         shards: FSDP2: ranks that share one copy of the model.
         ambient: default dtype or device during the steps, or nothing.
         recorders: number of telemetry recorders.
@@ -66,7 +66,7 @@ class Case:
         every: outer: inner steps per round.
         added: outer: the step before which the model gets new parameters, or -1.
         grown: outer: the step before which a buffer changes its shape on one rank, or -1.
-        seed: of the data.
+        seed: seed of the data.
     """
 
     number: int
@@ -106,7 +106,7 @@ class Case:
         return self.given in {"scaler", "both"}
 
     def dimensions(self) -> dict[str, str]:
-        """What the report counts by."""
+        """Return the dimensions that the report counts by."""
         row = asdict(self)
         for name in ("number", "seed", "steps"):
             del row[name]
@@ -116,7 +116,7 @@ class Case:
 
 
 def draw(seed: str, number: int, kinds: tuple[str, ...] = tuple(KINDS), hook: str = "") -> Case:
-    """Case ``number`` of a campaign; the same for ever for the same program."""
+    """Return case ``number`` of a campaign. One program always draws the same case."""
     rng = random.Random(f"{seed}:{number}")
     kind = rng.choices(kinds, [KINDS[each] for each in kinds])[0]
     makers = {
@@ -171,7 +171,7 @@ def _ddp(rng: random.Random) -> dict[str, object]:
         row["accumulate"] = "no"  # plain DDP refuses most others
     row["poisoned"] = _now_and_then(rng, 0.15, steps)
     if row.get("framework"):
-        # torch's compiler takes the buckets for its own, and asserts that the first is no larger than the others
+        # torch's compiler treats these buckets as its own, and asserts that the first is no larger than the others
         row["cap"] = 25.0 if row["framework"] == "compile" else row["cap"]
         row |= {"resumed": -1, "world": min(3, int(str(row["world"]))), "given": "", "poisoned": -1}
     elif rng.random() < 0.12 and model != "sync_norm":

@@ -1,4 +1,6 @@
-"""What every rank of an FSDP case runs: the full gradients beside those of the bare model, and the residuals of shards."""
+"""The part of an FSDP case that every rank runs. It compares full gradients with those of the bare model, and checks
+residuals of shards.
+"""
 
 import copy
 import io
@@ -54,7 +56,7 @@ class Sharded:
         return {name: p for name, p in self.net.named_parameters() if p.requires_grad}
 
     def gradients(self, step: int) -> dict[str, torch.Tensor | None]:
-        """This rank's shards."""
+        """Return the gradients of this rank's shards."""
         self.optimizer.zero_grad()
         for micro, loss_of in enumerate(losses(self.case, step)):
             quiet = self.case.accumulate == "no_sync" and micro == 0
@@ -63,12 +65,12 @@ class Sharded:
         return {name: None if p.grad is None else p.grad for name, p in self.names().items()}
 
     def full(self) -> dict[str, torch.Tensor]:
-        """The whole parameters and buffers. A collective."""
+        """Return the whole parameters and buffers. This is a collective."""
         state = self.net.state_dict()
         return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in state.items()}
 
     def key(self, name: str) -> str:
-        """Under which a shard's state is kept; what is not sharded keeps its name."""
+        """Return the key of a shard's state. An unsharded parameter keeps its name."""
         return f"{name}[{self.mesh['shard'].get_local_rank()}/{self.case.shards}]" if self.case.shards > 1 else name
 
 
@@ -77,7 +79,7 @@ def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def run2(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
-    """One ``fully_shard`` case; raises what is wrong."""
+    """Run one ``fully_shard`` case. Raise the first check that fails."""
     notes.phase("the same loop without a hook")
     try:
         _trial(case)
@@ -119,7 +121,7 @@ def run2(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
 
 
 def _own(bare: nn.Module, case: Case, step: int) -> list[dict[str, torch.Tensor]]:
-    """Under a mixed policy parameters are bf16 in forward and backward."""
+    """Return this rank's own gradients. Under a mixed policy, forward and backward use bf16 parameters."""
     if case.dtype != "mixed":
         return own_gradients(bare, case, step, 1.0)
     narrow = copy.deepcopy(bare).bfloat16()
@@ -138,7 +140,7 @@ def _own(bare: nn.Module, case: Case, step: int) -> list[dict[str, torch.Tensor]
 
 
 def _trial(case: Case) -> None:
-    """Torch's own: sharded over all ranks, no hook."""
+    """Run torch's own FSDP over all ranks without a hook."""
     plain = Sharded(case, hooked=False)
     for step in range(2):
         if step == 1 and case.thawed >= 0:
@@ -149,13 +151,13 @@ def _trial(case: Case) -> None:
 
 
 def _resumed(old: Sharded) -> Sharded:
-    """Hook, model and optimizer, each through a file of this rank."""
+    """Save hook, model and optimizer to a file of this rank and load them."""
     file = io.BytesIO()
     if old.handle is None:
         raise AssertionError("the loop has no hook")
     optimizer = old.optimizer.state_dict()
     trained = {name for name, p in old.net.named_parameters() if p.requires_grad}
-    keeps = old.handle.reduction is not None  # a hook function of FSDP's own has nothing to save
+    keeps = old.handle.reduction is not None  # FSDP's own hook functions have no state to save
     torch.save({"hook": old.handle.state_dict() if keeps else {}}, file)
     file.seek(0)
     new = Sharded(old.case, hooked=True, start=old.full(), trained=trained)
@@ -168,7 +170,9 @@ def _resumed(old: Sharded) -> Sharded:
 
 
 def _conserved(loop: Sharded, bounds: Bounds, sums: Sums) -> None:
-    """Check applied + owed. Replicas keep residuals of this rank's shards, ranks of a shard mesh those of whole parameters."""
+    """Check applied + owed. Replicas keep residuals of this rank's shards. Ranks of a shard mesh keep those of whole
+    parameters.
+    """
     if loop.handle is None:
         raise AssertionError("the loop has no hook")
     entries = {n: row["residual"] for n, row in loop.handle.state_dict()["entries"].items() if "residual" in row}
@@ -217,7 +221,7 @@ STRATEGIES = (ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_GRAD_OP, Shardin
 
 
 def run1(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
-    """One ``FullyShardedDataParallel`` case: flat gradients with the hook beside those without."""
+    """Run one ``FullyShardedDataParallel`` case and compare flat gradients with and without the hook."""
     notes.phase("the same loop without a hook")
     plain, model = _flat(case), _flat(case)
     handle = commhooks.attach(model, make(case.hook), timeout=20.0)

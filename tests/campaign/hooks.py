@@ -1,11 +1,11 @@
-"""The hooks that a case may use, and how near each has to come to the exact average.
+"""The hooks that a case may use, and the distance from the exact average that each may have.
 
 ``exact``     the average, to a rounding or two of the gradient's dtype
-``wire``      every element within a few roundings of 16 bits, measured against the mean of the ranks' magnitudes
+``wire``      every element within a few roundings of 16 bits, relative to the mean of the ranks' magnitudes
 ``integer``   every element within a few steps of an 8-bit grid over the largest magnitude
-``projected`` per parameter, no further away than the average is long: a projection of it
-``residual``  applied + mean residual = sum of the averages, within the rounding of what travels
-``silent``    sends nothing: every rank keeps its own gradient
+``projected`` per parameter, an error of at most the average's norm, as a projection has
+``residual``  applied + mean residual = sum of the averages, within the rounding of the messages
+``silent``    sends nothing, and every rank keeps its own gradient
 """
 
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ class Entry:
     """One expression.
 
     Attributes:
-        expr: what ``attach`` is given.
+        expr: argument of ``attach``.
         promise: see the module.
-        wire: relative rounding of what travels and is not given back by a residual.
+        wire: relative rounding of messages that no residual returns.
         places: the kinds of model it runs on.
-        each_bucket: whether the result depends on the buckets.
-        bits: whether the docs promise the bits of DDP without a hook.
+        each_bucket: True if the result depends on the buckets.
+        bits: True if the docs promise the bits of DDP without a hook.
     """
 
     expr: str
@@ -101,7 +101,7 @@ FUNCTIONS = ("allreduce", "fp16_compress", "bf16_compress", "powersgd(rank=2)", 
 
 
 def entry_of(expr: str) -> Entry:
-    """The entry of an expression; a planted hook is promised to be what it imitates."""
+    """Return the entry of an expression. A planted hook has the promise of the hook that it imitates."""
     if expr.startswith("planted:"):
         kind = expr.partition(":")[2]
         return Entry(expr, "residual" if kind == "forgetful" else "exact", FP32 if kind == "forgetful" else 0.0)

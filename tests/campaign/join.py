@@ -1,4 +1,4 @@
-"""A DDP case with uneven inputs: ranks that have no batches left join, two epochs long."""
+"""A DDP case with uneven inputs. Ranks without batches join, for two epochs."""
 
 import copy
 
@@ -17,7 +17,7 @@ EPOCHS = 2
 
 
 def run(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
-    """One case; raises what is wrong."""
+    """Run one case. Raise the first check that fails."""
     notes.phase("the same loop without a hook")
     try:
         _epoch(case, Loop(case, hooked=False), 0)
@@ -60,7 +60,7 @@ def _real(loop: Loop) -> dict[str, torch.Tensor]:
 
 
 def _epoch(case: Case, loop: Loop, epoch: int) -> Recorded:
-    """Ranks of odd number have one batch less, the last rank two less."""
+    """Run one epoch. Ranks of odd number have one batch less, the last rank two less."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = max(1, case.steps - rank % 2 - (rank == world - 1 and world > 1))
     bare = copy.deepcopy(loop.net)

@@ -1,4 +1,5 @@
-"""What the members of a fault-tolerant case run: ``ch_ft``'s DDP over a simulated manager, members as threads.
+"""The part of a fault-tolerant case that every member runs. ``ch_ft``'s DDP uses a simulated manager, and members are
+threads.
 
 Members take different ways through the model, so a parameter may be unused on some of them.
 """
@@ -16,7 +17,7 @@ from tests.campaign.draw import Case
 from tests.campaign.hooks import entry_of
 from tests.campaign.notes import Notes
 
-_BUILD = threading.Lock()  # building draws from torch's global generator
+_BUILD = threading.Lock()  # building a model draws from torch's global generator
 
 
 def run(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:

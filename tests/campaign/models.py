@@ -1,4 +1,6 @@
-"""The model zoo: what people wrap, each small. ``model(x, use)`` gives a scalar loss; ``use`` says which part is used."""
+"""The model zoo: small versions of models that users wrap. ``model(x, use)`` gives a scalar loss, and ``use`` selects a
+part.
+"""
 
 from collections.abc import Callable
 
@@ -18,7 +20,7 @@ def zoo(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 class Run(nn.Module):
-    """Layers one after another, then whatever ``extra`` adds to the hidden vector."""
+    """Layers in sequence. ``extra`` adds to the hidden vector."""
 
     def __init__(self, *layers: nn.Module, **extra: nn.Module | nn.Parameter) -> None:
         super().__init__()
@@ -46,7 +48,7 @@ def mlp() -> nn.Module:
 
 @zoo
 def shared() -> nn.Module:
-    """One weight in two layers, as a language model ties its embedding."""
+    """One weight in two layers, like the tied embedding of a language model."""
     first, middle, last = linear(), linear(), linear()
     last.weight = first.weight
     return Run(first, middle, last)
@@ -54,7 +56,7 @@ def shared() -> nn.Module:
 
 @zoo
 def unused() -> nn.Module:
-    """A head that is used now and then, on some ranks, and one that never is."""
+    """One head that some ranks use in some steps, and one that no rank ever uses."""
 
     class Unused(Run):
         def hidden(self, x: torch.Tensor, use: int) -> torch.Tensor:
@@ -91,7 +93,7 @@ def empty() -> nn.Module:
 
 @zoo
 def transposed() -> nn.Module:
-    """Parameters stored column by column: one square, one not."""
+    """Parameters stored by columns, one square and one not."""
 
     class Turned(Run):
         def hidden(self, x: torch.Tensor, use: int) -> torch.Tensor:
@@ -103,7 +105,7 @@ def transposed() -> nn.Module:
 
 @zoo
 def strided() -> nn.Module:
-    """A parameter that is every second column of a larger tensor."""
+    """A parameter that consists of every second column of a larger tensor."""
 
     class Strided(Run):
         def hidden(self, x: torch.Tensor, use: int) -> torch.Tensor:
@@ -147,7 +149,7 @@ def batch_norm() -> nn.Module:
 
 
 class SumOverRanks(torch.autograd.Function):
-    """What SyncBatchNorm does on a GPU: a collective in forward, and another one in the middle of backward."""
+    """Sums over ranks as SyncBatchNorm does on a GPU, with a collective in forward and another within the backward."""
 
     @staticmethod
     def forward(ctx, value: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def,override]
@@ -163,7 +165,7 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class SyncNorm(nn.Module):
-    """Batch normalisation over all ranks; torch's own wants a GPU."""
+    """Batch normalisation over all ranks. Torch's own requires a GPU."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -247,7 +249,7 @@ def moe() -> nn.Module:
 
 @zoo
 def double_use() -> nn.Module:
-    """The same layer twice in one forward."""
+    """Uses the same layer twice in one forward."""
 
     class Twice(Run):
         def hidden(self, x: torch.Tensor, use: int) -> torch.Tensor:
@@ -257,7 +259,7 @@ def double_use() -> nn.Module:
 
 
 def tokens(x: torch.Tensor) -> torch.Tensor:
-    """Symbols of a text that depends on the batch."""
+    """Return symbols of a text that depends on the batch."""
     return (x[:, :8].float() * 7).round().long() % 19
 
 
@@ -267,7 +269,7 @@ def batch(seed: int, step: int, rank: int, micro: int, dtype: torch.dtype) -> to
 
 
 class Cast(nn.Module):
-    """A part of the model in another dtype: mixed buckets."""
+    """Runs a part of the model in another dtype, which gives mixed buckets."""
 
     def __init__(self, part: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -278,14 +280,14 @@ class Cast(nn.Module):
 
 
 def build(name: str, dtype: str) -> nn.Module:
-    """A model of the zoo, the same on every rank."""
+    """Return a model of the zoo, the same on every rank."""
     torch.manual_seed(5)
     model = ZOO[name]()
     if dtype == "mixed":
         model.layers[-1] = Cast(model.layers[-1], torch.bfloat16)
     elif dtype != "autocast":
         for part in (*model.parameters(), *model.buffers()):
-            if part.is_floating_point():  # in place: tied weights stay tied, and strides stay as they are
+            if part.is_floating_point():  # in place, so that tied weights stay tied and strides stay
                 part.data = part.data.to(getattr(torch, dtype))
     return model
 

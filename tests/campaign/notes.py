@@ -1,4 +1,4 @@
-"""What a rank leaves behind for the report, however it ends."""
+"""The file that each rank leaves for the report, for every kind of end."""
 
 import faulthandler
 import json
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Notes:
-    """One rank's file: the phase it is in, later its outcome; and its stacks shortly before the deadline."""
+    """One rank's file, with its current phase, later its outcome, and its stacks shortly before the deadline."""
 
     def __init__(self, folder: str, rank: int, world: int, deadline: float) -> None:
         self.folder, self.rank, self.world = Path(folder), rank, world
@@ -22,10 +22,10 @@ class Notes:
         target = self.folder / f"outcome{self.rank}"
         part = target.with_suffix(".part")
         part.write_text(json.dumps(row))
-        part.rename(target)  # never seen half written
+        part.rename(target)  # no reader sees it half written
 
     def wait_for_others(self, seconds: float = 3.0) -> None:
-        """Let every rank say what happened to it before this one's end kills them all."""
+        """Wait until every rank has written its outcome, because this rank's end kills the others."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and len(list(self.folder.glob("outcome*[0-9]"))) < self.world:
             time.sleep(0.02)

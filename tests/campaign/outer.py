@@ -1,7 +1,8 @@
-"""What every rank of an outer-optimizer case runs: ``OuterOptimizer`` beside the same loop by hand in plain PyTorch.
+"""The part of an outer-optimizer case that every rank runs. It compares ``OuterOptimizer`` with a manual loop in plain
+PyTorch.
 
-The loop by hand averages ``start - parameter`` over all ranks every ``every`` steps and steps SGD on the starts. Ranks that
-add parameters, or whose buffers change shape, must all refuse with a typed error.
+The manual loop averages ``start - parameter`` over all ranks every ``every`` steps and steps SGD on the starts. Ranks
+that add parameters, or whose buffers change shape, must all refuse with a typed error.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Hooks that are wrong on purpose: a campaign that does not find them is worth nothing."""
+"""Hooks that are wrong on purpose. A campaign must find each of them."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from commhooks import AllReduce, Bucket, Reduction
 
 
 class Scaled(Reduction):
-    """Rank 1 is one per cent off."""
+    """Rank 1 is wrong by one per cent."""
 
     name = "planted_scaled"
     lossy = False
@@ -23,7 +23,7 @@ class Scaled(Reduction):
 
 
 class Wrong(Scaled):
-    """Every rank is one per cent off: only the comparison with the true mean sees it."""
+    """Every rank is wrong by one per cent. Only the comparison with the true mean finds it."""
 
     name = "planted_wrong"
 
@@ -33,7 +33,7 @@ class Wrong(Scaled):
 
 
 class Hanging(Scaled):
-    """Rank 0 never comes to its collective."""
+    """Rank 0 never starts its collective."""
 
     name = "planted_hanging"
 
@@ -44,7 +44,7 @@ class Hanging(Scaled):
 
 
 class Dying(Scaled):
-    """Rank 0 ends without a word."""
+    """Rank 0 ends without an error."""
 
     name = "planted_dying"
 
@@ -55,7 +55,7 @@ class Dying(Scaled):
 
 
 class Orphaning(Scaled):
-    """Right, but a process stays behind."""
+    """The result is right, but a process remains."""
 
     name = "planted_orphaning"
 
@@ -66,7 +66,7 @@ class Orphaning(Scaled):
 
 
 class Forgetful(Reduction):
-    """Sends half of every gradient, keeps the other half as a residual, and never looks at it again."""
+    """Sends half of every gradient, keeps the other half as a residual, and never reads it."""
 
     name = "planted_forgetful"
     lossy = True
@@ -83,7 +83,7 @@ PLANTS = {kind.__name__.lower(): kind for kind in (Scaled, Wrong, Hanging, Dying
 
 
 def make(expr: str) -> Any:
-    """What ``attach`` is given for an expression of a case."""
+    """Return the argument of ``attach`` for an expression of a case."""
     scheme, _, name = expr.partition(":")
     if scheme == "planted":
         return PLANTS[name]()

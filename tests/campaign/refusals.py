@@ -1,6 +1,6 @@
-"""The refusals that are documented: which case, which error, which words. Any other error is a failure.
+"""The documented refusals, each with its cases, its error and its words. Any other error is a failure.
 
-A row without a condition on the case would let a false alarm pass as a refusal, so each has one.
+Each row has a condition on the case. Without it a false alarm would pass as a refusal.
 """
 
 import re
@@ -16,11 +16,11 @@ class Refusal:
     """One documented reason.
 
     Attributes:
-        name: for the report.
-        where: the page that says so.
+        name: name in the report.
+        where: the page that documents it.
         error: the class of the error, by name.
-        words: what its message holds.
-        legal: the cases in which it may come.
+        words: text in its message.
+        legal: the cases that may raise it.
     """
 
     name: str
@@ -42,7 +42,7 @@ REFUSALS = [
 
 
 def refusal(case: Case, error: str, message: str) -> Refusal | None:
-    """The documented reason for an error of this case, if there is one."""
+    """Return the documented reason for an error of this case, or None."""
     for row in REFUSALS:
         if row.error == error and re.search(row.words, message) and row.legal(case):
             return row

@@ -1,4 +1,4 @@
-"""What a campaign says at its end: counts, counts per dimension, and every failure with the command that repeats it."""
+"""The report of a campaign: counts, counts per dimension, and every failure with the command that repeats it."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ def column(outcome: Outcome) -> str:
 
 
 def by_dimension(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Counter[str]]]:
-    """Dimension -> value -> how many ended how."""
+    """Return dimension -> value -> status -> number of cases."""
     found: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     for outcome in outcomes:
         for dimension, value in outcome.case.dimensions().items():
@@ -24,7 +24,7 @@ def by_dimension(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Counter[str
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Markdown: one row a value of each dimension."""
+    """Return a Markdown table with one row per value of each dimension."""
     lines = ["| dimension | value | ok | refused, as documented | plain torch refuses too | failed |"]
     lines.append("|---|---|---|---|---|---|")
     for dimension, values in by_dimension(outcomes).items():
@@ -36,7 +36,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """One line of totals, and what was refused why."""
+    """Return one line of totals, and the reasons of refusals."""
     totals = Counter(map(column, outcomes))
     lossy = [o for o in outcomes if o.status == "ok" and o.compressed]
     lines = [
@@ -51,6 +51,6 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 
 
 def failure(outcome: Outcome, seed: str, extra: str = "") -> str:
-    """Everything that is known about one failure."""
+    """Return all facts about one failure."""
     again = f"nox -s campaign -- --seed {seed} --case {outcome.case.number}{extra}"
     return f"FAILED {outcome.status}: {outcome.what}\n  {outcome.case}\n  again: {again}\n{outcome.detail}"

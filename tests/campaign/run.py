@@ -1,4 +1,4 @@
-"""Runs one case in processes of its own, and says how it ended."""
+"""Runs one case in separate processes and reports its outcome."""
 
 import contextlib
 import ctypes
@@ -29,7 +29,7 @@ class Outcome:
     Attributes:
         status: ``ok``; ``refused`` (a documented error of ours on every rank); ``torch`` (plain DDP does not run it);
             ``wrong`` (a check failed); ``error``; ``died``; ``hang``; ``torch hang``; ``left over`` (a process did).
-        what: the check or the error, or the refusal's name.
+        what: name of the check, the error or the refusal.
         detail: message and traces.
     """
 
@@ -46,8 +46,8 @@ class Outcome:
 
 
 def start_server() -> None:
-    """Import everything once, in the process that ranks are forked from; adopt whatever they leave behind."""
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # its warnings about unused parameters are many
+    """Import everything once, in the process that forks the ranks. Adopt the processes that ranks leave behind."""
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # drops its many warnings about unused parameters
     ctypes.CDLL(None).prctl(_ADOPT_ORPHANS, 1, 0, 0, 0)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
@@ -57,7 +57,7 @@ def start_server() -> None:
 
 
 def run_case(case: Case, deadline: float = DEADLINE) -> Outcome:
-    """One case from start to end; never raises, never waits longer than the deadline and a little."""
+    """Run one case from start to end. Never raise, and never wait much longer than the deadline."""
     began = time.monotonic()
     limit = deadline * (3 if case.framework in SLOW else 1)
     before = descendants()
@@ -78,7 +78,7 @@ def run_case(case: Case, deadline: float = DEADLINE) -> Outcome:
 
 
 def judge(case: Case, folder: Path, world: int, problem: str) -> tuple[str, str, str, bool]:
-    """Status, what and detail from the ranks' notes; whether anything was compressed."""
+    """Return status, check and detail from the ranks' notes, and True if a hook compressed."""
     rows = {rank: _read(folder / f"outcome{rank}") for rank in range(world)}
     phases = {rank: _text(folder / f"phase{rank}") for rank in range(world)}
     detail = detail_of(rows, phases, folder)
@@ -103,7 +103,7 @@ def judge(case: Case, folder: Path, world: int, problem: str) -> tuple[str, str,
 
 
 def detail_of(rows: dict[int, dict[str, Any]], phases: dict[int, str], folder: Path) -> str:
-    """What each rank said, and each different trace once."""
+    """Return the error of each rank, and each different trace once."""
     lines = [
         f"rank {rank}, {phases[rank] or 'not begun'}: {row.get('check', row.get('status', 'no answer'))}: "
         f"{row.get('message', '')}"
@@ -123,13 +123,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def descendants() -> set[int]:
-    """Every process below this one."""
+    """Return every process below this one."""
     parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError):
-            continue  # it has just ended
+            continue  # the process has just ended
     found: set[int] = set()
     ring = {os.getpid()}
     while ring:
@@ -139,7 +139,7 @@ def descendants() -> set[int]:
 
 
 def stay_behind(known: set[int], grace: float = 2.0) -> set[int]:
-    """Processes below this one that are still there a moment later; ranks that were killed need one to be reaped."""
+    """Return processes below this one that still exist a moment later. Killed ranks need a moment to be reaped."""
     until = time.monotonic() + grace
     while (left := descendants() - known) and time.monotonic() < until:
         for pid in left:
@@ -150,7 +150,7 @@ def stay_behind(known: set[int], grace: float = 2.0) -> set[int]:
 
 
 def servers() -> set[int]:
-    """The processes of multiprocessing itself."""
+    """Return the processes of multiprocessing itself."""
     from multiprocessing import resource_tracker
 
     known = (multiprocessing.forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid)

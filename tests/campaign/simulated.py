@@ -1,4 +1,6 @@
-"""A case over simulated ranks: tensors instead of a model, every step drawn, all ranks in this process."""
+"""A case over simulated ranks, with tensors instead of a model. Every step is drawn, and all ranks
+run in this process.
+"""
 
 import io
 import random
@@ -21,7 +23,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def tensors(rng: random.Random, dtype: str) -> Tensors:
-    """A model's worth of parameters in every layout."""
+    """Return parameters in every layout, as many as a model has."""
     kind = torch.float32 if dtype == "mixed" else getattr(torch, dtype)
     like: Tensors = {}
     for number in range(rng.randrange(2, 7)):
@@ -64,7 +66,7 @@ def truth_of(every: list[Tensors]) -> Oracle:
 
 
 def run(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
-    """One case; raises what is wrong."""
+    """Run one case. Raise the first check that fails."""
     rng = random.Random(case.seed)
     like = tensors(rng, case.dtype)
     entry, sums, count = entry_of(case.hook), Sums(), case.world

@@ -1,4 +1,4 @@
-"""What each rank of a case runs. Imported once by the server that the ranks are forked from."""
+"""The function that each rank of a case runs. The server that forks the ranks imports it once."""
 
 import traceback
 import warnings
@@ -19,7 +19,7 @@ KINDS = {
 
 
 def main(rank: int, world: int, case: Case, folder: str, deadline: float) -> None:
-    """Run a case and write down how it ended; raise, if it did not end well, so that the world is taken down."""
+    """Run a case and write its outcome. Raise if it failed, so that all ranks end."""
     warnings.filterwarnings("ignore")
     notes = Notes(folder, rank, world, deadline)
     try:

@@ -1,4 +1,4 @@
-"""One row on one side: forks the ranks, waits for them with a hard limit, and prints what happened as JSON.
+"""Run one row with one side's hooks. Fork the ranks, wait for them with a hard limit, and print the outcome as JSON.
 
 python tests/faults/case.py B3.1 ours [quant4]
 """
@@ -21,23 +21,23 @@ import rows_models
 import rows_numbers
 import rows_ranks
 import torch
-import torch._dynamo  # DDP imports it when it is made, which takes seconds: here it is done once, before the fork
+import torch._dynamo  # DDP imports it at its creation, which takes seconds. One import before the fork saves them
 import torch.distributed as dist
 from kit import ROWS, Row, Run, Silent
 
 import commhooks
 
 TOPICS = (rows_hooks, rows_ranks, rows_numbers, rows_models)
-# Errors of builtin types that a row's hook raises itself: the original type is what the user should see.
+# Errors of builtin types that a row's hook raises itself. The user should see the original type.
 ORIGINAL = (ValueError, KeyboardInterrupt)
 START_LIMIT = 60.0
 WORST = ("segfault", "abort", "hang", "killed", "silent", "error", "typed error", "right")
 
 
 def rank_main(row: Row, side: str, rank: int, folder: str) -> None:
-    """Never returns: writes its outcome, waits for the others, and leaves without tidying."""
+    """Write the outcome, wait for the other ranks, and exit without cleanup. Never return."""
     torch.set_num_threads(1)
-    faulthandler.register(signal.SIGUSR1)  # a rank that hangs is asked where
+    faulthandler.register(signal.SIGUSR1)  # makes a hanging rank print its stacks
     run = Run(rank, row.world, side, folder)
     begun, outcome, text = time.monotonic(), "right", ""
     try:
@@ -59,14 +59,14 @@ def rank_main(row: Row, side: str, rank: int, folder: str) -> None:
     sys.stderr.flush()
     ends = (
         time.monotonic() + row.limit * kit.SLOWNESS + 5.0
-    )  # a rank that goes away would rescue the others by closing its connections
+    )  # a rank that exits would rescue the others by closing its connections
     while time.monotonic() < ends and not Path(folder, "over").exists():
         time.sleep(0.02)
     os._exit(0)
 
 
 def watch(row: Row, folder: str, pids: list[int]) -> dict[int, dict[str, Any]]:
-    """Each rank's outcome; ranks that are not done at the limit hang, and are killed."""
+    """Return each rank's outcome. Ranks that are not done at the limit hang, and are killed."""
     found: dict[int, dict[str, Any]] = {}
     limit = row.limit * kit.SLOWNESS
     begun = time.monotonic()
@@ -74,7 +74,7 @@ def watch(row: Row, folder: str, pids: list[int]) -> dict[int, dict[str, Any]]:
         if time.monotonic() - begun > START_LIMIT:
             break
         time.sleep(0.01)
-    begun = time.monotonic()  # on a busy machine it takes a while until the ranks have met
+    begun = time.monotonic()  # the ranks meet late on a busy machine
     while len(found) < row.world - len(row.victims) and time.monotonic() - begun < limit:
         for rank in set(range(row.world)) - set(found) - set(row.victims):
             path = Path(folder, f"rank{rank}")
@@ -102,9 +102,9 @@ def watch(row: Row, folder: str, pids: list[int]) -> dict[int, dict[str, Any]]:
 
 
 def slowness() -> float:
-    """How busy the machine is: 1 if this process gets a core to itself.
+    """Return the load of the machine, 1 if this process gets a whole core.
 
-    On a busy machine every limit and deadline is stretched alike, so that slowness is not taken for a hang.
+    On a busy machine every limit and deadline grows by this factor, so that slowness does not count as a hang.
     """
     wall, cpu = time.monotonic(), time.process_time()
     while time.process_time() - cpu < 0.1:
@@ -147,10 +147,10 @@ def main(name: str, side: str, compressor: str = "powersgd") -> int:
 
 
 def serve() -> None:
-    """Run the cases that are asked for on stdin, each in a process forked from this one, which has imported all.
+    """Run the cases requested on stdin. Each runs in a process forked from this one, which has imported all modules.
 
-    A line of JSON per case: ``{"row", "side", "compressor", "stdout", "stderr"}``, the last two names of files. The answer is the
-    exit code.
+    A line of JSON per case: ``{"row", "side", "compressor", "stdout", "stderr"}``, the last two names of files. The
+    answer is the exit code.
     """
     for line in sys.stdin:
         asked = json.loads(line)

@@ -1,3 +1,3 @@
-"""The rows start processes of their own when they are imported as programs; only the tests here are for pytest."""
+"""The rows start processes when they are imported as programs. pytest collects only the tests here."""
 
 collect_ignore_glob = ["[!t]*.py"]

@@ -1,8 +1,8 @@
-"""What the rows of the fault table are made of: the register, a model, the two sides, and what a rank reports.
+"""Parts of the fault table's rows: the register, a model, the two sides, and the reports of ranks.
 
 A row is a function ``row(run)`` that runs on every rank, once with PyTorch's own hooks and once with this project's.
-It returns what was right, or raises: :class:`Silent` for a wrong result that nobody complained about, anything else as
-it comes.
+It returns a text about the right result, or raises :class:`Silent` for a wrong result without an error. Other errors
+pass through.
 """
 
 import time
@@ -20,19 +20,19 @@ import commhooks
 
 SIDES = ("torch", "ours")
 DEADLINE = 4.0  # seconds: attach(timeout=)
-COMPRESSOR = "powersgd"  # the hook of this project in the rows of PowerSGD; set by case.py
-QUANT4 = {  # what a row asks of PowerSGD -> what it asks of quant4: something that ranks, too, can differ in
+COMPRESSOR = "powersgd"  # the hook of this project in the rows of PowerSGD (case.py sets it)
+QUANT4 = {  # options of PowerSGD in a row -> options of quant4 in which ranks can also differ
     ("rank", 1): "block=64",
     ("seed", 1): "rotation='hadamard'",
     ("error_feedback", False): "error_feedback=False",
     ("warm_start", False): "rounding='stochastic'",
     ("start_iter", 3): "exempt=False",
 }
-SLOWNESS = 1.0  # by what limits and deadlines are stretched; set by case.py
+SLOWNESS = 1.0  # factor of limits and deadlines (case.py sets it)
 
 
 def compressor(**options: Any) -> str:
-    """The expression of the hook that compresses, with these options of PowerSGD's, or what corresponds to them."""
+    """Return the expression of the compressing hook with these options of PowerSGD, or with corresponding options."""
     if COMPRESSOR == "powersgd":
         config = ", ".join(f"{key}={value!r}" for key, value in options.items())
         return f"powersgd({config})" if config else "powersgd"
@@ -42,12 +42,12 @@ def compressor(**options: Any) -> str:
 
 
 def deadline() -> float:
-    """Of the hooks of this run, in seconds."""
+    """Return the deadline of the hooks of this run, in seconds."""
     return DEADLINE * SLOWNESS
 
 
 class Silent(Exception):
-    """A wrong result, and no error."""
+    """A wrong result without an error."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ class Row:
 
     Attributes:
         name: ``B3.1``: topic, then number.
-        title: what is wrong.
-        body: runs on every rank.
+        title: the fault.
+        body: function that runs on every rank.
         world: ranks.
         limit: seconds after which a rank that is not done hangs.
         victims: ranks that are meant to be killed or frozen.
         group_timeout: of the process group, seconds.
-        without: ranks that run no hook at all: what they are told is torch's, on both sides.
+        without: ranks without any hook, which get torch's own error on both sides.
     """
 
     name: str
@@ -79,7 +79,7 @@ ROWS: dict[str, Row] = {}
 
 
 def row(name: str, title: str, **options: Any) -> Callable[[Callable[["Run"], str]], Callable[["Run"], str]]:
-    """Enter a function into the table."""
+    """Add a function to the table."""
 
     def enter(body: Callable[["Run"], str]) -> Callable[["Run"], str]:
         assert name not in ROWS, name
@@ -109,7 +109,7 @@ class Run:
         return self.side == "ours"
 
     def model(self, module: nn.Module | None = None, *, many: bool = True, **options: Any) -> DistributedDataParallel:
-        """A wrapped model, with many buckets from the second step on, or with one."""
+        """Return a wrapped model, with one bucket or with many from the second step on."""
         options |= {"bucket_cap_mb": 0.01} if many else {}
         return DistributedDataParallel(module if module is not None else big(), **options)
 
@@ -120,7 +120,7 @@ class Run:
         return model.register_comm_hook(None, what)
 
     def builtin(self, model: DistributedDataParallel, name: str, **options: Any) -> Any:
-        """Install a built-in hook; returns the handle, or PyTorch's state."""
+        """Install a built-in hook. Return the handle, or PyTorch's state."""
         if self.ours:
             return commhooks.attach(model, compressor(**options) if name == "powersgd" else name, timeout=deadline())
         if name != "powersgd":
@@ -131,7 +131,7 @@ class Run:
         return state
 
     def step(self, model: nn.Module, seed: int, x: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
-        """Forward and backward on this rank's data; the gradient."""
+        """Run forward and backward on this rank's data. Return the gradient."""
         model.zero_grad()
         (model(self.data(seed) if x is None else x).pow(2).mean() * scale).backward()
         return gradient(model)
@@ -141,7 +141,7 @@ class Run:
         return torch.randn(8, 80, generator=generator)
 
     def mean(self, model: DistributedDataParallel, seed: int) -> torch.Tensor:
-        """The exact mean gradient of all ranks, computed on one."""
+        """Return the exact mean gradient of all ranks, computed on one."""
         grads = []
         for rank in range(self.world):
             loss = model.module(self.data(seed, rank)).pow(2).mean()
@@ -150,7 +150,7 @@ class Run:
         return torch.stack(grads).mean(0)
 
     def expect(self, got: torch.Tensor, mean: torch.Tensor, tolerance: float, what: str = "gradient") -> str:
-        """That a gradient is the mean, and the same on all ranks where that can still be asked."""
+        """Check that a gradient is the mean, and equal on all ranks if these can still communicate."""
         error = float((got - mean).norm() / mean.norm())
         if not error <= tolerance:
             raise Silent(f"{what}: relative error {error:.2g}")
@@ -158,7 +158,7 @@ class Run:
 
 
 def torch_state(**options: Any) -> Any:
-    """PowerSGDState from the short names of our expressions."""
+    """Return a PowerSGDState from the short names of our expressions."""
     long = {
         "rank": "matrix_approximation_rank",
         "start_iter": "start_powerSGD_iter",
@@ -188,13 +188,13 @@ def gradient(model: nn.Module) -> torch.Tensor:
 
 
 def averaged(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The mean, as a correct user's hook computes it."""
+    """Return the mean, as a correct user's hook computes it."""
     buffer = bucket.buffer().div_(dist.get_world_size())
     return dist.all_reduce(buffer, async_op=True).get_future().then(lambda done: done.value()[0])
 
 
 def then(run: Run, action: Callable[[], object], afterwards: Callable[[], object]) -> str:
-    """Run ``action``; if it raises, note what ``afterwards`` does, and raise."""
+    """Run ``action``. If it raises, note the result of ``afterwards`` and raise."""
     try:
         action()
     except BaseException:

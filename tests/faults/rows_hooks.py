@@ -1,4 +1,4 @@
-"""B1, B2, B3: hooks that raise, and hooks that give back something else than a future of the bucket."""
+"""B1, B2, B3: hooks that raise, and hooks that return anything but a future of the bucket."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from kit import Run, Silent, averaged, row, then
 
 
 def lingering(run: Run, hook: Callable[[Any, Any], Any]) -> str:
-    """One step with a good hook, one with a bad one, one after it."""
+    """Run one step with a good hook, one with a bad one, and one after it."""
     model = run.model()
     armed: list[bool] = []
 

@@ -37,7 +37,7 @@ def load_defaults(run: Run) -> str:
 @row("B9.2", "resume from a saved state with several buckets")
 def resume(run: Run) -> str:
     model = run.model(many=False)
-    if not run.ours:  # with several buckets the run itself does not survive (B8.1); each hook call waits here
+    if not run.ours:  # PyTorch's run fails with several buckets (B8.1), so each hook call waits here
         state = torch_state(**POWER)
         model = run.model()
         model.register_comm_hook(state, waited)
@@ -51,7 +51,7 @@ def resume(run: Run) -> str:
     loaded = torch.load(path, weights_only=run.ours)
     if run.ours:
         handle = commhooks.attach(fresh, compressor(**POWER), timeout=deadline())
-        if handle.reduction.granularity == "bucket":  # equal bits take equal buckets, which DDP makes after one step
+        if handle.reduction.granularity == "bucket":  # equal bits need equal buckets, which DDP makes after one step
             run.step(fresh, 0)
             run.step(fresh, 0)
         handle.load_state_dict(loaded)
@@ -87,7 +87,7 @@ def swapped(run: Run) -> str:
 
 
 def unusual(run: Run, param: nn.Parameter, use: Any, *, steps: int = 4, tolerance: float = 1e-3) -> str:
-    """PowerSGD beside a parameter whose gradient is exactly ``use``'s."""
+    """Run PowerSGD with a parameter whose gradient equals ``use``'s."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -279,7 +279,7 @@ def join(run: Run) -> str:
 def subgroup(run: Run) -> str:
     pair = dist.new_group([0, 1])
     if run.rank == 2:
-        dist.all_reduce(torch.zeros(1))  # keeps the world's collectives matched for hooks that use the world
+        dist.all_reduce(torch.zeros(1))  # match the world's collectives of hooks that use the world
         return "left"
     model = DistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=pair)
     run.builtin(model, "allreduce")

@@ -1,4 +1,4 @@
-"""B5, B7, B8: numbers that are not finite, accumulation, unused parameters, several buckets."""
+"""B5, B7, B8: infinite numbers and NaN, accumulation, unused parameters, several buckets."""
 
 import kit
 import torch
@@ -10,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 import commhooks
 from commhooks.testing import mean_residuals, unaccounted
 
-THIN = {"powersgd": 1e-3, "quant4": 4e-3}  # what is lost of a gradient of rank 1, all of whose entries are equal
+THIN = {"powersgd": 1e-3, "quant4": 4e-3}  # lost part of rank 1's gradient, whose entries are all equal
 POWER = {"rank": 2, "start_iter": 2, "min_compression_rate": 1}
 
 
@@ -144,7 +144,7 @@ def late(run: Run) -> str:
             return self.extra(y) if step >= 4 else y
 
     model = run.model(Late(), many=not run.ours and False, find_unused_parameters=run.ours)
-    if not run.ours:  # find_unused_parameters with PowerSGD is row B8.2: here the parameter is used with weight zero
+    if not run.ours:  # B8.2 covers find_unused_parameters with PowerSGD. Here the parameter has weight zero
 
         class Zeroed(Late):
             def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import commhooks
 
 
 def disagree(run: Run, first: tuple[str, dict[str, Any]], second: tuple[str, dict[str, Any]], tolerance: float) -> str:
-    """Rank 0 has the first hook, the others the second."""
+    """Give rank 0 the first hook and the others the second."""
     model = run.model(many=False)
     name, options = second if run.rank else first
     run.builtin(model, name, **options)

@@ -1,13 +1,13 @@
-"""Runs the fault table: every row with PyTorch's hooks and with this project's, each in processes of its own.
+"""Run the fault table. Every row uses PyTorch's hooks and this project's, each in separate processes.
 
     python tests/faults/run.py                    # all rows; writes docs/measured/faults.json and docs/faults.md
-    python tests/faults/run.py --row B7           # the rows of B7, printed, nothing written (--update: written)
+    python tests/faults/run.py --row B7           # the rows of B7, printed, nothing written (--update writes)
     python tests/faults/run.py --row B3.1 --side ours
-    python tests/faults/run.py --compressor quant4 --update   # with quant4 in the rows of PowerSGD; a record of its own
-    python tests/faults/run.py --table            # the page again, from the record
+    python tests/faults/run.py --compressor quant4 --update   # quant4 in the rows of PowerSGD, in a separate record
+    python tests/faults/run.py --table            # write the page again from the record
 
-The outcomes, best first: right result; typed error (a CommHooksError, or the hook's own exception); error (whatever
-came out of torch); silent (a wrong result without an error); hang (until the harness killed it); abort and segfault.
+The outcomes, best first: right result; typed error (a CommHooksError, or the hook's own exception); error (any other
+error of torch); silent (a wrong result without an error); hang (until the harness killed it); abort and segfault.
 """
 
 import argparse
@@ -47,7 +47,7 @@ RECORD, TABLE = ROOT / "docs" / "measured" / "faults.json", ROOT / "docs" / "fau
 
 
 class Server:
-    """A process that has imported everything and runs cases one after another."""
+    """A process that has imported all modules and runs cases one after another."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -59,7 +59,7 @@ class Server:
         )
 
     def run(self, name: str, side: str, compressor: str) -> tuple[int, str, str]:
-        """Exit code, output and errors of one case."""
+        """Return exit code, output and errors of one case."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with tempfile.TemporaryDirectory(prefix="faults-") as folder:
@@ -75,7 +75,7 @@ class Server:
 
 
 def names() -> list[str]:
-    """The rows, in order, without importing torch into this process."""
+    """Return the rows in order without an import of torch in this process."""
     code = "import case; print('\\n'.join(case.ROWS))"
     found = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, check=True)
     return sorted(found.stdout.split(), key=_order)
@@ -86,7 +86,7 @@ def _order(name: str) -> list[int]:
 
 
 def run_case(name: str, side: str, compressor: str = COMPRESSORS[0], server: Server | None = None) -> dict[str, Any]:
-    """One row on one side: its outcome, exit code, seconds and the end of stderr."""
+    """Run one row on one side. Return its outcome, exit code, seconds and the end of stderr."""
     own = server if server is not None else Server()
     begun = time.monotonic()
     try:
@@ -107,7 +107,7 @@ def run_case(name: str, side: str, compressor: str = COMPRESSORS[0], server: Ser
 
 
 def scrub(text: str) -> str:
-    """Without paths, addresses and numbers of this machine."""
+    """Remove paths, addresses and numbers of this machine."""
     text = re.sub(r"(/[\w.+-]+)+/([\w.+-]+)", r"\2", text)
     text = re.sub(r"\[?\b\d{1,3}(\.\d{1,3}){3}\b\]?(:\d+)?", "ADDRESS", text)
     return re.sub(r"0x[0-9a-f]{6,}", "0x…", text)
@@ -140,7 +140,7 @@ def run_all(rows: list[str], sides: list[str], compressor: str, jobs: int) -> li
 
 
 def describe(result: dict[str, Any]) -> str:
-    """What happened, in a few words."""
+    """Describe the result in a few words."""
     ranks = result["ranks"]
     parts: dict[str, list[str]] = {}
     for rank, one in ranks.items():
@@ -156,7 +156,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """The page."""
+    """Return the page."""
     rows: dict[str, dict[str, dict[str, Any]]] = {}
     for result in results:
         rows.setdefault(result["row"], {})[result["side"]] = result
@@ -186,7 +186,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def page(results: list[dict[str, Any]], compressor: str) -> str:
-    """The record of a run with another hook in the rows of PowerSGD."""
+    """Return the record of a run with another hook in the rows of PowerSGD."""
     lines = [
         f"# faults-{compressor}, {date.today().isoformat()}",
         "",
@@ -215,7 +215,7 @@ def page(results: list[dict[str, Any]], compressor: str) -> str:
 def _cell(result: dict[str, Any]) -> str:
     text = re.sub(r"\s+", " ", describe(result))
     text = text.replace("Got the following error when running the callback: RuntimeError: ", "")
-    text = text.replace("Got the following error when running the callback: ", "")  # it says nothing, three times a row
+    text = text.replace("Got the following error when running the callback: ", "")  # without information
     text = text if len(text) <= 160 else text[:157] + "..."
     text = text.replace("|", "\\|").replace("<", "&lt;")
     plain = text.startswith("right") or not text
@@ -231,18 +231,22 @@ def _count(results: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--row", action="append", default=[], help="a row or a topic: B3.1, B3; may be repeated")
-    parser.add_argument("--side", choices=("torch", "ours"), help="one side only")
+    parser.add_argument(
+        "--row", action="append", default=[], help="run this row or topic, as in B3.1 or B3 (may be repeated)"
+    )
+    parser.add_argument("--side", choices=("torch", "ours"), help="run one side only")
     parser.add_argument(
         "--compressor",
         choices=COMPRESSORS,
         default=COMPRESSORS[0],
-        help="another hook in the rows of PowerSGD, of this project alone; --update keeps a record of its own",
+        help="use another hook of this project in the rows of PowerSGD; --update writes a separate record",
     )
-    parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
-    parser.add_argument("--update", action="store_true", help="put the chosen rows into the record, and make the table")
-    parser.add_argument("--table", action="store_true", help="run nothing: make the page from the record")
-    parser.add_argument("--json", type=Path, help="also write the results there")
+    parser.add_argument("--jobs", type=int, default=2, help="number of cases at a time")
+    parser.add_argument(
+        "--update", action="store_true", help="put the chosen rows into the record, and write the table"
+    )
+    parser.add_argument("--table", action="store_true", help="run no case, and write the page from the record")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
     if options.table:
         TABLE.write_text(table(json.loads(RECORD.read_text())))

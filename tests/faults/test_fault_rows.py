@@ -1,4 +1,4 @@
-"""Rows of the fault table that every change has to keep: one of each kind, with this project's hooks."""
+"""Rows of the fault table that every change must keep, one of each kind, with this project's hooks."""
 
 import json
 import subprocess
@@ -13,9 +13,9 @@ HERE = Path(__file__).parent
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(420)]
 
-# row -> (what may come out, what every surviving rank says)
+# row -> (allowed outcomes, text in the error of every surviving rank)
 CHOSEN = {
-    "B1.3": ("typed error", ["RemoteHookError", "ValueError"]),  # raises on one rank; the next step is right
+    "B1.3": ("typed error", ["RemoteHookError", "ValueError"]),  # raises on one rank, and the next step is right
     "B3.1": ("typed error", ["HookResultError"]),  # None
     "B3.13": ("right", ["gradient right"]),  # a strided result
     "B4.2": ("typed error", ["RankMismatchError"]),  # fp16 against bf16
@@ -47,7 +47,7 @@ def test_a_fault_of_the_quantized_exchange_ends_as_promised(name: str) -> None:
 
 
 def test_the_record_has_enough_rows_and_ours_keep_the_promise() -> None:
-    """The table in docs/ is made from a record of a whole run."""
+    """The table in docs/ comes from the record of a whole run."""
     results = json.loads(run.RECORD.read_text())
     rows = {result["row"] for result in results}
     assert len(rows) >= 30

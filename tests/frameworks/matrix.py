@@ -1,7 +1,7 @@
 """Trains, kills and resumes under every framework: `python tests/frameworks/matrix.py [--only NAME] [--record FILE]`.
 
-Each framework's script of 20 steps is run four times over gloo processes: uninterrupted; killed with SIGKILL after step
-13, the checkpoint being of step 10; resumed on two ranks; resumed on three. The table says what held.
+Each framework's script of 20 steps runs four times over gloo processes: uninterrupted; killed with SIGKILL after step
+13, with a checkpoint of step 10; resumed on two ranks; resumed on three. The table lists the properties that held.
 """
 
 import argparse
@@ -25,12 +25,12 @@ STEPS, SAVED, KILLED = 20, 10, 13
 
 class Framework(NamedTuple):
     name: str
-    package: str  # that must be installed
+    package: str  # required package
     script: str  # file in SCRIPTS, and after "_" a variant other than "hook"; see `variant`
     sums: bool = False  # gradients are summed over the ranks, not averaged
-    starts: bool = False  # its own ranks; as many as RANKS says
+    starts: bool = False  # starts its own ranks, as many as RANKS says
     how: str = "adapter"
-    lines: int = 2  # that may be changed in the script
+    lines: int = 2  # lines that the script may change
 
 
 FRAMEWORKS = (
@@ -86,18 +86,18 @@ def variant(script: str, plain: bool) -> str:
 
 
 class Run(NamedTuple):
-    """A framework's script, with the adapter, or as it is under `commhooks run`."""
+    """A framework's script with the adapter, or unchanged under `commhooks run`."""
 
     framework: Framework
     by_run: bool
 
     @property
     def in_its_checkpoints(self) -> bool:
-        """Whether the framework's checkpoints hold the hook's state, or `--state` keeps it, after every step."""
+        """True if the framework's checkpoints hold the hook's state. False if `--state` keeps it after every step."""
         return not self.by_run and not self.framework.script.endswith("_environment")
 
     def train(self, ranks: int, out: Path, folder: Path, *arguments: str, kill_after: int = 0) -> None:
-        """Run the script over some ranks; what it held is in `out`."""
+        """Run the script over some ranks. `out` gets the states of the hook."""
         out.mkdir()
         options = ("--hook", "powersgd(rank=2)", "--state", folder / "state")
         launcher = ["-m", "commhooks", "run", *options] if self.by_run else []
@@ -108,7 +108,7 @@ class Run(NamedTuple):
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         observed = {"OBSERVED_OUT": str(out), "OBSERVED_KILL": str(kill_after)}
         observed |= {"OBSERVED_BY": "ray" if starts else "torchrun", "RANKS": str(ranks), "PYTHONPATH": str(HERE)}
-        observed |= {"RAY_worker_niceness": "0"}  # Ray gives its workers what others leave of a busy machine
+        observed |= {"RAY_worker_niceness": "0"}  # Ray lowers the priority of its workers by default
         launch([*([] if starts else torchrun), *program], observed, bool(kill_after))
 
 
@@ -125,7 +125,7 @@ def held(out: Path, when: str, ranks: int) -> list[dict[str, Any]]:
 
 
 def owed(kept: list[dict[str, Any]], sums: bool) -> dict[str, torch.Tensor]:
-    """Parameter -> mean (or sum) over ranks of the residual: all of it that enters the update."""
+    """Return the mean (or sum) over ranks of the residual by parameter, which all enters the update."""
     rows = [
         {name.partition("[")[0]: row["residual"] for name, row in each["state"]["entries"].items() if "residual" in row}
         for each in kept
@@ -135,12 +135,12 @@ def owed(kept: list[dict[str, Any]], sums: bool) -> dict[str, torch.Tensor]:
 
 
 def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """But for the rounding of one fp32 number per element."""
+    """True if both are equal up to the rounding of one fp32 number per element."""
     return one.keys() == other.keys() and all(torch.allclose(one[n], other[n], rtol=1e-6, atol=1e-12) for n in one)
 
 
 def equal(one: Any, other: Any) -> bool:
-    """To the bit, through dicts and lists."""
+    """True if both are equal to the bit, through dicts and lists."""
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
@@ -151,7 +151,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def claims(run: Run, folder: Path) -> Iterator[tuple[str, bool]]:
-    """What must hold, and whether it does."""
+    """Return the required properties, each with True if it holds."""
     sums = run.framework.sums
     runs = {name: folder / name for name in ("whole", "killed", "resumed", "three")}
     checkpoints = folder / "checkpoints"
@@ -177,7 +177,7 @@ def claims(run: Run, folder: Path) -> Iterator[tuple[str, bool]]:
 
 
 def row(framework: Framework, by_run: bool) -> tuple[str, bool]:
-    """A line of the table, and whether all claims held."""
+    """Return a line of the table, and True if all properties hold."""
     print(framework.name, flush=True)
     lines = 0 if by_run else changed(framework.script)
     with tempfile.TemporaryDirectory() as folder:
@@ -199,15 +199,15 @@ HEAD = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", metavar="NAME", help="frameworks whose script's name has NAME in it")
-    parser.add_argument("--by-run", action="store_true", help="scripts as they are, under `commhooks run`")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="write the table there")
+    parser.add_argument("--only", metavar="NAME", help="run frameworks whose script's name contains NAME")
+    parser.add_argument("--by-run", action="store_true", help="run unchanged scripts under `commhooks run`")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write the table to this file")
     chosen = parser.parse_args()
     rows, missing, sound = [], [], True
     for framework in FRAMEWORKS:
         if chosen.only and chosen.only not in framework.script:
             continue
-        if chosen.by_run and framework.script.endswith("_environment"):  # of which another entry has the plain script
+        if chosen.by_run and framework.script.endswith("_environment"):  # another entry has the plain script
             continue
         if not installed(framework):
             missing.append(framework.name)

@@ -1,11 +1,11 @@
-"""Runs a script of these tests unchanged and keeps, per rank, what its hook held: `observe.py script ...`.
+"""Run a script of these tests unchanged and keep each rank's hook state: `observe.py script ...`.
 
-The hook is the script's own, or that of `python -m commhooks run ... observe.py script ...`. Where Ray starts the ranks, what it
-is given to run on them is watched there; this file is then found by `PYTHONPATH`.
+The hook is the script's own, or that of `python -m commhooks run ... observe.py script ...`. If Ray starts the ranks,
+this file watches the function that Ray runs on them. The workers find this file by `PYTHONPATH`.
 
-Variables: `OBSERVED_BY`, `torchrun` or `ray`; `OBSERVED_OUT`, the folder; and `OBSERVED_KILL`, the optimizer step after which
-a rank kills itself with SIGKILL, 0 for never. Written are `saved-R.pt` and `loaded-R.pt`, the hook's state when the framework
-saved and after it loaded, and `end-R.pt`, weights, statistics and the hook's state at the end.
+Variables: `OBSERVED_BY` is `torchrun` or `ray`, `OBSERVED_OUT` is the folder, and `OBSERVED_KILL` is the optimizer step
+after which a rank kills itself with SIGKILL (0 for never). The files `saved-R.pt` and `loaded-R.pt` hold the hook's
+state at the framework's save and after its load. `end-R.pt` holds weights, statistics and the hook's state at the end.
 """
 
 import os
@@ -29,7 +29,7 @@ steps = 0
 
 def keep(when: str, **more: Any) -> None:
     state = attached[-1][1].state_dict() if attached else None
-    rank = os.environ.get("RANK", "0")  # a worker of Ray's is told late which it is
+    rank = os.environ.get("RANK", "0")  # a worker of Ray's learns its rank late
     torch.save({"state": state, **more}, Path(os.environ["OBSERVED_OUT"], f"{when}-{rank}.pt"))
 
 
@@ -68,10 +68,10 @@ def around(owner: Any, name: str, when: str) -> None:
 
 def count(optimizer: torch.optim.Optimizer, given: Any, options: Any) -> None:
     global steps
-    steps += not hasattr(optimizer, "optimizers")  # a container of others, which have counted
+    steps += not hasattr(optimizer, "optimizers")  # a container's optimizers have counted already
     if steps == int(os.environ["OBSERVED_KILL"]):
         if os.environ["OBSERVED_BY"] == "ray":
-            time.sleep(20)  # its controller asks workers every few seconds what they have reported
+            time.sleep(20)  # Ray's controller asks workers for their reports every few seconds
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -96,7 +96,7 @@ def watch_ray() -> None:
 
     def init(self: Any, train: Any, **options: Any) -> None:
         def watched(config: dict[str, Any]) -> None:
-            import observe  # the worker's, not this one by value
+            import observe  # the worker's module, not this one sent by value
 
             observe.watch()
             train(config)

@@ -1,4 +1,4 @@
-"""The recipes of docs/frameworks.md run as they stand, each as a script over two processes; a hook costs few lines."""
+"""The recipes of docs/frameworks.md run unchanged, each as a script over two processes. A hook costs few lines."""
 
 import importlib.util
 import os

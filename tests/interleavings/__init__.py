@@ -1,1 +1,1 @@
-"""A search of all interleavings of real engines: ``python -m tests.interleavings`` prints its size."""
+"""Search all interleavings of real engines. ``python -m tests.interleavings`` prints the size of the search."""

@@ -49,7 +49,7 @@ class Stop(BaseException):
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong on the network, at a time that the explorer chooses.
+    """A fault of the network, at a time that the explorer chooses.
 
     Attributes:
         kind: ``none``; ``die``, rank ``rank`` is lost before one of its calls; ``late``, rank ``rank`` may be later than the
@@ -69,8 +69,8 @@ class Post:
 
     key: tuple[Any, ...]
     tensors: tuple[torch.Tensor, ...]
-    inputs: tuple[torch.Tensor, ...]  # copies
-    poison: torch.Tensor | None  # what the output holds until the wait ends
+    inputs: tuple[torch.Tensor, ...]  # of the caller's tensors
+    poison: torch.Tensor | None  # content of the output until the wait ends
     done: bool = False
     read: bool = False
     ended: str = ""  # "deliver" or "fail"
@@ -268,7 +268,7 @@ class Run:
         self.results: dict[int, list[torch.Tensor]] = {}
 
     def violate(self, text: str) -> None:
-        """Note a broken rule. The run continues."""
+        """Record a broken rule. The run continues."""
         if text not in self.violations:
             self.violations.append(text)
 
@@ -363,7 +363,7 @@ class Found:
         seconds: of the search.
         complete: False if a limit ended the search.
         violations: broken rules, each with the schedule that shows it first.
-        outcomes: what the ranks saw at the end, and in how many runs.
+        outcomes: the records of the ranks at the end, and the number of runs with each.
     """
 
     runs: int = 0
@@ -385,7 +385,7 @@ class Explorer:
         check: called with the records of all ranks, their ``dead`` and ``gave_up`` flags, after each complete run; returns
             broken rules.
         summary: reduces a record to the part that runs are compared by.
-        fault: what goes wrong.
+        fault: the fault of the network.
         free: see :class:`commhooks.transport.base.Transport`.
         reduced: explore persistent sets only.
         order: ``None``: the time at which a message is read and delivered cannot matter, and ``guard`` proves it. Otherwise
@@ -419,7 +419,7 @@ class Explorer:
         self.reduced, self.guard = reduced and order is None, guard and order is None
 
     def search(self) -> Found:
-        """Explore, and return what was found."""
+        """Explore all orders and return the result."""
         begun, found, seen = time.perf_counter(), Found(), {}
         stack: list[list[Choice]] = [[]]
         self.threads = Threads(self.world_size)
@@ -558,7 +558,7 @@ class Explorer:
         return found
 
     def _ends(self, run: Run, me: Rank, number: int) -> Iterator[str]:
-        """How a wait may end now."""
+        """Return the ways in which a wait may end now."""
         fault, missing = self.fault, [rank for rank in run.ranks if len(rank.posts) <= number]
         if self.order is not None:
             yield from {"deliver": ["ok"], "fail": ["lost"], "": []}[me.posts[number].ended]
@@ -574,7 +574,7 @@ class Explorer:
             yield "timeout"
 
     def _messages(self, run: Run, me: Rank) -> Iterator[str]:
-        """What the network may do for a rank now."""
+        """Return the actions of the network that are possible for a rank now."""
         width = 2 if self.order == "gloo" else 1
         active = 0
         for number, post in enumerate(me.posts):
@@ -607,7 +607,7 @@ class Explorer:
                 return mine
             for choice in choices:
                 if choice[0] != fault.rank:
-                    return [choice, *mine]  # it may set the rank free; the death may come first
+                    return [choice, *mine]  # it may release the rank, and the death may come first
             return mine
         alone = [c for c in choices if c[1] == "post" and not (first and c[0] == first[0].number)]
         if alone:
@@ -621,7 +621,7 @@ class Explorer:
                 return rows
         if fault.kind == "late":
             return choices
-        return next(iter(ends.values()))  # no rank posts again unless its wait fails, so no wait can end well any more
+        return next(iter(ends.values()))  # no rank posts again unless its wait fails, so no wait can succeed any more
 
 
 def _orders(graph: dict[Any, list[Any]]) -> int:

@@ -37,7 +37,7 @@ def numbers(base: Scenario) -> Iterator[Scenario]:
 
 
 def quick() -> dict[str, list[Scenario]]:
-    """Return the quick set: 2 ranks, 2 buckets; and 3 ranks, 3 buckets without a fault."""
+    """Return the quick set of 2 ranks with 2 buckets, and 3 ranks with 3 buckets without a fault."""
     small = [Scenario(reduction) for reduction in STAGES]
     three = {"world_size": 3, "buckets": 3}
     return {
@@ -71,7 +71,7 @@ def quick() -> dict[str, list[Scenario]]:
 
 
 def full() -> dict[str, list[Scenario]]:
-    """Return the full set: 3 ranks, 3 buckets of up to 2 stages, 2 steps, one fault."""
+    """Return the full set with 3 ranks, 3 buckets of up to 2 stages, 2 steps and one fault."""
     three = {"world_size": 3, "buckets": 3}
     bases = [Scenario(reduction, **three) for reduction in STAGES]
     ways = [(drive, late) for drive in DRIVES for late in (False, True)]

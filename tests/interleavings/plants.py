@@ -24,13 +24,13 @@ class Plant:
     """One bug.
 
     Attributes:
-        name: what the bug does.
+        name: effect of the bug.
         module: dotted name of the module.
         target: function, or class and method, in it.
         old, new: the piece of source, and its replacement.
         scenario: the scenario that shows the bug.
         finds: part of the text of the broken rule.
-        options: of the search.
+        options: options of the search.
     """
 
     name: str

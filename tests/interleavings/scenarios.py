@@ -1,4 +1,4 @@
-"""Scenarios: a reduction, a way to drive the engine, a fault, and the rules that every order must keep.
+"""Scenarios, each with a reduction, a way to drive the engine, a fault, and the rules that every order must keep.
 
 Gradients are small integers, so that every sum is exact.
 """
@@ -33,14 +33,14 @@ class Planted(Exception):
 
 
 class Interrupt(BaseException):
-    """The same for an exception such as Ctrl-C."""
+    """An exception like Ctrl-C that a reduction raises on purpose."""
 
 
 class Feedback(Reduction):
     """Sends even parts of the gradient in ``stages`` all-reduces, and keeps the odd rest for the next step.
 
-    A later stage sends its numbers plus a number that depends on the result of the first, and takes it off again. A wrong or
-    early result of the first stage makes the last one wrong. The shared field does the same from step to step.
+    A later stage sends its numbers plus a number that depends on the result of the first, and subtracts it again. A
+    wrong or early result of the first stage makes the last one wrong. The shared field does the same from step to step.
     """
 
     name, lossy, stages = "feedback", True, 2
@@ -85,7 +85,7 @@ class Uneven(Feedback):
 
 
 class Moved(Reduction):
-    """Exchanges parts by all-to-all and gathers the averages: numbers that nothing sums on the way, as quantizers do."""
+    """Exchanges parts by all-to-all and gathers the averages. No collective sums these numbers, as with quantizers."""
 
     name, lossy = "moved", True
     fields: ClassVar[Any] = {"residual": "local"}
@@ -119,7 +119,7 @@ class Cast(Reduction):
 
 
 class Scattered(Moved):
-    """The same by reduce-scatter and all-gather."""
+    """Exchanges the same parts by reduce-scatter and all-gather."""
 
     name = "scattered"
     collectives = frozenset({"reduce_scatter", "all_gather"})
@@ -230,7 +230,7 @@ class Scenario:
         infinite: step and rank whose gradient holds infinity.
         stops_in: step whose backward raises before its last bucket, on all ranks, and is repeated; of ``ddp`` and ``hook``.
         callback_raises: step and rank whose callback raises.
-        joined: step and rank that takes no part in a step.
+        joined: step and rank that does not participate in it.
         judged: step and rank whose optimizer skips a step; rank -1 for all of them, -2 for no judge.
         waiting: step whose use is not known until the next step has ended; -1 for none.
         outside: step and rank with an error outside the reduction.
@@ -277,7 +277,7 @@ def _named(fault: Fault) -> str:
 
 
 def gradient(step: int, rank: int, bucket: int) -> torch.Tensor:
-    """Return a rank's gradient of a bucket: small integers."""
+    """Return a rank's gradient of a bucket, in small integers."""
     generator = torch.Generator(device="cpu").manual_seed(1 + step * 1009 + rank * 101 + bucket)
     return torch.randint(-40, 40, (NUMEL,), generator=generator, dtype=torch.int64, device="cpu").to(torch.float32)
 
@@ -291,7 +291,7 @@ TUNINGS = {
 
 @dataclass
 class Saw:
-    """What one rank saw in one step.
+    """One rank's view of one step.
 
     Attributes:
         error: returned or raised by the engine.
@@ -312,7 +312,7 @@ class Saw:
 
 @dataclass
 class Record:
-    """What one rank saw, and its state at the end."""
+    """One rank's view of all steps, and its state at the end."""
 
     steps: list[Saw] = field(default_factory=list)
     entries: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
@@ -440,16 +440,16 @@ class DDPBucket:
 
 
 class Reducer:
-    """Does what DDP's reducer does: calls the hook in a backward, and finishes in a callback after the last bucket."""
+    """Acts like DDP's reducer. It calls the hook in a backward, and finishes in a callback after the last bucket."""
 
     def __init__(self, engine: Engine, buckets: int, hook: str | None) -> None:
         self.params = [
             torch.nn.Parameter(torch.zeros(NUMEL, dtype=torch.float32, device="cpu")) for _ in range(buckets)
         ]
-        for param in self.params:  # otherwise the driver takes them for unused
+        for param in self.params:  # without a gradient the driver takes them for unused
             param.grad = torch.zeros_like(param)
         self.driver = DDPDriver(engine, {id(p): f"w{index}" for index, p in enumerate(self.params)}, hook=hook)
-        self.driver._model_unknown = False  # there is none, and the search through all objects takes long
+        self.driver._model_unknown = False  # no optimizer exists, and the search through all objects is slow
         self.stops_in = -1
 
     def step(self, made: list[Bucket], number: int, transport: ExplorerTransport, *, late: bool) -> Saw:
@@ -591,7 +591,7 @@ def _agreement(scenario: Scenario, alive: Sequence[Rank], records: Sequence[Reco
             if own and saw.error is not None and not isinstance(saw.error, Planted | Interrupt):
                 yield f"step {number}: rank {rank.number} raised, and gets {saw.error!r} instead of its own error"
     if scenario.judged[1] >= 0:
-        return  # the optimizer of one rank skipped a step: all ranks were told, and their states differ
+        return  # one rank's optimizer skipped a step. All ranks were told, and their states differ
     failed = _failed(scenario)
     counted = [step not in failed and not _skipped(scenario, step) for step in range(scenario.steps)]
     averages, residuals = _truth(scenario, counted)
@@ -647,7 +647,7 @@ def _raised(scenario: Scenario) -> set[int]:
 
 
 def _failed(scenario: Scenario) -> set[int]:
-    """Steps without a valid average, unless the network fails."""
+    """Return the steps without a valid average, unless the network fails."""
     found = _raised(scenario)
     if scenario.infinite[0] >= 0:
         found.add(scenario.infinite[0])
@@ -659,7 +659,7 @@ def _skipped(scenario: Scenario, step: int) -> bool:
 
 
 def _expected_errors(scenario: Scenario) -> set[int]:
-    """Steps that all ranks end with an error, unless the network fails."""
+    """Return the steps that all ranks end with an error, unless the network fails."""
     found = _raised(scenario)
     if scenario.judged[1] >= 0:  # one rank's optimizer skipped the step before
         found = {*found, *range(scenario.judged[0] + 1, scenario.steps)}
@@ -667,7 +667,7 @@ def _expected_errors(scenario: Scenario) -> set[int]:
 
 
 def summary(rank: Rank) -> Any:
-    """What runs are compared by."""
+    """Return the part of the records that runs are compared by."""
     record: Record = rank.result
     kinds = tuple("ok" if saw.error is None else type(saw.error).__name__ for saw in record.steps)
     return (*kinds, record.count)

@@ -1,4 +1,4 @@
-"""All orders of arrival and completion of real engines: no rule is broken in any of them."""
+"""All orders of arrival and completion of real engines keep every rule."""
 
 import logging
 from collections.abc import Iterator

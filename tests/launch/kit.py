@@ -1,4 +1,4 @@
-"""Runs a training script as its user would: with torchrun, or alone."""
+"""Runs a training script as its user would, with torchrun or alone."""
 
 import json
 import os
@@ -14,7 +14,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 
 class Done(NamedTuple):
-    """What became of a run."""
+    """The result of a run."""
 
     code: int
     err: str
@@ -33,13 +33,13 @@ def run(
     """Run one of the scripts with a hook, in ``folder``.
 
     Args:
-        folder: where it runs, and where the report is.
+        folder: working directory, which also gets the report.
         script: name of a script, or text of one.
-        words: its arguments.
-        ranks: processes; 0: no torchrun.
-        door: by environment variables instead of ``commhooks run``.
-        check: fail unless it ends well.
-        options: of ``commhooks run``; without ``hook`` and ``outer`` the script runs as it is.
+        words: arguments of the script.
+        ranks: number of processes; 0 runs without torchrun.
+        door: True to use environment variables instead of ``commhooks run``.
+        check: True to fail unless it ends with status 0.
+        options: options of ``commhooks run``; without ``hook`` and ``outer`` the script runs unchanged.
     """
     path = SCRIPTS / f"{script}.py"
     if "\n" in script:
@@ -49,7 +49,7 @@ def run(
     report.unlink(missing_ok=True)
     given = {**options, "report": report} if {"hook", "outer"} & options.keys() else {}
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    environ["STANDALONE_PORT"] = str(_port())  # read by a Lightning that starts its processes itself
+    environ["STANDALONE_PORT"] = str(_port())  # a Lightning that starts its processes itself reads it
     command = [sys.executable, "-W", "ignore"]
     if ranks:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -65,7 +65,9 @@ def run(
 
 
 def _ended(command: list[str], folder: Path, environ: dict[str, str]) -> tuple[int, str]:
-    """Exit status and standard error, with the processes that it started gone: one left behind holds the pipe open."""
+    """Return exit status and standard error after its processes are gone. A remaining process would
+    hold the pipe open.
+    """
     output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, text=True, cwd=folder, env=environ, process_group=0, **output)
     try:
@@ -84,10 +86,11 @@ def _ended(command: list[str], folder: Path, environ: dict[str, str]) -> tuple[i
 
 
 def _port() -> int:
-    """A free port that the kernel gives nobody: Lightning chooses one seconds before it listens, and another test may have it.
+    """Return a free port that the kernel gives no process. Lightning chooses a port seconds before it listens, and
+    another test may take it.
 
-    Below the range of `ip_local_port_range`, 32768 upwards. If the port is taken Lightning's main process ends with
-    EADDRINUSE, and the child waits for it for half an hour.
+    The port is below the range of `ip_local_port_range`, 32768 upwards. If the port is taken, Lightning's main process
+    ends with EADDRINUSE, and its child waits half an hour for it.
     """
     while True:
         port = random.randrange(10_000, 32_768)

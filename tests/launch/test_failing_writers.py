@@ -1,4 +1,4 @@
-"""``commhooks run`` where its own writing fails: the script ends as it would have without it."""
+"""``commhooks run`` survives failures of its own writes. The script ends as without it."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import pytest
 from .kit import run
 
 HOOK = "powersgd(rank=2)"
-WARNS = "powersgd(rank=64)"  # never compresses the model below: attaching logs a warning in the first forward
+WARNS = "powersgd(rank=64)"  # never compresses the model below, so attach logs a warning in the first forward
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(300)]
 
 CATCH = "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a test in the background inherits "ignore"
@@ -39,7 +39,7 @@ def script(folder: Path, before: str = "", between: str = "", after: str = "") -
 
 
 def status(path: Path, *options: str, stderr: int | None = subprocess.DEVNULL, hook: str = HOOK) -> int:
-    """Exit status under ``commhooks run``; of the script alone if ``hook`` is empty."""
+    """Return the exit status under ``commhooks run``, or of the script alone if ``hook`` is empty."""
     words = ["-m", "commhooks", "run", "--single-process", "--hook", hook, *options] if hook else []
     command = [sys.executable, "-W", "ignore", *words, str(path)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -99,7 +99,7 @@ def test_a_report_that_cannot_be_written_is_printed(tmp_path: Path, report: str)
 
 
 def test_a_state_that_cannot_be_written_does_not_end_training(tmp_path: Path) -> None:
-    """The folder becomes a file after the second step, as if its disk had gone; the script saves after that, too."""
+    """The folder becomes a file after the second step, as if its disk were lost. The script also saves later."""
     breaks = "import shutil; step == 1 and (shutil.rmtree('state'), open('state', 'w')); torch.save(model.state_dict(), 'saved')"
     text = script(tmp_path, between=breaks).read_text()
     done = run(tmp_path, text, ranks=0, hook=HOOK, single_process=True, state="state")

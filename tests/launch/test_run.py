@@ -1,4 +1,4 @@
-"""``python -m commhooks run``, and the same by environment: scripts that know nothing of it."""
+"""``python -m commhooks run`` and the environment variable work with scripts that do not know commhooks."""
 
 import os
 import subprocess
@@ -40,7 +40,7 @@ def test_frameworks_with_their_scripts_unchanged(tmp_path: Path, script: str) ->
 
 @pytest.mark.full
 def test_lightning_starts_its_processes_itself(tmp_path: Path) -> None:
-    """``python script.py``: the second process is Lightning's child, and gets the hook from the environment."""
+    """With ``python script.py``, the second process is Lightning's child and gets the hook from the environment."""
     pytest.importorskip("lightning")
     done = run(tmp_path, "lightning_fit", ranks=0, hook=HOOK)
     assert done.stats["compressed_steps"] == done.stats["steps"] == 6
@@ -54,13 +54,13 @@ def test_a_manual_attach_gives_the_same_bits_and_wins(tmp_path: Path) -> None:
     text = (Path(__file__).parent / "scripts" / "ddp_loop.py").read_text()
     place = "optimizer = torch.optim"
     attached = text.replace(place, f'import commhooks\ncommhooks.attach(model, "{HOOK}")\n{place}')
-    done = run(tmp_path, attached, hook="noop")  # the script's own wins: noop would leave ranks with different weights
+    done = run(tmp_path, attached, hook="noop")  # the script's own wins: with noop ranks would differ
     again = torch.load(tmp_path / "weights.pt", weights_only=True)
     assert all(torch.equal(weights[name], again[name]) for name in weights)
     assert not done.report["models"]
     [note] = done.report["notes"]
     assert "a hook of the script's own, which stays" in note and HOOK in note
-    assert note in done.err.split("commhooks run:")[0]  # logged at the time, too
+    assert note in done.err.split("commhooks run:")[0]  # also logged at the time
 
 
 @pytest.mark.full
@@ -119,7 +119,7 @@ def test_several_models(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_one_process(tmp_path: Path) -> None:
-    """A script that is debugged alone has exact gradients, unless compression is asked for."""
+    """A script that runs alone for debugging has exact gradients, unless the user asks for compression."""
     done = run(tmp_path, "ddp_loop", ranks=1, hook=HOOK)
     assert not done.report["models"] and "one process" in done.report["notes"][0]
     exact = torch.load(tmp_path / "weights.pt", weights_only=True)
@@ -135,7 +135,7 @@ def test_a_script_that_wraps_nothing(tmp_path: Path) -> None:
 
 
 def test_a_script_that_starts_its_ranks_itself(tmp_path: Path) -> None:
-    """The report is the ranks', in the file too: the process that only starts them has nothing to say after them."""
+    """The ranks write the report, also to the file. The process that only starts them writes none."""
     loop = TWO_MODELS.replace('dist.init_process_group("gloo")', "")
     ranks = "def train(rank, store):\n    dist.init_process_group('gloo', init_method=store, rank=rank, world_size=2)\n"
     head, body = loop.split("\ntorch.manual_seed(0)")
@@ -167,7 +167,7 @@ def test_exit_status_and_traceback_are_the_scripts(tmp_path: Path, how: str) -> 
     (tmp_path / "other_module.py").write_text(f"how = '{how}'\n")
     done = run(tmp_path, SEMANTICS, "--lr", 1, "--hook", "mine", ranks=0, hook=HOOK, check=False)
     assert done.code == (7 if how == "exit" else 1)
-    assert done.report["notes"]  # a report all the same
+    assert done.report["notes"]  # writes a report anyway
     if how == "raise":
         trace = done.err[done.err.index("Traceback") :]
         assert trace.count('File "') == 2 and 'KeyError: "the script\'s own"' in trace  # the module, and fails()
@@ -196,7 +196,9 @@ def test_a_dry_run_prints_expression_and_plan_and_runs_nothing(tmp_path: Path) -
 
 
 def test_the_environment_costs_nothing_unless_it_asks_for_a_hook(tmp_path: Path) -> None:
-    """An installation has the line that opens it; without the variable, nothing of this project is imported."""
+    """The installation has a .pth line that reads the variable. Without the variable, it imports no module of this
+    project.
+    """
     code = "import sys; print(*sorted({name.split('.')[0] for name in sys.modules} & {'commhooks', 'torch'}))"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("COMMHOOKS_")}
     for hook, told in ((None, ""), ("powersgd", "commhooks")):

@@ -1,7 +1,7 @@
-"""``python -m commhooks run --outer``: the same bits as an outer optimizer written by hand, in scripts that have none.
+"""``python -m commhooks run --outer`` gives the same bits as a manual outer optimizer. The scripts have none.
 
-The cases run in two gloo processes, which watch the imports as the command does. A case trains once as an unchanged script,
-and once with ``OuterOptimizer`` by hand.
+The cases run in two gloo processes, which watch the imports as the command does. A case trains once as an unchanged
+script, and once with ``OuterOptimizer`` by hand.
 """
 
 import os
@@ -32,7 +32,7 @@ OPTIONS: dict[str, Any] = {"every": 3, "rate": 0.7, "momentum": 0.9}
 
 
 class Net(nn.Module):
-    """A model with BatchNorm, and a branch that every other step uses."""
+    """A model with BatchNorm and a branch that every other step uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def everything(model: nn.Module) -> list[torch.Tensor]:
     return [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
 
 
-# -- scripts: each makes a model, wraps it, and trains it with an optimizer
+# -- scripts, each of which makes a model, wraps it, and trains it with an optimizer
 
 
 def plain(rank: int, wrap: Wrap, outer: Outer) -> nn.Module:
@@ -85,7 +85,7 @@ def plain(rank: int, wrap: Wrap, outer: Outer) -> nn.Module:
 
 
 def accumulating(rank: int, wrap: Wrap, outer: Outer) -> nn.Module:
-    """As nanoGPT does: the script itself switches the synchronisation."""
+    """Accumulate like nanoGPT, where the script itself switches the synchronisation."""
     model = wrap(net())
     optimizer = outer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
     for step in range(8):
@@ -113,7 +113,7 @@ def no_sync(rank: int, wrap: Wrap, outer: Outer) -> nn.Module:
 
 
 def scaled(rank: int, wrap: Wrap, outer: Outer, fused: bool = False, clip: bool = False) -> nn.Module:
-    """A GradScaler skips steps of rank 1 only, among them the first and the one that ends a round."""
+    """A GradScaler skips steps of rank 1 only, among them the first and the last of a round."""
     model = wrap(net())
     optimizer = outer(torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused), model)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=4)
@@ -176,7 +176,7 @@ def frozen_later(rank: int, wrap: Wrap, outer: Outer) -> nn.Module:
 
 
 def two_optimizers(rank: int, wrap: Wrap, outer: Outer) -> nn.Module:
-    """Step both, the last one being the inner optimizer."""
+    """Step two optimizers. The last one is the inner optimizer."""
     model = wrap(net())
     matrices = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() != 2]
@@ -191,7 +191,7 @@ def two_optimizers(rank: int, wrap: Wrap, outer: Outer) -> nn.Module:
 
 
 def evaluating_first(rank: int, wrap: Wrap, outer: Outer) -> nn.Module:
-    """A forward with gradients before the optimizer is made, and one without gradients on one rank alone between steps."""
+    """Run a forward with gradients before the optimizer exists, and one without gradients on one rank between steps."""
     model = wrap(net())
     loss_of(model, 0, 99)
     optimizer = outer(torch.optim.AdamW(model.parameters(), lr=0.01), model)
@@ -253,7 +253,7 @@ def expression(text: str) -> str:
 
 
 def watching(text: str) -> None:
-    """Begin as ``commhooks run --outer`` does, in a process that may have done so already."""
+    """Begin as ``commhooks run --outer`` does, in a process that may have begun before."""
     os.environ.update(Settings("", outer=text).environ())
     watch()
     auto_attach.cache_clear()
@@ -294,7 +294,7 @@ def test_an_unchanged_script_has_the_bits_of_an_outer_optimizer_by_hand(names: l
     assert spawn(bits, 2, names, timeout=200) == [{}] * 2
 
 
-# -- refused, and left alone
+# -- refusals, and scripts that stay unchanged
 
 
 def refused(rank: int, world: int) -> list[str]:
@@ -389,7 +389,7 @@ def test_it_refuses_by_name() -> None:
 
 
 def own_means(rank: int, world: int) -> list[str]:
-    """A script with an outer optimizer or a hook of its own keeps it. Returns the notes."""
+    """A script with its own outer optimizer or hook keeps it. Return the notes."""
     notes = []
     for own in ("outer", "hook"):
         watching("diloco(every=2)")
@@ -417,7 +417,7 @@ def test_an_outer_optimizer_or_a_hook_of_the_script_stays() -> None:
 
 
 def one_model(rank: int, world: int) -> dict[str, Any]:
-    """What checkpoints hold between rounds, and at the end of a run of a known number of steps."""
+    """Return the contents of checkpoints between rounds, and at the end of a run of a known number of steps."""
     watching("diloco(every=3, steps=8)")
     model = ddp()(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -433,7 +433,7 @@ def one_model(rank: int, world: int) -> dict[str, Any]:
         found["saved"].append({name: t.clone() for name, t in saved.items() if t.is_floating_point()})
         named = [*model.module.named_parameters(), *model.module.named_buffers()]
         found["live"].append({name: t.detach().clone() for name, t in named if t.is_floating_point()})
-    saved["first.weight"].zero_()  # a script's own business
+    saved["first.weight"].zero_()  # the script is responsible for it
     found["start"] = model.module.state_dict()["first.weight"]
     return found
 
@@ -452,7 +452,7 @@ def test_checkpoints_hold_one_model_on_all_ranks_and_the_last_one_holds_the_last
 
 
 def wrapped_again(rank: int, world: int) -> list[int]:
-    """A script that wraps its module once more."""
+    """A script that wraps its module a second time."""
     watching("diloco(every=3)")
     module = net()
     counts = []

@@ -1,4 +1,4 @@
-"""``commhooks run --state``: killed and resumed, the script unchanged."""
+"""``commhooks run --state`` resumes killed runs of an unchanged script."""
 
 import shutil
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_killed_and_resumed_with_the_same_bits(tmp_path: Path, script: str) -> N
 
 @pytest.mark.full
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    """A snapshot is missing a rank: it is not taken, and the run does not go on as if it had no state."""
+    """A snapshot lacks a rank. The run refuses it, and does not continue as if it had no state."""
     run(tmp_path, "ddp_loop", "--save", 4, "--kill", 4, hook=HOOK, state="state", check=False)
     [one] = (tmp_path / "state").glob("*/step-000000000004-*/rank-1-of-2-*.pt")
     one.unlink()
@@ -53,7 +53,7 @@ def test_a_save_between_snapshots_is_told_at_once(tmp_path: Path) -> None:
     done = run(tmp_path, "ddp_loop", "--save", 4, hook=HOOK, state="state", state_every=3)
     assert "the script saves after step 4, and the hook's state was saved after step 3" in done.err
     steps = {int(path.name.split("-")[1]) for path in (tmp_path / "state").glob("*/step-*")}
-    assert steps == {0, 6, 8}  # the beginning, the last of every three, the end
+    assert steps == {0, 6, 8}  # the first, every third step, and the end
 
 
 @pytest.mark.full
@@ -65,7 +65,7 @@ def test_a_script_that_imports_save_by_name_is_seen(tmp_path: Path) -> None:
 
 
 def trained(rank: int, world: int, folder: str, steps: int, begin: int) -> tuple[float, float, list[str]]:
-    """Train some steps with snapshots; the sum over ranks of the mean residual before and after resuming."""
+    """Train some steps with snapshots. Return the sum over ranks of the mean residual before and after the resume."""
     torch.manual_seed(0)
     model = DistributedDataParallel(
         torch.nn.Sequential(torch.nn.Linear(48, 48), torch.nn.Linear(48, 48)), bucket_cap_mb=0.005
@@ -90,7 +90,7 @@ def trained(rank: int, world: int, folder: str, steps: int, begin: int) -> tuple
 
 
 def _residual(handle: commhooks.CommHook) -> float:
-    """The mean over ranks of one number that all residuals enter."""
+    """Return the mean over ranks of one number that depends on all residuals."""
     state = handle.state_dict()["entries"]
     total = torch.zeros((), dtype=torch.float64)
     for row in state.values():

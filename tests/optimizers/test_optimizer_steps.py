@@ -1,6 +1,7 @@
-"""Nothing is lost between backward and optimizer: applied + owed = the sum of all mean gradients, however often they step.
+"""No gradient is lost between backward and optimizer. Applied + owed = the sum of all mean gradients, for any number of
+steps.
 
-The loss is linear in the weights, so that the gradients are known; lr is 1, so that what was applied shows in them.
+The loss is linear in the weights, so that the gradients are known. With lr = 1 the weights show the applied gradients.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -29,7 +30,7 @@ class Linear(nn.Module):
 
 
 class Run:
-    """One model with PowerSGD, and the sum of the gradients that its parameters should have seen."""
+    """One model with PowerSGD, and the sum of the gradients that its parameters must have seen."""
 
     def __init__(self, rank: int, hook: str = "powersgd(rank=1)", view: bool = False, **given: Any) -> None:
         self.model = DistributedDataParallel(Linear(), bucket_cap_mb=0.001, gradient_as_bucket_view=view)
@@ -54,9 +55,9 @@ class Run:
             (loss if scaler is None else scaler.scale(loss)).backward()
 
     def lost(self) -> float:
-        """The part that is neither applied nor owed."""
+        """Return the part that is neither applied nor owed."""
         self.model.zero_grad()
-        self.backward(zero=True)  # the step before it is settled, and nothing is new
+        self.backward(zero=True)  # settles the step before, and adds no new one
         gap = whole = 0.0
         for name, true in self.true.items():
             state: Any = self.handle.state
@@ -152,7 +153,7 @@ def joined(rank: int, world: int, hook: str, watched: str) -> list[Any]:
             for step in range(3 + 2 * ((rank + epoch) % 2)):
                 run.optimizer.zero_grad()
                 run.backward(scaler=scaler)
-                if step != 4:  # the last one is skipped, while the other rank has joined
+                if step != 4:  # the loop skips the last step, while the other rank has joined
                     run.optimizer.step()
         seen.append(run.handle.state_dict()["step"])
         run.optimizer.zero_grad()

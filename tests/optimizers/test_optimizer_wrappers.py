@@ -1,4 +1,6 @@
-"""Every optimizer of ours that wraps another one is one: to each scheduler of torch, to frameworks, to a GradScaler."""
+"""Every optimizer of ours that wraps another one is an optimizer for torch's schedulers, frameworks
+and a GradScaler.
+"""
 
 import copy
 import inspect
@@ -25,7 +27,7 @@ class Counting(ch_ddp.ModelAverager):
 
 @pytest.fixture(params=["PostLocalSGDOptimizer", "OverlappedOptimizer", "OptimizerWrapper"])
 def wrap(request: pytest.FixtureRequest) -> Iterator[Callable[[Optimizer, torch.nn.Module], Optimizer]]:
-    """A function that wraps an optimizer of a model."""
+    """Return a function that wraps an optimizer of a model."""
     if request.param == "PostLocalSGDOptimizer":
         yield lambda optimizer, model: ch_ddp.PostLocalSGDOptimizer(optimizer, Counting())
     elif request.param == "OptimizerWrapper":
@@ -74,7 +76,7 @@ EVERY = sorted(
 
 
 def settings(optimizer: Optimizer) -> list[tuple[Any, ...]]:
-    """What schedulers change."""
+    """Return the settings that schedulers change."""
     return [(group["lr"], group.get("momentum"), group.get("betas")) for group in optimizer.param_groups]
 
 
@@ -108,7 +110,7 @@ def test_every_scheduler_of_torch(wrap: Any, name: str, kind: str) -> None:
         wanted = trained(plain_model, plain, make(plain), plain)
         found = trained(model, optimizer, make(optimizer), inner)
     assert [lr for lr, _ in found] == [lr for lr, _ in wanted]
-    assert len({str(lr) for lr, _ in found}) > 1  # the scheduler did something
+    assert len({str(lr) for lr, _ in found}) > 1  # the scheduler changed the settings
     for (_, mine), (_, theirs) in zip(found, wanted, strict=True):
         assert all(map(torch.equal, mine, theirs))
 
@@ -121,7 +123,7 @@ def test_it_is_an_optimizer_that_shares_everything(wrap: Any) -> None:
     assert optimizer.defaults is inner.defaults
     assert optimizer.param_groups is inner.param_groups
     assert optimizer.state is inner.state
-    optimizer.param_groups = list(optimizer.param_groups)  # as Accelerate does
+    optimizer.param_groups = list(optimizer.param_groups)  # Accelerate does the same
     optimizer.state = copy.copy(optimizer.state)
     assert optimizer.param_groups is inner.param_groups
     assert optimizer.state is inner.state

@@ -1,8 +1,8 @@
-"""A newcomer's path, each command as the documents have it, timed: `python newcomer.py [--there FOLDER] [--record]`.
+"""Time a newcomer's path with the commands of the documents: `python newcomer.py [--there FOLDER] [--record]`.
 
-From an empty folder: a clone, an environment, the commands of the README's section "On your own script", on the script of
-docs/run.md and the model of docs/network.md. `--there` names a site-packages folder that has what the packages depend on,
-where it should not be downloaded anew.
+The path starts in an empty folder with a clone and an environment. It runs the commands of the README's section "On
+your own script" on the script of docs/run.md and the model of docs/network.md. `--there` names a site-packages folder
+with the dependencies, to avoid their download.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def main() -> int:
         if chosen.there:
             [packages] = clone.glob(".venv/lib/python3*/site-packages")
             (packages / "there.pth").write_text(f"{chosen.there}\n")
-            torchrun = clone / ".venv" / "bin" / "torchrun"  # which came with torch into the other environment
+            torchrun = clone / ".venv" / "bin" / "torchrun"  # torch brought it to the other environment
             torchrun.write_text(f'#!/bin/sh\nexec {clone}/.venv/bin/python -m torch.distributed.run "$@"\n')
             torchrun.chmod(0o755)
         step(f"{install}{' --no-deps --no-build-isolation' if chosen.there else ''}", 1)

@@ -1,4 +1,4 @@
-"""`commhooks advise`: the virtual network keeps its rules, the advice follows from the figures, and the command runs."""
+"""`commhooks advise` follows its figures. The virtual network keeps its rules, and the command runs."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ def posts(*megabytes: float, after: float = 0.0) -> list[Note]:
 
 
 def ends(*notes: Note, curve: Curve = CURVE, **options: float) -> float:
-    """When a step ends, and both of two ranks with it, that did the same."""
+    """Return the time at which a step ends. Two ranks that did the same must agree."""
     network = Network({("all_reduce", "float32"): curve}, **{"spare": 8.0, **options})
     (first, _), (second, _) = Replay.of(network, [[*notes, Note(0.0, -1, None)]] * 2)
     assert first == second
@@ -35,7 +35,7 @@ def ends(*notes: Note, curve: Curve = CURVE, **options: float) -> float:
 
 def test_a_message_alone_takes_what_was_measured():
     assert ends(*posts(1.0), wait(0)) == pytest.approx(1.5)
-    assert ends(*posts(5.0), wait(0)) == pytest.approx(5.5)  # beyond the largest that was tried
+    assert ends(*posts(5.0), wait(0)) == pytest.approx(5.5)  # beyond the largest size that was tried
 
 
 def wait(number: int, after: float = 0.0) -> Note:
@@ -44,25 +44,25 @@ def wait(number: int, after: float = 0.0) -> Note:
 
 def test_computing_hides_a_message():
     assert ends(*posts(2.0), wait(0, after=1.0)) == pytest.approx(2.5)
-    assert ends(*posts(1.0), wait(0, after=10.0)) == pytest.approx(10.0)  # it has come long ago
+    assert ends(*posts(1.0), wait(0, after=10.0)) == pytest.approx(10.0)  # it arrived long ago
 
 
 @pytest.mark.parametrize(("together", "end"), [(2.0, 2.5), (1.0, 1.5), (1.5, 2.0)])
 def test_messages_share_the_network(together, end):
     both = posts(1.0, 1.0)
     assert ends(*both, wait(1), together=together) == pytest.approx(end)
-    assert ends(*both, wait(1), wait(0), together=together) == pytest.approx(end)  # the same time, or before
+    assert ends(*both, wait(1), wait(0), together=together) == pytest.approx(end)  # at the same time, or before
 
 
 def test_others_go_on_while_one_is_on_its_way():
     three = posts(1.0, 1.0, 0.3)
-    assert ends(*three, wait(0), together=1.0) == pytest.approx(1.5)  # half a second of it on its way
-    assert ends(*three, wait(0), wait(2), together=1.0) == pytest.approx(1.8)  # in which the third has gone
+    assert ends(*three, wait(0), together=1.0) == pytest.approx(1.5)  # half a second of it in flight
+    assert ends(*three, wait(0), wait(2), together=1.0) == pytest.approx(1.8)  # the third leaves in this time
 
 
 def test_no_more_than_two_go_at_a_time():
     four = posts(1.0, 1.0, 1.0, 1.0)
-    assert ends(*four, wait(3), together=1.0) == pytest.approx(2.5)  # two rounds of a second, and a latency
+    assert ends(*four, wait(3), together=1.0) == pytest.approx(2.5)  # two rounds of a second, and one latency
 
 
 def test_an_idle_network_gives_a_burst_and_earns_it_again():
@@ -73,9 +73,9 @@ def test_an_idle_network_gives_a_burst_and_earns_it_again():
 
 
 def test_messages_take_the_core_that_the_rank_computes_on():
-    busy = Curve((0.0, SECOND), (0.0, 1.0), (0.0, 1.0))  # keeps a core busy while it is under way
+    busy = Curve((0.0, SECOND), (0.0, 1.0), (0.0, 1.0))  # keeps a core busy while it is in flight
     one = [*posts(1.0), wait(0, after=1.0)]
-    assert ends(*one, curve=busy, spare=0.0) == pytest.approx(2.0)  # a core shared by two, the work of both
+    assert ends(*one, curve=busy, spare=0.0) == pytest.approx(2.0)  # two ranks share a core and its work
     assert ends(*one, curve=busy, spare=1.0) == pytest.approx(1.0)
 
 
@@ -97,7 +97,7 @@ def hooks() -> list[str]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_hook_sends_over_the_emulated_group_what_it_plans(world):
-    """Whatever it is: the engine checks every request against the plan, and no number is left that is not finite."""
+    """The engine checks every request against the plan of the hook, and the result is finite."""
     from commhooks import create
 
     for name in hooks():
@@ -117,7 +117,7 @@ def test_a_hook_sends_over_the_emulated_group_what_it_plans(world):
         counted = sum(stage[0] for stage in [(engine.counters.traffic.payload_bytes,)])
         assert (counted > 0) == (name != "noop")
         waited = [seconds for _, seconds in Replay.of(Network({("all_reduce", "float32"): CURVE}), [notes] * world)]
-        assert (min(waited) > 0.4) == (name != "noop"), name  # at least one latency, of half a second
+        assert (min(waited) > 0.4) == (name != "noop"), name  # at least one latency of half a second
     assert callable(get("allreduce"))
 
 
@@ -131,12 +131,12 @@ def test_the_advice():
     assert chosen == "allreduce"
     assert any("Do not compress" in reason for reason in reasons)
     chosen, reasons = recommend(1.0, predictions(allreduce=1.02, bf16_compress=0.985, powersgd=1.3))
-    assert chosen == "allreduce"  # faster, but by less than changed gradients are worth
+    assert chosen == "allreduce"  # faster, but not by enough to justify changed gradients
     assert any("worth" in reason for reason in reasons)
     chosen, _ = recommend(1.0, predictions(allreduce=3.0, bf16_compress=2.0, powersgd=1.1))
     assert chosen == "powersgd"
     chosen, reasons = recommend(1.0, predictions(allreduce=3.0, bf16_compress=1.12, powersgd=1.1))
-    assert chosen == "bf16_compress"  # as fast, and loses less
+    assert chosen == "bf16_compress"  # equally fast, with a smaller loss
     assert any("powersgd is as fast" in reason for reason in reasons)
 
 
@@ -163,7 +163,7 @@ def test_the_command_on_a_model_of_one_s_own(tmp_path: Path):
 
     run = advise("mine:make", "--hooks", "bf16_compress", "powersgd(rank=1)", "--json")
     assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout[run.stdout.index("{") :])  # torch 2.10 says what gloo connects
+    found = json.loads(run.stdout[run.stdout.index("{") :])  # torch 2.10 prints gloo's connections
     rows = {row["hook"]: row for row in found["predictions"]}
     assert list(rows) == ["allreduce", "bf16_compress", "powersgd(rank=1)"]
     assert found["recommended"] in rows

@@ -1,4 +1,4 @@
-"""Counted bytes against two outside witnesses: a paper's table, and the network interface."""
+"""Counted bytes agree with two independent sources, a paper's table and the network interface."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def test_the_paper_data_column_from_shapes_alone() -> None:
     plain = payload_per_epoch("allreduce")
     assert round(plain) == 1023
     for rank, megabytes, ratio in ((1, 4.2, 243), (2, 7.5, 136), (4, 14.2, 72), (7, 24.2, 42)):
-        planned = payload_per_epoch(f"powersgd(rank={rank}, min_compression_rate=1)")  # the paper has none
+        planned = payload_per_epoch(f"powersgd(rank={rank}, min_compression_rate=1)")  # the paper gives none
         assert round(planned, 1) == megabytes
         assert round(plain / planned) == ratio
 
@@ -66,9 +66,9 @@ def test_counted_bytes_agree_with_the_interface(world: int) -> None:
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, capture_output=True, text=True, timeout=100, env=env)
     assert done.returncode == 0, done.stderr
-    answer = done.stdout[done.stdout.index("{") :]  # torch 2.10 says what gloo connects
+    answer = done.stdout[done.stdout.index("{") :]  # torch 2.10 prints gloo's connections
     for hook, (engine, stream, interface, packets) in json.loads(answer).items():
-        # Gloo's 48 bytes, before each message and alone, are all that TCP carries besides; PowerSGD's messages are small.
+        # TCP also carries gloo's 48 bytes before each message and alone. PowerSGD's messages are small.
         assert engine < stream < engine * (1.03 if "powersgd" in hook else 1.01), hook
         assert interface == pytest.approx(stream + netns.HEADERS * packets), hook
 
@@ -77,7 +77,7 @@ def test_counted_bytes_agree_with_the_interface(world: int) -> None:
 @pytest.mark.timeout(60)
 def test_a_shaped_link_is_no_faster_than_asked_and_leaves_nothing_behind() -> None:
     with netns.Network(2, "100mbit") as net:
-        assert net.transfer(6_000_000) < 105e6  # how much slower depends on what else the machine does
+        assert net.transfer(6_000_000) < 105e6  # the slowdown depends on other work of the machine
         names = {*net.names, net.hub}
     left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert not names & {line.split()[0] for line in left.splitlines() if line}

@@ -1,4 +1,4 @@
-"""The convergence study's machinery, on the text task and few steps: resuming, equal bytes, discovery, the page."""
+"""The convergence study on the text task and few steps: resume, equal bytes, discovery, the page."""
 
 import json
 from typing import Any
@@ -43,7 +43,7 @@ def test_a_run_goes_on_where_it_was_and_gives_the_page(tmp_path, monkeypatch):
     assert lossy["step"] == [0, 1, 2, 3]
     assert lossy["residual"][-1] > 0
     assert lossy["train"][-1] < lossy["train"][0]
-    # One run is lost, as when it was killed; one was made with another setting. Only these two are made again.
+    # One run is lost, as after a kill, and one has another setting. Only these two run again.
     del first["gpt/iid/0/powersgd(rank=1)"]
     first["gpt/iid/0/allreduce"]["setting"]["lr"] = 1.0
     first["gpt/iid/0/bf16_compress"]["record"]["train"][-1] = 1.25
@@ -82,7 +82,7 @@ def test_equal_bytes():
     assert thrifty.bytes["train"].ours == [2.0]
     assert thrifty.bytes["train"].base == [pytest.approx(3.6)]
     assert thrifty.bytes["train"].verdict == "better"
-    # A hook that sends more is cut off where it has sent as much as the baseline in all.
+    # A hook that sends more per step is cut off at the baseline's total bytes.
     wasteful = report.compare([run([0, 20, 40, 80], [4.0, 3.0, 2.0, 1.0])], [base], "x", False)
     assert (wasteful.bytes["train"].ours, wasteful.bytes["train"].base) == ([2.0], [1.0])
     assert wasteful.steps["train"].verdict == "mixed"

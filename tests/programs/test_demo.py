@@ -1,4 +1,4 @@
-"""The main job, as a newcomer runs it: a subprocess, real processes, real text; only smaller."""
+"""The main demo, smaller, as a newcomer runs it: a subprocess, real processes, real text."""
 
 import json
 import os
@@ -112,7 +112,7 @@ def test_one_failing_rank_ends_the_others_and_its_error_is_shown(tmp_path: Path)
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
     done = python(str(script), cwd=tmp_path)
-    # torch 2.10 says what gloo connects
+    # torch 2.10 prints gloo's connections
     said = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
     assert said[0].startswith("rank 1 failed:"), done.stdout + done.stderr
     assert "ValueError: rank 1 has had enough" in done.stdout

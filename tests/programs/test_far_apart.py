@@ -1,4 +1,4 @@
-"""The programs about ranks far apart: they resume, and their tables say what the runs say."""
+"""The programs about distant ranks resume, and their tables agree with the runs."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_who_does_not_arrive_is_a_lower_bound() -> None:
     assert lines[6].startswith("| slow | 1 | > 30.0 | > 30.00 | < 0.67 × | > 300 |")
 
 
-@pytest.mark.soak  # three times two processes between namespaces
+@pytest.mark.soak  # three runs of two processes between namespaces
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(bool(netns.why_not()), reason=f"no network namespaces: {netns.why_not()}")
 def test_the_race_is_run_over_a_shaped_link_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""The example of ch-fsdp runs; the losses of hooks between nodes against plain averaging."""
+"""The example of ch-fsdp runs. Losses of hooks between nodes are compared with plain averaging."""
 
 import json
 import re
@@ -23,7 +23,7 @@ def run(*words: str) -> str:
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    """Held-out losses of three seeds by hook, on the demo's text."""
+    """Return held-out losses of three seeds by hook, on the demo's text."""
     path = tmp_path_factory.mktemp("hsdp") / "runs.json"
     out = run(EXAMPLE, "allreduce", CAST, POWERSGD, "--json", str(path))
     assert re.search(r"powersgd\(rank=4\) +torch's own +[\d,]+ +[\d.]+ x less", out)
@@ -38,7 +38,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize("hook", [CAST, POWERSGD])
 def test_loss_between_nodes_is_that_of_plain_averaging(hook: str, losses: dict[str, list[float]]) -> None:
-    """Within the spread of three seeds or 2 %, whichever is larger."""
+    """The difference is at most the spread of three seeds or 2 %, the larger of both."""
     plain = losses["allreduce"]
     assert len(losses[hook]) == len(plain) == 3
     limit = max(max(plain) - min(plain), 0.02 * statistics.mean(plain))

@@ -1,4 +1,4 @@
-"""Ranks end with the process that started them, also when it is killed and can tell them nothing."""
+"""Ranks end with the process that started them, also if it is killed and cannot notify them."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ LAUNCHED = LAUNCHED.replace("spawn(sleep, 2, sys.argv[1])", "launch.launch(sleep
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and that nobody has asked for does not."""
+    """True if a process runs. A process that has ended but was not reaped does not run."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:

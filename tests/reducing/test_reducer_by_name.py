@@ -1,4 +1,4 @@
-"""Every reduction that is installed averages plain tensors as it averages gradients."""
+"""Every installed reduction averages plain tensors as it averages gradients."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_a_reducer_gives_what_the_hook_gives_in_a_backward(expr: str) -> None:
         assert reducer.state_dict()["step"] == 3
         return found
 
-    def backwards(rank: int, turn: int) -> dict[str, torch.Tensor]:  # as DDP, which takes the last parameter first
+    def backwards(rank: int, turn: int) -> dict[str, torch.Tensor]:  # DDP also takes the last parameter first
         return dict(reversed(given(rank, turn).items()))
 
     hooks = SimulatedRanks(lambda: commhooks.create(expr), 2, backwards(0, 0), buckets=1)

@@ -1,4 +1,4 @@
-"""A schedule hands a residual over from one hook to the next: nothing of it is lost, however the parameter lies in memory."""
+"""A schedule hands a residual from one hook to the next without loss, for every memory format of the parameter."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_applied_and_owed_are_the_sum_of_all_gradients(expr: str, joined: bool) 
         applied = {p.name: torch.zeros(p.shape) for p in params}
         for step in range(6):
             bucket = Bucket(layout, torch.zeros(offset))
-            # Joined while one hook takes over from the other: what it owes waits, in the new order.
+            # The rank is joined during the handover. Its residual waits, in the new order.
             engine.set_participating(not (joined and rank.rank == 1 and step in (1, 2, 3)))
             for p, view in bucket.views():
                 if engine.participating:
@@ -65,14 +65,14 @@ def test_applied_and_owed_are_the_sum_of_all_gradients(expr: str, joined: bool) 
     for name in SHAPES:
         true, owed = ((first[i][name] + second[i][name]) / 2 for i in (0, 2))
         lost = float((first[1][name] + owed - true).norm() / true.norm())
-        assert lost < 2e-2, name  # sums of 16-bit numbers are rounded; a residual turned wrongly loses a half and more
+        assert lost < 2e-2, name  # sums of 16-bit numbers round. A residual in the wrong order loses half or more
 
 
 LIKE = {"a.weight": torch.zeros(40, 32), "b.weight": torch.zeros(24, 40), "b.bias": torch.zeros(24)}
 
 
 def handed(first: str, second: str) -> tuple[SimulatedRanks, SimulatedRanks]:
-    """Ranks of the first hook after two steps, and ranks of the second one with their states."""
+    """Return ranks of the first hook after two steps, and ranks of the second hook with their states."""
     old = SimulatedRanks(lambda: commhooks.create(first), 2, LIKE)
     for step in range(2):
         assert not any(old.step(all_ranks(LIKE, 2, step)).errors)

@@ -1,10 +1,10 @@
-"""Checkpoints of an earlier tree load, and training goes on from them as it did there.
+"""Checkpoints of an earlier tree load, and training continues from them with that tree's numbers.
 
-`tests/state/checkpoints/0.1.0/` was written by commit 1b03c08, on two gloo ranks, by
-`python tests/state/test_old_checkpoints.py FOLDER`:
-`state_dict()` of every hook of `HOOKS` and rank, a pickled `PowerSGDState` of the `register_comm_hook` path, the weights
-with PowerSGD's state on FSDP2's replicate axis in one distributed checkpoint, and for each of them the gradients of the
-steps after it. Never write into that folder again: a later format gets a folder of its own.
+Commit 1b03c08 wrote `tests/state/checkpoints/0.1.0/` on two gloo ranks with `python tests/state/test_old_checkpoints.py
+FOLDER`. The folder holds `state_dict()` of every hook of `HOOKS` and rank, and a pickled `PowerSGDState` of the
+`register_comm_hook` path. It also holds weights with PowerSGD's state on FSDP2's replicate axis in one distributed
+checkpoint, and the gradients of the steps after each of them. Never write into that folder again. A later format gets a
+new folder.
 """
 
 import sys
@@ -46,7 +46,7 @@ def ddp() -> DistributedDataParallel:
 
 
 def fsdp2() -> FSDPModule:
-    """Two replicas, nothing sharded: what lies on the replicate axis is the whole gradient."""
+    """Two replicas without shards. The replicate axis then holds the whole gradient."""
     model, mesh = net(), init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))["shard"]
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh)
@@ -58,7 +58,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def step(model: nn.Module, number: int) -> Grads:
-    """One backward and one plain SGD step; the reduced gradients."""
+    """Run one backward and one plain SGD step. Return the reduced gradients."""
     generator = torch.Generator().manual_seed(number * 16 + dist.get_rank())
     model.zero_grad()
     model(torch.randn(4, 24, generator=generator)).square().mean().backward()
@@ -99,7 +99,7 @@ def write(rank: int, world: int, folder: str) -> None:
 
 
 def write_bare(rank: int, folder: str) -> None:
-    """PyTorch's own way: the state object itself is pickled."""
+    """Write by PyTorch's own way, which pickles the state object itself."""
     from ch_powersgd import PowerSGDState, powerSGD_hook
 
     model = ddp()
@@ -128,7 +128,7 @@ def write_fsdp2(rank: int, folder: str) -> None:
 
 
 def goes_on(model: nn.Module, after: list[Grads]) -> None:
-    """The steps that followed there: to the rounding of another processor's matrix products."""
+    """Check the later steps, up to the rounding of another processor's matrix products."""
     for number, wanted in zip(AFTER, after, strict=True):
         found = step(model, number)
         assert found.keys() == wanted.keys()
@@ -201,5 +201,5 @@ def test_distributed_checkpoint(version: str) -> None:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).mkdir(parents=True)  # an existing one is somebody's record
+    Path(sys.argv[1]).mkdir(parents=True)  # never overwrite an existing record
     spawn(write, 2, str(Path(sys.argv[1]).resolve()), timeout=120)

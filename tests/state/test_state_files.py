@@ -1,4 +1,4 @@
-"""Files of state that are wrong, damaged or hostile are refused before anything is changed."""
+"""Loading refuses wrong, damaged or hostile state files before it changes anything."""
 
 import copy
 import io
@@ -142,7 +142,7 @@ def test_merge_wants_every_rank_once_and_one_step(pair):
     other = {**b["config"], "config": {"rank": 3}}
     with pytest.raises(StateError, match="expr is"):
         merge([a, b | {"expr": "powersgd(rank=3)", "config": other}])
-    assert merge([a, b | {"expr": "powersgd(rank=2)"}])["entries"]  # the same options in other words
+    assert merge([a, b | {"expr": "powersgd(rank=2)"}])["entries"]  # the same options in another spelling
     with pytest.raises(StateError, match="same on all ranks"):
         merge([a, changed(b, "w", "q", b["entries"]["w"]["q"] + 1)])
 
@@ -212,7 +212,9 @@ def paths(value: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
 def test_fuzz(pair, data):
-    """Any part of a valid state replaced, removed or added to: refused with a StateError, or loaded whole."""
+    """Any part of a valid state is replaced, removed or added. Loading raises a StateError, or
+    loads the whole state.
+    """
     saved = copy.deepcopy(pair.save()[0])
     path = data.draw(st.sampled_from(paths(saved)))
     holder: Any = saved
@@ -232,7 +234,7 @@ def test_fuzz(pair, data):
         pair.handles[0].load_state_dict(saved)
     except StateError:
         assert snapshot(pair.handles[0]) == before
-    else:  # harmless: what was loaded is finite and of this model
+    else:  # harmless, because the loaded state is finite and fits this model
         state = pair.handles[0].state
         assert isinstance(state, HookState)
         for name, _, tensor in state.entries():

@@ -1,4 +1,4 @@
-"""A state handed from any hook to any other, in any memory format and dtype, loses nothing of what it owes."""
+"""A state handed from any hook to any other loses no residual, in any memory format and dtype."""
 
 import copy
 import itertools
@@ -14,7 +14,7 @@ from commhooks.checkpoint import merge
 from commhooks.compositions.policy import policy
 from commhooks.simulate import SimulatedRank, simulate
 
-KEEPERS = (  # every way to hold a residual: order, dtype, packing, block, composition
+KEEPERS = (  # every way to store a residual: order, dtype, packing, block, composition
     "powersgd(rank=1, min_compression_rate=1)",
     "topk(density=0.05, exempt=False)",
     "randomk(density=0.2, exempt=False)",
@@ -112,7 +112,7 @@ def lost(first: str, second: str, route: str, layouts: tuple[BucketLayout, Bucke
 
 def bound(first: str, second: str, dtype: torch.dtype) -> float:
     rounding = {torch.float64: 1e-6, torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
-    return rounding + (3e-2 if "int8" in first + second else 0.0)  # 1/254 of a block's largest in a step
+    return rounding + (3e-2 if "int8" in first + second else 0.0)  # 1/254 of a block's largest number in a step
 
 
 @settings(max_examples=60, deadline=None)
@@ -142,7 +142,7 @@ def test_every_pair_keeps_what_is_owed_where_rows_and_columns_differ(pair: tuple
 
 
 class Keeps(Reduction):
-    """Averages, and declares one field."""
+    """Averages and declares one field."""
 
     def __init__(self, kind: str, power: int) -> None:
         self.fields, self.scaled_fields = {"kept": kind}, {"kept": power}  # type: ignore[dict-item]

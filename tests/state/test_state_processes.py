@@ -1,4 +1,4 @@
-"""State over real gloo processes: wrapped anew, through files and distributed checkpointing, as PyTorch documents."""
+"""State over real gloo processes: wrapped again, through files and distributed checkpoints, as PyTorch documents."""
 
 import os
 import pickle
@@ -59,28 +59,28 @@ def train_and_save(rank: int, world: int, folder: str) -> None:
     every = [torch.empty_like(own) for _ in range(world)]
     dist.all_gather(every, own)
     assert not torch.equal(every[0], every[1]), "residuals are local: this test would prove nothing"
-    # wrapped anew with other buckets, on this rank's file: to the bit
+    # wrapped again with other buckets and this rank's file, to the bit
     again = wrapped(0.01)
     other = commhooks.attach(again, EXPR)
     other.load_state_dict(torch.load(f"{folder}/rank{rank}.pt"))
     assert equal(other.state_dict(), saved)
     for number in range(4, 7):
         assert all(map(torch.equal, step(model, number), step(again, number)))
-    # through distributed checkpointing, on the same number of ranks: each rank its own
+    # through a distributed checkpoint on the same number of ranks, each with its own state
     third = commhooks.attach(wrapped(), EXPR)
     for where, key in ((f"{folder}/all", "commhook"), (f"{folder}/alone", "mine")):
         dcp.load(third, where, key=key)
         assert equal(third.state_dict(), saved)
     with pytest.raises(StateError, match="no tensor"):
         dcp.load(third, f"{folder}/all", key="nothing")
-    # one rank does not see the checkpoint: nobody loads it, nobody waits
+    # one rank does not see the checkpoint, so no rank loads it and no rank waits
     step(model, 7)
     ahead = handle.state_dict()
     unseen = FileNotFoundError if rank else RankMismatchError
     with pytest.raises(unseen, match=r"No such file" if rank else r"rank 1 .*No such file"):
         dcp.load(handle, f"{folder}/{'nowhere' if rank else 'all'}")
     assert equal(handle.state_dict(), ahead)
-    if rank:  # nor the numbers, where it sees the rest
+    if rank:  # nor the numbers, although it sees the rest
         shutil.copytree(f"{folder}/all", f"{folder}/torn")
         for path in Path(f"{folder}/torn").glob("*.distcp"):
             path.unlink()
@@ -140,14 +140,14 @@ def load_on_all_or_none(rank: int, world: int) -> None:
 
 def absent_once(rank: int, world: int) -> None:
     handle = commhooks.attach(wrapped(), EXPR, timeout=1.5)
-    step(handle_model := wrapped(), 0)  # something else happens in between
+    step(handle_model := wrapped(), 0)  # another call comes in between
     kept = handle.state_dict()
     for missing in (0, 1):
         if rank != missing:
             with pytest.raises(HookTimeoutError, match=f"ranks {missing} "):
                 handle.load_state_dict(kept)
         dist.barrier()
-        handle.load_state_dict(kept)  # all are there again: they meet in the same agreement
+        handle.load_state_dict(kept)  # all ranks are back in the same agreement
         dist.barrier()
     if rank == 0:
         with pytest.raises(RankMismatchError, match="different calls"):
@@ -212,7 +212,7 @@ def demo_serialization(rank: int, world: int, folder: str, steps: int) -> None:
     if rank == 0:
         torch.save(state, checkpoint_path)
     dist.barrier()
-    checkpoint = torch.load(checkpoint_path, weights_only=False)  # it pickles a function and an object, as documented
+    checkpoint = torch.load(checkpoint_path, weights_only=False)  # pickles a function and an object, as documented
     new_ddp_model = DistributedDataParallel(SimpleModel(), bucket_cap_mb=0.001)
     new_ddp_model.load_state_dict(checkpoint["state_dict"])
     powersgd_hook = checkpoint["comm_hook"]
@@ -234,7 +234,7 @@ def demo_serialization(rank: int, world: int, folder: str, steps: int) -> None:
 
 
 def own_pickle(rank: int, world: int) -> None:
-    """Each rank's own pickle resumes to the bit, wrapped anew, from the very first step."""
+    """Each rank's own pickle resumes to the bit from the very first step after wrapping again."""
     import ch_powersgd
 
     def bare(state: Any) -> DistributedDataParallel:
@@ -251,7 +251,7 @@ def own_pickle(rank: int, world: int) -> None:
     other = bare(again)
     for number in range(5, 9):
         assert all(map(torch.equal, step(model, number), step(other, number)))
-    # what was kept by position is loaded by name, and the other way round
+    # state saved by position loads by name, and the reverse
     handle = commhooks.attach(DistributedDataParallel(SimpleModel()), "powersgd(start_iter=2, min_compression_rate=1)")
     handle.load_state_dict(state.state_dict())
     assert {n for n, _ in entries(handle.state_dict())} == {"fc1.weight", "fc2.weight"}

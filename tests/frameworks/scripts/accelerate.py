@@ -1,4 +1,4 @@
-"""Accelerate's quick tour: a loop of one's own. `python -m torch.distributed.run ... FOLDER [--resume]`."""
+"""Accelerate's quick tour, a manual loop. `python -m torch.distributed.run ... FOLDER [--resume]`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Fabric's tutorial: a loop of one's own. `python -m torch.distributed.run ... FOLDER [--resume]`."""
+"""Fabric's tutorial, a manual loop. `python -m torch.distributed.run ... FOLDER [--resume]`."""
 
 import os
 import sys

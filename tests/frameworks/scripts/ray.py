@@ -1,4 +1,4 @@
-"""Ray Train's guide for PyTorch, with a checkpoint. `python ... FOLDER`, again to resume; RANKS says how many workers."""
+"""Ray Train's guide for PyTorch, with a checkpoint. `python ... FOLDER`, again to resume. RANKS sets the number."""
 
 import os
 import sys
@@ -50,5 +50,5 @@ def train(config):
 # environment: hook = {"COMMHOOKS_HOOK": "powersgd(rank=2)", "COMMHOOKS_STATE": f"{folder}/state"}
 # environment: ray.init(num_cpus=4, include_dashboard=False, runtime_env={"env_vars": hook})
 ray.init(num_cpus=4, include_dashboard=False)  # not environment
-run = RunConfig(name="run", storage_path=folder)  # with the same name Ray goes on from its latest checkpoint
+run = RunConfig(name="run", storage_path=folder)  # a second run with this name resumes from the latest checkpoint
 TorchTrainer(train, scaling_config=ScalingConfig(num_workers=workers), run_config=run).fit()

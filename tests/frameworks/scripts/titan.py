@@ -43,7 +43,7 @@ for module in (model[0], model[2], model):
     fully_shard(module, mesh=mesh)
 for module in model.modules():
     if isinstance(module, FSDPModule):
-        module.set_gradient_divide_factor(1.0)  # as torchtitan does: sums, the loss is divided by all tokens
+        module.set_gradient_divide_factor(1.0)  # torchtitan sums gradients and divides the loss by all tokens
 groups = [ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 1e-3})]
 optimizers = OptimizersContainer.Config(param_groups=groups, implementation="for-loop").build(model_parts=[model])
 trainer, dataloader, schedulers = Counted(), Counted(), Counted()

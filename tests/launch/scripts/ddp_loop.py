@@ -1,4 +1,4 @@
-"""A DDP loop as PyTorch's tutorial has it: train, save on rank 0, resume; it may be killed after a step."""
+"""A DDP loop of PyTorch's tutorial: train, save on rank 0, resume. An option kills it after a step."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""``fully_shard`` as PyTorch's tutorial has it, over replicas and shards, with a distributed checkpoint."""
+"""``fully_shard`` of PyTorch's tutorial, over replicas and shards, with a distributed checkpoint."""
 
 import argparse
 import os
