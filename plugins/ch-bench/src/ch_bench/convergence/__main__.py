@@ -1,4 +1,4 @@
-"""Training with every hook compared with a bf16 all-reduce, at equal steps and at equal bytes; and growth of residuals.
+"""Training with every hook compared with a bf16 all-reduce, at equal steps and at equal bytes.
 
     python -m ch_bench.convergence [--tasks cnn gpt mlp] [--seeds 3] [--jobs N] [--minutes M] [--record]
 
@@ -13,9 +13,6 @@ is thus judged at its end against the baseline at the step that had sent as much
 
 A cell is **worse** (better) if the hook is worse (better) with every seed, and mixed otherwise. By chance alone, a quarter of
 all cells of three seeds would not be mixed. Learning rates were tuned on the baseline only (``--tune``).
-
-The last part trains an MLP for long on class-sorted shards: PowerSGD with a local residual and with an averaged residual
-(PyTorch's kind) on a bf16 wire, and PyTorch's own hook under its bf16 wrapper on four gloo processes.
 """
 
 import argparse
@@ -34,9 +31,10 @@ from rich.console import Console
 import commhooks
 from ch_bench import record
 from ch_bench.convergence.report import Report, draw
-from ch_bench.convergence.runs import BASELINE, PANELS, RESIDUAL, TrainingRun, runs
+from ch_bench.convergence.runs import BASELINE, PANELS, TrainingRun, runs
 from ch_bench.convergence.tasks import SETTINGS
 
+TITLE = "Training with every hook"
 RATES = {"cnn": (0.02, 0.05, 0.1, 0.2), "gpt": (1e-3, 3e-3, 6e-3, 1e-2)}
 
 
@@ -61,15 +59,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--seeds, --jobs and --steps must be at least 1")
     if args.hooks:
         try:
-            args.hooks = list(dict.fromkeys([BASELINE, *map(_normal, args.hooks)]))
+            args.hooks = list(dict.fromkeys([BASELINE, *(commhooks.create(expr).expr for expr in args.hooks)]))
         except commhooks.CommHooksError as error:
             parser.error(str(error))
     return args
-
-
-def _normal(expr: str) -> str:
-    """Return an expression in the form that keys of runs have."""
-    return expr if expr in RESIDUAL.values() else commhooks.create(expr).expr
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -87,16 +80,18 @@ def main(argv: list[str] | None = None) -> int:
     report = Report({one: finished.runs[one.key]["record"] for one in wanted})
     report.show(console)
     folder = record.measured() if args.record else args.out
-    pictures = draw(report, folder, "convergence")
+    picture = draw(report, folder / "convergence.png")
     minutes = f"sum of the runs' times: {report.seconds / 60:.1f} minutes, --jobs at a time"
     notes = [f"date: {date.today().isoformat()}", minutes, "raw records: convergence.json"]
     head = [f"    {record.command('ch_bench.convergence', argv)}", ""]
     head += [f"- {item}" for item in (*(f"{key}: {value}" for key, value in record.machine().items()), *notes)]
-    body = "\n".join(["# Training with every hook, and residuals over 4 000 steps", "", *head, ""])
-    (folder / "convergence.md").write_text(f"{body}\n{report.markdown(pictures)}")
+    page = folder / "convergence.md"
+    old = page.read_text() if args.record and page.exists() else f"# {TITLE}\n"
+    body = "\n".join([*head, "", report.markdown(picture)])
+    page.write_text(record.replace_section(old, TITLE, body.rstrip("\n")))
     if args.record:
         (folder / "convergence.json").write_text(record.json_lines({one.key: finished.runs[one.key] for one in wanted}))
-    console.print(f"written: {folder.name}/convergence.md, {', '.join(p.name for p in pictures)}")
+    console.print(f"written: {folder.name}/convergence.md, {picture.name}")
     return 0
 
 
@@ -111,15 +106,14 @@ def compute(
 ) -> int:
     """Run the missing runs and return the number of those still missing."""
     deadline = time.monotonic() + 60 * args.minutes if args.minutes else float("inf")
-    missing = [one for one in wanted if not _is_finished(one, finished)]
-    total = len(missing)
-    todo, alone = [one for one in missing if not one.alone], [one for one in missing if one.alone]
+    todo = [one for one in wanted if not _is_finished(one, finished)]
+    missing = len(todo)
 
     def done(one: TrainingRun, made: dict[str, Any]) -> None:
-        nonlocal total
+        nonlocal missing
         finished.put(one.key, {"setting": one.setting.as_dict(), "record": made})
-        total -= 1
-        console.print(f"{total:4} left  {made['seconds']:6.1f} s  {one.key}", highlight=False)
+        missing -= 1
+        console.print(f"{missing:4} left  {made['seconds']:6.1f} s  {one.key}", highlight=False)
 
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         running: dict[Future[dict[str, Any]], TrainingRun] = {}
@@ -129,10 +123,7 @@ def compute(
                 running[pool.submit(one.run)] = one
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 done(running.pop(future), future.result())
-    for one in alone:  # a process for each rank: run nothing at the same time
-        if time.monotonic() < deadline:
-            done(one, one.run())
-    return total
+    return missing
 
 
 def tune(args: argparse.Namespace, console: Console) -> int:

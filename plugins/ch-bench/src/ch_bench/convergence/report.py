@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -13,11 +12,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ch_bench.convergence.runs import BASELINE, LEFT_OUT, PANELS, POWERSGD, RESIDUAL, Record, TrainingRun
+from ch_bench.convergence.runs import BASELINE, LEFT_OUT, PANELS, POWERSGD, Record, TrainingRun
 from ch_bench.convergence.tasks import TASKS
 
 WORSE, BETTER, MIXED = "worse", "better", "mixed"
-NAMES = {"cnn": "MNIST-5k CNN", "gpt": "text GPT", "gpt_cosine": "text GPT, AdamW and cosine", "mlp": "MNIST-5k MLP"}
+NAMES = {"cnn": "MNIST-5k CNN", "gpt": "text GPT", "gpt_cosine": "text GPT, AdamW and cosine"}
 SHARDS = {"iid": "i.i.d. shards", "sorted": "class-sorted shards"}
 
 
@@ -106,11 +105,6 @@ class Report:
             self.runs.setdefault((one.setting.task, one.kind, one.expr), []).append(record)
         self.seconds = sum(record["seconds"] for record in results.values())
         self.panels = {panel: self._rows(*panel) for panel in PANELS if (*panel, BASELINE) in self.runs}
-        self.residual = {
-            label: self.runs["mlp", "sorted", expr]
-            for label, expr in RESIDUAL.items()
-            if ("mlp", "sorted", expr) in self.runs
-        }
 
     def _rows(self, task: str, kind: str) -> list[HookResult]:
         base = self.runs[task, kind, BASELINE]
@@ -163,19 +157,6 @@ class Report:
                         )
         return found
 
-    def residual_lines(self) -> tuple[list[str], list[list[str]]]:
-        """Return headings and rows of the table on residuals."""
-        first = next(iter(self.residual.values()))[0]
-        marks = [i for i, s in enumerate(first["step"]) if s and s in _quarters(first["step"])]
-        steps = [int(first["step"][i]) for i in marks]
-        rows = []
-        for label, runs in self.residual.items():
-            norms = [f"{mean(r['residual'][i] for r in runs):.3g}" for i in marks]
-            losses = [spread([r["train"][i] for r in runs]) for i in marks[-2:]]
-            rows.append([label, *norms, *losses, spread([r["test"][-1] for r in runs])])
-        heads = [f"norm at {s}" for s in steps] + [f"train loss at {s}" for s in steps[-2:]]
-        return ["PowerSGD rank 2", *heads, TASKS["mlp"].held_out], rows
-
     def show(self, console: Console) -> None:
         """Print all tables and the losing hooks."""
         colour = {WORSE: "red", BETTER: "green", MIXED: "", "": ""}
@@ -188,15 +169,9 @@ class Report:
             console.print(table)
         if self.panels:
             console.print(f"Worse than {BASELINE} with every seed:", *(f"  {x}" for x in self.losing()), sep="\n")
-        if self.residual:
-            heads, lines = self.residual_lines()
-            table = Table(*heads, title=f"Residuals, {self.titles('mlp', 'sorted')}", box=box.SIMPLE_HEAD)
-            for line in lines:
-                table.add_row(*line)
-            console.print(table)
         console.print(f"Sum of the runs' times: {self.seconds / 60:.1f} minutes, --jobs at a time")
 
-    def markdown(self, pictures: list[Path]) -> str:
+    def markdown(self, picture: Path) -> str:
         """Return the tables as Markdown, after the mark from which the docs include them."""
         lines = ["<!-- tables -->", ""]
         for (task, kind), rows in self.panels.items():
@@ -209,11 +184,7 @@ class Report:
         if self.panels:
             lines += [f"### Worse than `{BASELINE}` with every seed", "", *(f"- {x}" for x in self.losing()), ""]
             lines += ["### Left out", "", *(f"- `{hook}`: {why}" for hook, why in LEFT_OUT.items()), ""]
-        if self.residual:
-            heads, rows = self.residual_lines()
-            lines += [f"### Residuals: {self.titles('mlp', 'sorted')}", "", *_table(heads, rows), ""]
-        for picture in pictures:
-            lines += [f"![{picture.stem}]({picture.name})", ""]
+        lines += [f"![{picture.stem}]({picture.name})", ""]
         return "\n".join(lines[:-1]) + "\n"
 
 
@@ -221,11 +192,6 @@ def spread(values: list[float]) -> str:
     """Return mean and standard deviation over the seeds."""
     digits = 4 if abs(mean(values)) < 10 else 2
     return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
-
-
-def _quarters(steps: list[float]) -> set[float]:
-    last = steps[-1]
-    return {min(steps, key=lambda s: abs(s - last * part)) for part in (0.05, 0.25, 0.5, 1.0)}
 
 
 def _marked(row: HookResult) -> list[str]:
@@ -250,20 +216,15 @@ LINES = {
     f"bf16_wrapper({POWERSGD})": ("#cc79a7", "--"),
     f"warmup({POWERSGD}, steps=20)": ("#009e73", "-"),
 }
-RESIDUAL_LINES = (("#000000", "-"), ("#0072b2", "-"), ("#e69f00", "--"), ("#d55e00", "-"), ("#cc79a7", "-"))
 STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
 
 
-def draw(report: Report, folder: Path, name: str) -> list[Path]:
-    """Plot the panels that have runs and return the paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    made = []
+def draw(report: Report, path: Path) -> Path:
+    """Plot the panels that have runs and return the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(STYLE):
-        for suffix, wanted, make in (("", report.panels, _hooks), ("-residual", report.residual, _residual)):
-            if wanted:
-                made.append(folder / f"{name}{suffix}.png")
-                make(report).savefig(made[-1], dpi=110)
-    return made
+        _hooks(report).savefig(path, dpi=110)
+    return path
 
 
 def _hooks(report: Report) -> Figure:
@@ -322,23 +283,3 @@ def _differences(axes: Axes, panel: tuple[str, str], rows: list[HookResult], lab
         f"{figure}, minus {BASELINE}'s, equal steps\n({'right' if higher else 'left'} is better; • a seed, | mean)"
     )
     axes.grid(color="#eeeeee", linewidth=0.8)
-
-
-def _residual(report: Report) -> Figure:
-    """Plot the norm of the residual and the training loss against steps."""
-    figure = Figure(figsize=(12, 4.8), layout="constrained")
-    norm, loss = figure.subplots(1, 2)
-    for (label, runs), (colour, dash) in zip(report.residual.items(), RESIDUAL_LINES, strict=False):
-        for run in runs:
-            style: dict[str, Any] = {"color": colour, "linestyle": dash, "lw": 1.3, "alpha": 0.8}
-            style["label"] = label if run is runs[0] else None
-            if any(run["residual"]):
-                norm.plot(run["step"][1:], run["residual"][1:], **style)
-            loss.plot(run["step"][1:], run["train"][1:], **style)
-    for axes, title in ((norm, "Norm of the residual, mean over the ranks"), (loss, "Training loss")):
-        axes.set(xlabel="steps", yscale="log")
-        axes.set_title(title, loc="left", fontweight="bold")
-        axes.grid(color="#e4e4e4", linewidth=0.8)
-    loss.legend(frameon=False, fontsize=9)
-    figure.suptitle(f"PowerSGD, rank 2: {report.titles('mlp', 'sorted')}")
-    return figure

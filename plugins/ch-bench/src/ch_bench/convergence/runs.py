@@ -1,4 +1,4 @@
-"""Training runs of the convergence study: which hooks on which tasks, and one run on simulated or real ranks."""
+"""Training runs of the convergence study: which hooks on which tasks, and one run on simulated ranks."""
 
 import time
 from collections.abc import Iterator
@@ -6,15 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from ch_bench.convergence.tasks import SETTINGS, TASKS, Setting, Task, measured_at
-from commhooks.testing import SimulatedRanks, spawn
+from commhooks.testing import SimulatedRanks
 
 BASELINE = "bf16_compress"
 PANELS = (("cnn", "iid"), ("cnn", "sorted"), ("gpt", "iid"), ("gpt_cosine", "iid"))  # task, shards
@@ -36,19 +31,7 @@ VARIANTS = {  # of a hook, instead of its example
     "fp16_wrapper": (f"fp16_wrapper({POWERSGD})",),
     "warmup": (f"warmup({POWERSGD}, steps=20)",),
 }
-RANK, START = 2, 10  # PowerSGD in the study of residuals
-_LOCAL = f"powersgd(rank={RANK}, start_iter={START})"
-_AVERAGED = f"powersgd(rank={RANK}, start_iter={START}, residual='averaged')"
-RESIDUAL_SEEDS = 2  # the runs are long, and the effect is a factor of twenty
-TORCH = "torch PowerSGD, bf16"
-RESIDUAL = {  # label in the tables -> expression
-    "all-reduce": "allreduce",
-    "local residual, bf16 wire": f"bf16_wrapper({_LOCAL})",
-    "averaged residual, fp32 wire": _AVERAGED,
-    "averaged residual, bf16 wire": f"bf16_wrapper({_AVERAGED})",
-    "PyTorch's own, bf16 wrapper": TORCH,
-}
-CURVES = ("step", "train", "test", "wire", "residual")
+CURVES = ("step", "train", "test", "wire")
 Record = dict[str, Any]
 
 
@@ -92,16 +75,9 @@ class TrainingRun:
         """Key of the finished run."""
         return f"{self.setting.task}/{self.kind}/{self.seed}/{self.expr}"
 
-    @property
-    def alone(self) -> bool:
-        """True if the run starts a process for each rank."""
-        return self.expr == TORCH
-
     def run(self) -> Record:
         """Train and return the record."""
         torch.set_num_threads(1)
-        if self.alone:
-            return train_pytorch(self.setting, RANK, START, self.kind, self.seed)
         return train(self.setting, self.expr, self.kind, self.seed)
 
 
@@ -110,7 +86,7 @@ def runs(tasks: list[str], exprs: list[str] | None, seeds: int, steps: int | Non
 
     Args:
         tasks: names of `SETTINGS`.
-        exprs: expressions; ``None`` means all. The task ``mlp`` runs those that `RESIDUAL` lists.
+        exprs: expressions; ``None`` means all.
         seeds: number of seeds.
         steps: of every run; ``None`` means the task's own number.
     """
@@ -119,11 +95,8 @@ def runs(tasks: list[str], exprs: list[str] | None, seeds: int, steps: int | Non
         for seed in range(seeds):
             for task, kind in PANELS:
                 for expr in expressions() if exprs is None else exprs:
-                    if task in tasks and expr != TORCH:
+                    if task in tasks:
                         yield TrainingRun(setting(task), kind, seed, expr)
-            for expr in RESIDUAL.values():
-                if "mlp" in tasks and seed < RESIDUAL_SEEDS and (exprs is None or expr in exprs):
-                    yield TrainingRun(setting("mlp"), "sorted", seed, expr)
 
     def setting(task: str) -> Setting:
         return replace(SETTINGS[task], steps=steps or SETTINGS[task].steps)
@@ -142,8 +115,8 @@ def train(setting: Setting, expr: str, kind: str, seed: int) -> Record:
     all ranks receive the same bits.
 
     Returns:
-        ``step``, ``train``, ``test``, ``wire``, ``residual``: lists with one entry for each measurement. ``wire`` is the
-        number of bytes that one rank has sent, ``residual`` the norm of the residuals, averaged over the ranks.
+        ``step``, ``train``, ``test``, ``wire``: lists with one entry for each measurement. ``wire`` is the number of
+        bytes that one rank has sent.
         ``payload``, ``compressed_steps`` and ``seconds`` are of the whole run.
     """
     begun = time.perf_counter()
@@ -156,7 +129,7 @@ def train(setting: Setting, expr: str, kind: str, seed: int) -> Record:
     for step in range(setting.steps + 1):
         if step in wanted:
             ranks.settle()
-            rows.append((step, *task.measure(), ranks.handles[0].stats()["wire_bytes"], _residual_norm(ranks)))
+            rows.append((step, *task.measure(), ranks.handles[0].stats()["wire_bytes"]))
         if step < setting.steps:
             _step(task, params, ranks, step)
             for group in optimizer.param_groups:
@@ -192,57 +165,3 @@ def _curves(rows: list[tuple[float, ...]]) -> dict[str, list[float]]:
     """Return one list for each of `CURVES`, with six digits."""
     columns = zip(CURVES, zip(*rows, strict=True), strict=True)
     return {name: [float(f"{v:.6g}") for v in values] for name, values in columns}
-
-
-def _residual_norm(ranks: SimulatedRanks) -> float:
-    """Return the norm of all residuals, averaged over the ranks."""
-    norms = []
-    for engine in ranks.engines:
-        squares = (t.double().square().sum().item() for _, field, t in engine.state.entries() if field == "residual")
-        norms.append(sum(squares) ** 0.5)
-    return sum(norms) / len(norms)
-
-
-# -- PyTorch's PowerSGD under its bf16 wrapper, on gloo processes
-
-_WRAPPED = default_hooks.bf16_compress_wrapper(powerSGD_hook)
-
-
-def bf16_powersgd(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Run PyTorch's ``bf16_compress_wrapper(powerSGD_hook)`` under a name that DDP accepts."""
-    return _WRAPPED(state, bucket)
-
-
-def train_pytorch(setting: Setting, rank: int, start: int, kind: str, seed: int) -> Record:
-    """Train with PyTorch's PowerSGD; the record is that of :func:`train` without bytes.
-
-    Its residual is the gradient minus the *averaged* approximation of the whole bucket, in the bucket's dtype (bf16 here).
-    """
-    found: Record = spawn(_pytorch_worker, setting.ranks, setting, (rank, start), kind, seed, timeout=270.0)[0]
-    return found
-
-
-def _pytorch_worker(rank: int, world: int, setting: Setting, powersgd: tuple[int, int], kind: str, seed: int) -> Record:
-    begun = time.perf_counter()
-    torch.set_num_threads(1)
-    task = TASKS[setting.task](setting, seed, kind)
-    model = DistributedDataParallel(task.model)
-    state = PowerSGDState(None, matrix_approximation_rank=powersgd[0], start_powerSGD_iter=powersgd[1])
-    model.register_comm_hook(state, bf16_powersgd)
-    optimizer = task.optimizer()
-    rows: list[tuple[float, ...]] = []
-    wanted = list(measured_at(setting.steps))
-    for step in range(setting.steps + 1):
-        if step in wanted:
-            size = sum(e.double().norm().item() ** 2 for e in state.error_dict.values()) ** 0.5
-            norm = torch.tensor([size], dtype=torch.float32, device="cpu")
-            dist.all_reduce(norm)
-            loss, test = task.measure() if rank == 0 else (0.0, 0.0)
-            rows.append((step, loss, test, 0.0, norm.item() / world))
-        if step < setting.steps:
-            optimizer.zero_grad()
-            task.loss(model, rank, step).backward()
-            optimizer.step()
-    if not state.error_dict:
-        raise RuntimeError("PyTorch's PowerSGD has compressed nothing: run more steps")
-    return {**_curves(rows), "seconds": time.perf_counter() - begun}

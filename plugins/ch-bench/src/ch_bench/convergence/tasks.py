@@ -4,7 +4,6 @@
   class). Every fifth image is held out: 4 000 for training, 1 000 for testing. SGD with momentum.
 * ``gpt``: a small GPT on the text of Python's documentation. Adam at a constant rate.
 * ``gpt_cosine``: the same for longer with AdamW, a linear warm-up, and a cosine to a tenth of the rate.
-* ``mlp``: 784-64-10 on MNIST-5k, SGD with momentum, long enough for residuals to grow.
 
 A rank's batch depends only on (seed, rank, step), so all hooks see the same data. Shards of MNIST are ``iid`` (shuffled) or
 ``sorted`` (by class, so that each of four ranks sees two or three of ten digits).
@@ -52,7 +51,6 @@ SETTINGS = {
     "cnn": Setting("cnn", steps=240, batch=32, lr=0.05),
     "gpt": Setting("gpt", steps=200, batch=8, lr=3e-3),
     "gpt_cosine": Setting("gpt_cosine", steps=600, batch=8, lr=3e-3, recipe="cosine"),
-    "mlp": Setting("mlp", steps=4000, batch=32, lr=0.05, buckets=1, version=2),  # PyTorch's PowerSGD needs one bucket
 }
 
 
@@ -186,13 +184,6 @@ class CNN(DigitTask):
         return nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), nn.Linear(32 * 49, 32), nn.ReLU(), nn.Linear(32, 10))
 
 
-class MLP(DigitTask):
-    """784-64-10 on plain pixels, which slow learning down: 50 890 parameters."""
-
-    def make(self) -> nn.Module:
-        return nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
-
-
 class Language(Task):
     """The demo's GPT on Python's documentation, Adam or AdamW; both figures are nats per character."""
 
@@ -230,7 +221,7 @@ class Language(Task):
 
 
 _text = cache(text.load)
-TASKS: dict[str, Any] = {"cnn": CNN, "gpt": Language, "gpt_cosine": Language, "mlp": MLP}
+TASKS: dict[str, Any] = {"cnn": CNN, "gpt": Language, "gpt_cosine": Language}
 
 
 def measured_at(steps: int) -> Iterator[int]:
