@@ -29,11 +29,11 @@ LIMIT = 3600.0  # seconds per suite
 HEAD = """# Versions of torch
 
 Made by `nox -s versions` from [measured/versions.json](measured/versions.json); do not edit. The session installs each
-torch by name, and fails where it cannot; it is not part of CI, because all but the constraints file's are CUDA builds
-(5.4 GB, run on CPU here).
+torch by name, and fails if it cannot. It is not part of CI, because all versions but that of the constraints file are CUDA
+builds (5.4 GB, run on CPU here).
 
-`torch>=2.10` is what the packages ask for. Python 3.10 ends with torch 2.14: torch 2.15 needs Python 3.11. On torch 2.10 FSDP2
-has no `set_reduce_scatter_unused_params`: a step that leaves a parameter of a group without a gradient is refused there.
+The packages require `torch>=2.10`. Python 3.10 ends with torch 2.14, because torch 2.15 needs Python 3.11. On torch 2.10 FSDP2
+lacks `set_reduce_scatter_unused_params`, so a step that leaves a parameter of a group without a gradient raises an error.
 
 | torch | Python | tests of | passed | failed | skipped | when | commit |
 | --- | --- | --- | --- | --- | --- | --- | --- |

@@ -31,7 +31,7 @@ ROOT = HERE.parents[1]
 TOPICS = {
     "B1": "a hook raises",
     "B2": "a callback raises",
-    "B3": "a hook returns what it should not",
+    "B3": "a hook returns a wrong object or value",
     "B4": "ranks disagree",
     "B5": "numbers that are not finite, zero or out of range",
     "B6": "a peer dies or freezes",
@@ -40,7 +40,7 @@ TOPICS = {
     "B9": "saving and resuming",
     "B10": "unusual parameters",
     "B11": "one state for two models",
-    "B12": "what models and frameworks do besides",
+    "B12": "other actions of models and frameworks",
 }
 COMPRESSORS = ("powersgd", "quant4")
 RECORD, TABLE = ROOT / "docs" / "measured" / "faults.json", ROOT / "docs" / "faults.md"
@@ -161,14 +161,14 @@ def table(results: list[dict[str, Any]]) -> str:
     for result in results:
         rows.setdefault(result["row"], {})[result["side"]] = result
     lines = [
-        "# What happens when something goes wrong",
+        "# Faults and their outcomes",
         "",
         "Made by `nox -s faults` from [measured/faults.json](measured/faults.json); do not edit. Every row is run",
-        "twice, in processes of its own, on gloo: with PyTorch's hooks and with this project's.",
+        "twice in separate processes on gloo, with PyTorch's hooks and with this project's.",
         "`nox -s faults -- --row B7` runs one again.",
         "*Typed error*: a `CommHooksError`, or the exception that the hook itself raised.",
-        "*Error*: whatever came out of torch.",
-        "*Silent*: a wrong result and no error. *Hang*: until the harness killed it.",
+        "*Error*: any other error of torch.",
+        "*Silent*: a wrong result and no error. *Hang*: the harness had to kill the ranks.",
         "",
     ]
     counts = {side: _count([r for r in results if r["side"] == side]) for side in ("torch", "ours")}
@@ -195,9 +195,9 @@ def page(results: list[dict[str, Any]], compressor: str) -> str:
         f"- python: {platform.python_version()}",
         f"- torch: {version('torch')}",
         "",
-        f"The fault table with `{compressor}` and its error feedback in the place of PowerSGD; two gloo ranks. What the ranks",
-        "differ in in B4.3 to B4.7 is `block`, `rotation`, `error_feedback`, `rounding` and `exempt`; B8.4 and B11.2 are",
-        "PowerSGD's alone, and run as they are.",
+        f"The fault table with `{compressor}` and its error feedback in the place of PowerSGD; two gloo ranks. In B4.3",
+        "to B4.7 the ranks differ in `block`, `rotation`, `error_feedback`, `rounding` and `exempt`. B8.4 and B11.2 concern",
+        "PowerSGD only, and run unchanged.",
         "",
         f"In all: {_count(results)}.",
         "",
