@@ -15,7 +15,7 @@ OuterFactory = Callable[[Sequence[torch.Tensor]], Optimizer]
 """Makes the outer optimizer of the starts, which come in model order."""
 
 _ROUNDS = 60.0
-"""Rounds that momentum 0.5 needs to beat plain averaging; measured between 38 and 150 (docs/measured/outer-default.md)."""
+"""Rounds that momentum 0.5 needs to beat plain averaging; measured between 38 and 150 (docs/measured/outer-quality.md)."""
 
 
 def nesterov(rate: float = 0.7, momentum: float = 0.9) -> OuterFactory:
@@ -39,7 +39,7 @@ def default_outer() -> OuterFactory:
     """Return the default, Nesterov SGD of rate 1 and momentum 0.3.
 
     In runs of 10 to 150 rounds its loss was at most 3.2 % above that of the best of five settings. Each of the others was up to
-    8 to 16 % above (docs/measured/outer-default.md).
+    8 to 16 % above (docs/measured/outer-quality.md).
     """
     return nesterov(1.0, 0.3)
 

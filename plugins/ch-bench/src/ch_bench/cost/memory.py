@@ -152,13 +152,13 @@ def main(argv: list[str] | None = None) -> None:
     """Measure, print, and write the record if requested."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="WORD", help="hooks with this word in their expression")
-    parser.add_argument("--record", action="store_true", help="write the tables to docs/measured/memory.md")
+    parser.add_argument("--record", action="store_true", help="write the tables to docs/measured/cost-table.md")
     chosen = parser.parse_args(argv)
     rows = [row for row in HOOKS if chosen.only in row.hook]
     found = f"{table(rows)}\n\n### Over 1 000 steps\n\n{growth(rows)}"
     if chosen.record:
         made_by = command("ch_bench.cost.memory", argv, environment="OMP_NUM_THREADS=1")
-        write("memory", "Memory that each hook holds", made_by, found, "2 gloo processes")
+        write("cost-table", "Memory held", made_by, found, "2 gloo processes")
 
 
 if __name__ == "__main__":
