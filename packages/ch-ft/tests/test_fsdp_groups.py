@@ -36,7 +36,15 @@ def test_a_killed_group_of_one_rank_costs_one_attempt(tmp_path: Path, place: str
     """
     with quorum.lighthouse(heartbeat=1.0, join_timeout=0.5) as address:
         tasks = [
-            Task(name, str(tmp_path), address, HOOK, "fsdp", die=place if name == scenario.VICTIM else None, replicas=2)
+            Task(
+                name,
+                str(tmp_path),
+                address,
+                HOOK,
+                sharded=True,
+                die=place if name == scenario.VICTIM else None,
+                replicas=2,
+            )
             for name in NAMES
         ]
         outcome = quorum.run(tmp_path, tasks, limit=90)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torchft
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,8 +31,7 @@ class Task:
     Attributes:
         die: place in :data:`PLACES` where it kills itself once ``die_step`` steps are committed and all ``replicas``
             contribute; ``None`` to live.
-        owner: classes that it uses: ``"ours"``, ``"pure"``, ``"torchft"``, or ``"fsdp"`` (``fully_shard`` inside the
-            replica, which is one rank).
+        sharded: True to shard the model inside the replica, which is one rank (``fully_shard``).
         save_at: step after which it saves its state.
         resume: True to begin with the saved state.
     """
@@ -41,15 +39,14 @@ class Task:
     name: str
     folder: str
     lighthouse: str
-    hook: str | None = "powersgd(rank=2)"
-    owner: str = "ours"
+    hook: str = "powersgd(rank=2)"
+    sharded: bool = False
     seed: int = 0
     die: str | None = None
     die_step: int = 8
     replicas: int = 1
     first_step: int = 0
     group_timeout: float = 30.0
-    fail_fast: bool = True
     pause: float = 0.02
     async_quorum: bool = True
     min_replicas: int = 1
@@ -61,9 +58,6 @@ class Task:
 PLACES = {"first": 0, "buckets": 2, "p_and_q": 3, "steps": None}
 """Place -> number of the collective before which the replica dies. Collective 0 compares fingerprints, then bucket 0
 starts, then bucket 1 (between buckets), then the second stage of bucket 0 (between P and Q)."""
-
-PLACES_WITHOUT_HOOK = {"first": 0, "buckets": 1, "p_and_q": 2, "steps": None}
-"""The same without a hook, so without a comparison."""
 
 PLACES_OF_EXCHANGES = {"first": 0, "buckets": 4, "p_and_q": 6, "steps": None}
 """The same for hooks that exchange parts. Collective 1 finds the contributors. A bucket begins with two collectives: the
@@ -124,10 +118,8 @@ def dying(local: Any, task: Task, log: Log) -> None:
 
 def places_of(task: Task) -> dict[str, int | None]:
     """Return the places where the task's replica may die."""
-    if task.owner == "fsdp":
+    if task.sharded:
         return PLACES_OF_FSDP
-    if task.hook is None:
-        return PLACES_WITHOUT_HOOK
     return PLACES_OF_EXCHANGES if task.hook.startswith("quant") else PLACES
 
 
@@ -143,23 +135,16 @@ def die(log: Log, step: int) -> None:
 
 
 def build(task: Task, local: Any, module: torch.nn.Module) -> tuple[torch.nn.Module, Any]:
-    """Return model and optimizer of the classes that ``task.owner`` names."""
+    """Return a model with the hook and its optimizer."""
     manager, group = local.manager, local.process_group
-    if task.owner == "torchft":
-        model = torchft.DistributedDataParallel(manager, module, bucket_cap_mb=BUCKET_CAP_MB)
-        return model, torchft.Optimizer(manager, sgd(model))
-    if task.owner == "fsdp":
-        module.handle = commhooks.attach(module, task.hook or "allreduce", manager=manager)
+    if task.sharded:
+        module.handle = commhooks.attach(module, task.hook, manager=manager)
         return module, ch_ft.OptimizerWrapper(manager, sgd(module))
-    if task.owner == "pure":
-        model = ch_ft.PureDistributedDataParallel(manager, module, process_group=group, fail_fast=task.fail_fast)
-        return model, ch_ft.OptimizerWrapper(manager, sgd(model))
     model = ch_ft.DistributedDataParallel(
         manager,
         module,
         hook=task.hook,
         process_group=group,
-        fail_fast=task.fail_fast,
         bucket_cap_mb=BUCKET_CAP_MB,
     )
     return model, ch_ft.OptimizerWrapper(manager, sgd(model))
@@ -212,7 +197,7 @@ def run(task: Task, body: Callable[[Task, Log], None] | None = None) -> None:
 
 
 def train(task: Task, log: Log) -> None:
-    module = sharded(net(task.seed)) if task.owner == "fsdp" else net(task.seed)
+    module = sharded(net(task.seed)) if task.sharded else net(task.seed)
     local = ch_ft.local(
         lighthouse=task.lighthouse,
         replica=task.name,

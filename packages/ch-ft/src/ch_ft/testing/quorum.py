@@ -1,7 +1,6 @@
 """Starts replicas as processes around a real lighthouse, restarts the one that dies, and reads their logs."""
 
 import json
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -15,9 +14,11 @@ os.environ.setdefault("TOKIO_WORKER_THREADS", "2")
 
 import ch_ft
 from ch_ft.testing import member
+from commhooks.testing import Ranks
 
 Record = dict[str, Any]
 Body = Callable[[member.Task, member.Log], None]
+PRELOAD = ("torchft", "ch_ft", "ch_ft.testing.member", "ch_powersgd")  # a start then takes milliseconds
 NAMES = ["alpha_0", "beta_1", "gamma_2", "delta_3"]
 
 
@@ -50,11 +51,6 @@ class Outcome:
     def survivors(self) -> list[str]:
         return [name for name, lines in self.logs.items() if not any(r["event"] == "killed" for r in lines)]
 
-    def recovery(self) -> float:
-        """Return the seconds from the kill to the last survivor's next commit; infinite if one never commits again."""
-        assert self.killed is not None
-        return max(self._next_commit(name) - self.killed["t"] for name in self.survivors())
-
     def dropped(self, name: str) -> int:
         """Return the number of attempts that were not committed, from the kill on."""
         since = self.killed["t"] - 0.5 if self.killed is not None else 0.0
@@ -83,20 +79,6 @@ class Outcome:
     def committed(self, name: str) -> dict[int, Record]:
         return {r["step"]: r for r in self.steps[name] if r["committed"]}
 
-    def _next_commit(self, name: str) -> float:
-        assert self.killed is not None
-        dead = len(self.survivors())
-        after = [r["t"] for r in self.steps[name] if r["t"] > self.killed["t"] and r["committed"]]
-        alone = [r["t"] for r in self.steps[name] if r["t"] in after and r["participants"] <= dead]
-        return min(alone, default=float("inf"))
-
-
-def context() -> Any:
-    """Return a context that forks processes from a server with all imports, so a start takes milliseconds, not seconds."""
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["torch", "torchft", "ch_ft", "member", "commhooks.api.attach", "ch_powersgd"])
-    return server
-
 
 @contextmanager
 def lighthouse(**options: Any) -> Iterator[str]:
@@ -112,52 +94,40 @@ def run(
     folder: Path,
     tasks: list[member.Task],
     *,
-    restart: bool = True,
     extra: int = 8,
     limit: float = 60.0,
     body: Body | None = None,
 ) -> Outcome:
-    """Run replicas until all of them, the restarted one too, have committed ``extra`` more steps. Then kill all processes.
+    """Run replicas, and restart the one that dies, until all have committed ``extra`` more steps. Then kill all processes.
 
     Args:
         folder: receives the logs.
         tasks: the replicas.
-        restart: True to restart the replica that dies.
         extra: steps after the restart.
         limit: seconds after which the run ends anyway.
         body: training loop of a replica; by default :func:`member.train`.
     """
-    spawn = context()
-    processes = {task.name: start(spawn, task, body) for task in tasks}
-    deadline = time.monotonic() + limit
-    victim = next((t for t in tasks if t.die), None)
+    given = list(tasks)  # a rank finds its task here when it starts
+    victim = next((rank for rank, task in enumerate(tasks) if task.die), None)
     restarted = None
-    try:
-        while time.monotonic() < deadline:
+    deadline = time.monotonic() + limit
+    with Ranks(_replica, len(tasks), given, body, backend=None, preload=PRELOAD) as ranks:
+        while time.monotonic() < deadline and (alive := ranks.alive()):
             time.sleep(0.02)
-            if victim is not None and restarted is None and not processes[victim.name].is_alive():
+            if victim is not None and restarted is None and victim not in alive:
                 restarted = time.monotonic()
-                if restart:
-                    reborn = replace(victim, die=None, seed=victim.seed + 100, first_step=0)
-                    processes[victim.name] = start(spawn, reborn, body)
-            settle = victim is None or restarted is not None
-            alive = [name for name, p in processes.items() if p.is_alive()]
-            if not alive:
-                break
-            if settle and not (folder / "stop").exists():
-                plan_stop(folder, list(processes) if restart or not victim else alive, restarted or 0.0, extra)
-        codes = {name: p.exitcode for name, p in processes.items()}
-    finally:
-        for process in processes.values():
-            process.kill()
-            process.join()
+                given[victim] = replace(tasks[victim], die=None, seed=tasks[victim].seed + 100, first_step=0)
+                ranks.start(victim)
+            if (victim is None or restarted is not None) and not (folder / "stop").exists():
+                plan_stop(folder, [task.name for task in tasks], restarted or 0.0, extra)
+        codes = {task.name: ranks.result(rank).exit_code for rank, task in enumerate(tasks)}
     return Outcome({t.name: read(folder / f"{t.name}.jsonl") for t in tasks}, codes, folder)
 
 
-def start(spawn: Any, task: member.Task, body: Body | None = None) -> Any:
-    process = spawn.Process(target=member.run, args=(task, body), daemon=True)
-    process.start()
-    return process
+def _replica(rank: int, world_size: int, tasks: list[member.Task], body: Body | None) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # a replica is one rank, whatever its number among the replicas
+        os.environ.pop(name)
+    member.run(tasks[rank], body)
 
 
 def plan_stop(folder: Path, names: list[str], since: float, extra: int) -> None:
