@@ -2,16 +2,19 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from commhooks.api.attach import unwrapped
 from commhooks.errors import HookConfigError, HookNotSupportedError, SlotTakenError
 from commhooks.launch.found_model import FoundModel
 from commhooks.launch.live_optimizers import optimizers_of
+from commhooks.launch.outer import Outer
+from commhooks.launch.outer_state import OuterKept
 from commhooks.launch.shared_checkpoint import share_checkpoints
 from commhooks.launch.state_folder import Kept
 from commhooks.log import log
@@ -19,49 +22,20 @@ from commhooks.registry.discovery import load_target
 from commhooks.registry.registry import REGISTRY, class_names
 
 
-class Outer(Protocol):
-    """An outer optimizer: the result of a registered target of kind "outer", called as `target(optimizer, model, **options)`.
-
-    Options are those of its expression, and `process_group`, the ranks that exchange.
-
-    Attributes:
-        count: inner steps done.
-    """
-
-    count: int
-
-    def follow(self, *others: torch.optim.Optimizer, finish_after: int | None = None) -> Callable[[], None]:
-        """Make outer steps whenever the inner optimizer itself steps. Return a function that ends this.
-
-        Args:
-            others: optimizers of the same model that step before the inner one.
-            finish_after: inner steps of the whole run. After them all ranks take one model.
-        """
-
-    def finish(self) -> None:
-        """End the training on all ranks, which then hold one model."""
-
-    def shared(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return pairs of a parameter or buffer and the value that all ranks share."""
-
-    def stats(self) -> dict[str, float]:
-        """Return cumulative figures by name."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any], *, world_change: str = "error") -> None:
-        """Load a state on all ranks."""
-
-
 class OuterModel(FoundModel):
     """A model whose ranks train alone between two rounds of an outer optimizer."""
 
     def __init__(
-        self, name: str, expression: str, model: torch.nn.Module, outer: Outer, optims: Sequence[torch.optim.Optimizer]
+        self,
+        name: str,
+        expression: str,
+        model: torch.nn.Module,
+        outer: Outer,
+        optims: Sequence[torch.optim.Optimizer],
+        group: dist.ProcessGroup,
     ) -> None:
         super().__init__(name)
-        self.expression, self.outer = expression, outer
+        self.expression, self.outer, self._group = expression, outer, group
         self.params = {id(param) for param in model.parameters()}
         self._model: weakref.ref[torch.nn.Module] = weakref.ref(model)
         self._optims = list(optims)
@@ -75,7 +49,9 @@ class OuterModel(FoundModel):
         return {"outer": self.expression, "steps": self.outer.count, "stats": self.outer.stats()}
 
     def kept(self) -> Kept:
-        raise HookNotSupportedError(f"--state does not save {self.expression}, an outer optimizer")
+        model = self._model()
+        assert model is not None  # noqa: S101 - asked only when the model was found
+        return OuterKept(self.expression, self.outer, model, self._optims, self._group)
 
     def end_for(self, module: torch.nn.Module) -> None:
         if self.row is None and any(id(param) in self.params for param in module.parameters()):
@@ -126,7 +102,7 @@ def attach_outer(model: torch.nn.Module, name: str, expression: str) -> FoundMod
     spec, options = REGISTRY.outer(expression)
     outer: Outer = REGISTRY.target(spec)(optims[-1], wrapped, process_group=group, **options)
     log.info("%s trains with %s around %s", name, expression, ", ".join(type(one).__name__ for one in optims))
-    return OuterModel(name, expression, wrapped, outer, optims)
+    return OuterModel(name, expression, wrapped, outer, optims, group)
 
 
 def _optimizers(model: torch.nn.Module, name: str) -> list[torch.optim.Optimizer]:

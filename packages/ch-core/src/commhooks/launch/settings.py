@@ -92,11 +92,6 @@ class Settings:
                 f"--hook {self.hook!r} and --outer {self.outer!r} exclude each other: with an outer optimizer no gradient is "
                 "averaged. Give the hook as its exchange, e.g. --outer 'diloco(exchange=quant4)'"
             )
-        if self.outer and self.state:
-            raise HookConfigError(
-                f"--state {self.state!r} does not save an outer optimizer yet. Leave it out; a script that resumes from its own "
-                "checkpoint begins a new round there, without the outer momentum"
-            )
         if self.outer:
             REGISTRY.outer(self.outer)
         elif self.hook:

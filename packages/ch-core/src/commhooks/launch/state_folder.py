@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +40,7 @@ from commhooks.transport.process_group import group_timeout
 SAVED = "saved"  # file in the folder of a snapshot after which the script saved something
 LATEST, MARKED = 2, 5  # numbers of snapshots that stay
 _SET = re.compile(r"step-(\d{12})-([0-9a-f]{16})\Z")
-_RANK = re.compile(r"rank-(\d+)-of-(\d+)-([0-9a-f]{16})\.pt\Z")
+_RANK = re.compile(r"rank-(\d+)-of-(\d+)-([0-9a-f]{16,32})\.pt\Z")
 Key = tuple[int, str]
 _NONE: Key = (-1, "0" * 16)
 
@@ -84,10 +84,16 @@ class Kept(Protocol):
     group: dist.ProcessGroup
 
     def fingerprint(self) -> str:
-        """Return 16 hexadecimal digits of the values by which a checkpoint of the script finds its snapshot."""
+        """Return 16 or 32 hexadecimal digits of the values by which a checkpoint of the script finds its snapshot."""
+
+    def found(self) -> str:
+        """Return the fingerprint of the values that the script has loaded, before its first step."""
 
     def fits(self, one: "Snapshot", rank: int, world: int, own: str) -> bool:
         """Return True if a snapshot belongs to the values of this rank, whose fingerprint is `own`."""
+
+    def best(self, fitting: Sequence["Snapshot"], own: str) -> list["Snapshot"]:
+        """Return the snapshots, of those that fit, that are preferred to the others."""
 
     def progress(self) -> float:
         """Return a number that grows when a step has begun since the last one ended."""
@@ -125,6 +131,12 @@ class HookKept:
 
     def fingerprint(self) -> str:
         return checksum(*self.params)
+
+    def found(self) -> str:
+        return self.fingerprint()
+
+    def best(self, fitting: Sequence["Snapshot"], own: str) -> list["Snapshot"]:
+        return list(fitting)
 
     def fits(self, one: "Snapshot", rank: int, world: int, own: str) -> bool:
         """Compare this rank's parameters; with another world size, those of all saved ranks."""
@@ -177,13 +189,15 @@ class StateFolder:
         Raises:
             StateError: on all ranks, if there are snapshots but none has these parameters.
         """
-        own = self.kept.fingerprint()
+        own = self.kept.found()
         exchange = StoreExchange(self.group, group_timeout(self.group))
         self.run = _agree_on_run(exchange)
         self._see_one_folder(exchange)
         found = [one for one in self.listed() if one.whole]
         fitting = {one.key: one for one in found if self.kept.fits(one, self.rank, self.world, own)}
-        chosen = _newest_common(exchange, list(fitting))
+        chosen = _newest_common(exchange, [one.key for one in self.kept.best(list(fitting.values()), own)])
+        if chosen is None:
+            chosen = _newest_common(exchange, list(fitting))
         if chosen is not None:
             self._load(fitting[chosen])
         elif any(row != b"0" for row in exchange(b"1" if found else b"0")):
