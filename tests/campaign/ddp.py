@@ -202,7 +202,7 @@ def run(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
 
 def bounds_of(case: Case) -> Bounds:
     return Bounds(
-        entry_of(case.hook),
+        case.entry,
         case.world,
         2 if case.accumulate == "twice" else 1,
         1e-4 if case.framework == "compile" else 0.0,

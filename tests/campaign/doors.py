@@ -65,7 +65,7 @@ def open_door(case: Case, model: DistributedDataParallel, optimizer: Any, scaler
     """Attach the case's hook."""
     if case.door == "attach":
         told = {"optimizer": optimizer if case.given in {"optimizer", "both"} else None, "scaler": scaler}
-        return Attached(commhooks.attach(model, make(case.hook), timeout=20.0, **told), None)
+        return Attached(commhooks.attach(model, make(case.expr), timeout=20.0, **told), None)
     name, _, options = case.hook.partition("(")
     state = None
     if options:

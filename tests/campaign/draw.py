@@ -4,7 +4,17 @@ import random
 from dataclasses import asdict, dataclass
 
 from tests.campaign.ambient import AMBIENTS
-from tests.campaign.hooks import BY_EXPR, FUNCTIONS, HOOKS
+from tests.campaign.hooks import (
+    AROUND,
+    BETWEEN,
+    BY_EXPR,
+    FUNCTIONS,
+    GATHERS,
+    HOOKS,
+    Entry,
+    between_nodes,
+    entry_of,
+)
 
 MODELS = [
     "mlp",
@@ -40,7 +50,29 @@ SHARDED = [
     "moe",
     "double_use",
 ]
-KINDS = {"ddp": 52, "simulated": 24, "fsdp2": 14, "fsdp1": 3, "outer": 8, "members": 6}
+KINDS = {
+    "ddp": 52,
+    "simulated": 24,
+    "fsdp2": 14,
+    "fsdp1": 3,
+    "outer": 8,
+    "members": 6,
+    "levels": 10,
+    "levels_simulated": 8,
+    "gather": 8,
+}
+TOPOLOGIES = {  # ranks, and ranks per node or the ranks of each node -> odds
+    (4, "2"): 30,
+    (4, "[[0, 2], [1, 3]]"): 15,
+    (4, "4"): 5,
+    (2, "1"): 5,
+    (2, "2"): 5,
+    (3, "1"): 5,
+    (6, "2"): 10,
+    (6, "3"): 10,
+    (5, "[[0, 1], [2, 3, 4]]"): 4,
+    (3, "2"): 3,
+}
 NEEDS_UNUSED = ("unused", "moe")
 SLOW = ("compile", "fabric", "accelerate")
 
@@ -50,7 +82,8 @@ class Case:
     """One run. Fields that a kind of model does not use keep their defaults.
 
     Attributes:
-        kind: ``ddp``, ``fsdp1``, ``fsdp2``, ``simulated``, ``outer`` (an outer optimizer) or ``members`` (ch-ft).
+        kind: ``ddp``, ``fsdp1``, ``fsdp2``, ``simulated``, ``outer`` (an outer optimizer), ``members`` (ch-ft), ``levels`` and
+            ``levels_simulated`` (DDP and simulated ranks with ``two_level``) or ``gather`` (FSDP2 with a hook on its weights).
         door: ``attach``, or ``register`` (``register_comm_hook`` with the function of PyTorch's form).
         cap: ``bucket_cap_mb``; simulated: the number of buckets.
         accumulate: ``no``, ``no_sync``, or ``twice`` (two synchronised backwards for one optimizer step).
@@ -66,6 +99,12 @@ class Case:
         every: outer: inner steps per round.
         added: outer: the step before which the model gets new parameters, or -1.
         grown: outer: the step before which a buffer changes its shape on one rank, or -1.
+        nodes: ranks per node, or the ranks of each node, for ``two_level`` around the hook; or nothing.
+        inside: ``two_level``'s numbers inside a node, or nothing for fp32.
+        around: the wrapper around ``two_level``, or nothing.
+        levels: simulated with ``handed``: which of the two hooks has two levels: ``both``, ``first`` or ``second``.
+        gather: FSDP2: the hook of the weight gathers, or nothing.
+        keep: FSDP2: True if weights stay gathered between forward and backward.
         seed: seed of the data.
     """
 
@@ -99,7 +138,43 @@ class Case:
     every: int = 1
     added: int = -1
     grown: int = -1
+    nodes: str = ""
+    inside: str = ""
+    around: str = ""
+    levels: str = "both"
+    gather: str = ""
+    keep: bool = False
     steps: int = 4
+
+    @property
+    def processes(self) -> int:
+        """Ranks that are processes; simulated ranks and members are threads of one."""
+        return 1 if self.kind in {"simulated", "levels_simulated", "members"} else self.world
+
+    @property
+    def expr(self) -> str:
+        """What ``attach`` is given."""
+        return self._on_levels(self.hook) if self.nodes and self.levels != "second" else self.hook
+
+    @property
+    def handed_expr(self) -> str:
+        """The hook that takes over the state."""
+        return self._on_levels(self.handed) if self.nodes and self.levels != "first" else self.handed
+
+    @property
+    def entry(self) -> Entry:
+        """What the hook promises."""
+        on = self.nodes and self.levels != "second"
+        return between_nodes(entry_of(self.hook), self.inside, self.around) if on else entry_of(self.hook)
+
+    @property
+    def handed_entry(self) -> Entry:
+        on = self.nodes and self.levels != "first"
+        return between_nodes(entry_of(self.handed), self.inside, self.around) if on else entry_of(self.handed)
+
+    def _on_levels(self, hook: str) -> str:
+        inside = f", inside={self.inside!r}" if self.inside else ""
+        return AROUND[self.around].format(f"two_level({hook}, nodes={self.nodes}{inside})")
 
     @property
     def scaled(self) -> bool:
@@ -126,10 +201,20 @@ def draw(seed: str, number: int, kinds: tuple[str, ...] = tuple(KINDS), hook: st
         "simulated": _simulated,
         "outer": _outer,
         "members": _members,
+        "levels": _levels,
+        "levels_simulated": _levels_simulated,
+        "gather": _gather,
     }
     case = Case(number=number, kind=kind, **{**makers[kind](rng), "seed": rng.randrange(1000)})
     if hook:
-        plain = {"door": "attach", "world": max(2, case.world), "ambient": "", "recorders": 0, "handed": ""}
+        plain = {
+            "door": "attach",
+            "world": max(2, case.world),
+            "ambient": "",
+            "recorders": 0,
+            "handed": "",
+            "nodes": "",
+        }
         case = Case(**(asdict(case) | {"hook": hook} | plain))
     return case
 
@@ -238,9 +323,11 @@ def _residual_hook(rng: random.Random) -> str:
 
 def _outer(rng: random.Random) -> dict[str, object]:
     steps = rng.choice([5, 6, 8])
+    two = rng.random() < 0.2
     return {
         "model": rng.choice(["mlp", "shared", "frozen", "batch_norm", "gpt", "channels_last"]),
-        "world": rng.choice([2, 3]),
+        "world": 4 if two else rng.choice([2, 3]),
+        "nodes": "2" if two else "",
         "hook": rng.choice(
             ["allreduce", "allreduce", "bf16_compress", "quant4(error_feedback=True)", "powersgd(rank=2)"]
         ),
@@ -260,3 +347,41 @@ def _members(rng: random.Random) -> dict[str, object]:
         "cap": rng.choice([0.002, 25.0]),
         "steps": rng.choice([3, 4]),
     }
+
+
+def _topology(rng: random.Random, hooks: list[str]) -> dict[str, object]:
+    """A hook between nodes, and what runs inside and around it."""
+    world, nodes = rng.choices(list(TOPOLOGIES), list(TOPOLOGIES.values()))[0]
+    entry = BY_EXPR[rng.choice(hooks)]
+    insides = [
+        "",
+        "",
+        "",
+        "bf16",
+        "fp16" if entry.wire <= 2.0**-20 else "",
+        "quant8" if entry.promise == "exact" else "",
+    ]
+    inside = rng.choice(insides)
+    arounds = ["", "", "", *(each for each in AROUND if not (each == "bf16_wrapper" and inside))]
+    around = "" if entry.expr.startswith(("policy", "bf16_wrapper", "fp16_wrapper")) else rng.choice(arounds)
+    return {"hook": entry.expr, "world": world, "nodes": nodes, "inside": inside, "around": around}
+
+
+def _levels(rng: random.Random) -> dict[str, object]:
+    row = _ddp(rng) | {"door": "attach", "framework": ""}
+    return row | _topology(rng, BETWEEN)
+
+
+def _levels_simulated(rng: random.Random) -> dict[str, object]:
+    row = _simulated(rng)
+    feeding = [expr for expr in BETWEEN if BY_EXPR[expr].promise == "residual"]
+    row |= _topology(rng, feeding if row["handed"] else BETWEEN)
+    return row | {"levels": rng.choice(["both", "first", "second"]) if row["handed"] else "both"}
+
+
+def _gather(rng: random.Random) -> dict[str, object]:
+    row = _fsdp2(rng)
+    world = int(str(row["world"]))
+    shards = rng.choice([each for each in (2, 3, 4) if world % each == 0])
+    hook = _hook(rng, "shard" if shards == world else "replicate")
+    return row | {"shards": shards, "hook": hook, "gather": rng.choice(list(GATHERS)), "keep": rng.random() < 0.3}

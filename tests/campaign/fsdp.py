@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import commhooks
@@ -19,7 +25,7 @@ from tests.campaign import models
 from tests.campaign.checks import Bounds, Sums, TorchRefuses, Wrong, flat64, mean_owed, oracle, same_on_all_ranks
 from tests.campaign.ddp import losses, own_gradients
 from tests.campaign.draw import Case
-from tests.campaign.hooks import entry_of
+from tests.campaign.hooks import BF16, GATHERS, entry_of
 from tests.campaign.notes import Notes
 from tests.campaign.plants import make
 
@@ -39,14 +45,18 @@ class Sharded:
         for name, p in net.named_parameters() if trained is not None else ():
             p.requires_grad_(name in trained)
         policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if case.dtype == "mixed" else {}
+        how: dict[str, Any] = policy | {"reshard_after_forward": not case.keep}
         for part in net.layers:
-            fully_shard(part, mesh=self.mesh["shard"], **policy)
-        self.net = fully_shard(net, mesh=self.mesh["shard"], **policy)
+            fully_shard(part, mesh=self.mesh["shard"], **how)
+        self.net = fully_shard(net, mesh=self.mesh["shard"], **how)
         lr = 0.002 if case.optimizer == "adam" else 0.05
         make_optimizer = torch.optim.Adam if case.optimizer == "adam" else torch.optim.SGD
         self.optimizer = make_optimizer(net.parameters(), lr=lr)
         self.group = self.mesh["replicate"].get_group()
         self.handle: commhooks.CommHook | None = None
+        self.weights: commhooks.CommHook | None = None
+        if hooked and case.gather:
+            self.weights = commhooks.attach(self.net, case.gather, axis="gather", timeout=20.0)
         if hooked:
             told = {"optimizer": self.optimizer} if case.given else {}
             replicas = {"process_group": self.group} if case.shards < case.world else {}
@@ -68,6 +78,31 @@ class Sharded:
         """Return the whole parameters and buffers. This is a collective."""
         state = self.net.state_dict()
         return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in state.items()}
+
+    def computed_with(self) -> dict[str, torch.Tensor]:
+        """The whole weights and buffers that this rank computes with, decoded if a hook codes the gathers. A collective.
+
+        Raises:
+            Wrong: ranks compute with different weights, or a weight is further from the exact one than its code allows.
+        """
+        exact = self.full()
+        if self.weights is None:
+            return exact
+        sharded = [module for module in self.net.modules() if isinstance(module, FSDPModule)]
+        for module in sharded:
+            module.unshard()
+        found = {name: whole(p.detach()).clone() for name, p in self.net.named_parameters()}
+        for module in sharded:
+            module.reshard()
+        same_on_all_ranks(found, "decoded weights")
+        step = GATHERS[self.case.gather] + (BF16 if self.case.dtype in {"mixed", "bfloat16"} else 0.0)
+        for name, weight in found.items():
+            off, peak = (flat64(weight) - flat64(exact[name])).abs(), flat64(exact[name]).abs().max()
+            if not bool((off <= 1.01 * step * peak).all()):
+                raise Wrong(
+                    "decoded weights are near", f"{name}: {float(off.max()):.3g} off, the largest is {float(peak):.3g}"
+                )
+        return exact | found
 
     def key(self, name: str) -> str:
         """Return the key of a shard's state. An unsharded parameter keeps its name."""
@@ -97,10 +132,13 @@ def run2(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
         if step == case.thawed:
             for net in (loop.net, bare):
                 net.requires_grad_(True)
-        bare.load_state_dict(loop.full())
+        before = loop.full()
+        bare.load_state_dict(loop.computed_with())
         truth = oracle(_own(bare, case, step))
         notes.phase(f"step {step}")
         grads = loop.gradients(step)
+        if case.gather and any(not torch.equal(p, before[n]) for n, p in loop.full().items() if n in loop.names()):
+            raise Wrong("sharded parameters stay exact", "a step before the optimizer changed them")
         full = {name: whole(grad) for name, grad in grads.items()}
         if truth.finite:
             same_on_all_ranks(full)
@@ -214,6 +252,15 @@ def _closed(loop: Sharded) -> dict[str, float]:
     loop.handle.assert_active()
     stats = loop.handle.stats()
     loop.handle.detach()
+    if loop.weights is not None:
+        loop.weights.check()
+        loop.weights.assert_active()
+        loop.weights.detach()
+        if any(
+            not torch.equal(p.to(t.dtype), t)
+            for p, t in zip(loop.full().values(), loop.computed_with().values(), strict=True)
+        ):
+            raise Wrong("torch's own gather after detach", "weights are still decoded")
     return {key: stats[key] for key in ("steps", "compressed_steps") if key in stats}
 
 

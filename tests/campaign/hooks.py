@@ -8,7 +8,7 @@
 ``silent``    sends nothing, and every rank keeps its own gradient
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FP32, FP16, BF16 = 2.0**-24, 2.0**-11, 2.0**-8
 ROUNDING = {"float64": 2.0**-53, "float32": FP32, "float16": FP16, "bfloat16": BF16, "complex64": FP32}
@@ -23,7 +23,6 @@ class Entry:
         promise: see the module.
         wire: relative rounding of messages that no residual returns.
         places: the kinds of model it runs on.
-        each_bucket: True if the result depends on the buckets.
         bits: True if the docs promise the bits of DDP without a hook.
     """
 
@@ -31,7 +30,6 @@ class Entry:
     promise: str
     wire: float = 0.0
     places: tuple[str, ...] = ("ddp", "simulated", "replicate")
-    each_bucket: bool = False
     bits: bool = False
 
 
@@ -72,7 +70,7 @@ HOOKS = [
     Entry("powersgd(rank=2, warm_start=False)", "residual", FP32),
     Entry('powersgd(rank=2, residual="averaged")', "residual", FP32),
     Entry("powersgd(rank=2, start_iter=2)", "residual", FP32),
-    Entry("batched_powersgd(rank=2)", "residual", FP32, each_bucket=True),
+    Entry("batched_powersgd(rank=2)", "residual", FP32),
     Entry("warmup(powersgd(rank=2), steps=2)", "residual", FP32),
     Entry("warmup(bf16_compress, powersgd(rank=2), steps=2)", "residual", BF16),
     Entry("warmup(powersgd(rank=1), error_feedback(bf16_compress), steps=2)", "residual", BF16),
@@ -96,6 +94,21 @@ HOOKS = [
     Entry("randomk(density=0.2)", "residual", FP32),
 ]
 BY_EXPR = {entry.expr: entry for entry in HOOKS}
+BETWEEN = [
+    e.expr for e in HOOKS if "simulated" in e.places and e.promise != "silent" and "start_iter=100" not in e.expr
+]
+"""Hooks that ``two_level`` runs between nodes."""
+INSIDE = {"": 0.0, "bf16": BF16, "fp16": FP16, "quant8": 0.0}
+"""Numbers inside a node, and their relative rounding. A grid of 8 bits is bounded as ``integer``."""
+AROUND = {
+    "": "{}",
+    "warmup": "warmup({}, steps=2)",
+    "bf16_wrapper": "bf16_wrapper({})",
+    "policy": 'policy({{"*bias": allreduce, "*": {}}})',
+}
+"""Wrappers around ``two_level``."""
+GATHERS = {"bf16_compress": BF16, "quant8(block=16)": 1 / 127, "quant8": 1 / 127, "quant4(block=32)": 1 / 7}
+"""Hooks of FSDP2's weight gathers, and the error of a decoded weight, relative to the largest one."""
 FUNCTIONS = ("allreduce", "fp16_compress", "bf16_compress", "powersgd(rank=2)", "batched_powersgd(rank=2)", "quant8")
 """Those that ``register_comm_hook`` is given too, as functions with torch's signature."""
 
@@ -106,3 +119,11 @@ def entry_of(expr: str) -> Entry:
         kind = expr.partition(":")[2]
         return Entry(expr, "residual" if kind == "forgetful" else "exact", FP32 if kind == "forgetful" else 0.0)
     return BY_EXPR[expr]
+
+
+def between_nodes(entry: Entry, inside: str, around: str) -> Entry:
+    """Return what a hook promises inside ``two_level``: its own promise, and the rounding inside a node."""
+    wire = max(entry.wire, INSIDE[inside], BF16 if around == "bf16_wrapper" else 0.0)
+    promise = "wire" if entry.promise == "exact" and wire else entry.promise
+    promise = "integer" if inside == "quant8" else promise
+    return replace(entry, promise=promise, wire=wire, bits=False)

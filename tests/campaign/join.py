@@ -9,7 +9,6 @@ from torch.distributed.algorithms.join import Join
 from tests.campaign.checks import Sums, TorchRefuses, Wrong, digest, mean_owed, oracle, same_on_all_ranks
 from tests.campaign.ddp import Loop, bounds_of, follow, own_gradients
 from tests.campaign.draw import Case
-from tests.campaign.hooks import entry_of
 from tests.campaign.notes import Notes
 
 Recorded = list[tuple[dict[str, torch.Tensor | None], list[dict[str, torch.Tensor]]]]
@@ -33,13 +32,13 @@ def run(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
             here = step < len(recorded)
             like = {name: torch.zeros_like(p).reshape(-1).double() for name, p in _real(loop).items()}
             truth = oracle(recorded[step][1] if here else [like])
-            if entry_of(case.hook).promise != "silent":
+            if case.entry.promise != "silent":
                 _same_where_present(recorded[step][0] if here else None)
             grads = recorded[step][0] if here else {}
             everywhere: list[dict[str, torch.Tensor | None]] = [{}] * world
             dist.all_gather_object(everywhere, grads)
             grads = next(each for each in everywhere if each)
-            for name, param in loop.names().items() if here or entry_of(case.hook).promise != "silent" else ():
+            for name, param in loop.names().items() if here or case.entry.promise != "silent" else ():
                 bounds.near(name, grads[name] if not here else recorded[step][0][name], truth, param.dtype)
             sums.add(grads, truth)
     notes.phase("the end")

@@ -17,7 +17,6 @@ from commhooks import CommHooksError
 from tests.campaign import models
 from tests.campaign.checks import Wrong, flat64, same_on_all_ranks
 from tests.campaign.draw import Case
-from tests.campaign.hooks import entry_of
 from tests.campaign.notes import Notes
 
 LR, OUTER_LR, MOMENTUM = 0.05, 0.9, 0.3
@@ -49,7 +48,7 @@ def run(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
     by_hand = copy.deepcopy(model)
     inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
     optimizer = OuterOptimizer(
-        inner, model, every=case.every, exchange=case.hook, outer=outer_sgd, fragments=1, timeout=20.0
+        inner, model, every=case.every, exchange=case.expr, outer=outer_sgd, fragments=1, timeout=20.0
     )
     hand = _ByHand(by_hand, case.every)
     refused, every = "", [""] * world
@@ -98,7 +97,7 @@ def run(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
     same_on_all_ranks({n: b.detach() for n, b in model.named_buffers() if b.is_floating_point()}, "buffers")
     if not torch.equal(model.constant, by_hand.constant):
         raise Wrong("an average of equal buffers is equal", f"{model.constant.tolist()}")
-    if entry_of(case.hook).promise == "exact":
+    if case.entry.promise == "exact":
         for name, param in model.named_parameters():
             a, b = flat64(param), flat64(dict(by_hand.named_parameters())[name])
             allowed = 1e-4 * float(b.abs().max()) + 1e-6 if b.numel() else 0.0

@@ -3,6 +3,7 @@
 Each row has a condition on the case. Without it a false alarm would pass as a refusal.
 """
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,13 +31,34 @@ class Refusal:
     legal: Callable[[Case], bool]
 
 
+def _uneven(case: Case) -> bool:
+    """True if the nodes are listed and have different sizes."""
+    return case.nodes.startswith("[") and len({len(node) for node in json.loads(case.nodes)}) > 1
+
+
 REFUSALS = [
+    Refusal(
+        "nodes of different sizes",
+        "docs/several_nodes.md",
+        "HookNotSupportedError",
+        "the nodes have different numbers of ranks",
+        _uneven,
+    ),
+    Refusal(
+        "ranks that fill no whole number of nodes",
+        "docs/several_nodes.md",
+        "HookConfigError",
+        "cannot be cut into nodes",
+        lambda case: case.nodes.isdigit() and bool(case.world % int(case.nodes)),
+    ),
     Refusal(
         "a residual of half a matrix",
         "docs/packages/fsdp.md",
         "HookNotSupportedError",
         "reduces between replicas, and there is none",
-        lambda case: case.kind == "fsdp2" and case.shards == case.world and "shard" not in entry_of(case.hook).places,
+        lambda case: (
+            case.kind in {"fsdp2", "gather"} and case.shards == case.world and "shard" not in entry_of(case.hook).places
+        ),
     ),
 ]
 

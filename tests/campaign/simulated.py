@@ -15,7 +15,6 @@ from commhooks.testing import SimulatedRanks, mean_residuals
 from tests.campaign.ambient import ambient
 from tests.campaign.checks import Bounds, Exact, Oracle, Sums, Wrong, digest, flat64
 from tests.campaign.draw import Case
-from tests.campaign.hooks import entry_of
 from tests.campaign.notes import Notes
 from tests.campaign.plants import make
 
@@ -69,13 +68,13 @@ def run(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
     """Run one case. Raise the first check that fails."""
     rng = random.Random(case.seed)
     like = tensors(rng, case.dtype)
-    entry, sums, count = entry_of(case.hook), Sums(), case.world
-    handed = entry_of(case.handed) if case.handed else entry
+    entry, sums, count = case.entry, Sums(), case.world
+    handed = case.handed_entry if case.handed else entry
     ranks = _ranks(case, count, like)
     for step in range(case.steps):
         if step == case.resumed:
             other = entry.promise == "residual" and not case.handed and rng.random() < 0.5
-            count = rng.choice([1, 2, 3, 4]) if other else count
+            count = rng.choice(_counts(case)) if other else count
             notes.phase(f"resume before step {step} on {count} ranks")
             ranks = _handed_over(case, ranks, like) if case.handed else _resumed(case, ranks, count, like)
             count = ranks.world_size
@@ -94,10 +93,17 @@ def run(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
 
 def _ranks(case: Case, count: int, like: Tensors) -> SimulatedRanks:
     def one() -> CommHook:
-        made: Any = make(case.hook)
+        made: Any = make(case.expr)
         return made if isinstance(made, CommHook) else CommHook(node=made.node(), built=made)
 
     return SimulatedRanks(one, count, like, buckets=int(case.cap), timeout=15.0)
+
+
+def _counts(case: Case) -> list[int]:
+    """Return the numbers of ranks on which a state may be loaded; nodes by number of ranks need a multiple of it."""
+    if not case.nodes:
+        return [1, 2, 3, 4]
+    return [each * int(case.nodes) for each in (1, 2, 3)] if case.nodes.isdigit() else [case.world]
 
 
 def _resumed(case: Case, old: SimulatedRanks, count: int, like: Tensors) -> SimulatedRanks:
@@ -118,7 +124,7 @@ def _handed_over(case: Case, old: SimulatedRanks, like: Tensors) -> SimulatedRan
     given = iter(states)
 
     def one() -> CommHook:
-        made = commhooks.create(case.handed)
+        made = commhooks.create(case.handed_expr)
         made.state = next(given)
         return made
 
@@ -128,7 +134,7 @@ def _handed_over(case: Case, old: SimulatedRanks, like: Tensors) -> SimulatedRan
 def _one_step(case: Case, ranks: SimulatedRanks, like: Tensors, step: int, sums: Sums, skipped: bool) -> None:
     """Run a backward on every rank. ``skipped`` is True if the optimizers do not use the step."""
     over = bool(case.handed) and 0 <= case.resumed <= step
-    entry, world = entry_of(case.handed if over else case.hook), ranks.world_size
+    entry, world = case.handed_entry if over else case.entry, ranks.world_size
     every = gradients(like, case, step, world)
     with ambient(case.ambient):
         result = ranks.step(every)

@@ -15,6 +15,9 @@ KINDS = {
     "simulated": simulated.run,
     "outer": outer.run,
     "members": members.run,
+    "levels": ddp.run,
+    "levels_simulated": simulated.run,
+    "gather": fsdp.run2,
 }
 
 
