@@ -127,7 +127,8 @@ class _ByHand:
             self._outer_step()
 
     def finish(self) -> None:
-        self._outer_step()  # finish() always exchanges once more
+        if self.count % self.every:  # otherwise the last step has ended a round, and nothing has moved since
+            self._outer_step()
 
     @torch.no_grad()
     def _outer_step(self) -> None:

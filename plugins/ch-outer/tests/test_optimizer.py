@@ -363,6 +363,67 @@ def test_finishing_leaves_all_ranks_the_same_parameters() -> None:
     assert not same(here_before, there_before)
 
 
+@pytest.mark.parametrize("options", [{}, {"fragments": 2}, {"overlap": 2}, {"overlap": 3, "mix": "carry"}])
+@pytest.mark.parametrize("steps", [8, 10])
+def test_a_second_finish_changes_nothing(steps: int, options: dict[str, Any]) -> None:
+    """The first one has exchanged every move, and a round without moves would repeat the momentum."""
+
+    def body(rank: SimulatedRank) -> bool:
+        model, outer = make(), nesterov(0.7, 0.9)
+        optimizer = OuterOptimizer(adam(model), model, every=4, outer=outer, transport=rank.transport, **options)
+        train(model, optimizer, rank.rank, range(steps))
+        optimizer.finish()
+        first, rounds = values(model), optimizer.landed
+        optimizer.finish()
+        return same(first, values(model)) and optimizer.landed == rounds
+
+    assert simulate(2, body) == [True, True]
+
+
+def test_finish_after_a_round_leaves_the_model_of_that_round() -> None:
+    def body(rank: SimulatedRank) -> bool:
+        model = make()
+        optimizer = OuterOptimizer(
+            adam(model), model, every=4, exchange=Plain(), outer=nesterov(0.7, 0.9), transport=rank.transport
+        )
+        train(model, optimizer, rank.rank, range(8))
+        after = values(model)
+        resumed, saved = make(), optimizer.state_dict()
+        again = OuterOptimizer(
+            adam(resumed), resumed, every=4, exchange=Plain(), outer=nesterov(0.7, 0.9), transport=rank.transport
+        )
+        resumed.load_state_dict(model.state_dict())
+        again.load_state_dict(saved)
+        optimizer.finish()
+        again.finish()
+        return same(after, values(model)) and same(after, values(resumed)) and optimizer.landed == 2
+
+    assert simulate(2, body) == [True, True]
+
+
+def test_finish_exchanges_moves_that_a_failed_round_left() -> None:
+    def body(rank: SimulatedRank) -> list[torch.Tensor]:
+        model = make()
+        optimizer = OuterOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, every=4, outer=plain_sgd(1.0), transport=rank.transport
+        )
+        train(model, optimizer, rank.rank, range(3))
+        shape = model[0].bias.data
+        model[0].bias.data = torch.zeros(1) if rank.rank else shape
+        with pytest.raises(commhooks.CommHooksError):
+            optimizer.after_step()
+        model[0].bias.data = shape
+        moved = [p.detach().clone() for p in model.parameters()]
+        optimizer.finish()
+        return [*moved, *(p.detach().clone() for p in model.parameters())]
+
+    here, there = simulate(2, body)
+    count = len(here) // 2
+    for number in range(count):
+        mean = (here[number] + there[number]) / 2
+        assert torch.allclose(here[count + number], mean, atol=1e-6)
+
+
 def test_sparseloco_is_top_k_with_a_decaying_residual() -> None:
     pytest.importorskip("ch_sparse")
 

@@ -79,6 +79,7 @@ class Fragment:
 
     Attributes:
         since: number of inner steps at the start of the exchange under way, or ``None``.
+        settled: number of inner steps at the start of the last exchange, if it left the parameters at the start, or ``None``.
 
     Raises:
         HookConfigError: ``mix`` is out of range.
@@ -97,6 +98,7 @@ class Fragment:
             raise HookConfigError(f"mix={mix!r}: expected a share of a rank's own parameters, 0 to 1, or {CARRY!r}")
         self.params, self.starts, self.reducer, self.mix = dict(params), dict(starts), reducer, mix
         self.since: int | None = None
+        self.settled: int | None = None
         self._exchange: PendingAverage | None = None
         self._fixed = fixed
         self._sent_from: dict[str, torch.Tensor] = {}  # this rank's parameters when the exchange started, if needed
@@ -158,7 +160,7 @@ class Fragment:
             healed: True if this rank has just received the start of a peer, so that its own parameters do not count.
         """
         self.receive()
-        self.since = None
+        since, self.since = self.since, None
         exact = {name: self._exact_end(name) for name in self._sent_from} if self._alone else {}
         for name, start in self.starts.items():
             start.grad = self.reducer.tensors[name]
@@ -170,6 +172,7 @@ class Fragment:
                 start.copy_(torch.where(start == end, place, start))
             self._arrive(name, 0.0 if healed else self.mix)
         self._sent_from.clear()
+        self.settled = since if self.mix in (0.0, CARRY) else None
 
     def _arrive(self, name: str, mix: float | str) -> None:
         target, here = self.starts[name], self._position(name)
@@ -216,7 +219,7 @@ class Fragment:
     def drop(self) -> None:
         """Forget the exchange under way after its group is lost."""
         self.reducer.abandon()
-        self._exchange = None
+        self._exchange = self.settled = None
         self.miss()
 
     def begin_at(self, starts: Mapping[str, torch.Tensor]) -> None:
@@ -235,6 +238,7 @@ class Fragment:
             "start": {name: start.clone() for name, start in self.starts.items()},
             "reducer": self.reducer.state_dict(),
             "since": self.since,
+            "settled": self.settled,
             "mean": {name: self.reducer.tensors[name].clone() for name in self.starts} if waiting else {},
             "left": {name: tensor.clone() for name, tensor in self._sent_from.items()} if waiting else {},
             "rest": {name: tensor.clone() for name, tensor in self._rounding.items()},
@@ -265,7 +269,7 @@ class Fragment:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load a state that :meth:`check` has accepted. Its ``"reducer"`` is already in the reducer."""
-        self._exchange, self.since = None, saved["since"]
+        self._exchange, self.since, self.settled = None, saved["since"], saved.get("settled")
         for name, start in self.starts.items():
             start.copy_(saved["start"][name])
             if self.since is not None:

@@ -274,6 +274,7 @@ class OuterOptimizer(InnerOptimizer):
             self._rounds.close()
             if fragment.waiting:  # only the buffers failed, and all ranks have the average
                 self._move_start(fragment)
+                fragment.settled = None  # the buffers are not equal
             raise
         if not self._rounds.close():
             fragment.miss()
@@ -374,7 +375,9 @@ class OuterOptimizer(InnerOptimizer):
     def finish(self) -> None:
         """End the training, on all ranks. Land the exchanges under way, then exchange the remaining moves.
 
-        All ranks then hold the start as their parameters.
+        All ranks then hold the start as their parameters. A fragment without an inner step since its last exchange has no
+        remaining moves. A further round would only repeat the outer momentum, so there is none. Members of a manager cannot
+        know this of each other, so they exchange each fragment once more.
 
         Raises:
             CommHooksError: as :meth:`step` does.
@@ -382,18 +385,27 @@ class OuterOptimizer(InnerOptimizer):
         with torch.no_grad():
             for _, index in self._in_flight():
                 self._land(index)
-            self._finishing, done = True, 0
-            self._meet()
-            try:  # each fragment once; a manager repeats a lost round, and all members count the committed ones
-                while self._goal is None or self._rounds.committed(self.landed) < self._goal:
-                    done += self._round(done % len(self._fragments))
-            finally:
-                self._finishing, self._goal = False, None
+            if isinstance(self._rounds, FixedRounds):
+                for index, fragment in enumerate(self._fragments):
+                    if fragment.settled != self.count:
+                        self._round(index)
+            else:
+                self._finish_managed()
             for fragment in self._fragments:
                 fragment.begin_at(fragment.starts)
             reshard(self._model)
         if self._warns:
             warn_of_short_run(self.outer, self.landed // len(self._fragments))
+
+    def _finish_managed(self) -> None:
+        """Exchange each fragment once. A manager repeats a lost round, and all members count the committed ones."""
+        self._finishing, done = True, 0
+        self._meet()
+        try:
+            while self._goal is None or self._rounds.committed(self.landed) < self._goal:
+                done += self._round(done % len(self._fragments))
+        finally:
+            self._finishing, self._goal = False, None
 
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
