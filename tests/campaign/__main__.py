@@ -18,6 +18,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", help="seed of the campaign (default: a random seed, which is printed)")
     parser.add_argument("--case", type=int, action="append", help="run this case of the seed alone (may be repeated)")
     parser.add_argument("--minutes", type=float, default=60.0, help="start no further case after this many minutes")
+    parser.add_argument(
+        "--first", type=int, default=0, help="begin with this case, to continue a campaign of the same seed"
+    )
     parser.add_argument("--cases", type=int, help="stop after this many cases")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--hook", default="", help="use this hook in every case: an expression, or planted:scaled")
@@ -34,7 +37,7 @@ def main() -> int:
     start_server()
     outcomes: list[Outcome] = []
     until = time.monotonic() + 60 * options.minutes
-    numbers = iter(options.case or range(options.cases or sys.maxsize))
+    numbers = iter(options.case or range(options.first, options.cases or sys.maxsize))
     extra = (f" --hook '{options.hook}'" if options.hook else "") + (
         f" --kinds {' '.join(options.kinds)}" if options.kinds != list(KINDS) else ""
     )
