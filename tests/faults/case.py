@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import traceback
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import kit
 import rows_hooks
 import rows_models
+import rows_nodes
 import rows_numbers
 import rows_ranks
 import torch
@@ -27,7 +29,7 @@ from kit import ROWS, Row, Run, Silent
 
 import commhooks
 
-TOPICS = (rows_hooks, rows_ranks, rows_numbers, rows_models)
+TOPICS = (rows_hooks, rows_ranks, rows_numbers, rows_models, rows_nodes)
 # Errors of builtin types that a row's hook raises itself. The user should see the original type.
 ORIGINAL = (ValueError, KeyboardInterrupt)
 START_LIMIT = 60.0
@@ -114,6 +116,9 @@ def slowness() -> float:
 
 def main(name: str, side: str, compressor: str = "powersgd") -> int:
     row = ROWS[name]
+    if compressor == "two_level" and row.world == 2:
+        world = 2 * kit.RANKS_PER_NODE
+        row = replace(row, world=world, without=tuple(range(1, world)) if row.without else ())
     kit.COMPRESSOR = compressor
     kit.SLOWNESS = slowness()
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:

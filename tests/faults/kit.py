@@ -28,17 +28,28 @@ QUANT4 = {  # options of PowerSGD in a row -> options of quant4 in which ranks c
     ("warm_start", False): "rounding='stochastic'",
     ("start_iter", 3): "exempt=False",
 }
+RANKS_PER_NODE = 2  # with the compressor "two_level", on two nodes
+FUNCTION = "its hook is a function of PyTorch's form, and two_level takes reductions"
 SLOWNESS = 1.0  # factor of limits and deadlines (case.py sets it)
 
 
 def compressor(**options: Any) -> str:
     """Return the expression of the compressing hook with these options of PowerSGD, or with corresponding options."""
-    if COMPRESSOR == "powersgd":
+    if COMPRESSOR != "quant4":
         config = ", ".join(f"{key}={value!r}" for key, value in options.items())
-        return f"powersgd({config})" if config else "powersgd"
+        return leveled(f"powersgd({config})" if config else "powersgd")
     given = [QUANT4[item] for item in options.items() if item in QUANT4]
     fed = [] if "error_feedback=False" in given else ["error_feedback=True"]
     return f"quant4({', '.join(given + fed)})"
+
+
+def leveled(what: Any) -> Any:
+    """Return a hook of this project, inside ``two_level`` if the run has nodes."""
+    if COMPRESSOR != "two_level":
+        return what
+    if isinstance(what, str):
+        return f"two_level({what}, nodes={RANKS_PER_NODE})"
+    return commhooks.get("two_level")(what, nodes=RANKS_PER_NODE)
 
 
 def deadline() -> float:
@@ -63,6 +74,8 @@ class Row:
         victims: ranks that are meant to be killed or frozen.
         group_timeout: of the process group, seconds.
         without: ranks without any hook, which get torch's own error on both sides.
+        only: the compressor that the row is for; empty for all.
+        flat: why the row does not apply to ``two_level``; empty if it does.
     """
 
     name: str
@@ -73,6 +86,8 @@ class Row:
     victims: tuple[int, ...] = ()
     group_timeout: float = 8.0
     without: tuple[int, ...] = ()
+    only: str = ""
+    flat: str = ""
 
 
 ROWS: dict[str, Row] = {}
@@ -116,13 +131,15 @@ class Run:
     def hook(self, model: DistributedDataParallel, what: Any, **options: Any) -> Any:
         """Install a user's hook: with ``register_comm_hook``, or with ``attach``."""
         if self.ours:
+            what = leveled(what) if isinstance(what, commhooks.Reduction) else what
             return commhooks.attach(model, what, timeout=deadline(), **options)
         return model.register_comm_hook(None, what)
 
     def builtin(self, model: DistributedDataParallel, name: str, **options: Any) -> Any:
         """Install a built-in hook. Return the handle, or PyTorch's state."""
         if self.ours:
-            return commhooks.attach(model, compressor(**options) if name == "powersgd" else name, timeout=deadline())
+            expr = compressor(**options) if name == "powersgd" else leveled(name)
+            return commhooks.attach(model, expr, timeout=deadline())
         if name != "powersgd":
             model.register_comm_hook(None, TORCH_HOOKS[name])
             return None

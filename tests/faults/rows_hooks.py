@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from kit import Run, Silent, averaged, row, then
+from kit import FUNCTION, Run, Silent, averaged, row, then
 
 
 def lingering(run: Run, hook: Callable[[Any, Any], Any]) -> str:
@@ -31,7 +31,7 @@ def lingering(run: Run, hook: Callable[[Any, Any], Any]) -> str:
     return run.expect(found[0], mean, 1e-4)
 
 
-@row("B1.1", "hook raises on every rank")
+@row("B1.1", "hook raises on every rank", flat=FUNCTION)
 def raise_all(run: Run) -> str:
     def hook(state: Any, bucket: Any) -> Any:
         raise ValueError("boom in hook")
@@ -39,7 +39,7 @@ def raise_all(run: Run) -> str:
     return lingering(run, hook)
 
 
-@row("B1.2", "hook raises on one rank, which lives on")
+@row("B1.2", "hook raises on one rank, which lives on", flat=FUNCTION)
 def raise_one(run: Run) -> str:
     def hook(state: Any, bucket: Any) -> Any:
         if run.rank == 1:
@@ -85,7 +85,7 @@ def raise_between(run: Run) -> str:
     return then(run, lambda: run.step(model, 3), afterwards)
 
 
-@row("B2.1", "callback of the future raises on every rank")
+@row("B2.1", "callback of the future raises on every rank", flat=FUNCTION)
 def callback_all(run: Run) -> str:
     def boom(value: Any) -> Any:
         raise ValueError("boom in then")
@@ -93,7 +93,7 @@ def callback_all(run: Run) -> str:
     return lingering(run, lambda state, bucket: averaged(bucket).then(boom))
 
 
-@row("B2.2", "callback of the future raises on one rank only")
+@row("B2.2", "callback of the future raises on one rank only", flat=FUNCTION)
 def callback_one(run: Run) -> str:
     def boom(done: Any) -> Any:
         if run.rank == 1:
@@ -110,7 +110,7 @@ def callback_one(run: Run) -> str:
         raise
 
 
-@row("B2.3", "Ctrl-C inside a callback")
+@row("B2.3", "Ctrl-C inside a callback", flat=FUNCTION)
 def interrupt(run: Run) -> str:
     def boom(value: Any) -> Any:
         raise KeyboardInterrupt
@@ -158,7 +158,7 @@ RESULTS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
 
 
 def _enter(name: str, title: str, hook: Callable[[Any, Any], Any]) -> None:
-    @row(name, f"hook {title}" if title.startswith("returns") else title)
+    @row(name, f"hook {title}" if title.startswith("returns") else title, flat=FUNCTION)
     def body(run: Run) -> str:
         return lingering(run, hook)
 
@@ -167,7 +167,7 @@ for _name, (_title, _hook) in RESULTS.items():
     _enter(_name, _title, _hook)
 
 
-@row("B3.16", "result differs between ranks (checked every step)")
+@row("B3.16", "result differs between ranks (checked every step)", flat=FUNCTION)
 def differs(run: Run) -> str:
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return averaged(bucket).then(lambda done: done.value() * (1 + 0.1 * run.rank))

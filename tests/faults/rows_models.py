@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from kit import Run, Silent, big, compressor, deadline, gradient, row, torch_state
+from kit import FUNCTION, Run, Silent, big, compressor, deadline, gradient, row, torch_state
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -77,7 +77,7 @@ def swapped(run: Run) -> str:
     for seed in range(4):
         run.step(model, seed)
     saved(run, state)
-    other = torch.load(f"{run.folder}/state{1 - run.rank}", weights_only=run.ours)
+    other = torch.load(f"{run.folder}/state{run.rank ^ 1}", weights_only=run.ours)
     if run.ours:
         state.load_state_dict(other)
     raise Silent("each rank has the other's residual")
@@ -181,7 +181,7 @@ def shared(run: Run) -> str:
     raise Silent("each model is given the other's residual")
 
 
-@row("B11.2", "one PowerSGD state for two models, through register_comm_hook")
+@row("B11.2", "one PowerSGD state for two models, through register_comm_hook", flat=FUNCTION)
 def shared_bare(run: Run) -> str:
     first, second = run.model(many=False), run.model(many=False)
     if run.ours:

@@ -41,8 +41,9 @@ TOPICS = {
     "B10": "unusual parameters",
     "B11": "one state for two models",
     "B12": "other actions of models and frameworks",
+    "B13": "two nodes of two ranks",
 }
-COMPRESSORS = ("powersgd", "quant4")
+COMPRESSORS = ("powersgd", "quant4", "two_level")
 RECORD, TABLE = ROOT / "docs" / "measured" / "faults.json", ROOT / "docs" / "faults.md"
 
 
@@ -74,11 +75,13 @@ class Server:
         self.process.wait()
 
 
-def names() -> list[str]:
-    """Return the rows in order without an import of torch in this process."""
-    code = "import case; print('\\n'.join(case.ROWS))"
+def names(compressor: str) -> tuple[list[str], dict[str, str]]:
+    """Return the rows for a compressor in order, and the reasons of those that do not apply. This does not import torch."""
+    code = "import case, json; print(json.dumps([(r.name, r.only, r.flat) for r in case.ROWS.values()]))"
     found = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, check=True)
-    return sorted(found.stdout.split(), key=_order)
+    rows = [row for row in json.loads(found.stdout) if row[1] in ("", compressor)]
+    left_out = {name: flat for name, _, flat in rows if flat and compressor == "two_level"}
+    return sorted((name for name, _, _ in rows if name not in left_out), key=_order), left_out
 
 
 def _order(name: str) -> list[int]:
@@ -185,28 +188,42 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, ""])
 
 
-def page(results: list[dict[str, Any]], compressor: str) -> str:
+ABOUT = {
+    "quant4": (
+        "The fault table with `quant4` and its error feedback in the place of PowerSGD; two gloo ranks. In B4.3",
+        "to B4.7 the ranks differ in `block`, `rotation`, `error_feedback`, `rounding` and `exempt`. B8.4 and B11.2 concern",
+        "PowerSGD only, and run unchanged.",
+    ),
+    "two_level": (
+        "The fault table with every hook inside `two_level(..., nodes=2)`, on two nodes of two gloo ranks. In the rows B13",
+        "`quant4(error_feedback=True)` runs between the nodes. In B13.8 each node is a network namespace.",
+    ),
+}
+
+
+def page(results: list[dict[str, Any]], compressor: str, left_out: dict[str, str]) -> str:
     """Return the record of a run with another hook in the rows of PowerSGD."""
     lines = [
-        f"# faults-{compressor}, {date.today().isoformat()}",
+        f"# The fault table with `{compressor}`",
         "",
         f"    python tests/faults/run.py --compressor {compressor} --update",
         "",
         f"- python: {platform.python_version()}",
         f"- torch: {version('torch')}",
+        f"- date: {date.today().isoformat()}",
         "",
-        f"The fault table with `{compressor}` and its error feedback in the place of PowerSGD; two gloo ranks. In B4.3",
-        "to B4.7 the ranks differ in `block`, `rotation`, `error_feedback`, `rounding` and `exempt`. B8.4 and B11.2 concern",
-        "PowerSGD only, and run unchanged.",
+        *ABOUT[compressor],
         "",
         f"In all: {_count(results)}.",
         "",
-        "| row | fault | what comes out |",
-        "| --- | --- | --- |",
     ]
+    for reason in dict.fromkeys(left_out.values()):
+        rows = [name for name, said in left_out.items() if said == reason]
+        lines += [f"A row does not apply if {reason}: {', '.join(sorted(rows, key=_order))}.", ""]
+    lines += ["| row | fault | outcome |", "| --- | --- | --- |"]
     for result in results:
         title = result.get("title", "")
-        if result["row"] not in ("B8.4", "B11.2"):
+        if compressor == "quant4" and result["row"] not in ("B8.4", "B11.2"):
             title = title.replace("PowerSGD", compressor)
         lines.append(f"| {result['row']} | {title} | {_cell(result)} |")
     return "\n".join([*lines, ""])
@@ -251,16 +268,17 @@ def main() -> int:
     if options.table:
         TABLE.write_text(table(json.loads(RECORD.read_text())))
         return 0
-    chosen = [n for n in names() if not options.row or any(n == r or n.startswith(r + ".") for r in options.row)]
+    known, left_out = names(options.compressor)
+    chosen = [n for n in known if not options.row or any(n == r or n.startswith(r + ".") for r in options.row)]
     if not chosen:
-        parser.error(f"no row {options.row}; rows are {', '.join(names())}")
+        parser.error(f"no row {options.row}; rows are {', '.join(known)}")
     other = options.compressor != COMPRESSORS[0]
     sides = ["ours"] if other else [options.side] if options.side else ["torch", "ours"]
     results = run_all(chosen, sides, options.compressor, options.jobs)
     whole = not other and (options.update or (not options.row and not options.side))
     if other and options.update:
         path = RECORD.with_name(f"faults-{options.compressor}.md")
-        path.write_text(page(results, options.compressor))
+        path.write_text(page(results, options.compressor, left_out))
     elif options.update and RECORD.exists():
         new = {(r["row"], r["side"]): r for r in results}
         old = json.loads(RECORD.read_text())
