@@ -1,9 +1,9 @@
 """Compares ranks before any message whose size depends on hook, options or shapes.
 
-Ranks with different hooks, options or shapes send messages of different sizes, which abort a process on gloo, or of equal
-sizes, which gives silent garbage. So each rank describes itself by fields, each a list of lines. Ranks first exchange a
-hash of every field (:data:`HASH_BYTES` each). If hashes differ, a bisection over hashes finds the first line that
-differs, and ranks exchange that line (:data:`LINE_BYTES`). Every message has a fixed size.
+Ranks with different hooks, options or shapes send messages of different sizes, which abort a process on gloo, or
+messages of equal size, which silently give wrong numbers. So each rank describes itself by fields, each a list of
+lines. Ranks first exchange a hash of every field (:data:`HASH_BYTES` each). If hashes differ, a bisection over hashes
+finds the first line that differs, and ranks exchange that line (:data:`LINE_BYTES`). Every message has a fixed size.
 
 The messages go through the store of the process group. A missing rank therefore disturbs no collective of the other
 ranks, and the error names it.

@@ -148,9 +148,9 @@ _CHUNK = 1 << 20  # elements that are widened to int64 at a time: 8 MiB
 def checksum(*tensors: torch.Tensor) -> str:
     """Return 16 hexadecimal digits that change with any bit, and with the shape or order, of the tensors.
 
-    A chunk of 2**20 elements adds up its bits as integers with odd weights, modulo 2**64: one pass over the tensors on
-    their device, and one small copy to the host. Equal bits give equal digits on every device. It protects against
-    mistakes, not against an adversary. Of a DTensor, this rank's shard counts.
+    It adds up the bits of each chunk of 2**20 elements as integers with odd weights, modulo 2**64. This takes one pass
+    over the tensors on their device and one small copy to the host. Equal bits give equal digits on every device. It
+    protects against mistakes, not against an adversary. Of a DTensor, this rank's shard counts.
 
     Args:
         tensors: of any shapes, dtypes and devices.

@@ -135,9 +135,9 @@ class CommHook:
         """Return cumulative figures since attaching, or those at detach after `detach()`.
 
         - `payload_bytes`: tensors that the hook gave to collectives, in bytes per rank, counted exactly.
-        - `wire_bytes`: bytes that a rank sends for them and for the status (W + 1 fp32 numbers per step), by a model:
-          `2 (W - 1) / W` of the bytes that are all-reduced round a ring, `W - 1` times those that ranks exchange directly,
-          and `(W - 1) / W` of all others.
+        - `wire_bytes`: modelled bytes that a rank sends, including the status (W + 1 fp32 numbers per step). A ring
+          all-reduce sends `2 (W - 1) / W` of its bytes, a direct exchange `W - 1` times its bytes, and any other
+          collective `(W - 1) / W`.
         - `between_bytes`: the part of them that leaves the node. 0 without a hook of two levels, which knows the nodes.
         - `rounds`: stages started, one for each piece of a large bucket.
         - `*_seconds`: host time.
@@ -145,10 +145,10 @@ class CommHook:
         A binding with several axes adds up the figures of all axes.
 
         Args:
-            detail: True adds, for each parameter with a residual, `residual_norm/NAME` (unscaled), and
-                `relative_error/NAME` = ‖residual‖ / ‖gradient + residual‖ while the gradients of the last step exist:
-                the part of the last gradient that this rank did not send. FSDP2 has it from the second call on,
-                because it keeps gradients only after the first.
+            detail: True adds two figures for each parameter with a residual: `residual_norm/NAME` (unscaled), and
+                `relative_error/NAME` = ‖residual‖ / ‖gradient + residual‖, the share of the last gradient that this
+                rank did not send. The second figure needs the gradients of the last step. FSDP2 keeps them from the
+                first call on, so it has the figure from the second.
 
         Raises:
             AttachError: the handle was never attached.
@@ -215,8 +215,8 @@ class CommHook:
 
         Raises:
             AttachError: not attached.
-            HookNotSupportedError: a foreign hook, whose messages are unknown; a manager, whose members come and go; or the
-                handle is traced already.
+            HookNotSupportedError: a foreign hook (its messages are unknown), a manager (its members change), or a
+                handle that is traced already.
             HookTimeoutError: another rank did not make this call.
 
         Example:
@@ -281,8 +281,8 @@ class CommHook:
         if calls == self._calls_seen:
             raise AttachError(
                 f"{self.expr} has not been called since {'attach()' if calls == 0 else 'the last assert_active()'}. "
-                "Call this after a backward pass that synchronises. If there was one, another model trains than the one "
-                "that has the hook: attach after the model is copied or wrapped, and check that no framework removes hooks"
+                "Call this after a backward pass that synchronises. If there was one, the training loop uses a copy of the "
+                "model. Attach after the model is copied or wrapped, and check that no framework removes hooks"
             )
         self._calls_seen = calls
 

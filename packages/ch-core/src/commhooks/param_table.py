@@ -27,8 +27,8 @@ def translate(old: ParamTable, new: ParamTable) -> dict[str, str]:
         if [shape for _, shape in old] == [shape for _, shape in new]:
             return {a: b for (a, _), (b, _) in zip(old, new, strict=True)}
         raise StateError(
-            f"this state does not fit the model: it is keyed by position, for {len(old)} parameters of shapes "
-            f"{few([s for _, s in old])}; the other side has {len(new)} of shapes {few([s for _, s in new])}"
+            f"this state does not fit the model. It names parameters by position and has {len(old)} of shapes "
+            f"{few([s for _, s in old])}. The model has {len(new)} of shapes {few([s for _, s in new])}"
         )
     before, after = dict(old), dict(new)
     problems = [f"{n!r} is not in the model" for n in before if n not in after]

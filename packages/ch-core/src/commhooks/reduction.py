@@ -260,8 +260,8 @@ class StepContext:
     def as_owner(self) -> "StepContext":
         """Return the same step with access to every entry of the state, also of parameters that this rank does not send.
 
-        A rank that owns a part of the average rounds that part for all ranks. It must remember the rounding error even if
-        it did not use the parameter or has joined: no other rank knows the error.
+        A rank that owns a part of the average rounds that part for all ranks. It must keep the rounding error even if
+        it did not use the parameter or has joined, because no other rank knows the error.
         """
         made = copy(self)
         made._whole = True
@@ -335,7 +335,7 @@ class Pieces:
             if piece.stride == contiguous_stride(piece.shape) or self._ordered(name, field):
                 made = Encoding.of(whole, in_memory=True, packed=packed)
                 self._made[key] = replace(made, part=self._parts[name])
-            else:  # a whole parameter whose own order is not that of its memory
+            else:  # a whole parameter that is not contiguous
                 self._made[key] = Encoding(packed=packed)
         return self._made[key]
 

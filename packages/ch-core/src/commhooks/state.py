@@ -202,7 +202,8 @@ class HookState:
     def reopen(self, names: Collection[str], fields: Collection[str]) -> None:
         """Let a second reduction of the same parameters in one step start from the entries that the first one staged.
 
-        Without it both would read the committed residual: it would be sent twice, and the first new one would be lost.
+        Without it both would read the committed residual. They would send it twice, and the first new residual would be
+        lost.
 
         Args:
             names: parameters that are reduced again.
@@ -225,7 +226,7 @@ class HookState:
 
         :attr:`in_place` it is the committed tensor: read the old entry before, or number by number while you write.
 
-        ``encoding`` tells how the tensor holds the parameter; ``None`` if :meth:`read_as` has told it.
+        ``encoding`` describes the tensor's format; ``None`` keeps the format that :meth:`read_as` set.
         """
         key = (name, field)
         if encoding is not None:
@@ -250,8 +251,8 @@ class HookState:
     ) -> torch.Tensor | None:
         """Return a tensor for an error that :meth:`commit` adds to a residual. ``None`` if the field is no residual.
 
-        A rank that sends nothing of its residual, because it has no gradient of the parameter, may still send other numbers
-        and so make an error. It is never the committed tensor, because :meth:`commit` may have to drop it.
+        A rank without a gradient of the parameter does not send its residual, but may still send other numbers and so
+        make an error. It is never the committed tensor, because :meth:`commit` may have to drop it.
         """
         packed = self._committed.encodings.get((name, RESIDUAL), OWN_ORDER).packed
         if field != RESIDUAL and (packed is None or field != packed.scales):
@@ -388,8 +389,8 @@ class HookState:
             self._spare.update(self._staged)
         elif self._committed:
             log.warning(
-                "[%s] step %d does not count (a hook raised, or numbers were not finite), and rollback=False keeps no second "
-                "copy: residuals begin at zero again",
+                "[%s] step %d does not count, because a hook raised or numbers were not finite. rollback=False keeps no second "
+                "copy, so residuals start at zero again",
                 self._place or "a state without a rank",
                 self.step + 1,
             )

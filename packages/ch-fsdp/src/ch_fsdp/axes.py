@@ -1,4 +1,4 @@
-"""The axes of an FSDP2 model: which of them a hook fits, over which ranks, and which models a hook refuses."""
+"""Chooses the axes of an FSDP2 model for a hook and their ranks, and refuses models that a hook cannot serve."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -62,9 +62,9 @@ def choose_axes(reduction: Reduction, axis: str | None, has_replicas: bool) -> t
         )
     if axis == "shard" and not scatters:
         raise HookNotSupportedError(
-            f"{reduction!r} cannot run on the shard axis: a reduce-scatter leaves each rank a part of the sum, and it has "
-            "no run_scatter(): it needs the same result on every rank. Use axis='replicate', or a hook that can leave "
-            "parts, such as quant4, quant8 or bf16_compress(accumulate='fp32')"
+            f"{reduction!r} cannot run on the shard axis, where each rank keeps a part of the average, because it has no "
+            "run_scatter(). Use axis='replicate', or a hook that has it, such as quant4, quant8 or "
+            "bf16_compress(accumulate='fp32')"
         )
     if axis == "shard" or not has_replicas:
         return ("shard",)
@@ -129,9 +129,9 @@ def find_replicas(groups: list[ParamGroup], options: AttachOptions) -> dist.Proc
     if others:
         raise HookNotSupportedError(
             f"the model is sharded over {dist.get_world_size() - others} of {dist.get_world_size()} ranks, and its mesh "
-            f"has no dimension called {' or '.join(map(repr, REPLICATE_DIMS))}: the other ranks may be replicas of this "
-            "one, or hold other layers. Give attach(process_group=...) the group of ranks that hold the same shard, or "
-            "axis='shard' if there are no replicas"
+            f"has no dimension called {' or '.join(map(repr, REPLICATE_DIMS))}. The other ranks may be replicas of this "
+            "rank or hold other layers. Give attach(process_group=...) the ranks with the same shard, or axis='shard' if "
+            "there are no replicas"
         )
     return None
 
@@ -196,14 +196,14 @@ def _refuse_other_replicas(groups: list[ParamGroup], options: AttachOptions) -> 
     """With a manager the replicas are the other members, so the mesh must have none."""
     if options.axis == "shard":
         raise HookConfigError(
-            "axis='shard' reduces inside a replica group, so with manager= no hook would reduce between the groups: leave "
-            "axis= out, or use axis='replicate'"
+            "axis='shard' reduces inside a replica group, so with manager= no hook would reduce between the groups. Omit "
+            "axis=, or use axis='replicate'"
         )
     declared = groups[0].declared_replicas
     if groups[0].native_replicas is not None or (declared is not None and declared.size() > 1):
         raise HookNotSupportedError(
-            "with manager= the replicas are the other groups, and this model's mesh has replicas of its own: use a 1-D mesh "
-            "of shards inside the group, or one dimension of replicas less"
+            "with manager= the replicas are the other groups, but this model's mesh also has replicas. Use a mesh without "
+            "the dimension of replicas, such as a 1-D mesh of shards inside the group"
         )
 
 
@@ -224,8 +224,8 @@ def check_groups(groups: list[ParamGroup], axes: tuple[str, ...], reduction: Red
             shard_axis.ShardScatter.check_free(group)
             if not fits_flat(reduction) and group.tensor_parallel:
                 raise HookNotSupportedError(
-                    f"{group.name}: {', '.join(group.tensor_parallel)} are cut by tensor parallelism too, and {reduction!r} "
-                    "needs whole parameters on the shard axis. Use axis='replicate', or bf16_compress here"
+                    f"{group.name}: {', '.join(group.tensor_parallel)} are also cut by tensor parallelism, and {reduction!r} "
+                    "needs whole parameters on the shard axis. Use axis='replicate' or bf16_compress"
                 )
         if "replicate" in axes:
             replicate_axis.check_free(group)
@@ -239,9 +239,8 @@ def _check_dtypes(group: ParamGroup) -> None:
     # A replica that does not use a parameter sends zeros for it, so it must know their dtype.
     if group.trainable and group.undecided:
         raise HookNotSupportedError(
-            f"{group.name}: {', '.join(group.undecided)} have grad_dtype=None, so the dtype in which the replicas reduce "
-            "their gradients is unknown: give fully_shard(mp_policy=MixedPrecisionPolicy(reduce_dtype=...)) the dtype that "
-            "these gradients have"
+            f"{group.name}: {', '.join(group.undecided)} have grad_dtype=None, so the replicas do not know the dtype of "
+            "their gradients. Set it with fully_shard(mp_policy=MixedPrecisionPolicy(reduce_dtype=...))"
         )
 
 
@@ -251,10 +250,9 @@ def check_tensor_parallel(group: ParamGroup, reduction: Reduction) -> None:
         return
     if (reduction.lossy and reduction.granularity == "bucket") or _rounds_at_random(reduction.node()):
         raise HookNotSupportedError(
-            f"{group.name} has tensor-parallel parameters and others, which are the same on all tensor-parallel ranks; "
-            f"{reduction!r} would round them there in different ways, because it treats a bucket as a whole or rounds "
-            "at random, and they would drift apart. Use a hook that treats each parameter alone, or fully_shard the "
-            "two kinds apart"
+            f"{group.name} has tensor-parallel parameters and parameters that all tensor-parallel ranks share. {reduction!r} "
+            "treats a bucket as a whole or rounds at random, so shared parameters would drift apart. Use a hook that "
+            "treats each parameter alone, or give fully_shard the two kinds separately"
         )
 
 

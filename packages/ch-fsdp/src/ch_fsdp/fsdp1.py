@@ -1,4 +1,5 @@
-"""The adapter for FSDP1 (``FullyShardedDataParallel``): one hook on every unit, whose signature follows the strategy.
+"""The adapter for FSDP1 (``FullyShardedDataParallel``) sets one hook on every unit. The strategy decides the hook's
+signature.
 
 FSDP1 hands a hook a flat vector, so plain averaging and its 16-bit casts fit every strategy. ``register_comm_hook`` refuses
 hybrid sharding. This adapter reduce-scatters inside the shard group and then all-reduces between the replicas, both with

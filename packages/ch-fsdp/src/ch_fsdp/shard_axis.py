@@ -1,7 +1,7 @@
 """FSDP2's shard axis: a reduce-scatter of this package in torch's slot, one object per parameter group.
 
-torch passes the ``op`` that its factors lead to: ``AVG``, ``SUM`` (torch scales before and after it) or
-``PREMUL_SUM(1 / factor)``. gloo refuses ``PREMUL_SUM``, and this module carries it out.
+torch chooses the ``op`` by its factors: ``AVG``, ``SUM`` (with scaling by torch before and after it) or
+``PREMUL_SUM(1 / factor)``. gloo does not support ``PREMUL_SUM``, so this module computes it.
 """
 
 from collections.abc import Sequence

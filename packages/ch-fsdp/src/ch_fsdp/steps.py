@@ -1,4 +1,4 @@
-"""The step of an FSDP model: engines that run each bucket at once, and end together when FSDP ends a backward.
+"""The step of an FSDP model. Its engines run each bucket at once, and end together when FSDP ends a backward.
 
 FSDP calls no hook last: the root's group may be ready before the first layer's, and the order depends on the graph. One
 backward may also contain several passes of autograd. So the adapter calls :meth:`Steps.end` when FSDP ends a backward.

@@ -43,17 +43,17 @@ _NEEDED_BY_HOOKS = (
 class DistributedDataParallel(TorchDDP):
     """DDP that trains on when members die. It has torchft's name and signature.
 
-    It averages over the participants of each step. A lost peer raises nothing: the step is not committed, and the next
-    attempt repeats it. The manager must transfer parameters and optimizer to healing members.
+    It averages over the participants of each step. After the loss of a peer, ``backward()`` returns without an error,
+    the step is not committed, and the next attempt repeats it. The manager must transfer parameters and optimizer to
+    healing members.
 
     Args:
         manager: torchft's Manager. Plain averaging works with any :class:`~ch_ft.Reducer`.
         module: module to train.
         hook: first argument of :func:`commhooks.attach`, such as ``"powersgd(rank=4)"``. Without it, gradients are
             averaged plainly.
-        process_group: process group of the manager. A member that notices a failure closes its connections, so its
-        peers
-            notice at once. Without it they notice at the group's time-out.
+        process_group: process group of the manager. A member that notices a failure closes its connections, so that its
+            peers notice at once. Without it they notice at the group's time-out.
         fail_fast: False to let peers wait for the time-out.
         **kwargs: arguments of DDP, such as ``bucket_cap_mb``. All members need the same.
 

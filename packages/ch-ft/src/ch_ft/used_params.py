@@ -71,9 +71,9 @@ class UsedParams:
     def _match_participants(self, everywhere: torch.Tensor) -> None:
         """End with the participants' gradients, also for a parameter that only this member used.
 
-        Participants leave the gradient of a parameter alone that none of them used. If they have none, this member
-        clears its own. If they have an old one, it keeps an untouched old one, which is equal. It replaces a missing
-        one, or one that its own backward changed, by the average of theirs.
+        If no participant used a parameter, the participants leave its gradient unchanged. If they have no gradient,
+        this member clears its own. If they have an old gradient, this member keeps its own old gradient, which is
+        equal. If its own is missing or changed by its backward, it takes the average of the participants' gradients.
         """
         values, missing, absent = everywhere.tolist(), [], []
         for i, (param, value) in enumerate(zip(self._params, values, strict=True)):

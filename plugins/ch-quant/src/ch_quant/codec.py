@@ -17,17 +17,17 @@ A block of ``block`` numbers ``x`` travels as a scale ``s`` (bf16) and codes ``q
 level is ``max|x|``, and the scale is rounded up.
 
 The scale has 8 significant bits and the range of fp32. The codes are made with the scale as it travels, so that its
-rounding costs no accuracy. A block that holds NaN or Inf has a scale that is not finite, and arrives as such, whatever its
-codes; one of zeros arrives as zeros. Numbers below 1e-34 lose accuracy; within half a per cent of fp32's largest, 4 bits, 3 and
-1, and stochastic rounding, may make Inf of them.
+rounding costs no accuracy. A block with NaN or Inf has a scale that is not finite, so it decodes to NaN or Inf for all
+codes. A block of zeros decodes to zeros. Numbers below 1e-34 lose accuracy. Numbers within half
+a per cent of fp32's largest may become Inf at 4, 3 and 1 bits, and with stochastic rounding.
 
 In a message of ``rows`` blocks all scales stand first, then the codes in chunks.
 
 Codes of 1, 2, 3, 4 or 8 bits are packed into bytes without a loop over rows. A chunk of ``n`` codes (``n`` a multiple of 16) is
 cut into lanes of equal length, one after another: two for 4 bits, four for 2, eight for 1 and for 3. Byte ``i`` has code ``i``
-of every lane, lane 0 in the lowest bits, so every step works on whole contiguous lanes. Three bits put code ``i`` of eight
-lanes into byte ``i`` of three rows of ``n / 8`` bytes, as one 24-bit number, whose lowest byte is in row 0. Codes are two's
-complement: shifting left until a code's sign is the byte's, and right again, decodes it.
+of every lane, lane 0 in the lowest bits, so every step works on whole contiguous lanes. With three bits, the codes
+``i`` of eight lanes form one 24-bit number in byte ``i`` of three rows of ``n / 8`` bytes. Its lowest byte is in row 0.
+Codes are two's complement. A shift to the left, until a code's sign is the byte's, and one to the right decode it.
 """
 
 from dataclasses import dataclass

@@ -54,12 +54,12 @@ class QuantOptions(Options):
             raise HookConfigError(f"block={self.block}: rotation='hadamard' takes a power of two, such as 128")
         if self.residual != "fp32" and not self.error_feedback:
             raise HookConfigError(
-                f"residual={self.residual!r} without error_feedback keeps nothing: add error_feedback=True or leave it out"
+                f"residual={self.residual!r} without error_feedback has no effect: add error_feedback=True or omit residual="
             )
         if self.error_feedback and self.rounding == "stochastic" and self.bits <= 2:
             raise HookConfigError(
-                f"bits={self.bits} with rounding='stochastic' may lose more than a gradient has, so that error feedback "
-                "would grow without bound: use rounding='nearest' or error_feedback=False"
+                f"bits={self.bits} with rounding='stochastic' may make errors larger than the gradient, so that the residual "
+                "would grow without bound. Use rounding='nearest' or error_feedback=False"
             )
 
 

@@ -56,8 +56,8 @@ class Binding(ABC):
         group: ranks that must agree on hook, options and shapes before the first step, and on a state before they load it.
             ``None`` if ranks are not compared. Groups under a manager agree in every step.
         other_axes: other groups of a mesh whose ranks load a state together with this one.
-        sums: True if the model adds the gradients of ranks and never divides by their number, because the loss is divided by
-            the tokens of all ranks. The weight of a residual then does not depend on the number of ranks.
+        sums: True if the model sums the ranks' gradients without a division, because its loss is divided by the tokens
+            of all ranks. The weight of a residual then does not depend on the number of ranks.
     """
 
     engine: Engine | None = None

@@ -48,7 +48,7 @@ manager's class. The owner is a model or a :class:`commhooks.Reducer`, for which
 
 
 def manager_adapter(manager: object) -> ManagerAdapter:
-    """Return the adapter of a manager: that of the first class in its MRO for which a package registers one.
+    """Return the adapter of a manager. It is registered for the first class in the manager's MRO that has one.
 
     Raises:
         AttachError: no installed package registers one.

@@ -27,8 +27,8 @@ has copied the gradients by then.
 Hooks of the parameters report the beginning of a backward. They do not run if a wrapper writes ``.grad`` itself, as FSDP2
 does for its shards. The adapter of such a wrapper calls :meth:`OptimizerWatch.before_gradient`.
 
-The user may thaw parameters after ``attach``, or add them to the model. So the watch reads the parameters of the model again
-when it meets an optimizer that holds none of those that it knows.
+The user may thaw parameters after ``attach``, or add them to the model. If an optimizer holds no known parameter, the
+watch therefore reads the model's parameters again.
 
 An ordinary step compares two integers for each parameter and backward, and reads a few elements of one gradient on a CPU. On
 a GPU the host waits if it reads a loss scale, if a ``GradScaler`` runs a fused optimizer, and if gradients wait from one

@@ -152,9 +152,9 @@ def _recut(
     if world_change not in ("mean", "reset"):
         there = sorted({shard_of(name)[2] for part in parts for name, _ in part["params"]})
         raise StateError(
-            f"the checkpoint holds {'/'.join(map(str, there))} shards of the parameters, and none is this rank's "
-            f"({mine['params'][0][0] if mine['params'] else 'none'}, ...). world_change='mean' assembles the mean residual and "
-            "cuts it again, 'reset' drops it; fields of single shards start again"
+            f"the checkpoint has {'/'.join(map(str, there))} shards of each parameter, and none of them is this rank's "
+            f"({mine['params'][0][0] if mine['params'] else 'none'}, ...). Set world_change='mean' to cut the mean residual "
+            "for the new shards, or 'reset' to drop it. Fields of single shards start again"
         )
     about = {k: v for k, v in parts[0].items() if k != "rows"}
     about |= {"params": mine["params"], "step": max(part["step"] for part in parts), "rank": None, "entries": {}}

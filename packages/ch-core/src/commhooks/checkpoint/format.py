@@ -103,8 +103,8 @@ def as_dict(saved: Saved, entries: Mapping[str, Mapping[str, torch.Tensor]], ran
 def alike(saved: object, own: object, ignored: tuple[str, ...] = ("version",)) -> bool:
     """Return True if two configurations are the same but for versions. Goes no deeper than ``own``.
 
-    An option that this version no longer has may be saved if it was off (False or None). ``two_level`` wrappers do not count:
-    they change where state is held, and not its meaning.
+    An option that this version no longer has may be saved if it was off (False or None). ``two_level`` wrappers do not
+    count, because they change the owner of state, not its meaning.
     """
     saved, own = _inner(saved), _inner(own)
     if type(saved) is not type(own):

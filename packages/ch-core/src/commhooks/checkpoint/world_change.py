@@ -98,18 +98,18 @@ def for_rank(saved: Saved, place: RankId | None, policy: str) -> dict[Key, torch
         return {key: tensor for key, tensor in saved.entries.items() if key not in local}
     if saved.rank is None:
         raise StateError(
-            f"this state is merged over {saved.world_size} ranks: load it with world_change='mean' (every rank goes on "
-            "from the mean residual) or 'reset'"
+            f"this state is merged over {saved.world_size} ranks. Load it with world_change='mean' (every rank continues "
+            "with the mean residual) or 'reset'"
         )
     ranks = f"{RankId(saved.rank, saved.world_size)}, this is {place}"
     if policy == "mean":
         raise StateError(
-            f"the state is of {ranks}, and the mean takes every rank's: load commhooks.checkpoint.merge([...]) of all "
-            "old ranks' states"
+            f"the state is of {ranks}, and the mean needs the states of all old ranks. Load "
+            "commhooks.checkpoint.merge([...]) of them"
         )
     raise StateError(
-        f"the state is of {ranks}, and residuals belong to a rank. Load this rank's own, or choose what happens to "
-        "residuals: world_change='mean' with commhooks.checkpoint.merge([...]) of all old ranks' states, or 'reset'"
+        f"the state is of {ranks}, and a residual belongs to one rank. Load this rank's own state, or set "
+        "world_change='mean' with commhooks.checkpoint.merge([...]) of all old ranks' states, or 'reset'"
     )
 
 
@@ -226,8 +226,8 @@ def _rows(
         tensor = read(piece, field) if field in held.get(piece, {}) else None
         if tensor is not None and tensor.numel() != math.prod(saved[piece]):
             raise StateError(
-                f"the field {field!r} of {piece!r} is not one number for each element ({list(tensor.shape)} for "
-                f"{list(saved[piece])}), so it cannot be cut again: load it with world_change='reset'"
+                f"the field {field!r} of {piece!r} has shape {list(tensor.shape)}, the parameter {list(saved[piece])}. Without "
+                "one number per element it cannot be cut for other shards. Load it with world_change='reset'"
             )
         like = tensor if like is None else like
         found.append(tensor)

@@ -1,7 +1,8 @@
 """`doctor`: checks that everything installed is usable.
 
-Loads every plugin and every target, and tries each hook on one gloo rank. Finds mistakes that show nowhere else: torch
-imported while hooks are listed, a misspelt group or function name, an entry point added after an editable install.
+Loads every plugin and every target, and tries each hook on one gloo rank. Finds mistakes that no other command reports:
+an import of torch during the listing of hooks, a misspelt group or function name, an entry point added after an
+editable install.
 """
 
 import argparse

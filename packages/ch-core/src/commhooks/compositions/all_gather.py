@@ -40,9 +40,9 @@ class Gathered(Scattered):
         """Refuse a reduction that cannot gather weights."""
         if not inner.gathers_weights:
             raise HookNotSupportedError(
-                f"{inner!r} cannot gather weights. Such a hook needs gather_weights(), no state (weights do not add up, so there "
-                "is nothing that error feedback could send later), and rounding that is not random, because forward and "
-                "backward need the same weights. Use bf16_compress, fp16_compress, quant8, quant4 or a policy of these"
+                f"{inner!r} cannot gather weights. Such a hook has gather_weights(), keeps no state (a later gather cannot "
+                "correct an error of an earlier one), and does not round at random (forward and backward need the same "
+                "weights). Use bf16_compress, fp16_compress, quant8, quant4 or a policy of these"
             )
 
     def gather_bucket(self, layout: ShardLayout, storage: torch.Tensor, *, index: int = 0) -> Bucket:

@@ -40,8 +40,8 @@ class TwoLevel(Composite):
 
     Args:
         inner: the reduction between nodes.
-        inside: numbers inside a node: ``"fp32"`` sends gradients as they are and adds them in fp32, ``"bf16"`` and ``"fp16"``
-            send 16 bits and add them in fp32; or a reduction without state that scatters and gathers, such as quant8.
+        inside: dtype of the messages inside a node, ``"fp32"``, ``"bf16"`` or ``"fp16"``, which are added in fp32. Or a
+            reduction without state that scatters and gathers, such as quant8.
         nodes: ranks per node, or the ranks of each node. ``None`` asks torchrun's variables, or the host names.
 
     Raises:

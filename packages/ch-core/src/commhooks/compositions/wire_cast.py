@@ -60,8 +60,8 @@ class WireCast(Composite):
             raise HookConfigError(f"rounding={rounding!r}: expected 'nearest' or 'stochastic'")
         if not inner.collectives & inner.castable:
             raise HookConfigError(
-                f"{dtype}_wrapper({inner.name}) would change nothing: {inner.name} sends "
-                f"{sorted(inner.collectives) or 'nothing'}, whose bytes are its own. Use {inner.name} unwrapped"
+                f"{dtype}_wrapper({inner.name}) would change nothing, because the wrapper may not cast the messages of "
+                f"{inner.name} ({sorted(inner.collectives) or 'none'}). Use {inner.name} without it"
             )
         self.name = f"{dtype}_wrapper"
         super().__init__(inner)

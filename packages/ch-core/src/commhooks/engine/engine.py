@@ -1,10 +1,10 @@
 """The engine runs the reductions of all buckets of a step and starts every collective in one order on all ranks.
 
 The lockstep rule does not depend on timing. When bucket *b* arrives, start its first stage. Then advance each older bucket
-by one stage, in bucket order. On the last bucket, drain. All-reduces that older buckets ask for at one time form one stage.
-Collectives that cannot be merged start at once. Everything starts on the thread that calls the hook, before its last call
-returns. :mod:`commhooks.engine.schedule` decides which buckets wait for the drain, which first stages are sent together, and
-which buckets are cut into pieces.
+by one stage, in bucket order. On the last bucket, drain. All-reduces that older buckets yield at the same time form one
+stage. Collectives that cannot be merged start at once. Every collective starts on the thread that calls the hook,
+before the last call of the hook returns. :mod:`commhooks.engine.schedule` decides which buckets wait for the drain,
+which first stages are sent together, and which buckets are cut into pieces.
 
 One status message in each step tells all ranks which rank raised and if the reduced numbers are finite
 (:mod:`commhooks.engine.outcome`). It follows the drain. If no code of a reduction is left to run, it travels with the last
@@ -309,8 +309,8 @@ class Engine:
     def abandon(self) -> None:
         """Drop a step that never finishes, such as one of a backward that raised, and its staged state.
 
-        If only this rank started a collective, the transport's timeout ends it. Between steps nothing is dropped: what is
-        staged belongs to the last finished step, which may still be committed.
+        If only this rank started a collective, the transport's timeout ends it. Between steps it drops nothing, because
+        the staged state belongs to the last finished step, which may still be committed.
         """
         unfinished = self.in_step
         self.sender.forget()
@@ -391,7 +391,7 @@ class Engine:
 
     @property
     def compressing_ranks(self) -> int:
-        """Number of ranks between which the reduction compresses: those of one place on every node, or all."""
+        """Number of ranks that the reduction compresses between: one per node with two levels, otherwise all."""
         return self.context().size("peers" if self.reduction.levels else "all")
 
     @property
@@ -401,7 +401,8 @@ class Engine:
     def residual_norms(self) -> dict[str, ResidualNorm]:
         """Return the norm of every parameter's residual after the last finished step, on this rank.
 
-        Gradients that are gone are left out. With FSDP2 that is so in the first call. From then on the engine keeps them.
+        It leaves out gradients that no longer exist, with FSDP2 all of them in the first call. From then on the engine
+        keeps them.
         """
         self.keep_buckets()
         step = self.state.step if self.outcome.phase is Phase.DECIDED else max(self.state.step - 1, 0)
@@ -415,8 +416,8 @@ class Engine:
         if is_capturing(device):
             # A replayed step would never be committed, and would write its state to the same of two buffers every time.
             raise HookNotSupportedError(
-                f"{self.reduction.name} cannot be captured in a CUDA graph, because the host decides after each step if it is "
-                "committed. detach() the hook before the capture, or capture the parts of the model without their backward"
+                f"{self.reduction.name} cannot be captured in a CUDA graph, because the host commits or rolls back each step. "
+                "detach() the hook before the capture, or capture the parts of the model without their backward"
             )
         if not self._opened:
             self.open_levels()

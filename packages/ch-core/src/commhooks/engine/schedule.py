@@ -61,7 +61,7 @@ class CpuTuning:
     def pieces(self, bucket: Bucket, reduction: Reduction) -> tuple[Bucket, ...]:
         """Return the pieces that pass the stages separately.
 
-        A bucket whose last message delivers its average stays whole: there is no arithmetic to overlap.
+        A bucket stays whole if its last message delivers its average, because no arithmetic remains to overlap.
         """
         size = reduction.piece_bytes
         if not size or not self.cuts or reduction.delivers or bucket.device.type != "cpu":

@@ -266,7 +266,9 @@ class Sampler:
         self._sample = None
 
     def _flush(self, counters: Counters, *, wait: bool = False) -> None:
-        """Deliver the sample of a finished step. Without ``wait``, one that is still on the device comes a step later."""
+        """Deliver the sample of a finished step. Without ``wait``, a sample that is still on the device is delivered
+        one step later.
+        """
         sample = self._sample
         if sample is None or counters.steps <= sample.counters["steps"]:
             return

@@ -1,8 +1,8 @@
 """Makes every model of a wrapper report its first forward with gradients.
 
 A wrapper is a class whose instance is the wrapped model (`DistributedDataParallel`), or a function that returns it
-(`fully_shard`). The first forward with gradients is the moment to attach: the script has loaded its checkpoint and has
-registered its own hook if it has one, and of nested wrappers the outermost is called first. The forward pre-hook removes
+(`fully_shard`). The first forward with gradients is the moment to attach. By then the script has loaded its checkpoint
+and registered its own hook, if any. The outermost of nested wrappers reports first. The forward pre-hook removes
 itself, so later steps do not run it.
 """
 

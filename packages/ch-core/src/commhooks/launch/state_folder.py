@@ -320,8 +320,8 @@ class StateFolder:
             if self._failed != self._written:  # log once until a snapshot succeeds
                 self._failed = self._written
                 log.error(
-                    "--state: the state after step %d cannot be written to %s (%s: %s). The script goes on without it; a run "
-                    "can only be resumed from a checkpoint of a step whose state was written",
+                    "--state: the state after step %d cannot be written to %s (%s: %s). The script continues. A run "
+                    "can only resume from the checkpoint of a step whose state was written",
                     self.step,
                     self.folder,
                     type(error).__name__,

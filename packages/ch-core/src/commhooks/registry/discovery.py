@@ -1,7 +1,7 @@
 """Finds the installed plugins. A plugin that fails leaves the others intact.
 
-pluggy keeps the list of plugins, and this module loads them: pluggy's own loader stops at the first module that fails to
-import, and silently drops the second of two entries with one name. Entry points are
+pluggy keeps the list of plugins, and this module loads them. pluggy's own loader would stop at the first module that
+fails to import, and silently drop the second of two entries with one name. Entry points are
 
 - `commhooks`: a light module with `@hookimpl` functions;
 - `commhooks.<kind>`: one hook per line;

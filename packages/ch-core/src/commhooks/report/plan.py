@@ -72,7 +72,7 @@ USUAL_SHAPES = {"linear.weight": (4096, 1024), "conv.weight": (256, 128, 3, 3), 
 def plan_shapes(reduction: Reduction, world_size: int = 2) -> list[str]:
     """Return one line for each of some usual fp32 parameters: its treatment, and its wire bytes with the hook and without.
 
-    The model of the wire is that of a ring: of each pass over the network, a rank sends (W - 1) / W of the payload.
+    Wire bytes are those of a ring, in which a rank sends (W - 1) / W of the payload in each pass over the network.
 
     Args:
         reduction: planned at a step after its warm-up.

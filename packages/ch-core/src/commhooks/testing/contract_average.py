@@ -143,8 +143,8 @@ class Averaging(Case):
         if len({self.reduction.phase(self.first_step + number) for number in range(4)}) > 1:
             return
         assert 3 * ranks.handles[0].payload_per_step() == declared
-        # Equal shards for all ranks pad each bucket, and packed bits are filled up to whole bytes in each gathered message;
-        # anything else is the same however the parameters are cut.
+        # Equal shards for all ranks pad each bucket, and each gathered message pads packed bits to whole bytes. All
+        # other bytes are the same for all bucket sizes.
         if self.reduction.granularity == "tensor" and not self.reduction.collectives & {"all_to_all", "reduce_scatter"}:
             filled = PADDING * ranks.world_size * ranks.buckets if "all_gather" in self.reduction.collectives else 0
             assert abs(3 * as_one_bucket - declared) <= 3 * filled, "the bytes depend on the buckets"

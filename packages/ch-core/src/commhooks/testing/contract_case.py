@@ -245,7 +245,7 @@ class Case:
 def only_if(*conditions: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Collect a check only for hooks for which these attributes of :class:`Case` are true.
 
-    A hook that is registered after its test class was defined cannot be asked in time: then the check is skipped.
+    If a hook is registered after its test class was defined, its attributes are unknown then, and the check is skipped.
     """
 
     def mark(check: Callable[P, T]) -> Callable[P, T]:

@@ -326,8 +326,8 @@ class _Fresh:
     def __init__(self, order: _Order, prefix: Sequence[str]) -> None:
         if order.target.__module__ == "__main__":
             raise ValueError(
-                f"{order.target.__qualname__} is defined in the main program, which a fresh rank cannot import: move it "
-                "to a module, or start the ranks without fresh and prefix"
+                f"{order.target.__qualname__} is defined in the main program, which a new interpreter cannot import. Move "
+                "it to a module, or start the ranks without fresh and prefix"
             )
         file = Path(order.folder, f"order{order.rank}-{order.life}")
         file.write_bytes(pickle.dumps(order))

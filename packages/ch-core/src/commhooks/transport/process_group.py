@@ -211,7 +211,7 @@ def refuse_lost(group: dist.ProcessGroup | None) -> None:
     """
     if group in _LOST:
         raise TransportError(
-            "a collective over this process group failed or was given up earlier, so ranks may be a step apart, and what is "
-            "averaged over it may belong to different steps. On all ranks: make another group (dist.new_group, or destroy "
-            "and initialise the default one), wrap the model over it and attach again, and load one checkpoint everywhere"
+            "an earlier collective over this process group failed or timed out. Ranks may be at different steps, so a further "
+            "average could mix steps. On all ranks, make another group (dist.new_group, or destroy and initialise the "
+            "default one), wrap the model over it, attach again and load one checkpoint"
         )

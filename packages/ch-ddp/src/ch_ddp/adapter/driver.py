@@ -298,7 +298,7 @@ class DDPDriver:
             with self._side.on(buffer):
                 future.set_result(buffer)
         for promise in self._promises:
-            promise.complete()  # does nothing if its message has come; a lost one never comes
+            promise.complete()  # completes promises of lost messages only
         self._futures.clear()
         self._promises.clear()
         if error is not None:

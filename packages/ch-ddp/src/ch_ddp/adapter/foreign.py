@@ -5,9 +5,9 @@ instead. At the last bucket they complete with checked results, or with the loca
 rank raises the error from ``backward()``. A failed rank may have skipped collectives that its peers wait for. Which
 ones is unknown, so after a failure the handle refuses all further steps on all ranks.
 
-Ranks report failures over a control channel of their own. The hook's group would not do: a collective there would match
-one that the failed rank skipped, which aborts the process on gloo. A failing rank sets a key in the group's store, which
-releases waiting peers. At the end of every step all ranks exchange one message of fixed size.
+Ranks report failures over a separate control channel. On the hook's group, the report would match a collective that the
+failed rank skipped, which aborts the process on gloo. A failing rank sets a key in the group's store, which releases
+waiting peers. At the end of every step all ranks exchange one message of fixed size.
 """
 
 import os

@@ -49,7 +49,9 @@ class SavedBuckets:
         return bool(self._held)
 
     def release(self) -> list[Bucket]:
-        """Return the buckets of the checkpoint, filled from those that wait; these if they hold other parameters."""
+        """Return the checkpoint's buckets with the gradients of the waiting buckets, or the waiting buckets if their
+        parameters differ.
+        """
         held, self._held = self._held, []
         if not held:
             return []

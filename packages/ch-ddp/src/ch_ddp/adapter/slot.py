@@ -110,10 +110,10 @@ def acquire_slot(model: DistributedDataParallel, plain: Callable[[], SlotDriver]
 
 
 def refuse_registered(model: DistributedDataParallel, instead: str) -> None:
-    """Refuse a model whose gradients a hook averages, if something else is to be used.
+    """Refuse a model that has a hook, because ``instead`` needs the local gradients.
 
     Raises:
-        SlotTakenError: naming the hook and ``instead``.
+        SlotTakenError: names the hook and ``instead``.
     """
     slot: Slot | None = _SLOTS.get(model)
     names = [getattr(hook, "__qualname__", repr(hook)) for hook, _ in model._comm_hooks if slot is None]

@@ -84,9 +84,9 @@ class CommHookCallback(TrainerCallback):
             if _is_of(place, state):
                 return place
         raise StateError(
-            f"training goes on at step {state.global_step}, and the checkpoint that it goes on from is none of "
-            f"{', '.join(map(str, places))}: the Trainer does not tell its callbacks. Give the folder to the callback as "
-            "well, CommHookCallback(..., resume_from_checkpoint=folder)"
+            f"training resumes at step {state.global_step}, but none of {', '.join(map(str, places))} is a checkpoint of this "
+            "step, and the Trainer does not tell its callbacks the folder. Give it to the callback, too: "
+            "CommHookCallback(..., resume_from_checkpoint=folder)"
         )
 
 

@@ -1,9 +1,9 @@
 """An imagined GPU: the kernels that a hook's steps would launch, and the places where the host would wait.
 
-Meta tensors that claim to be CUDA tensors pass through the whole engine, in a group of two with empty messages. The program
-counts operations that would be kernels or copies, operations for which the host would wait (``.item()``, a copy to or from
-pageable memory, a result whose size depends on numbers), and events that the host waits for. It also finds accesses to memory
-that no wait between streams puts in order (:mod:`ch_bench.cost.stream_order`). The GPU kit measures a real GPU
+Meta tensors that claim to be CUDA tensors pass through the whole engine, in a group of two with empty messages. The
+program counts kernels and copies, events that the host waits for, and other operations that make the host wait
+(``.item()``, a copy to or from pageable memory, a result whose size depends on numbers). It also finds accesses to
+memory that no wait between streams puts in order (:mod:`ch_bench.cost.stream_order`). The GPU kit measures a real GPU
 (``docs/cuda.md``).
 """
 
