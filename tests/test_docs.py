@@ -49,7 +49,7 @@ def test_the_blocks_of_a_page_run(page, tmp_path):
     assert not told, told
 
 
-def test_what_is_not_installed_cannot_be_imported(tmp_path, monkeypatch):
+def test_other_packages_cannot_be_imported(tmp_path, monkeypatch):
     for number, name in enumerate(("numpy", "pytest", "hypothesis")):
         page = tmp_path / f"page{number}.md"
         page.write_text(f"```python\nimport {name}\n```\n")

@@ -24,7 +24,7 @@ def residuals(ranks: SimulatedRanks, rank: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("expr", EXPRESSIONS)
-def test_what_arrives_is_the_others_residual_alone(expr: str) -> None:
+def test_the_average_holds_only_the_others_residual(expr: str) -> None:
     ranks = SimulatedRanks(lambda: commhooks.create(expr), 2, LIKE)
     for step in range(3):
         assert not any(ranks.step(all_ranks(LIKE, 2, step)).errors)

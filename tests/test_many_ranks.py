@@ -72,7 +72,7 @@ def exact_sums(reduction: Reduction, shapes: dict[str, torch.Tensor]) -> bool:
     seed=st.integers(0, 1000),
 )
 @example(world=64, rows=20, columns=17, odd=5, seed=0)
-def test_what_arrives_and_what_is_owed_make_the_average(
+def test_averages_and_residuals_make_the_exact_average(
     expr: str, world: int, rows: int, columns: int, odd: int, seed: int
 ) -> None:
     """Over two steps, the exact average equals the received average plus the residuals, on every rank."""

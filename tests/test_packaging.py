@@ -89,7 +89,7 @@ def test_the_door_is_shut_unless_a_hook_is_asked_for(python, tmp_path):
         assert done.stdout.split() == told.split(), done.stderr
 
 
-def test_powersgd_is_there_and_quant8_says_what_to_install(python, tmp_path):
+def test_powersgd_is_installed_and_the_error_for_quant8_names_its_package(python, tmp_path):
     found = ask(
         python,
         """

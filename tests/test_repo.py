@@ -88,7 +88,7 @@ def test_plugins_use_the_public_api_only():
                 assert not any(part.startswith("_") for part in node.module.split(".")), path
 
 
-def test_annotations_are_not_strings_where_torch_looks():
+def test_hook_annotations_are_not_strings():
     """DDP refuses a hook with postponed annotations."""
     for path in modules("packages", "plugins"):
         assert "from __future__ import annotations" not in path.read_text(), path.relative_to(ROOT)

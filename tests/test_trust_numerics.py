@@ -193,7 +193,7 @@ def figures(rank: int, world: int) -> dict[str, float]:
     return detail
 
 
-def test_detail_shows_what_each_layer_holds_back() -> None:
+def test_detail_shows_the_residual_of_each_layer() -> None:
     for detail in spawn(figures, 2):
         assert detail["residual_norm/a.weight"] > 0
         assert detail["relative_error/a.weight"] == pytest.approx(detail["expected"], rel=1e-4)

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gloo, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("door", [False, pytest.param(True, marks=pytest.mark.full)], ids=["command", "environment"])
-def test_a_loop_of_its_own(tmp_path: Path, door: bool) -> None:
+def test_a_script_with_its_own_loop(tmp_path: Path, door: bool) -> None:
     done = run(tmp_path, "ddp_loop", hook=HOOK, door=door)
     assert done.stats["compressed_steps"] == done.stats["steps"] == 8
     assert done.report["world_size"] == 2 and not done.report["notes"]

@@ -478,7 +478,7 @@ def test_a_model_that_is_wrapped_again_ends_its_first_training_in_one_model() ->
 
 
 @pytest.mark.parametrize("door", [False, True], ids=["command", "environment"])
-def test_a_loop_of_its_own(tmp_path: Path, door: bool) -> None:
+def test_a_script_with_its_own_loop(tmp_path: Path, door: bool) -> None:
     done = run(tmp_path, "ddp_loop", outer="diloco(every=3, exchange=quant4)", door=door)
     [model] = done.report["models"]
     assert model["steps"] == 8 and model["stats"]["rounds_done"] == 2

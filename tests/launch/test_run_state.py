@@ -39,7 +39,7 @@ def test_killed_and_resumed_with_the_same_bits(tmp_path: Path, script: str) -> N
 
 
 @pytest.mark.full
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_snapshots_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     """A snapshot lacks a rank. The run refuses it, and does not continue as if it had no state."""
     run(tmp_path, "ddp_loop", "--save", 4, "--kill", 4, hook=HOOK, state="state", check=False)
     [one] = (tmp_path / "state").glob("*/step-000000000004-*/rank-1-of-2-*.pt")
@@ -49,7 +49,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_save_between_snapshots_is_told_at_once(tmp_path: Path) -> None:
+def test_a_save_between_snapshots_is_logged_at_once(tmp_path: Path) -> None:
     done = run(tmp_path, "ddp_loop", "--save", 4, hook=HOOK, state="state", state_every=3)
     assert "the script saves after step 4, and the hook's state was saved after step 3" in done.err
     steps = {int(path.name.split("-")[1]) for path in (tmp_path / "state").glob("*/step-*")}
@@ -100,7 +100,7 @@ def _residual(handle: commhooks.CommHook) -> float:
     return float(total) / dist.get_world_size()
 
 
-def test_on_another_number_of_ranks_the_mean_residual_goes_on(tmp_path: Path) -> None:
+def test_another_number_of_ranks_continues_with_the_mean_residual(tmp_path: Path) -> None:
     (_, before, _), _ = spawn(trained, 2, str(tmp_path), 3, 0, timeout=120)
     [(resumed, _, _)] = spawn(trained, 1, str(tmp_path), 0, 3, timeout=120)
     assert before != 0.0 and resumed == pytest.approx(before, rel=1e-6)

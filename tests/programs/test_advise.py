@@ -33,7 +33,7 @@ def ends(*notes: Note, curve: Curve = CURVE, **options: float) -> float:
     return first
 
 
-def test_a_message_alone_takes_what_was_measured():
+def test_a_single_message_takes_the_measured_time():
     assert ends(*posts(1.0), wait(0)) == pytest.approx(1.5)
     assert ends(*posts(5.0), wait(0)) == pytest.approx(5.5)  # beyond the largest size that was tried
 
@@ -54,7 +54,7 @@ def test_messages_share_the_network(together, end):
     assert ends(*both, wait(1), wait(0), together=together) == pytest.approx(end)  # at the same time, or before
 
 
-def test_others_go_on_while_one_is_on_its_way():
+def test_other_messages_continue_while_one_is_in_flight():
     three = posts(1.0, 1.0, 0.3)
     assert ends(*three, wait(0), together=1.0) == pytest.approx(1.5)  # half a second of it in flight
     assert ends(*three, wait(0), wait(2), together=1.0) == pytest.approx(1.8)  # the third leaves in this time
@@ -96,7 +96,7 @@ def hooks() -> list[str]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_hook_sends_over_the_emulated_group_what_it_plans(world):
+def test_a_hook_sends_its_plan_over_the_emulated_group(world):
     """The engine checks every request against the plan of the hook, and the result is finite."""
     from commhooks import create
 
@@ -154,7 +154,7 @@ def wrong():
 
 @pytest.mark.gloo
 @pytest.mark.timeout(300)
-def test_the_command_on_a_model_of_one_s_own(tmp_path: Path):
+def test_the_command_on_a_custom_model(tmp_path: Path):
     (tmp_path / "mine.py").write_text(MODEL)
 
     def advise(model: str, *words: str) -> subprocess.CompletedProcess[str]:

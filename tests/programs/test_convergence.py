@@ -28,7 +28,7 @@ def _nodes(node: dict[str, Any]) -> list[dict[str, Any]]:
     return nodes(node)
 
 
-def test_a_run_goes_on_where_it_was_and_gives_the_page(tmp_path, monkeypatch):
+def test_a_run_continues_and_gives_the_page(tmp_path, monkeypatch):
     words = [*TINY, "--out", str(tmp_path)]
     assert study.main([*words, "--minutes", "1e-9"]) == 3, "no time: nothing was run, and it says so"
     assert study.main(words) == 0

@@ -18,7 +18,7 @@ def finished(label: str, arrived: bool, *rows: tuple[float, ...]) -> dict[str, A
     return settings | {"label": label, "arrived": arrived, "rows": list(rows)}
 
 
-def test_who_does_not_arrive_is_a_lower_bound() -> None:
+def test_a_run_that_does_not_arrive_gives_a_lower_bound() -> None:
     found = [
         finished("torch allreduce", True, (100, 20.0, 1e8, 2.0)),
         finished("quick", True, (200, 4.0, 1e6, 1.9)),

@@ -21,7 +21,7 @@ def given(rank: int, turn: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("expr", EXPRESSIONS)
-def test_a_reducer_gives_what_the_hook_gives_in_a_backward(expr: str) -> None:
+def test_a_reducer_equals_the_hook_in_a_backward(expr: str) -> None:
     def with_reducer(rank: SimulatedRank) -> list[dict[str, torch.Tensor]]:
         reducer, found = Reducer(expr, given(0, 0), transport=rank.transport), []
         for turn in range(3):

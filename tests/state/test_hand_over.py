@@ -98,7 +98,7 @@ def handed(first: str, second: str) -> tuple[SimulatedRanks, SimulatedRanks]:
         ("powersgd(rank=2)", "powersgd(rank=2)"),
     ],
 )
-def test_q_of_another_rank_starts_anew_and_the_residual_stays(first: str, second: str) -> None:
+def test_q_of_another_rank_starts_again_and_the_residual_stays(first: str, second: str) -> None:
     _, new = handed(first, second)
     before = [dict(saved["entries"]) for saved in new.save()]
     assert all("residual" in row["a.weight"] for row in before)

@@ -135,7 +135,7 @@ def test_nothing_is_lost(
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_every_pair_keeps_what_is_owed_where_rows_and_columns_differ(pair: tuple[str, str]) -> None:
+def test_every_pair_keeps_residuals_if_rows_and_columns_differ(pair: tuple[str, str]) -> None:
     layout = layout_of({"a": "channels last", "b": "square columns", "c": "columns"}, torch.float32)
     for route in ("warmup", "attach"):
         assert lost(*pair, route, (layout, layout), False) < bound(*pair, torch.float32)

@@ -272,5 +272,5 @@ def test_the_documented_example(tmp_path, steps):
 
 @pytest.mark.gloo
 @pytest.mark.timeout(200)
-def test_pickled_state_goes_on_to_the_bit():
+def test_pickled_state_continues_to_the_bit():
     spawn(own_pickle, 2, timeout=140)

@@ -66,7 +66,7 @@ def test_pieces_are_the_bucket(shapes: dict[str, tuple[int, ...]], nbytes: int, 
             )
 
 
-def test_what_has_holes_or_is_no_dense_gradient_stays_whole() -> None:
+def test_buckets_with_gaps_or_without_dense_gradients_stay_whole() -> None:
     bucket = Bucket.from_tensors({name: torch.randn(8) for name in "abc"})
     assert len(pieces_of(bucket, 32)) == 3
     assert pieces_of(bucket.select("ac"), 32) == (bucket.select("ac"),)
@@ -93,7 +93,7 @@ def test_layouts_are_equal_by_value_and_usable_as_keys() -> None:
     assert a.select(frozenset({"b"})).segments() == ((6, 3),)
 
 
-def test_what_is_kept_belongs_to_one_bucket_and_its_maker() -> None:
+def test_a_cached_view_belongs_to_one_bucket_and_its_maker() -> None:
     bucket = Bucket.from_tensors({"w": torch.ones(2), "b": torch.ones(3)})
     assert bucket.select(["b"]) is bucket.select({"b"})
     assert bucket.cached("runs", lambda: "mine") == "mine"
@@ -104,7 +104,7 @@ def test_what_is_kept_belongs_to_one_bucket_and_its_maker() -> None:
     assert bucket.cached("runs", lambda: "made of something else", of=other) == "made of something else"
 
 
-def test_errors_say_what_is_wrong() -> None:
+def test_errors_name_the_problem() -> None:
     bucket = Bucket.from_tensors({"w": torch.ones(2)})
     with pytest.raises(KeyError, match=r"no parameter 'v'.*'w'"):
         bucket.view("v")
@@ -124,7 +124,7 @@ class Counting:
         return [factor * p.numel for p in layout.params]
 
 
-def test_what_is_made_of_a_layout_is_made_once_by_each_object() -> None:
+def test_per_layout_runs_once_for_each_object() -> None:
     a, b = (BucketLayout.of_shapes({"w": shape}) for shape in ((2, 3), (4,)))
     one, other = Counting(), Counting()
     first = one.sizes(a, factor=2)
@@ -134,7 +134,7 @@ def test_what_is_made_of_a_layout_is_made_once_by_each_object() -> None:
         assert again.sizes(a) == [6]
 
 
-def test_what_is_made_of_a_layout_is_freed_with_its_object() -> None:
+def test_per_layout_values_are_freed_with_their_object() -> None:
     one = Counting()
     one.sizes(BucketLayout.of_shapes({"w": (2, 3)}))
     seen = weakref.ref(one)

@@ -112,7 +112,7 @@ def test_declared_options_fill_in_and_alias_resolves(acme):
     assert isinstance(built.value, Reduction)
 
 
-def test_what_is_a_ranks_own_is_not_compared(acme):
+def test_local_options_are_not_compared(acme):
     params = {"factor": Option(1.0, "the scale"), "mode": Option("a", "a mode", choices=("a", "b"), local=True)}
     acme.register(HookSpec("own", "reduction", "acme_hooks:Scaled", "s", options=params))
     one, other = build("own", registry=acme), build("own(mode='b')", registry=acme)

@@ -139,7 +139,7 @@ def test_list_groups_hooks_by_use_and_marks_first_choices():
     assert commhooks("list", "no such hook", "--json").returncode == 1
 
 
-def test_every_hook_says_when_to_use_it_and_what_it_costs():
+def test_every_hook_documents_its_use_and_cost():
     hooks = json.loads(commhooks("list", "--json").stdout)["hooks"]
     silent = [
         hook["name"] for hook in hooks if not (hook["when"] and hook["loss"]) and hook["provider"] != "ch-template"
@@ -175,7 +175,7 @@ def test_doctor_survives_hooks_that_hang_and_die(tmp_path, publish):
 
 @pytest.mark.gloo
 @pytest.mark.timeout(150)
-def test_doctor_on_what_is_installed():
+def test_doctor_on_the_installed_plugins():
     run = commhooks("doctor", "--json")
     found = json.loads(run.stdout)
     assert found["ok"], found
@@ -219,7 +219,7 @@ def commhooks_wraps():
 
 
 @pytest.mark.full
-def test_doctor_tries_adapters_and_what_is_wrapped(tmp_path, publish):
+def test_doctor_tries_adapters_and_wrappers(tmp_path, publish):
     publish("acme", {"commhooks": {"p": "acme_targets"}}, acme_targets=TARGETS)
     run = commhooks("doctor", "--json", "--no-smoke", PYTHONPATH=str(tmp_path), COMMHOOKS_PLUGINS="acme")
     assert run.returncode == 1

@@ -165,7 +165,7 @@ def test_the_first_matching_pattern_wins() -> None:
     assert policy({"*": Plain(), "*.bias": RowMean()}).label(layout.params[2], 0) == "allreduce"
 
 
-def test_a_policy_adds_no_rounds_and_sends_what_each_hook_declares() -> None:
+def test_a_policy_adds_no_rounds_and_sends_the_messages_of_each_hook() -> None:
     layout = BucketLayout.of_shapes(SHAPES)
     mixed, ctx = policy(RULES), StepContext(world_size=2)
     weights = layout.select(frozenset({"up.weight", "down.weight"}))
@@ -282,7 +282,7 @@ def test_error_feedback_loses_nothing(inner: Reduction, world: int) -> None:
     ],
     ids=lambda r: r.name,
 )
-def test_what_was_sent_is_counted_after_rounding_on_the_wire(fed: Reduction) -> None:
+def test_the_sent_part_is_counted_after_rounding_on_the_wire(fed: Reduction) -> None:
     inner = fed.inner if hasattr(fed, "inner") else fed
     without = inner.inner if "error_feedback" in inner.name else inner  # type: ignore[attr-defined]
     assert max(conserved(without, equal=True).values()) > 1e-5
@@ -301,7 +301,7 @@ def test_exact_parts_keep_a_zero_residual() -> None:
     simulate(2, body)
 
 
-def test_what_error_feedback_refuses() -> None:
+def test_error_feedback_refuses() -> None:
     with pytest.raises(HookConfigError, match="loses nothing"):
         error_feedback(Plain())
     with pytest.raises(HookConfigError, match="does not report its contribution"):

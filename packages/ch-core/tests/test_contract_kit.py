@@ -224,7 +224,7 @@ def test_wrong_parts_are_found(check: str, expr: str) -> None:
         ("test_reports_what_it_sent", "wrong_units", ("conservation", "mean = False")),
     ],
 )
-def test_a_failure_names_what_to_set(check: str, expr: str, attributes: tuple[str, ...]) -> None:
+def test_a_failure_names_the_setting_to_change(check: str, expr: str, attributes: tuple[str, ...]) -> None:
     args = ("used_by_all",) if "residual" in check else ()
     message = failure(check, *args, expr=expr)
     for attribute in attributes:

@@ -140,7 +140,7 @@ def test_switches(publish, monkeypatch):
     assert "acme-two" in seen(COMMHOOKS_STRICT="0")
 
 
-def test_refresh_sees_what_was_installed_since(publish, registry):
+def test_refresh_sees_packages_installed_since(publish, registry):
     assert not registry.list_hooks("late_hook")
     publish("acme-late", {"commhooks.ddp": {"late_hook": "math:floor"}})
     assert not registry.list_hooks("late_hook")

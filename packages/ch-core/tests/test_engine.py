@@ -168,7 +168,7 @@ class Unplanned(Reduction):
         yield AllReduce(torch.zeros(3 + extra, device=bucket.device))
 
 
-def test_requests_beside_the_plan_are_an_error_on_all_ranks_and_hang_none() -> None:
+def test_requests_outside_the_plan_raise_on_all_ranks_without_a_hang() -> None:
     def body(rank: SimulatedRank) -> BaseException | None:
         return step(rank.engine(Unplanned()), buckets(rank.rank))
 
@@ -351,7 +351,7 @@ def test_an_empty_stage_is_not_the_end() -> None:
 
 
 @pytest.mark.parametrize("bad", ["ints", "strided"])
-def test_what_cannot_be_reduced_is_refused_on_all_ranks_alike(bad: str) -> None:
+def test_buckets_that_cannot_be_reduced_raise_on_all_ranks(bad: str) -> None:
     class Bad(Reduction):
         name = "bad"
 
@@ -541,7 +541,7 @@ def test_an_error_without_a_text_and_a_log_that_raises_hang_no_peer() -> None:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_bucket_that_runs_twice_in_a_step_goes_on_from_its_own_residual(in_place: bool) -> None:
+def test_a_bucket_that_runs_twice_in_a_step_continues_from_its_first_residual(in_place: bool) -> None:
     def two_steps(rank: Any) -> tuple[float, bool]:
         engine = rank.engine(ErrorFeedback(WireCast(Plain(), "bf16")))
         engine.state.keep_copies(one=in_place)

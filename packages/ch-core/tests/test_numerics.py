@@ -40,7 +40,7 @@ def test_numbers_do_not_depend_on_torchs_defaults() -> None:
     assert torch.equal(found, expected)
 
 
-def test_numbers_are_normal_and_rows_of_length_one_where_asked() -> None:
+def test_numbers_are_normal_and_rows_have_length_one_if_requested() -> None:
     normal = seeded_normals("0", {"w": (1000, 100)}, CPU)["w"]
     assert abs(normal.mean()) < 0.01
     assert abs(normal.std() - 1) < 0.01
@@ -92,7 +92,7 @@ def test_products_are_exact_by_both_of_torchs_settings(allowed: str) -> None:
         torch.set_float32_matmul_precision("highest")
 
 
-def test_products_are_exact_where_only_the_newer_setting_was_used() -> None:
+def test_products_are_exact_if_only_the_newer_setting_was_used() -> None:
     backend: Any = torch.backends.cuda.matmul
     before = backend.fp32_precision
     backend.fp32_precision = "tf32"

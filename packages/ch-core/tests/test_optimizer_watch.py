@@ -48,7 +48,7 @@ class Watched:
         return loss.detach()
 
 
-def test_used_skipped_and_waiting_steps_are_told_apart() -> None:
+def test_used_skipped_and_waiting_steps_are_distinguished() -> None:
     run = Watched()
     for what in ("step and zero", "keep", "step", "keep", "keep", "zero", "zero in place", "step", "end"):
         run.backward()
@@ -105,7 +105,7 @@ def test_optimizers_inside_one_another_or_side_by_side_are_one_step() -> None:
     assert run.watch.clock() == 3
 
 
-def test_what_is_written_into_the_parameters_by_hand_is_used() -> None:
+def test_a_manual_update_of_the_parameters_counts_as_use() -> None:
     for passing_by in (False, True):
         run = Watched()
         run.backward()
@@ -143,7 +143,7 @@ def test_a_step_with_zeroed_gradients_uses_nothing() -> None:
         assert run.answers == [False], set_to_none
 
 
-def test_what_a_fused_optimizer_found_is_copied_when_it_steps() -> None:
+def test_found_inf_of_a_fused_optimizer_is_copied_when_it_steps() -> None:
     """A copy in the next backward would come after all kernels that were launched since the step."""
     run = Watched(fused=True)
     run.backward()
@@ -362,7 +362,7 @@ def test_gradients_taken_over_before_the_step_has_ended_are_open_until_an_optimi
     assert run.answers == [True]
 
 
-def test_parameters_changed_beside_an_optimizer_use_no_gradients() -> None:
+def test_parameters_changed_without_an_optimizer_use_no_gradients() -> None:
     run = Watched()
     run.backward()
     run.optimizer.step()
@@ -472,7 +472,7 @@ def test_closed_it_leaves_nothing_behind() -> None:
     assert not any(p._backward_hooks for p in run.model.parameters())
 
 
-def test_what_is_no_optimizer_is_refused() -> None:
+def test_other_objects_than_optimizers_are_refused() -> None:
     with pytest.raises(HookConfigError, match=r"expected a torch\.optim\.Optimizer"):
         OptimizerWatch(3, None, tuple)
     with pytest.raises(HookConfigError, match=r"expected a torch\.amp\.GradScaler"):

@@ -22,7 +22,7 @@ from commhooks.simulate import SimulatedRank, simulate
 # -- state of tentative steps
 
 
-def test_what_other_options_have_left_reads_as_nothing_where_a_shape_is_given() -> None:
+def test_an_entry_of_another_shape_reads_as_none() -> None:
     state = HookState()
     ctx = StepContext(state=state)
     assert ctx.read("w", "q", (2, 3)) is None
@@ -67,7 +67,7 @@ def test_tentative_steps_are_kept_or_undone_together(used: bool) -> None:
     assert len({id(t) for t in (kept, *state._committed.values(), *state._spare.values())}) == 2
 
 
-def test_what_is_new_in_a_tentative_step_is_gone_when_it_is_undone() -> None:
+def test_new_entries_of_a_tentative_step_vanish_when_it_is_undone() -> None:
     state = HookState()
     staged(state, 1.0)
     state.commit(tentative=True)
@@ -204,7 +204,7 @@ def test_a_rollback_undoes_all_that_waits() -> None:
 
 
 @pytest.mark.parametrize("doubting", [(0, 1), (1,)])
-def test_what_cannot_be_told_is_raised_on_all_ranks(doubting: tuple[int, ...]) -> None:
+def test_a_doubt_is_raised_on_all_ranks(doubting: tuple[int, ...]) -> None:
     def body(rank: SimulatedRank) -> list[str]:
         engine, says, seen = rank.engine(Counts()), Says(), []
         engine.set_judge(says)
@@ -224,7 +224,7 @@ def test_what_cannot_be_told_is_raised_on_all_ranks(doubting: tuple[int, ...]) -
 
 
 @pytest.mark.parametrize("answers", [(True, True, True), (True, False, True), (False, False, True), (None, None, True)])
-def test_a_joined_rank_follows_what_the_others_do_with_a_step(answers: tuple[bool | None, ...]) -> None:
+def test_a_joined_rank_follows_the_outcome_of_the_others(answers: tuple[bool | None, ...]) -> None:
     """The rank also follows if the count of committed steps decides the collectives, and when it participates again."""
 
     def body(rank: SimulatedRank) -> tuple[list[tuple[int, float]], int]:
@@ -245,7 +245,7 @@ def test_a_joined_rank_follows_what_the_others_do_with_a_step(answers: tuple[boo
     assert ours == theirs
 
 
-def test_a_joined_rank_saves_the_step_that_it_presumes_used_and_takes_it_back_when_told() -> None:
+def test_a_joined_rank_saves_a_presumed_step_and_takes_it_back_if_it_was_skipped() -> None:
     def body(rank: SimulatedRank) -> list[int]:
         engine, says = rank.engine(Counts()), Says()
         engine.set_judge(says)
@@ -327,7 +327,7 @@ def test_a_step_that_never_finishes_was_never() -> None:
     assert simulate(2, body) == [(Phase.SETTLED, False, 1)] * 2
 
 
-def test_ranks_that_judge_a_step_differently_are_told() -> None:
+def test_ranks_that_judge_a_step_differently_get_an_error() -> None:
     """Their optimizers have made equally many steps, but their states differ."""
 
     def body(rank: SimulatedRank) -> list[str]:
@@ -435,7 +435,7 @@ INF, NAN = float("inf"), float("nan")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_finiteness_is_told_where_the_sum_overflows_too(dtype: torch.dtype) -> None:
+def test_finiteness_is_right_although_the_sum_overflows(dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max
     for numbers in ([], [1.0, -2.0], [largest] * 9, [-largest] * 9, [largest, -largest] * 3):
         assert finiteness(torch.tensor(numbers, dtype=dtype)) == 0, numbers
@@ -505,12 +505,12 @@ def events(
     return log[0]
 
 
-def test_the_status_travels_beside_the_last_messages_if_nothing_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_status_travels_with_the_last_messages_if_no_code_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     for reduction in (Plain(), WireCast(Plain(), "bf16")):
         assert events(reduction, False, monkeypatch) == ["start 64", "start 128", "start 3", "wait", "wait", "wait"]
 
 
-def test_it_follows_the_drain_where_something_is_left_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_status_follows_the_drain_if_code_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     late = ["start 192", "wait", "start 2", "start 2", "wait", "wait", "start 3", "wait"]
     assert events(TwoRounds(), False, monkeypatch) == late
     assert events(TwoRounds(), True, monkeypatch) == late
@@ -558,7 +558,7 @@ class Quiet(Reduction):
         yield from ()
 
 
-def test_a_rank_that_fails_where_nothing_is_sent_asks_nobody() -> None:
+def test_a_rank_that_fails_in_a_step_without_messages_sends_none() -> None:
     def body(rank: SimulatedRank) -> BaseException | None:
         engine = rank.engine(Quiet())
         engine.submit(Bucket.from_tensors({"w": torch.ones(4)}))
@@ -590,7 +590,7 @@ class Halves(Reduction):
 
 
 @pytest.mark.parametrize("where", ["before", "after", "nowhere"])
-def test_a_failure_that_is_told_late_leaves_nan_on_every_rank(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_failure_leaves_nan_on_every_rank(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA, a scaler must skip the step on all ranks or on none. Gathered bytes alone show no failure."""
     monkeypatch.setattr("commhooks.engine.outcome.is_asynchronous", lambda device: True)
     monkeypatch.setattr("commhooks.engine.engine.is_asynchronous", lambda device: True)

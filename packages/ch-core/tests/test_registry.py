@@ -26,7 +26,7 @@ def test_every_public_name_resolves():
         commhooks.gett  # noqa: B018
 
 
-def test_unknown_names_say_what_to_do(publish, registry):
+def test_unknown_names_give_advice(publish, registry):
     publish("acme", {"commhooks.ddp": {"sparse_hook": "math:floor"}})
     with pytest.raises(UnknownHookError, match="did you mean 'sparse_hook'"):
         get("sparse_hok", registry=registry)

@@ -44,7 +44,7 @@ def test_the_same_bits_in_half_the_memory(expr: str, dtype: torch.dtype) -> None
         assert saved["step"] == wanted["step"] == 4
 
 
-def test_sent_is_not_kept_where_the_bucket_itself_is_sent() -> None:
+def test_sent_is_no_copy_if_the_bucket_itself_is_sent() -> None:
     for expr, copies in ((EF, 0), ("error_feedback(topk(feedback=False))", 1)):
         made = ranks(expr, False, parameters())
         made.step(all_ranks(parameters(), 2, 0))
@@ -70,7 +70,7 @@ def test_a_step_with_nan_drops_everything_and_says_so_once(caplog: pytest.LogCap
     assert same_bits(one.step(every).gradients[0], fresh.step(every).gradients[0]) == []
 
 
-def test_q_begins_anew_on_all_ranks_alike() -> None:
+def test_q_starts_again_equally_on_all_ranks() -> None:
     like = parameters()
     one = ranks("powersgd(rank=2, min_compression_rate=1)", True, like, 3)
     one.step(all_ranks(like, 3, 0))

@@ -106,7 +106,7 @@ def test_numbers_are_added_in_the_order_of_the_ranks() -> None:
         (4, int(TUNED.halved_from), ["all_reduce", "all_reduce"]),
     ],
 )
-def test_what_is_worth_a_direct_exchange_or_two_halves(world: int, size: int, kinds: list[str]) -> None:
+def test_small_messages_go_directly_and_large_ones_in_halves(world: int, size: int, kinds: list[str]) -> None:
     """``size`` gives the bytes of each of the two stages."""
     _, messages = averaged(Twice(), torch.ones(world, 2 * size // 4), free=True)
     assert [kind for kind, _ in messages[: len(kinds)]] == kinds
@@ -145,7 +145,7 @@ def test_switched_off_every_message_is_one_all_reduce_and_the_average_the_same(n
     assert torch.equal(plain[0], tuned[0])
 
 
-def test_a_direct_exchange_is_counted_as_what_it_sends() -> None:
+def test_a_direct_exchange_counts_its_sent_bytes() -> None:
     def body(rank: SimulatedRank) -> dict[str, float]:
         rank.transport.free = True
         engine = rank.engine(WireCast(Plain(), "bf16"))

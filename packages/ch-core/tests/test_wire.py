@@ -26,7 +26,7 @@ def step(engine: Engine, parts: list[Bucket]) -> BaseException | None:
     return engine.finish()
 
 
-def test_sent_is_what_the_others_receive() -> None:
+def test_sent_equals_the_numbers_that_peers_receive() -> None:
     class Sent(Reduction):
         name = "sent"
 
@@ -95,7 +95,7 @@ def test_fp32_accumulation_does_not_degrade_with_world_size(world: int) -> None:
         assert error("wire") > 2 * error("fp32")
 
 
-def test_wrapping_what_has_nothing_to_cast_is_refused() -> None:
+def test_wrapping_a_hook_with_nothing_to_cast_is_refused() -> None:
     class Opaque(Plain):
         collectives = frozenset({"all_gather"})
 
@@ -151,7 +151,7 @@ def average(reduction: Reduction, value: float = VALUE) -> list[float]:
 
 
 @pytest.mark.parametrize("accumulate", ["wire", "fp32"])
-def test_a_wrapper_rounds_what_is_castable(accumulate: Any) -> None:
+def test_a_wrapper_rounds_castable_requests(accumulate: Any) -> None:
     assert average(Gathered()) == [pytest.approx(VALUE, abs=1e-7)] * 3
     assert average(WireCast(Gathered(), "bf16", accumulate=accumulate)) == [1.0] * 3
     assert average(WireCast(Gathered(castable=False), "bf16")) == [pytest.approx(VALUE, abs=1e-7)] * 3
@@ -177,7 +177,7 @@ def test_bytes_cannot_be_rounded(request_of: type[AllGather] | type[AllToAll]) -
             request_of(packed, packed, **options).plan()  # type: ignore[arg-type]
 
 
-def test_what_has_nothing_castable_is_refused() -> None:
+def test_a_hook_without_castable_requests_is_refused() -> None:
     class Opaque(Gathered):
         castable = frozenset()
 
@@ -205,7 +205,7 @@ def ranks(world: int, reduction: Reduction) -> SimulatedRanks:
     return SimulatedRanks(lambda: CommHook(node={"hook": reduction.name, "config": {}}, built=reduction), world, like)
 
 
-def test_a_growing_volume_is_told_from_where_it_passes_bf16() -> None:
+def test_a_growing_volume_causes_a_caution_once_it_exceeds_bf16() -> None:
     few, many = ranks(4, Bytes()).handles[0], ranks(6, Bytes()).handles[0]
     assert few.cautions() == []
     assert "over 6 it is 1.5 times" in many.cautions()[0]
@@ -213,7 +213,7 @@ def test_a_growing_volume_is_told_from_where_it_passes_bf16() -> None:
     assert "from 5 ranks on" in few.cautions(64)[0]
 
 
-def test_what_does_not_grow_causes_no_caution() -> None:
+def test_a_constant_volume_causes_no_caution() -> None:
     for expr in ("bf16_compress", "allreduce", "powersgd", 'bf16_compress(accumulate="fp32")'):
         pytest.importorskip("ch_powersgd", reason="one of the hooks is ch-powersgd's")
         reduction = commhooks.create(expr).reduction

@@ -40,7 +40,7 @@ class Large(Reduction):
         yield AllReduce(bucket.buffer)
 
 
-def test_what_error_feedback_holds_back_is_told_of_transposed_parameters_too() -> None:
+def test_residual_figures_cover_transposed_parameters() -> None:
     """A bucket stores a parameter in memory order, and its residual has the parameter's own shape."""
 
     def held(like: torch.Tensor) -> dict[str, float]:
@@ -110,7 +110,7 @@ class Doubled(Composite):
         bucket.buffer = bucket.buffer * self.times
 
 
-def test_a_wrapper_forwards_what_its_part_declares_and_adds_its_own() -> None:
+def test_a_wrapper_forwards_the_declarations_of_its_part_and_adds_its_own() -> None:
     layout = BucketLayout.of_shapes(SHAPES)
     mixed = warmup(policy(RULES), steps=2)
     outer = Doubled(mixed)
@@ -127,7 +127,7 @@ def test_a_wrapper_forwards_what_its_part_declares_and_adds_its_own() -> None:
         Doubled(policy({"*.bias": Plain(), "up.*": Plain()})).check(layout)
 
 
-def test_what_a_wrapper_is_follows_from_name_options_and_parts() -> None:
+def test_the_identity_of_a_wrapper_follows_from_name_options_and_parts() -> None:
     outer = Doubled(WireCast(Kept(), "bf16"), times=3)
     assert outer.name == "doubled(bf16_wrapper(kept))"
     assert repr(outer) == "doubled(bf16_wrapper(kept), times=3)"

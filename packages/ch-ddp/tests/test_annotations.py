@@ -81,7 +81,7 @@ def test_no_hook_by_its_own_account(hook: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("hook", [as_torch_wants, bare_future, quoted, unknown, anything, as_object, silent])
-def test_what_may_be_a_hook(hook: Callable[..., Any]) -> None:
+def test_objects_that_may_be_a_hook(hook: Callable[..., Any]) -> None:
     wrapped = model()
     handle = commhooks.attach(wrapped, hook)
     wrapped(torch.ones(1, 3)).sum().backward()

@@ -39,7 +39,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.full
-def test_what_is_said_to_a_model_without_an_adapter() -> None:
+def test_the_error_for_a_model_without_an_adapter() -> None:
     environ = {**os.environ, "COMMHOOKS_DISABLE": "ch-fsdp", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=environ, capture_output=True, text=True, timeout=200, check=False

@@ -104,7 +104,7 @@ def test_alone_nothing_is_compressed(caplog: pytest.LogCaptureFixture) -> None:
     assert again.stats()["compressed_steps"] == 1
 
 
-def test_alone_a_state_of_several_ranks_is_kept_as_it_is() -> None:
+def test_alone_a_state_of_several_ranks_stays_unchanged() -> None:
     """A script that resumes and saves may also run alone. It must not lose the loaded state."""
     model = ddp()
     handle = commhooks.attach(model, HOOK)
@@ -120,7 +120,7 @@ def test_alone_a_state_of_several_ranks_is_kept_as_it_is() -> None:
         assert all(torch.equal(kept["entries"][name][field], tensor) for field, tensor in row.items())
 
 
-def test_alone_a_function_of_ones_own_is_called() -> None:
+def test_alone_a_foreign_function_is_called() -> None:
     calls = []
 
     def hook(state: object, bucket: commhooks.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -121,7 +121,7 @@ def body_one_detached(rank: int, world: int) -> float:
     return worst_error(model, reference, rank, steps=2)
 
 
-def test_a_detached_rank_goes_on_beside_ranks_that_never_had_a_hook() -> None:
+def test_a_detached_rank_matches_ranks_that_never_had_a_hook() -> None:
     assert spawn(body_one_detached, 2, timeout=60) == [0.0, 0.0]
 
 
@@ -200,7 +200,7 @@ def body_overflow(rank: int, world: int) -> list[list[float]]:
     return rows
 
 
-def test_fp16_survives_what_one_rank_can_and_lets_overflow_through() -> None:
+def test_fp16_averages_numbers_that_fit_and_passes_overflow_on() -> None:
     for alone, everywhere in spawn(body_overflow, 2):
         assert alone == [32992.0, 32992.0]
         assert everywhere == [float("inf"), float("inf")]
@@ -235,7 +235,7 @@ def body_reattach(rank: int, world: int) -> None:
         lost.assert_active()
 
 
-def test_detach_reattach_and_what_is_refused() -> None:
+def test_detach_reattach_and_refusals() -> None:
     spawn(body_reattach, 2)
 
 
@@ -339,7 +339,7 @@ def body_review(rank: int, world: int) -> None:
     assert worst_error(model, wrapped(), rank) == 0.0
 
 
-def test_what_a_review_found_stays_mended() -> None:
+def test_defects_that_a_review_found_stay_fixed() -> None:
     pytest.importorskip("ch_powersgd", reason="ch-powersgd is not installed")
     spawn(body_review, 2)
     assert pickle.loads(pickle.dumps(ch_ddp.bf16_compress_hook)) is ch_ddp.bf16_compress_hook

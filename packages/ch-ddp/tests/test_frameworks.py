@@ -138,7 +138,7 @@ def body_foreign(rank: int, world: int) -> None:
         gather(keeping.handle)
 
 
-def test_what_keeps_its_state_itself_is_refused_when_saving() -> None:
+def test_saving_a_hook_that_keeps_its_state_itself_is_refused() -> None:
     spawn(body_foreign, 2)
 
 
@@ -338,7 +338,7 @@ def body_accelerate(rank: int, world: int, folder: str) -> list[str]:
 
 
 @needs("accelerate")
-def test_accelerate_resumes_and_says_where_it_cannot(tmp_path: Path) -> None:
+def test_accelerate_resumes_or_raises(tmp_path: Path) -> None:
     for told in spawn(body_accelerate, 2, str(tmp_path), timeout=200):
         assert f"{EXPR}: its step and residuals start afresh" in told[-1]
 

@@ -238,7 +238,7 @@ def test_averagers_agree_on_the_phase() -> None:
         (lambda: PostLocalSGDOptimizer(net(), PeriodicModelAverager(2)), "Give a torch.optim.Optimizer"),
     ],
 )
-def test_what_is_refused(make: Any, message: str) -> None:
+def test_refusals(make: Any, message: str) -> None:
     with pytest.raises(commhooks.HookConfigError, match=message):
         make()
 

@@ -45,7 +45,7 @@ def model() -> Iterator[DistributedDataParallel]:
     dist.destroy_process_group()
 
 
-def test_who_gives_steps_back_is_refused_by_name(model: DistributedDataParallel) -> None:
+def test_objects_that_roll_steps_back_are_refused_by_name(model: DistributedDataParallel) -> None:
     judges = {"optimizer": torch.optim.SGD(model.parameters(), 0.1), "scaler": torch.amp.GradScaler("cpu")}
     for name, judge in judges.items():
         with pytest.raises(HookNotSupportedError, match=f"rollback=False and {name}= exclude each other"):
@@ -61,7 +61,7 @@ def test_who_gives_steps_back_is_refused_by_name(model: DistributedDataParallel)
     assert commhooks.attach(model, EF, state=state, single_process=True).state.in_place is False  # type: ignore[union-attr]
 
 
-def test_a_state_says_it_where_the_hook_is_registered(model: DistributedDataParallel) -> None:
+def test_a_registered_state_may_set_rollback_false(model: DistributedDataParallel) -> None:
     state = HookState()
     state.in_place = True
     model.register_comm_hook(state, as_hook(commhooks.create(EF).reduction))

@@ -145,11 +145,11 @@ def body_during(rank: int, world: int) -> None:
 
 
 @pytest.mark.gloo
-def test_it_happens_during_the_backward_and_says_what_it_cannot_do() -> None:
+def test_it_updates_during_the_backward_and_refuses_a_second_one() -> None:
     spawn(body_during, 2)
 
 
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     model = Net()
     handle = commhooks.create("allreduce")
     with pytest.raises(commhooks.HookNotSupportedError, match="not attached to a DistributedDataParallel model"):

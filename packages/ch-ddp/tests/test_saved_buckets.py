@@ -98,7 +98,7 @@ def goes_on(rank: int, world: int, folder: str, hooks: tuple[str, ...], options:
     ],
     ids=str,
 )
-def test_goes_on_to_the_bit(tmp_path: Any, options: dict[str, Any], world: int) -> None:
+def test_continues_to_the_bit(tmp_path: Any, options: dict[str, Any], world: int) -> None:
     hooks = HOOKS + OTHERS if world == 2 else HOOKS
     ((counts, *_)) = spawn(saves, world, str(tmp_path), hooks, options)
     assert all(count > 1 for count in counts[: len(HOOKS)])

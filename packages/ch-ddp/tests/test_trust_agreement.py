@@ -77,7 +77,7 @@ def test_lists_of_different_length_and_several_fields() -> None:
     assert "rank: rank 0 0; rank 1 1; rank 2 2" in said[1]
 
 
-def test_the_other_rank_s_expression_is_told() -> None:
+def test_the_error_names_the_other_rank_s_expression() -> None:
     def says(rank: int) -> str:
         return f"powersgd(rank={8 if rank == 1 else 4})"
 
@@ -157,7 +157,7 @@ def mismatches(rank: int, world: int) -> dict[str, tuple[str, str, float]]:
     return found
 
 
-def test_attach_names_what_differs_on_every_rank() -> None:
+def test_attach_names_the_difference_on_every_rank() -> None:
     results = spawn(mismatches, 2)
     expected = {
         "options": "config.size = 1; rank 1 config.size = 2",

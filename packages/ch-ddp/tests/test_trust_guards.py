@@ -97,7 +97,7 @@ def own_failures(rank: int, world: int) -> list[tuple[Any, ...]]:
     return found
 
 
-def test_a_reduction_that_raises_is_raised_everywhere_and_the_model_goes_on_exactly() -> None:
+def test_an_error_of_a_reduction_is_raised_on_all_ranks_and_the_model_continues_exactly() -> None:
     results = spawn(own_failures, 2)
     assert len(results[0]) == 15
     for rank, found in enumerate(results):

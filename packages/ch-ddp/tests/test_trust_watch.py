@@ -93,7 +93,7 @@ def watched(rank: int, world: int) -> dict[str, str]:
     return {name: kind for name, kind in found.items() if kind}
 
 
-def test_what_ddp_accepts_raises_nothing_and_what_it_does_not_average_is_told() -> None:
+def test_legal_backwards_raise_nothing_and_unaveraged_gradients_raise() -> None:
     wrong = dict.fromkeys(
         ("again through head 0", "again through head 1", "the first of two", "the module"), "AttachError"
     )
@@ -159,7 +159,7 @@ def bf16_like(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch
     return bf16_compress_hook(state, bucket)
 
 
-def test_a_foreign_hook_is_attached_again_and_beside_groups_of_one_rank_only() -> None:
+def test_a_foreign_hook_is_attached_again_although_one_rank_has_more_groups() -> None:
     assert spawn(attached_again, 2) == [[1, 1, 1], [1, 1, 1]]
 
 

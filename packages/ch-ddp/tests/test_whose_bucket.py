@@ -260,7 +260,7 @@ def waited_for_a_failure(rank: int, world: int) -> list[str]:
     return [_waited_for(as_hook(NoPlan(), "no_plan"), wait) for wait in WAYS.values()]
 
 
-def test_who_waits_for_a_bucket_that_has_failed_gets_the_error_of_its_step() -> None:
+def test_waiting_for_a_failed_bucket_raises_the_error_of_its_step() -> None:
     for texts in spawn(waited_for_a_failure, 2):
         assert len(texts) == 3
         assert all("ArithmeticError: as told" in text for text in texts), texts
@@ -285,7 +285,7 @@ def followed_by_an_error(rank: int, world: int) -> list[str]:
     return found
 
 
-def test_what_follows_a_bucket_may_raise() -> None:
+def test_a_callback_of_a_bucket_may_raise() -> None:
     for texts in spawn(followed_by_an_error, 2):
         assert len(texts) == 2
         assert all("as told" in text for text in texts)
@@ -322,5 +322,5 @@ def positions(rank: int, world: int) -> list[list[str]]:
     return found
 
 
-def test_positions_are_those_in_the_model_whatever_the_buckets_are() -> None:
+def test_positions_follow_the_model_for_all_buckets() -> None:
     assert spawn(positions, 2) == [[["0:6x6", "1:6x6", "2:6x6"]] * 4] * 2

@@ -166,5 +166,5 @@ def body_refused(rank: int, world: int, folder: str) -> None:
 
 
 @pytest.mark.full
-def test_what_cannot_be_loaded_is_not_saved(tmp_path: Any) -> None:
+def test_a_state_that_cannot_be_loaded_is_not_saved(tmp_path: Any) -> None:
     spawn(body_refused, 4, str(tmp_path), timeout=200)

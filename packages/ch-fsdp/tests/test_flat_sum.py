@@ -92,7 +92,7 @@ def test_factors_and_bytes(world: int, per_rank: int, scatter: bool, wide: bool)
     assert counters.compressed_steps == (not wide)
 
 
-def test_accumulated_reduce_scatter_sends_what_a_16_bit_one_sends() -> None:
+def test_accumulated_reduce_scatter_sends_16_bits() -> None:
     rows = grads(4, 64)
     assert reduce(BF16_FP32, rows)[1].traffic == reduce(BF16, rows)[1].traffic
 

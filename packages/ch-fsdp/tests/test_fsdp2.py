@@ -187,7 +187,7 @@ def body_flattened(rank: int, world: int) -> None:
         commhooks.attach(mixed, POWERSGD)
 
 
-def test_what_is_sharded_over_is_no_replica() -> None:
+def test_ranks_of_the_shard_mesh_are_no_replicas() -> None:
     spawn(body_flattened, 4)
 
 
@@ -271,7 +271,7 @@ def body_drift(rank: int, world: int) -> None:
     commhooks.attach(fully_shard(cut, mesh=mesh["shard"]), "batched_powersgd(rank=1)")
 
 
-def test_what_tensor_parallel_ranks_share_stays_the_same() -> None:
+def test_parameters_that_tensor_parallel_ranks_share_stay_equal() -> None:
     spawn(body_drift, 4)
 
 

@@ -222,7 +222,7 @@ def body_tensor_parallel(rank: int, world: int) -> None:
 
 
 @pytest.mark.full
-def test_beside_tensor_parallelism() -> None:
+def test_with_tensor_parallelism() -> None:
     spawn(body_tensor_parallel, 4)
 
 

@@ -8,7 +8,7 @@ from ch_fsdp.torchtitan import attach
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchtitan") is not None, reason="torchtitan is installed")
-def test_without_torchtitan_it_says_what_to_install() -> None:
+def test_without_torchtitan_the_error_names_the_package() -> None:
     with pytest.raises(ImportError, match=r"pip install 'torchtitan>=0\.3'"):
         attach(None, "powersgd(rank=4)")
 

@@ -74,7 +74,7 @@ class ByHand:
 
 @pytest.mark.parametrize("optimizer", [vote_with_wrapper, ByHand])
 @pytest.mark.parametrize("backwards", [1, 2, 3])
-def test_what_is_applied_and_what_is_owed_are_the_sum_of_the_gradients(optimizer: Any, backwards: int) -> None:
+def test_applied_and_owed_are_the_sum_of_the_gradients(optimizer: Any, backwards: int) -> None:
     """Parameters stay constant, so that the test can compute each gradient again. The vote rejects attempt 2."""
 
     def body(manager: SimulatedManager) -> tuple[torch.Tensor, ...]:
@@ -218,7 +218,7 @@ def test_residuals_follow_the_scale_of_the_scaler_given_to_attach() -> None:
     torch.testing.assert_close(sent, (results["a"][2] + results["b"][2]) / 2, rtol=1e-4, atol=1e-4)
 
 
-def test_a_committed_step_that_the_optimizer_skipped_is_dropped_where_attach_was_given_it() -> None:
+def test_a_committed_step_that_the_given_optimizer_skipped_is_dropped() -> None:
     """A manual loop may skip the optimizer after the vote, for example because the norm is too large."""
 
     def body(manager: SimulatedManager, skipped: set[int], again: bool) -> dict[str, torch.Tensor]:
@@ -249,7 +249,7 @@ def test_a_committed_step_that_the_optimizer_skipped_is_dropped_where_attach_was
         assert all(torch.equal(without[name][key], skipping[name][key]) for key in without[name])
 
 
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     with SimulatedCluster() as cluster:
         manager, other = cluster.join("a"), cluster.join("b")
         model = DistributedDataParallel(manager, net())

@@ -281,7 +281,7 @@ def test_an_error_of_one_members_reduction_is_raised_there_and_committed_nowhere
     assert results == {"a": ("", False), "b": ("too hot", False), "c": ("", False)}
 
 
-def test_members_that_disagree_are_told_before_any_gradient_travels() -> None:
+def test_members_that_disagree_get_an_error_before_any_gradient_is_sent() -> None:
     def body(manager: SimulatedManager) -> str:
         width = 16 if manager.name != "b" else 8
         module = torch.nn.Linear(width, 1)
@@ -327,7 +327,7 @@ class Scattering(Reduction):
         yield ReduceScatter(bucket.buffer, bucket.buffer[: bucket.buffer.numel() // ctx.world_size])
 
 
-def test_what_a_manager_cannot_carry_is_refused_by_name() -> None:
+def test_hooks_that_a_manager_does_not_support_are_refused_by_name() -> None:
     gathering = WireCast(Plain(), "bf16", accumulate="fp32")
     with SimulatedCluster() as cluster:
         manager = cluster.join("a")
@@ -377,7 +377,7 @@ def test_attach_detach_attach() -> None:
         assert second.stats()["steps"] == 1
 
 
-def test_what_attach_refuses() -> None:
+def test_attach_refuses() -> None:
     with SimulatedCluster() as cluster:
         manager = cluster.join("a")
         with pytest.raises(AttachError, match="no buckets"):
@@ -392,6 +392,6 @@ def test_what_attach_refuses() -> None:
             model(data("a")).sum().backward()
 
 
-def test_transport_without_a_quorum_says_what_to_call() -> None:
+def test_transport_without_a_quorum_names_the_missing_call() -> None:
     with SimulatedCluster() as cluster, pytest.raises(AttachError, match="start_quorum"):
         ManagerTransport(cluster.join("a")).begin()

@@ -91,7 +91,7 @@ def replay(outcome: quorum.Outcome, last: int) -> dict[int, str]:
     return found
 
 
-def test_what_is_sent_to_a_newcomer_is_made_before_the_forward() -> None:
+def test_the_state_for_a_newcomer_is_made_before_the_forward() -> None:
     """An asynchronous quorum asks in a separate thread, and FSDP2's state_dict() reshards. The adapter therefore makes
     it once.
     """

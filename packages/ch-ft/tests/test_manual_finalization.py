@@ -47,7 +47,7 @@ def body(manager: SimulatedManager) -> list[str]:
     return said
 
 
-def test_members_whose_hook_raised_go_on() -> None:
+def test_members_whose_hook_raised_continue() -> None:
     with SimulatedCluster() as cluster:
         found = cluster.run(dict.fromkeys("ab", body))
     assert found["b"] == ["", "ArithmeticError", "", ""]

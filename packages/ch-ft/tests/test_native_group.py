@@ -63,7 +63,7 @@ def train(address: str, store: dist.Store, number: int, stop: int, hook: str) ->
 
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("hook", ["powersgd(rank=2)", "quant4(block=16, error_feedback=True)"])
-def test_replicas_train_and_go_on_without_one_that_left(hook: str) -> None:
+def test_replicas_continue_without_one_that_left(hook: str) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # Each replica needs a separate connection, because all of them wait on the store at once.
     stores = [dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False) for _ in range(3)]

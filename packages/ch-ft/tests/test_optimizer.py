@@ -141,7 +141,7 @@ def test_a_closure_runs_before_the_vote() -> None:
         assert weight.item() == 0.5
 
 
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     with SimulatedCluster() as cluster:
         manager = cluster.join("a")
         with pytest.raises(HookConfigError, match=r"LBFGS evaluates the model inside step\(\), after the vote"):

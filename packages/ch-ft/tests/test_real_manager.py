@@ -119,7 +119,7 @@ def test_at_step_0_the_only_contributor_is_divided_by_one(address: str) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_replicas_with_other_hooks_are_told_so(address: str) -> None:
+def test_replicas_with_different_hooks_get_an_error(address: str) -> None:
     def body(member: ch_ft.Local, number: int) -> str:
         model = build("allreduce" if number else "bf16_compress", member, module())
         member.manager.start_quorum()

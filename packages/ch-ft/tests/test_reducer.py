@@ -75,7 +75,7 @@ def test_a_lost_peer_raises_nothing_and_the_round_is_dropped(number: int) -> Non
     assert found["a"][1:] == found["c"][1:]
 
 
-def test_a_newcomer_is_sent_what_is_shared() -> None:
+def test_a_newcomer_receives_the_shared_state() -> None:
     def leaves(manager: SimulatedManager, n: int) -> None:
         if manager.name == "b" and manager.current_step() == 2 and n == 0 and not back:
             back.append(True)
@@ -106,7 +106,7 @@ def test_a_newcomer_is_sent_what_is_shared() -> None:
         assert state["w", "seen"] == found["a"][step]["w", "seen"]
 
 
-def test_who_differs_is_told_and_goes_on() -> None:
+def test_a_member_that_differs_gets_an_error_and_continues() -> None:
     def body(manager: SimulatedManager) -> Any:
         names = {"w": torch.ones(2)}
         odd = Reducer("allreduce", names, manager=manager, facts={"turn": [manager.name]})
@@ -154,7 +154,7 @@ def test_a_reducer_s_own_rounds_are_its_steps() -> None:
         assert cluster.run(dict.fromkeys("ab", body))["a"] == [[0, 1, 2], [0, 1, 2]]
 
 
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     with SimulatedCluster() as cluster:
         manager, tensors = cluster.join("a"), {"w": torch.ones(2)}
         with pytest.raises(HookConfigError, match="exclude each other"):

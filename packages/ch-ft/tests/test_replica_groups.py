@@ -159,7 +159,7 @@ def test_means_are_over_the_members_of_the_step() -> None:
 @pytest.mark.parametrize(
     ("hook", "number"), [*((POWERSGD, n) for n in range(COLLECTIVES)), *((QUANT, n) for n in (1, 2, 4))]
 )
-def test_a_death_inside_of_a_step_leaves_what_a_death_before_it_would(hook: str, number: int) -> None:
+def test_a_death_inside_a_step_equals_a_death_before_it(hook: str, number: int) -> None:
     """Survivors have the same parameters, Q and residual to the bit. They drop the attempt and try it again."""
 
     def dies(manager: SimulatedManager, n: int) -> None:
@@ -243,7 +243,7 @@ def test_backwards_of_one_attempt_are_committed_or_dropped_together() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_members_that_differ_are_told_before_any_gradient_travels() -> None:
+def test_members_that_differ_get_an_error_before_any_gradient_is_sent() -> None:
     def body(manager: SimulatedManager) -> str:
         member = Member(manager, "allreduce" if manager.name == "a" else "bf16_compress")
         manager.start_quorum()
@@ -259,7 +259,7 @@ def test_members_that_differ_are_told_before_any_gradient_travels() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_parameter_thawed_on_one_member_only_is_told() -> None:
+def test_a_parameter_thawed_on_one_member_only_raises() -> None:
     """Different sizes would make gloo end the process, also on healthy members."""
 
     def body(manager: SimulatedManager) -> bool:
@@ -356,7 +356,7 @@ def test_an_error_of_one_members_hook_is_raised_there_and_committed_nowhere() ->
 
 
 @pytest.mark.timeout(60)
-def test_what_is_detached_averages_plainly_over_the_members() -> None:
+def test_a_detached_model_averages_plainly_over_the_members() -> None:
     def body(manager: SimulatedManager) -> tuple[torch.Tensor, torch.Tensor]:
         member = Member(manager, POWERSGD)
         assert member.step()
@@ -381,7 +381,7 @@ def test_what_is_detached_averages_plainly_over_the_members() -> None:
     assert torch.equal(found["a"][0], found["b"][0])
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_impossible_combinations_are_refused() -> None:
     with SimulatedCluster() as cluster:
         manager = cluster.join("a")
         model = sharded(net())
@@ -415,7 +415,7 @@ def test_gradients_that_would_outlive_a_dropped_attempt_are_refused() -> None:
         assert member.step()
 
 
-def test_a_mesh_with_replicas_of_its_own_is_refused() -> None:
+def test_a_mesh_with_replicas_is_refused() -> None:
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(net(), mesh=mesh)
     with SimulatedCluster() as cluster, pytest.raises(HookNotSupportedError, match="with manager= the replicas are"):
@@ -424,7 +424,7 @@ def test_a_mesh_with_replicas_of_its_own_is_refused() -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(60)
-def test_without_ch_ft_it_says_what_to_install() -> None:
+def test_without_ch_ft_the_error_names_the_package() -> None:
     code = """
         import torch, torch.distributed as dist
         import ch_ft, commhooks  # installed, but left out as a plugin

@@ -24,7 +24,7 @@ class Growing(torch.nn.Module):
         return x
 
 
-def test_the_pure_model_averages_what_is_thawed_or_added_after_wrapping() -> None:
+def test_the_pure_model_averages_parameters_thawed_or_added_after_wrapping() -> None:
     def body(manager: SimulatedManager) -> list[list[float]]:
         module = Growing()
         model = PureDistributedDataParallel(manager, module)
@@ -42,7 +42,7 @@ def test_the_pure_model_averages_what_is_thawed_or_added_after_wrapping() -> Non
 
 
 @pytest.mark.parametrize("hook", [None, Plain()])
-def test_ddp_refuses_what_is_thawed_or_added_after_wrapping(hook: Reduction | None) -> None:
+def test_ddp_refuses_parameters_thawed_or_added_after_wrapping(hook: Reduction | None) -> None:
     """DDP's reducer would average only the other parameters, without an error, while the members drift apart."""
     with SimulatedCluster() as cluster:
         manager = cluster.join("a")

@@ -40,7 +40,7 @@ def test_the_error_names_the_extra_and_the_simulator_works() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_torchft_without_what_is_needed_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torchft_without_a_needed_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later torchft may rename a method. The error comes at the start, not in the middle of a step."""
 
     class Manager:

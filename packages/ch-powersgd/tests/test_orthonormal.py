@@ -89,7 +89,7 @@ def test_long_columns_of_equal_numbers_do_not_grow(rank: int, length: int) -> No
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("rank", [1, 3])
-def test_what_is_not_finite_stays_so(bad: float, rank: int) -> None:
+def test_inf_and_nan_stay(bad: float, rank: int) -> None:
     x = torch.randn(2, rank, 20)
     x[0, :, 7] = bad
     y = orthonormalised(x, seeded_normals("0/0", {"w": (rank, 20)}, CPU, unit=True)["w"].expand(2, -1, -1))
@@ -116,7 +116,7 @@ def test_a_factor_does_not_depend_on_its_neighbours_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize("allowed", ["tf32", "bf16"])
-def test_what_is_decoded_and_what_is_kept_back_are_exact_products(allowed: str) -> None:
+def test_the_average_and_the_residual_are_exact_products(allowed: str) -> None:
     """Decoding computes exact products even if the user allows reduced precision. The user's setting stays."""
     backend: Any = torch.backends.mkldnn.matmul
     before = backend.fp32_precision

@@ -67,7 +67,7 @@ def batched(on: bool) -> Iterator[None]:
         yield
 
 
-def test_equal_shapes_are_multiplied_together_where_that_saves_launches() -> None:
+def test_equal_shapes_are_multiplied_together_if_that_saves_launches() -> None:
     layout = BucketLayout.of_shapes(SHAPES, device="meta").select(frozenset({"a", "b", "c"}))
 
     def names() -> list[list[str]]:
@@ -211,7 +211,7 @@ def test_sixteen_bits_neither_overflow_nor_vanish(dtype: Any, scale: float) -> N
         assert (narrow[0][0][-1][name] - want).norm() <= 0.02 * want.norm()
 
 
-def test_local_residual_stays_bounded_where_the_averaged_one_grows() -> None:
+def test_local_residual_stays_bounded_while_the_averaged_one_grows() -> None:
     """The ranks' gradients always differ. A residual against the average sums that difference for ever."""
 
     def gradient(rank: int, step: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -289,7 +289,7 @@ def test_transposed_storage_is_the_same_problem() -> None:
     assert torch.equal(first, second)
 
 
-def test_more_rank_than_before_starts_q_anew() -> None:
+def test_a_higher_rank_starts_q_again() -> None:
     def body(rank: SimulatedRank) -> bool:
         engine = rank.engine(PowerSGD(1))
         for reduction in (PowerSGD(1), PowerSGD(3)):

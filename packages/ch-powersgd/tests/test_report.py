@@ -71,7 +71,7 @@ def body(rank: int, world: int) -> None:
             assert row.treatment in report._repr_html_()
 
 
-def test_the_rows_add_up_to_what_was_counted() -> None:
+def test_the_rows_add_up_to_the_counters() -> None:
     spawn(body, 2, timeout=110)
 
 

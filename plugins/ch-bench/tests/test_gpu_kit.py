@@ -34,7 +34,7 @@ ONLY_THERE = {  # parts that CPU tensors or a single rank cannot run
 @pytest.mark.full
 @pytest.mark.timeout(400)  # on a loaded machine. A free core needs 40 s
 @pytest.mark.gloo
-def test_every_part_finds_what_it_looks_for(tmp_path: Path) -> None:
+def test_every_part_has_its_findings(tmp_path: Path) -> None:
     words = [
         sys.executable,
         "-m",
@@ -90,7 +90,7 @@ def fail(error: Exception) -> Any:
     raise error
 
 
-def test_what_is_known_is_not_asked_again_and_what_failed_is_in_the_next_run(rows: Findings) -> None:
+def test_known_findings_are_not_repeated_and_failed_ones_are(rows: Findings) -> None:
     asked = []
     for run in (1, 1, 2):
         again = Findings(rows.path, "costs", run)

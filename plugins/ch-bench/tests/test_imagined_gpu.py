@@ -80,7 +80,7 @@ class Looks(Reduction):
         (lambda x: x.copy_(torch.ones(x.shape)), "a copy from pageable memory"),
     ],
 )
-def test_a_copy_that_waits_is_told(look: Any, told: str) -> None:
+def test_a_copy_that_waits_is_found(look: Any, told: str) -> None:
     assert [seen.waits for seen in steps(Looks(look), NET[:1], 2)] == [[told], [told]]
 
 

@@ -64,7 +64,7 @@ def train(rank: int, world: int, kind: str) -> tuple[list[list[float]], list[lis
     return end, whole(wrapped), optimizer.stats()["payload_bytes"], sizes
 
 
-def test_shards_exchange_with_shards_and_come_to_what_whole_parameters_come_to() -> None:
+def test_shards_exchange_with_shards_and_match_whole_parameters() -> None:
     sharded, replicated = spawn(train, 4, "fsdp2", timeout=100), spawn(train, 4, "ddp", timeout=100)
     for end, later, *_ in sharded + replicated:
         assert len(end) == 3

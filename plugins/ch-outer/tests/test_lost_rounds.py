@@ -72,7 +72,7 @@ def test_a_checkpoint_in_the_middle_of_an_exchange_counts_nothing_twice(fails: b
 
 
 @pytest.mark.parametrize("save", [False, True])
-def test_moving_drops_what_is_under_way_and_lands_what_a_checkpoint_has_waited_for(save: bool, tmp_path: Any) -> None:
+def test_move_drops_exchanges_in_flight_and_lands_those_of_a_checkpoint(save: bool, tmp_path: Any) -> None:
     """The residuals of a saved exchange are final. If it were dropped, its content would be sent twice."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:

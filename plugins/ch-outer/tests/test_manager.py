@@ -67,7 +67,7 @@ def letter(manager: Any) -> int:
 
 @pytest.mark.parametrize("names", ["ab", "abcd"])
 @pytest.mark.parametrize("case", CASES)
-def test_with_nobody_failing_it_is_what_it_is_over_ranks_that_stay(case: str, names: str) -> None:
+def test_without_failures_it_equals_training_over_fixed_ranks(case: str, names: str) -> None:
     """Both agree to the bit, also in each rank's private values (parameters between two rounds, residuals)."""
     options = CASES[case]
 
@@ -238,7 +238,7 @@ def test_an_error_of_one_member_is_raised_there_and_the_round_counts_nowhere() -
     assert found["a"][2] == found["b"][2]
 
 
-def test_members_that_differ_are_told_so() -> None:
+def test_members_that_differ_get_an_error() -> None:
     def body(manager: Any) -> str:
         model = make()
         optimizer = OuterOptimizer(
@@ -251,7 +251,7 @@ def test_members_that_differ_are_told_so() -> None:
     assert all("outer step" in text for text in run(body, "ab").values())
 
 
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     def body(manager: Any) -> None:
         model = make()
         with pytest.raises(HookConfigError, match="votes on one round after another"):

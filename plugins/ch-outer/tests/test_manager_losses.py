@@ -36,7 +36,7 @@ VICTIM = "beta_1"
         ("after", 3, QUANT, False),
     ],
 )
-def test_survivors_go_on_by_themselves_and_lose_one_round_at_most(
+def test_survivors_continue_and_lose_one_round_at_most(
     place: str, replicas: int, exchange: str, async_quorum: bool, tmp_path: Path
 ) -> None:
     """No process rebuilds a group by hand. Start and momentum keep their bits, and the killed process heals."""
@@ -76,7 +76,7 @@ def test_survivors_go_on_by_themselves_and_lose_one_round_at_most(
 
 
 @pytest.mark.parametrize("exchange", ["allreduce", QUANT])
-def test_with_nobody_failing_it_is_what_it_is_over_ranks_that_stay(exchange: str) -> None:
+def test_without_failures_it_equals_training_over_fixed_ranks(exchange: str) -> None:
     options: dict[str, Any] = {"every": 4, "fragments": 2, "overlap": 2, "mix": 0.5, "exchange": exchange}
 
     def body(optimizer: OuterOptimizer, model: torch.nn.Module, rank: int) -> list[torch.Tensor]:

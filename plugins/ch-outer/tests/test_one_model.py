@@ -229,7 +229,7 @@ def test_buffers_that_are_averaged_are_equal_at_the_start() -> None:
 
 @pytest.mark.parametrize("landed", [0, 3], ids=["as far", "behind"])
 @pytest.mark.parametrize("kind", ["buffers", "starts"])
-def test_who_is_sent_another_model_is_told_what_and_changes_nothing(kind: str, landed: int) -> None:
+def test_loading_another_model_names_the_difference_and_changes_nothing(kind: str, landed: int) -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
     optimizer = OuterOptimizer(adam(model), model, every=2, exchange=Plain(), transport=alone())
     given = {**optimizer._hand_over(), "landed": landed, "goal": 7}
@@ -244,7 +244,7 @@ def test_who_is_sent_another_model_is_told_what_and_changes_nothing(kind: str, l
         assert optimizer._goal is None
 
 
-def test_frozen_weights_of_a_wrapper_subclass_are_compared_by_what_is_inside() -> None:
+def test_frozen_weights_of_a_wrapper_subclass_are_compared_by_their_inner_tensors() -> None:
     """Quantized models have such weights. They own no memory whose bytes a digest could read."""
     inside = torch.ones(4)
     assert checksum(TwoTensor(inside, inside)) == checksum(TwoTensor(inside.clone(), inside.clone()))

@@ -59,7 +59,7 @@ def test_it_resumes_to_the_bit_at_any_step(exchange: str, mix: float | str, stop
         assert same(found[1], wanted)
 
 
-def test_another_number_of_ranks_goes_on_from_one_rank_s_state() -> None:
+def test_another_number_of_ranks_continues_from_one_rank_s_state() -> None:
     options: dict[str, Any] = {"every": 3, "exchange": "quant8(error_feedback=True, exempt=False)"}
 
     def save(rank: SimulatedRank) -> tuple[Any, Any]:
@@ -276,7 +276,7 @@ def test_a_failed_exchange_is_made_up_for_by_the_next() -> None:
     assert not same(here, start)
 
 
-def test_what_is_refused_and_who_differs_is_told() -> None:
+def test_refusals_and_ranks_that_differ() -> None:
     model, single = make(), alone()
     inner = adam(model)
     for wrong in (

@@ -82,7 +82,7 @@ CODECS = [
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 @pytest.mark.parametrize("exponent", [-30, 0, 36])
-def test_the_sender_knows_what_is_received(codec: Codec, exponent: int) -> None:
+def test_the_sender_knows_the_received_numbers(codec: Codec, exponent: int) -> None:
     x = torch.randn(37, codec.block, generator=torch.Generator().manual_seed(1)) * 10.0**exponent
     x[3] = 0.0
     x[4, 1:] = 0.0

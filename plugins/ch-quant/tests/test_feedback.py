@@ -45,7 +45,7 @@ def test_it_takes_a_quarter_of_fp32_and_is_seen_as_fp32() -> None:
     assert error.any()
 
 
-def test_what_it_forgets_stays_small_over_many_steps() -> None:
+def test_the_forgotten_part_stays_small_over_many_steps() -> None:
     steps = 60
 
     def body(rank: SimulatedRank) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,7 +95,7 @@ def test_a_resumed_run_has_the_bits_of_the_one_that_went_on() -> None:
         assert torch.equal(a.gradients[0]["w"], b.gradients[0]["w"])
 
 
-def test_it_goes_on_from_another_hooks_residual_in_fp32() -> None:
+def test_it_continues_from_another_hooks_residual_in_fp32() -> None:
     """A warm-up switches from a hook that keeps an fp32 residual of the same name."""
     ranks = ranks_of(f"warmup(quant8(error_feedback=True), {EXPR}, steps=2)", 2)
     truth, total = torch.zeros(SHAPE), torch.zeros(SHAPE)
@@ -110,7 +110,7 @@ def test_it_goes_on_from_another_hooks_residual_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("expr", ["quant4(residual='int8')", "quant4(error_feedback=True, residual='fp16')"])
-def test_what_cannot_be_kept(expr: str) -> None:
+def test_illegal_residual_options(expr: str) -> None:
     with pytest.raises(commhooks.HookConfigError, match="residual"):
         commhooks.create(expr)
 

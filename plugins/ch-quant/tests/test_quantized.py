@@ -169,9 +169,7 @@ def test_feedback_adds_little_noise_to_a_step(residual: str) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("reduction", LOSSY, ids=repr)
-def test_what_is_not_finite_arrives_as_not_finite_and_leaves_no_trace(
-    reduction: commhooks.Reduction, bad: float
-) -> None:
+def test_inf_and_nan_arrive_and_leave_no_trace(reduction: commhooks.Reduction, bad: float) -> None:
     def body(rank: SimulatedRank) -> dict[str, torch.Tensor]:
         engine = rank.engine(reduction)
         one_step(engine, gradients(rank.rank), (1, 3))
@@ -204,7 +202,7 @@ def test_zeros_and_extremes(reduction: commhooks.Reduction, value: float) -> Non
 @pytest.mark.parametrize("reduction", LOSSY, ids=repr)
 @pytest.mark.parametrize("world", [2, 3, 5])
 @pytest.mark.parametrize("value", [2e38, -2e38, 3.3e38])
-def test_a_mean_that_fits_is_finite_where_the_sum_is_not(
+def test_a_mean_that_fits_is_finite_although_the_sum_is_not(
     reduction: commhooks.Reduction, world: int, value: float
 ) -> None:
     signs = torch.ones(20, 30)
@@ -262,14 +260,14 @@ def test_a_multiple_of_the_bucket_size_has_no_extra_channel() -> None:
         "bf16_wrapper(quant8)",
     ],
 )
-def test_what_cannot_be_configured(expr: str) -> None:
+def test_illegal_options(expr: str) -> None:
     if expr.startswith("bf16"):
         pytest.importorskip("ch_ddp", reason="the wrapper is ch-ddp's")
     with pytest.raises(commhooks.HookConfigError):
         commhooks.create(expr)
 
 
-def test_a_state_from_before_the_family_is_refused_with_what_differs() -> None:
+def test_a_state_of_another_version_is_refused_with_the_difference() -> None:
     def body(rank: SimulatedRank) -> None:
         handle = commhooks.create("quant8(error_feedback=True)")
         saved = handle.state_dict()

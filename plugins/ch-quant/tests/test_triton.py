@@ -57,7 +57,7 @@ def test_on_a_gpu_it_is_torchs_bit_for_bit(pytestconfig: pytest.Config) -> None:
         ("quant4(kernel='cuda')", "one of 'torch', 'triton'"),
     ],
 )
-def test_what_has_no_kernel_is_refused(expr: str, said: str) -> None:
+def test_options_without_a_kernel_are_refused(expr: str, said: str) -> None:
     with pytest.raises(HookConfigError, match=said):
         commhooks.create(expr)
 
@@ -78,7 +78,7 @@ def test_cpu_tensors_are_refused_without_the_interpreter() -> None:
     assert reduction.plan(layout, StepContext(world_size=4)) == plain.plan(layout, StepContext(world_size=4))
 
 
-def test_without_triton_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("triton_codec", "triton_kernels"):
         monkeypatch.delitem(sys.modules, f"ch_quant.{name}", raising=False)
         monkeypatch.delattr(ch_quant, name, raising=False)
@@ -92,7 +92,7 @@ def test_without_triton_the_error_says_what_to_install(monkeypatch: pytest.Monke
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="what is interpreted is not compiled")
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles for GPUs on Linux")
 @pytest.mark.parametrize("bits", [8, 4])
-def test_what_a_gpu_would_run_rounds_as_torch_does(bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_for_a_gpu_rounds_as_torch_does(bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile for an absent GPU. The code fuses no product with a sum, flushes none to zero, and divides exactly."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     import triton

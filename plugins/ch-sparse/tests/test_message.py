@@ -10,7 +10,7 @@ from ch_sparse.message import BitPacking
 
 @given(st.integers(1, 16).flatmap(lambda w: st.tuples(st.just(w), st.lists(st.integers(0, 2**w - 1), max_size=70))))
 @settings(deadline=None, max_examples=200)
-def test_what_is_packed_comes_back(case: tuple[int, list[int]]) -> None:
+def test_unpacking_inverts_packing(case: tuple[int, list[int]]) -> None:
     width, numbers = case
     packing = BitPacking(width)
     packed = torch.full((packing.bytes(len(numbers)),), 255, dtype=torch.uint8)

@@ -90,7 +90,7 @@ def test_without_feedback_the_expectation_is_the_mean() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_shows_wherever_it_is(bad: float) -> None:
+def test_inf_and_nan_show_from_every_place(bad: float) -> None:
     """Try each place of a stratum, chosen or not."""
 
     def body(rank: SimulatedRank) -> list[bool]:
@@ -121,7 +121,7 @@ def test_zeros_and_extremes(value: float) -> None:
 @pytest.mark.parametrize(
     "expr", ["randomk(density=0.0)", "randomk(decay=0.5, feedback=False)", "randomk(start_iter=-1)"]
 )
-def test_what_cannot_be_configured(expr: str) -> None:
+def test_illegal_options(expr: str) -> None:
     with pytest.raises(commhooks.HookConfigError):
         commhooks.create(expr)
 

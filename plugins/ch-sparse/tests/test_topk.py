@@ -113,7 +113,7 @@ def test_nothing_is_lost_with_feedback(bits: int, world: int) -> None:
         assert (ranks[0][0][str(n)] + kept - truth).norm() < 1e-5 * truth.norm()
 
 
-def test_decay_is_what_a_step_leaves_of_the_residual() -> None:
+def test_decay_is_the_share_of_the_residual_that_a_step_keeps() -> None:
     def body(rank: SimulatedRank) -> torch.Tensor:
         engine = rank.engine(TopK(1 / 16, 16, decay=0.5, exempt=False))
         for tensor in ([8.0] + [1.0] * 15, [0.0] * 16):
@@ -149,7 +149,7 @@ def test_the_residual_follows_a_loss_scale(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [16, 2])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_arrives_as_not_finite_wherever_it_is(bits: int, bad: float) -> None:
+def test_inf_and_nan_arrive_from_every_place(bits: int, bad: float) -> None:
     """One chunk has more such values than it sends. Other chunks stay correct, and no residual remains."""
 
     def body(rank: SimulatedRank) -> torch.Tensor:
@@ -238,7 +238,7 @@ def test_a_short_chunk_sends_fewer() -> None:
         "bf16_wrapper(topk)",
     ],
 )
-def test_what_cannot_be_configured(expr: str) -> None:
+def test_illegal_options(expr: str) -> None:
     with pytest.raises(commhooks.HookConfigError):
         commhooks.create(expr)
 

@@ -138,7 +138,7 @@ def test_another_topology_conserves_the_residual(expr: str, nodes: int, each: in
 
 @pytest.mark.parametrize("expr", FED)
 @pytest.mark.parametrize(("nodes", "each"), [(2, 2), (3, 2), (3, 1)])
-def test_a_resume_on_the_same_nodes_goes_on_to_the_bit(expr: str, nodes: int, each: int) -> None:
+def test_a_resume_on_the_same_nodes_continues_to_the_bit(expr: str, nodes: int, each: int) -> None:
     whole, first, second = (ranks(f"two_level({expr})", nodes, each) for _ in range(3))
     Law().steps(whole, 3, 1)
     Law().steps(first, 3, 1)
@@ -166,7 +166,7 @@ def test_the_flat_hook_loads_the_state_and_back(expr: str, first: bool) -> None:
     assert law.gap(merged) < 3e-4
 
 
-def test_merge_shares_what_one_place_owned() -> None:
+def test_merge_shares_the_entries_that_one_place_owned() -> None:
     some = ranks("two_level(powersgd(rank=2))", 2, 2)
     some.step(gradients(4))
     some.settle()
@@ -178,7 +178,7 @@ def test_merge_shares_what_one_place_owned() -> None:
     assert "nodes" not in merged
 
 
-def test_a_parameter_that_nobody_uses_keeps_its_residual() -> None:
+def test_a_parameter_that_no_rank_uses_keeps_its_residual() -> None:
     some, law = ranks("two_level(quant4(error_feedback=True))", 2, 2), Law()
     law.steps(some, 2, 1)
     before = mean_residuals(residuals(some), LIKE)["down.weight"][0]

@@ -53,7 +53,7 @@ def of(numel: int) -> torch.Tensor:
         ),
     ],
 )
-def test_the_dry_run_refuses_what_no_transport_can_carry(make: Callable[[int, int], Any], text: str) -> None:
+def test_the_dry_run_refuses_requests_that_no_transport_supports(make: Callable[[int, int], Any], text: str) -> None:
     with pytest.raises(HookResultError, match=rf"asks, stage 1: .*{text}"):
         Asks(make).plan(LAYOUT, StepContext(world_size=3))
 
@@ -69,7 +69,7 @@ def no_yield(bucket: Bucket, ctx: StepContext) -> None:
     AllReduce(bucket.buffer)
 
 
-def test_a_run_without_a_yield_is_told_to_yield() -> None:
+def test_a_run_without_a_yield_is_refused() -> None:
     with pytest.raises(HookResultError, match=r"no_yield: run\(\) returned NoneType\. It must be a generator"):
         NoYield().plan(LAYOUT, StepContext())
     with pytest.raises(HookConfigError, match=r"no_yield\(bucket, ctx\) has no yield"):

@@ -146,7 +146,7 @@ def test_a_step_of_pieces_ends_like_another_one() -> None:
         assert torch.equal(twice[number], part.storage + 0.5)
 
 
-def test_starting_an_exchange_waits_for_no_message_of_its_own() -> None:
+def test_start_waits_for_no_message_of_the_round() -> None:
     """The messages hide behind the computation between start() and wait()."""
 
     def body(rank: SimulatedRank) -> tuple[list[str], float, bool]:
@@ -172,7 +172,7 @@ def test_starting_an_exchange_waits_for_no_message_of_its_own() -> None:
         assert right
 
 
-def test_wrappers_that_choose_among_their_parts_cut_where_these_do() -> None:
+def test_wrappers_that_choose_a_part_have_its_piece_size() -> None:
     choosing = [Warmup(Plain(), Packed(), 2), Policy([("*.bias", Plain()), ("*", Packed())])]
     assert [one.piece_bytes for one in choosing] == [64, 64]
     assert Policy([("*.bias", Whole()), ("*", Packed())]).piece_bytes is None  # Whole is lossy and sets no piece_bytes

@@ -140,7 +140,7 @@ def test_an_error_is_raised_on_every_rank_and_the_round_never_was() -> None:
     assert simulate(2, body) == [("RemoteHookError", 2.0, 2), ("ArithmeticError", 2.0, 2)]
 
 
-def test_ranks_that_differ_are_told_before_anything_is_sent() -> None:
+def test_ranks_that_differ_get_an_error_before_any_message() -> None:
     def body(rank: SimulatedRank) -> str:
         shape = (4,) if rank.rank else (5,)
         with pytest.raises(RankMismatchError) as caught:
@@ -159,7 +159,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         reducer.average({"w": torch.zeros(4)})
 
 
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     one = SimulatedTransport(SimulatedGroup(1), 0)
     with pytest.raises(HookConfigError, match="no"):
         Reducer(Plain(), {}, transport=one)
@@ -220,7 +220,7 @@ def test_over_gloo_two_at_once() -> None:
         assert "the ranks disagree on" in text
 
 
-def test_a_failure_on_a_gpu_is_told_by_the_round_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_on_a_gpu_is_raised_by_the_round_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backward on a GPU reports its failure in the next backward. An average is used at once, and would be NaN by
     then.
     """
