@@ -1,8 +1,9 @@
-"""Measure the prose of the sources: the share of sentences that show a pattern, in percent.
+"""Measure the prose of sources and pages: the share of sentences that show a pattern, in percent.
 
-`python tests/prose.py [PATHS] [--worst N] [--row NAME]` reads docstrings, comments and messages of every Python file
-under the paths (by default the sources of all packages and plugins). It prints one row for each pattern and lists the N
-sentences with the most patterns. `--row` lists every sentence that shows one pattern.
+`python tests/prose.py [PATHS] [--worst N] [--row NAME]` reads docstrings, comments and messages of every Python file, and
+the sentences of every Markdown page under the paths (by default the sources of all packages and plugins). It prints one
+row for each pattern and lists the N sentences with the most patterns. `--row` lists every sentence that shows one
+pattern.
 
 A limit is twice the upper end of the range in STYLE.md, which optax, torchft, torchtitan, Lightning Fabric and hydra show.
 The limit for colons is stricter, because this program counts fewer of them: 1 to 6 % in torchft, Fabric, pluggy and nox.
@@ -72,13 +73,30 @@ def words(text: str) -> list[str]:
 
 
 def sentences(path: Path) -> list[Sentence]:
-    """Return the sentences of a file: docstrings, comments, and texts that a user reads."""
+    """Return the sentences of a page, or of a program: docstrings, comments, and texts that a user reads."""
     source = path.read_text()
     found = []
-    for line, text in [*docstrings(source), *comments(source), *messages(source)]:
+    texts = [*markdown(source)] if path.suffix == ".md" else [*docstrings(source), *comments(source), *messages(source)]
+    for line, text in texts:
         for part in paragraphs(text):
             found += [Sentence(path, line, sentence) for sentence in split(part)]
     return found
+
+
+def markdown(source: str) -> Iterator[tuple[int, str]]:
+    """Yield paragraphs and list items. Headings, tables, quotes of code, claim markers and targets of links are dropped."""
+    block: list[str] = []
+    fenced = False
+    for number, raw in enumerate([*source.splitlines(), ""], 1):
+        line = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"<!--.*?-->", "", raw)).strip()
+        fence = line.startswith("```")
+        if fence or fenced or not line or re.match(r"[|#<!:]|[-*] |\d+\. ", line) or raw.startswith("    "):
+            if block:
+                yield number - len(block), " ".join(block)
+            block = [] if fence or fenced or not re.match(r"[-*] |\d+\. ", line) else [re.sub(r"^\S+ ", "", line)]
+            fenced ^= fence
+        else:
+            block.append(line)
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
@@ -171,7 +189,7 @@ def sources(paths: list[Path]) -> list[Path]:
     for folder in paths:
         if folder.is_dir():
             inner = sorted(folder.glob("p*/*/src")) or [folder]
-            files += [file for part in inner for file in sorted(part.rglob("*.py"))]
+            files += [file for part in inner for kind in ("*.py", "*.md") for file in sorted(part.rglob(kind))]
     return files
 
 
@@ -181,7 +199,7 @@ def shares(found: list[Sentence]) -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Measure the prose of the sources.")
+    parser = argparse.ArgumentParser(description="Measure the prose of sources and pages.")
     parser.add_argument("paths", nargs="*", type=Path, default=[Path(__file__).resolve().parent.parent])
     parser.add_argument("--worst", type=int, default=0, metavar="N", help="list the N sentences with most patterns")
     parser.add_argument("--row", choices=list(ROWS), help="list every sentence that shows this pattern")
