@@ -13,7 +13,7 @@ from commhooks import HookState
 from commhooks.bucket import Bucket
 from commhooks.compositions.wire_cast import WireCast
 from commhooks.engine.collectives import Stage
-from commhooks.engine.outcome import Phase, finiteness
+from commhooks.engine.outcome import Progress, finiteness
 from commhooks.errors import RemoteHookError, StateError
 from commhooks.reduction import Plain, Reduction, StepContext
 from commhooks.requests import AllGather, AllReduce
@@ -290,41 +290,41 @@ def test_a_reduction_that_raises_before_it_is_a_generator_is_heard_of() -> None:
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_an_outcome_has_one_life(ends: bool) -> None:
-    def body(rank: SimulatedRank) -> tuple[list[Phase], list[bool], int]:
+    def body(rank: SimulatedRank) -> tuple[list[Progress], list[bool], int]:
         engine, says = rank.engine(Counts()), Says()
         engine.set_judge(says)
         says.answer = None
         engine.submit(Bucket.from_tensors({"w": torch.ones(4)}))
         outcome = engine.outcome
-        life = [outcome.phase]
-        engine.set_on_reduced(lambda bucket: life.append(outcome.phase))
+        life = [outcome.progress]
+        engine.set_on_reduced(lambda bucket: life.append(outcome.progress))
         assert engine.finish() is None
-        life.append(outcome.phase)
+        life.append(outcome.progress)
         assert engine.settle() is None, "its gradients wait"
-        life.append(outcome.phase)
+        life.append(outcome.progress)
         one_step(engine)  # a second step while the first is pending
-        life.append(outcome.phase)
+        life.append(outcome.progress)
         tentative = [engine.state.tentative]
         says.answer = ends
         assert engine.settle() is ends
         tentative.append(engine.state.tentative)
-        return [*life, outcome.phase, engine.outcome.phase], tentative, engine.state.step
+        return [*life, outcome.progress, engine.outcome.progress], tentative, engine.state.step
 
-    life = [Phase.OPEN] * 2 + [Phase.DECIDED] * 2 + [Phase.SETTLED] * 4
+    life = [Progress.OPEN] * 2 + [Progress.DECIDED] * 2 + [Progress.SETTLED] * 4
     assert simulate(2, body)[1] == (life, [True, False], 2 if ends else 0)
 
 
 def test_a_step_that_never_finishes_was_never() -> None:
-    def body(rank: SimulatedRank) -> tuple[Phase, bool, int]:
+    def body(rank: SimulatedRank) -> tuple[Progress, bool, int]:
         engine = rank.engine(Counts())
         engine.submit(Bucket.from_tensors({"w": torch.ones(4)}))
         outcome = engine.outcome
         engine.abandon()
         assert one_step(engine) is None
         engine.settle()
-        return outcome.phase, engine.in_step, engine.state.step
+        return outcome.progress, engine.in_step, engine.state.step
 
-    assert simulate(2, body) == [(Phase.SETTLED, False, 1)] * 2
+    assert simulate(2, body) == [(Progress.SETTLED, False, 1)] * 2
 
 
 def test_ranks_that_judge_a_step_differently_get_an_error() -> None:

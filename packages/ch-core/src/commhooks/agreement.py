@@ -139,9 +139,9 @@ class StoreExchange:
     """A :data:`Gather` over the store of a process group. Make one object for each agreement.
 
     Every rank writes its message. Rank 0 collects and publishes them, with runs of equal messages written once, and all
-    ranks read the result. The first published result stands: the collection of rank 0, or the verdict of another rank that
-    rank 0 is absent. So all participating ranks reach the same end. An absent rank skips the agreements that ended without
-    it, and takes part in the next.
+    ranks read the result. The first published result stands: the collection of rank 0, or the decision of another rank
+    that rank 0 is absent. So all participating ranks reach the same end. An absent rank skips the agreements that ended
+    without it, and takes part in the next.
 
     Args:
         group: of the ranks.

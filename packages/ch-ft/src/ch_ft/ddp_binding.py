@@ -113,7 +113,7 @@ class ManagedBinding(Binding):
         self._driver = ManagedDriver(self.engine, self.steps, names, model.used, agreement)
         self._driver.finalizer = Finalizer.of(model)
         self._driver.set_model(model)
-        self._slot.driver, self._slot.holder = self._driver, handle.expr
+        self._slot.driver, self._slot.expr = self._driver, handle.expr
         self._transferred = healing.transferred(model, manager)
         self._transferred.serve(self.engine, self.fingerprint)
 
@@ -125,7 +125,7 @@ class ManagedBinding(Binding):
         self._driver.check()
 
     def detach(self) -> None:
-        self._slot.driver, self._slot.holder = self.model.plain(), None
+        self._slot.driver, self._slot.expr = self.model.plain(), None
         self._driver.close()
         self._transferred.serve(None, {})
         self.steps.close()

@@ -12,7 +12,7 @@ from commhooks import HookConfigError
 _NATIVE = "_step_supports_amp_scaling"
 
 
-class Steps(Protocol):
+class OuterStep(Protocol):
     """The two halves of an outer optimizer's step, around the inner one."""
 
     def before_step(self) -> bool: ...
@@ -36,7 +36,7 @@ class Followed:
         HookConfigError: from a step, if the optimizers step in another order.
     """
 
-    def __init__(self, outer: Steps, optims: Sequence[Optimizer], after: Callable[[], None]) -> None:
+    def __init__(self, outer: OuterStep, optims: Sequence[Optimizer], after: Callable[[], None]) -> None:
         self._outer, self._optims, self._after = outer, list(optims), after
         self._stepped: list[Optimizer] = []
         self._dropped: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,16 @@ from commhooks.bucket import Bucket, BucketLayout
 from commhooks.engine.engine import Engine
 from commhooks.errors import HookNotSupportedError
 from commhooks.reduction import Reduction
+
+
+class Scaler(Protocol):
+    """The methods of a ``GradScaler`` that commhooks calls."""
+
+    def is_enabled(self) -> bool:
+        """Return False if the scale is always 1."""
+
+    def get_scale(self) -> float:
+        """Return the scale of the loss. On a GPU the host waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +43,7 @@ class AttachOptions:
     process_group: dist.ProcessGroup | None = None
     axis: str | None = None
     optimizer: torch.optim.Optimizer | None = None
-    scaler: object | None = None
+    scaler: Scaler | None = None
     verify_ranks: bool = True
     timeout: float = 1800.0
     manager: object | None = None

@@ -38,18 +38,21 @@ backward to the next.
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from commhooks.adapters.backward import NO_BACKWARD, backward_id
-from commhooks.adapters.base import AttachOptions
+from commhooks.adapters.base import AttachOptions, Scaler
 from commhooks.adapters.change_detection import ParameterSnapshot, any_nonzero_gradient
 from commhooks.device import HostCopy, is_asynchronous
 from commhooks.engine.engine import Engine
 from commhooks.errors import CommHooksError, HookConfigError, StateError
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Params = Callable[[], Iterable[torch.Tensor]]
 """Returns the present parameters of a model, trainable and frozen, such as ``model.parameters``."""
 
@@ -61,7 +64,7 @@ class LossScale:
         scaler: a ``GradScaler``, or ``None`` for a scale of 1.
     """
 
-    def __init__(self, scaler: Any) -> None:
+    def __init__(self, scaler: Scaler | None) -> None:
         self._scaler = scaler
         self._copy: HostCopy | None = None
         self._copied: tuple[int, int] | None = None  # identity and version of the tensor that was copied
@@ -98,23 +101,23 @@ class ModelOptimizers:
         params: returns the parameters of the model.
     """
 
-    def __init__(self, given: Any, params: Params) -> None:
+    def __init__(self, given: torch.optim.Optimizer | None, params: Params) -> None:
         self._params = params
         self._given = weakref.ref(given) if given is not None else lambda: None
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet([given] if given is not None else [])
+        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet([given] if given is not None else [])
         self._ours: dict[int, torch.Tensor] = {}  # id -> parameter, which stays alive so that no other one gets its id
         self._stale = True  # True if the model may have more parameters now
         self._held: tuple[int, list[torch.Tensor]] = (0, [])
 
-    def add(self, optimizer: Any) -> None:
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember an optimizer that counts."""
         self._seen.add(optimizer)
 
-    def counts(self, optimizer: Any) -> bool:
+    def counts(self, optimizer: torch.optim.Optimizer) -> bool:
         """True if a step of this optimizer may use the model's gradients."""
         return optimizer is self._given() or self.holds_ours(optimizer)
 
-    def holds_ours(self, optimizer: Any) -> bool:
+    def holds_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         """True if the optimizer holds parameters of the model that are trainable or have a gradient.
 
         The step of an optimizer of frozen parameters uses nothing.
@@ -139,7 +142,7 @@ class ModelOptimizers:
             self._held = size, [p for p in every if id(p) in held] or every
         return self._held[1]
 
-    def _holds_known(self, optimizer: Any) -> bool:
+    def _holds_known(self, optimizer: torch.optim.Optimizer) -> bool:
         held = (p for group in optimizer.param_groups for p in group["params"])
         return any(id(p) in self._ours and (p.requires_grad or p.grad is not None) for p in held)
 
@@ -166,8 +169,8 @@ class OptimizerWatch:
 
     def __init__(
         self,
-        optimizer: Any,
-        scaler: Any,
+        optimizer: torch.optim.Optimizer | None,
+        scaler: Scaler | None,
         params: Params,
         *,
         late_error: Callable[[], BaseException | None] | None = None,
@@ -179,7 +182,7 @@ class OptimizerWatch:
         self._loss_scale = LossScale(scaler)
         self._optimizers = ModelOptimizers(optimizer, params)
         self._late_error = late_error
-        self._stepping: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers inside of step()
+        self._stepping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # optimizers inside of step()
         self._closures = 0  # closures that optimizers run now
         self._earlier_steps = 0  # optimizer steps before this period
         self._steps: dict[int, int] = {}  # id(optimizer) -> its steps in this period
@@ -189,7 +192,7 @@ class OptimizerWatch:
         this = weakref.ref(self)  # torch and the parameters keep the hooks, which must not keep the watch alive
         self._arriving = _gradient_hook(self._backward, this)
         self._hooked: dict[int, torch.Tensor] = {}  # id -> parameter with the hook
-        self._hooks: list[Any] = [
+        self._hooks: list[RemovableHandle] = [
             register_optimizer_step_pre_hook(_weak_call(this, OptimizerWatch._before_step)),
             register_optimizer_step_post_hook(_weak_call(this, OptimizerWatch._after_step)),
         ]
@@ -274,7 +277,9 @@ class OptimizerWatch:
         except Exception as error:  # raised here, it would end the backward on this rank alone while peers wait for it
             self._answer, self._doubt = False, _cannot_examine(error)
 
-    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not self._optimizers.counts(optimizer):
             return None
         error = self._late_error() if self._late_error is not None else None
@@ -288,7 +293,7 @@ class OptimizerWatch:
         self._stepping.add(optimizer)
         return self._with_counted_closure(args, kwargs)
 
-    def _after_step(self, optimizer: Any, args: object, kwargs: object) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if not self._optimizers.counts(optimizer):
             return
         self._stepping.discard(optimizer)
@@ -309,9 +314,9 @@ class OptimizerWatch:
             return (args[0], self._counted(args[1]), *args[2:]), kwargs
         return None
 
-    def _counted(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+    def _counted(self, closure: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(closure)
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def counted(*args: P.args, **kwargs: P.kwargs) -> T:
             self._closures += 1
             try:
                 return closure(*args, **kwargs)
@@ -422,7 +427,7 @@ def _cannot_examine(error: Exception) -> CommHooksError:
     return doubt
 
 
-def _size(optimizer: Any) -> int:
+def _size(optimizer: torch.optim.Optimizer) -> int:
     """Return the number of parameters that an optimizer holds. It only grows."""
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
@@ -456,7 +461,7 @@ def _gradient_hook(seen: list[int | None], this: "weakref.ref[OptimizerWatch]") 
     return arriving
 
 
-def _remove(hooks: list[Any]) -> None:
+def _remove(hooks: list[RemovableHandle]) -> None:
     for hook in hooks:
         hook.remove()
     hooks.clear()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.adapters.base import AttachOptions, Binding
+from commhooks.adapters.base import AttachOptions, Binding, Scaler
 from commhooks.api.create import as_handle
 from commhooks.errors import AttachError, HookNotSupportedError
 from commhooks.fingerprint import rows_of_model, verify
@@ -35,7 +35,7 @@ def attach(
     process_group: dist.ProcessGroup | None = None,
     axis: str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    scaler: object | None = None,
+    scaler: Scaler | None = None,
     verify_ranks: bool = True,
     timeout: float | None = None,
     manager: object | None = None,

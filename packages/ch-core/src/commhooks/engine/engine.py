@@ -23,7 +23,7 @@ from commhooks.bucket import Bucket, BucketLayout
 from commhooks.device import is_asynchronous, is_capturing
 from commhooks.engine.bucket_run import BucketRun, RequestBatch
 from commhooks.engine.collectives import Sender, Stage
-from commhooks.engine.outcome import DECODE, ENCODE, Commits, Phase, StepJudge, StepOutcome
+from commhooks.engine.outcome import DECODE, ENCODE, Commits, Progress, StepJudge, StepOutcome
 from commhooks.engine.schedule import TUNED, CpuTuning
 from commhooks.engine.stats import Counters, ResidualNorm, Sampler, residual_norms
 from commhooks.errors import CommHooksError, HookNotSupportedError, TransportError
@@ -126,7 +126,7 @@ class Engine:
         self.state = state if state is not None else HookState()
         self.counters = Counters()
         self.sender = Sender(transport, self.counters, timeout, tuning)
-        self.outcome = StepOutcome(reduction.name, transport, phase=Phase.SETTLED)  # no step has run yet
+        self.outcome = StepOutcome(reduction.name, transport, progress=Progress.SETTLED)  # no step has run yet
         self.commits = Commits(self.state)
         self.failure: BaseException | None = None
         self.participating = True
@@ -405,7 +405,7 @@ class Engine:
         keeps them.
         """
         self.keep_buckets()
-        step = self.state.step if self.outcome.phase is Phase.DECIDED else max(self.state.step - 1, 0)
+        step = self.state.step if self.outcome.progress is Progress.DECIDED else max(self.state.step - 1, 0)
         return residual_norms(self.reduction, self.state, step, self.buckets.kept)
 
     # -- the lockstep rule

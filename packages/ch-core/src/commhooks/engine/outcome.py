@@ -209,7 +209,7 @@ def finiteness(tensor: torch.Tensor) -> torch.Tensor | float:
     return (low - low + high - high).item()
 
 
-class Phase(Enum):
+class Progress(Enum):
     """Progress of an outcome."""
 
     OPEN = auto()  # buckets arrive, and failures are noted
@@ -226,12 +226,12 @@ class StepOutcome:
         transport: transport of its group.
         check_finite: True if reduced numbers are checked for NaN and Inf. Only a reduction with state needs it.
         late: error of the previous step, which the host learns only now on a GPU.
-        phase: its first phase.
+        progress: its initial progress.
 
     Attributes:
         participated: True if this rank contributed data. Otherwise it cannot know if the step was used.
         alone: True if this rank decided without its peers.
-        phase: its present phase.
+        progress: its current progress.
     """
 
     __slots__ = (
@@ -246,7 +246,7 @@ class StepOutcome:
         "check_finite",
         "name",
         "participated",
-        "phase",
+        "progress",
         "rank",
         "world_size",
     )
@@ -258,10 +258,10 @@ class StepOutcome:
         *,
         check_finite: bool = False,
         late: BaseException | None = None,
-        phase: Phase = Phase.OPEN,
+        progress: Progress = Progress.OPEN,
     ) -> None:
         self.name, self.rank, self.world_size = name, transport.rank, transport.world_size
-        self.check_finite, self.phase, self.participated, self.alone = check_finite, phase, True, True
+        self.check_finite, self.progress, self.participated, self.alone = check_finite, progress, True, True
         self._error: tuple[BaseException, int] | None = None
         self._sums: list[torch.Tensor | float] = []
         self._status: Status | None = None
@@ -274,7 +274,7 @@ class StepOutcome:
     @property
     def running(self) -> bool:
         """True if the ranks have not decided yet."""
-        return self.phase in (Phase.OPEN, Phase.SENT)
+        return self.progress in (Progress.OPEN, Progress.SENT)
 
     @property
     def failed(self) -> bool:
@@ -312,7 +312,7 @@ class StepOutcome:
         self._sums = []
         self._stage = post(self._status.message()) if post is not None else None
         self.participated, self.alone, self._reads_late = clock is not None, post is None, is_asynchronous(device)
-        self.phase = Phase.SENT
+        self.progress = Progress.SENT
 
     # -- sent -> decided
 
@@ -323,7 +323,7 @@ class StepOutcome:
         if stage is not None:
             stage.wait(timeout)
         self._status.received()
-        self.phase = Phase.DECIDED
+        self.progress = Progress.DECIDED
 
     def write_nan(self, buckets: Iterable[Bucket]) -> None:
         """On a GPU, write NaN into one element of each parameter's average on all ranks if a rank failed.
@@ -378,7 +378,7 @@ class StepOutcome:
         if self.running:
             self._status = self._stage = self._error = None
             self._sums.clear()
-            self.phase = Phase.SETTLED
+            self.progress = Progress.SETTLED
 
 
 def _first_elements(bucket: Bucket) -> list[torch.Tensor]:
@@ -467,7 +467,7 @@ class Commits:
         else:
             self.state.rollback()
         if last is not None:
-            last.phase = Phase.SETTLED
+            last.progress = Progress.SETTLED
         if used is not None:
             self.state.settle_tentative(used)
         return kept
@@ -480,7 +480,7 @@ class Commits:
     def forget(self) -> None:
         """Drop unsettled steps, because the state has been replaced. Messages between ranks stay the same."""
         if self._unsettled is not None:
-            self._unsettled.phase = Phase.SETTLED
+            self._unsettled.progress = Progress.SETTLED
         self._veto = False
 
     def begin(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> BaseException | None:
@@ -529,7 +529,7 @@ class Commits:
 
     @property
     def _unsettled(self) -> StepOutcome | None:
-        return self._last if self._last is not None and self._last.phase is Phase.DECIDED else None
+        return self._last if self._last is not None and self._last.progress is Progress.DECIDED else None
 
     def _used(self) -> bool | None:
         if self._veto:

@@ -58,7 +58,7 @@ class DDPBinding(Binding):
         if isinstance(self._driver, DDPDriver):
             self._driver.set_model(model)
         self._watch = watch_optimizer(self.engine, options, model.module.parameters, model.module)
-        self._slot.driver, self._slot.holder = self._driver, handle.expr
+        self._slot.driver, self._slot.expr = self._driver, handle.expr
         self._slot.watch = UnsyncedBackwardWatch(model, handle.expr, module)
         self._slot.update_group = self._update_group if options.process_group is None else None
 
@@ -90,7 +90,7 @@ class DDPBinding(Binding):
 
     def detach(self) -> None:
         plain = self._slot.driver = self.plain()
-        self._slot.holder = None
+        self._slot.expr = None
         self._slot.update_group = partial(
             _move_to_group_of, self._model, plain
         )  # references nothing of the detached handle

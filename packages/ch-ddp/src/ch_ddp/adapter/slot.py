@@ -5,7 +5,7 @@ trampoline calls, so a handle can be detached and another one attached.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -34,18 +34,18 @@ class Slot:
 
     Attributes:
         driver: called with every bucket.
-        holder: expression of the attached handle, or None.
+        expr: expression of the attached handle, or None.
         watch: detects backwards that DDP does not synchronise.
         update_group: called at the first bucket of a step; moves the engine to a changed process group.
     """
 
     def __init__(self, driver: SlotDriver | None = None) -> None:
         self.driver = driver
-        self.holder: str | None = None
+        self.expr: str | None = None
         self.watch: UnsyncedBackwardWatch | None = None
         self.update_group: Callable[[], None] | None = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return (Slot, ())
 
 
@@ -60,7 +60,7 @@ def trampoline(state: object, bucket: GradBucket) -> torch.futures.Future[torch.
         )
     if not isinstance(bucket, GradBucket):
         raise HookNotSupportedError(
-            f"DDP called the hook {state.holder or 'of a detached handle'} with {type(bucket).__name__} instead of a "
+            f"DDP called the hook {state.expr or 'of a detached handle'} with {type(bucket).__name__} instead of a "
             "GradBucket. Hooks do not work under torch._dynamo.config.optimize_ddp='python_reducer'. Use torch.compile's "
             "default DDP mode"
         )
@@ -83,9 +83,9 @@ def acquire_slot(model: DistributedDataParallel, plain: Callable[[], SlotDriver]
     """
     slot: Slot | None = _SLOTS.get(model)
     if slot is not None:
-        if slot.holder is not None:
+        if slot.expr is not None:
             raise SlotTakenError(
-                f"this model already has the hook {slot.holder}. Call handle.detach() first, then attach again"
+                f"this model already has the hook {slot.expr}. Call handle.detach() first, then attach again"
             )
         return slot
     copied = [state for state, hook in _registered(model) if isinstance(state, Slot) and state.driver is None]
@@ -117,8 +117,8 @@ def refuse_registered(model: DistributedDataParallel, instead: str) -> None:
     """
     slot: Slot | None = _SLOTS.get(model)
     names = [getattr(hook, "__qualname__", repr(hook)) for hook, _ in model._comm_hooks if slot is None]
-    if slot is not None and slot.holder is not None:
-        names = [slot.holder]
+    if slot is not None and slot.expr is not None:
+        names = [slot.expr]
     if names:
         raise SlotTakenError(
             f"this model has the hook {', '.join(names)}, which averages gradients. For {instead}, wrap the model without it"

@@ -2,11 +2,11 @@
 
 import weakref
 from functools import partial
-from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
+from torch.utils.hooks import RemovableHandle
 
 from commhooks import AttachError, HookNotSupportedError
 from commhooks.adapters import NO_BACKWARD, after_backward, at_end_of_backward, backward_id
@@ -33,9 +33,9 @@ class UnsyncedBackwardWatch:
         self._step = 0  # number of averaged backwards
         self._ended = NO_BACKWARD  # id of the last averaged backward
         self._by_ddp = False  # True while the DDP model runs the forward
-        self._suspect: list[Any] = []  # parameter hooks of a suspected backward
+        self._suspect: list[RemovableHandle] = []  # parameter hooks of a suspected backward
         module = module if module is not None else model.module
-        self._removable: list[Any] = [
+        self._removable: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._enter),
             module.register_forward_hook(self._leave),
         ]
@@ -52,7 +52,7 @@ class UnsyncedBackwardWatch:
         self._removable.clear()
         self._suspect.clear()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return (_inactive_watch, ())  # a copied model is not watched
 
     def _enter(self, module: torch.nn.Module, inputs: object) -> None:
