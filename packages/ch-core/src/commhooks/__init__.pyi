@@ -69,4 +69,5 @@ from commhooks.shards import ShardLayout as ShardLayout
 from commhooks.shards import Shards as Shards
 from commhooks.shards import Weights as Weights
 from commhooks.state import HookState as HookState
+from commhooks.topology import Topology as Topology
 from commhooks.typing import GradBucket as GradBucket

@@ -1,12 +1,17 @@
 """Partition of a bucket among the ranks of a node: each rank owns some elements of the node's sum.
 
 *Elements*: every rank owns an equal run of the bucket. *Rows*: every rank owns whole parameters, balanced by their elements. A
-parameter is cut between rows of its matrix only while one rank would own more than :data:`TOLERATED` times its share, because
-each cut makes a low-rank method send one more right factor. A rank owns at most one piece of a parameter, so that state is
-found by the parameter's name.
+parameter is cut between rows of its matrix only while one rank would own more than :data:`TOLERATED` times its share. Each cut
+makes a low-rank method send one more right factor, as large as the matrix has columns. So if the factors of the bucket would
+grow by more than :data:`EXTRA`, a rank may own up to :data:`MOST` times its share. More is not possible, because the ranks of
+a node exchange parts of equal size, and the gradient inside a node is much larger than the factors between nodes.
+
+A rank owns at most one piece of a parameter, so that state is found by the parameter's name. The bucket's first name decides
+which rank owns the largest part, so that the largest parts of all buckets do not have the same owner.
 """
 
 import itertools
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +19,10 @@ import torch
 
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride
 
+# Measured in docs/measured/two-level.md, "Limits of the partition".
 TOLERATED = 1.25  # largest load of a rank over the mean load
+EXTRA = 1.5  # largest size of the factors of a bucket with cuts over their size without
+MOST = 2.0  # largest load of a rank over the mean load if cuts would exceed EXTRA
 _ALIGNED = 16  # elements: a part starts at a cache line
 
 
@@ -142,15 +150,21 @@ def _by_elements(params: Sequence[ParamLayout], ranks: int) -> list[list[Piece]]
 def _by_rows(params: Sequence[ParamLayout], ranks: int) -> list[list[Piece]]:
     cuts = {p.name: 1 for p in params}
     mean = sum(p.numel for p in params) / ranks
+    factors = sum(sum(p.matrix_shape) for p in params)
+    room = (EXTRA - 1) * factors  # for more right factors
     while True:
         owned = _assigned([piece for p in params for piece in _rows(p, cuts[p.name])], ranks)
         fullest = max(owned, key=lambda part: sum(piece.numel for piece in part))
-        if sum(piece.numel for piece in fullest) <= TOLERATED * mean:
-            break
+        load = sum(piece.numel for piece in fullest) / mean if mean else 0.0
         able = [piece for piece in fullest if cuts[piece.param.name] < min(ranks, piece.param.matrix_shape[0])]
-        if not able:
+        cheap = [piece for piece in able if piece.param.matrix_shape[1] <= room]
+        if load <= (TOLERATED if cheap else MOST) or not able:
             break
-        cuts[max(able, key=lambda piece: (piece.numel, -piece.param.offset)).param.name] += 1
+        cut = max(cheap or able, key=lambda piece: (piece.numel, -piece.param.offset)).param
+        cuts[cut.name] += 1
+        room -= cut.matrix_shape[1]
+    turned = zlib.crc32(params[0].name.encode()) % ranks if params else 0
+    owned = owned[-turned:] + owned[:-turned]
     return [sorted(part, key=lambda piece: (piece.param.offset, piece.start)) for part in owned]
 
 

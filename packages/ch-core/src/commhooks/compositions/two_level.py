@@ -18,21 +18,20 @@ The node's sum carries it to the owner, so nothing is lost.
 """
 
 from collections.abc import Hashable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout
 from commhooks.compositions.base import Composite, composed
 from commhooks.compositions.partition import Partition, partition
+from commhooks.compositions.wire_cast import WireCast
 from commhooks.errors import HookConfigError
-from commhooks.reduction import Pieces, Reduction, Stages, StepContext
+from commhooks.reduction import Pieces, Plain, Reduction, Stages, StepContext
 from commhooks.registry.build import build
 from commhooks.requests import AllGather, AllToAll, Scope, Wire, as_tuple
 from commhooks.shards import ShardLayout, Shards, Weights
 from commhooks.topology import Nodes, Topology
-
-_WIRES = {"fp32": None, "bf16": Wire(torch.bfloat16), "fp16": Wire(torch.float16)}
 
 
 class TwoLevel(Composite):
@@ -40,8 +39,8 @@ class TwoLevel(Composite):
 
     Args:
         inner: the reduction between nodes.
-        inside: dtype of the messages inside a node, ``"fp32"``, ``"bf16"`` or ``"fp16"``, which are added in fp32. Or a
-            reduction without state that scatters and gathers, such as quant8.
+        inside: the reduction inside a node. The exact average, and ``None``, send gradients as they are; 16-bit averages send
+            16 bits. Both add in fp32. Otherwise a reduction without state that scatters and gathers, such as quant8.
         nodes: ranks per node, or the ranks of each node. ``None`` asks torchrun's variables, or the host names.
 
     Raises:
@@ -52,24 +51,21 @@ class TwoLevel(Composite):
     levels = True
     collectives = frozenset({"all_to_all", "all_gather"})
 
-    def __init__(
-        self, inner: Reduction, inside: Literal["fp32", "bf16", "fp16"] | Reduction = "fp32", nodes: Nodes | None = None
-    ) -> None:
+    def __init__(self, inner: Reduction, inside: Reduction | None = None, nodes: Nodes | None = None) -> None:
         super().__init__(inner)
         if inner.levels:
             raise HookConfigError(
                 f"two_level({inner.name}): the hook inside has two levels already. Give the inner hook alone"
             )
-        self.inside = inside if isinstance(inside, Reduction) else None
-        if self.inside is not None:
-            _check_inside(self.inside)
-        elif inside not in _WIRES:
-            raise HookConfigError(f"inside={inside!r}: expected one of {sorted(_WIRES)}, or a hook such as quant8")
-        self.wire = None if self.inside is not None else _WIRES[str(inside)]
-        self._inside = inside
+        self._given = None if isinstance(inside, Plain) else inside
+        if self._given is not None:
+            _check_inside(self._given)
+        cast = self._given if isinstance(self._given, WireCast) and isinstance(self._given.inner, Plain) else None
+        self.wire = None if cast is None else cast.wire
+        self.inside = self._given if cast is None else None
         self.nodes = nodes if nodes is None or isinstance(nodes, int) else tuple(tuple(node) for node in nodes)
         self.reports_sent = False  # a rank's contribution vanishes in the sum of its node
-        self.lossy = self.lossy or self.wire is not None or (self.inside is not None and self.inside.lossy)
+        self.lossy = self.lossy or (self._given is not None and self._given.lossy)
         self.granularity = "bucket" if self.lossy or inner.fields else "tensor"  # the partition follows from the bucket
         self.fields = {field: "local" if kind == "local" else "owned" for field, kind in inner.fields.items()}
         self.splits = inner.splits
@@ -137,10 +133,14 @@ class TwoLevel(Composite):
 
         DDP drops the average of a parameter that no rank has used, so its residual must stay here.
         """
-        if owned.storage.is_meta:
+        if owned.storage.is_meta or not self.inner.fields:  # without a residual it makes no difference
             return frozenset()
         doubtful = [p for p in owned.params if not ctx.sends(p.name)]
-        return frozenset(p.name for p in doubtful if not bool(owned.matrix(p).any()))
+        if not doubtful:
+            return frozenset()
+        # The host waits for the device once, and only in a bucket with parameters that this rank has not used.
+        used = torch.stack([owned.matrix(p).any() for p in doubtful]).tolist()
+        return frozenset(p.name for p, some in zip(doubtful, used, strict=True) if not some)
 
     def _depth(self, layout: BucketLayout, parts: Partition, topology: Topology, step: int) -> int:
         """Return the largest number of stages of the inner reduction on any part.
@@ -234,8 +234,8 @@ class TwoLevel(Composite):
 
     def config(self) -> dict[str, Any]:
         made: dict[str, Any] = {}
-        if self._inside != "fp32":
-            made["inside"] = self._inside if self.inside is None else repr(self.inside)
+        if self._given is not None:
+            made["inside"] = repr(self._given)
         if self.nodes is not None:
             made["nodes"] = self.nodes if isinstance(self.nodes, int) else [list(node) for node in self.nodes]
         return made
@@ -245,12 +245,12 @@ def _check_inside(inside: Reduction) -> None:
     if inside.fields:
         raise HookConfigError(
             f"inside={inside!r} keeps state ({', '.join(sorted(inside.fields))}), and the residual belongs to the hook between "
-            "the nodes. Give a hook without feedback, such as quant8, or 'bf16' or 'fp32'"
+            "the nodes. Give a hook without feedback, such as allreduce, bf16_compress or quant8"
         )
     if not (inside.scatters and inside.gathers_weights):
         raise HookConfigError(
             f"inside={inside!r} cannot leave each rank a part and gather the parts, because it has no "
-            f"{'run_scatter' if not inside.scatters else 'gather_weights'}(). Give quant8, 'bf16' or 'fp32'"
+            f"{'run_scatter' if not inside.scatters else 'gather_weights'}(). Give allreduce, bf16_compress or quant8"
         )
 
 
@@ -286,13 +286,14 @@ def _padded(stages: Stages, depth: int) -> Stages:
         yield ()
 
 
-def two_level(hook: Any, *, inside: Any = "fp32", nodes: Nodes | None = None) -> Any:
+def two_level(hook: Any, *, inside: Any = "allreduce", nodes: Nodes | None = None) -> Any:
     """Run a hook between nodes, on sums that the ranks of each node have made.
 
     Args:
         hook: the hook between nodes: a reduction, or a hook that carries one.
-        inside: ``"fp32"``, ``"bf16"``, ``"fp16"``, or a hook without state that scatters and gathers: an expression such as
-            ``"quant8"``, or a reduction.
+        inside: hook inside a node: a reduction, or the expression of one. ``allreduce`` sends gradients as they are,
+            ``bf16_compress`` and ``fp16_compress`` 16 bits; these three add in fp32. Others must scatter, gather and keep no
+            state, as ``quant8`` does.
         nodes: number of ranks per node, or the ranks of each node. By default torchrun's variables tell it, or else the host
             names of the ranks.
 
@@ -304,15 +305,19 @@ def two_level(hook: Any, *, inside: Any = "fp32", nodes: Nodes | None = None) ->
 
     Example:
         >>> from commhooks.bucket import BucketLayout
-        >>> from commhooks.compositions.wire_cast import WireCast
-        >>> from commhooks.reduction import Plain
         >>> from commhooks.topology import Topology
         >>> made = two_level(WireCast(Plain(), "bf16"))
         >>> ctx = StepContext(0, 8, topology=Topology.even(8, 4))
         >>> [(r.scope, r.kind, r.payload_bytes) for [r] in made.plan(BucketLayout.of_shapes({"w": (64, 64)}), ctx)]
         [('node', 'all_to_all', 16384), ('peers', 'all_reduce', 2048), ('node', 'all_gather', 16384)]
     """
-    if isinstance(inside, Mapping) or (isinstance(inside, str) and inside not in _WIRES):
+    if inside == "allreduce":
+        inside = None  # needs no plugin that has this name
+    elif isinstance(inside, Mapping | str):
         inside = build(inside).value
-    inside = getattr(inside, "reduction", inside) if not isinstance(inside, str | Reduction) else inside
+    inside = getattr(inside, "reduction", inside)
+    if inside is not None and not isinstance(inside, Reduction):
+        raise HookConfigError(
+            f"inside={inside!r:.80}: expected a reduction or the expression of one, such as bf16_compress or quant8"
+        )
     return composed("two_level", [hook], lambda parts: TwoLevel(parts[0], inside, nodes))

@@ -51,7 +51,9 @@ def commhooks_specs() -> Iterable[HookSpec]:
             "commhooks.compositions.two_level:two_level",
             "adds gradients inside each node, and runs the hook inside between nodes only",
             options={
-                "inside": Option("fp32", "numbers inside a node: 'fp32', 'bf16', 'fp16', or a hook such as 'quant8'"),
+                "inside": Option(
+                    "allreduce", "hook inside a node, without state: allreduce, bf16_compress, quant8", hook=True
+                ),
                 "nodes": Option(None, "ranks per node, or the ranks of each node; None asks torchrun or the hosts"),
             },
             example="two_level(quant4)",

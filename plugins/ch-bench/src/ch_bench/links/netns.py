@@ -4,8 +4,9 @@
         print(net.verify())  # bits per second of a real transfer
         launch(worker, 2, enter=net.enter)  # rank r runs inside namespace r
 
-Each rank has an interface ``IFACE``, which Gloo uses. A token bucket filter limits its rate, as a network card does, and
-TCP uses Linux's default congestion control (cubic). `sent_here` reads the interface's counters. This needs root and
+Each namespace has an interface ``IFACE``, which Gloo uses. A token bucket filter limits its rate, as a network card does, and
+TCP uses Linux's default congestion control (cubic). With ``ranks_per_node`` a namespace is a node of several ranks, which
+share the interface and reach each other over loopback. `sent_here` reads the interface's counters. This needs root and
 iproute2; `why_not` returns the reason if it is unavailable.
 """
 
@@ -60,12 +61,18 @@ def why_not() -> str:
 
 
 class Network:
-    """Context manager of ``world`` namespaces joined by a bridge; ``rate`` limits each rank's uplink."""
+    """Context manager of namespaces joined by a bridge.
 
-    def __init__(self, world: int, rate: str | None = None) -> None:
+    Args:
+        world: number of ranks.
+        rate: limit of each namespace's uplink; ``None`` for no limit.
+        ranks_per_node: ranks of each namespace, a divisor of ``world``.
+    """
+
+    def __init__(self, world: int, rate: str | None = None, *, ranks_per_node: int = 1) -> None:
         self.bits = parse_rate(rate) if rate else None
-        self.rate = rate
-        self.names = [f"ch{os.getpid()}r{rank}" for rank in range(world)]
+        self.rate, self.ranks_per_node = rate, ranks_per_node
+        self.names = [f"ch{os.getpid()}r{node}" for node in range(world // ranks_per_node)]
         self.hub = f"ch{os.getpid()}hub"
 
     def __enter__(self) -> "Network":
@@ -87,14 +94,14 @@ class Network:
     @property
     def enter(self) -> "Enter":
         """Function for a new rank to call first; it can be pickled."""
-        return Enter(self.names)
+        return Enter(self.names, self.ranks_per_node)
 
-    def address(self, rank: int) -> str:
-        """Return the rank's IPv4 address."""
-        return f"10.77.0.{rank + 1}"
+    def address(self, node: int) -> str:
+        """Return the IPv4 address of a namespace."""
+        return f"10.77.0.{node + 1}"
 
     def verify(self, seconds: float = 1.0) -> float:
-        """Send for about ``seconds`` from rank 0 to rank 1 and return the bits per second that arrive.
+        """Send for about ``seconds`` from the first namespace to the second and return the bits per second that arrive.
 
         Headers take a twentieth. A busy machine can only make a link slower, so the best of three counts.
 
@@ -112,7 +119,7 @@ class Network:
         )
 
     def transfer(self, size: int) -> float:
-        """Send ``size`` bytes from rank 0 to rank 1 over TCP and return the bits per second that arrive."""
+        """Send ``size`` bytes from the first namespace to the second over TCP and return the bits per second that arrive."""
         server = within(self.names[1], lambda: socket.create_server((self.address(1), 0)))
         client = within(self.names[0], lambda: socket.create_connection(server.getsockname(), timeout=10))
         connection, _ = server.accept()
@@ -130,18 +137,17 @@ class Network:
         _ip("netns", "add", self.hub)
         _ip("-n", self.hub, "link", "add", "br0", "type", "bridge")
         _ip("-n", self.hub, "link", "set", "br0", "up")
-        for rank, name in enumerate(self.names):
+        for node, name in enumerate(self.names):
             _ip("netns", "add", name)
-            peer = ["peer", "name", f"p{rank}", "netns", self.hub]
+            peer = ["peer", "name", f"p{node}", "netns", self.hub]
             _ip("-n", name, "link", "add", IFACE, "type", "veth", *peer)
-            _ip("-n", self.hub, "link", "set", f"p{rank}", "master", "br0", "up")
-            _ip("-n", name, "address", "add", f"{self.address(rank)}/24", "dev", IFACE)
+            _ip("-n", self.hub, "link", "set", f"p{node}", "master", "br0", "up")
+            _ip("-n", name, "address", "add", f"{self.address(node)}/24", "dev", IFACE)
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", name, "link", "set", IFACE, "up")
             within(name, _use_cubic)
             if self.rate:
-                shape = ["tbf", "rate", self.rate, "burst", "128kb", "latency", "50ms"]
-                _command("tc", "-n", name, "qdisc", "add", "dev", IFACE, "root", *shape)
+                _command("tc", "-n", name, "qdisc", "add", "dev", IFACE, "root", *_shape(self.rate))
 
     def _remove(self) -> None:
         for name in [*self.names, self.hub]:  # deletes the interfaces, too
@@ -171,15 +177,31 @@ def sent_here() -> Sent:
     raise RuntimeError(f"no interface {IFACE}: this thread has not entered a Network")
 
 
-class Enter:
-    """``Enter(names)(rank)`` moves the calling thread and its future threads to namespace ``rank``."""
+def limit_here(rate: str | None) -> None:
+    """Limit the uplink of this thread's namespace, or remove the limit. One rank of each node calls it."""
+    if rate is None:
+        subprocess.run(["tc", "qdisc", "del", "dev", IFACE, "root"], capture_output=True)  # fails if there is no limit
+    else:
+        _command("tc", "qdisc", "replace", "dev", IFACE, "root", *_shape(rate))
 
-    def __init__(self, names: list[str]) -> None:
-        self.names = names
+
+class Enter:
+    """``Enter(names)(rank)`` moves the calling thread and its future threads to the rank's namespace.
+
+    Args:
+        names: of the namespaces.
+        ranks_per_node: ranks of each. From two on, torchrun's variables name the node.
+    """
+
+    def __init__(self, names: list[str], ranks_per_node: int = 1) -> None:
+        self.names, self.ranks_per_node = names, ranks_per_node
 
     def __call__(self, rank: int) -> None:
-        _setns(self.names[rank])
+        node = rank // self.ranks_per_node
+        _setns(self.names[node])
         os.environ["GLOO_SOCKET_IFNAME"] = IFACE
+        if self.ranks_per_node > 1:
+            os.environ.update(GROUP_RANK=str(node), LOCAL_WORLD_SIZE=str(self.ranks_per_node))
 
 
 def within(name: str, make: Callable[[], T]) -> T:
@@ -200,6 +222,10 @@ def within(name: str, make: Callable[[], T]) -> T:
         raise made[0]
     result: T = made[0]
     return result
+
+
+def _shape(rate: str) -> list[str]:
+    return ["tbf", "rate", rate, "burst", "128kb", "latency", "50ms"]
 
 
 def _use_cubic() -> None:

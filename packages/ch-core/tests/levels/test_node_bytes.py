@@ -1,0 +1,47 @@
+"""Planned bytes of a node compared with the bytes that engines count over simulated ranks."""
+
+import pytest
+import torch
+
+import commhooks
+from commhooks.adapters import CpuTuning
+from commhooks.report.plan import node_bytes
+from commhooks.testing.simulated_ranks import SimulatedRanks
+from commhooks.topology import Topology
+
+LIKE = {"up": torch.zeros(192, 256), "bias": torch.zeros(192), "down": torch.zeros(256, 192), "norm": torch.zeros(256)}
+
+
+@pytest.mark.parametrize(("nodes", "each"), [(2, 2), (2, 4), (3, 2)])
+@pytest.mark.parametrize("levels", ["{}", "two_level({})"])
+@pytest.mark.parametrize("expr", ["allreduce", "bf16_compress", "quant4", "powersgd(rank=4)", "topk(density=0.05)"])
+def test_the_plan_equals_the_counters(expr: str, levels: str, nodes: int, each: int) -> None:
+    some = SimulatedRanks(lambda: commhooks.create(levels.format(expr)), nodes * each, LIKE, nodes=each)
+    made = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        before = [
+            (engine.counters.traffic.wire_bytes, engine.counters.traffic.between_bytes) for engine in some.engines
+        ]
+        some.step([{n: torch.randn(t.shape, generator=made) for n, t in LIKE.items()} for _ in range(nodes * each)])
+    counted = [
+        (engine.counters.traffic.wire_bytes - wire, engine.counters.traffic.between_bytes - between)
+        for engine, (wire, between) in zip(some.engines, before, strict=True)
+    ]
+    topology = Topology.even(nodes * each, each)
+    reduction = some.handles[0].reduction
+    assert reduction is not None
+    tuning = CpuTuning.off()  # simulated ranks exchange nothing directly
+    planned = node_bytes(reduction, some.engines[0].buckets.layouts, topology, tuning=tuning)
+    for node in topology.nodes:
+        wire, leaving = (sum(counted[rank][i] for rank in node) for i in (0, 1))
+        assert leaving == pytest.approx(planned.leaving, rel=0.02)
+        assert wire - leaving == pytest.approx(planned.inside, rel=0.02)
+
+
+def test_bytes_of_a_thousand_ranks_need_no_ranks() -> None:
+    layout = commhooks.BucketLayout.of_shapes({"w": (4096, 4096)})
+    flat, two = (
+        node_bytes(commhooks.create(expr).reduction, [layout], Topology.even(1000, 8)).leaving  # type: ignore[arg-type]
+        for expr in ("quant4", "two_level(quant4)")
+    )
+    assert 0.1 * flat < two < 0.3 * flat

@@ -1,0 +1,307 @@
+"""Flat hooks and ``two_level`` on nodes of several ranks: bytes at each node's interface, times, CPU time and residuals.
+
+    sudo python -m ch_bench.links.nodes bytes
+    sudo python -m ch_bench.links.nodes times --nodes 2x4 --work exchange
+    sudo python -m ch_bench.links.nodes times --nodes 2x4 --work train
+
+A node is a network namespace with an uplink of a given rate. Its ranks reach each other over loopback. The gradient is that of
+a GPT of 10.7 M parameters (width 384, 6 layers). An *exchange* has no arithmetic of a model: the backward hands over given
+gradients. A *train* step is forward, backward and SGD on one sequence of 64 symbols for each rank.
+
+Candidates take turns in rounds. Each turn attaches a hook, runs one step without a limit of the link, and then measures some
+steps behind barriers. PyTorch's hooks keep models of their own, because they cannot be detached. Its PowerSGD has one bucket.
+
+``bytes`` compares the interface of each node with the plan of the hook (:func:`commhooks.report.node_bytes`), with and
+without the 66 bytes of headers of each packet. Plans of PyTorch's hooks assume a ring.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import commhooks
+from ch_bench import gpt, launch, record, shapes, training
+from ch_bench.links import netns
+from ch_bench.pytorch_hooks import LABELS, PyTorchHook, attach_pytorch, reduction_of
+from commhooks import Topology
+from commhooks.report import node_bytes
+
+WIDTH, LAYERS, HEADS, CONTEXT, VOCAB = 384, 6, 6, 64, 128
+BASES = ["bf16_compress", "quant8", "quant4", "quant4(error_feedback=True)", "powersgd(rank=4)", "topk(density=0.01)"]
+TORCH = ["torch fp16", "torch PowerSGD rank 4"]
+TIMED = ["torch fp16", "bf16_compress", "two_level(bf16_compress)", "quant8", "two_level(quant8)", "quant4", "two_level(quant4)",
+         "torch PowerSGD rank 4", "powersgd(rank=4)", "two_level(powersgd(rank=4))"]  # fmt: skip
+LAYOUTS = ["2x2", "2x4", "4x2"]
+
+
+@dataclass
+class Turn:
+    """Figures of some steps with one hook.
+
+    Attributes:
+        hook: expression, or label of a PyTorch hook.
+        rate: of the uplinks; ``None`` without a limit.
+        seconds: of each step, on the slowest rank.
+        cpu: CPU seconds of a step, all threads of the process, mean of the ranks.
+        arithmetic: host seconds of a step in which the hook computes, mean of the ranks.
+        planned: bytes that leave a node in a step, by the plan.
+        streams, interfaces: bytes that left each node in a step, without and with the headers of packets.
+        residual: bytes of the residuals of a rank, the largest of all ranks.
+    """
+
+    hook: str
+    rate: str | None
+    seconds: list[float]
+    cpu: float
+    arithmetic: float
+    planned: float
+    streams: list[float] = field(default_factory=list)
+    interfaces: list[float] = field(default_factory=list)
+    residual: int = 0
+
+
+class Bench:
+    """The models of one rank, and the turns of the candidates."""
+
+    def __init__(self, topology: Topology, device: torch.device, work: str, hooks: Sequence[str]) -> None:
+        self.topology, self.device, self.work = topology, device, work
+        self.rank = dist.get_rank()
+        self.leads = topology.place(self.rank) == 0  # one rank of each node reads and limits its interface
+        torch.manual_seed(self.rank)
+        self.tokens = torch.randint(VOCAB, (2, 1, CONTEXT), dtype=torch.int64, device=device)
+        self.own = self._model(None)
+        self.torch: dict[str, tuple[Any, PyTorchHook]] = {}
+        for hook in hooks:
+            if hook in LABELS:
+                model = self._model(1000.0 if "PowerSGD" in hook else None)
+                self.torch[hook] = (model, attach_pytorch(model, hook))
+                for _ in range(4):  # PyTorch's PowerSGD compresses from the third step on
+                    self._step(model)
+        for _ in range(2):  # DDP rebuilds its buckets after the first step
+            self._step(self.own)
+
+    def turn(self, hook: str, rate: str | None, steps: int) -> Turn:
+        """Run one step without a limit and measure ``steps`` with it."""
+        self._limit(None)
+        if hook in self.torch:
+            model, made = self.torch[hook]
+            size = made.payload(sum(p.numel() for p in model.parameters()))
+            world = self.topology.world_size
+            plan = 2 * (world - 1) / world * size * sum(self._ring(rank) for rank in self.topology.nodes[0])
+            return self._measure(hook, rate, steps, model, lambda: {}, plan)
+        handle = commhooks.attach(self.own, hook)
+        try:
+            self._step(self.own)
+            engine = handle.binding.engine if handle.binding is not None else None
+            assert engine is not None and handle.reduction is not None  # no foreign hook
+            plan = node_bytes(handle.reduction, engine.buckets.layouts, self.topology, engine.state.step).leaving
+            made_turn = self._measure(hook, rate, steps, self.own, handle.stats, plan)
+            state = handle.hook_state
+            if state is not None:
+                sizes = [state.newest(name, f).nbytes for name, f in state.held() if f == "residual"]
+                made_turn.residual = max(self._everywhere(sum(sizes)))
+            return made_turn
+        finally:
+            self._limit(None)
+            handle.detach()
+
+    def _measure(
+        self, hook: str, rate: str | None, steps: int, model: Any, stats: Callable[[], dict[str, float]], plan: float
+    ) -> Turn:
+        self._step(model)
+        self._limit(rate)
+        before, figures, cpu = netns.sent_here(), stats(), time.process_time()
+        taken = []
+        for _ in range(steps):
+            if rate is not None:  # a barrier sends bytes
+                dist.barrier()
+            begun = time.perf_counter()
+            self._step(model)
+            taken.append(time.perf_counter() - begun)
+        used, later = time.process_time() - cpu, stats()
+        dist.barrier()  # a peer may still send
+        after = netns.sent_here()
+        self._limit(None)
+        arithmetic = sum(later[key] - figures[key] for key in later if key in ("encode_seconds", "decode_seconds"))
+        mine = (taken, used / steps, arithmetic / steps, after.stream - before.stream, after.bytes - before.bytes)
+        rows = self._everywhere(mine)
+        firsts = [rows[node[0]] for node in self.topology.nodes]
+        return Turn(
+            hook,
+            rate,
+            [max(row[0][i] for row in rows) for i in range(steps)],
+            sum(row[1] for row in rows) / len(rows),
+            sum(row[2] for row in rows) / len(rows),
+            plan,
+            [row[3] / steps for row in firsts],
+            [row[4] / steps for row in firsts],
+        )
+
+    def _model(self, cap: float | None) -> Any:
+        if self.work == "train":
+            torch.manual_seed(0)
+            return training.wrap(gpt.GPT(VOCAB, CONTEXT, WIDTH, LAYERS, HEADS), self.device, cap)
+        sizes = shapes.gpt_shapes(LAYERS, WIDTH, VOCAB, CONTEXT)
+        gradients = shapes.random_gradients(sizes, torch.float32, self.device)
+        return training.wrap(shapes.ShapesOnly(gradients), self.device, cap)
+
+    def _step(self, model: Any) -> None:
+        if self.work == "train":
+            x, y = self.tokens
+            model(x, y).backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(p.grad, alpha=1e-3)
+        else:
+            model().backward()
+        model.zero_grad(set_to_none=False)
+
+    def _limit(self, rate: str | None) -> None:
+        dist.barrier()
+        if self.leads:
+            netns.limit_here(rate)
+        dist.barrier()
+
+    def _ring(self, rank: int) -> float:
+        return self.topology.leaving(rank, "all", ring=True)
+
+    def _everywhere(self, mine: Any) -> list[Any]:
+        rows: list[Any] = [None] * self.topology.world_size
+        dist.all_gather_object(rows, mine)
+        return rows
+
+
+def worker(
+    rank: int, world: int, device: torch.device, each: int, work: str, hooks: list[str], plan: list[Any], path: Path
+) -> None:
+    """Run all turns of one rank; rank 0 writes the list of :class:`Turn` to ``path`` after each round."""
+    bench = Bench(Topology.even(world, each), device, work, hooks)
+    turns: list[Turn] = []
+    for rate, rounds, steps in plan:
+        for _ in range(rounds):
+            turns += [bench.turn(hook, rate, steps) for hook in hooks]
+            if rank == 0:
+                path.write_text(json.dumps([asdict(turn) for turn in turns]))
+
+
+def run(nodes: str, work: str, hooks: list[str], plan: list[tuple[str | None, int, int]]) -> list[Turn]:
+    """Measure the hooks on ``NxL`` nodes. ``plan`` has a rate, a number of rounds, and the steps of a turn."""
+    count, each = map(int, nodes.split("x"))
+    with tempfile.TemporaryDirectory() as folder, netns.Network(count * each, ranks_per_node=each) as net:
+        path = Path(folder, "turns.json")
+        launch.launch(worker, count * each, each, work, hooks, plan, path, enter=net.enter)
+        return [Turn(**row) for row in json.loads(path.read_text())]
+
+
+def bytes_table(turns: Iterable[Turn]) -> str:
+    """Return the bytes of one step: the plan, and the least and the most that left a node."""
+    turns = list(turns)
+    flat = {turn.hook: turn for turn in turns}
+    rows = []
+    for turn in turns:
+        base = flat.get(turn.hook.removeprefix("two_level(").removesuffix(")") if _two(turn.hook) else "")
+        cells = [f"{turn.planned:,.0f}"]
+        for found in (turn.streams, turn.interfaces):
+            worst = max(found, key=lambda one: abs(one / turn.planned - 1))
+            cells += [f"{worst:,.0f}", f"{worst / turn.planned - 1:+.2%}"]
+        ratio = f"{sum(turn.interfaces) / sum(base.interfaces):.3f}" if base is not None else ""
+        rows.append([f"`{turn.hook}`", *cells, ratio])
+    heads = ["hook", "plan", "TCP", "difference", "interface", "difference", "of flat"]
+    return record.markdown_table(heads, rows)
+
+
+def times_table(turns: Iterable[Turn]) -> str:
+    """Return the median seconds of a step by hook and rate, with the range of the rounds, and ratios to two baselines."""
+    turns = list(turns)
+    rates = list(dict.fromkeys(turn.rate for turn in turns))
+    hooks = list(dict.fromkeys(turn.hook for turn in turns))
+    found = {(h, r): [s for t in turns if (t.hook, t.rate) == (h, r) for s in t.seconds] for h in hooks for r in rates}
+    heads, rows = ["hook"], []
+    for rate in rates:
+        heads += [f"{rate}, ms", "range", "of flat", "of torch fp16"]
+    for hook in hooks:
+        cells = [f"`{hook}`"]
+        for rate in rates:
+            mine = found[hook, rate]
+            base = found.get((hook.removeprefix("two_level(").removesuffix(")"), rate)) if _two(hook) else None
+            fp16 = found.get(("torch fp16", rate))
+            cells += [f"{median(mine) * 1e3:.0f}", f"{min(mine) * 1e3:.0f}–{max(mine) * 1e3:.0f}"]
+            cells += [_ratio(mine, base), _ratio(mine, fp16)]
+        rows.append(cells)
+    return record.markdown_table(heads, rows)
+
+
+def work_table(turns: Iterable[Turn]) -> str:
+    """Return CPU time, arithmetic and residual of a rank by hook."""
+    turns = list(turns)
+    rows = []
+    for hook in dict.fromkeys(turn.hook for turn in turns):
+        mine = [turn for turn in turns if turn.hook == hook]
+        cpu, arithmetic = (median(getattr(t, key) for t in mine) * 1e3 for key in ("cpu", "arithmetic"))
+        shown = [
+            f"{cpu:.1f}",
+            f"{arithmetic:.1f}" if arithmetic else "",
+            f"{mine[-1].residual:,}" if mine[-1].residual else "",
+        ]
+        rows.append([f"`{hook}`", *shown])
+    return record.markdown_table(["hook", "CPU ms of a process", "arithmetic ms", "residual bytes"], rows)
+
+
+def _two(hook: str) -> bool:
+    return hook.startswith("two_level(")
+
+
+def _ratio(mine: Sequence[float], base: Sequence[float] | None) -> str:
+    return f"{median(mine) / median(base):.2f}" if base else ""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure and print the tables, or the reason why nothing can be measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["bytes", "times"])
+    parser.add_argument("--nodes", nargs="+", default=LAYOUTS, metavar="NxL", help="nodes and ranks of each")
+    parser.add_argument("--work", choices=["exchange", "train"], default="exchange")
+    parser.add_argument("--hooks", nargs="+", metavar="EXPR")
+    parser.add_argument("--link", default="1gbit,200mbit,50mbit", metavar="RATES")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each hook at each rate")
+    parser.add_argument("--steps", type=int, help="steps of a turn (default 3 for bytes, 1 for times)")
+    parser.add_argument("--record", action="store_true", help="write sections of docs/measured/two-level.md")
+    args = parser.parse_args(argv)
+    if args.what == "bytes":
+        hooks = args.hooks or [*TORCH, *(form for base in BASES for form in (base, f"two_level({base})"))]
+        plan: list[tuple[str | None, int, int]] = [(None, 1, args.steps or 3)]
+    else:
+        hooks = args.hooks or TIMED
+        plan = [(rate if rate != "none" else None, args.rounds, args.steps or 1) for rate in args.link.split(",")]
+    for hook in hooks:
+        if hook not in LABELS:
+            reduction_of(hook)
+    if reason := netns.why_not():
+        print(f"skipped: {reason}", file=sys.stderr)
+        return 0
+    for nodes in args.nodes:
+        turns = run(nodes, args.work, hooks, plan)
+        if args.what == "bytes":
+            title, body = f"Bytes that leave a node, {nodes}", bytes_table(turns)
+        else:
+            title = f"Times, {nodes}, {args.work}"
+            body = f"{times_table(turns)}\n\n{work_table(turns)}"
+        print(f"{title}\n\n{body}\n", flush=True)
+        if args.record:
+            note = "all ranks of all nodes share the cores of one machine"
+            record.write("two-level", title, record.command("ch_bench.links.nodes", argv), body, note)
+    return 0
+
+
+if __name__ == "__main__":
+    record.run_main(main)
