@@ -1,11 +1,11 @@
-"""The main job: a small GPT on real text, one run per hook, side by side.
+"""Train a small GPT on real text, with one run per hook, in turns.
 
     python docs/examples/demo.py --hooks bf16_compress "powersgd(rank=4)" --steps 200 --nproc 2 --out demo-out
     torchrun --nproc_per_node=2 docs/examples/demo.py --hooks bf16_compress
 
-Every hook trains its own copy of the model: equal weights at the start, equal data at every step. Beside them runs
-``noop``, which communicates nothing: a hook's communication is its median step less the median ``noop`` step of the
-same run. At the end: a table, ``results.json``, ``loss.png``.
+Every hook trains a separate copy of the model, with equal weights at the start and equal data at every step. A run with
+``noop``, which communicates nothing, gives the time reference. A hook's communication is its median step minus the median
+``noop`` step of the same run. The demo ends with a table, ``results.json`` and ``loss.png``.
 """
 
 import argparse
@@ -27,11 +27,11 @@ from ch_bench import gpt, launch, text, training
 from commhooks.testing import WorkerError
 
 DEFAULT_HOOKS = ["allreduce", "bf16_compress", "quant4", "powersgd(rank=4)", "bf16_wrapper(powersgd(rank=4))"]
-NOOP_EVERY = 2  # the time reference needs a good median, not a step for every step
+NOOP_EVERY = 2  # the time reference needs a good median, and not every step
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; the defaults end within three minutes on two cores."""
+    """Return the command line. With the defaults the demo ends within three minutes on two cores."""
     parser = argparse.ArgumentParser(
         description="Train a small GPT on real text, once per communication hook, and compare.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -45,8 +45,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=64, help="characters per window")
     parser.add_argument("--width", type=int, default=128, help="width of the model")
     parser.add_argument("--layers", type=int, default=4, help="layers of the model")
-    parser.add_argument("--bucket-cap-mb", type=float, default=1.0, help="DDP's bucket size: several buckets")
-    parser.add_argument("--seed", type=int, default=0, help="weights and data")
+    parser.add_argument(
+        "--bucket-cap-mb", type=float, default=1.0, help="DDP's bucket size, which gives several buckets"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data")
     args = parser.parse_args(argv)
     if args.steps < 4 or args.nproc < 1 or args.batch < 1 or args.width % 32:
         parser.error("legal are --steps >= 4, --nproc >= 1, --batch >= 1, and a --width that 32 divides")
@@ -55,7 +57,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Check the hooks' names, then start the ranks; the exit code is 2 for a wrong name, 1 for a failed rank."""
+    """Check the hooks' names, then start the ranks. Return 2 for a wrong name, 1 for a failed rank."""
     args = parse(argv)
     try:
         for expr in [*args.hooks, "noop"]:
@@ -75,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def worker(rank: int, world: int, device: torch.device, args: argparse.Namespace) -> None:
-    """What every rank does: train all runs in turns; rank 0 reports."""
+    """Train all runs in turns on every rank. Rank 0 reports."""
     data = text.load()
     runs = [_start(expr, data.vocab, device, args) for expr in [*args.hooks, "noop"]]
     batches = text.Batches(data.train, args.batch, args.context, rank, args.seed)
@@ -83,7 +85,7 @@ def worker(rank: int, world: int, device: torch.device, args: argparse.Namespace
     with _progress(args, rank) as advance:
         for step in range(args.steps):
             x, y = (t.to(device) for t in batches[step])
-            for run in runs[step % len(runs) :] + runs[: step % len(runs)]:  # nobody always follows the same model
+            for run in runs[step % len(runs) :] + runs[: step % len(runs)]:  # rotates the order of the models
                 if run.expr != "noop" or step % NOOP_EVERY == 0:
                     _train(run, x, y, step, args)
             if (step + 1) % max(1, args.steps // 10) == 0 or step + 1 == args.steps:
@@ -95,7 +97,7 @@ def worker(rank: int, world: int, device: torch.device, args: argparse.Namespace
     if rank == 0:
         results = _results(runs, seconds, world, device, args)
         demo_report.write(results, args.out)
-        console = Console(width=None if sys.stdout.isatty() else 100)  # rich takes a pipe to be 80 wide
+        console = Console(width=None if sys.stdout.isatty() else 100)  # rich assumes that a pipe has 80 columns
         console.print(demo_report.table(results), demo_report.remarks(results, args.out), sep="\n")
 
 
@@ -103,25 +105,25 @@ def _start(expr: str, vocab: int, device: torch.device, args: argparse.Namespace
     torch.manual_seed(args.seed)  # equal weights for every hook
     net = gpt.GPT(vocab, args.context, args.width, args.layers, heads=args.width // 32)
     model = training.wrap(net, device, args.bucket_cap_mb)
-    # Error feedback delivers late what a step left out; a shorter second moment halves what Adam makes of that.
+    # Error feedback delivers the omitted part of a step later. A shorter second moment halves its effect on Adam.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
     return training.attach(training.Run(expr, model, optimizer))
 
 
 def _train(run: training.Run, x: torch.Tensor, y: torch.Tensor, step: int, args: argparse.Namespace) -> None:
-    """One step at the scheduled learning rate, and its record."""
+    """Run one step at the scheduled learning rate, and return its record."""
     warm = min(1.0, (step + 1) / max(1, args.steps // 10))
-    cosine = 0.55 + 0.45 * math.cos(math.pi * step / args.steps)  # down to a tenth
+    cosine = 0.55 + 0.45 * math.cos(math.pi * step / args.steps)  # decays to a tenth
     for group in run.optimizer.param_groups:
         group["lr"] = args.lr * warm * cosine
     loss = training.timed_step(run, x, y)
     dist.all_reduce(loss)
     run.losses.append(loss.item() / dist.get_world_size())
-    run.wire.append(run.handle.stats().get("wire_bytes", 0.0))  # a foreign hook's bytes cannot be counted
+    run.wire.append(run.handle.stats().get("wire_bytes", 0.0))  # a foreign hook's bytes are unknown
 
 
 def _check_compressed(runs: list[training.Run]) -> None:
-    """A comparison with a hook that never compressed would be a comparison of nothing."""
+    """Refuse a comparison with a hook that never compressed."""
     for run in runs:
         reduction = run.handle.reduction
         if reduction is not None and reduction.lossy and run.handle.stats()["compressed_steps"] == 0:
@@ -131,7 +133,7 @@ def _check_compressed(runs: list[training.Run]) -> None:
 def _results(
     runs: list[training.Run], seconds: list[list[float]], world: int, device: torch.device, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Everything recorded, as plain values."""
+    """Return all records as plain values."""
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
     return {
         "settings": settings | {"nproc": world, "device": device.type, "torch": torch.__version__},
@@ -152,7 +154,7 @@ def _results(
 
 @contextmanager
 def _progress(args: argparse.Namespace, rank: int) -> Iterator[Any]:
-    """A bar on rank 0 that redraws between steps only: a drawing thread would take time from the steps."""
+    """A progress bar on rank 0 that redraws between steps only. A drawing thread would take time from the steps."""
     bar = Progress(
         TextColumn("[bold]{task.description}"),
         BarColumn(bar_width=None),

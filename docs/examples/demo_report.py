@@ -1,4 +1,4 @@
-"""What the demo shows at its end: the table, the picture, and the raw records behind both."""
+"""The demo's output: the table, the picture, and the raw records behind both."""
 
 import json
 from pathlib import Path
@@ -20,26 +20,26 @@ LINKS = {"1\nGbit/s": 1e9, "100\nMbit/s": 1e8}  # bits per second
 
 
 def write(results: dict[str, Any], out: Path) -> None:
-    """Leave ``results.json`` and ``loss.png`` in the folder ``out``."""
+    """Write ``results.json`` and ``loss.png`` to the folder ``out``."""
     out.mkdir(parents=True, exist_ok=True)
     (out / RESULTS).write_text(json.dumps(results, indent=1))
     picture(results, out / PICTURE)
 
 
 def summary(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row per hook, ``noop`` (the reference of the times) left out.
+    """Return one row per hook, without ``noop``, the reference of the times.
 
-    Seconds are medians over the steps, each step's time that of the slowest rank; bytes are means over *all* steps, so
+    Seconds are medians over the steps, with each step's time on the slowest rank. Bytes are means over *all* steps, so
     that a hook's uncompressed first steps count.
     """
     *hooks, noop = results["hooks"]
     nothing = median(noop["step_seconds"])
-    plain = 4.0 * results["parameters"]  # what an fp32 all-reduce puts into its collectives, bytes
+    plain = 4.0 * results["parameters"]  # bytes of an fp32 all-reduce
     rows = []
     for hook in hooks:
         steps = len(hook["train_loss"])
         step = median(hook["step_seconds"])
-        counted = "payload_bytes" in hook["stats"]  # not so for a hook that is a foreign function
+        counted = "payload_bytes" in hook["stats"]  # unknown for a foreign hook
         payload = hook["stats"]["payload_bytes"] / steps if counted else None
         rows.append(
             {
@@ -59,7 +59,7 @@ def summary(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def table(results: dict[str, Any]) -> Table:
-    """The summary as a rich table; the best value of a column is bold."""
+    """Return the summary as a rich table. The best value of a column is bold."""
     rows = summary(results)
     settings = results["settings"]
     shown = Table(
@@ -109,7 +109,7 @@ def _megabytes(size: float | None) -> str:
 
 
 def remarks(results: dict[str, Any], out: Path) -> str:
-    """What to know when reading the table."""
+    """Return remarks that help to read the table."""
     noop = median(results["hooks"][-1]["step_seconds"]) * 1e3
     lines = [f"A step without communication (noop, same run) takes {noop:.1f} ms; comm. is what a hook adds to it."]
     if results["settings"]["device"] == "cpu":
@@ -122,7 +122,7 @@ def remarks(results: dict[str, Any], out: Path) -> str:
 
 
 def picture(results: dict[str, Any], path: Path) -> None:
-    """Two panels with one loss axis: against steps, and against what one rank has sent."""
+    """Draw two panels with one loss axis, against steps and against the sent bytes of one rank."""
     with matplotlib.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(12, 5.4), layout="constrained")
         by_step, by_bytes = figure.subplots(1, 2, sharey=True)
@@ -159,7 +159,7 @@ def _draw(by_step: Axes, by_bytes: Axes, hook: dict[str, Any], row: dict[str, An
 
 
 def _smooth(values: list[float], window: int = 9) -> list[float]:
-    """Centred running mean, shorter at the ends."""
+    """Return the centred running mean, shorter at the ends."""
     half = window // 2
     parts = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     return [sum(part) / len(part) for part in parts]

@@ -1,12 +1,12 @@
-"""FSDP2 inside the node, compression between the nodes: 2 shards x 2 replicas on this machine.
+"""FSDP2 inside the node and compression between nodes, with 2 shards x 2 replicas on this machine.
 
     python docs/examples/fsdp2_hsdp.py [HOOK ...] [--steps 300] [--seeds 3] [--record]
 
-A small GPT is sharded as PyTorch's HSDP does, over pairs of ranks ("inside the node") that are replicated; commhooks
-reduces between the two replicas of each shard. Every hook starts from the same weights and sees the same text. Printed
-are the bytes that rank 0 sends per step, as a bandwidth-optimal collective would, on each axis, and the held-out loss
-over the seeds. A HOOK of the form "quant8 / quant4" is two: the first on the shard axis, the second between the replicas.
-Everything runs on CPU over gloo; for two nodes of eight GPUs the mesh would be (2, 8) and nothing else would change.
+Pairs of ranks ("inside the node") shard a small GPT, as PyTorch's HSDP does, and the pairs are replicas. commhooks reduces
+between the two replicas of each shard. Every hook starts from the same weights and sees the same text. The program prints the
+bytes that rank 0 sends per step on each axis, in a bandwidth-optimal collective, and the held-out loss over the seeds. A HOOK of
+the form "quant8 / quant4" sets two hooks, the first on the shard axis and the second between the replicas. All ranks run on CPU
+over gloo. For two nodes of eight GPUs, only the mesh would change to (2, 8).
 """
 
 import argparse
@@ -31,12 +31,12 @@ import commhooks
 from ch_bench import gpt, launch, record, text
 
 HOOKS = ["allreduce", "bf16_compress(accumulate='fp32')", "powersgd(rank=4)", "bf16_wrapper(powersgd(rank=4))"]
-HOOKS += ["quant4 / quant4", "quant8 / quant4"]  # on the shard axis / between the replicas
+HOOKS += ["quant4 / quant4", "quant8 / quant4"]  # hooks on the shard axis / between the replicas
 CONTEXT, BATCH, WINDOWS = 64, 8, 64
 
 
 def build(vocab: int, width: int, seed: int, device: torch.device) -> FSDPModule:
-    """A GPT of two blocks, each block and the rest sharded over this rank's pair."""
+    """Return a GPT of two blocks. Each block and the rest are sharded over this rank's pair."""
     torch.manual_seed(seed)
     model = gpt.GPT(vocab, CONTEXT, width, layers=2, heads=4).to(device)
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -46,7 +46,7 @@ def build(vocab: int, width: int, seed: int, device: torch.device) -> FSDPModule
 
 
 def train(expr: str, seed: int, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
-    """Train one model with one hook; its held-out loss, and the handle's figures."""
+    """Train one model with one hook. Return its held-out loss and the handle's figures."""
     rank, world = dist.get_rank(), dist.get_world_size()
     data = text.load()
     model = build(data.vocab, args.width, seed, device)
@@ -73,7 +73,7 @@ def train(expr: str, seed: int, device: torch.device, args: argparse.Namespace) 
 
 
 def attach(model: FSDPModule, expr: str) -> list[commhooks.CommHook]:
-    """One handle where it fits, or one for each axis: "SHARD / REPLICATE"."""
+    """Attach one handle if one fits, or one for each axis of "SHARD / REPLICATE"."""
     if " / " not in expr:
         return [commhooks.attach(model, expr)]
     shard, _, replicate = expr.partition(" / ")
@@ -81,19 +81,21 @@ def attach(model: FSDPModule, expr: str) -> list[commhooks.CommHook]:
 
 
 def warmup_cosine(step: int, steps: int) -> float:
-    """The part of the peak learning rate: up over a tenth of the run, then down to nothing along a cosine."""
+    """Return the share of the peak learning rate. It rises over a tenth of the run, then falls to
+    zero along a cosine.
+    """
     return min(1.0, (step + 1) / max(1, steps // 10)) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 def worker(rank: int, world: int, device: torch.device, args: argparse.Namespace, out: Path) -> None:
-    """All hooks and seeds, one after another; rank 0 keeps the results."""
+    """Run all hooks and seeds, one after another. Rank 0 keeps the results."""
     runs = [train(expr, seed, device, args) for expr in args.hooks for seed in range(args.seeds)]
     if rank == 0:
         out.write_text(json.dumps(runs))
 
 
 def table(runs: list[dict[str, Any]]) -> Table:
-    """One row per hook."""
+    """Return one row per hook."""
     found = Table(title="2 shards x 2 replicas: bytes sent by rank 0 per step", box=box.SIMPLE)
     found.add_column("hook", no_wrap=True)
     for heading in ("shard axis", "replicate axis", "against fp32", "held-out loss", "seeds"):
@@ -119,13 +121,13 @@ def table(runs: list[dict[str, Any]]) -> Table:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "hooks", nargs="*", metavar="HOOK", help="expressions; the first is what the others are held to"
+        "hooks", nargs="*", metavar="HOOK", help="hook expressions; the first is the baseline of the others"
     )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--json", type=Path, help="keep all figures there")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--record", action="store_true", help="write the output to docs/measured/fsdp.md")
     words = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(words)

@@ -1,9 +1,9 @@
-"""Three replicas train the demo's GPT with compressed gradients; one is killed in the middle of backward.
+"""Three replicas train the demo's GPT with compressed gradients. One is killed in the middle of backward.
 
-Each replica is a process of its own with torchft's real Manager; they meet at a lighthouse in this process, on
-loopback. Replica 1 is killed with SIGKILL between two collectives of a backward pass, and started again with other
-weights. The log says who left, what was lost, how long it took, and who healed; the picture shows the loss and the
-number of participants over time.
+Each replica is a process with torchft's real Manager. The replicas meet at a lighthouse in this process, on loopback. The demo
+kills replica 1 with SIGKILL between two collectives of a backward pass, and starts it again with other weights. The log names the
+lost member, the lost attempts, their durations and the healed member. The picture shows the loss and the number of participants
+over time.
 
 Run it with ``nox -s ft-demo``, or by hand: ``python docs/examples/ft_demo.py --steps 120 --png ft_demo.png``.
 """
@@ -36,7 +36,7 @@ VOCAB, CONTEXT, BATCH = 64, 64, 8
 
 @dataclass(frozen=True)
 class Replica:
-    """What one process is told."""
+    """Arguments of one process."""
 
     number: int
     folder: str
@@ -84,14 +84,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kill-at", type=int, default=15, help="step in whose backward replica 1 is killed")
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--hook", default="powersgd(rank=4)")
-    parser.add_argument("--png", default="ft_demo.png", help="where the picture goes; empty for none")
-    parser.add_argument("--folder", default="", help="where the logs go; a temporary folder if not given")
-    parser.add_argument("--limit", type=float, default=240.0, help="seconds after which everything is ended")
+    parser.add_argument("--png", default="ft_demo.png", help="file for the picture; empty for none")
+    parser.add_argument("--folder", default="", help="folder for the logs (default: a temporary folder)")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds after which all processes are ended")
     return parser.parse_args()
 
 
 def supervise(replicas: list[Replica], limit: float) -> dict[str, int | None]:
-    """Start the replicas, start the killed one again, wait for all; none is left when this returns."""
+    """Start the replicas, start the killed one again, and wait for all. No process is left when this returns."""
     spawn = multiprocessing.get_context("spawn")
 
     def start(replica: Replica) -> Any:
@@ -120,10 +120,10 @@ def supervise(replicas: list[Replica], limit: float) -> dict[str, int | None]:
 
 
 def train(replica: Replica) -> None:
-    """The body of a replica's process."""
+    """Run a replica's process."""
     torch.set_num_threads(1)
     torch.manual_seed(replica.seed)
-    logging.getLogger("torchft").setLevel(logging.CRITICAL)  # the same story, with tracebacks
+    logging.getLogger("torchft").setLevel(logging.CRITICAL)  # the same events, with tracebacks
     warnings.simplefilter("ignore")
     log = (Path(replica.folder) / f"{replica.name}.jsonl").open("a", buffering=1)
 
@@ -144,7 +144,7 @@ def train(replica: Replica) -> None:
         manager.register_state_dict_fn(key, part.load_state_dict, part.state_dict)
     suicide(manager, replica, note)
     participants = 0
-    while manager.current_step() < replica.steps or participants < replica.replicas:  # everybody sees the same of both
+    while manager.current_step() < replica.steps or participants < replica.replicas:  # equal on all replicas
         optimizer.zero_grad()
         loss = model(*batch(replica.number, manager.current_step()))
         loss.backward()
@@ -167,7 +167,7 @@ def train(replica: Replica) -> None:
 
 
 def suicide(manager: Any, replica: Replica, note: Any) -> None:
-    """SIGKILL this process, if it is replica 1, between the P's and the Q's of a backward pass."""
+    """SIGKILL this process between the P's and the Q's of a backward pass, if it is replica 1."""
     allreduce, seen = manager.allreduce, [-1, 0]
 
     def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -183,7 +183,7 @@ def suicide(manager: Any, replica: Replica, note: Any) -> None:
 
 
 def batch(number: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counting with a stride: easy to learn, so the loss falls within a minute."""
+    """Return a text that counts with a stride. It is easy to learn, so the loss falls within a minute."""
     rng = torch.Generator().manual_seed(1000 * step + number)
     start = torch.randint(VOCAB, (BATCH, 1), generator=rng)
     stride = torch.randint(1, 5, (BATCH, 1), generator=rng)
@@ -199,13 +199,13 @@ def read(path: Path) -> list[Record]:
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
             records.append(json.loads(line))
-        except json.JSONDecodeError:  # cut off by the kill
+        except json.JSONDecodeError:  # the kill cut it off
             continue
     return records
 
 
 def story(logs: dict[str, list[Record]]) -> None:
-    """Who left, what was lost, how long it took, who healed."""
+    """Tell the run: the lost member, lost attempts, durations, and the healed member."""
     begin = min(lines[0]["t"] for lines in logs.values() if lines)
     kills = [(name, r) for name, lines in logs.items() for r in lines if r["event"] == "killed"]
     for victim, kill in kills:
@@ -240,7 +240,7 @@ def story(logs: dict[str, list[Record]]) -> None:
 
 
 def picture(logs: dict[str, list[Record]], path: Path, hook: str) -> None:
-    """Loss of every replica and number of participants over time."""
+    """Plot the loss of every replica and the number of participants over time."""
     import matplotlib
 
     matplotlib.use("Agg")
