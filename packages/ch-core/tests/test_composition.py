@@ -306,7 +306,7 @@ def test_error_feedback_refuses() -> None:
         error_feedback(Plain())
     with pytest.raises(HookConfigError, match="does not report its contribution"):
         error_feedback(Gathered())
-    with pytest.raises(HookConfigError, match="residual of its own"):
+    with pytest.raises(HookConfigError, match="already keeps a residual"):
         error_feedback(error_feedback(RowMean()))
 
 

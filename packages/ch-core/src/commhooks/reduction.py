@@ -314,7 +314,7 @@ class Pieces:
         return replace(self._encoding(name, field), packed=None).decode(numbers)
 
     def encode(self, name: str, field: str, numbers: torch.Tensor) -> tuple[torch.Tensor, Encoding] | None:
-        """Return the owned part of a whole parameter as an entry of its own; ``None`` if other elements are not zeros."""
+        """Return the owned part of a whole parameter as a separate entry; ``None`` if other elements are not zeros."""
         if name not in self._parts or numbers.numel() != self._whole[name].numel:
             return None
         encoding, piece = self._encoding(name, field), self._owned[name]
@@ -682,7 +682,7 @@ def plain(bucket: Bucket, sent: Bucket | None = None) -> Stages:
 def parallel(*generators: Stages) -> Stages:
     """Advance several generators together. Their requests of one stage travel as one tuple.
 
-    Exact averaging beside a two-stage method therefore adds no round.
+    Exact averaging together with a two-stage method therefore adds no round.
     """
     live = list(generators)
     try:

@@ -676,7 +676,7 @@ class HookState:
             keys: parameter name and field of each.
         """
         for name, field in keys:
-            log.info("%s of %s starts anew, because the hook before kept it in another shape", field, name)
+            log.info("%s of %s starts again, because the previous hook kept it in another shape", field, name)
             self._committed.drop((name, field))
 
     def _drop_residuals(self, keys: Iterable[Key], there: RankId, here: RankId) -> None:

@@ -168,7 +168,7 @@ class WeightGather(SlotObject):
 
     attribute, axis, default = "gather_comm", "gather", "DefaultAllGather"
     taken = (
-        "an all-gather of its own ({kind}). Hooks on weights exclude set_custom_all_gather, set_symm_mem_for_comm and "
+        "its own all-gather ({kind}). Hooks on weights exclude set_custom_all_gather, set_symm_mem_for_comm and "
         "set_allocate_memory_from_process_group_for_comm: leave those out"
     )
 

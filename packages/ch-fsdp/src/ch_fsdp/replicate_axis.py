@@ -274,7 +274,7 @@ def check_free(group: ParamGroup) -> None:
             raise gradients_kept(group.name, "attaching")
     elif hook is not None:
         raise SlotTakenError(
-            f"{group.name} has an all-reduce hook of its own ({getattr(hook, '__qualname__', hook)}; "
+            f"{group.name} has its own all-reduce hook ({getattr(hook, '__qualname__', hook)}; "
             "set_all_reduce_hook acts on one module only, not on those below it). Leave it out and attach to the "
             "whole model"
         )

@@ -128,7 +128,7 @@ class ShardScatter(SlotObject):
 
     attribute, axis, default = "comm", "shard", "DefaultReduceScatter"
     taken = (
-        "a reduce-scatter of its own ({kind}; torch's setters act on one module only, not on those below it). Hooks exclude "
+        "its own reduce-scatter ({kind}; torch's setters act on one module only, not on those below it). Hooks exclude "
         "set_custom_reduce_scatter, set_symm_mem_for_comm and set_allocate_memory_from_process_group_for_comm: leave those out "
         "and attach to the whole model"
     )

@@ -2,8 +2,8 @@
 
 DDP averages a gradient only if some rank used the parameter. It asks by an all-reduce over its process group of a map
 with one number per parameter. DDP's group reaches no other member, because members come and go. So each model sends the
-map through its manager, beside the last bucket, and its group answers DDP with the result. Without it, a parameter that
-some members leave unused would keep its gradient there and take the average elsewhere.
+map through its manager, together with the last bucket, and its group answers DDP with the result. Without it, a
+parameter that some members leave unused would keep its gradient there and take the average elsewhere.
 """
 
 import weakref

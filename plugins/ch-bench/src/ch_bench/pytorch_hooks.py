@@ -37,7 +37,7 @@ def reduction_of(expression: str) -> commhooks.Reduction:
 
     Raises:
         UnknownHookError: no such hook.
-        HookNotSupportedError: the hook has collectives of its own, which can be neither planned nor simulated.
+        HookNotSupportedError: the hook starts its own collectives, which cannot be planned or simulated.
     """
     found = commhooks.create(expression).reduction
     if found is None:

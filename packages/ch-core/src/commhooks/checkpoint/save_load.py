@@ -326,7 +326,7 @@ def fits(
 def fit_to(state: HookState, reduction: Reduction, layout: BucketLayout, world_size: int) -> None:
     """Check a state that was loaded before there was a model, or that another hook kept.
 
-    Shared fields of another hook start anew if this hook keeps them in another shape, such as PowerSGD's ``q`` after a
+    Shared fields of another hook start again if this hook keeps them in another shape, such as PowerSGD's ``q`` after a
     change of its rank. All ranks have the same ones.
 
     Raises:
@@ -393,7 +393,7 @@ def expected(
     try:
         for _ in stages:
             pass
-    except Exception:  # a reduction with a plan() of its own: size alone bounds its entries
+    except Exception:  # a reduction that overrides plan(), whose entries only their size bounds
         return {}
     finally:
         stages.close()

@@ -40,11 +40,11 @@ class ErrorFeedback(Composite):
     def __init__(self, inner: Reduction) -> None:
         if FIELD in inner.fields:
             raise HookConfigError(
-                f"{inner.name} keeps a residual of its own, fused into its algebra: use it without error_feedback"
+                f"{inner.name} already keeps a residual, as a part of its algorithm: use it without error_feedback"
             )
         if not inner.reports_sent and "error_feedback" in inner.config():
             raise HookConfigError(
-                f"{inner.name} has error feedback of its own, which covers every rounding that it makes: write "
+                f"{inner.name} has its own option for error feedback, which covers all of its roundings: write "
                 f"{inner.name}(error_feedback=True) instead of error_feedback({inner.name})"
             )
         if not inner.reports_sent:

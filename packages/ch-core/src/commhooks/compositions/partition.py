@@ -39,7 +39,8 @@ class Piece:
         return self.stop - self.start
 
     def layout(self, offset: int) -> ParamLayout:
-        """Return the piece as a parameter of its own at ``offset``. It keeps the name, and is a matrix if the parameter is.
+        """Return the piece as a separate parameter at ``offset``. It keeps the name, and is a matrix if the parameter
+        is.
 
         A parameter in another order than row by row becomes a matrix in the order of its memory. Then an entry of state in the
         piece's own order lies in this order too, as :class:`~commhooks.reduction.Pieces` expects.

@@ -76,7 +76,7 @@ def attach_outer(model: torch.nn.Module, name: str, expression: str) -> FoundMod
         expression: of the outer optimizer.
 
     Raises:
-        SlotTakenError: the script uses an outer optimizer or a communication hook of its own.
+        SlotTakenError: the script already uses an outer optimizer or a communication hook.
         HookNotSupportedError: the wrapper or an optimizer averages in a way that an outer optimizer cannot replace.
         HookConfigError: as the outer optimizer itself.
     """
@@ -122,7 +122,7 @@ def _optimizers(model: torch.nn.Module, name: str) -> list[torch.optim.Optimizer
     for optim in optims:
         kind = type(optim).__name__
         if hasattr(optim, "follow"):
-            raise SlotTakenError(f"the script makes a {kind} of its own")
+            raise SlotTakenError(f"the script makes its own {kind}")
         if type(optim).__module__.startswith("torch.distributed"):
             raise HookNotSupportedError(
                 f"--outer cannot train {name} with {kind}, whose step sends messages of its own. Use a plain torch.optim "

@@ -42,7 +42,7 @@ def commhooks_specs() -> Iterable[HookSpec]:
             capabilities=frozenset({"stateful", "error_feedback", "checkpointable"}),
             example="error_feedback(bf16_compress)",
             paper="https://arxiv.org/abs/1901.09847",
-            when="the hook inside loses a part of the gradient and has no feedback of its own",
+            when="the hook inside loses a part of the gradient and has no error feedback",
             loss="less than the hook inside alone; costs 4 bytes of memory per parameter, or 8 with rollback",
         ),
         HookSpec(

@@ -1,6 +1,6 @@
 """Contract, part 6: ``DistributedDataParallel`` on two gloo processes. Each check is a function that every rank runs.
 
-All checks of a test class run in one world of processes; each is a test of its own.
+All checks of a test class run in one world of processes. Each is a separate test.
 """
 
 import copy

@@ -163,7 +163,7 @@ class _StepFigures:
 def _whole_steps(engine: EnginePart) -> dict[int, Interval]:
     """Return begin and end of the steps that were recorded from begin to end, without the first one if there are others.
 
-    DDP builds its buckets anew after the first step. The limit may have dropped the begin of the oldest step.
+    DDP rebuilds its buckets after the first step. The limit may have dropped the begin of the oldest step.
     """
     steps = {span.step: (span.begun, span.ended) for span in engine.spans if span.kind == "step"}
     if len(steps) > 1:

@@ -149,7 +149,7 @@ def _sub_groups(group: dist.ProcessGroup, topology: Topology, rank: int) -> dict
     """Return the groups of this rank's node and peers, opened at the first call. A scope of all ranks is the group itself.
 
     Every rank opens the node's group first, so that no two ranks wait for each other. A rank without company in a scope
-    gets a group of its own.
+    gets a separate group.
     """
     kept = _SUB_GROUPS.setdefault(group, {})
     if topology not in kept:

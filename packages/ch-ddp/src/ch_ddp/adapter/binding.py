@@ -128,7 +128,7 @@ class DDPBinding(Binding):
     def _make(self, handle: CommHook) -> Driver:
         if handle.reduction is None:
             use_group = getattr(handle.state, "use_group", None)
-            if callable(use_group):  # a state without a group of its own takes the model's
+            if callable(use_group):  # a state without a group takes the model's
                 use_group(self.group)
             driver = ForeignDriver(cast(Any, handle.built), handle.state, handle.expr, self._timeout)
             driver.give_up = self._give_up

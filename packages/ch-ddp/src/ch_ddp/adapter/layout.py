@@ -87,11 +87,11 @@ def named_by_position(state: HookState, params: Sequence[torch.Tensor]) -> dict[
     bound = state.names()
     if all(id(p) in bound for p in params):
         return bound
-    state.bind_by_position(_trained_beside(params, state))
+    state.bind_by_position(_trained_with(params, state))
     return state.names()
 
 
-def _trained_beside(params: Sequence[torch.Tensor], state: HookState) -> list[torch.nn.Parameter]:
+def _trained_with(params: Sequence[torch.Tensor], state: HookState) -> list[torch.nn.Parameter]:
     having = models_of(params)
     own = [model for model in having if any(held is state for _, held in model._comm_hooks)]
     found = {tuple(map(id, rows)): rows for model in own or having if (rows := [p for _, p in averaged_params(model)])}
