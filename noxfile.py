@@ -24,10 +24,11 @@ ROOT = Path(__file__).parent
 FT_TOOLS = ["torchft>=0.2.0", "parameterized"]  # ch-ft's optional extra
 TRITON = "triton>=3.6; sys_platform == 'linux'"  # ch-quant's optional extra, 200 MB; tests run its interpreter
 NIGHTLY = "torchft-nightly==2026.10.26"  # pinned, because its manager and tests change
+ACCELERATE = "accelerate>=1"  # the framework of the quick set: it imports in a tenth of a second, Lightning in three
 FRAMEWORKS = [
+    ACCELERATE,
     "lightning>=2.4",
     "pytorch-lightning>=2.4",
-    "accelerate>=1",
     "transformers>=4.50",
     "jsonargparse[signatures]>=4",
 ]
@@ -98,7 +99,9 @@ def pytest(session: nox.Session, *arguments: str, names: Iterable[str] = ()) -> 
     chosen = chosen_paths(session)
     imports = ["commhooks" if name == "ch-core" else name.replace("-", "_") for name in names]
     folders = [PROJECTS[name] / "tests" for name in names]
-    where = [*imports, *(str(folder) for folder in folders if folder.is_dir())] if not chosen else []
+    own = [str(folder) for folder in folders if folder.is_dir()]
+    # The longest modules are in tests/. They begin first, because a module runs in one process.
+    where = [] if chosen else [*(["tests"] if names == PROJECTS else []), *imports, *own]
     doctests = ["--doctest-modules", "--pyargs"] if where else []
     session.run(
         "python",
@@ -117,16 +120,16 @@ def pytest(session: nox.Session, *arguments: str, names: Iterable[str] = ()) -> 
     )
 
 
-def whole_suite(session: nox.Session, marks: str, tools: Iterable[str] = ()) -> None:
-    """Run tests of all packages in one environment, four at a time: most tests wait for processes of their own."""
-    common = [*TEST_TOOLS, *FT_TOOLS, "lightning>=2.4", "matplotlib>=3.8", "pytest-xdist>=3.8"]
+def whole_suite(session: nox.Session, marks: str, workers: int, tools: Iterable[str] = ()) -> None:
+    """Run tests of all packages in one environment, several at a time, because many tests wait for processes they start."""
+    common = [*TEST_TOOLS, *FT_TOOLS, ACCELERATE, "matplotlib>=3.8", "pytest-xdist>=3.8"]
     install(session, *PROJECTS, tools=[*common, *tools])
     # A module or class runs in one process (loadscope). A test that hangs ends its process, after which xdist would wait
     # forever for the rest of the module, so no worker restarts. Without --no-loadscope-reorder, modules of one long test
     # would run last, while the other process waits.
     xdist = [
         "-n",
-        "4",
+        str(workers),
         "--dist",
         "loadscope",
         "--no-loadscope-reorder",
@@ -135,20 +138,21 @@ def whole_suite(session: nox.Session, marks: str, tools: Iterable[str] = ()) -> 
         "--durations",
         "15",
     ]
-    everything = [] if chosen_paths(session) else ["tests", *xdist]
+    everything = [] if chosen_paths(session) else xdist
     pytest(session, *everything, "-m", marks, names=PROJECTS)
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the quick set: every package, every hook on real processes, a kill, a framework, the docs' code blocks."""
-    whole_suite(session, "not soak and not nccl and not full and not campaign")
+    # Every worker collects all tests, which takes 10 s of a core.
+    whole_suite(session, "not soak and not nccl and not full and not campaign", workers=3)
 
 
 @nox.session(name="tests-full")
 def tests_full(session: nox.Session) -> None:
     """Run the tests that the quick set leaves out: all frameworks, Triton, four processes, the campaign, the GPU kit."""
-    whole_suite(session, "(full or campaign) and not soak and not nccl", [*FRAMEWORKS, TRITON])
+    whole_suite(session, "(full or campaign) and not soak and not nccl", workers=4, tools=[*FRAMEWORKS, TRITON])
 
 
 def package_tests(name: str) -> None:

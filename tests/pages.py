@@ -1,11 +1,12 @@
 """Run the documentation's Python blocks, page by page, in an environment with the packages that the pages install.
 
-A page's blocks run in one namespace, in order, in a separate process. A page that starts a process group uses one gloo
-rank. This module needs only the standard library. `python tests/pages.py` runs the pages without pytest, for `nox -s
-docs-install`. `tests/test_docs.py` runs them under pytest, and forbids imports of packages that the pages do not
-install.
+A page's blocks run in order in one namespace and one process, which is forked from a process that has imported torch. A
+page that starts a process group uses one gloo rank. This module needs the standard library and our packages. `python
+tests/pages.py` runs the pages without pytest, for `nox -s docs-install`. `tests/test_docs.py` runs them under pytest, and
+forbids imports of packages that the pages do not install.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -60,8 +61,32 @@ class Hiding:
         return getattr(self.finder, name)
 
 sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+_SERVE = """
+import json, os, signal, time
+import commhooks.api.attach
+import torch._dynamo  # DDP imports it in its constructor
+
+for line in sys.stdin:
+    path, folder, output, limit = json.loads(line)
+    page = os.fork()
+    if page == 0:
+        os.setpgid(0, 0)
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+        os.dup2(2, 1)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.chdir(folder)
+        sys.argv = [path]
+        runpy.run_path(path, run_name="__main__")
+        sys.exit()
+    end = time.monotonic() + limit
+    while not (ended := os.waitpid(page, os.WNOHANG))[0] and time.monotonic() < end:
+        time.sleep(0.02)
+    if not ended[0]:
+        os.killpg(page, signal.SIGKILL)
+        ended = os.waitpid(page, 0)
+    print(os.waitstatus_to_exitcode(ended[1]), flush=True)
 """
 
 
@@ -76,14 +101,34 @@ def script(page: str) -> str:
     return "".join(source)
 
 
-def run(page: str, folder: Path, forbidden: tuple[str, ...] = (), limit: float = 110) -> str:
-    """Run a page's blocks in ``folder`` without the modules in ``forbidden``. Return the output of a failure."""
-    path = folder / Path(page).with_suffix(".py").name
-    path.write_text(script(page))
-    command = [sys.executable, "-W", "ignore", "-c", _FORBID.format(names=set(forbidden) or {""}), str(path)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=limit, cwd=folder, env=env)
-    return "" if done.returncode == 0 else f"{done.stdout}\n{done.stderr}"
+class Runner:
+    """Runs pages without the modules in ``forbidden``. A process that has imported torch forks for every page.
+
+    Imports take longer than most pages.
+    """
+
+    def __init__(self, forbidden: tuple[str, ...] = ()) -> None:
+        code = _FORBID.format(names=set(forbidden) or {""}) + _SERVE
+        command = [sys.executable, "-W", "ignore", "-c", code]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+
+    def run(self, page: str, folder: Path, limit: float = 110) -> str:
+        """Run a page's blocks in ``folder`` for at most ``limit`` seconds; return its output if it failed."""
+        path, output = folder / Path(page).with_suffix(".py").name, folder / "output.txt"
+        path.write_text(script(page))
+        self._process.stdin.write(json.dumps([str(path), str(folder), str(output), limit]) + "\n")
+        self._process.stdin.flush()
+        code = self._process.stdout.readline().strip()
+        return "" if code == "0" else f"exit status {code}\n{output.read_text()}"
+
+    def __enter__(self) -> "Runner":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
 
 
 def documented_install(page: str = "docs/tutorial.md") -> list[str]:
@@ -100,11 +145,12 @@ def main() -> int:
     if there:
         raise SystemExit(f"the pages do not install these packages of this environment: {', '.join(there)}")
     failed = []
-    for page in sys.argv[1:] or [page for page in PAGES if page not in ELSEWHERE and page not in TESTING]:
-        with tempfile.TemporaryDirectory() as folder:
-            told = run(page, Path(folder))
-        print(f"{'failed' if told else 'passed'}  {page}", told, sep="\n" if told else "", flush=True)
-        failed += [page] if told else []
+    with Runner() as runner:
+        for page in sys.argv[1:] or [page for page in PAGES if page not in ELSEWHERE and page not in TESTING]:
+            with tempfile.TemporaryDirectory() as folder:
+                told = runner.run(page, Path(folder), 400)
+            print(f"{'failed' if told else 'passed'}  {page}", told, sep="\n" if told else "", flush=True)
+            failed += [page] if told else []
     return len(failed)
 
 

@@ -71,7 +71,7 @@ def body(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_compositions(world: int) -> None:
     ranks = spawn(body, world)
     for key in ranks[0]:

@@ -10,6 +10,8 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,13 @@ def python(*arguments: object, cwd: Path, path: Path | None = None, timeout: flo
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def runner():
+    """Return the runner of pages about testing (True) or of the others, whose documented install is smaller."""
+    with ExitStack() as stack:
+        yield cache(lambda testing: stack.enter_context(pages.Runner(() if testing else pages.NOT_INSTALLED)))
+
+
 LONG = {"docs/run.md"}  # starts torchrun several times
 
 
@@ -43,18 +52,17 @@ LONG = {"docs/run.md"}  # starts torchrun several times
         if page not in pages.ELSEWHERE
     ],
 )
-def test_the_blocks_of_a_page_run(page, tmp_path):
-    forbidden = () if page in pages.TESTING else pages.NOT_INSTALLED
-    told = pages.run(page, tmp_path, forbidden, 400 if page in LONG else 110)
+def test_the_blocks_of_a_page_run(page, tmp_path, runner):
+    told = runner(page in pages.TESTING).run(page, tmp_path, 400 if page in LONG else 110)
     assert not told, told
 
 
-def test_other_packages_cannot_be_imported(tmp_path, monkeypatch):
-    for number, name in enumerate(("numpy", "pytest", "hypothesis")):
-        page = tmp_path / f"page{number}.md"
+def test_other_packages_cannot_be_imported(tmp_path, runner):
+    page = tmp_path / "page.md"
+    for name in ("numpy", "pytest", "hypothesis"):
         page.write_text(f"```python\nimport {name}\n```\n")
-        assert f"No module named '{name}'" in pages.run(str(page), tmp_path, pages.NOT_INSTALLED)
-        assert not pages.run(str(page), tmp_path)
+        assert f"No module named '{name}'" in runner(False).run(str(page), tmp_path)
+        assert not runner(True).run(str(page), tmp_path)
 
 
 def test_the_pages_named_exist():
@@ -130,6 +138,7 @@ def test_the_plugin_of_the_page_passes_its_tests(plugin):
     assert " passed" in out
 
 
+@pytest.mark.full  # it reads Lightning's modules
 def test_every_public_name_has_its_row():
     code = "import run; missing = run.missing_rows(); assert not missing, missing; print(run.torch.__version__)"
     assert python("-W", "ignore", "-c", code, cwd=ROOT / "tests" / "compatibility")

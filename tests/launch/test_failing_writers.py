@@ -46,13 +46,14 @@ def status(path: Path, *options: str, stderr: int | None = subprocess.DEVNULL, h
     return subprocess.run(command, cwd=path.parent, env=environ, stderr=stderr, timeout=200).returncode
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("before", "hook"),
     [
         ("sys.stderr.close()", HOOK),
-        pytest.param("sys.stderr.close()", WARNS, marks=pytest.mark.full),
-        pytest.param("sys.stderr = None", WARNS, marks=pytest.mark.full),
-        pytest.param("import logging; logging.basicConfig()\nos.close(2)", WARNS, marks=pytest.mark.full),
+        ("sys.stderr.close()", WARNS),
+        ("sys.stderr = None", WARNS),
+        ("import logging; logging.basicConfig()\nos.close(2)", WARNS),
     ],
 )
 def test_a_script_that_closes_standard_error_ends_well(tmp_path: Path, before: str, hook: str) -> None:
@@ -61,6 +62,7 @@ def test_a_script_that_closes_standard_error_ends_well(tmp_path: Path, before: s
     assert (tmp_path / "report.json").exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("hook", [HOOK, WARNS], ids=["quiet", "warns"])
 def test_a_full_disk_behind_standard_error_changes_no_status(tmp_path: Path, hook: str) -> None:
     with open("/dev/full", "w") as full:
@@ -68,12 +70,14 @@ def test_a_full_disk_behind_standard_error_changes_no_status(tmp_path: Path, hoo
     assert (tmp_path / "report.json").exists()
 
 
+@pytest.mark.full
 def test_a_full_disk_keeps_the_status_of_a_script_that_writes_to_it(tmp_path: Path) -> None:
     path = script(tmp_path, after="sys.stderr.write('no line feed')")
     with open("/dev/full", "w") as full:
         assert status(path, stderr=full.fileno()) == status(path, stderr=full.fileno(), hook="") != 0
 
 
+@pytest.mark.full
 def test_a_reader_that_is_gone_changes_no_status(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
@@ -98,6 +102,7 @@ def test_a_report_that_cannot_be_written_is_printed(tmp_path: Path, report: str)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "report.json", "script.py"]
 
 
+@pytest.mark.full
 def test_a_state_that_cannot_be_written_does_not_end_training(tmp_path: Path) -> None:
     """The folder becomes a file after the second step, as if its disk were lost. The script also saves later."""
     breaks = "import shutil; step == 1 and (shutil.rmtree('state'), open('state', 'w')); torch.save(model.state_dict(), 'saved')"

@@ -22,14 +22,8 @@ def test_a_script_with_its_own_loop(tmp_path: Path, door: bool) -> None:
     assert "DistributedDataParallel(Sequential)" in done.err and "powersgd" in done.err.split("commhooks run:")[1]
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        "lightning_fit",
-        pytest.param("hf_trainer", marks=pytest.mark.full),
-        pytest.param("accelerate_loop", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("script", ["lightning_fit", "hf_trainer", "accelerate_loop"])
 def test_frameworks_with_their_scripts_unchanged(tmp_path: Path, script: str) -> None:
     pytest.importorskip(
         {"hf": "transformers", "lightning": "lightning", "accelerate": "accelerate"}[script.split("_")[0]]
@@ -134,6 +128,7 @@ def test_a_script_that_wraps_nothing(tmp_path: Path) -> None:
     assert "no model was wrapped" in done.report["notes"][0]
 
 
+@pytest.mark.full
 def test_a_script_that_starts_its_ranks_itself(tmp_path: Path) -> None:
     """The ranks write the report, also to the file. The process that only starts them writes none."""
     loop = TWO_MODELS.replace('dist.init_process_group("gloo")', "")

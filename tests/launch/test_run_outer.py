@@ -477,6 +477,7 @@ def test_a_model_that_is_wrapped_again_ends_its_first_training_in_one_model() ->
 # -- the command
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("door", [False, True], ids=["command", "environment"])
 def test_a_script_with_its_own_loop(tmp_path: Path, door: bool) -> None:
     done = run(tmp_path, "ddp_loop", outer="diloco(every=3, exchange=quant4)", door=door)

@@ -23,7 +23,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("script", ["ddp_loop", pytest.param("fsdp2_loop", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("script", ["ddp_loop", "fsdp2_loop"])
 def test_killed_and_resumed_with_the_same_bits(tmp_path: Path, script: str) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()

@@ -173,6 +173,24 @@ def test_the_command_on_a_custom_model(tmp_path: Path):
     assert {row["collective"] for row in found["network"]["collectives"]} >= {"all_reduce", "all_to_all"}
 
 
+WRONG_NAMES = [
+    (
+        ("advise", "--model", "nothing:make"),
+        "HookConfigError: unknown model 'nothing:make' (No module named 'nothing')",
+    ),
+    (("advise", "--model", "mine:nothing"), "HookConfigError: unknown model 'mine:nothing' (module 'mine' has no"),
+    (("advise", "--model", "mine:torch"), "HookConfigError: model 'mine:torch' is a module, not a function"),
+    (
+        ("advise", "--model", "mine:wrong"),
+        "HookConfigError: model 'mine:wrong' returned int: return (module, batch)",
+    ),
+    (("advise", "--hooks", "nothing"), "UnknownHookError: unknown hook 'nothing'"),
+    (("bench", "--model", "nothing"), "HookConfigError: unknown model 'nothing'"),
+    (("bench", "--model", "mine:wrong"), "HookConfigError: model 'mine:wrong' returned int"),
+    (("bench", "--hooks", "nothing"), "UnknownHookError: unknown hook 'nothing'"),
+]
+
+
 @pytest.mark.gloo
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
@@ -182,20 +200,7 @@ def test_the_command_on_a_custom_model(tmp_path: Path):
             ("advise", "--model", "nothing"),
             "HookConfigError: unknown model 'nothing': write module:callable, or one of gpt",
         ),
-        (
-            ("advise", "--model", "nothing:make"),
-            "HookConfigError: unknown model 'nothing:make' (No module named 'nothing')",
-        ),
-        (("advise", "--model", "mine:nothing"), "HookConfigError: unknown model 'mine:nothing' (module 'mine' has no"),
-        (("advise", "--model", "mine:torch"), "HookConfigError: model 'mine:torch' is a module, not a function"),
-        (
-            ("advise", "--model", "mine:wrong"),
-            "HookConfigError: model 'mine:wrong' returned int: return (module, batch)",
-        ),
-        (("advise", "--hooks", "nothing"), "UnknownHookError: unknown hook 'nothing'"),
-        (("bench", "--model", "nothing"), "HookConfigError: unknown model 'nothing'"),
-        (("bench", "--model", "mine:wrong"), "HookConfigError: model 'mine:wrong' returned int"),
-        (("bench", "--hooks", "nothing"), "UnknownHookError: unknown hook 'nothing'"),
+        *(pytest.param(words, message, marks=pytest.mark.full) for words, message in WRONG_NAMES),
     ],
 )
 def test_a_wrong_name_is_one_error_with_the_remedy(words: tuple[str, ...], message: str, tmp_path: Path) -> None:

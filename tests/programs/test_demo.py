@@ -107,6 +107,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 @pytest.mark.timeout(60)
 def test_one_failing_rank_ends_the_others_and_its_error_is_shown(tmp_path: Path) -> None:
     script = tmp_path / "failing.py"

@@ -42,7 +42,7 @@ def until(holds, seconds: float = 40.0) -> bool:
 
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("program", [SLEEPER, LAUNCHED], ids=["spawn", "launch"])
+@pytest.mark.parametrize("program", [SLEEPER, pytest.param(LAUNCHED, marks=pytest.mark.full)], ids=["spawn", "launch"])
 def test_ranks_end_with_a_parent_that_was_killed(program: str, tmp_path: Path) -> None:
     script = tmp_path / "sleeper.py"
     script.write_text(program)

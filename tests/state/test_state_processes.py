@@ -158,6 +158,7 @@ def absent_once(rank: int, world: int) -> None:
     handle.load_state_dict(kept)
 
 
+@pytest.mark.full
 @pytest.mark.gloo
 @pytest.mark.timeout(120)
 def test_a_rank_that_was_absent_once_is_met_again():

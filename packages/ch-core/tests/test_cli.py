@@ -173,6 +173,7 @@ def test_doctor_survives_hooks_that_hang_and_die(tmp_path, publish):
     assert {"acme", "ch-core"} <= {plugin["dist"] for plugin in found["plugins"]}
 
 
+@pytest.mark.full
 @pytest.mark.gloo
 @pytest.mark.timeout(150)
 def test_doctor_on_the_installed_plugins():

@@ -55,7 +55,7 @@ def entered(rank: int) -> None:
 
 
 @pytest.mark.parametrize("store", ["file", "tcp"])
-@pytest.mark.parametrize("fresh", [False, True], ids=["forked", "fresh"])
+@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.full)], ids=["forked", "fresh"])
 def test_ranks_meet_and_return(store: str, fresh: bool) -> None:
     assert spawn(summed, 3, 1, store=store, fresh=fresh) == [6.0] * 3
 
@@ -77,6 +77,7 @@ def test_a_rank_that_is_meant_to_die() -> None:
         spawn(dying, 2, backend=None)
 
 
+@pytest.mark.full
 def test_environment_by_rank_and_prefix_command() -> None:
     names = ("RANK", "WORLD_SIZE", "MINE", "PREFIXED", "ENTERED")
     found = spawn(

@@ -45,7 +45,9 @@ def compiled_steps(rank: int, world: int, order: str) -> float:
     return handle.stats()["compressed_steps"]
 
 
-@pytest.mark.parametrize("order", ["compiled outside", "compiled inside", "both"])
+@pytest.mark.parametrize(
+    "order", ["compiled outside", *(pytest.param(o, marks=pytest.mark.full) for o in ("compiled inside", "both"))]
+)
 def test_compiled_in_either_order(order: str) -> None:
     # A separate process, because torch's compiler remembers models of earlier tests.
     assert spawn(compiled_steps, 1, order) == [2]
@@ -63,6 +65,7 @@ def fabric_steps(rank: int, world: int) -> tuple[str, int]:
     return type(model).__name__, int(handle.stats()["compressed_steps"])
 
 
+@pytest.mark.full
 def test_a_fabric_module() -> None:
     """Runs in a separate process, because Fabric sets environment variables that make its process a rank."""
     pytest.importorskip("lightning")

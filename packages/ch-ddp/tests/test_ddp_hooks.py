@@ -81,7 +81,7 @@ def body_by_name(rank: int, world: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.full) for world in (3, 4))])
 def test_every_hook_by_name_equals_ddp_within_its_rounding(world: int) -> None:
     for result in spawn(body_by_name, world, timeout=110):
         for case, error in result.items():

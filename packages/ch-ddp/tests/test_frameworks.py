@@ -108,6 +108,7 @@ def body_load(rank: int, world: int, folder: str, wanted: list[dict[str, torch.T
     assert same(residuals(hook.handle.state_dict()), before)
 
 
+@pytest.mark.full
 def test_every_rank_gets_its_own_back_and_other_numbers_of_ranks_the_mean(tmp_path: Path) -> None:
     saved = spawn(body_save, 2, str(tmp_path))
     assert not same(*saved)
@@ -248,6 +249,7 @@ def body_lightning(rank: int, world: int, folder: str, package: str) -> None:
     assert same(residuals(resumed.state_dict()), residuals(whole.state_dict()))
 
 
+@pytest.mark.full
 @needs("lightning")
 def test_lightning_resumes(tmp_path: Path) -> None:
     spawn(body_lightning, 2, str(tmp_path), "lightning.pytorch", timeout=200)

@@ -120,7 +120,7 @@ def body_loops(rank: int, world: int) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_every_step_has_the_parameters_of_the_hand_written_loop(world: int) -> None:
     spawn(body_loops, world)
 

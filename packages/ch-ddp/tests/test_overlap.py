@@ -99,7 +99,7 @@ def body_equal(rank: int, world: int) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_equal_to_the_separate_optimizer_to_the_bit(world: int) -> None:
     spawn(body_equal, world, timeout=120)
 

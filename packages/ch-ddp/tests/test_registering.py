@@ -195,6 +195,7 @@ def body_lightning(rank: int, world: int, folder: str) -> None:
         assert all(torch.equal(gathered[0], other) for other in gathered)
 
 
+@pytest.mark.full
 @pytest.mark.gloo
 @pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="Lightning is not installed")
 def test_lightning_calls_the_hook(tmp_path: Any) -> None:

@@ -33,6 +33,7 @@ def body(rank: int, world: int) -> tuple[int, int, str]:
     return here, two, told
 
 
+@pytest.mark.full
 @pytest.mark.gloo
 def test_ranks_of_a_machine() -> None:
     found = spawn(body, 3, timeout=90)

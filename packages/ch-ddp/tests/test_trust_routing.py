@@ -219,6 +219,7 @@ def averaging(state: object, bucket: dist.GradBucket) -> torch.futures.Future[to
     return dist.all_reduce(buffer, async_op=True).get_future().then(lambda done: done.value()[0])
 
 
+@pytest.mark.full
 def test_ways_of_training_end_in_the_right_result_or_a_typed_error() -> None:
     for found in spawn(ways, 2, timeout=110):
         errors = {

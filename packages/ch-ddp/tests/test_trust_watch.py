@@ -186,6 +186,7 @@ def out_of_step(rank: int, world: int) -> list[str]:
     return found
 
 
+@pytest.mark.full
 def test_a_group_that_was_given_up_is_used_no_more() -> None:
     slow, late = spawn(out_of_step, 2, timeout=100.0)
     assert slow == ["HookTimeoutError", "HookTimeoutError", "TransportError", "TransportError"]

@@ -106,6 +106,7 @@ PLACES: dict[str, Callable[[DistributedDataParallel], object]] = {
 }
 
 
+@pytest.mark.full
 def test_a_static_graphs_first_iteration_ends_without_a_last_bucket() -> None:
     assert spawn(static, 2, timeout=150.0) == [[], []]
 

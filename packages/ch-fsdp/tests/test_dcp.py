@@ -109,6 +109,7 @@ def on_other_meshes(folder: str, owed: dict[str, torch.Tensor]) -> None:
         torch.testing.assert_close(again[name], residual, rtol=0, atol=1e-9)
 
 
+@pytest.mark.full
 def test_model_optimizer_and_hook_in_one_save(tmp_path: Any) -> None:
     spawn(body_everything, 4, str(tmp_path / "all"), timeout=200)
 

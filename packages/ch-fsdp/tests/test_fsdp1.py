@@ -86,7 +86,7 @@ def body_by_name(rank: int, world: int, strategies: list[str]) -> list[tuple[str
     ("world", "strategies"),
     [
         (2, ["NO_SHARD", "SHARD_GRAD_OP"]),
-        (4, ["FULL_SHARD", "HYBRID_SHARD"]),
+        pytest.param(4, ["FULL_SHARD", "HYBRID_SHARD"], marks=pytest.mark.full),
         pytest.param(3, ["NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD"], marks=pytest.mark.soak),
         pytest.param(4, ["NO_SHARD", "SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"], marks=pytest.mark.soak),
     ],
@@ -110,7 +110,7 @@ def body_trains(rank: int, world: int, strategy: str) -> tuple[list[float], torc
 
 @pytest.mark.parametrize(
     ("world", "strategy"),
-    [(2, "FULL_SHARD"), (4, "HYBRID_SHARD")]
+    [(2, "FULL_SHARD"), pytest.param(4, "HYBRID_SHARD", marks=pytest.mark.full)]
     + [pytest.param(4, s, marks=pytest.mark.soak) for s in ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")],
 )
 def test_trains_as_one_process_does(world: int, strategy: str) -> None:

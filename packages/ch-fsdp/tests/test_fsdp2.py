@@ -81,6 +81,7 @@ def body_thawed(rank: int, world: int, expr: str, axis: str) -> None:
     assert commhooks.attach(model, expr, axis=axis, state=handle.state).state.held() == held
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("expr", "axis"),
     [
@@ -213,7 +214,7 @@ def body_after_evaluation(rank: int, world: int, shards: int) -> list[float]:
     return []
 
 
-@pytest.mark.parametrize(("world", "shards"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("world", "shards"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.full)])
 def test_attach_after_an_evaluation_forward(world: int, shards: int) -> None:
     spawn(body_after_evaluation, world, shards)
 
@@ -271,6 +272,7 @@ def body_drift(rank: int, world: int) -> None:
     commhooks.attach(fully_shard(cut, mesh=mesh["shard"]), "batched_powersgd(rank=1)")
 
 
+@pytest.mark.full
 def test_parameters_that_tensor_parallel_ranks_share_stay_equal() -> None:
     spawn(body_drift, 4)
 
@@ -357,6 +359,7 @@ def test_names_follow_the_model() -> None:
     spawn(body_names, 4)
 
 
+@pytest.mark.full
 def test_a_failed_attach_leaves_nothing() -> None:
     spawn(body_failed, 4)
 

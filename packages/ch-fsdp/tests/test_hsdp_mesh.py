@@ -126,6 +126,7 @@ def test_reduced_in_fp16() -> None:
     spawn(body_half, 4)
 
 
+@pytest.mark.full
 def test_allreduce_is_torchs_own_to_the_bit() -> None:
     spawn(body_numbers, 4, timeout=250)
 
@@ -189,6 +190,7 @@ def body_compressed(rank: int, world: int) -> None:
     assert {"shard_payload_bytes", "replicate_payload_bytes"} <= set(cast.stats())
 
 
+@pytest.mark.full
 def test_compressed_between_the_replicas() -> None:
     spawn(body_compressed, 4, timeout=200)
 

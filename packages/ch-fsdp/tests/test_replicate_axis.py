@@ -316,6 +316,7 @@ def body_accumulation_and_precision(rank: int, world: int) -> None:
     assert distance(one_backward(frozen, rank), one_backward(mine, rank)) == 0
 
 
+@pytest.mark.full
 def test_unused_frozen_accumulated_and_low_precision() -> None:
     spawn(body_accumulation_and_precision, 4)
 
@@ -392,6 +393,7 @@ def body_refused(rank: int, world: int) -> None:
             compare(model, step, rank, "refused")
 
 
+@pytest.mark.full
 def test_handles_over_other_parts_one_after_another() -> None:
     spawn(body_other_parts, 2, timeout=200)
 

@@ -75,6 +75,7 @@ def body_trains(rank: int, world: int) -> list[tuple[list[float], torch.Tensor]]
     return out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [4, pytest.param(2, marks=pytest.mark.soak)])
 def test_trains_as_one_process_does(world: int) -> None:
     model, losses = single(STEPS, world)
@@ -137,6 +138,7 @@ def body_policies(rank: int, world: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.full
 def test_factors_precision_offload_frozen() -> None:
     for found in spawn(body_policies, 2, timeout=120):
         for case, error in found.items():

@@ -226,6 +226,7 @@ def test_cases() -> None:
     spawn(body_cases, 2)
 
 
+@pytest.mark.full
 def test_units_reduced_several_times_in_a_step() -> None:
     spawn(body_conserved_on_two, 2)
 

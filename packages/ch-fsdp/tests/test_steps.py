@@ -133,6 +133,7 @@ def test_each_parameter_is_reduced_once_a_step() -> None:
     spawn(body_once, 2, (both_ways, sometimes_twice, reentrant), timeout=200)
 
 
+@pytest.mark.full
 def test_groups_used_on_one_replica_only_are_averaged_as_zeros() -> None:
     spawn(body_once, 2, (experts, crossed), timeout=200)
 
@@ -163,6 +164,7 @@ def body_accumulated(rank: int, world: int) -> None:
             torch.testing.assert_close(total, true[name], atol=5e-5, rtol=1e-4, msg=f"optimizer={given} {name}")
 
 
+@pytest.mark.full
 def test_accumulated_backwards_are_used_by_the_optimizer() -> None:
     spawn(body_accumulated, 2, timeout=200)
 

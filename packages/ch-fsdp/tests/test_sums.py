@@ -58,5 +58,6 @@ def body(rank: int, world: int, folder: str) -> None:
             assert other.state_dict()["step"] == 3
 
 
+@pytest.mark.full
 def test_residuals_are_kept_on_every_mesh(tmp_path: Any) -> None:
     spawn(body, 4, str(tmp_path), timeout=220)

@@ -1,6 +1,6 @@
 """Real lighthouse, Managers and processes on gloo. One replica is killed with SIGKILL and starts again.
 
-Five of 48 cases (4 places, 3 sizes, 4 hooks) run in the quick set, the others in `nox -s soak`.
+One of 48 cases (4 places, 3 sizes, 4 hooks) runs in the quick set, four in the full set, the others in `nox -s soak`.
 """
 
 import itertools
@@ -13,8 +13,9 @@ pytest.importorskip("torchft")
 from ch_ft.testing import quorum, scenario
 from ch_ft.testing.member import Task
 
-QUICK = {
-    ("first", 2, "allreduce"),
+FIRST = ("first", 2, "allreduce")
+FULL = {
+    FIRST,
     ("p_and_q", 4, "powersgd(rank=2)"),
     ("buckets", 3, "bf16_compress"),
     ("steps", 3, "powersgd(rank=2)"),
@@ -26,7 +27,7 @@ QUICK = {
 @pytest.mark.parametrize(
     ("place", "replicas", "hook"),
     [
-        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.soak])
+        pytest.param(*case, marks=[] if case == FIRST else pytest.mark.full if case in FULL else pytest.mark.soak)
         for case in itertools.product(scenario.PLACES, scenario.SIZES, scenario.HOOKS)
     ],
 )

@@ -150,6 +150,7 @@ def test_refusals() -> None:
             OptimizerWrapper(manager, torch.nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="Lightning is not installed")
 def test_lightning_trains_with_it(tmp_path: Any) -> None:
     import lightning.pytorch as pl

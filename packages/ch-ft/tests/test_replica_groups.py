@@ -183,7 +183,7 @@ def test_a_death_inside_a_step_equals_a_death_before_it(hook: str, number: int) 
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("async_quorum", [True, False])
+@pytest.mark.parametrize("async_quorum", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_newcomer_heals(async_quorum: bool) -> None:
     """The new member gets parameters and Q from the others, starts without a residual, and stays equal to them."""
     reborn: dict[int, Any] = {}

@@ -23,6 +23,7 @@ def trained(folder: Path, tasks: list[Task]) -> quorum.Outcome:
     return outcome
 
 
+@pytest.mark.full
 @pytest.mark.timeout(90)
 def test_a_run_resumed_from_disk_is_the_run_that_was_not_ended(tmp_path: Path) -> None:
     """Parameters, Q and every replica's residual equal those of the other run to the bit, at each step after the

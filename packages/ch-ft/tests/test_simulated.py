@@ -199,6 +199,7 @@ def departure(hook: str, steps: int = STEPS, leaves: int = LEAVES) -> list[float
     return losses
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_the_local_residual_survives_a_departure() -> None:
     leaves, rank = LEAVES, 4

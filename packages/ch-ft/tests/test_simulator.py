@@ -149,7 +149,7 @@ def train(script: Script, hook: str | None, asynchronous: bool) -> dict[tuple[st
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 8))])
 def test_random_runs_prove_something(seed: int) -> None:
     """Every run ends, loses attempts, gives all members one state at each step, and repeats to the bit."""
     hook, asynchronous = HOOKS[seed % len(HOOKS)], seed % 3 > 0

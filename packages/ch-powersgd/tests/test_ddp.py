@@ -88,6 +88,7 @@ def attached(rank: int, world: int, steps: int) -> list[tuple[str, int, float, f
     return rows
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("world", "steps"), [(2, 20), (4, 10)])
 def test_trains_with_any_number_of_buckets(world: int, steps: int) -> None:
     for rows in spawn(attached, world, steps, timeout=150.0):

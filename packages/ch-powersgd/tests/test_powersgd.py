@@ -211,6 +211,7 @@ def test_sixteen_bits_neither_overflow_nor_vanish(dtype: Any, scale: float) -> N
         assert (narrow[0][0][-1][name] - want).norm() <= 0.02 * want.norm()
 
 
+@pytest.mark.full
 def test_local_residual_stays_bounded_while_the_averaged_one_grows() -> None:
     """The ranks' gradients always differ. A residual against the average sums that difference for ever."""
 

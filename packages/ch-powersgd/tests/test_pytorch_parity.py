@@ -94,7 +94,11 @@ def record(
 @pytest.mark.parametrize("approximation", [1, 4])
 @pytest.mark.parametrize(
     ("losses", "dtype", "steps"),
-    [(signal, torch.float32, STEPS), (fitting, torch.float64, STEPS), (fitting, torch.float32, 5)],
+    [
+        (signal, torch.float32, STEPS),
+        pytest.param(fitting, torch.float64, STEPS, marks=pytest.mark.full),
+        pytest.param(fitting, torch.float32, 5, marks=pytest.mark.full),
+    ],
 )
 def test_the_averaged_residual_follows_pytorch(approximation: int, losses: Any, dtype: torch.dtype, steps: int) -> None:
     recorded = spawn(record, 2, approximation, dtype, losses)

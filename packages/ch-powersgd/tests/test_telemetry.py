@@ -82,6 +82,7 @@ def body(rank: int, world: int) -> None:
             assert math.isclose(last["residual_norm"], norm, rel_tol=1e-4), expr
 
 
+@pytest.mark.full
 def test_figures_are_those_of_the_step_and_the_step_is_not_changed() -> None:
     spawn(body, 2, timeout=110)
 

@@ -119,7 +119,7 @@ def over_gloo(rank: int, world: int) -> list[str]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_it_is_the_loop_written_by_hand_over_gloo(world: int) -> None:
     assert spawn(over_gloo, world, timeout=80) == [[]] * world
 

@@ -128,7 +128,13 @@ def worker(rank: int, world: int, place: str, folder: str) -> tuple[int, list[in
 
 @pytest.mark.parametrize(
     ("place", "rounds", "world"),
-    [("inner step", 1, 3), ("before", 1, 3), ("inside", 1, 3), ("after", 2, 3), ("inside", 1, 2), ("inside", 1, 4)],
+    [
+        ("inside", 1, 3),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (("inner step", 1, 3), ("before", 1, 3), ("after", 2, 3), ("inside", 1, 2), ("inside", 1, 4))
+        ),
+    ],
 )
 def test_survivors_lose_one_round_at_most_and_have_the_same_start_and_momentum(
     place: str, rounds: int, world: int, tmp_path: Path

@@ -28,12 +28,17 @@ VICTIM = "beta_1"
 @pytest.mark.parametrize(
     ("place", "replicas", "exchange", "async_quorum"),
     [
-        ("inner step", 3, "allreduce", True),
-        ("before", 3, QUANT, True),
         ("inside", 2, QUANT, False),
-        ("inside", 3, "allreduce", True),
-        ("inside", 4, QUANT, True),
-        ("after", 3, QUANT, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ("inner step", 3, "allreduce", True),
+                ("before", 3, QUANT, True),
+                ("inside", 3, "allreduce", True),
+                ("inside", 4, QUANT, True),
+                ("after", 3, QUANT, False),
+            )
+        ),
     ],
 )
 def test_survivors_continue_and_lose_one_round_at_most(

@@ -24,7 +24,7 @@ EXCHANGES = [
 ]
 
 
-@pytest.mark.parametrize("stop", [1, 4, 6, 7, 8, 11])
+@pytest.mark.parametrize("stop", [4, *(pytest.param(stop, marks=pytest.mark.full) for stop in (1, 6, 7, 8, 11))])
 @pytest.mark.parametrize("mix", [0.5, "carry"])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_it_resumes_to_the_bit_at_any_step(exchange: str, mix: float | str, stop: int) -> None:

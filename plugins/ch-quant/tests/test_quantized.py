@@ -352,7 +352,7 @@ def body_gloo(rank: int, world: int) -> dict[str, tuple[torch.Tensor, Any]]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_by_name_and_as_pytorchs_functions_on_gloo(world: int) -> None:
     ranks = spawn(body_gloo, world, timeout=110)
     exact = ranks[0]["exact"][0]

@@ -45,6 +45,7 @@ def test_on_a_gpu_it_is_torchs_bit_for_bit(pytestconfig: pytest.Config) -> None:
     run_cases(pytestconfig)
 
 
+@pytest.mark.full
 @installed
 @pytest.mark.parametrize(
     ("expr", "said"),
@@ -62,6 +63,7 @@ def test_options_without_a_kernel_are_refused(expr: str, said: str) -> None:
         commhooks.create(expr)
 
 
+@pytest.mark.full
 @installed
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter takes CPU tensors")
 def test_cpu_tensors_are_refused_without_the_interpreter() -> None:
@@ -88,6 +90,7 @@ def test_without_triton_the_error_names_the_package(monkeypatch: pytest.MonkeyPa
     assert commhooks.create("quant4(kernel='torch')").reduction is not None
 
 
+@pytest.mark.full
 @installed
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="what is interpreted is not compiled")
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles for GPUs on Linux")

@@ -289,6 +289,7 @@ def body_gloo(rank: int, world: int) -> dict[str, tuple[torch.Tensor, dict[str, 
     return found
 
 
+@pytest.mark.full
 @pytest.mark.gloo
 def test_four_processes_stay_equal() -> None:
     ranks = spawn(body_gloo, 4, timeout=110)

@@ -16,10 +16,12 @@ class TestHalf(HookContract):
     expr = "half"
 
 
+@pytest.mark.full
 class TestClip(HookContract):
     expr = "clip(half, limit=1000.0)"
 
 
+@pytest.mark.full
 class TestClipInsideErrorFeedback(HookContract):
     expr = "error_feedback(clip(bf16_compress, limit=1000.0))"
 
