@@ -330,9 +330,9 @@ class Bucket:
     def cached(self, key: Hashable, make: Callable[[], T], of: object = None) -> T:
         """Return ``make()``, called once in the life of this bucket. DDP's buckets live from step to step.
 
-        Only for views of :attr:`storage` (:meth:`view`, :meth:`matrix`, :meth:`segments`), never for numbers, and so not for
-        :attr:`buffer`, which may be a copy. A view costs little, but between two passes over a large gradient the code that
-        makes it has left the core's cache.
+        Use it only for views of :attr:`storage` (:meth:`view`, :meth:`matrix`, :meth:`segments`). Never use it for
+        numbers or for :attr:`buffer`, which may be a copy. A view costs little, but between two passes over a large
+        gradient the code that makes it has left the core's cache.
 
         Args:
             key: cache key that no other caller has, such as ``(self, "halves")`` in a reduction.

@@ -66,7 +66,7 @@ def device_of_backend(backend: str) -> torch.device:
 
 
 def product_settings(device: torch.device) -> tuple[Any, Any]:
-    """Return torch's settings for fp32 products: first the one of this device, then the other one.
+    """Return torch's two settings for fp32 products, that of this device first.
 
     The attribute ``fp32_precision`` of each is ``"none"``, ``"ieee"``, ``"tf32"`` or ``"bf16"``.
     """

@@ -148,7 +148,9 @@ class Encoding:
         return self.packed.unpack(tensor, scales)
 
     def decode(self, tensor: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the numbers of an entry in the parameter's own shape and order; an entry of another shape as it is."""
+        """Return the numbers of an entry in the parameter's shape and order. An entry of another
+        shape stays unchanged.
+        """
         numbers, memory = self.numbers(tensor, scales), self.memory
         if memory is not None and self.part is not None:
             start, stop = self.part

@@ -257,7 +257,7 @@ class CommHook:
     def payload_per_step(self) -> int:
         """Return the bytes given to collectives per rank in one step, computed from the shapes.
 
-        After the first step they are exactly those of its buckets, including the padding of buckets that all ranks share
+        After the first step the bytes are exact for its buckets, including the padding of buckets that all ranks share
         equally. Before, they assume one bucket of all parameters.
 
         Raises:

@@ -151,7 +151,7 @@ class Shards(Parts):
 
 @dataclass(slots=True)
 class Weights(Parts):
-    """The shards of some parameters: this rank's own, and places for those of all ranks.
+    """This rank's shards of some parameters, and memory for the shards of all ranks.
 
     Attributes:
         layout: how the parameters are cut.

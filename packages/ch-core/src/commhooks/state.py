@@ -476,8 +476,8 @@ class HookState:
             step: the new step.
             params: names and shapes of the parameters, if they change too.
             place: rank that the state was saved on, if it is still to be verified.
-            keep: fields whose staged and tentative tensors stay. A member that heals in the middle of a step receives the
-                state from before the step, and the step is still to be committed on top.
+            keep: fields whose staged and tentative tensors stay. A member that heals within a step receives the state
+                from before the step. The step is then committed on top.
             ordered: True if they have the parameter's own order, as :meth:`entries` yields them. False if each has the
                 order that its reader expects, as in checkpoints of format 1.
             buckets: the new :attr:`buckets`; empty to keep the old ones.
@@ -586,7 +586,8 @@ class HookState:
         self._owners = tuple(weakref.ref(p) for p in owners)
 
     def bind_by_position(self, owners: Sequence[torch.Tensor]) -> None:
-        """Bind to parameters in model order without names. They get names by position, or those of a loaded checkpoint.
+        """Bind to parameters in model order without names. They get names by position, or the names of a loaded
+        checkpoint.
 
         Raises:
             StateError: the state has entries for parameters of other shapes.

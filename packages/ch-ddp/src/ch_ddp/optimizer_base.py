@@ -14,7 +14,7 @@ _SHARED = ("param_groups", "state", "defaults")
 class WrappedOptimizer(Optimizer):
     """Base of optimizers that add something to :meth:`step`.
 
-    ``param_groups``, ``state`` and ``defaults`` always are those of the wrapped optimizer, also after ``load_state_dict``
+    ``param_groups``, ``state`` and ``defaults`` always come from the wrapped optimizer, also after ``load_state_dict``
     replaced them. Schedulers, ``GradScaler`` and step hooks work as with the wrapped optimizer.
 
     Args:

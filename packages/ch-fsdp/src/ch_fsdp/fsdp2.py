@@ -153,7 +153,7 @@ class FSDP2Binding(Binding):
             hook.switch(steps, end, None)
 
     def _plain_engine(self) -> Engine:
-        # Without a status the messages are those of torch without a hook.
+        # Without a status this sends the same messages as torch without a hook.
         transport = ProcessGroupTransport(self._replicas)
         return Engine(Plain(), transport, timeout=self._timeout, sends_status=False)
 

@@ -4,11 +4,11 @@ torch calls ``hook(shard)`` after its reduce-scatter and adds the shard to the p
 sees a flat tensor without names. A shard's name is its parameter's name and coordinate, ``"blocks.0.up.weight[0/2]"``, and
 the state uses it as key.
 
-torch hands over a group's gradients whenever a backward is ready. It does so never if a replica did not use the group
-(experts), and once for each use of shared weights. If ranks reduced at every call, they would mix gradients of different
-groups, and compress two parts of one gradient as two steps. So :class:`GroupOrder` reduces each group once a step, in an
-order that all ranks agreed on. A group that is early or incomplete leaves zeros for torch to add. Its average is added
-later.
+torch hands over a group's gradients whenever a backward is ready. It never does so if a replica did not use the group
+(experts), and does so once for each use of shared weights. If ranks reduced at every call, they would mix gradients of
+different groups, and compress two parts of one gradient as two steps. So :class:`GroupOrder` reduces each group once a
+step, in an order that all ranks agreed on. A group that is early or incomplete leaves zeros for torch to add. Its
+average is added later.
 """
 
 from collections.abc import Sequence

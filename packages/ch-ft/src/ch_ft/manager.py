@@ -59,7 +59,7 @@ class Transaction(Protocol):
         """Begin a step, and agree on its members."""
 
     def should_commit(self) -> bool:
-        """Vote. Return True if the step counts. Members may differ, and one that is left behind heals."""
+        """Vote. Return True if the step counts. Members may disagree. A member that misses the commit heals later."""
 
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]

@@ -150,7 +150,7 @@ class MemberCollectives:
     calls of the attempt do nothing. A healing or spare member adds nothing.
 
     Once per backward an all-gather of one number finds the contributors. A message has one part for each contributor, which
-    owns that part. Other members send nothing. So no residual of an owner is lost with a member whose state is dropped.
+    owns that part. Other members send nothing. So the loss of a member's state loses no residual of an owner.
 
     Args:
         manager: learns of failures.

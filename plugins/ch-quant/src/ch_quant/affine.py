@@ -5,8 +5,8 @@ widened to hold zero. An element travels as ``q = clamp(round(x / s) + z, 0, 255
 rank gathers every rank's bytes and averages them in rank order, so all ranks have the same bits. It receives (W - 1) bytes
 per element, so prefer ``quant8`` beyond two ranks.
 
-A row is a parameter, or ``bucket_size`` elements of one (the last row of a parameter is shorter, not padded), so
-results do not depend on the buckets. A bias does not share the scale of a weight.
+A row is a parameter, or ``bucket_size`` elements of a parameter, so results do not depend on the buckets. The last row
+of a parameter may be shorter. A bias does not share the scale of a weight.
 
 On the wire, one message per bucket: fp32 scales of all rows, their zero points, the codes. A row that is not finite
 has a scale of NaN, and arrives as NaN.

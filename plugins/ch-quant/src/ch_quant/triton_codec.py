@@ -4,8 +4,9 @@ Torch's operations read and write a chunk a dozen times, and on a GPU these pass
 once, writes its codes once, and writes the decoded numbers for error feedback on the way. The bytes are the same, so ranks
 with and without Triton average together.
 
-There are kernels for nearest rounding in 8 and 4 bits. At 2 and 1 bits a scale is a mean, and torch leaves the order of its
-sum open, so the kernel could not promise the same bytes. Stochastic rounding would have to draw torch's random numbers.
+There are kernels for nearest rounding in 8 and 4 bits. At 2 and 1 bits a scale is a mean. torch does not specify the
+order of its sum, so the kernel could not guarantee the same bytes. Stochastic rounding would have to draw torch's
+random numbers.
 """
 
 from threading import Lock

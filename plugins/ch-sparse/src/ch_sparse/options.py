@@ -28,7 +28,7 @@ class SparseOptions(Options):
         super().__post_init__()
         if self.decay != 1.0 and not self.feedback:
             raise HookConfigError(
-                f"decay={self.decay!r} without feedback has nothing to decay: leave it out or set feedback=True"
+                f"decay={self.decay!r} without feedback has no residual to decay. Omit it or set feedback=True"
             )
 
 

@@ -2,8 +2,8 @@
 
 A parameter is cut into strata of ``round(1 / density)`` consecutive elements (the last may be shorter), and one element of each
 stratum is chosen, with equal chances. The choice follows from ``seed``, the step and the position of the stratum in the
-parameter, by a hash in integer arithmetic. No rank sends an index, the GPU's generator has no part in it, and results depend
-neither on the buckets nor on the kind of device. The volume does not grow with the number of ranks.
+parameter, by a hash in integer arithmetic. No rank sends an index. Results do not depend on the buckets, the kind of
+device or the GPU's generator. The volume does not grow with the number of ranks.
 
 With ``feedback``, ``p = g + decay * e``. The hook applies the mean of the chosen entries of ``p`` and keeps the other entries as
 ``e`` (Stich et al. 2018, arXiv:1809.07599). Without it the chosen entries are multiplied by the elements of a stratum, so that

@@ -186,7 +186,7 @@ class OptimizerWatch:
         self._closures = 0  # closures that optimizers run now
         self._earlier_steps = 0  # optimizer steps before this period
         self._steps: dict[int, int] = {}  # id(optimizer) -> its steps in this period
-        self._backward: list[int | None] = [None]  # backward whose begin was seen last; shared with the hooks
+        self._backward: list[int | None] = [None]  # the backward that began last; shared with the hooks
         self._snapshot: ParameterSnapshot | None = ParameterSnapshot(params)  # until an optimizer steps
         self.begin_period()
         this = weakref.ref(self)  # torch and the parameters keep the hooks, which must not keep the watch alive

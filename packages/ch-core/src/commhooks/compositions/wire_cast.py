@@ -1,7 +1,8 @@
 """16-bit wires: a wrapper that casts the requests of a reduction.
 
-Floating-point all-reduces and reduce-scatters travel in 16 bits. So do all-gathers and all-to-alls that their author marks as
-castable; the others carry opaque bytes. The algebra, state and residual of the wrapped reduction stay unchanged.
+Floating-point all-reduces and reduce-scatters travel in 16 bits. All-gathers and all-to-alls that are marked as
+castable do the same. The others carry opaque bytes. The algebra, state and residual of the wrapped reduction stay
+unchanged.
 
 With ``accumulate="fp32"`` no sum is made in 16 bits. An all-reduce becomes an all-to-all of 16-bit shards, a local fp32 sum, and
 an all-gather of the 16-bit results. A reduce-scatter becomes the first two. The volume equals the volume of the 16-bit

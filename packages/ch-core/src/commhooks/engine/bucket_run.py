@@ -1,4 +1,4 @@
-"""One bucket on its way through its reduction: its generator, its plan, and the stage that it waits for."""
+"""One bucket during its reduction, with its generator, its plan, and the pending stage."""
 
 import time
 from collections.abc import Callable
@@ -24,7 +24,7 @@ _EMPTY_PLAN = BucketPlan((), BucketLayout((), 0, torch.float32, "cpu"))
 
 
 class BucketRun:
-    """One bucket on its way through its reduction.
+    """One bucket during its reduction.
 
     Args:
         number: its number among the buckets in flight.

@@ -43,7 +43,7 @@ CarryOut = Callable[[Request], None]
 
 
 class StepJudge(Protocol):
-    """Tells an engine if finished steps were used: an optimizer's watch, or a manager's vote.
+    """Tells an engine if finished steps were used. An optimizer's watch and a manager's vote implement it.
 
     Several steps may wait for one answer. Their gradients add up, and an optimizer uses all of them or none. The engine asks
     between collectives, so it turns exceptions of a judge into an error of the next step on all ranks.

@@ -1,4 +1,4 @@
-"""Knows the optimizers of this process, so that an outer optimizer finds those of a model before their first step.
+"""Tracks the optimizers of this process, so that an outer optimizer finds a model's optimizers before their first step.
 
 The first step would be too late. A `GradScaler` often skips it, and calls no method of the optimizer then.
 """

@@ -2,8 +2,8 @@
 
 The script's own checkpoints know nothing of the hook. After every Nth optimizer step each rank writes its state to a file
 whose name has a checksum of the parameters. At resume the script chooses its checkpoint, and the checksum of the loaded
-parameters finds the snapshot of that step. A file is written aside, synchronised and renamed, and a snapshot counts only
-if every rank's file exists, so a process may be killed at any time.
+parameters finds the snapshot of that step. Each file is written under a temporary name, synchronised and renamed. A
+snapshot counts only if every rank's file exists, so a process may be killed at any time.
 
     DIR/1-DistributedDataParallel/step-000000000010-3f9c2a71d0b4e865/rank-0-of-2-09aa1bc3f2d1e7c4.pt
 

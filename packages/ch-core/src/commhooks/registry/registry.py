@@ -402,7 +402,7 @@ def class_names(served: object) -> list[str]:
 
 
 def _similar(name: str, names: set[str]) -> list[str]:
-    """Return the name of a hook of this project or of an installed one that is closest, then others about as close."""
+    """Return the closest name of a hook, installed or of this project, then other similar names."""
     likeness = {each: difflib.SequenceMatcher(None, each, name).ratio() for each in names | set(KNOWN)}
     best = max(likeness, key=lambda each: (likeness[each], each))
     if likeness[best] < 0.6:

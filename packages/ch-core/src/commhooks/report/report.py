@@ -92,7 +92,7 @@ def report(hook: str, binding: Binding, rows: Sequence[PlanRow], reduction: Redu
         hook: expression.
         binding: of the hook.
         rows: `handle.plan()`.
-        reduction: that runs; None for a foreign hook, whose bytes are unknown.
+        reduction: that runs; None for a foreign hook, because its bytes are unknown.
     """
     engine, stats = binding.engine, binding.stats()
     if engine is None or reduction is None:

@@ -1,4 +1,4 @@
-"""The law of error feedback: nothing is lost, only late.
+"""The law of error feedback: every part of a gradient arrives, if late.
 
 Summed over steps, the averages that were applied plus the mean residual that the ranks still owe equal the mean
 gradients (Karimireddy et al. 2019, arXiv:1901.09847). The contract kit, the campaign and the fault table measure breaches of

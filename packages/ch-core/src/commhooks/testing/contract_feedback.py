@@ -102,7 +102,7 @@ class Feeding(Case):
 
     @property
     def reports(self) -> bool:
-        """True if the hook says what it sent, so that ``error_feedback`` can wrap it."""
+        """True if the hook reports its sent part, so that ``error_feedback`` can wrap it."""
         return self.simulates and self.reduction.reports_sent
 
     @only_if("reports")

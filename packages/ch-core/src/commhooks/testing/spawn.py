@@ -243,7 +243,7 @@ class Ranks:
         )
 
     def first_error(self) -> int | None:
-        """Return the rank whose function raised first; the others often only report a closed connection."""
+        """Return the rank that raised first. The others often only report a closed connection."""
         found = [
             (path.stat().st_mtime_ns, rank) for rank in self._processes if (path := self._path("error", rank)).exists()
         ]

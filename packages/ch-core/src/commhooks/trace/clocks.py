@@ -5,9 +5,10 @@ its clock for the clock of the reference rank), every common message gives an in
 
     begun_reference - ended_rank  <=  o  <=  ended_reference - begun_rank
 
-The intersection of the intervals of many messages is narrow, because now this rank and now the other one is last. The
-clocks run at slightly different speeds. So an interval from a message ``t`` seconds away is widened by :data:`DRIFT` times
-``t``. The bound of the error follows from the widened intervals alone, and assumes nothing on the delays of messages.
+The intersection of the intervals of many messages is narrow, because sometimes this rank is last and sometimes the
+other. The clocks run at slightly different speeds. So an interval from a message ``t`` seconds away is widened by
+:data:`DRIFT` times ``t``. The bound of the error follows from the widened intervals alone, and assumes nothing on the
+delays of messages.
 """
 
 from collections import deque

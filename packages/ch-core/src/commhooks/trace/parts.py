@@ -109,7 +109,7 @@ class Moments:
     Attributes:
         started: when the engine started it.
         met: when the last rank had started it.
-        carried: when it went on the wire: all ranks had started it, and a thread of the group was free to carry it.
+        carried: start on the wire, when all ranks had started it and a thread of the group was free.
         done: when its result had arrived.
         last: rank that started it last; ``None`` if the peers' traces are missing.
     """

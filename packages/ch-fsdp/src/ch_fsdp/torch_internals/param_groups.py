@@ -166,7 +166,7 @@ class ParamGroup:
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """The dtype of the reduction: that of the mixed-precision policy, or of the gradients."""
+        """The dtype of the reduction, from the mixed-precision policy if it has one, otherwise from the gradients."""
         packed = self._packed()  # first, because it has torch set `_reduce_dtype`
         policy: torch.dtype | None = self._group._reduce_dtype
         if policy is not None or not packed:
@@ -303,7 +303,9 @@ class ParamGroup:
         return {self._fqn(p): tuple(p.sharded_param.shape) for p in self._group.fsdp_params}
 
     def gather_dtypes(self) -> dict[str, torch.dtype]:
-        """Return name -> dtype in which each parameter is gathered: that of the mixed-precision policy, or its own."""
+        """Return name -> dtype in which each parameter is gathered. The mixed-precision policy sets it, or the
+        parameter's dtype.
+        """
         common: torch.dtype | None = self._group.mp_policy.param_dtype
         return {self._fqn(p): common or p.sharded_param.dtype for p in self._group.fsdp_params}
 
