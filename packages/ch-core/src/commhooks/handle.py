@@ -249,10 +249,10 @@ class CommHook:
         Args:
             world_size: number of ranks; by default the group's.
         """
-        engine = self._bound().engine
-        if engine is None or self.reduction is None:
+        engine, treatment = self._bound().engine, self._bound().treatment or self.reduction
+        if engine is None or treatment is None:
             return []
-        return self.reduction.cautions(self._bound().layout, world_size or engine.compressing_ranks)
+        return treatment.cautions(self._bound().layout, world_size or engine.compressing_ranks)
 
     def payload_per_step(self) -> int:
         """Return the bytes given to collectives per rank in one step, computed from the shapes.

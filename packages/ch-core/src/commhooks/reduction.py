@@ -369,6 +369,7 @@ class Reduction(ABC):
             it. A reduction with its own residual leaves it False.
         delivers: True if it only sends the bucket by mean all-reduces in place, so that none of its code runs after them.
             A class that defines :meth:`run` or :meth:`start` does not inherit it.
+        copies_weights: True if it gathers weights as differences to a copy in its state. Only ``axis="gather"`` takes it.
         splits: ``"elements"`` if a parameter may be cut anywhere, because each element (or block of elements) is treated alone.
             ``"rows"`` if it stays whole where possible, and may be cut between rows of its matrix. ``two_level`` divides
             the work of a node accordingly.
@@ -402,6 +403,7 @@ class Reduction(ABC):
     packed_fields: Mapping[str, Packed] = MappingProxyType({})
     reports_sent: bool = False
     delivers: bool = False
+    copies_weights: bool = False
     piece_bytes: int | None = None
     splits: Literal["elements", "rows"] = "rows"
     levels: bool = False
@@ -534,8 +536,9 @@ class Reduction(ABC):
 
     @property
     def gathers_weights(self) -> bool:
-        """True if it has a :meth:`gather_weights` and keeps no state. A gather of weights refuses other reductions by name."""
-        return type(self).gather_weights is not Reduction.gather_weights and not self.fields
+        """True if it has a :meth:`gather_weights`, and no state but copies. A gather of weights refuses others by name."""
+        has_method = type(self).gather_weights is not Reduction.gather_weights
+        return has_method and (not self.fields or self.copies_weights)
 
     def gather_weights(self, weights: Weights, ctx: StepContext) -> Stages:
         """Yield requests; leave in ``weights.storage`` the weights that every rank computes with.

@@ -90,6 +90,30 @@ class Parts:
         """Return each part's parameters as live 1-D views with padding. Sizes are the same in every part."""
         return [self._split(part) for part in self.storage.view(self.world_size, -1)]
 
+    def whole(self, param: ParamLayout) -> ParamLayout:
+        """Return the whole parameter that ``param`` is a chunk of. State has its shape on every rank, for any W."""
+        return self.layout.whole_param(param.name)
+
+    def cut(self, param: ParamLayout, kept: torch.Tensor) -> list[torch.Tensor]:
+        """Cut a tensor of the whole parameter's size into W vectors that match :meth:`vectors`, without padding.
+
+        The last ones are shorter or empty. They are views if dimension 0 is cut, else copies.
+        """
+        dim, whole = self.layout.dims.get(param.name, 0), self.whole(param)
+        if dim == 0:
+            flat, size = kept.view(-1), param.numel
+            bounds = [min(r * size, flat.numel()) for r in range(self.world_size + 1)]
+            return [flat[a:b] for a, b in itertools.pairwise(bounds)]
+        return [c.contiguous().view(-1) for c in kept.view(whole.shape).chunk(self.world_size, dim)]
+
+    def join(self, param: ParamLayout, pieces: Sequence[torch.Tensor], kept: torch.Tensor) -> None:
+        """Write the vectors of :meth:`cut` back into ``kept`` if they are copies."""
+        dim = self.layout.dims.get(param.name, 0)
+        if dim:
+            chunks = kept.view(self.whole(param).shape).chunk(self.world_size, dim)
+            for chunk, piece in zip(chunks, pieces, strict=True):
+                chunk.copy_(piece.view(chunk.shape))
+
     def _split(self, part: torch.Tensor) -> list[torch.Tensor]:
         return [part[p.offset : p.offset + p.numel] for p in self.params]
 
@@ -123,30 +147,6 @@ class Shards(Parts):
     def select(self, names: Iterable[str]) -> "Shards":
         """Return some of the parameters, over the same memory."""
         return Shards(self.layout.select(frozenset(names)), self.storage, self.output, self.index)
-
-    def whole(self, param: ParamLayout) -> ParamLayout:
-        """Return the whole parameter that ``param`` is a chunk of. State has its shape on every rank, for any W."""
-        return self.layout.whole_param(param.name)
-
-    def cut(self, param: ParamLayout, kept: torch.Tensor) -> list[torch.Tensor]:
-        """Cut a tensor of the whole parameter's size into W vectors that match :meth:`vectors`, without padding.
-
-        The last ones are shorter or empty. They are views if dimension 0 is cut, else copies.
-        """
-        dim, whole = self.layout.dims.get(param.name, 0), self.whole(param)
-        if dim == 0:
-            flat, size = kept.view(-1), param.numel
-            bounds = [min(r * size, flat.numel()) for r in range(self.world_size + 1)]
-            return [flat[a:b] for a, b in itertools.pairwise(bounds)]
-        return [c.contiguous().view(-1) for c in kept.view(whole.shape).chunk(self.world_size, dim)]
-
-    def join(self, param: ParamLayout, pieces: Sequence[torch.Tensor], kept: torch.Tensor) -> None:
-        """Write the vectors of :meth:`cut` back into ``kept`` if they are copies."""
-        dim = self.layout.dims.get(param.name, 0)
-        if dim:
-            chunks = kept.view(self.whole(param).shape).chunk(self.world_size, dim)
-            for chunk, piece in zip(chunks, pieces, strict=True):
-                chunk.copy_(piece.view(chunk.shape))
 
 
 @dataclass(slots=True)

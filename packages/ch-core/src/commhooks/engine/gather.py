@@ -29,6 +29,8 @@ class GatherEngine(Engine):
         begun = time.perf_counter()
         if not self.in_step:
             self._begin(bucket.device)
+        else:  # weights that changed since an earlier gather of this step, e.g. after an evaluation
+            self.state.reopen({p.name for p in bucket.layout.params}, self.reduction.fields)
         flying = {run.number for run in self.buckets.in_flight}
         # The smallest free number, because scratch memory belongs to numbers.
         self.buckets.count = next(n for n in range(len(flying) + 1) if n not in flying)
@@ -56,6 +58,13 @@ class GatherEngine(Engine):
         except Exception as error:
             self._lose(error)
         self.counters.hook_seconds += time.perf_counter() - begun
+
+    def settle(self, *, force: bool = False) -> bool | None:
+        """Settle the last step. Copies of gathered weights are final, so those of the running step join the state."""
+        settled = super().settle(force=force)
+        if self.in_step and not self.buckets.in_flight:
+            self.state.keep_staged()
+        return settled
 
     def abandon(self) -> None:
         """Keep the step. An exception in a forward or backward ends no gather, and there is no state to restore."""

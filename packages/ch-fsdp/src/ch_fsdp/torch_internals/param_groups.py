@@ -222,6 +222,10 @@ class ParamGroup:
         """Free the parameters that a forward without a backward left gathered. They would hide changes of the shards."""
         self._group.reshard()
 
+    def versions(self) -> tuple[int, ...]:
+        """Return a number for each parameter that grows when an operation writes to this rank's shard."""
+        return tuple(p._sharded_local_tensor._version for p in self._group.fsdp_params)
+
     def params_by_name(self) -> dict[str, torch.nn.Parameter]:
         """Return name -> this rank's shard of every parameter, trainable or frozen."""
         return {self._fqn(p): p.sharded_param for p in self._group.fsdp_params}
