@@ -1,5 +1,7 @@
 """Gathers of weights as differences, over simulated ranks."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -67,7 +69,7 @@ def steps(rank: SimulatedRank, count: int, hook: str = HOOK, state: HookState | 
         assert engine.finish() is None
         payload.append(engine.counters.traffic.payload_bytes)
     engine.settle()
-    return found, [b - a for a, b in zip(payload, payload[1:], strict=False)], state
+    return found, [b - a for a, b in itertools.pairwise(payload)], state
 
 
 def error(found: dict[str, torch.Tensor], step: int) -> float:

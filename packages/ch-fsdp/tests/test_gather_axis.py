@@ -15,7 +15,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import commhooks
-from commhooks import AttachError, HookConfigError, HookNotSupportedError, RankMismatchError, RemoteHookError
+from commhooks import (
+    AttachError,
+    HookConfigError,
+    HookNotSupportedError,
+    RankMismatchError,
+    RemoteHookError,
+    StateError,
+)
 from commhooks.testing import spawn
 
 from .fsdp_kit import batch, distance, gpt, grads, line, shard2, single, square, train, whole
@@ -438,6 +445,44 @@ def on_two_meshes(world: int) -> FSDPModule:
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     fully_shard(model.blocks[1], mesh=mesh)
     return fully_shard(model, mesh=mesh)
+
+
+def body_all_axes(rank: int, world: int) -> None:
+    """One call for all axes, and one handle."""
+    model = shard2(gpt(), square())
+    before = [(g._all_gather_comm, g._reduce_scatter_comm) for g in handle_groups(model)]
+    handle = commhooks.attach_axes(model, gather=HOOK, shard="quant4(block=16)", replicate="quant8(block=16)")
+    losses = train(model, 4, rank)
+    assert losses[-1] == pytest.approx(single(4, world)[1][-1], rel=5e-2)
+    stats, report = handle.stats(), handle.report()
+    each = [stats[f"{axis}_wire_bytes"] for axis in ("gather", "shard", "replicate")]
+    assert all(sent > 0 for sent in each)
+    assert sum(each) == pytest.approx(stats["wire_bytes"], rel=1e-2)  # the relays of errors are in no axis
+    assert stats["steps"] == 4
+    assert [round(4 * sent) for sent in report.bytes_per_step.values()] == [
+        pytest.approx(sent, rel=2e-2) for sent in each
+    ]
+    assert "axis 'gather'" in str(report)
+    assert set(report.to_dict()["axes"]) == {"gather", "shard", "replicate"}
+    handle.assert_active()
+    saved = handle.state_dict()
+    handle.load_state_dict(saved)
+    with pytest.raises(StateError, match="of the axes"):
+        handle.load_state_dict({"gather": saved["gather"]})
+    handle.detach()
+    assert not handle.attached
+    assert [(g._all_gather_comm, g._reduce_scatter_comm) for g in handle_groups(model)] == before
+    with pytest.raises(HookNotSupportedError, match="run_scatter"):
+        commhooks.attach_axes(model, gather=HOOK, shard="powersgd(rank=2)")
+    assert [(g._all_gather_comm, g._reduce_scatter_comm) for g in handle_groups(model)] == before, "nothing stays"
+    with pytest.raises(HookConfigError, match="process_group="):
+        commhooks.attach_axes(model, gather=HOOK, process_group=dist.group.WORLD)
+    with pytest.raises(HookConfigError, match="optimizer="):
+        commhooks.attach_axes(model, gather=HOOK, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_one_call_for_all_axes() -> None:
+    spawn(body_all_axes, 4, timeout=120)
 
 
 @pytest.mark.full

@@ -5,6 +5,9 @@ Type checkers read this file. `lazy` reads it, too, and imports a name when it i
 
 from commhooks._lazy import lazy as lazy
 from commhooks.api.attach import attach as attach
+from commhooks.api.axes import AxesHandle as AxesHandle
+from commhooks.api.axes import AxesReport as AxesReport
+from commhooks.api.axes import attach_axes as attach_axes
 from commhooks.api.create import create as create
 from commhooks.api.hooks import describe as describe
 from commhooks.api.hooks import failures as failures

@@ -46,7 +46,7 @@ class Difference(Composite):
             raise HookConfigError(f"difference(full_every={full_every!r}): expected a number of steps, 1 or more")
         if not inner.gathers_weights:
             raise HookNotSupportedError(
-                f"difference cannot wrap {inner!r}, which cannot gather weights. Use a hook that gathers, such as quant4 or quant8"
+                f"difference cannot wrap {inner!r}, which cannot gather weights. Use one that does, such as quant4 or quant8"
             )
         if not inner.lossy:
             raise HookConfigError(f"{inner.name} loses nothing, so differences save no bytes. Use {inner.name} alone")

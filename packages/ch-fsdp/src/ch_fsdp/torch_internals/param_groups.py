@@ -224,7 +224,8 @@ class ParamGroup:
 
     def versions(self) -> tuple[int, ...]:
         """Return a number for each parameter that grows when an operation writes to this rank's shard."""
-        return tuple(p._sharded_local_tensor._version for p in self._group.fsdp_params)
+        # Operations on a DTensor count at the DTensor, operations on its local tensor at that one.
+        return tuple(p.sharded_param._version + p._sharded_local_tensor._version for p in self._group.fsdp_params)
 
     def params_by_name(self) -> dict[str, torch.nn.Parameter]:
         """Return name -> this rank's shard of every parameter, trainable or frozen."""

@@ -103,7 +103,9 @@ def table(counts: dict[int, list[Any]]) -> str:
             off, whole = stream / engine - 1, interface / engine - 1
             holds = "holds" if abs(off) <= LIMIT else "MISSED"
             sizes = [f"{value:,.0f}" for value in (engine, stream)]
-            rows.append([str(world), axis, f"`{hook}`", *sizes, f"{off:+.2%}", holds, f"{interface:,.0f}", f"{whole:+.2%}"])
+            rows.append(
+                [str(world), axis, f"`{hook}`", *sizes, f"{off:+.2%}", holds, f"{interface:,.0f}", f"{whole:+.2%}"]
+            )
     heads = ["ranks", "axis", "hook", "engine", "TCP", "difference", "2 %", "with headers", "difference"]
     return record.markdown_table(heads, rows)
 
