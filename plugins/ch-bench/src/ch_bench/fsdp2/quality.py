@@ -2,11 +2,13 @@
 
     python -m ch_bench.fsdp2.quality [--steps 600] [--seeds 3] [--out FOLDER] [--record]
 
-A small GPT learns the text of Python's documentation on four gloo processes (AdamW, warm-up, cosine to a tenth of the rate).
-Weights are gathered and gradients reduced in bf16 (``MixedPrecisionPolicy``). All rows of a seed start from the same weights
-and see the same batches. The held-out loss is that of the exact weights.
+A small GPT learns the text of Python's documentation on four simulated ranks (AdamW, warm-up, cosine to a tenth of the rate).
+Each step codes the shards of all ranks with the hook's own ``gather_weights``, computes every rank's loss and gradients with
+the decoded bf16 weights, and reduces the gradients in bf16 with the hook's own ``run_scatter``. The optimizer steps on exact
+fp32 weights. All rows of a seed start from the same weights and see the same batches. The held-out loss is that of the exact
+weights. A test compares the weights and gradients of a step with those of ``fully_shard`` on processes.
 
-A finished run is kept in ``FOLDER/fsdp2-quality.json``, so that a second start continues.
+Every finished run is kept in ``FOLDER/fsdp2-quality.json``, so that another start continues.
 """
 
 import argparse
@@ -14,30 +16,29 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import commhooks
-from ch_bench import gpt, launch, record, text
+from ch_bench import record
 from ch_bench.convergence.tasks import SETTINGS, Language
+from commhooks import AllGather, AllToAll, BucketLayout, HookState, ShardLayout, Shards, StepContext, Weights
 
-RANKS, BATCH, WINDOWS = 4, 8, 256
+RANKS, WINDOWS = 4, 256
+BF16 = torch.bfloat16
 DIFFERENCE = "difference(quant4)"
 PLAIN = "plain FSDP2, bf16"
 ROWS: dict[str, dict[str, str]] = {
     PLAIN: {},
     "quant8 weights": {"gather": "quant8"},
-    "quant4 gradients": {"shard": "quant4"},
     "quant8 weights, quant4 gradients": {"gather": "quant8", "shard": "quant4"},
     "4-bit differences, quant4 gradients": {"gather": DIFFERENCE, "shard": "quant4"},
+    "quant4 gradients": {"shard": "quant4"},
     "4-bit differences": {"gather": DIFFERENCE},
     "quant4 weights": {"gather": "quant4"},
-    "quant4 weights, quant4 gradients": {"gather": "quant4", "shard": "quant4"},
 }
 LIMITS = {  # nats above plain FSDP2, on average over the seeds
     "quant8 weights": 0.005,
@@ -46,58 +47,137 @@ LIMITS = {  # nats above plain FSDP2, on average over the seeds
 }
 
 
-def shard(model: gpt.GPT, device: torch.device, world: int) -> FSDPModule:
-    """Shard every block and the rest over all ranks, in bf16."""
-    mesh = init_device_mesh(device.type, (world,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+class SimulatedFSDP2:
+    """The weights and gradients of FSDP2 on simulated ranks, through hooks.
+
+    Args:
+        model: fp32; its parameters are the exact weights.
+        hooks: expression of the axes ``"gather"`` and ``"shard"``; an axis without one is exact in bf16.
+    """
+
+    def __init__(self, model: torch.nn.Module, hooks: Mapping[str, str]) -> None:
+        self.params = dict(model.named_parameters())
+        shapes = {name: tuple(p.shape) for name, p in self.params.items()}
+        self.cut = ShardLayout.of(BucketLayout.of_shapes(shapes, BF16, "cpu"), RANKS)
+        made = {axis: commhooks.create(expression).reduction for axis, expression in hooks.items()}
+        self.gather, self.shard = made.get("gather"), made.get("shard")
+        embeddings = {"symbol.weight", "position.weight"}
+        self.exact = embeddings | {name for name, shape in shapes.items() if len(shape) < 2}
+        self.states = [HookState() for _ in range(RANKS)]
+        for state in self.states:
+            state.keep_copies(one=True)
+
+    def flat(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the padded parts of all ranks, ``(RANKS * n,)`` bf16."""
+        storage = torch.zeros(RANKS, self.cut.part.numel, dtype=BF16, device="cpu")
+        for p in self.cut.part.params:
+            whole = tensors[p.name].detach().reshape(-1)
+            padded = torch.zeros(RANKS * p.numel, dtype=BF16, device="cpu")
+            padded[: whole.numel()] = whole
+            storage[:, p.offset : p.offset + p.numel] = padded.view(RANKS, -1)
+        return storage.view(-1)
+
+    def whole(self, storage: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the parameters of :meth:`flat`."""
+        parts = storage.view(RANKS, -1)
+        found = {}
+        for p in self.cut.part.params:
+            shape = self.cut.whole[p.name]
+            flat = parts[:, p.offset : p.offset + p.numel].reshape(-1)
+            found[p.name] = flat[: torch.Size(shape).numel()].view(shape)
+        return found
+
+    def context(self, rank: int) -> StepContext:
+        state = self.states[rank]
+        return StepContext(rank, RANKS, state.step, state=state)
+
+    def decoded(self) -> dict[str, torch.Tensor]:
+        """Return the weights that all ranks compute with, bf16."""
+        exact = self.flat(self.params)
+        if self.gather is None:
+            return self.whole(exact)
+        every = [exact.clone() for _ in range(RANKS)]
+        runs = [
+            self.gather.start_gather_weights(Weights(self.cut, storage, rank), self.context(rank), self.exact)
+            for rank, storage in enumerate(every)
+        ]
+        carry_out(runs)
+        if not all(torch.equal(one, every[0]) for one in every):
+            raise RuntimeError(f"{self.gather!r}: the ranks have different weights")
+        for state in self.states:
+            state.commit()
+        return self.whole(every[0])
+
+    def reduced(self, gradients: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Return the average of the ranks' gradients, bf16."""
+        flats = [self.flat(one) for one in gradients]
+        if self.shard is None:
+            total = flats[0]
+            for one in flats[1:]:
+                total = total + one  # in bf16, as a ring adds
+            return self.whole(total / RANKS)
+        outputs = [torch.empty(self.cut.part.numel, dtype=BF16, device="cpu") for _ in range(RANKS)]
+        runs = [
+            self.shard.start_scatter(Shards(self.cut, flat, output), StepContext(rank, RANKS))
+            for rank, (flat, output) in enumerate(zip(flats, outputs, strict=True))
+        ]
+        carry_out(runs)
+        return self.whole(torch.cat(outputs))
 
 
-def worker(rank: int, world: int, device: torch.device, todo: list[tuple[str, int]], steps: int, path: Path) -> None:
-    """Train rows, each with a seed. After each run, rank 0 adds the result to ``path``."""
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    for row, seed in todo:
-        made = train(rank, world, device, row, seed, steps)
-        if rank == 0:
-            found[f"{row}/{seed}"] = made
-            path.write_text(json.dumps(found, indent=1))
-            print(row, seed, made, file=sys.stderr, flush=True)
+def carry_out(runs: Iterable[Any]) -> None:
+    """Run the generators of all ranks in step, and carry out their requests."""
+    live = list(runs)
+    while True:
+        asked = [next(run, None) for run in live]
+        if asked[0] is None:
+            return
+        rounds = [one if isinstance(one, tuple) else (one,) for one in asked]
+        for requests in zip(*rounds, strict=True):
+            _carry_out(requests)
 
 
-def train(rank: int, world: int, device: torch.device, row: str, seed: int, steps: int) -> dict[str, Any]:
-    """Train one row. Return ``loss``, and ``bytes`` that this rank sends on each axis in a step."""
+def _carry_out(requests: tuple[Any, ...]) -> None:
+    inputs = torch.stack([request.input.clone() for request in requests])  # (RANKS, numbers)
+    for rank, request in enumerate(requests):
+        if isinstance(request, AllGather):
+            request.output.copy_(inputs.view(-1))
+        elif isinstance(request, AllToAll):
+            request.output.copy_(inputs.view(RANKS, RANKS, -1)[:, rank].reshape(-1))
+        else:  # a ReduceScatter, the mean of parameters that are not compressed
+            request.output.copy_(inputs.view(RANKS, RANKS, -1)[:, rank].float().mean(0))
+
+
+def train(row: str, seed: int, steps: int) -> dict[str, float]:
+    """Train one row. Return the held-out ``loss`` and ``seconds``."""
     begun = time.perf_counter()
-    data, wide = text.load(), Language.CONTEXT
+    torch.set_num_threads(1)
+    task = Language(type(SETTINGS["gpt_cosine"])(**{**SETTINGS["gpt_cosine"].as_dict(), "steps": steps}), seed)
+    model = task.model
+    fsdp = SimulatedFSDP2(model, ROWS[row])
     torch.manual_seed(seed)
-    net = gpt.GPT(data.vocab, wide, Language.WIDTH, Language.LAYERS, Language.HEADS).to(device)
-    model = shard(net, device, world)
-    handles = {axis: commhooks.attach(model, hook, axis=axis) for axis, hook in ROWS[row].items()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=SETTINGS["gpt_cosine"].lr)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share(step, steps))
-    batches = text.Batches(data.train, BATCH, wide, rank, seed)
+    small = task.make()  # computes in fp32 with the decoded weights, because a CPU is slow in bf16
+    names = [name for name, _ in small.named_parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=task.setting.lr)
     for step in range(steps):
-        optimizer.zero_grad()
-        model(*batches[step]).backward()
+        with torch.no_grad():
+            weights = fsdp.decoded()
+            for name, p in small.named_parameters():
+                p.copy_(weights[name])
+        every = []
+        for rank in range(RANKS):
+            loss = task.loss(small, rank, step)
+            every.append(dict(zip(names, torch.autograd.grad(loss, list(small.parameters())), strict=True)))
+        with torch.no_grad():
+            average = fsdp.reduced(every)
+        for name, p in model.named_parameters():
+            p.grad = average[name].float()
+        for group in optimizer.param_groups:
+            group["lr"] = task.rate(step)
         optimizer.step()
-        schedule.step()
-    sent = {axis: handle.stats()[f"{axis}_wire_bytes"] / steps for axis, handle in handles.items()}
-    whole = {name: p.full_tensor().detach() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
-    for handle in handles.values():
-        handle.detach()
-    exact = gpt.GPT(data.vocab, wide, Language.WIDTH, Language.LAYERS, Language.HEADS)
-    exact.load_state_dict(whole)
     with torch.no_grad():
-        loss = exact(*text.validation(data.val, wide, WINDOWS)).item()
-    return {"loss": loss, "bytes": sent, "seconds": time.perf_counter() - begun}
-
-
-def share(step: int, steps: int) -> float:
-    """Return the share of the learning rate in a step, as in the study of convergence."""
-    task = Language.__new__(Language)
-    task.setting = type(SETTINGS["gpt_cosine"])("gpt_cosine", steps, BATCH, 1.0, recipe="cosine")
-    return task.rate(step)
+        held_out = task._on(task.data.val)
+    return {"loss": held_out, "seconds": time.perf_counter() - begun}
 
 
 def table(found: Mapping[str, Any], seeds: int) -> str:
@@ -118,18 +198,24 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no run after so many minutes")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for finished runs")
     parser.add_argument("--record", action="store_true", help="write the table to docs/measured/fsdp2-gather.md")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    path = (args.out / "fsdp2-quality.json").resolve()
+    path = args.out / "fsdp2-quality.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    first = sorted(ROWS, key=lambda row: row != PLAIN and row not in LIMITS)
-    every = [(row, seed) for rows in (first[:4], first[4:]) for seed in range(args.seeds) for row in rows]
-    todo = [(row, seed) for row, seed in every if f"{row}/{seed}" not in found]
-    if todo:
-        launch.launch(worker, RANKS, todo, args.steps, path)
-    shown = table(json.loads(path.read_text()), args.seeds)
+    first, end = [PLAIN, *LIMITS], time.monotonic() + 60 * args.minutes
+    rest = [row for row in ROWS if row not in first]
+    todo = [(row, seed) for rows in (first, rest) for seed in range(args.seeds) for row in rows]
+    for row, seed in todo:
+        if f"{row}/{seed}" not in found:
+            if time.monotonic() > end:
+                return 3
+            found[f"{row}/{seed}"] = train(row, seed, args.steps)
+            path.write_text(json.dumps(found, indent=1))
+            print(row, seed, found[f"{row}/{seed}"], file=sys.stderr, flush=True)
+    shown = table(found, args.seeds)
     print(shown)
     if args.record:
         made_by = record.command("ch_bench.fsdp2.quality", argv)
