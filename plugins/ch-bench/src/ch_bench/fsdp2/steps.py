@@ -17,16 +17,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import commhooks
 from ch_bench import gpt, launch, record, text
 from ch_bench.cost.bench import CONTEXT, HEADS, LAYERS, WIDTH
-from ch_bench.fsdp2.quality import DIFFERENCE, PLAIN, ROWS, shard
+from ch_bench.fsdp2.quality import DIFFERENCE, PLAIN, ROWS
 from ch_bench.links import netns
 
 WARM_UP, LIMIT = 2, 0.55  # steps; of the time of plain FSDP2 at 200 Mbit/s
 TIMED = (PLAIN, "quant8 weights", "quant8 weights, quant4 gradients", "4-bit differences, quant4 gradients")
 assert ROWS[TIMED[-1]]["gather"] == DIFFERENCE
+
+
+def shard(model: gpt.GPT, device: torch.device, world: int) -> FSDPModule:
+    """Shard every block and the rest over all ranks, in bf16."""
+    mesh = init_device_mesh(device.type, (world,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def worker(rank: int, world: int, device: torch.device, rounds: int, path: Path) -> None:
