@@ -57,8 +57,8 @@ def choose_axes(reduction: Reduction, axis: str | None, has_replicas: bool) -> t
         if has_replicas:
             return ("replicate",)
         raise HookNotSupportedError(
-            f"{reduction!r} reduces between replicas, but all {dist.get_world_size()} ranks share one shard mesh, "
-            f"where each rank keeps only a part of the sum. Use {_TWO_AXES}"
+            f"{reduction!r} reduces between replicas, and there is none. All {dist.get_world_size()} ranks share one "
+            f"shard mesh, where each rank keeps only a part of the sum. Use {_TWO_AXES}"
         )
     if axis == "shard" and not scatters:
         raise HookNotSupportedError(
