@@ -1,4 +1,4 @@
-"""The process launcher: results and errors by rank, time limits, environment, prefix commands, killed ranks."""
+"""The process launcher: results and errors by rank, time limits, killed ranks."""
 
 import os
 import signal
@@ -54,10 +54,8 @@ def entered(rank: int) -> None:
     os.environ["ENTERED"] = str(rank)
 
 
-@pytest.mark.parametrize("store", ["file", "tcp"])
-@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.full)], ids=["forked", "fresh"])
-def test_ranks_meet_and_return(store: str, fresh: bool) -> None:
-    assert spawn(summed, 3, 1, store=store, fresh=fresh) == [6.0] * 3
+def test_ranks_meet_and_return() -> None:
+    assert spawn(summed, 3, 1) == [6.0] * 3
 
 
 def test_the_rank_that_raised_first_is_named() -> None:
@@ -77,25 +75,9 @@ def test_a_rank_that_is_meant_to_die() -> None:
         spawn(dying, 2, backend=None)
 
 
-@pytest.mark.full
-def test_environment_by_rank_and_prefix_command() -> None:
-    names = ("RANK", "WORLD_SIZE", "MINE", "PREFIXED", "ENTERED")
-    found = spawn(
-        surroundings,
-        2,
-        *names,
-        backend=None,
-        env=lambda rank: {"MINE": f"of {rank}"},
-        prefix=lambda rank: ["env", f"PREFIXED={rank + 10}"],
-        enter=entered,
-    )
-    assert found == [["0", "2", "of 0", "10", "0"], ["1", "2", "of 1", "11", "1"]]
-
-
-def test_tcp_ranks_know_the_address() -> None:
-    address, port = spawn(surroundings, 1, "MASTER_ADDR", "MASTER_PORT", backend=None, store="tcp")[0]
-    assert address == "127.0.0.1"
-    assert int(port) > 0
+def test_a_rank_knows_its_place_and_enters_first() -> None:
+    found = spawn(surroundings, 2, "RANK", "WORLD_SIZE", "ENTERED", backend=None, enter=entered)
+    assert found == [["0", "2", "0"], ["1", "2", "1"]]
 
 
 def test_kill_and_restart_one_rank(tmp_path: Path) -> None:
@@ -112,11 +94,3 @@ def test_kill_and_restart_one_rank(tmp_path: Path) -> None:
         left = ranks.pid(0)
     with pytest.raises(ProcessLookupError):
         os.kill(left, 0)
-
-
-def test_a_function_of_the_main_program_needs_no_fresh_interpreter() -> None:
-    def local(rank: int, world: int) -> None: ...
-
-    local.__module__ = "__main__"
-    with pytest.raises(ValueError, match="move it to a module"):
-        spawn(local, 1, fresh=True)

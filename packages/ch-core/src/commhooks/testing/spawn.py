@@ -8,18 +8,18 @@ import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 PRELOAD = (
     "torch",
@@ -31,8 +31,6 @@ PRELOAD = (
     "ch_ddp.adapter.binding",  # skipped if ch-ddp is not installed
 )
 """Modules that the server imports once, before it forks ranks."""
-
-_POLL = 0.02  # seconds between two looks at fresh interpreters
 
 
 class WorkerError(AssertionError):
@@ -65,18 +63,6 @@ class RankResult:
         return self.exit_code == 0
 
 
-class _Process(Protocol):
-    """A rank's process, from the server or a fresh interpreter."""
-
-    pid: int | None
-
-    def poll(self) -> int | None: ...
-
-    def sentinel(self) -> int | None: ...
-
-    def join(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class _Order:
     """Everything that a rank must know, picklable."""
@@ -87,11 +73,8 @@ class _Order:
     args: tuple[Any, ...]
     folder: str
     backend: str | None
-    port: int | None
     group_timeout: float
-    env: dict[str, str]
     enter: Callable[[int], object] | None
-    life: int
 
 
 class Ranks:
@@ -103,16 +86,9 @@ class Ranks:
         *args: passed to ``target``. They must be picklable.
         backend: of the default process group, which exists when ``target`` is called. ``"nccl"`` gives rank r GPU r.
             ``None`` makes no group; ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` are set.
-        store: rendezvous of the ranks. ``"file"`` needs no port and works between network namespaces. ``"tcp"`` uses a
-            free port of this machine and sets ``MASTER_ADDR`` and ``MASTER_PORT``.
         group_timeout: of the process group, in seconds.
-        env: environment variables of every rank, or a function from rank to them.
-        prefix: function from rank to the command in front of the interpreter, such as
-            ``["ip", "netns", "exec", "node0"]``. Implies ``fresh``.
         enter: called as ``enter(rank)`` in the rank before anything else.
         preload: more modules for the server to import. Only the first call in a process can choose them.
-        fresh: start a new interpreter for each rank. Otherwise ranks are forked in milliseconds from a server that
-            has imported torch, and ``env`` comes too late for variables that libraries read at their import.
 
     Example::
 
@@ -128,25 +104,18 @@ class Ranks:
         world_size: int,
         *args: Any,
         backend: str | None = "gloo",
-        store: Literal["file", "tcp"] = "file",
         group_timeout: float = 30.0,
-        env: Mapping[str, str] | Callable[[int], Mapping[str, str]] | None = None,
-        prefix: Callable[[int], Sequence[str]] | None = None,
         enter: Callable[[int], object] | None = None,
         preload: Iterable[str] = (),
-        fresh: bool = False,
     ) -> None:
         self.target, self.world_size, self.args = target, world_size, args
-        self.backend, self.store, self.group_timeout = backend, store, group_timeout
-        self.env, self.prefix, self.enter = env, prefix, enter
-        self.fresh = fresh or prefix is not None
-        self._preload = [*PRELOAD, *preload]
-        self._processes: dict[int, _Process] = {}
-        self._lives = 0
+        self.backend, self.group_timeout, self.enter = backend, group_timeout, enter
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([*PRELOAD, *preload])
+        self._processes: dict[int, BaseProcess] = {}
 
     def __enter__(self) -> "Ranks":
         self._folder = tempfile.TemporaryDirectory(prefix="commhooks-")
-        self._server = _tcp_store(self.world_size) if self.store == "tcp" else None
         try:
             for rank in range(self.world_size):
                 self.start(rank)
@@ -159,15 +128,12 @@ class Ranks:
         for rank in list(self._processes):
             self.kill(rank)
             self._processes[rank].join()
-        self._server = None
         self._folder.cleanup()
 
     def start(self, rank: int) -> None:
         """Start a rank, or start it again after its end."""
         for old in (self._path("result", rank), self._path("error", rank)):
             old.unlink(missing_ok=True)
-        self._lives += 1
-        given = self.env(rank) if callable(self.env) else self.env
         order = _Order(
             self.target,
             rank,
@@ -175,21 +141,17 @@ class Ranks:
             self.args,
             self._folder.name,
             self.backend,
-            self._server.port if self._server is not None else None,
             self.group_timeout,
-            dict(given or {}),
             self.enter,
-            self._lives,
         )
-        if self.fresh:
-            self._processes[rank] = _Fresh(order, self.prefix(rank) if self.prefix is not None else ())
-        else:
-            self._processes[rank] = _Forked(order, self._preload)
+        process = self._context.Process(target=_run, args=(order,), name=f"rank {rank}")
+        process.start()
+        self._processes[rank] = process
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
         """Send a signal to a rank that is still alive; ``SIGSTOP`` freezes it."""
         process = self._processes[rank]
-        if process.poll() is None and process.pid is not None:
+        if process.exitcode is None and process.pid is not None:
             os.kill(process.pid, number)
 
     def pid(self, rank: int) -> int:
@@ -201,7 +163,7 @@ class Ranks:
 
     def alive(self) -> list[int]:
         """Return the ranks whose processes have not ended."""
-        return [rank for rank, process in self._processes.items() if process.poll() is None]
+        return [rank for rank, process in self._processes.items() if process.exitcode is None]
 
     def wait(self, timeout: float, until: Callable[[RankResult], bool] | None = None) -> list[RankResult]:
         """Wait until all ranks have ended, and return :meth:`results`.
@@ -213,18 +175,14 @@ class Ranks:
         deadline = time.monotonic() + timeout
         pending = set(self._processes)
         while pending:
-            ended = [rank for rank in sorted(pending) if self._processes[rank].poll() is not None]
+            ended = [rank for rank in sorted(pending) if self._processes[rank].exitcode is not None]
             pending.difference_update(ended)
             if until is not None and any(until(self.result(rank)) for rank in ended):
                 break
             left = deadline - time.monotonic()
             if not pending or left <= 0:
                 break
-            watched = [s for rank in pending if (s := self._processes[rank].sentinel()) is not None]
-            if len(watched) == len(pending):
-                wait(watched, timeout=left)
-            else:
-                time.sleep(min(_POLL, left))
+            wait([self._processes[rank].sentinel for rank in pending], timeout=left)
         return self.results()
 
     def results(self) -> list[RankResult]:
@@ -233,7 +191,7 @@ class Ranks:
 
     def result(self, rank: int) -> RankResult:
         """Return the state of one rank."""
-        code = self._processes[rank].poll()
+        code = self._processes[rank].exitcode
         value, error = self._path("result", rank), self._path("error", rank)
         return RankResult(
             rank,
@@ -300,89 +258,12 @@ def spawn(
     return [None if result.rank in expected else result.value for result in results]
 
 
-class _Forked:
-    """A rank forked from multiprocessing's server, which has imported torch."""
-
-    def __init__(self, order: _Order, preload: list[str]) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(preload)
-        self._process = context.Process(target=_run_forked, args=(order,), name=f"rank {order.rank}")
-        self._process.start()
-        self.pid = self._process.pid
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def sentinel(self) -> int | None:
-        return self._process.sentinel
-
-    def join(self) -> None:
-        self._process.join()
-
-
-class _Fresh:
-    """A rank in a new interpreter, perhaps behind a prefix command."""
-
-    def __init__(self, order: _Order, prefix: Sequence[str]) -> None:
-        if order.target.__module__ == "__main__":
-            raise ValueError(
-                f"{order.target.__qualname__} is defined in the main program, which a new interpreter cannot import. Move "
-                "it to a module, or start the ranks without fresh and prefix"
-            )
-        file = Path(order.folder, f"order{order.rank}-{order.life}")
-        file.write_bytes(pickle.dumps(order))
-        code = "import sys; from commhooks.testing.spawn import run_fresh; run_fresh(sys.argv[1])"
-        path = os.pathsep.join(p for p in sys.path if p)  # where this process finds the target
-        # The rank reads its standard input, which closes with this process: its sign to end, too.
-        self._process = subprocess.Popen(
-            [*prefix, sys.executable, "-c", code, str(file)],
-            stdin=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path, **order.env},
-        )
-        self.pid: int | None = self._process.pid
-
-    def poll(self) -> int | None:
-        return self._process.poll()
-
-    def sentinel(self) -> int | None:
-        return None
-
-    def join(self) -> None:
-        self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-
-
-def _tcp_store(world_size: int) -> Any:
-    from torch._C._distributed_c10d import TCPStore
-
-    return TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
-
-
-def _run_forked(order: _Order) -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_end_after, args=(parent.join,), daemon=True).start()
-    _run(order)
-
-
-def run_fresh(file: str) -> None:
-    """Run a rank in this interpreter; called by :class:`Ranks`."""
-    threading.Thread(target=_end_after, args=(sys.stdin.buffer.read,), daemon=True).start()
-    _run(pickle.loads(Path(file).read_bytes()))
-
-
-def _end_after(wait: Callable[[], object]) -> None:
-    """End this rank with the process that started it; it would go on training and take the cores."""
-    wait()
-    os._exit(1)
-
-
 def _run(order: _Order) -> None:
+    """Run one rank in its process."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     code = 1
     folder = Path(order.folder)
     try:
-        os.environ.update(order.env)
         if order.enter is not None:
             order.enter(order.rank)
         leave = _join_group(order)
@@ -399,29 +280,30 @@ def _run(order: _Order) -> None:
         os._exit(code)
 
 
+def _end_with_parent() -> None:
+    """End this rank with the process that started it; it would go on training and take the cores."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
 def _join_group(order: _Order) -> Callable[[], None]:
     """Make the default process group, and return the function that leaves it."""
     names = {"RANK": order.rank, "LOCAL_RANK": order.rank, "WORLD_SIZE": order.world_size}
-    if order.port is not None:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(order.port))
     if order.backend is None:
         os.environ.update({name: str(value) for name, value in names.items()})
         return lambda: None
     import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import FileStore, Store, TCPStore
+    from torch._C._distributed_c10d import FileStore
 
     torch.set_num_threads(1)  # ranks share the cores
-    store: Store = (
-        TCPStore("127.0.0.1", order.port, order.world_size, is_master=False)
-        if order.port is not None
-        else FileStore(str(Path(order.folder, "store")), order.world_size)
-    )
     if order.backend == "nccl":
         torch.accelerator.set_device_index(order.rank)
     dist.init_process_group(
         order.backend,
-        store=store,
+        store=FileStore(str(Path(order.folder, "store")), order.world_size),
         rank=order.rank,
         world_size=order.world_size,
         timeout=timedelta(seconds=order.group_timeout),
