@@ -20,7 +20,7 @@ _TASK = "held-out on the text GPT (AdamW, 1200 steps)"
 _USES = {  # preset: when to use it, what it costs in loss
     "quant8": ("a slow link, and no loss is acceptable: a quarter of fp32's bytes", f"none: -0.001 nats {_TASK}"),
     "quant4": (
-        "a slow link, matrices of any shape, any number of ranks: an eighth of fp32's bytes",
+        "a slow link between ranks: an eighth of fp32's bytes; on nodes of several ranks inside two_level",
         f"+0.001 to +0.011 nats {_TASK}, within the noise of 3 seeds",
     ),
     "quant2": ("quant4 is not small enough, or between the nodes of an outer optimizer", f"+0.13 nats {_TASK}"),
@@ -33,7 +33,7 @@ def _blocks() -> Iterable[HookSpec]:
         "quant",
         "reduction",
         "ch_quant:Quantized",
-        "sends blocks of few bits, sums them in fp32, sends the sum likewise: volume independent of ranks",
+        "sends blocks of few bits, sums them in fp32, sends the sum likewise: bytes per rank do not grow",
         options=QuantOptions.options(),
         capabilities=_LOSSY,
         needs=_FLOATS,
