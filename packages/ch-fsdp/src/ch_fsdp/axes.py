@@ -250,8 +250,8 @@ def check_tensor_parallel(group: ParamGroup, reduction: Reduction) -> None:
         return
     if (reduction.lossy and reduction.granularity == "bucket") or _rounds_at_random(reduction.node()):
         raise HookNotSupportedError(
-            f"{group.name} has tensor-parallel parameters and parameters that all tensor-parallel ranks share. {reduction!r} "
-            "treats a bucket as a whole or rounds at random, so shared parameters would drift apart. Use a hook that "
+            f"{group.name} has tensor-parallel parameters and parameters that are the same on all tensor-parallel ranks. "
+            f"{reduction!r} treats a bucket as a whole or rounds at random, so the latter would drift apart. Use a hook that "
             "treats each parameter alone, or give fully_shard the two kinds separately"
         )
 

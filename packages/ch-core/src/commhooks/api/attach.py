@@ -217,8 +217,8 @@ def _check_manager(model: torch.nn.Module, adapter: Adapter, options: AttachOpti
     if not getattr(adapter, "takes_manager", False):
         raise AttachError(
             f"{type(model).__name__} takes no manager=, because its ranks form one group, which ends with a lost member. To "
-            "survive lost members, wrap the module in ch_ft.DistributedDataParallel(manager, module) and attach without "
-            "manager=, or use fully_shard inside a replica group and attach(manager=)"
+            "survive lost members, wrap the module in ch_ft.DistributedDataParallel(manager, module) and attach to that "
+            "without manager=, or use fully_shard inside a replica group and attach(manager=)"
         )
     if options.process_group is not None:
         raise AttachError(
