@@ -13,7 +13,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import nox
-import tomllib
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10, for which nox brings tomli
+    import tomli as tomllib
 
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "venv"

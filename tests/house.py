@@ -14,7 +14,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-import tomllib
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10, for which pytest brings tomli
+    import tomli as tomllib
 
 ORDER = (  # ch-core: a module may import from its own line and from the lines below it
     "cli testing __main__",

@@ -7,9 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import tomllib
 
 from . import known_table
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10, for which pytest brings tomli
+    import tomli as tomllib
 
 ROOT = known_table.ROOT
 PROJECTS = known_table.projects()
