@@ -121,16 +121,7 @@ def body_cases(rank: int, world: int) -> None:
             p.requires_grad_("down" in name)
     run_case(rank, world, shard2(frozen, mesh), plain)
 
-    made = gpt()
-    for number, block in enumerate(made.blocks):
-        made.blocks[number] = checkpoint_wrapper(block)
-    model = shard2(made, mesh)
-    handle = commhooks.attach(model, HOOK, axis="gather")
-    weights = {k.replace("_checkpoint_wrapped_module.", ""): v for k, v in decoded(model).items()}
-    model(*batch(1, rank)).backward()
-    found = {k.replace("_checkpoint_wrapped_module.", ""): v for k, v in grads(model).items()}
-    assert distance(found, reference(gpt(), weights, world, 1)) < 1e-5
-    handle.detach()
+    body_checkpointed(rank, world, HOOK)
 
     model = shard2(gpt(), mesh)
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
@@ -142,6 +133,20 @@ def body_cases(rank: int, world: int) -> None:
         compiled.blocks[number].compile(backend="aot_eager")
         fully_shard(block, mesh=mesh)
     run_case(rank, world, fully_shard(compiled, mesh=mesh), gpt())
+
+
+def body_checkpointed(rank: int, world: int, hook: str) -> None:
+    """Activation checkpointing computes each forward twice."""
+    made = gpt()
+    for number, block in enumerate(made.blocks):
+        made.blocks[number] = checkpoint_wrapper(block)
+    model = shard2(made, line(world))
+    handle = commhooks.attach(model, hook, axis="gather")
+    weights = {k.replace("_checkpoint_wrapped_module.", ""): v for k, v in decoded(model).items()}
+    model(*batch(1, rank)).backward()
+    found = {k.replace("_checkpoint_wrapped_module.", ""): v for k, v in grads(model).items()}
+    assert distance(found, reference(gpt(), weights, world, 1)) < 1e-5
+    handle.detach()
 
 
 class Tied(nn.Module):
@@ -182,7 +187,9 @@ def body_accumulated(rank: int, world: int) -> None:
 
 
 def body_four(rank: int, world: int) -> None:
-    run_case(rank, world, shard2(gpt(), line(world), reshard_after_forward=2), gpt())
+    for hook in (HOOK, DIFFERENCE):
+        run_case(rank, world, shard2(gpt(), line(world), reshard_after_forward=2), gpt(), hook=hook)
+    run_case(rank, world, shard2(gpt(), square()), gpt(), hook=DIFFERENCE)
     handle = run_case(rank, world, shard2(gpt(), square()), gpt())
     assert handle.stats()["gather_payload_bytes"] > 0
     both = shard2(gpt(), square())  # with the gradients' axes
@@ -332,6 +339,12 @@ def body_differences(rank: int, world: int) -> None:
     tied = Tied()
     fully_shard(tied.block, mesh=mesh)
     run_case(rank, world, fully_shard(tied, mesh=mesh), Tied(), hook=DIFFERENCE)
+    body_checkpointed(rank, world, DIFFERENCE)
+    compiled = gpt()
+    for block in compiled.blocks:
+        block.compile(backend="aot_eager")
+        fully_shard(block, mesh=mesh)
+    run_case(rank, world, fully_shard(compiled, mesh=mesh), gpt(), hook=DIFFERENCE)
 
 
 def body_sent_once(rank: int, world: int) -> None:
@@ -526,6 +539,21 @@ def test_tied_weights_and_blocks_used_twice() -> None:
 @pytest.mark.full
 def test_accumulation() -> None:
     spawn(body_accumulated, 2)
+
+
+def body_several_meshes(rank: int, world: int) -> None:
+    """Groups on several meshes, as in an MoE: one engine for each mesh, and all of them end a step together."""
+    model = on_two_meshes(world)
+    handle = run_case(rank, world, model, gpt())
+    stats = handle.stats()
+    assert stats["gather_payload_bytes"] > 0
+    assert stats["gather_2_payload_bytes"] > 0
+    handle.detach()
+
+
+@pytest.mark.full
+def test_groups_on_several_meshes() -> None:
+    spawn(body_several_meshes, 4, timeout=150)
 
 
 @pytest.mark.full

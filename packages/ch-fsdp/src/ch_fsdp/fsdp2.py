@@ -291,6 +291,7 @@ def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) ->
 
 adapter.takes_manager = True  # type: ignore[attr-defined]  # commhooks.attach reads both
 adapter.idles_alone = True  # type: ignore[attr-defined]
+adapter.gathers_weights = True  # type: ignore[attr-defined]  # commhooks run --gather reads it
 
 
 def _state_of(handle: CommHook) -> HookState:

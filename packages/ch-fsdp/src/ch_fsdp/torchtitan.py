@@ -5,6 +5,8 @@ torchtitan divides the loss by the tokens of all ranks and sums the gradients. R
 (:attr:`commhooks.adapters.Binding.sums`).
 
 ``--override.imports 'ch_fsdp.torchtitan.attach={"hook": "powersgd(rank=4)"}'``
+
+With ``"gather": "quant8"`` the weight gathers are coded, too. ``"hook": ""`` leaves the gradients to torch.
 """
 
 from dataclasses import dataclass, field
@@ -27,7 +29,7 @@ if CheckpointManager is not None:
         """Attaches a hook to every part of the model, and saves every rank's state in ``step-N/commhook``.
 
         Attributes:
-            hooks: one for each part of the model. ``hooks[0].handle`` is the handle of the first part.
+            hooks: those of each part of the model. ``hooks[0].handle`` is the first handle of the first part.
         """
 
         @dataclass(kw_only=True, slots=True)
@@ -35,14 +37,19 @@ if CheckpointManager is not None:
             """torchtitan's own options, and the arguments of :func:`commhooks.attach`."""
 
             hook: Any = ""
+            gather: Any = ""
             attach_options: dict[str, Any] = field(default_factory=dict)
 
         def __init__(self, config: Config, *, model_parts: list[Any], **given: Any) -> None:
             super().__init__(config, model_parts=model_parts, **given)
             self.hooks: list[TrainerHook] = []
+            options = config.attach_options
+            of_weights = {key: options[key] for key in ("verify_ranks", "timeout") if key in options}
             for part in model_parts:
-                self.hooks.append(TrainerHook(config.hook, config.attach_options))
-                self.hooks[-1].attach(part)
+                for hook, how in ((config.hook, options), (config.gather, {**of_weights, "axis": "gather"})):
+                    if hook:
+                        self.hooks.append(TrainerHook(hook, how))
+                        self.hooks[-1].attach(part)
 
         def _save(self, curr_step: int, last_step: bool = False) -> bool:
             saved = bool(super()._save(curr_step, last_step))
@@ -61,12 +68,12 @@ if CheckpointManager is not None:
             return Path(checkpoint, f"{_KEY}{number or ''}")
 
     @override(target=CheckpointManager.Config, description="attach a communication hook")  # type: ignore[untyped-decorator]
-    def attach(config: Any, hook: Any, **options: Any) -> Any:
-        """Return torchtitan's config with a hook. The arguments are those of :func:`commhooks.attach`."""
-        return derive(config, CommHookCheckpointManager.Config, hook=hook, attach_options=options)
+    def attach(config: Any, hook: Any = "", gather: Any = "", **options: Any) -> Any:
+        """Return torchtitan's config with a hook, and with one on weight gathers. Options as in :func:`commhooks.attach`."""
+        return derive(config, CommHookCheckpointManager.Config, hook=hook, gather=gather, attach_options=options)
 
 else:
 
-    def attach(config: Any, hook: Any, **options: Any) -> Any:
+    def attach(config: Any, hook: Any = "", gather: Any = "", **options: Any) -> Any:
         """Raise ``ImportError``, because torchtitan is not installed."""
         raise ImportError("ch_fsdp.torchtitan needs torchtitan: pip install 'torchtitan>=0.3'")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.api.attach import attach, inside, runs_alone, unwrapped
+from commhooks.api.attach import adapter_for, attach, inside, runs_alone, unwrapped
 from commhooks.errors import SlotTakenError
 from commhooks.launch.found_model import FoundModel, HookedModel
 from commhooks.launch.outer_model import attach_outer, outer_text
@@ -65,23 +65,25 @@ class AutoAttach:
             )
             return True
         try:
-            found = attach_outer(model, name, settings.outer) if settings.outer else self._attach(model, name)
+            outer = attach_outer(model, name, settings.outer) if settings.outer else None
+            made = [outer] if settings.outer else self._attach(model, name)
         except SlotTakenError as error:
             self._note(f"{name} has a hook of the script's own, which stays: {error}")
             return True
-        if found is None:
+        if settings.outer and outer is None:
             return False
-        if self.models:
+        if self.models and made:
             self._note(
                 f"{name} is model {len(self.models) + 1} that gets {settings.expression}: --module-pattern chooses one"
             )
-        self.models.append(found)
-        if settings.state:
-            cls = type(unwrapped(model)).__name__
-            safe = "".join(c if c.isalnum() or c in "._-" else "_" for c in cls)
-            found.keep_state(Path(settings.state) / f"{len(self.models)}-{safe}", settings.state_every)
-        # A found model holds the parameters. Dropping it with the user's module frees their memory.
-        weakref.finalize(list(inside(model))[-1], _model_gone, weakref.ref(found)).atexit = False
+        for found in filter(None, made):
+            self.models.append(found)
+            if settings.state:
+                cls = type(unwrapped(model)).__name__
+                safe = "".join(c if c.isalnum() or c in "._-" else "_" for c in cls)
+                found.keep_state(Path(settings.state) / f"{len(self.models)}-{safe}", settings.state_every)
+            # A found model holds the parameters. Dropping it with the user's module frees their memory.
+            weakref.finalize(list(inside(model))[-1], _model_gone, weakref.ref(found)).atexit = False
         return True
 
     def wrapped_again(self, module: torch.nn.Module) -> None:
@@ -89,8 +91,18 @@ class AutoAttach:
         for found in self.models:
             found.end_for(module)
 
-    def _attach(self, model: torch.nn.Module, name: str) -> FoundModel:
-        return HookedModel(name, attach(model, self.settings.hook, single_process=self.settings.single_process))
+    def _attach(self, model: torch.nn.Module, name: str) -> list[FoundModel | None]:
+        """Attach the hooks of gradients and of weight gathers. Each is a model of the report."""
+        settings, made = self.settings, list[FoundModel | None]()
+        gathers = bool(settings.gather) and getattr(adapter_for(unwrapped(model)), "gathers_weights", False)
+        if settings.gather and not gathers:
+            self._note(f"{name} gathers no weights, so --gather {settings.gather} does nothing for it: it is for FSDP2")
+        if settings.hook:
+            made.append(HookedModel(name, attach(model, settings.hook, single_process=settings.single_process)))
+        if gathers:
+            handle = attach(model, settings.gather, axis="gather", single_process=settings.single_process)
+            made.append(HookedModel(f"{name}, weight gathers", handle))
+        return made
 
     def end(self) -> None:
         """Write the last state and, on rank 0, the report; once. Raises nothing."""

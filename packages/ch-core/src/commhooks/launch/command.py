@@ -21,8 +21,8 @@ from commhooks.log import write_stderr
 
 COLUMNS = 80  # of the dry run
 EPILOG = """\
-environment: COMMHOOKS_HOOK or COMMHOOKS_OUTER, and COMMHOOKS_REPORT, _STATE,
-  _STATE_EVERY, _MODULE_PATTERN and _SINGLE_PROCESS, do the same if a launcher
+environment: COMMHOOKS_HOOK or COMMHOOKS_OUTER, and COMMHOOKS_GATHER, _REPORT,
+  _STATE, _STATE_EVERY, _MODULE_PATTERN and _SINGLE_PROCESS, do the same if a launcher
   owns the command line. The command sets them for processes that the script
   starts.
 
@@ -49,6 +49,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--hook", default=default.hook, metavar="EXPR", help="hook expression, e.g. 'powersgd(rank=4)'")
     made.add_argument(
         "--outer", default=default.outer, metavar="EXPR", help="outer optimizer instead, e.g. 'diloco(every=30)'"
+    )
+    made.add_argument(
+        "--gather", default=default.gather, metavar="EXPR", help="hook on FSDP2's weight gathers, e.g. 'quant8'"
     )
     made.add_argument("--report", default=default.report, metavar="FILE", help="write the report there, as JSON")
     made.add_argument("--state", default=default.state, metavar="DIR", help="write the hook's state there; resume it")
@@ -115,8 +118,11 @@ def _create(settings: Settings) -> None:
     from commhooks.api.create import create
     from commhooks.registry.registry import REGISTRY
 
+    if settings.gather:
+        create(settings.gather)
     if settings.hook:
         create(settings.hook)
+    if not settings.outer:
         return
     spec, options = REGISTRY.outer(settings.outer)
     REGISTRY.target(spec)
@@ -145,6 +151,8 @@ def plan(settings: Settings, script: str) -> str:
         node = {"hook": spec.name, "provider": spec.provider, "config": options}
         head = [f"outer     {settings.outer}", f"resolved  {unparse(node)}"]
         wraps = [name.rpartition(".")[2] for name in REGISTRY.local_gradients()]
+    elif not settings.hook:
+        handle, head = None, []
     else:
         handle = create(settings.hook)
         rest = {k: v for k, v in handle.full.items() if k not in ("hook", "version")}
@@ -155,11 +163,18 @@ def plan(settings: Settings, script: str) -> str:
     lines = [
         "dry run: nothing was executed",
         *head,
+        *(
+            [f"gather    {create(settings.gather).expr}, on the weight gathers of FSDP2 models"]
+            if settings.gather
+            else []
+        ),
         f"script    {script}",
         f"models    each model that the script wraps by {', '.join(wraps[:-1])} or {wraps[-1]}{chosen}",
         f"report    standard error{f', and {settings.report} as JSON' if settings.report else ''}",
         f"state     {f'{settings.state}, every {settings.state_every} steps' if settings.state else 'not written'}",
     ]
+    if not settings.hook and not settings.outer:
+        return _in_columns(lines)
     if handle is None:
         return _in_columns(
             [*lines, f"plan      {settings.outer} chooses its exchange itself: its bytes are not planned"]

@@ -1,7 +1,7 @@
 """Waits for the import of torch and of the model wrappers, and imports none of them.
 
 `commhooks run` calls :func:`watch` in its own process. If a launcher owns the command line, or the script starts its own
-processes, `COMMHOOKS_HOOK` or `COMMHOOKS_OUTER` does. ch-core installs `commhooks-hook.pth`, one line that the interpreter
+processes, `COMMHOOKS_HOOK`, `COMMHOOKS_OUTER` or `COMMHOOKS_GATHER` does. ch-core installs `commhooks-hook.pth`, one line that the interpreter
 reads when it starts. Without a variable that line imports nothing. This module needs the standard library only, until torch
 is imported.
 """
@@ -21,6 +21,9 @@ TORCH = "torch.nn.parallel.distributed"
 """Imported by `import torch`, and the first module that can make a model for a hook."""
 
 OPTIMIZERS = "torch.optim.optimizer"
+
+_NAMED = ("COMMHOOKS_HOOK", "COMMHOOKS_OUTER", "COMMHOOKS_GATHER")
+"""Variables that name a hook or an outer optimizer."""
 
 
 class ImportWatch:
@@ -87,8 +90,8 @@ def _torch_imported(_: ModuleType) -> None:
     try:
         Settings.of().check()
     except (CommHooksError, ValueError) as error:
-        variable = "COMMHOOKS_HOOK" if os.environ.get("COMMHOOKS_HOOK") else "COMMHOOKS_OUTER"
-        raise SystemExit(f"{variable}: {type(error).__name__}: {error}") from None
+        variables = " and ".join(name for name in _NAMED if os.environ.get(name))
+        raise SystemExit(f"{variables}: {type(error).__name__}: {error}") from None
     if Settings.of().outer:
         _WATCH.when_imported(OPTIMIZERS, live_optimizers.watch_optimizers)
     for _plugin, targets in REGISTRY.ask("commhooks_wraps"):
@@ -99,5 +102,5 @@ def _torch_imported(_: ModuleType) -> None:
 
 def from_environment() -> None:
     """Watch if a variable names a hook or an outer optimizer. `commhooks-hook.pth` calls this."""
-    if os.environ.get("COMMHOOKS_HOOK") or os.environ.get("COMMHOOKS_OUTER"):
+    if any(os.environ.get(name) for name in _NAMED):
         watch()

@@ -19,6 +19,7 @@ class Settings:
     Attributes:
         hook: expression; empty with `outer`.
         outer: expression of an outer optimizer, instead of a hook.
+        gather: expression of the hook on the weight gathers of FSDP2 models; empty for none.
         report: file for the report as JSON; empty for none.
         state: folder for the hook's state; empty for none.
         state_every: optimizer steps between two snapshots of the state.
@@ -39,6 +40,7 @@ class Settings:
     module_pattern: str = "*"
     single_process: bool = False
     outer: str = ""
+    gather: str = ""
 
     def __post_init__(self) -> None:
         if self.state_every < 1:
@@ -92,11 +94,18 @@ class Settings:
                 f"--hook {self.hook!r} and --outer {self.outer!r} exclude each other: with an outer optimizer no gradient is "
                 "averaged. Give the hook as its exchange, e.g. --outer 'diloco(exchange=quant4)'"
             )
+        if self.outer and self.gather:
+            raise HookConfigError(
+                f"--outer {self.outer!r} and --gather {self.gather!r} exclude each other: an outer optimizer trains DDP models, "
+                "which gather no weights. Leave out one of them"
+            )
+        if self.gather:
+            REGISTRY.refuse_outer(REGISTRY.levels(self.gather))
         if self.outer:
             REGISTRY.outer(self.outer)
         elif self.hook:
             REGISTRY.refuse_outer(REGISTRY.levels(self.hook))
-        else:
+        elif not self.gather:
             raise HookConfigError(
                 "no hook: use --hook EXPR or COMMHOOKS_HOOK=EXPR, e.g. 'powersgd(rank=4)', or --outer EXPR or "
                 "COMMHOOKS_OUTER=EXPR, e.g. 'diloco(every=30, exchange=quant4)'"
@@ -104,5 +113,5 @@ class Settings:
 
     @property
     def expression(self) -> str:
-        """The expression of the hook or of the outer optimizer."""
-        return self.hook or self.outer
+        """The expression of the hook, of the outer optimizer, or of the hook on weight gathers alone."""
+        return self.hook or self.outer or self.gather

@@ -1,0 +1,79 @@
+"""`commhooks run --gather`: a hook on the weight gathers of an unchanged FSDP2 script."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from commhooks.launch.auto_attach import auto_attach
+from commhooks.launch.import_watch import watch
+from commhooks.launch.settings import Settings
+from commhooks.testing import spawn
+
+pytest.importorskip("ch_fsdp")
+pytestmark = [pytest.mark.timeout(150), pytest.mark.gloo]
+
+
+def net() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+
+
+def begin(hook: str, gather: str) -> None:
+    """Begin as ``commhooks run --hook HOOK --gather GATHER`` does."""
+    os.environ.update(Settings(hook, gather=gather).environ())
+    if not hook:
+        os.environ.pop("COMMHOOKS_HOOK", None)
+    watch()
+    auto_attach.cache_clear()
+
+
+def sharded(world: int) -> Any:
+    from torch.distributed.fsdp import fully_shard  # after watch(), which replaces it
+
+    return fully_shard(net(), mesh=init_device_mesh("cpu", (world,)))
+
+
+def train(model: torch.nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(4, 64)).square().mean().backward()
+        optimizer.step()
+
+
+def body(rank: int, world: int) -> None:
+    begin("quant4(block=16)", "quant8(block=16)")
+    model = sharded(world)
+    train(model)
+    models = auto_attach().report()["models"]
+    assert [one["hook"] for one in models] == ["quant4(block=16)", "quant8(block=16)"]
+    assert [one["stats"]["steps"] for one in models] == [3, 3]
+    assert models[1]["stats"]["gather_payload_bytes"] > 0
+    replicated = DistributedDataParallel(net())
+    train(replicated)
+    assert len(auto_attach().models) == 3
+    assert any("gathers no weights" in note for note in auto_attach().notes)
+
+    begin("", "difference(quant4(block=16))")
+    other = sharded(world)
+    train(other)
+    [one] = auto_attach().report()["models"]
+    assert one["stats"]["gather_payload_bytes"] > 0
+
+
+def test_weights_and_gradients_are_coded() -> None:
+    spawn(body, 2, timeout=120)
+
+
+def test_settings() -> None:
+    Settings("", gather="quant8").check()
+    assert Settings("", gather="quant8").environ() == {"COMMHOOKS_GATHER": "quant8"}
+    with pytest.raises(commhooks.HookConfigError, match="exclude each other"):
+        Settings("", outer="diloco", gather="quant8").check()
+    with pytest.raises(commhooks.UnknownHookError):
+        Settings("quant4", gather="quant88").check()
