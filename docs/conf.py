@@ -8,6 +8,7 @@ from pathlib import Path
 
 project = "commhooks"
 author = "the commhooks authors"
+copyright = "2026, the commhooks authors"
 html_title = "commhooks"
 html_theme = "furo"
 html_static_path = ["_static"]

@@ -1,7 +1,7 @@
 """Time a newcomer's path with the commands of the documents: `python newcomer.py [--there FOLDER] [--record]`.
 
-The path starts in an empty folder with a clone and an environment. It runs the commands of the README's section "On
-your own script" on the script of docs/run.md and the model of docs/network.md. `--there` names a site-packages folder
+The path starts in an empty folder with a clone and an environment. It runs the README's commands that install, train a
+script and give advice, on the script of docs/run.md and the model of docs/network.md. `--there` names a site-packages folder
 with the dependencies, to avoid their download.
 """
 
@@ -18,7 +18,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = re.compile(r'^SCRIPT = """\n(.*?)^"""', re.MULTILINE | re.DOTALL)
 MODULE = re.compile(r"^`my_module.py`:\n\n```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-SECTION = re.compile(r"^## On your own script\n.*?^```\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INSTALL = re.compile(r"^(pip install .*)$", re.MULTILINE)
+RUN = re.compile(r"^\$ (torchrun .*)$", re.MULTILINE)
+ADVISE = re.compile(r"^`(commhooks advise .*?)`", re.MULTILINE)
 
 
 def found(pattern: re.Pattern[str], page: str) -> str:
@@ -33,7 +35,7 @@ def main() -> int:
     parser.add_argument("--there", type=Path, help="site-packages with the dependencies")
     parser.add_argument("--record", action="store_true", help="write docs/measured/newcomer.md")
     chosen = parser.parse_args()
-    install, run, advise = found(SECTION, "README.md").splitlines()
+    install, run, advise = (found(command, "README.md") for command in (INSTALL, RUN, ADVISE))
     lines, whole = [], time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         clone = Path(folder, "commhooks")
@@ -66,7 +68,7 @@ def main() -> int:
         (clone / "train.py").write_text(found(SCRIPT, "docs/run.md"))
         (clone / "my_module.py").write_text(found(MODULE, "docs/network.md"))
         step(run, 16)
-        step(advise, 30)
+        step(f"python -m {advise}", 30)
     total = time.perf_counter() - whole
     there = " Torch and the other dependencies were there already." if chosen.there else ""
     load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
