@@ -350,7 +350,7 @@ def _members(rng: random.Random) -> dict[str, object]:
 
 
 def _topology(rng: random.Random, hooks: list[str]) -> dict[str, object]:
-    """A hook between nodes, and what runs inside and around it."""
+    """A hook between nodes, with the reductions inside and around it."""
     world, nodes = rng.choices(list(TOPOLOGIES), list(TOPOLOGIES.values()))[0]
     entry = BY_EXPR[rng.choice(hooks)]
     insides = [

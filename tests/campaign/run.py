@@ -78,7 +78,7 @@ def run_case(case: Case, deadline: float = DEADLINE) -> Outcome:
 
 
 def crowding(processes: int) -> float:
-    """How many processes wait for a core, on average: a case takes so many times longer than alone.
+    """Return the average number of processes that wait for a core, by which a case takes longer than alone.
 
     The deadline finds hangs. A rank that waits for a core does not hang, so the deadline grows with the load of the machine.
     """

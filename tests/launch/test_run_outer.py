@@ -377,7 +377,7 @@ def refused(rank: int, world: int) -> list[str]:
         attempt(other_order, "in the order of their creation"),
         attempt(shared, "cannot choose between SGD and SGD"),
         attempt(two_models, "is no parameter of"),
-        attempt(zero, "sends messages of its own"),
+        attempt(zero, "sends its own messages"),
         attempt(sharded, "Legal wrappers: DDP, DistributedDataParallel"),
     ]
     return [text for text in found if text]

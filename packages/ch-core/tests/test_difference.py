@@ -56,7 +56,7 @@ def whole(cut: ShardLayout, storage: torch.Tensor, world: int) -> dict[str, torc
 
 
 def steps(rank: SimulatedRank, count: int, hook: str = HOOK, state: HookState | None = None, first: int = 0, **how):
-    """Run gathers of one parameter group, one for each step. Return what each of them decoded, and the state."""
+    """Run gathers of one parameter group, one for each step. Return the decoded numbers of each, and the state."""
     dtype, world = how.get("dtype", torch.float32), rank.world_size
     state = state if state is not None else HookState()
     state.keep_copies(one=True)

@@ -113,7 +113,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How an entry of state holds the numbers of a parameter.
+    """Format in which an entry of state holds the numbers of a parameter.
 
     Every entry carries one. A reader that expects another encoding receives converted numbers, so that a hook never takes
     codes for numbers, or one order for another.

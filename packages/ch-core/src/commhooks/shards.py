@@ -15,7 +15,7 @@ from commhooks.requests import AllGather, ReduceScatter, Requests
 
 
 class ShardLayout:
-    """How parameters are cut into W parts. It is the same on every rank, and holds no numbers.
+    """Division of parameters into W parts. It is the same on every rank, and holds no numbers.
 
     Args:
         part: names, padded shapes and offsets of one part. The names are the parameters' own.
@@ -123,7 +123,7 @@ class Shards(Parts):
     """W parts of a gradient, and the place for the average of one.
 
     Attributes:
-        layout: how the parameters are cut.
+        layout: division of the parameters into parts.
         storage: ``(W * n,)``: this rank's gradient, part r for rank r, zeros in the padding. May be overwritten.
         output: ``(n,)``: this rank's part of the average when the reduction has ended. Its padding is ignored.
         index: position in the step, equal on all ranks.
@@ -154,7 +154,7 @@ class Weights(Parts):
     """This rank's shards of some parameters, and memory for the shards of all ranks.
 
     Attributes:
-        layout: how the parameters are cut.
+        layout: division of the parameters into parts.
         storage: ``(W * n,)``. At first part ``rank`` holds this rank's exact shards and the other parts hold nothing. When the
             reduction has ended, every part holds the weights that all ranks compute with, equal on every rank.
         rank: this rank in the group.

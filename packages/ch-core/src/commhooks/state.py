@@ -189,7 +189,7 @@ class HookState:
         return (name, field) in self._staged
 
     def unstage(self, name: str, field: str) -> None:
-        """Drop what this step has staged for an entry, with its scales."""
+        """Drop the staged tensor of an entry in this step, with its scales."""
         encoding = self._encoded.get((name, field))
         if encoding is not None and encoding.packed is not None:
             self._staged.pop((name, encoding.packed.scales), None)

@@ -22,8 +22,8 @@ FORMAT = 1
 def save(engine: Engine, fingerprint: Fingerprint) -> dict[str, Any]:
     """Return a snapshot of the committed state.
 
-    The quorum's thread calls it while training goes on, and torchft's transport serves CPU tensors without a copy. So
-    the snapshot has clones.
+    The quorum's thread calls it during training, and torchft's transport serves CPU tensors without a copy. So the
+    snapshot has clones.
     """
     engine.settle()
     shared = engine.reduction.shared_fields

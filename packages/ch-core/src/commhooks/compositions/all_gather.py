@@ -50,7 +50,7 @@ class Gathered(Scattered):
         """Return the bucket to run next.
 
         Args:
-            layout: how the parameters are cut. Pass the same object every time.
+            layout: division of the parameters into parts. Pass the same object every time.
             storage: ``(W * n,)``, see :class:`~commhooks.Weights`.
             index: position in the step, equal on all ranks.
         """

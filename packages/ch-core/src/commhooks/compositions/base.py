@@ -159,7 +159,7 @@ class Composite(Reduction):
         return next((part for part in (self.part_for(param, step), *self.parts) if field in part.fields), None)
 
     def _merged(self, attribute: str, own: Mapping[str, T]) -> dict[str, T]:
-        """Return what the parts and this reduction declare of each field.
+        """Return the declarations of each field by the parts and this reduction.
 
         Raises:
             HookConfigError: two parts keep a field of one name in different ways.

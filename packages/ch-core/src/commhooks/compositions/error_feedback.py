@@ -1,4 +1,4 @@
-"""Error feedback around any reduction that reports what it sent.
+"""Error feedback around any reduction that reports its sent part.
 
 Rank i sends C(p_i) of ``p_i = g_i + e_i`` and keeps ``e_i' = p_i - C(p_i)``. Every part of a gradient is applied, only later
 (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847). The residual belongs to this rank, in fp32 for any dtype on the

@@ -57,7 +57,7 @@ class Scattered(Reduction):
         """Return the bucket to run next. Make and run one bucket at a time.
 
         Args:
-            layout: how the parameters are cut. Pass the same object every time.
+            layout: division of the parameters into parts. Pass the same object every time.
             storage: ``(W * n,)``: this rank's gradient, see :class:`~commhooks.Shards`.
             output: ``(n,)``: place for this rank's part of the average.
             index: position in the step, equal on all ranks.

@@ -74,7 +74,7 @@ class Status:
     Args:
         rank: this rank.
         world: number of ranks.
-        code: where this rank's reduction raised, 0 if it did not.
+        code: place at which this rank's reduction raised, or 0.
         clock: number of committed and used steps of this rank; ``None`` if it contributes no data.
         sums: results of :func:`finiteness` for reduced tensors.
         device: device of the step's collectives.

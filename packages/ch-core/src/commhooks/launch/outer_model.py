@@ -125,7 +125,7 @@ def _optimizers(model: torch.nn.Module, name: str) -> list[torch.optim.Optimizer
             raise SlotTakenError(f"the script makes its own {kind}")
         if type(optim).__module__.startswith("torch.distributed"):
             raise HookNotSupportedError(
-                f"--outer cannot train {name} with {kind}, whose step sends messages of its own. Use a plain torch.optim "
+                f"--outer cannot train {name} with {kind}, whose step sends its own messages. Use a plain torch.optim "
                 "optimizer"
             )
         for param in (p for group in optim.param_groups for p in group["params"]):

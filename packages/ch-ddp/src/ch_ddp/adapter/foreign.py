@@ -2,8 +2,8 @@
 
 A foreign hook starts its own collectives, so commhooks cannot count, order or complete them. DDP gets other futures
 instead. At the last bucket they complete with checked results, or with the local gradient after a failure. Then every
-rank raises the error from ``backward()``. A failed rank may have skipped collectives that its peers wait for. Which
-ones is unknown, so after a failure the handle refuses all further steps on all ranks.
+rank raises the error from ``backward()``. A failed rank may have skipped collectives that its peers wait for. The rank
+does not know these, so after a failure the handle refuses all further steps on all ranks.
 
 Ranks report failures over a separate control channel. On the hook's group, the report would match a collective that the
 failed rank skipped, which aborts the process on gloo. A failing rank sets a key in the group's store, which releases

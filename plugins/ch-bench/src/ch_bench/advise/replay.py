@@ -1,4 +1,4 @@
-"""Predict a step by replaying what every rank computed and sent, with the message times that the probe measured.
+"""Predict a step by replaying the computation and the messages of every rank, with the message times of the probe.
 
 The model, the hook and the engine are real; only the messages are emulated. Each rank notes how long it computes
 between posting a message and waiting for one. :class:`Replay` combines the notes of all ranks in virtual time: a message

@@ -1,4 +1,4 @@
-"""Held-out loss of FSDP2 with hooks on weight gathers and gradients, beside plain FSDP2 in bf16.
+"""Held-out loss of FSDP2 with hooks on weight gathers and gradients, compared with plain FSDP2 in bf16.
 
     python -m ch_bench.fsdp2.quality [--steps 600] [--seeds 3] [--out FOLDER] [--record]
 

@@ -1,4 +1,4 @@
-"""Time of a step of FSDP2 with hooks on weights and gradients, beside plain FSDP2 in bf16, on shaped links.
+"""Time of a step of FSDP2 with hooks on weights and gradients, compared with plain FSDP2 in bf16, on shaped links.
 
     sudo python -m ch_bench.fsdp2.steps [--worlds 2 4] [--links 200mbit 1gbit] [--rounds 8] [--record]
 
