@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 import commhooks
 from ch_bench import launch, record
@@ -41,7 +41,7 @@ CASES = [
 ]
 
 
-def model_for(axis: str, world: int) -> FSDPModule:
+def model_for(axis: str, world: int) -> torch.nn.Module:
     """Return matrices of ``WIDTH`` x ``WIDTH`` on a mesh in which a step has traffic on this axis alone."""
     shape = (world, 1) if axis == "replicate" else (1, world)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
@@ -49,7 +49,8 @@ def model_for(axis: str, world: int) -> FSDPModule:
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
     for part in model:
         fully_shard(part, mesh=used, reshard_after_forward=False)
-    return fully_shard(model, mesh=used, reshard_after_forward=False)
+    fully_shard(model, mesh=used, reshard_after_forward=False)
+    return model
 
 
 def worker(rank: int, world: int, device: torch.device, path: Path) -> None:

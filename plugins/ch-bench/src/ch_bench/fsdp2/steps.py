@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import commhooks
 from ch_bench import gpt, launch, record, text
@@ -31,13 +31,14 @@ TIMED = (PLAIN, "quant8 weights", "quant8 weights, quant4 gradients", "4-bit dif
 assert ROWS[TIMED[-1]]["gather"] == DIFFERENCE
 
 
-def shard(model: gpt.GPT, device: torch.device, world: int) -> FSDPModule:
+def shard(model: gpt.GPT, device: torch.device, world: int) -> gpt.GPT:
     """Shard every block and the rest over all ranks, in bf16."""
     mesh = init_device_mesh(device.type, (world,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
 
 
 def worker(rank: int, world: int, device: torch.device, rounds: int, path: Path) -> None:
