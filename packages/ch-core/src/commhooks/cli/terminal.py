@@ -66,19 +66,18 @@ def console() -> Console:
     return Console(width=width(), highlight=False)
 
 
-def table(*columns: str, rows: Sequence[Sequence[str]], whole: Sequence[str] = (), head: bool = True) -> Table:
+def table(*columns: str, rows: Sequence[Sequence[str]], whole: Sequence[str] = ()) -> Table:
     """Return a plain table.
 
     Args:
         columns: headings.
         rows: cells, with markup.
         whole: headings of columns that are never broken, e.g. names that users copy. The others share the rest.
-        head: True if the headings are shown.
     """
-    made = Table(box=None, header_style="bold", pad_edge=False, show_header=head)
+    made = Table(box=None, header_style="bold", pad_edge=False)
     for place, column in enumerate(columns):
         cells = [len(Text.from_markup(row[place])) for row in rows]
-        longest = max([len(column) if head else 0, *cells])
+        longest = max([len(column), *cells])
         keep = column in whole
         made.add_column(column, no_wrap=keep, min_width=longest if keep else None, overflow="fold")
     for row in rows:

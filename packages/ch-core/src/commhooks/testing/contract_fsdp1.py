@@ -84,9 +84,9 @@ def rows(n: int, seed: int) -> torch.Tensor:
     )
 
 
-def model_of(sharded: bool, seed: int = 0) -> FullyShardedDataParallel:
+def model_of(sharded: bool) -> FullyShardedDataParallel:
     """Return a model of three units, with the same parameters on every rank."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     layers = torch.nn.Sequential(torch.nn.Linear(48, 33), torch.nn.Tanh(), torch.nn.Linear(33, 20))
     strategy = ShardingStrategy.FULL_SHARD if sharded else ShardingStrategy.NO_SHARD
     return FullyShardedDataParallel(

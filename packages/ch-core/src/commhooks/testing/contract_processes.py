@@ -127,12 +127,12 @@ def near(total: Grads, wanted: Grads, allowed: float) -> None:
     )
 
 
-def summed(model: DistributedDataParallel, order: Order, check: bool = True, **how: Any) -> Grads:
+def summed(model: DistributedDataParallel, order: Order) -> Grads:
     """Return the mean over ``order.steps`` backwards of the same batch."""
     total: Grads = {}
     for _ in range(order.steps):
-        found = backward(model, 0, **how)
-        if check and order.averages:
+        found = backward(model, 0)
+        if order.averages:
             everywhere_the_same(found)
         for name, grad in found.items():
             total[name] = total.get(name, torch.zeros_like(grad)) + grad / order.steps

@@ -1,11 +1,9 @@
 """Gradients for tests of hooks, in awkward shapes, with numbers that differ on every rank and step."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
-
-Filter = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -50,14 +48,9 @@ def gradients(like: dict[str, torch.Tensor], rank: int, step: int) -> dict[str, 
     return made
 
 
-def all_ranks(
-    like: dict[str, torch.Tensor], world_size: int, step: int, change: Filter | None = None
-) -> list[dict[str, torch.Tensor]]:
-    """Return :func:`gradients` of every rank, each changed by ``change(name, tensor)``."""
-    every = [gradients(like, rank, step) for rank in range(world_size)]
-    if change is None:
-        return every
-    return [{name: change(name, tensor) for name, tensor in one.items()} for one in every]
+def all_ranks(like: dict[str, torch.Tensor], world_size: int, step: int) -> list[dict[str, torch.Tensor]]:
+    """Return :func:`gradients` of every rank."""
+    return [gradients(like, rank, step) for rank in range(world_size)]
 
 
 def average(every: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

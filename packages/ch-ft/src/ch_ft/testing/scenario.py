@@ -11,7 +11,7 @@ SIZES = [2, 3, 4]
 VICTIM = "beta_1"
 
 
-def killed_and_restarted(folder: Path, place: str, replicas: int, hook: str, limit: float = 60.0) -> quorum.Outcome:
+def killed_and_restarted(folder: Path, place: str, replicas: int, hook: str) -> quorum.Outcome:
     """Train replicas, kill one at ``place``, and restart it with other weights. All stop at the same step.
 
     Args:
@@ -19,14 +19,13 @@ def killed_and_restarted(folder: Path, place: str, replicas: int, hook: str, lim
         place: key of :data:`.member.PLACES`.
         replicas: number of replicas.
         hook: expression of the hook.
-        limit: seconds after which all are killed.
     """
     with quorum.lighthouse(heartbeat=1.0, join_timeout=0.5) as address:
         tasks = [
             Task(name, str(folder), address, hook, seed=i, replicas=replicas, die=place if name == VICTIM else None)
             for i, name in enumerate(quorum.NAMES[:replicas])
         ]
-        return quorum.run(folder, tasks, limit=limit)
+        return quorum.run(folder, tasks)
 
 
 def verify(outcome: quorum.Outcome, place: str, replicas: int, hook: str) -> None:

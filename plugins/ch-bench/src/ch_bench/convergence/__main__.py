@@ -12,7 +12,7 @@ sends less, the hook's or the baseline's. Both figures are read at the budget, i
 is thus judged at its end against the baseline at the step that had sent as much. A hook that sends more is cut off early.
 
 A cell is **worse** (better) if the hook is worse (better) with every seed, and mixed otherwise. By chance alone, a quarter of
-all cells of three seeds would not be mixed. Learning rates were tuned on the baseline only (``--tune``).
+all cells of three seeds would not be mixed. Learning rates were tuned on the baseline only.
 """
 
 import argparse
@@ -21,7 +21,6 @@ import os
 import sys
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -31,11 +30,10 @@ from rich.console import Console
 import commhooks
 from ch_bench import record
 from ch_bench.convergence.report import Report, draw
-from ch_bench.convergence.runs import BASELINE, PANELS, TrainingRun, runs
+from ch_bench.convergence.runs import BASELINE, TrainingRun, runs
 from ch_bench.convergence.tasks import SETTINGS
 
 TITLE = "Training with every hook"
-RATES = {"cnn": (0.02, 0.05, 0.1, 0.2), "gpt": (1e-3, 3e-3, 6e-3, 1e-2)}
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -52,7 +50,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
     parser.add_argument("--minutes", type=float, help="start no run after this time")
     parser.add_argument("--out", type=Path, default=Path("out/convergence"), help="folder of results, tables, plots")
-    parser.add_argument("--tune", action="store_true", help="run the baseline at several learning rates instead")
     parser.add_argument("--record", action="store_true", help="write everything to docs/measured/convergence.*")
     args = parser.parse_args(argv)
     if args.seeds < 1 or args.jobs < 1 or (args.steps is not None and args.steps < 1):
@@ -69,8 +66,6 @@ def main(argv: list[str] | None = None) -> int:
     """Run the missing runs and report. Return 3 if runs are still missing."""
     args = parse(argv)
     console = Console(record=True, width=None if sys.stdout.isatty() else 130)
-    if args.tune:
-        return tune(args, console)
     wanted = runs(args.tasks, args.hooks, args.seeds, args.steps)
     finished = record.FinishedRuns(args.out / "results.json")
     left = compute(wanted, finished, args, console)
@@ -124,16 +119,6 @@ def compute(
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 done(running.pop(future), future.result())
     return missing
-
-
-def tune(args: argparse.Namespace, console: Console) -> int:
-    """Print the baseline's figures at several learning rates, by which `SETTINGS` were chosen."""
-    for task, kind in PANELS:
-        for lr in RATES.get(task, ()) if task in args.tasks and kind == "iid" else ():
-            setting = replace(SETTINGS[task], lr=lr, steps=args.steps or SETTINGS[task].steps)
-            made = TrainingRun(setting, kind, 0, BASELINE).run()
-            console.print(f"{task} lr {lr:g}: train {made['train'][-1]:.4f}, held out {made['test'][-1]:.3f}")
-    return 0
 
 
 if __name__ == "__main__":
