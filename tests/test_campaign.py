@@ -66,6 +66,15 @@ def test_a_case_is_the_same_for_ever() -> None:
     assert first != [draw("8", number) for number in range(50)]
 
 
+def test_every_expression_of_two_levels_can_be_built() -> None:
+    import commhooks
+    from tests.campaign.draw import draw
+
+    cases = [draw("expressions", number, ("levels", "levels_simulated", "outer")) for number in range(1500)]
+    for expr in {case.expr for case in cases} | {case.handed_expr for case in cases if case.handed}:
+        assert commhooks.create(expr).reduction is not None, expr
+
+
 @pytest.mark.campaign
 @pytest.mark.timeout(420)
 def test_three_minutes_with_a_fixed_seed() -> None:

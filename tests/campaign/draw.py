@@ -362,7 +362,8 @@ def _topology(rng: random.Random, hooks: list[str]) -> dict[str, object]:
         "quant8" if entry.promise == "exact" else "",
     ]
     inside = rng.choice(insides)
-    arounds = ["", "", "", *(each for each in AROUND if not (each == "bf16_wrapper" and inside))]
+    narrows = not inside and entry.expr.startswith(("allreduce", "powersgd"))  # bf16_wrapper refuses hooks with codes
+    arounds = ["", "", "", *(each for each in AROUND if narrows or each != "bf16_wrapper")]
     around = "" if entry.expr.startswith(("policy", "bf16_wrapper", "fp16_wrapper")) else rng.choice(arounds)
     return {"hook": entry.expr, "world": world, "nodes": nodes, "inside": inside, "around": around}
 
