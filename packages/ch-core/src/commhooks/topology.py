@@ -27,7 +27,7 @@ class Topology:
     """The nodes of a group of ranks.
 
     Attributes:
-        nodes: ranks of each node, counted in the group. Every node has the same number of ranks.
+        nodes: ranks of each node in ascending order, counted in the group. Every node has the same number of ranks.
 
     Raises:
         HookConfigError: the nodes do not hold each rank once.
@@ -43,6 +43,8 @@ class Topology:
     _where: dict[int, tuple[int, int]] = field(init=False, repr=False, compare=False, hash=False)
 
     def __post_init__(self) -> None:
+        # A process group orders its members by their ranks, so places follow that order, too.
+        object.__setattr__(self, "nodes", tuple(tuple(sorted(node)) for node in self.nodes))
         where = {rank: (i, place) for i, node in enumerate(self.nodes) for place, rank in enumerate(node)}
         ranks = [rank for node in self.nodes for rank in node]
         if sorted(ranks) != list(range(len(ranks))) or not ranks:
@@ -121,9 +123,9 @@ class Topology:
         return self._where[rank][1]
 
     def peers(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks with this rank's place, by node."""
+        """Return the ranks with this rank's place, in ascending order."""
         place = self.place(rank)
-        return tuple(node[place] for node in self.nodes)
+        return tuple(sorted(node[place] for node in self.nodes))
 
     def members(self, rank: int, scope: Scope) -> tuple[int, ...]:
         """Return the ranks that take part in a request of ``rank`` with this scope."""

@@ -328,6 +328,17 @@ def test_the_user_gives_the_nodes() -> None:
         Topology.given([[0, 1, 2, 3], [4, 5]], 6)
 
 
+@pytest.mark.parametrize("expr", ["quant4", "powersgd(rank=2)", "topk(density=0.1)"])
+def test_nodes_in_any_order_give_equal_bits(expr: str) -> None:
+    """Places of ranks follow the order of ranks, as a process group numbers its members."""
+    some = SimulatedRanks(lambda: commhooks.create(f"two_level({expr}, nodes=[[3, 0], [1, 2]])"), 4, LIKE)
+    law = Law()
+    law.steps(some, 3, 1)
+    assert some.engines[3].sender.topology == Topology(((0, 3), (1, 2)))
+    if "powersgd" in expr:
+        assert law.gap(some) < 1e-4
+
+
 def test_a_transport_without_nodes_is_refused() -> None:
     class Bare:
         rank, world_size, free, elastic = 0, 1, False, True

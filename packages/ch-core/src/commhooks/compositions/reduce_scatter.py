@@ -40,6 +40,7 @@ class Scattered(Reduction):
         self.granularity, self.lossy = inner.granularity, inner.lossy
         self.collectives = (inner.collectives - {"all_reduce", "all_gather"}) | {"reduce_scatter"}
         self.fields, self.scaled_fields = inner.fields, inner.scaled_fields
+        self.levels, self.nodes = inner.levels, inner.nodes
         self._layouts: dict[BucketLayout, ShardLayout] = {}
         self._buckets: dict[tuple[int, int, str, torch.dtype], BucketLayout] = {}
         self._output: torch.Tensor | None = None

@@ -121,6 +121,36 @@ class TwoLevel(Composite):
         yield from self._gather_inside(mine, packed, ctx)
         parts.unpack(packed, bucket)
 
+    # -- on gradients that the ranks share out
+
+    @property
+    def scatters(self) -> bool:
+        """True for a reduction between nodes that scatters and keeps no state. A residual would lie with other ranks."""
+        return super().scatters and not self.inner.fields
+
+    def run_scatter(self, shards: Shards, ctx: StepContext) -> Stages:
+        topology = ctx.topology
+        if topology is None or topology.ranks_per_node == 1:
+            yield from self.inner.start_scatter(shards, ctx.child("between"))
+            return
+        ranks, nodes, n = topology.ranks_per_node, topology.size("peers"), shards.layout.part.numel
+        dtype = torch.float64 if shards.storage.dtype == torch.float64 else torch.float32
+        packed = ctx.scratch("parts", (ranks, nodes, n), shards.storage.dtype, shards.device)
+        parts = shards.storage.view(-1, n)
+        for place, first in enumerate(topology.places):  # the ranks with one place get their parts next to each other
+            for number, peer in enumerate(topology.peers(first)):
+                packed[place, number].copy_(parts[peer])
+        mine = ctx.scratch("mine", (nodes * n,), dtype, shards.device)
+        yield from self._reduce_inside(packed.view(-1), mine, ctx, 1.0 / ranks)
+        if nodes == 1:
+            shards.output.copy_(mine)
+            return
+        output = ctx.scratch("output", (n,), dtype, shards.device)
+        peers = Shards(_among_peers(shards.layout, nodes, mine), mine, output, shards.index)
+        between = ctx.among("between", "peers", Pieces({}, {}, {}, self.inner, ctx.step, ()))
+        yield from _scoped(self.inner.start_scatter(peers, between), "peers")
+        shards.output.copy_(output)
+
     # -- between nodes
 
     def _between(self, owned: Bucket, ctx: StepContext, pieces: Pieces, absent: frozenset[str], scope: Scope) -> Stages:
@@ -259,6 +289,16 @@ def _parts(packed: torch.Tensor, ranks: int) -> ShardLayout:
     n = packed.numel() // ranks
     part = BucketLayout.of_shapes({"part": (1, n)}, packed.dtype, packed.device)
     return ShardLayout(part, {"part": (ranks, n)})
+
+
+def _among_peers(layout: ShardLayout, nodes: int, mine: torch.Tensor) -> ShardLayout:
+    """Return the layout of the parts that the ranks with one place share out. They are some parts of a parameter."""
+    part, whole = layout.part, {}
+    for p in part.params:
+        shape, dim = list(p.shape), layout.dims.get(p.name, 0)
+        shape[dim] *= nodes
+        whole[p.name] = tuple(shape)
+    return ShardLayout(BucketLayout(part.params, part.numel, mine.dtype, mine.device), whole, layout.dims)
 
 
 def _scoped(stages: Stages, scope: Scope) -> Stages:
