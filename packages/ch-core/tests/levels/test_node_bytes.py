@@ -45,3 +45,16 @@ def test_bytes_of_a_thousand_ranks_need_no_ranks() -> None:
         for expr in ("quant4", "two_level(quant4)")
     )
     assert 0.1 * flat < two < 0.3 * flat
+
+
+def test_a_report_tells_the_bytes_of_a_node() -> None:
+    flat, two = (
+        SimulatedRanks(lambda expr=expr: commhooks.create(expr), 4, LIKE, nodes=2)
+        for expr in ("quant4", "two_level(quant4)")
+    )
+    assert flat.handles[0].report().to_dict()["node"] is None
+    found = two.handles[0].report()
+    assert found.node is not None
+    assert 0 < found.node.leaving < found.node.inside
+    assert "a node sends" in str(found)
+    assert "to other nodes" in str(found)

@@ -7,9 +7,10 @@ from typing import Any
 from commhooks.adapters.base import Binding
 from commhooks.bucket import BucketLayout
 from commhooks.engine.engine import Engine
+from commhooks.engine.schedule import CpuTuning
 from commhooks.engine.stats import ResidualNorm, combined
 from commhooks.reduction import Reduction
-from commhooks.report.plan import PlanRow, grouped, patterns, plan_rows, reason_of
+from commhooks.report.plan import NodeBytes, PlanRow, grouped, node_bytes, patterns, plan_rows, reason_of
 from commhooks.report.text import as_html, as_text
 from commhooks.requests import StagePlan, trip_bytes
 from commhooks.volume import LATER
@@ -54,6 +55,7 @@ class Report:
         rows: by treatment.
         total: all rows together.
         warnings: sentences on problems, e.g. that the hook never compresses this model.
+        node: planned bytes of this rank's node in a step; None without a hook of two levels, which knows the nodes.
     """
 
     hook: str
@@ -63,6 +65,7 @@ class Report:
     rows: tuple[ReportRow, ...]
     total: ReportRow
     warnings: tuple[str, ...]
+    node: NodeBytes | None = None
 
     def __str__(self) -> str:
         return as_text(self.to_dict())
@@ -82,6 +85,7 @@ class Report:
             "groups": rows,
             "total": {key: total[key] for key in total if key not in ("names", "treatment", "why")},
             "warnings": list(self.warnings),
+            "node": self.node._asdict() if self.node is not None else None,
         }
 
 
@@ -103,7 +107,16 @@ def report(hook: str, binding: Binding, rows: Sequence[PlanRow], reduction: Redu
     made = tuple(_row(engine, layouts, group, held) for group in grouped(rows))
     total = _total(made, ratio_of(engine, layouts), combined(held, held))
     world = engine.transport.world_size
-    return Report(hook, engine.transport.rank, world, stats, made, total, _warnings(hook, binding, engine, stats))
+    warnings = _warnings(hook, binding, engine, stats)
+    return Report(hook, engine.transport.rank, world, stats, made, total, warnings, _node(engine, layouts))
+
+
+def _node(engine: Engine, layouts: Sequence[BucketLayout]) -> NodeBytes | None:
+    context = engine.context()
+    if context.topology is None or context.topology.ranks_per_node == 1:
+        return None
+    tuning = engine.sender.tuning if engine.transport.free else CpuTuning.off()
+    return node_bytes(engine.reduction, layouts, context.topology, context.step, tuning=tuning)
 
 
 def ratio_of(engine: Engine, layouts: Sequence[BucketLayout], step: int | None = None) -> float | None:

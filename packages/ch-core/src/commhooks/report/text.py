@@ -23,6 +23,12 @@ def as_text(report: Mapping[str, Any]) -> str:
     lines.append(
         _line("all", _cells({**report["total"], "names": [n for g in report["groups"] for n in g["names"]]}), first)
     )
+    node = report.get("node")
+    if node:
+        lines += [
+            "",
+            *_wrapped(f"a node sends {size(node['leaving'])} to other nodes, and {size(node['inside'])} inside", ""),
+        ]
     for warning in report["warnings"]:
         lines += ["", *_wrapped("warning: " + warning, "  ", "")]
     return "\n".join(lines)
