@@ -3,6 +3,7 @@
     sudo python -m ch_bench.links.nodes bytes
     sudo python -m ch_bench.links.nodes times --nodes 2x4 --work exchange
     sudo python -m ch_bench.links.nodes times --nodes 2x4 --work train
+    python -m ch_bench.links.nodes plan
 
 A node is a network namespace with an uplink of a given rate. Its ranks reach each other over loopback. The gradient is that of
 a GPT of 10.7 M parameters (width 384, 6 layers). An *exchange* has no arithmetic of a model: the backward hands over given
@@ -12,7 +13,8 @@ Candidates take turns in rounds. Each turn attaches a hook, runs one step withou
 steps behind barriers. PyTorch's hooks keep models of their own, because they cannot be detached. Its PowerSGD has one bucket.
 
 ``bytes`` compares the interface of each node with the plan of the hook (:func:`commhooks.report.node_bytes`), with and
-without the 66 bytes of headers of each packet. Plans of PyTorch's hooks assume a ring.
+without the 66 bytes of headers of each packet. Plans of PyTorch's hooks assume a ring. ``plan`` needs no network: it computes
+the bytes of GPT-2 small (124 M parameters) on nodes of eight ranks.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,7 +35,7 @@ import commhooks
 from ch_bench import gpt, launch, record, shapes, training
 from ch_bench.links import netns
 from ch_bench.pytorch_hooks import LABELS, PyTorchHook, attach_pytorch, reduction_of
-from commhooks import Topology
+from commhooks import BucketLayout, Topology
 from commhooks.report import node_bytes
 
 WIDTH, LAYERS, HEADS, CONTEXT, VOCAB = 384, 6, 6, 64, 128
@@ -68,6 +70,15 @@ class Turn:
     streams: list[float] = field(default_factory=list)
     interfaces: list[float] = field(default_factory=list)
     residual: int = 0
+
+
+class Plan(NamedTuple):
+    """Rates of the uplinks, steps of a turn, turns of each hook at each rate, and seconds for all rounds."""
+
+    rates: list[str | None]
+    steps: int
+    rounds: int
+    budget: float
 
 
 class Bench:
@@ -182,20 +193,25 @@ class Bench:
 
 
 def worker(
-    rank: int, world: int, device: torch.device, each: int, work: str, hooks: list[str], plan: list[Any], path: Path
+    rank: int, world: int, device: torch.device, each: int, work: str, hooks: list[str], plan: Plan, path: Path
 ) -> None:
     """Run all turns of one rank; rank 0 writes the list of :class:`Turn` to ``path`` after each round."""
     bench = Bench(Topology.even(world, each), device, work, hooks)
     turns: list[Turn] = []
-    for rate, rounds, steps in plan:
-        for _ in range(rounds):
-            turns += [bench.turn(hook, rate, steps) for hook in hooks]
-            if rank == 0:
-                path.write_text(json.dumps([asdict(turn) for turn in turns]))
+    begun = time.perf_counter()
+    for done in range(plan.rounds):
+        spent = torch.tensor([time.perf_counter() - begun], dtype=torch.float64, device=device)
+        dist.broadcast(spent, 0)  # equal on all ranks
+        if done and spent.item() * (done + 1) / done > plan.budget:
+            break
+        for rate in plan.rates:
+            turns += [bench.turn(hook, rate, plan.steps) for hook in hooks]
+        if rank == 0:
+            path.write_text(json.dumps([asdict(turn) for turn in turns]))
 
 
-def run(nodes: str, work: str, hooks: list[str], plan: list[tuple[str | None, int, int]]) -> list[Turn]:
-    """Measure the hooks on ``NxL`` nodes. ``plan`` has a rate, a number of rounds, and the steps of a turn."""
+def run(nodes: str, work: str, hooks: list[str], plan: Plan) -> list[Turn]:
+    """Measure the hooks on ``NxL`` nodes."""
     count, each = map(int, nodes.split("x"))
     with tempfile.TemporaryDirectory() as folder, netns.Network(count * each, ranks_per_node=each) as net:
         path = Path(folder, "turns.json")
@@ -257,6 +273,28 @@ def work_table(turns: Iterable[Turn]) -> str:
     return record.markdown_table(["hook", "CPU ms of a process", "arithmetic ms", "residual bytes"], rows)
 
 
+def plan_table(hooks: Sequence[str], nodes: Sequence[int] = (2, 8, 32, 125), each: int = 8) -> str:
+    """Return the planned MB that leave a node in a step of GPT-2 small, flat and in two levels, by number of nodes."""
+    sizes = shapes.gpt_shapes(12, 768, 50257, 1024)
+    groups: list[dict[str, tuple[int, ...]]] = [{}]
+    for name, shape in reversed(sizes.items()):  # buckets of at least 25 MB, as DDP fills them
+        groups[-1][name] = shape
+        if BucketLayout.of_shapes(groups[-1]).size * 4 >= 25 << 20:
+            groups.append({})
+    layouts = [BucketLayout.of_shapes(group) for group in groups if group]
+    rows = []
+    for hook in hooks:
+        flat, two = (reduction_of(form) for form in (hook, f"two_level({hook})"))
+        cells = []
+        for count in nodes:
+            topology = Topology.even(count * each, each)
+            a, b = (node_bytes(one, layouts, topology).leaving / 1e6 for one in (flat, two))
+            cells += [f"{a:.1f}", f"{b:.1f}", f"{b / a:.3f}"]
+        rows.append([f"`{hook}`", *cells])
+    heads = [f"{count * each} ranks, {what}" for count in nodes for what in ("flat", "two levels", "ratio")]
+    return record.markdown_table(["hook", *heads], rows)
+
+
 def _two(hook: str) -> bool:
     return hook.startswith("two_level(")
 
@@ -268,21 +306,31 @@ def _ratio(mine: Sequence[float], base: Sequence[float] | None) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Measure and print the tables, or the reason why nothing can be measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["bytes", "times"])
+    parser.add_argument("what", choices=["bytes", "times", "plan"])
     parser.add_argument("--nodes", nargs="+", default=LAYOUTS, metavar="NxL", help="nodes and ranks of each")
     parser.add_argument("--work", choices=["exchange", "train"], default="exchange")
     parser.add_argument("--hooks", nargs="+", metavar="EXPR")
     parser.add_argument("--link", default="1gbit,200mbit,50mbit", metavar="RATES")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each hook at each rate")
     parser.add_argument("--steps", type=int, help="steps of a turn (default 3 for bytes, 1 for times)")
+    parser.add_argument("--budget", type=float, default=600.0, metavar="S", help="start no round that would end later")
     parser.add_argument("--record", action="store_true", help="write sections of docs/measured/two-level.md")
     args = parser.parse_args(argv)
+    if args.what == "plan":
+        table = plan_table(args.hooks or ["allreduce", *BASES])
+        print(table)
+        if args.record:
+            title = "MB that leave a node of eight ranks, planned"
+            record.write("two-level", title, record.command("ch_bench.links.nodes", argv), table)
+        return 0
     if args.what == "bytes":
         hooks = args.hooks or [*TORCH, *(form for base in BASES for form in (base, f"two_level({base})"))]
-        plan: list[tuple[str | None, int, int]] = [(None, 1, args.steps or 3)]
+        plan = Plan([None], args.steps or 3, 1, args.budget)
     else:
         hooks = args.hooks or TIMED
-        plan = [(rate if rate != "none" else None, args.rounds, args.steps or 1) for rate in args.link.split(",")]
+        plan = Plan(
+            [rate for rate in args.link.split(",") if netns.parse_rate(rate)], args.steps or 1, args.rounds, args.budget
+        )
     for hook in hooks:
         if hook not in LABELS:
             reduction_of(hook)
