@@ -22,9 +22,9 @@ from commhooks.log import write_stderr
 COLUMNS = 80  # of the dry run
 EPILOG = """\
 environment: COMMHOOKS_HOOK or COMMHOOKS_OUTER, and COMMHOOKS_GATHER, _REPORT,
-  _STATE, _STATE_EVERY, _MODULE_PATTERN and _SINGLE_PROCESS, do the same if a launcher
-  owns the command line. The command sets them for processes that the script
-  starts.
+  _STATE, _STATE_EVERY, _MODULE_PATTERN and _SINGLE_PROCESS, do the same if a
+  launcher owns the command line. The command sets them for processes that the
+  script starts.
 
 examples:
   torchrun --nproc-per-node 2 -m commhooks run --hook "powersgd(rank=4)" \\
