@@ -173,6 +173,41 @@ def test_the_command_on_a_custom_model(tmp_path: Path):
     assert {row["collective"] for row in found["network"]["collectives"]} >= {"all_reduce", "all_to_all"}
 
 
+SHARDED = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+def make():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128, bias=False), torch.nn.Linear(128, 64, bias=False))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in model:
+        fully_shard(part, mesh=mesh)
+    return fully_shard(model, mesh=mesh), torch.randn(4, 64)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.gloo
+@pytest.mark.timeout(300)
+def test_the_steps_of_fsdp2_have_all_collectives(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SHARDED)
+    hooks = ["quant8(block=32) / quant4(block=32)", "difference(quant4(block=32)) / quant4(block=32)"]
+    command = [sys.executable, "-m", "commhooks", "advise", "--model", "mine:make", "--seconds", "6", "--json"]
+    run = subprocess.run([*command, "--hooks", *hooks], capture_output=True, text=True, timeout=280, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout[run.stdout.index("{") :])
+    rows = {row["hook"]: row["payload"] for row in found["predictions"]}
+    numel = found["parameters"]
+    eight, four = numel + 2 * numel // 32, numel // 2 + 2 * numel // 32
+    # Two gathers and a reduce-scatter. The backward of differences gathers nothing.
+    assert rows["allreduce"] == 3 * 4 * numel
+    assert rows[hooks[0]] == 2 * eight + four
+    assert rows[hooks[1]] == four + four
+
+
 WRONG_NAMES = [
     (
         ("advise", "--model", "nothing:make"),

@@ -8,8 +8,9 @@ messages that hooks send over your network, and the arithmetic of each hook on y
 real model with emulated messages and predicts the time of a step. It recommends a hook and changes nothing.
 
 `my_module:make` returns `(module, batch)`, where `module(*batch)` is the loss, or `(module, batch, optimizer)` with
-`optimizer(parameters)`. Without a launcher, ranks are started on this machine. `--link` then connects them by a shaped
-network (needs root and iproute2).
+`optimizer(parameters)`. If it has sharded the module with `fully_shard`, the steps are those of FSDP2, and 'quant8 / quant4'
+stands for a hook on weight gathers and one on gradients. Without a launcher, ranks are started on this machine. `--link` then
+connects them by a shaped network (needs root and iproute2).
 """
 
 import argparse
@@ -30,7 +31,7 @@ from rich.text import Text
 
 from ch_bench import launch
 from ch_bench.advise.network import Network
-from ch_bench.advise.predict import HOOKS, Advice, advise
+from ch_bench.advise.predict import HOOKS, SHARDED_HOOKS, Advice, advise
 from ch_bench.advise.workload import MODELS, check, load
 from ch_bench.help_text import HelpFormatter
 from ch_bench.links import netns
@@ -92,7 +93,8 @@ def worker(rank: int, world: int, device: torch.device, args: dict[str, Any], pa
     console = Console(stderr=True)
     with console.status("") if rank == 0 and console.is_terminal else nullcontext() as status:
         tell = (lambda what: status.update(what)) if status is not None else (lambda what: None)
-        advice = advise(work, args["hooks"], seconds=args["seconds"], tell=tell)
+        hooks = list(SHARDED_HOOKS) if work.sharded and args["hooks"] == list(HOOKS) else args["hooks"]
+        advice = advise(work, hooks, seconds=args["seconds"], tell=tell)
     if rank == 0:
         found = {"model": args["model"], "device": str(device), **as_dict(advice)}
         if path is None:

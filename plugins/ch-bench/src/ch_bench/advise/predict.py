@@ -14,10 +14,13 @@ from ch_bench.advise.replay import EmulatedTransport, Note, Recorder, Replay
 from ch_bench.advise.workload import Workload, slowest
 
 HOOKS = ("allreduce", "bf16_compress", "quant8", "quant4", "powersgd(rank=4)")
+SHARDED_HOOKS = ("allreduce", "bf16_compress", "quant8", "quant8 / quant4", "difference(quant4) / quant4")
+"""For FSDP2: weight gathers / gradients."""
 WARM_UP = 2  # steps; DDP rebuilds its buckets after the first one
 WORTH = 0.05  # share of a step that a lossy hook must save
 ALIKE = 0.03  # predictions within this share are equal; the hook with the smaller error wins
 Tell = Callable[[str], None]
+Handle = commhooks.CommHook | commhooks.AxesHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,29 +79,29 @@ def advise(work: Workload, hooks: Sequence[str], *, seconds: float = 60.0, tell:
     hooks = list(dict.fromkeys(["allreduce", *hooks]))
     ends = time.perf_counter() + seconds
     tell("the model without communication")
-    _train(work, "noop", 1)
-    alone = median(slowest(_train(work, "noop", _count(work, 5, seconds / 8)), work.device))
+    _alone(work, 1)
+    alone = median(slowest(_alone(work, _count(work, 5, seconds / 8)), work.device))
     sent: list[Message] = []
     for hook in hooks:
         tell(f"messages of {hook}")
         sent += _messages(work, hook)
     tell("the network")
-    network = probe(sent, work.model.process_group, work.device, (ends - time.perf_counter()) * 0.4)
+    network = probe(sent, work.process_group, work.device, (ends - time.perf_counter()) * 0.4)
     predictions = []
     for number, hook in enumerate(hooks):
         tell(f"arithmetic of {hook}")
         left = max(0.0, slowest([ends - time.perf_counter()], work.device)[0])
         predictions.append(_predict(work, hook, network, left / (len(hooks) - number)))
-    again = median(slowest(_train(work, "noop", _count(work, 5, seconds / 8)), work.device))
+    again = median(slowest(_alone(work, _count(work, 5, seconds / 8)), work.device))
     alone = min(alone, again)  # disturbances only make a step longer
     recommended, reasons = recommend(alone, predictions)
-    parameters = sum(p.numel() for p in work.model.parameters() if p.requires_grad)
+    parameters = sum(p.numel() for p in work.parameters() if p.requires_grad)
     return Advice(alone, tuple(predictions), recommended, reasons, network, parameters, dist.get_world_size())
 
 
 def measure(work: Workload, hook: str, *, steps: int = 10, seconds: float = 30.0) -> list[float]:
     """Return the seconds of real steps with a hook, each on the slowest rank."""
-    handle = commhooks.attach(work.model, hook)
+    handle = work.attach(hook)
     try:
         for _ in range(WARM_UP):
             work.step()
@@ -153,13 +156,18 @@ def recommend(alone: float, predictions: Sequence[Prediction]) -> tuple[str, tup
 
 def _recorded_loss(hook: str) -> str:
     """Return the cost in loss that the outermost hook of an expression declares, or an empty string."""
+    if " / " in hook:
+        return ""
     found = {spec.loss for spec in commhooks.list_hooks(hook.partition("(")[0]) if spec.kind != "fsdp"}
     return found.pop() if len(found) == 1 else ""
 
 
-def _train(work: Workload, hook: str, count: int) -> list[float]:
-    """Return this rank's seconds of ``count`` steps after the warm-up."""
-    handle = commhooks.attach(work.model, hook)
+def _alone(work: Workload, count: int) -> list[float]:
+    """Return this rank's seconds of ``count`` steps without communication, after the warm-up.
+
+    FSDP2 cannot compute without the shards of its peers. Its messages are emulated and take no time.
+    """
+    handle: Handle = _emulated(work, "allreduce", None)[0] if work.sharded else work.attach("noop")
     try:
         for _ in range(WARM_UP):
             work.step()
@@ -176,32 +184,41 @@ def _timed(work: Workload) -> float:
 
 def _count(work: Workload, most: int, budget: float) -> int:
     """Return the number of steps that fit into the budget, at least 2 and equal on all ranks."""
-    one = max(slowest(_train(work, "noop", 1), work.device))
+    one = max(slowest(_alone(work, 1), work.device))
     return max(2, min(most, int(budget / one) - WARM_UP))
 
 
-def _emulated(work: Workload, hook: str, recorder: Recorder | None) -> tuple[commhooks.CommHook, EmulatedTransport]:
-    """Attach a hook whose messages are only noted."""
-    handle = commhooks.attach(work.model, hook)
-    binding = handle.binding
-    if binding is None or binding.engine is None:
-        handle.detach()
-        raise commhooks.HookNotSupportedError(
-            f"{hook} is a foreign hook, whose messages cannot be predicted: measure it with commhooks bench"
-        )
-    transport = EmulatedTransport(dist.get_rank(), dist.get_world_size(), recorder)
-    binding.engine.move(transport)
-    return handle, transport
+def _emulated(work: Workload, hook: str, recorder: Recorder | None) -> tuple[Handle, list[Message]]:
+    """Attach a hook whose messages are only noted. Return the list that collects them, too."""
+    handle = work.attach(hook)
+    sent: list[Message] = []
+    for one in _each(handle):
+        engines = one.binding.engines if one.binding is not None else {}
+        if not engines:
+            handle.detach()
+            raise commhooks.HookNotSupportedError(
+                f"{hook} is a foreign hook, whose messages cannot be predicted: measure it with commhooks bench"
+            )
+        for engine in engines.values():
+            ranks = engine.transport
+            transport = EmulatedTransport(ranks.rank, ranks.world_size, recorder)
+            transport.sent = sent
+            engine.move(transport)
+    return handle, sent
+
+
+def _each(handle: Handle) -> list[commhooks.CommHook]:
+    return [handle] if isinstance(handle, commhooks.CommHook) else list(handle.handles.values())
 
 
 def _messages(work: Workload, hook: str) -> list[Message]:
     """Return the messages of one step of a hook."""
-    handle, transport = _emulated(work, hook, None)
+    handle, sent = _emulated(work, hook, None)
     try:
         for _ in range(WARM_UP):
-            transport.sent.clear()
+            sent.clear()
             work.step()
-        return list(transport.sent)
+        return list(sent)
     finally:
         handle.detach()
 
@@ -223,8 +240,8 @@ def _predict(work: Workload, hook: str, network: Network, budget: float) -> Pred
             steps.append(max(Replay.of(network, _of_all_ranks(notes))))
             if len(steps) == WARM_UP + 1:  # add as many steps as fit, equal on all ranks
                 count += max(2, min(7, int(budget / slowest([time.perf_counter() - begun], work.device)[0])))
-        lossy = handle.reduction is not None and handle.reduction.lossy
-        payload = float(handle.payload_per_step())
+        lossy = any(one.reduction is not None and one.reduction.lossy for one in _each(handle))
+        payload = float(sum(one.payload_per_step() for one in _each(handle)))
     finally:
         handle.detach()
     seconds, waiting = (median(column) for column in zip(*steps[WARM_UP:], strict=True))

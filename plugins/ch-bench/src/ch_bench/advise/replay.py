@@ -105,7 +105,8 @@ class EmulatedTransport:
         return self._post("all_reduce", tensor, lambda: None)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
-        return self._post("all_gather", output, lambda: output.view(self.world_size, -1).copy_(input.view(-1)))
+        # A gather of weights is in place, so the input is a part of the output.
+        return self._post("all_gather", output, lambda: output.view(self.world_size, -1).copy_(input.clone().view(-1)))
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         return self._post("all_to_all", input, lambda: output.copy_(input))

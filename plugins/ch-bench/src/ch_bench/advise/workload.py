@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
@@ -22,26 +24,76 @@ class Workload:
     """Everything that a training step needs.
 
     Attributes:
-        model: wrapped in DDP.
+        model: wrapped in DDP, or sharded by its function with FSDP2.
         batch: ``model(*batch)`` returns the loss, or a tensor whose mean replaces it.
         optimizer: of the model's parameters.
         device: of model and batch.
     """
 
-    model: DistributedDataParallel
+    model: DistributedDataParallel | FSDPModule
     batch: tuple[Any, ...]
     optimizer: torch.optim.Optimizer
     device: torch.device
 
+    @property
+    def sharded(self) -> bool:
+        """True for FSDP2."""
+        return isinstance(self.model, FSDPModule)
+
+    @property
+    def replicated(self) -> bool:
+        """True for FSDP2 on a 2-D mesh, which also averages between replicas."""
+        meshes = [p.device_mesh for p in self.parameters() if isinstance(p, DTensor)]
+        return self.sharded and any(mesh.ndim > 1 for mesh in meshes)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks of the probe."""
+        if isinstance(self.model, DistributedDataParallel):
+            return self.model.process_group  # type: ignore[no-any-return]
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        assert isinstance(self.model, nn.Module)
+        return list(self.model.parameters())
+
+    def attach(self, hook: str) -> "commhooks.CommHook | commhooks.AxesHandle":
+        """Attach a hook; with FSDP2 to every axis, see :func:`axes`."""
+        assert isinstance(self.model, nn.Module)
+        if not self.sharded:
+            return commhooks.attach(self.model, hook)
+        gather, shard, replicate = axes(hook)
+        return commhooks.attach_axes(
+            self.model, gather=gather, shard=shard, replicate=replicate if self.replicated else None
+        )
+
     def step(self) -> None:
         """Run one training step."""
         self.optimizer.zero_grad()
+        assert isinstance(self.model, nn.Module)
         found = self.model(*self.batch)
         loss = found if isinstance(found, torch.Tensor) else getattr(found, "loss", found[0])
         (loss if loss.dim() == 0 else loss.float().mean()).backward()
         self.optimizer.step()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def axes(hook: str) -> tuple[str, str, str]:
+    """Return the expressions of weight gathers, reduce-scatters and averages of replicas.
+
+    >>> axes("quant8 / quant4"), axes("allreduce")
+    (('quant8', 'quant4', 'quant4'), ('allreduce', 'allreduce', 'allreduce'))
+    """
+    parts = [part.strip() for part in hook.split(" / ")]
+    if len(parts) > 3:
+        raise HookConfigError(
+            f"{hook!r}: give at most three hooks, as in 'quant8 / quant4 / quant4' (gather / shard / replicate)"
+        )
+    gather, *gradients = parts
+    shard, *rest = gradients or [gather]
+    return gather, shard, (rest or [shard])[0]
 
 
 def gpt() -> tuple[nn.Module, tuple[Any, ...]]:
@@ -84,7 +136,8 @@ def check(model: str, hooks: Sequence[str]) -> None:
     """
     find(model)
     for hook in hooks:
-        commhooks.create(hook)
+        for part in axes(hook):
+            commhooks.create(part)
 
 
 def find(name: str) -> Callable[[], Any]:
@@ -115,7 +168,8 @@ def load(name: str, device: torch.device, bucket_cap_mb: float | None = None) ->
 
     Args:
         name: of a function without arguments that returns ``(module, batch)`` or ``(module, batch, optimizer)``.
-            ``module(*batch)`` is the loss; ``optimizer(parameters)`` makes an optimizer, plain SGD by default.
+            It may shard the module with ``fully_shard``. ``module(*batch)`` is the loss, and ``optimizer(parameters)``
+            makes an optimizer, plain SGD by default.
         device: of model and batch.
         bucket_cap_mb: of DDP.
 
@@ -133,7 +187,8 @@ def load(name: str, device: torch.device, bucket_cap_mb: float | None = None) ->
     batch = tuple(part.to(device) if isinstance(part, torch.Tensor) else part for part in batch)
     ids = [device.index] if device.type == "cuda" else None
     options: dict[str, Any] = {} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}
-    model = DistributedDataParallel(module.to(device), device_ids=ids, **options)
+    sharded = isinstance(module, FSDPModule)
+    model = module if sharded else DistributedDataParallel(module.to(device), device_ids=ids, **options)
     optimizer = rest[0](model.parameters()) if rest else torch.optim.SGD(model.parameters(), lr=1e-6)
     return Workload(model, batch, optimizer, device)
 
