@@ -50,7 +50,8 @@ class Workload:
     def process_group(self) -> dist.ProcessGroup:
         """The ranks of the probe."""
         if isinstance(self.model, DistributedDataParallel):
-            return self.model.process_group  # type: ignore[no-any-return]
+            group: dist.ProcessGroup = self.model.process_group
+            return group
         assert dist.group.WORLD is not None
         return dist.group.WORLD
 
