@@ -44,9 +44,10 @@ if CheckpointManager is not None:
             super().__init__(config, model_parts=model_parts, **given)
             self.hooks: list[TrainerHook] = []
             options = config.attach_options
-            of_weights = {key: options[key] for key in ("verify_ranks", "timeout") if key in options}
+            weights: dict[str, Any] = {"axis": "gather"}
+            weights |= {key: options[key] for key in ("verify_ranks", "timeout") if key in options}
             for part in model_parts:
-                for hook, how in ((config.hook, options), (config.gather, {**of_weights, "axis": "gather"})):
+                for hook, how in ((config.hook, options), (config.gather, weights)):
                     if hook:
                         self.hooks.append(TrainerHook(hook, how))
                         self.hooks[-1].attach(part)

@@ -269,7 +269,7 @@ def model_worker(
                 rounds[hook].append(median(measure_steps(work, hook, steps=args["steps"], seconds=seconds)))
                 progress.advance(task)
     if rank == 0:
-        numel = sum(p.numel() for p in work.model.parameters())
+        numel = sum(p.numel() for p in work.parameters())
         about = {"model": args["model"] or "gpt", "parameters": numel, "world": world, "device": str(device)}
         path.write_text(json.dumps({**about, "rounds": rounds}))
 
