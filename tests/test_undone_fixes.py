@@ -28,6 +28,7 @@ class Undone:
         file: the module, below the package's ``src``.
         fixed: source of the fix, once in the module.
         old: source without the fix.
+        also: a second edit, as package, file, fixed and old, if two layers hold the fix.
         test: file of the test that covers the fix, and the words that select it.
     """
 
@@ -37,8 +38,20 @@ class Undone:
     fixed: str
     old: str
     test: str
+    also: tuple[str, str, str, str] | None = None
+
+    @property
+    def edits(self) -> list[tuple[str, str, str, str]]:
+        """All edits."""
+        return [(self.package, self.file, self.fixed, self.old), *([self.also] if self.also else [])]
 
 
+DEBT = (
+    CORE,
+    "commhooks/reduction.py",
+    "            error = self._state.stage_error(name, field, shape, dtype, device, encoding) if self._owes else None",
+    "            error = None",
+)
 TABLE = [
     Undone(
         "warmup: codes of an 8-bit residual are read as numbers",
@@ -87,6 +100,7 @@ TABLE = [
         "            owes = number in owned and not ctx.sends(p.name)",
         "            owes = number in owned and ctx.participating is False",
         "plugins/ch-quant/tests/test_feedback.py owner and unused",
+        DEBT,
     ),
     Undone(
         "the owner of a part drops its rounding error if it has joined",
@@ -95,6 +109,7 @@ TABLE = [
         "            owes = number in owned and not ctx.sends(p.name)",
         "            owes = number in owned and ctx.participating and not ctx.sends(p.name)",
         "plugins/ch-quant/tests/test_feedback.py owner and joined",
+        DEBT,
     ),
     Undone(
         "fault-tolerant DDP: a parameter that only some members used drifts apart",
@@ -202,8 +217,8 @@ IDS = [undone.defect for undone in TABLE]
 
 @pytest.mark.parametrize("undone", TABLE, ids=IDS)
 def test_the_fix_is_where_the_table_says(undone: Undone) -> None:
-    source = (ROOT / undone.package / "src" / undone.file).read_text()
-    assert source.count(undone.fixed) == 1
+    for package, file, fixed, _ in undone.edits:
+        assert (ROOT / package / "src" / file).read_text().count(fixed) == 1
     assert (ROOT / undone.test.partition(" ")[0]).exists()
 
 
@@ -211,15 +226,15 @@ def test_the_fix_is_where_the_table_says(undone: Undone) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("undone", TABLE, ids=IDS)
 def test_its_test_fails_without_it(undone: Undone, tmp_path: Path) -> None:
-    copy = shutil.copytree(ROOT / undone.package / "src", tmp_path / "src")
-    module = copy / undone.file
-    module.write_text(module.read_text().replace(undone.fixed, undone.old))
+    for package, file, fixed, old in undone.edits:
+        module = shutil.copytree(ROOT / package / "src", tmp_path / package) / file
+        module.write_text(module.read_text().replace(fixed, old))
     test, _, words = undone.test.partition(" ")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", "--timeout", "100", test]
     run = subprocess.run(
         [*command, *(["-k", words] if words else [])],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(copy)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(str(tmp_path / edit[0]) for edit in undone.edits)},
         capture_output=True,
         text=True,
         timeout=280,
