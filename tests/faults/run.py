@@ -196,7 +196,8 @@ ABOUT = {
     ),
     "two_level": (
         "The fault table with every hook inside `two_level(..., nodes=2)`, on two nodes of two gloo ranks. In the rows B13",
-        "`quant4(error_feedback=True)` runs between the nodes. In B13.8 each node is a network namespace.",
+        "`quant4(error_feedback=True)` runs between the nodes. In B13.8 each node is a network namespace. A collective may",
+        "take 4 s, multiplied by 1 to 12 with the load of the machine.",
     ),
 }
 
