@@ -494,6 +494,7 @@ def body_all_axes(rank: int, world: int) -> None:
         commhooks.attach_axes(model, gather=HOOK, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+@pytest.mark.full
 def test_one_call_for_all_axes() -> None:
     spawn(body_all_axes, 4, timeout=120)
 
@@ -512,6 +513,7 @@ def test_differences_are_sent_once_a_step() -> None:
     spawn(body_sent_once, 2)
 
 
+@pytest.mark.full
 def test_a_saved_copy_resumes(tmp_path: Path) -> None:
     spawn(body_saved, 2, str(tmp_path))
     spawn(body_saved_on_others, 3, str(tmp_path))
