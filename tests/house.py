@@ -36,7 +36,7 @@ ORDER = (  # ch-core: a module may import from its own line and from the lines b
     "reduction",
     "state fsdp_states encoding param_table",
     "transport rounding",
-    "numerics scratch shards agreement topology",
+    "digest numerics scratch shards agreement topology",
     "bucket device requests volume errors log typing _lazy",
 )
 PACKAGES = (

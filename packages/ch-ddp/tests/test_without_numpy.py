@@ -7,8 +7,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from commhooks.digest import checksum
 from commhooks.errors import RankMismatchError
-from commhooks.fingerprint import checksum
 from commhooks.testing import spawn
 
 pytestmark = pytest.mark.timeout(120)

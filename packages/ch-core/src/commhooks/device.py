@@ -143,9 +143,13 @@ class HostCopy:
         """True if the host can read the numbers without waiting."""
         return self._event is None or bool(self._event.query())
 
-    def values(self) -> list[float]:
-        """Return all numbers, flat. Wait for the copy if it has not arrived."""
+    def tensor(self) -> torch.Tensor:
+        """Return the copy, on the CPU. Wait for it if it has not arrived."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
-        return list(map(float, self._host.flatten().tolist()))
+        return self._host
+
+    def values(self) -> list[float]:
+        """Return all numbers, flat. Wait for the copy if it has not arrived."""
+        return list(map(float, self.tensor().flatten().tolist()))

@@ -47,7 +47,7 @@ class SlotTakenError(AttachError):
 
 
 class RankMismatchError(CommHooksError, RuntimeError):
-    """The ranks of one group disagree on hook, options, versions or shapes. The message names the fields."""
+    """The ranks of one group disagree on hook, options, versions, shapes or parameters. The message names them."""
 
 
 class HookResultError(CommHooksError, RuntimeError):

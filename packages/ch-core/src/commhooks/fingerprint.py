@@ -1,6 +1,5 @@
-"""Fingerprints that ranks compare when a hook is attached and when a state is loaded, and checksums of tensors."""
+"""Fingerprints that ranks compare when a hook is attached and when a state is loaded."""
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -8,6 +7,7 @@ import torch.distributed as dist
 
 from commhooks.adapters.base import Binding
 from commhooks.agreement import Fingerprint, StoreExchange, agree, agree_along
+from commhooks.digest import checksum
 from commhooks.errors import AttachError
 from commhooks.handle import CommHook
 
@@ -138,49 +138,3 @@ def _binding(handle: CommHook) -> Binding:
 
 def _entry(name: str, field: str, tensor: torch.Tensor) -> str:
     return f"{name} {field} {tuple(tensor.shape)} {tensor.dtype}"
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 1 << 20  # elements that are widened to int64 at a time: 8 MiB
-
-
-@torch.no_grad()
-def checksum(*tensors: torch.Tensor) -> str:
-    """Return 16 hexadecimal digits that change with any bit, and with the shape or order, of the tensors.
-
-    It adds up the bits of each chunk of 2**20 elements as integers with odd weights, modulo 2**64. This takes one pass
-    over the tensors on their device and one small copy to the host. Equal bits give equal digits on every device. It
-    protects against mistakes, not against an adversary. Of a DTensor, this rank's shard counts.
-
-    Args:
-        tensors: of any shapes, dtypes and devices.
-
-    Example:
-        >>> weight = torch.ones(2, 2)
-        >>> before = checksum(weight)
-        >>> weight[0, 0] += 1e-6
-        >>> before == checksum(weight)
-        False
-        >>> checksum(torch.zeros(2)) == checksum(-torch.zeros(2))
-        False
-    """
-    shapes: list[tuple[int, ...]] = []
-    sums: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        shapes.append(tuple(tensor.shape))
-        for plain in _plain(tensor.detach()):
-            bits = plain.contiguous().view(-1).view(_BITS[plain.element_size()])  # (numel,)
-            weights = torch.arange(1, 2 * min(_CHUNK, bits.numel()) + 1, 2, dtype=torch.int64, device=bits.device)
-            sums.setdefault(bits.device, []).extend(
-                (part * weights[: part.numel()]).sum() for part in bits.split(_CHUNK) if part.numel()
-            )
-    numbers = [torch.stack(some).tolist() for some in sums.values() if some]
-    return hashlib.blake2b(repr((shapes, numbers)).encode(), digest_size=8).hexdigest()
-
-
-def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that hold a tensor's memory: a wrapper subclass has no memory itself."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        inside = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # a DTensor's has a mesh, too
-        return [plain for part in inside if isinstance(part, torch.Tensor) for plain in _plain(part)]
-    return [torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor]

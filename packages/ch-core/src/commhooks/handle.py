@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.adapters.base import Binding
+from commhooks.engine.drift import RankCheck
 from commhooks.engine.stats import residual_figures
 from commhooks.errors import AttachError, HookNotSupportedError
 from commhooks.reduction import Plain, Reduction
@@ -62,6 +63,7 @@ class CommHook:
         self.alone = False
         self.agreement_timeout: float | None = None  # seconds; None if ranks are not compared
         self.model: Callable[[], torch.nn.Module | None] = _no_model  # a weak reference, set by attach
+        self.rank_check: RankCheck | None = None  # set by attach(check_ranks_every=)
         self._binding: Binding | None = None
         self._calls_seen = 0
         self._last: dict[str, float] | None = None  # statistics at detach
@@ -183,7 +185,8 @@ class CommHook:
         (`report.to_dict()`). Figures per step are the bytes of the gradients, the bytes given to collectives, and their
         ratio on the network to plain averaging. Figures of the last step on this rank are the relative error
         ‖residual‖ / ‖gradient + residual‖ and the norm of the residual. The report warns of a hook that never compresses
-        this model. It needs no other rank, so one rank may call it alone. The host waits for the device.
+        this model, and of ranks that have drifted apart (`check_ranks_every` of `attach`). It needs no other rank, so one
+        rank may call it alone. The host waits for the device.
 
         Raises:
             AttachError: not attached.
@@ -200,7 +203,7 @@ class CommHook:
             plain ('bias',) 256 1.0 1-D
             >>> dist.destroy_process_group()
         """
-        return report(self.expr, self._bound(), self.plan(), self.reduction)
+        return report(self.expr, self._bound(), self.plan(), self.reduction, self.rank_check)
 
     def trace(self, path: "str | PathLike[str]", *, limit: int = 100_000) -> Trace:
         """Record forward, backward, encode, messages, decode and waits of all ranks until the trace is closed.
@@ -354,7 +357,7 @@ class CommHook:
         if self.hook_state is not None:
             self.hook_state.settle()
             self.hook_state.unbind()
-        self._binding = None
+        self._binding = self.rank_check = None
         self.alone = False
 
     # -- checkpoints

@@ -456,6 +456,13 @@ class Reduction(ABC):
         """Return the parameters whose state a bucket of this layout reads and writes."""
         return layout.params
 
+    def keeps_equal(self, name: str) -> bool:
+        """True if all ranks get the same gradient of a parameter, so that its copies stay equal.
+
+        ``attach(check_ranks_every=)`` compares these parameters only.
+        """
+        return True
+
     def phase(self, step: int) -> Hashable:
         """Return a value that changes with the step if the requests do (a warm-up, an alternation)."""
         return ()

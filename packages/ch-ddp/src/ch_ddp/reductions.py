@@ -30,6 +30,9 @@ class Noop(Reduction):
     collectives = frozenset()
     lossy = True
 
+    def keeps_equal(self, name: str) -> bool:
+        return False
+
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
         nothing: tuple[Requests, ...] = ()
         yield from nothing

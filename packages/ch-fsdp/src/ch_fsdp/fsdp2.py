@@ -28,6 +28,7 @@ from commhooks.adapters import (
     Fingerprint,
     ManagedAxis,
     ProcessGroupTransport,
+    RankCheck,
     agree_along,
     manager_adapter,
     watch_optimizer,
@@ -119,6 +120,14 @@ class FSDP2Binding(Binding):
 
     def check(self) -> None:
         self.steps.group.check()
+
+    def check_ranks(self, check: RankCheck) -> None:
+        replicas = self._replicas
+        if replicas is None:
+            check.leave("the hook reduces between ranks that hold different shards")
+            return
+        check.watch(lambda: all_params(self.groups).items(), lambda: dist.get_process_group_ranks(replicas))
+        self.engine.rank_check = check
 
     def after_agreement(self) -> None:
         """Make the replicas equal, after the ranks agreed."""

@@ -23,7 +23,9 @@ from commhooks.agreement import agree_along as agree_along
 from commhooks.compositions.all_gather import Gathered as Gathered
 from commhooks.compositions.reduce_scatter import Scattered as Scattered
 from commhooks.device import SideStream as SideStream
+from commhooks.digest import checksum as checksum
 from commhooks.engine.bucket_run import BucketRun as BucketRun
+from commhooks.engine.drift import RankCheck as RankCheck
 from commhooks.engine.engine import Engine as Engine
 from commhooks.engine.engine import StatelessEngine as StatelessEngine
 from commhooks.engine.gather import GatherEngine as GatherEngine
@@ -32,7 +34,6 @@ from commhooks.engine.outcome import StepJudge as StepJudge
 from commhooks.engine.outcome import StepOutcome as StepOutcome
 from commhooks.engine.schedule import TUNED as TUNED
 from commhooks.engine.schedule import CpuTuning as CpuTuning
-from commhooks.fingerprint import checksum as checksum
 from commhooks.transport.base import Transport as Transport
 from commhooks.transport.base import Work as Work
 from commhooks.transport.process_group import ProcessGroupTransport as ProcessGroupTransport

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.bucket import Bucket, BucketLayout
+from commhooks.engine.drift import RankCheck
 from commhooks.engine.engine import Engine
 from commhooks.errors import HookNotSupportedError
 from commhooks.reduction import Reduction
@@ -120,6 +121,19 @@ class Binding(ABC):
         """
         raise HookNotSupportedError(
             f"{type(self).__name__} cannot compare gradients: verify_gradients() supports DDP models only"
+        )
+
+    def check_ranks(self, check: RankCheck) -> None:
+        """Compare parameters across ranks with this check: give it the tensors, and set it on the engine of their ranks.
+
+        A model whose ranks hold different parts calls :meth:`.RankCheck.leave`.
+
+        Raises:
+            HookNotSupportedError: the adapter does not support it.
+        """
+        raise HookNotSupportedError(
+            f"check_ranks_every: {type(self).__name__} does not know which of its parameters are equal on all ranks. DDP and "
+            "the replicate axis of FSDP2 support it"
         )
 
     def on_reduced(self, callback: Callable[[Bucket], None] | None) -> None:

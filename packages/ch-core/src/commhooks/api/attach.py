@@ -3,13 +3,14 @@
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from commhooks.adapters.base import AttachOptions, Binding, Scaler
 from commhooks.api.create import as_handle
+from commhooks.engine.drift import RankCheck
 from commhooks.errors import AttachError, HookNotSupportedError
 from commhooks.fingerprint import rows_of_model, verify
 from commhooks.handle import CommHook
@@ -41,6 +42,8 @@ def attach(
     manager: object | None = None,
     single_process: bool = False,
     rollback: bool = True,
+    check_ranks_every: int | None = None,
+    on_drift: Literal["warn", "raise"] = "warn",
     **config: Any,
 ) -> CommHook:
     """Put a hook on a wrapped model.
@@ -68,6 +71,11 @@ def attach(
             fp32 residual. All ranks must give the same value. A step that does not count, because a hook raised or values
             were not finite, then drops the state (residuals start at zero) and logs a warning. It excludes `optimizer=`,
             `scaler=` and managers, which roll steps back.
+        check_ranks_every: steps between two comparisons of all parameters across the ranks, by a digest of their bits and
+            one small message. It also compares the state that the hook shares, e.g. the Q of PowerSGD. The first
+            difference is named in a warning and in `report()`. Parameters that may differ are left out: those that DDP
+            ignores, those of `noop`, all during local SGD, and shards between ranks that hold different ones.
+        on_drift: `"raise"` raises a difference as a RankMismatchError from `backward()` on all ranks.
         **config: options of the outermost hook, for `attach(model, "powersgd", rank=4)`.
 
     Returns:
@@ -77,6 +85,7 @@ def attach(
         AttachError: the model is not wrapped. A SlotTakenError if it has a hook already.
         UnknownHookError, HookConfigError: see :func:`commhooks.create`.
         HookNotSupportedError: `rollback=False` with a foreign function, or with an object that rolls steps back.
+            `check_ranks_every` with FSDP1, weight gathers, or a manager, whose members may differ while they heal.
         RankMismatchError: the ranks do not agree.
         TransportError: a collective over the group failed earlier, or fails now.
 
@@ -118,6 +127,7 @@ def attach(
     if handle.hook_state is not None:
         handle.hook_state.refuse_other(model.parameters())
         handle.hook_state.keep_copies(one=not rollback)
+    check = RankCheck(check_ranks_every, on_drift) if check_ranks_every is not None else None
     if timeout is None:
         timeout = group_timeout(process_group or handle.process_group or getattr(model, "process_group", None))
     options = AttachOptions(
@@ -141,8 +151,12 @@ def attach(
         handle.agreement_timeout = timeout if verify_ranks else None
         if verify_ranks and not handle.alone and binding.engine is not None:
             binding.engine.open_levels()
+        if check is not None:
+            _check_ranks(handle, binding, check)
         if verify_ranks:
-            verify(handle, rows_of_model(model), timeout, watched=optimizer is not None or scaler is not None)
+            facts = {"check_ranks_every, on_drift": [f"{check_ranks_every}, {on_drift}" if check is not None else ""]}
+            watched = optimizer is not None or scaler is not None
+            verify(handle, rows_of_model(model), timeout, watched=watched, facts=facts)
         binding.after_agreement()
     except BaseException:
         handle.detach()
@@ -176,6 +190,27 @@ def refuse_rollback(handle: CommHook, judge: str | None) -> None:
             f"rollback=False: {handle.expr} is a foreign function with its own state, which is never rolled back. Omit "
             "rollback="
         )
+
+
+def _check_ranks(handle: CommHook, binding: Binding, check: RankCheck) -> None:
+    """Let a binding compare parameters across ranks, or note the reason for not comparing.
+
+    Raises:
+        HookNotSupportedError: members come and go, or the adapter does not support it.
+    """
+    engine = binding.engine
+    if engine is not None and engine.transport.elastic:
+        raise HookNotSupportedError(
+            "check_ranks_every: members of a manager may differ while they heal, and the manager itself makes them equal. "
+            "Omit check_ranks_every="
+        )
+    binding.check_ranks(check)
+    handle.rank_check = check
+    names = [p.name for p in binding.layout.params]
+    if handle.reduction is not None and not any(map(handle.reduction.keeps_equal, names)):
+        check.leave(f"{handle.expr} leaves each rank its own gradients")
+    if check.note:
+        log.warning("check_ranks_every: nothing is compared, because %s", check.note)
 
 
 def runs_alone(model: torch.nn.Module) -> bool:

@@ -179,6 +179,9 @@ class Composite(Reduction):
             kept.update(part.fields)
         return made | dict(own)
 
+    def keeps_equal(self, name: str) -> bool:
+        return all(part.keeps_equal(name) for part in self.parts)
+
     def phase(self, step: int) -> Hashable:
         return tuple(part.phase(step) for part in self.parts)
 

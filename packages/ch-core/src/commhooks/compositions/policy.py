@@ -90,6 +90,10 @@ class Policy(Composite):
     def part_for(self, param: ParamLayout, step: int) -> Reduction:
         return self.parts[self.rule(param.name)]
 
+    def keeps_equal(self, name: str) -> bool:
+        part = next((part for pattern, part in self.rules if matches(name, pattern)), None)
+        return part is None or part.keeps_equal(name)  # no rule matches a frozen parameter
+
     def check(self, layout: BucketLayout) -> None:
         unmatched = [p.name for p in layout.params if not any(matches(p.name, pattern) for pattern, _ in self.rules)]
         if unmatched:

@@ -23,6 +23,7 @@ from commhooks.bucket import Bucket, BucketLayout
 from commhooks.device import is_asynchronous, is_capturing
 from commhooks.engine.bucket_run import BucketRun, RequestBatch
 from commhooks.engine.collectives import Sender, Stage
+from commhooks.engine.drift import RankCheck
 from commhooks.engine.outcome import DECODE, ENCODE, Commits, Progress, StepJudge, StepOutcome
 from commhooks.engine.schedule import TUNED, CpuTuning
 from commhooks.engine.stats import Counters, ResidualNorm, Sampler, residual_norms
@@ -110,6 +111,7 @@ class Engine:
         participating: True if this rank contributes data to the running step.
         buckets: buckets of the running step, or of the last one.
         sampler: measures errors of some steps for telemetry.
+        rank_check: compares parameters across the ranks every few steps; ``None`` if off.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class Engine:
         self.participating = True
         self.buckets = StepBuckets()
         self.sampler = Sampler(transport.rank)
+        self.rank_check: RankCheck | None = None
         self._sends_status = sends_status
         self._opened = False  # True if the transport knows the nodes that the reduction wants
         self._settling = threading.RLock()
@@ -261,6 +264,8 @@ class Engine:
                 self._send_status()
             drained = time.perf_counter()
             self.outcome.decide(self.sender.timeout)
+            if self.rank_check is not None:
+                self.rank_check.finish(self.sender)
             if trace is not None:
                 trace.agreed(drained, time.perf_counter())
             # Not needed if the status went first: a rank that failed has sent NaN. With a callback it is too late: the callback
@@ -274,6 +279,8 @@ class Engine:
             error = self.outcome.error(self.sender.carry_out)
         except Exception as lost:
             self._lose(lost)
+        if self.rank_check is not None:
+            error = error or self.rank_check.take_error()
         self.buckets.restart_numbers()
         self.counters.finish(self.reduction.trips)
         self.counters.hook_seconds += time.perf_counter() - begun
@@ -318,6 +325,8 @@ class Engine:
         self.buckets.abandon()
         self.sampler.abandon()
         self.outcome.abandon()
+        if self.rank_check is not None:
+            self.rank_check.abandon()
         if unfinished:
             self.state.rollback()
 
@@ -351,6 +360,8 @@ class Engine:
         self.settle()
         self.transport, self.failure, self._opened = transport, None, False
         self.sender.move(transport)
+        if self.rank_check is not None:
+            self.rank_check.restart()
 
     def plan(self, layout: BucketLayout) -> tuple[StagePlan, ...]:
         """Return the stages that a bucket of this layout passes at the present step."""
@@ -435,6 +446,16 @@ class Engine:
         if self.sampler.recordings:  # the status of the last step has been read, so its sample is complete
             self._local(partial(self.sampler.begin, self.reduction, self.state, self.counters))
         self.counters.begin()
+        if self.rank_check is not None and not self.rank_check.note:
+            self._check_ranks(self.rank_check, device)
+
+    def _check_ranks(self, check: RankCheck, device: torch.device) -> None:
+        try:
+            error = check.begin(self.sender, self.reduction, self.state, device, participating=self.participating)
+        except Exception as lost:
+            self._lose(lost)
+        if error is not None:
+            self.outcome.fail(error, ENCODE)
 
     def _local(self, action: Callable[[], T], where: int = ENCODE) -> T | None:
         """Run code of this rank alone, such as a user's callback.

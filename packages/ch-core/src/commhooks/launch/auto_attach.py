@@ -98,7 +98,14 @@ class AutoAttach:
         if settings.gather and not gathers:
             self._note(f"{name} gathers no weights, so --gather {settings.gather} does nothing for it: it is for FSDP2")
         if settings.hook:
-            made.append(HookedModel(name, attach(model, settings.hook, single_process=settings.single_process)))
+            handle = attach(
+                model,
+                settings.hook,
+                single_process=settings.single_process,
+                check_ranks_every=settings.check_ranks_every or None,
+                on_drift="raise" if settings.on_drift == "raise" else "warn",
+            )
+            made.append(HookedModel(name, handle))
         if gathers:
             handle = attach(model, settings.gather, axis="gather", single_process=settings.single_process)
             made.append(HookedModel(f"{name}, weight gathers", handle))

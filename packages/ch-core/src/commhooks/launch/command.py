@@ -22,9 +22,9 @@ from commhooks.log import write_stderr
 COLUMNS = 80  # of the dry run
 EPILOG = """\
 environment: COMMHOOKS_HOOK or COMMHOOKS_OUTER, and COMMHOOKS_GATHER, _REPORT,
-  _STATE, _STATE_EVERY, _MODULE_PATTERN and _SINGLE_PROCESS, do the same if a
-  launcher owns the command line. The command sets them for processes that the
-  script starts.
+  _STATE, _STATE_EVERY, _MODULE_PATTERN, _SINGLE_PROCESS, _CHECK_RANKS_EVERY
+  and _ON_DRIFT, do the same if a launcher owns the command line. The command
+  sets them for processes that the script starts.
 
 examples:
   torchrun --nproc-per-node 2 -m commhooks run --hook "powersgd(rank=4)" \\
@@ -70,6 +70,19 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--single-process", action="store_true", default=default.single_process, help="compress in one process, too"
+    )
+    made.add_argument(
+        "--check-ranks-every",
+        type=int,
+        default=default.check_ranks_every,
+        metavar="N",
+        help="compare the parameters of all ranks every N steps",
+    )
+    made.add_argument(
+        "--on-drift",
+        choices=("warn", "raise"),
+        default=default.on_drift,
+        help="what to do if they differ (warn)",
     )
     made.add_argument(
         "--dry-run", action="store_true", help="print the resolved expression and planned bytes; run nothing"
@@ -173,6 +186,8 @@ def plan(settings: Settings, script: str) -> str:
         f"report    standard error{f', and {settings.report} as JSON' if settings.report else ''}",
         f"state     {f'{settings.state}, every {settings.state_every} steps' if settings.state else 'not written'}",
     ]
+    if settings.check_ranks_every:
+        lines.append(f"ranks     compared every {settings.check_ranks_every} steps; {settings.on_drift} if they differ")
     if not settings.hook and not settings.outer:
         return _in_columns(lines)
     if handle is None:

@@ -25,6 +25,8 @@ class Settings:
         state_every: optimizer steps between two snapshots of the state.
         module_pattern: shell pattern of the models that get the hook, by class name or qualified class name.
         single_process: True to compress in a single process.
+        check_ranks_every: steps between two comparisons of the parameters across ranks; 0 for none.
+        on_drift: `"warn"` or `"raise"` if they differ.
 
     Example:
         >>> Settings.of({"COMMHOOKS_HOOK": "powersgd", "COMMHOOKS_STATE_EVERY": "10"}).state_every
@@ -41,12 +43,21 @@ class Settings:
     single_process: bool = False
     outer: str = ""
     gather: str = ""
+    check_ranks_every: int = 0
+    on_drift: str = "warn"
 
     def __post_init__(self) -> None:
         if self.state_every < 1:
             raise ValueError(
                 f"--state-every (COMMHOOKS_STATE_EVERY) is {self.state_every}: give at least 1 optimizer step"
             )
+        if self.check_ranks_every < 0:
+            raise ValueError(
+                f"--check-ranks-every (COMMHOOKS_CHECK_RANKS_EVERY) is {self.check_ranks_every}: give a number of steps, or 0 "
+                "for no comparison"
+            )
+        if self.on_drift not in ("warn", "raise"):
+            raise ValueError(f"--on-drift (COMMHOOKS_ON_DRIFT) is {self.on_drift!r}: give warn or raise")
 
     @staticmethod
     def variables() -> list[str]:
@@ -64,10 +75,11 @@ class Settings:
             f.name: environ[PREFIX + f.name.upper()] for f in fields(Settings) if PREFIX + f.name.upper() in environ
         }
         made: dict[str, str | int | bool] = {**given, "hook": given.get("hook", "")}
-        if "state_every" in given:
-            if not given["state_every"].isdecimal():
-                raise ValueError(f"COMMHOOKS_STATE_EVERY={given['state_every']}: give a number of optimizer steps")
-            made["state_every"] = int(given["state_every"])
+        for name, unit in (("state_every", "optimizer steps"), ("check_ranks_every", "steps")):
+            if name in given:
+                if not given[name].isdecimal():
+                    raise ValueError(f"{PREFIX}{name.upper()}={given[name]}: give a number of {unit}")
+                made[name] = int(given[name])
         if "single_process" in given:
             made["single_process"] = given["single_process"] not in ("", "0")
         return Settings(**made)  # type: ignore[arg-type]
@@ -101,6 +113,11 @@ class Settings:
             )
         if self.gather:
             REGISTRY.refuse_outer(REGISTRY.levels(self.gather))
+        if self.outer and self.check_ranks_every:
+            raise HookConfigError(
+                "--check-ranks-every does not fit --outer: between two rounds the ranks' parameters differ by design, and the "
+                "outer optimizer itself compares them at its start. Leave it out"
+            )
         if self.outer:
             REGISTRY.outer(self.outer)
         elif self.hook:

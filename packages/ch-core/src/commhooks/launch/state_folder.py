@@ -30,8 +30,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from commhooks.agreement import LINE_BYTES, StoreExchange
 from commhooks.checkpoint import merge
 from commhooks.checkpoint.save_load import load_obtained
+from commhooks.digest import checksum
 from commhooks.errors import StateError
-from commhooks.fingerprint import checksum
 from commhooks.handle import CommHook
 from commhooks.log import log
 from commhooks.state import HookState

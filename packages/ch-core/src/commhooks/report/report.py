@@ -6,6 +6,7 @@ from typing import Any
 
 from commhooks.adapters.base import Binding
 from commhooks.bucket import BucketLayout
+from commhooks.engine.drift import RankCheck
 from commhooks.engine.engine import Engine
 from commhooks.engine.schedule import CpuTuning
 from commhooks.engine.stats import ResidualNorm, combined
@@ -54,8 +55,9 @@ class Report:
         stats: `handle.stats()`.
         rows: by treatment.
         total: all rows together.
-        warnings: sentences on problems, e.g. that the hook never compresses this model.
+        warnings: sentences on problems, e.g. that the hook never compresses this model, or that ranks have drifted apart.
         node: planned bytes of this rank's node in a step; None without a hook of two levels, which knows the nodes.
+        rank_checks: sentence on the comparisons of parameters across ranks; empty if they are off.
     """
 
     hook: str
@@ -66,6 +68,7 @@ class Report:
     total: ReportRow
     warnings: tuple[str, ...]
     node: NodeBytes | None = None
+    rank_checks: str = ""
 
     def __str__(self) -> str:
         return as_text(self.to_dict())
@@ -86,10 +89,13 @@ class Report:
             "total": {key: total[key] for key in total if key not in ("names", "treatment", "why")},
             "warnings": list(self.warnings),
             "node": self.node._asdict() if self.node is not None else None,
+            "rank_checks": self.rank_checks,
         }
 
 
-def report(hook: str, binding: Binding, rows: Sequence[PlanRow], reduction: Reduction | None) -> Report:
+def report(
+    hook: str, binding: Binding, rows: Sequence[PlanRow], reduction: Reduction | None, check: RankCheck | None = None
+) -> Report:
     """Return the report of an attached hook.
 
     Args:
@@ -97,18 +103,22 @@ def report(hook: str, binding: Binding, rows: Sequence[PlanRow], reduction: Redu
         binding: of the hook.
         rows: `handle.plan()`.
         reduction: that runs; None for a foreign hook, because its bytes are unknown.
+        check: comparison of parameters across ranks, if it is on.
     """
     engine, stats = binding.engine, binding.stats()
+    drift = () if check is None or check.drift is None else (f"ranks have drifted apart. {check.drift}",)
+    checks = "" if check is None else _checks(check)
     if engine is None or reduction is None:
         made = tuple(_foreign(binding.layout, group) for group in grouped(rows))
-        return Report(hook, 0, 0, stats, made, _total(made, None, None), ())
+        return Report(hook, 0, 0, stats, made, _total(made, None, None), drift, None, checks)
     layouts = engine.buckets.layouts or [binding.layout]
     held = engine.residual_norms()
     made = tuple(_row(engine, layouts, group, held) for group in grouped(rows))
     total = _total(made, ratio_of(engine, layouts), combined(held, held))
     world = engine.transport.world_size
-    warnings = _warnings(hook, binding, engine, stats)
-    return Report(hook, engine.transport.rank, world, stats, made, total, warnings, _node(engine, layouts))
+    warnings = (*drift, *_warnings(hook, binding, engine, stats))
+    rank, node = engine.transport.rank, _node(engine, layouts)
+    return Report(hook, rank, world, stats, made, total, warnings, node, checks)
 
 
 def _node(engine: Engine, layouts: Sequence[BucketLayout]) -> NodeBytes | None:
@@ -200,6 +210,13 @@ def _total(rows: Sequence[ReportRow], ratio: float | None, held: ResidualNorm | 
         held.relative if held is not None else None,
         held.residual if held is not None else None,
     )
+
+
+def _checks(check: RankCheck) -> str:
+    if check.note:
+        return f"parameters are not compared across ranks: {check.note}"
+    times = f"{check.checks} time{'s' * (check.checks != 1)}, every {check.every} steps"
+    return f"parameters compared across ranks {times}: " + ("equal" if check.drift is None else "not always equal")
 
 
 def _warnings(hook: str, binding: Binding, engine: Engine, stats: Mapping[str, float]) -> tuple[str, ...]:

@@ -29,6 +29,8 @@ def as_text(report: Mapping[str, Any]) -> str:
             "",
             *_wrapped(f"a node sends {size(node['leaving'])} to other nodes, and {size(node['inside'])} inside", ""),
         ]
+    if report["rank_checks"]:
+        lines += ["", *_wrapped(report["rank_checks"], "  ", "")]
     for warning in report["warnings"]:
         lines += ["", *_wrapped("warning: " + warning, "  ", "")]
     return "\n".join(lines)
@@ -42,7 +44,8 @@ def as_html(report: Mapping[str, Any]) -> str:
         cells = (group["treatment"], group["why"] or group["pattern"], *_cells(group))
         names = escape(", ".join(group["names"]), quote=True)
         rows.append(f'<tr title="{names}">' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
-    notes = "".join(f"<p><b>warning</b> {escape(warning)}</p>" for warning in report["warnings"])
+    checks = f"<p>{escape(report['rank_checks'])}</p>" if report["rank_checks"] else ""
+    notes = checks + "".join(f"<p><b>warning</b> {escape(warning)}</p>" for warning in report["warnings"])
     return f"<p>{escape(_title(report))}</p><table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>{notes}"
 
 

@@ -21,6 +21,7 @@ from commhooks.adapters import (
     Binding,
     Engine,
     ProcessGroupTransport,
+    RankCheck,
     watch_optimizer,
 )
 
@@ -77,6 +78,17 @@ class DDPBinding(Binding):
     def verify_gradients(self, every: int) -> None:
         self._driver.check_every = every
 
+    def check_ranks(self, check: RankCheck) -> None:
+        check.watch(self._equal_params, lambda: dist.get_process_group_ranks(self.group))
+        if isinstance(self._driver, ForeignDriver):
+            self._driver.rank_check = check
+        else:
+            self._driver.engine.rank_check = check
+
+    def _equal_params(self) -> list[tuple[str, torch.nn.Parameter]]:
+        model = self._model()
+        return averaged_params(model, self.names, frozen=True) if model is not None else []
+
     def on_reduced(self, callback: Callable[[Bucket], None] | None) -> None:
         """Call ``callback`` with every bucket as soon as the bucket holds the average.
 
@@ -110,6 +122,8 @@ class DDPBinding(Binding):
         if isinstance(self._driver, ForeignDriver):
             self._driver.close()
             self.after_agreement()
+            if self._driver.rank_check is not None:
+                self._driver.rank_check.restart()
         else:
             _move_to_group_of(self._model, self._driver)
 

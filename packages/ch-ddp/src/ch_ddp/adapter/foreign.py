@@ -37,7 +37,15 @@ from commhooks import (
     RemoteHookError,
     TransportError,
 )
-from commhooks.adapters import NO_BACKWARD, TUNED, ProcessGroupWork, StoreExchange, at_end_of_backward, backward_id
+from commhooks.adapters import (
+    NO_BACKWARD,
+    TUNED,
+    ProcessGroupWork,
+    RankCheck,
+    StoreExchange,
+    at_end_of_backward,
+    backward_id,
+)
 
 TensorFuture = torch.futures.Future[torch.Tensor]
 _SHARE = 0.75  # share of the deadline for the hook's futures; the rest is for the exchange between ranks
@@ -77,6 +85,7 @@ class ForeignDriver:
         self.finalizer: Finalizer | None = None
         self.give_up: Callable[[], None] | None = None  # called if ranks started different collectives
         self.calls = self.steps = self.check_every = 0
+        self.rank_check: RankCheck | None = None
         self.error: BaseException | None = None  # permanent: the handle refuses all further steps
         self._unmatched = False  # True if ranks may have started different collectives
         self._refused = False  # True if the current step is refused
@@ -140,7 +149,10 @@ class ForeignDriver:
             raise_finalized(self._refusal())
             return
         self._await_all([one for one in self._pending if one.value is None])
+        check = self._due_check()
         wrong = self._agree()
+        if check is not None and self.error is None:
+            wrong = self._compare_params(check) or wrong
         if self.error is None and wrong is None:
             wrong = self._tell()
         self._complete(good=self.error is None)
@@ -224,6 +236,26 @@ class ForeignDriver:
                 f"{self.name} failed on another rank, so no rank has valid gradients in this step. {failures}. {_REWRAP}"
             )
         return mismatch(self.name, checksums) if due and not texts else None
+
+    def _due_check(self) -> RankCheck | None:
+        """Return the comparison of parameters if it is due. Its failure fails the step on all ranks."""
+        if self.rank_check is None or self.control is None:
+            return None
+        apart = "the hook's state is in its phase of local SGD" if getattr(self.state, "local", False) is True else ""
+        try:
+            return self.rank_check if self.rank_check.prepare(apart=apart) else None
+        except BaseException as error:
+            self._fail(error, self._pending[-1].index if self._pending else 0)
+            return None
+
+    def _compare_params(self, check: RankCheck) -> BaseException | None:
+        control = self.control
+        assert control is not None  # noqa: S101 - `_due_check` has tested it
+        try:
+            check.compare(lambda row: control.exchange("", row)[1])
+        except Exception as error:
+            self._unmatched, self.error = True, error
+        return check.take_error()
 
     def _fail(self, error: BaseException, index: int) -> None:
         self.error = annotate(error, self.name, index, "" if _REWRAP in str(error) else _REWRAP)

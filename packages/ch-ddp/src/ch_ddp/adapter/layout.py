@@ -41,20 +41,21 @@ def bucket_layout(grad_bucket: GradBucket, names: Mapping[int, str]) -> BucketLa
 
 
 def averaged_params(
-    model: DistributedDataParallel, names: Mapping[int, str] | None = None
+    model: DistributedDataParallel, names: Mapping[int, str] | None = None, *, frozen: bool = False
 ) -> list[tuple[str, torch.nn.Parameter]]:
     """Return the parameters whose gradients DDP averages, in the order of DDP's own list. Ignored parameters are left out.
 
     Args:
         model: DDP model.
         names: ``id(parameter)`` -> name. The default is the name in the wrapped module.
+        frozen: True to include frozen parameters, which DDP makes equal when it wraps the model.
     """
     known = names if names is not None else {id(p): name for name, p in model.module.named_parameters()}
     found: dict[int, tuple[str, torch.nn.Parameter]] = {}
     for prefix, module in model.module.named_modules():
         for name, p in module.named_parameters(recurse=False):
             # DDP looks up a parameter of the outermost module as ".name". A shared one is ignored only under all its names.
-            if p.requires_grad and f"{prefix}.{name}" not in model.parameters_to_ignore:
+            if (frozen or p.requires_grad) and f"{prefix}.{name}" not in model.parameters_to_ignore:
                 found.setdefault(id(p), (known[id(p)], p))
     return list(found.values())
 

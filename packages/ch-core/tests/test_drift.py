@@ -1,0 +1,199 @@
+"""The drift alarm over simulated ranks: digests, the named parameter and ranks, and failures of one rank."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commhooks import Bucket, HookConfigError, Plain, RankMismatchError, RemoteHookError
+from commhooks.digest import digests, folded
+from commhooks.engine import drift
+from commhooks.engine.drift import RankCheck
+from commhooks.simulate import SimulatedRank, simulate
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.complex64, torch.float8_e4m3fn)
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def flip(tensor: torch.Tensor, index: int, bit: int) -> None:
+    """Flip one bit of one element."""
+    view = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    size = view.element_size()
+    raw = view.view(-1).view(torch.uint8)
+    raw[index * size + bit // 8] ^= 1 << (bit % 8)
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.data())
+def test_any_flipped_bit_changes_the_digest_of_its_tensor_alone(data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from(DTYPES))
+    numel = data.draw(st.sampled_from([1, 2, 7, 1000, (1 << 20) + 3]))
+    tensors = [torch.zeros(3), torch.zeros(numel, dtype=dtype), torch.ones(2, 2)]
+    before = digests(tensors)
+    parts = numel * (2 if dtype.is_complex else 1)
+    width = 8 * tensors[1].element_size() // (2 if dtype.is_complex else 1)
+    flip(tensors[1], data.draw(st.integers(0, parts - 1)), data.draw(st.integers(0, width - 1)))
+    after = digests(tensors)
+    assert [bool(a != b) for a, b in zip(before, after, strict=True)] == [False, True, False]
+    assert folded(torch.stack(before)) != folded(torch.stack(after))
+
+
+def test_the_digest_depends_on_numbers_and_order_and_not_on_strides() -> None:
+    rows = torch.stack(digests([torch.arange(4.0), torch.arange(5.0)]))
+    assert folded(rows) != folded(rows.flip(0))
+    wide = torch.randn(3, 4)
+    assert digests([wide]) == digests([wide.t().contiguous().t()])
+    assert digests([torch.empty(0)])[0] == 0
+
+
+class Model:
+    """Parameters of one simulated rank, trained by SGD with equal averages."""
+
+    def __init__(self, rank: SimulatedRank, every: int, on_drift: str = "raise") -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.rank, self.engine = rank, rank.engine(Plain())
+        self.params = {f"layer.{i}": torch.randn(5, generator=generator) for i in range(7)}
+        self.check = RankCheck(every, on_drift)
+        self.check.watch(lambda: self.params.items(), lambda: range(rank.world_size))
+        self.engine.rank_check = self.check
+
+    def step(self, number: int) -> BaseException | None:
+        torch.manual_seed(100 * number + self.rank.rank)
+        for index, name in enumerate(self.params):
+            grad = Bucket.from_tensors({name: torch.randn(5)})
+            grad = Bucket(grad.layout, grad.buffer, index, index == 6)
+            self.engine.submit(grad)
+            if index == 6:
+                error = self.engine.finish()
+            for other in self.params:
+                if other == name:
+                    self.params[other] = self.params[other] * 0.9
+        return error
+
+
+def run(world: int, steps: int, every: int, change: Callable[[int, Model], None], on_drift: str = "raise") -> list[Any]:
+    def body(rank: SimulatedRank) -> list[Any]:
+        model = Model(rank, every, on_drift)
+        found = []
+        for number in range(steps):
+            change(number, model)
+            found.append(model.step(number))
+        return [found, model.check]
+
+    return simulate(world, body)
+
+
+def nothing(number: int, model: Model) -> None:
+    return None
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.integers(2, 5), st.integers(1, 4), st.integers(0, 5), st.integers(0, 6), st.integers(0, 31), st.integers(0, 4)
+)
+def test_one_flipped_bit_is_named_in_the_next_check_on_all_ranks(
+    world: int, every: int, at: int, param: int, bit: int, rank: int
+) -> None:
+    odd = rank % world
+    named = -(-at // every) * every  # first step from `at` on that is due
+
+    def change(number: int, model: Model) -> None:
+        if number == at and model.rank.rank == odd:
+            flip(model.params[f"layer.{param}"], 3, bit)
+
+    for errors, check in run(world, named + 1, every, change):
+        assert errors[:-1] == [None] * named
+        assert isinstance(errors[-1], RankMismatchError)
+        assert check.drift.name == f"layer.{param}" and check.drift.step == named
+        assert f"layer.{param} is not equal" in str(errors[-1])
+        if world > 2:
+            assert check.drift.groups[1:] == ((odd,),) and f"rank {odd} differs from" in str(errors[-1])
+        else:
+            assert "rank 0 and rank 1 differ from each other" in str(errors[-1])
+
+
+def test_the_first_of_several_differences_is_named() -> None:
+    def change(number: int, model: Model) -> None:
+        if number == 0 and model.rank.rank:
+            for name in ("layer.6", "layer.2", "layer.4"):
+                model.params[name] = model.params[name] + model.rank.rank
+
+    for _, check in run(3, 1, 1, change):
+        assert check.drift.name == "layer.2" and sorted(check.drift.groups) == [(0,), (1,), (2,)]
+
+
+def test_a_thousand_clean_steps_raise_no_alarm() -> None:
+    for errors, check in run(2, 1000, 100, nothing):
+        assert errors == [None] * 1000
+        assert check.checks == 10 and check.drift is None
+
+
+def test_a_warning_continues(caplog: pytest.LogCaptureFixture) -> None:
+    def change(number: int, model: Model) -> None:
+        if number == 2 and model.rank.rank == 1:
+            flip(model.params["layer.1"], 0, 0)
+
+    for errors, check in run(3, 6, 2, change, "warn"):
+        assert errors == [None] * 6
+        assert check.checks == 3 and check.drift.step == 4
+    assert "step 2: layer.1 is not equal" in caplog.text
+
+
+def test_a_digest_that_raises_on_one_rank_fails_the_step_on_all_and_no_peer_waits() -> None:
+    def change(number: int, model: Model) -> None:
+        if model.rank.rank == 1:
+            model.check._tensors = (lambda: 1 / 0) if number == 2 else lambda: model.params.items()
+
+    results = run(3, 4, 2, change)
+    assert isinstance(results[1][0][2], ZeroDivisionError)
+    for rank in (0, 2):
+        assert isinstance(results[rank][0][2], RemoteHookError) and "ZeroDivisionError" in str(results[rank][0][2])
+    for errors, check in results:
+        assert errors[3] is None and check.drift is None
+
+
+def test_ranks_with_other_tensors_are_told() -> None:
+    def change(number: int, model: Model) -> None:
+        if number == 0 and model.rank.rank == 1:
+            model.check._tensors = lambda: list(model.params.items())[:-1]
+
+    for _, check in run(2, 1, 1, change):
+        assert check.drift is not None and check.drift.name in ("layer.6", "tensor 6")
+
+
+def test_a_rank_without_input_compares_nothing() -> None:
+    def change(number: int, model: Model) -> None:
+        if model.rank.rank == 2 and number >= 2:  # it has run out of input, and its optimizer steps no more
+            model.engine.set_participating(False)
+            model.params["layer.0"] = model.params["layer.0"] + 1.0
+
+    for errors, check in run(3, 6, 1, change):
+        assert errors == [None] * 6 and check.checks == 6
+
+
+def test_on_a_device_the_host_learns_of_a_difference_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drift, "is_asynchronous", lambda device: True)
+
+    def change(number: int, model: Model) -> None:
+        if number == 2 and model.rank.rank == 0:
+            flip(model.params["layer.5"], 1, 30)
+
+    for errors, check in run(3, 4, 2, change):
+        assert errors[:3] == [None] * 3
+        assert isinstance(errors[3], RankMismatchError) and check.drift.step == 2 and check.drift.name == "layer.5"
+
+
+def test_another_group_counts_from_its_first_step() -> None:
+    check = RankCheck(3)
+    assert [check._counts() for _ in range(4)] == [True, False, False, True]
+    check.restart()
+    assert check._counts()
+
+
+@pytest.mark.parametrize(("every", "on_drift"), [(0, "warn"), (True, "warn"), (1.5, "warn"), (3, "stop")])
+def test_illegal_options_are_refused(every: Any, on_drift: str) -> None:
+    with pytest.raises(HookConfigError, match="expected"):
+        RankCheck(every, on_drift)
