@@ -1,5 +1,6 @@
 """``python -m commhooks run`` and the environment variable work with scripts that do not know commhooks."""
 
+import json
 import os
 import subprocess
 import sys
@@ -207,3 +208,29 @@ def test_parameters_are_compared_across_ranks(tmp_path: Path) -> None:
     checks = done.report["models"][0]["rank_checks"]
     assert checks == "parameters compared across ranks 4 times, every 2 steps: equal"
     assert checks in " ".join(done.err.split())
+
+
+def test_each_model_gets_a_trace(tmp_path: Path) -> None:
+    done = run(tmp_path, "ddp_loop", hook=HOOK, trace=tmp_path / "traces")
+    [file] = (tmp_path / "traces").iterdir()
+    assert file.name == "1-DistributedDataParallel.json"
+    data = json.loads(file.read_text())
+    assert data["otherData"]["ranks"] == [0, 1] and data["otherData"]["dropped_events"] == {"0": 0, "1": 0}
+    trace = done.report["models"][0]["trace"]
+    assert trace["summary"]["steps"] == 7 and "on the wire" in done.err and str(file) in done.err
+
+
+def test_the_rounds_of_an_outer_optimizer_get_a_trace(tmp_path: Path) -> None:
+    done = run(tmp_path, "ddp_loop", outer="streaming_diloco(every=4, fragments=2, overlap=1)", trace="traces")
+    [file] = (tmp_path / "traces").iterdir()
+    events = json.loads(file.read_text())["traceEvents"]
+    threads = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"fragment 0: steps", "fragment 1: steps", "model"} <= threads
+    inner = [event for event in events if event["name"] == "inner steps"]
+    assert len({event["pid"] for event in inner}) == 2 and all(event["dur"] > 0 for event in inner)
+    assert "behind the inner steps" in done.err
+
+
+def test_a_hook_whose_messages_are_unknown_trains_without_a_trace(tmp_path: Path) -> None:
+    done = run(tmp_path, "ddp_loop", hook="post_local_sgd(start_iter=100)", trace="traces")
+    assert "is not traced" in done.report["notes"][0] and not (tmp_path / "traces").exists()

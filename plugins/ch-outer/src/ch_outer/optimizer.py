@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from os import PathLike
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from ch_outer.state import (
 )
 from commhooks import HookConfigError, Reducer, StateError
 from commhooks.adapters import Transport
+from commhooks.trace import Trace
 
 
 class OuterOptimizer(InnerOptimizer):
@@ -445,6 +447,28 @@ class OuterOptimizer(InnerOptimizer):
         rows = [reducer.stats() for reducer in self._reducers()]
         whole = float(self.landed // len(self._fragments))
         return {key: sum(row[key] for row in rows) for key in rows[0]} | {"rounds_done": whole}
+
+    def trace(self, path: "str | PathLike[str]", *, limit: int = 100_000) -> Trace:
+        """Record the rounds of all ranks, as :meth:`commhooks.CommHook.trace` records the steps of a hook.
+
+        Every rank must make this call, and close the trace, between the same two steps.
+
+        Args:
+            path: file to write.
+            limit: number of events that each fragment keeps.
+
+        Raises:
+            HookNotSupportedError: a manager, whose members come and go; or it is traced already.
+        """
+        engines, groups = {}, []
+        for index, fragment in enumerate(self._fragments):
+            binding = fragment.reducer.handle.binding
+            if binding is not None and binding.engine is not None:
+                engines[f"fragment {index}"] = binding.engine
+                groups = [binding.group] if binding.group is not None else []
+        expr = self._fragments[0].reducer.handle.expr
+        hook = f"outer optimizer, exchange={expr}"
+        return Trace(path, engines, hook=hook, groups=groups, limit=limit, model=self._model, during="inner steps")
 
     def _reducers(self) -> list[Reducer]:
         return [*(fragment.reducer for fragment in self._fragments), *self._buffers.reducers]

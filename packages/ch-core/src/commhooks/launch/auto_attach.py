@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.api.attach import adapter_for, attach, inside, runs_alone, unwrapped
-from commhooks.errors import SlotTakenError
+from commhooks.errors import HookNotSupportedError, SlotTakenError
 from commhooks.launch.found_model import FoundModel, HookedModel
 from commhooks.launch.outer_model import attach_outer, outer_text
 from commhooks.launch.settings import Settings
@@ -78,10 +78,15 @@ class AutoAttach:
             )
         for found in filter(None, made):
             self.models.append(found)
+            cls = type(unwrapped(model)).__name__
+            label = f"{len(self.models)}-" + "".join(c if c.isalnum() or c in "._-" else "_" for c in cls)
             if settings.state:
-                cls = type(unwrapped(model)).__name__
-                safe = "".join(c if c.isalnum() or c in "._-" else "_" for c in cls)
-                found.keep_state(Path(settings.state) / f"{len(self.models)}-{safe}", settings.state_every)
+                found.keep_state(Path(settings.state) / label, settings.state_every)
+            if settings.trace:
+                try:
+                    found.trace = found.begin_trace(str(Path(settings.trace) / f"{label}.json"))
+                except HookNotSupportedError as error:
+                    self._note(f"--trace: {name} is not traced: {error}")
             # A found model holds the parameters. Dropping it with the user's module frees their memory.
             weakref.finalize(list(inside(model))[-1], _model_gone, weakref.ref(found)).atexit = False
         return True
@@ -118,6 +123,7 @@ class AutoAttach:
         self._ended = True
         for found in self.models:
             found.write_last_state()
+            found.end_trace()
         if self.rank == 0 and (self.models or self.notes or self.report_always):
             try:
                 if self.models or not self._reported_by_another():
@@ -179,7 +185,9 @@ def report_text(report: dict[str, Any]) -> str:
 def _model_text(model: dict[str, Any]) -> str:
     if "error" in model:
         return str(model["error"])
-    return outer_text(model) if "outer" in model else as_text(model)
+    text = outer_text(model) if "outer" in model else as_text(model)
+    trace = model.get("trace")
+    return text if trace is None else f"{text}\n\n{trace['text']}\ntrace written to {trace['file']}"
 
 
 def _write_whole(path: Path, data: str) -> None:

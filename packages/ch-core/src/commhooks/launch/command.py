@@ -22,9 +22,9 @@ from commhooks.log import write_stderr
 COLUMNS = 80  # of the dry run
 EPILOG = """\
 environment: COMMHOOKS_HOOK or COMMHOOKS_OUTER, and COMMHOOKS_GATHER, _REPORT,
-  _STATE, _STATE_EVERY, _MODULE_PATTERN, _SINGLE_PROCESS, _CHECK_RANKS_EVERY
-  and _ON_DRIFT, do the same if a launcher owns the command line. The command
-  sets them for processes that the script starts.
+  _STATE, _STATE_EVERY, _MODULE_PATTERN, _SINGLE_PROCESS, _CHECK_RANKS_EVERY,
+  _ON_DRIFT and _TRACE, do the same if a launcher owns the command line. The
+  command sets them for processes that the script starts.
 
 examples:
   torchrun --nproc-per-node 2 -m commhooks run --hook "powersgd(rank=4)" \\
@@ -84,6 +84,7 @@ def parser() -> argparse.ArgumentParser:
         default=default.on_drift,
         help="what to do if they differ (warn)",
     )
+    made.add_argument("--trace", default=default.trace, metavar="DIR", help="write a trace of each model there")
     made.add_argument(
         "--dry-run", action="store_true", help="print the resolved expression and planned bytes; run nothing"
     )
@@ -186,6 +187,8 @@ def plan(settings: Settings, script: str) -> str:
         f"report    standard error{f', and {settings.report} as JSON' if settings.report else ''}",
         f"state     {f'{settings.state}, every {settings.state_every} steps' if settings.state else 'not written'}",
     ]
+    if settings.trace:
+        lines.append(f"trace     one file for each model in {settings.trace}")
     if settings.check_ranks_every:
         lines.append(f"ranks     compared every {settings.check_ranks_every} steps; {settings.on_drift} if they differ")
     if not settings.hook and not settings.outer:

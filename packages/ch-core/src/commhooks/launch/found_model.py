@@ -9,6 +9,7 @@ import torch
 from commhooks.handle import CommHook
 from commhooks.launch.state_folder import HookKept, Kept, StateFolder
 from commhooks.log import log
+from commhooks.trace.session import Trace
 
 
 class FoundModel(ABC):
@@ -16,12 +17,14 @@ class FoundModel(ABC):
 
     Attributes:
         state: writes and resumes the state with `--state`, or None.
+        trace: records the model with `--trace`, or None.
         row: the model's part of the report once the model is gone.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.state: StateFolder | None = None
+        self.trace: Trace | None = None
         self.row: dict[str, Any] | None = None
 
     def write_last_state(self) -> None:
@@ -37,7 +40,7 @@ class FoundModel(ABC):
         if self.row is not None:
             return self.row
         try:
-            return {"model": self.name, **self.figures()}
+            return {"model": self.name, **self.figures(), **self._traced()}
         except Exception as error:
             log.exception("commhooks run: no report of %s", self.name)
             return {"model": self.name, "error": f"{type(error).__name__}: {error}"}
@@ -45,6 +48,24 @@ class FoundModel(ABC):
     @abstractmethod
     def figures(self) -> dict[str, Any]:
         """Return the figures of the report as plain values."""
+
+    @abstractmethod
+    def begin_trace(self, path: str) -> Trace:
+        """Start a trace. All ranks make this call at the same place."""
+
+    def end_trace(self) -> None:
+        """Write the trace. A failure must not hide the end, or the error, of the script."""
+        if self.trace is not None:
+            try:
+                self.trace.close(together=False)
+            except Exception:
+                log.exception("--trace: the trace of %s could not be written", self.name)
+
+    def _traced(self) -> dict[str, Any]:
+        if self.trace is None:
+            return {}
+        final = self.trace.final
+        return {"trace": {"file": str(self.trace.path), "summary": final.to_dict(), "text": str(final)}}
 
     @abstractmethod
     def kept(self) -> Kept:
@@ -59,9 +80,10 @@ class FoundModel(ABC):
         """End the training of this model if it trains parameters of a module that is about to be wrapped again."""
 
     def drop(self) -> None:
-        """Write the last state, store the report, and release the parameters."""
+        """Write the last state and the trace, store the report, and release the parameters."""
         self.write_last_state()
-        self.row, self.state = self.report(), None
+        self.end_trace()
+        self.row, self.state, self.trace = self.report(), None, None
 
 
 class HookedModel(FoundModel):
@@ -74,6 +96,10 @@ class HookedModel(FoundModel):
     def figures(self) -> dict[str, Any]:
         assert self.handle is not None  # noqa: S101 - `report` asks once more only before `drop`
         return self.handle.report().to_dict()
+
+    def begin_trace(self, path: str) -> Trace:
+        assert self.handle is not None  # noqa: S101
+        return self.handle.trace(path)
 
     def kept(self) -> Kept:
         assert self.handle is not None  # noqa: S101

@@ -5,6 +5,8 @@ from typing import Any, Protocol
 
 import torch
 
+from commhooks.trace.session import Trace
+
 
 class Outer(Protocol):
     """An outer optimizer: the result of a registered target of kind "outer", called as `target(optimizer, model, **options)`.
@@ -33,6 +35,9 @@ class Outer(Protocol):
 
     def stats(self) -> dict[str, float]:
         """Return cumulative figures by name."""
+
+    def trace(self, path: str) -> Trace:
+        """Record the rounds of all ranks in a file."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state."""

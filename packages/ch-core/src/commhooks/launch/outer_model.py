@@ -20,6 +20,7 @@ from commhooks.launch.state_folder import Kept
 from commhooks.log import log
 from commhooks.registry.discovery import load_target
 from commhooks.registry.registry import REGISTRY, class_names
+from commhooks.trace.session import Trace
 
 
 class OuterModel(FoundModel):
@@ -47,6 +48,9 @@ class OuterModel(FoundModel):
 
     def figures(self) -> dict[str, Any]:
         return {"outer": self.expression, "steps": self.outer.count, "stats": self.outer.stats()}
+
+    def begin_trace(self, path: str) -> Trace:
+        return self.outer.trace(path)
 
     def kept(self) -> Kept:
         model = self._model()

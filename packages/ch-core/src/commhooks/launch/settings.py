@@ -27,6 +27,7 @@ class Settings:
         single_process: True to compress in a single process.
         check_ranks_every: steps between two comparisons of the parameters across ranks; 0 for none.
         on_drift: `"warn"` or `"raise"` if they differ.
+        trace: folder for a trace of each model; empty for none.
 
     Example:
         >>> Settings.of({"COMMHOOKS_HOOK": "powersgd", "COMMHOOKS_STATE_EVERY": "10"}).state_every
@@ -45,6 +46,7 @@ class Settings:
     gather: str = ""
     check_ranks_every: int = 0
     on_drift: str = "warn"
+    trace: str = ""
 
     def __post_init__(self) -> None:
         if self.state_every < 1:

@@ -104,7 +104,8 @@ class _Process:
         for span in engine.spans:
             args: dict[str, Any] = {"hook": engine.hook, "step": span.step}
             if span.kind == "backward":
-                found.append(self._slice(_MODEL, "backward", "model", span.begun, span.ended, **args))
+                thread = _MODEL if engine.during == "backward" else base + _STEPS
+                found.append(self._slice(thread, engine.during, "model", span.begun, span.ended, **args))
                 continue
             if span.kind == "step":
                 found.append(self._slice(base + _STEPS, f"step {span.step}", "step", span.begun, span.ended, **args))

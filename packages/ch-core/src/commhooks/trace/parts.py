@@ -26,6 +26,7 @@ class EnginePart:
         hook: name of the reduction.
         members: ranks of the engine's group, in order.
         dropped: number of events that the limit has dropped.
+        during: the work that hides the messages of a step; its spans have the kind ``"backward"``.
         buckets: facts by label.
         spans, messages: events, oldest first.
     """
@@ -34,6 +35,7 @@ class EnginePart:
     hook: str
     members: tuple[int, ...]
     dropped: int = 0
+    during: str = "backward"
     buckets: dict[str, BucketFacts] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)

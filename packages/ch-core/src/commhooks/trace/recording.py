@@ -91,6 +91,7 @@ class EngineTrace:
         engine: the engine.
         limit: number of events to keep. The oldest are dropped.
         backward_begun: returns the seconds at which the running backward began, once; ``None`` if that is unknown.
+        during: the work that hides the messages of a step: ``"backward"``, or ``"inner steps"`` of an outer optimizer.
 
     Attributes:
         events: newest events.
@@ -98,8 +99,14 @@ class EngineTrace:
         recorded: number of events so far, dropped ones included.
     """
 
-    def __init__(self, engine: Engine, limit: int, backward_begun: Callable[[], float | None] = lambda: None) -> None:
-        self.engine = engine
+    def __init__(
+        self,
+        engine: Engine,
+        limit: int,
+        backward_begun: Callable[[], float | None] = lambda: None,
+        during: str = "backward",
+    ) -> None:
+        self.engine, self.during = engine, during
         self.events: deque[Span | Message] = deque(maxlen=limit)
         self.buckets: dict[str, BucketFacts] = {}
         self.recorded = 0

@@ -44,6 +44,7 @@ class Trace(AbstractContextManager["Trace"]):
         timeout: seconds to wait for a rank.
         limit: number of events that each engine keeps. The oldest are dropped.
         model: model whose forward is traced, or ``None``.
+        during: the work that hides the messages of a step: ``"backward"``, or ``"inner steps"`` of an outer optimizer.
 
     Raises:
         HookNotSupportedError: the members of an engine's group come and go.
@@ -60,6 +61,7 @@ class Trace(AbstractContextManager["Trace"]):
         timeout: float = 60.0,
         limit: int = 100_000,
         model: torch.nn.Module | None = None,
+        during: str = "backward",
     ) -> None:
         if limit < 1:
             raise ValueError(f"limit={limit}: expected a number of events, at least 1")
@@ -69,6 +71,7 @@ class Trace(AbstractContextManager["Trace"]):
                 "trace() supports fixed groups. Use torch.profiler, which shows the ranges commhooks::*"
             )
         self.path, self._groups, self._timeout, self._limit = Path(path), groups, timeout, limit
+        self._during = during
         first = next(iter(engines.values()))
         alone = first.transport.rank
         rank = dist.get_rank() if groups else alone
@@ -92,8 +95,8 @@ class Trace(AbstractContextManager["Trace"]):
         """Trace another engine, such as the one of an outer optimizer's exchange. Call it on all ranks at the same place."""
         if engine.counters.trace is not None:
             raise HookNotSupportedError(f"{self._part.hook} is traced already: close() the other trace first")
-        begun = self._watch.take if not self._traces else _unknown
-        self._traces[name] = EngineTrace(engine, self._limit, begun)
+        begun = self._watch.take if not self._traces and self._during == "backward" else _unknown
+        self._traces[name] = EngineTrace(engine, self._limit, begun, self._during)
 
     def summary(self) -> Summary:
         """Return the figures of this rank, or of all ranks if their parts are in the file's folder."""
@@ -198,6 +201,7 @@ class Trace(AbstractContextManager["Trace"]):
                     trace.engine.reduction.name,
                     _members(trace.engine),
                     trace.dropped,
+                    trace.during,
                     trace.buckets,
                     [event for event in events if isinstance(event, Span)],
                     [event for event in events if isinstance(event, Message)],

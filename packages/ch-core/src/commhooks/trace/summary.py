@@ -63,6 +63,7 @@ class Summary:
         late: seconds by which its messages start after the first rank's.
         dropped: events that the limit has dropped.
         buckets: rows by axis and label.
+        during: the work that hides messages, ``"backward"`` or ``"inner steps"``. ``backward`` and ``hidden`` are about it.
     """
 
     hook: str
@@ -80,6 +81,7 @@ class Summary:
     late: float
     dropped: int
     buckets: tuple[BucketRow, ...]
+    during: str = "backward"
 
     @property
     def first(self) -> BucketRow | None:
@@ -137,6 +139,7 @@ def summarize(parts: Iterable[Part] | Timeline) -> Summary:
         late,
         dropped,
         table,
+        next((engine.during for part in line.parts.values() for engine in part.engines), "backward"),
     )
 
 
@@ -318,10 +321,11 @@ def _text(one: Summary) -> str:
     lines = [f"trace of {one.hook}: {one.steps} steps on {ranks}, {error}"]
     if one.dropped:
         lines.append(f"the limit dropped the oldest {one.dropped} events")
+    period = "a step" if one.during == "backward" else "a round"
     hidden = "unknown" if one.hidden is None else f"{one.hidden:.0%}"
     lines += [
-        f"a step      {_time(one.step)}, of which backward {_time(one.backward)}",
-        f"messages    {_time(one.wire)} on the wire; hidden behind the backward: {hidden}",
+        f"{period:<12}{_time(one.step)}, of which {one.during} {_time(one.backward)}",
+        f"messages    {_time(one.wire)} on the wire; hidden behind the {one.during}: {hidden}",
         f"exposed     {_time(one.exposed)} in the hook, {_time(one.waiting)} of them waiting",
         "",
         f"{'bucket':<12}{'sent':>11}{'encode':>11}{'wire':>11}{'decode':>11}{'exposed':>11}  parameters",
@@ -337,7 +341,7 @@ def _text(one: Summary) -> str:
 
 def _advice(one: Summary, row: BucketRow) -> list[str]:
     name = f"{row.axis} {row.bucket}".strip()
-    lines = [f"look first at bucket {name}: it delays the backward by {_time(row.cost)} in a step"]
+    lines = [f"look first at bucket {name}: it delays training by {_time(row.cost)} in a step"]
     if row.exposed >= row.encode + row.decode:
         lines.append("  most of it is waiting for messages: fewer bytes, or an earlier start, would help")
     else:
