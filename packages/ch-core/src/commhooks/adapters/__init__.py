@@ -30,9 +30,13 @@ reduces a single bucket without steps. For sharded models, in which each rank ne
 :class:`StepJudge` says if the step was used. :func:`watch_optimizer` makes one of the optimizer and scaler given to
 ``attach``: an :class:`OptimizerWatch`, which ``detach`` must close. :meth:`Engine.set_judge` sets any other, such as a vote.
 
+**Drift.** ``attach(check_ranks_every=)`` gives :meth:`Binding.check_ranks` a :class:`RankCheck`. The adapter tells it the tensors
+that are equal on all ranks, and sets it on the engine of these ranks.
+
 **Transports.** Another transport implements :class:`Transport`, and its collectives implement :class:`Work`.
-:class:`ProcessGroupWork` gives torch's works a deadline and typed errors. :class:`CpuTuning` controls how an engine sends
-messages of a CPU. :data:`TUNED` is its default, and ``TUNED.wait`` waits for a collective as an engine does.
+:class:`ProcessGroupWork` gives torch's works a deadline and typed errors. A transport that also carries requests inside nodes has
+their :class:`Topology`. :class:`CpuTuning` controls how an engine sends messages of a CPU. :data:`TUNED` is its default, and
+``TUNED.wait`` waits for a collective as an engine does.
 
 **Managers** (``attach(manager=)``). Groups of ranks may join and leave. An adapter of a model inside one group asks
 :func:`manager_adapter` for the :class:`ManagerAdapter` of the manager's class, passes the :data:`Layouts` of its model, and
