@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from commhooks.agreement import StoreExchange
+from commhooks.digest import checksum
 from commhooks.errors import StateError
-from commhooks.fingerprint import checksum
 from commhooks.launch.outer import Outer
 from commhooks.launch.state_folder import SAVED, Snapshot
 from commhooks.log import log
