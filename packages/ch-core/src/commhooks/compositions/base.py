@@ -26,14 +26,16 @@ def composed(what: str, hooks: Sequence[object], make: Make) -> Any:
     Raises:
         HookConfigError: one of the hooks is a foreign function.
     """
-    found = [hook if isinstance(hook, Reduction) else getattr(hook, "reduction", None) for hook in hooks]
-    for hook, inner in zip(hooks, found, strict=True):
+    found: list[Reduction | Callable[[object], Reduction]] = []
+    for hook in hooks:
+        inner = hook if isinstance(hook, Reduction) else getattr(hook, "reduction", None)
         if not callable(inner) and not isinstance(inner, Reduction):
             raise HookConfigError(
                 f"{what} is made of reductions, and {getattr(hook, '__name__', repr(hook)):.80} is not one: it starts its "
                 "collectives itself, so they cannot be combined with others. Give the hook by name, for example "
                 f"commhooks.create('{what}(...)')"
             )
+        found.append(inner)
     ready = [inner for inner in found if isinstance(inner, Reduction)]
     if len(ready) < len(found):
         return as_hook(_FromState(found, make), f"{what}({', '.join(getattr(h, '__name__', str(h)) for h in hooks)})")
@@ -44,10 +46,10 @@ def composed(what: str, hooks: Sequence[object], make: Make) -> Any:
 class _FromState:
     """Makes a composition from the hook's state."""
 
-    def __init__(self, found: Sequence[Any], make: Make) -> None:
+    def __init__(self, found: Sequence[Reduction | Callable[[object], Reduction]], make: Make) -> None:
         self.found, self.make = found, make
 
-    def __call__(self, state: Any) -> Reduction:
+    def __call__(self, state: object) -> Reduction:
         return self.make([inner if isinstance(inner, Reduction) else inner(state) for inner in self.found])
 
 

@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from commhooks.bucket import Bucket
 from commhooks.errors import HookConfigError, HookNotSupportedError
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from torch.futures import Future
 
     from commhooks.typing import GradBucket
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class Built:
     kind: str
     node: Node
     full: Node
-    make_state: Callable[..., Any] | None = None
+    make_state: Callable[..., object] | None = None
 
     @property
     def expr(self) -> str:
@@ -129,7 +132,7 @@ def _listed(config: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in config.items())
 
 
-def _call(spec: HookSpec, target: Any, positional: tuple[Any, ...], config: Mapping[str, Any]) -> Any:
+def _call(spec: HookSpec, target: Callable[..., T], positional: tuple[object, ...], config: Mapping[str, Any]) -> T:
     """Call a provider's factory. A value that it refuses is a configuration error; other errors are its own bugs."""
     try:
         return target(*positional, **config)
@@ -140,7 +143,9 @@ def _call(spec: HookSpec, target: Any, positional: tuple[Any, ...], config: Mapp
         raise HookConfigError(f"{refused}{' or its inner hook' if positional else ''}: {error}") from error
 
 
-def _make_state(spec: HookSpec, state: Any, config: Mapping[str, Any], process_group: object = None) -> Any:
+def _make_state(
+    spec: HookSpec, state: Callable[..., object], config: Mapping[str, Any], process_group: object = None
+) -> object:
     return _call(spec, state, (process_group,), config)
 
 

@@ -8,6 +8,7 @@ from its next forward on.
 
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,7 +27,7 @@ class _Sync:
     gradients remembers the value and reports False.
     """
 
-    def __get__(self, model: Any, owner: type | None = None) -> Any:
+    def __get__(self, model: torch.nn.Module | None, owner: type | None = None) -> "_Sync | bool":
         if model is None:
             return self
         try:
@@ -35,7 +36,7 @@ class _Sync:
             raise AttributeError(_SYNC) from None
         return wanted and _LOCAL not in model.__dict__
 
-    def __set__(self, model: Any, wanted: bool) -> None:
+    def __set__(self, model: torch.nn.Module, wanted: bool) -> None:
         model.__dict__[_SYNC] = wanted
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ch_ddp.frameworks.trainer_hook import TrainerHook, What, bases
 from commhooks import AttachError
 
@@ -62,7 +64,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         given = DistributedDataParallelKwargs(**{name: getattr(self, name) for name in self.__dataclass_fields__})
         return dict(given.to_kwargs())
 
-    def register_comm_hook(self, model: Any) -> None:
+    def register_comm_hook(self, model: torch.nn.Module) -> None:
         """Attach to a model in DDP. ``accelerator.prepare`` calls this."""
         accelerator = _caller(inspect.currentframe())
         if not self.hooks:

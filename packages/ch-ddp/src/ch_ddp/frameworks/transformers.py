@@ -6,9 +6,10 @@ torch's registration hook for modules, and attaches when training begins.
 
 import json
 import weakref
+from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -27,6 +28,20 @@ else:
     TrainerCallback = _BASES[0] if _BASES else object
 
 _KEY = "commhook"
+
+
+class _Arguments(Protocol):
+    """Parts of ``TrainingArguments``."""
+
+    output_dir: str
+    resume_from_checkpoint: str | None
+
+
+class _State(Protocol):
+    """Parts of ``TrainerState``."""
+
+    global_step: int
+    log_history: list[dict[str, float]]
 
 
 class CommHookCallback(TrainerCallback):
@@ -72,7 +87,7 @@ class CommHookCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self.hook.save(_checkpoint(args, state) / _KEY)
 
-    def _resumed_from(self, args: Any, state: Any) -> Path:
+    def _resumed_from(self, args: "_Arguments", state: "_State") -> Path:
         """Return the checkpoint of this trainer state.
 
         Raises:
@@ -90,7 +105,9 @@ class CommHookCallback(TrainerCallback):
         )
 
 
-def _noting(wrappers: "weakref.WeakSet[torch.nn.Module]") -> Any:
+def _noting(
+    wrappers: "weakref.WeakSet[torch.nn.Module]",
+) -> Callable[[torch.nn.Module, str, torch.nn.Module | None], None]:
     def note(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
         if isinstance(module, DistributedDataParallel):
             wrappers.add(module)
@@ -98,11 +115,11 @@ def _noting(wrappers: "weakref.WeakSet[torch.nn.Module]") -> Any:
     return note
 
 
-def _checkpoint(args: Any, state: Any) -> Path:
+def _checkpoint(args: _Arguments, state: _State) -> Path:
     return Path(args.output_dir, f"checkpoint-{state.global_step}")
 
 
-def _is_of(folder: Path, state: Any) -> bool:
+def _is_of(folder: Path, state: _State) -> bool:
     """Return True if this trainer state was read from the checkpoint."""
     try:
         saved = json.loads((folder / "trainer_state.json").read_text())
