@@ -484,6 +484,18 @@ def test_a_script_with_its_own_loop(tmp_path: Path, door: bool) -> None:
     [model] = done.report["models"]
     assert model["steps"] == 8 and model["stats"]["rounds_done"] == 2
     assert "8 inner steps, 2 rounds" in done.err and not done.report["notes"]
+    assert "of the time in exchanges" in done.err and "ranks apart at the end of a round" in done.err
+    assert len(model["apart"]) == 2 and min(model["apart"]) > 0 and 0 < model["exchange_share"] < 1
+
+
+@pytest.mark.full
+def test_rounds_that_end_by_time_need_the_end_of_the_script(tmp_path: Path) -> None:
+    done = run(tmp_path, "ddp_loop", outer="diloco(seconds=0.2)", check=False)
+    assert done.code != 0 and "Give steps=" in done.err
+    done = run(tmp_path, "ddp_loop", outer="diloco(seconds=0.2, steps=8)")
+    [model] = done.report["models"]
+    assert model["steps"] == 8 and [one["work"] for one in model["workers"]] == [64, 64]
+    assert "samples/s" in done.err and "rank 1:" in done.err
 
 
 @pytest.mark.parametrize(

@@ -95,24 +95,27 @@ class Buffers:
                 "Make another OuterOptimizer on all ranks, or give buffers='local'"
             )
 
-    def average(self) -> dict[str, torch.Tensor]:
+    def average(self, *, live: bool = True) -> dict[str, torch.Tensor]:
         """Return the average over the ranks, without writing it anywhere.
+
+        Args:
+            live: True to contribute the model's buffers, False to contribute the last average.
 
         Raises:
             HookConfigError: on all ranks, if a buffer of one rank has another shape than at construction.
         """
         if not self.reducers:
             return {}
-        live, error = self.live(), None
+        own, error = self.live() if live else self.shared, None
         for name, shared in self.shared.items():
-            if name not in live or live[name].shape != shared.shape:
-                shape = tuple(live[name].shape) if name in live else None
+            if name not in own or own[name].shape != shared.shape:
+                shape = tuple(own[name].shape) if name in own else None
                 error = HookConfigError(
                     f"the buffer {name!r} has shape {shape} and had {tuple(shared.shape)} when the OuterOptimizer was made, so "
                     "it cannot be averaged. Keep its shape, or give buffers='local'"
                 )
         try:
-            return self.reducers[0].start(live, error=error).wait()
+            return self.reducers[0].start(own, error=error).wait()
         except RemoteHookError as remote:
             raise HookConfigError(f"a peer could not average its buffers, so no rank has. {remote}") from remote
 

@@ -80,6 +80,7 @@ class Fragment:
     Attributes:
         since: number of inner steps at the start of the exchange under way, or ``None``.
         settled: number of inner steps at the start of the last exchange, if it left the parameters at the start, or ``None``.
+        device: of the starts.
 
     Raises:
         HookConfigError: ``mix`` is out of range.
@@ -99,6 +100,7 @@ class Fragment:
         self.params, self.starts, self.reducer, self.mix = dict(params), dict(starts), reducer, mix
         self.since: int | None = None
         self.settled: int | None = None
+        self.device = next(iter(self.starts.values())).device
         self._exchange: PendingAverage | None = None
         self._fixed = fixed
         self._sent_from: dict[str, torch.Tensor] = {}  # this rank's parameters when the exchange started, if needed
@@ -116,21 +118,36 @@ class Fragment:
             error: a reason why this rank cannot contribute. All ranks raise when they receive the exchange.
         """
         sent_from: dict[str, torch.Tensor] = {}
+        error = error or self.fill()
+        if error is None and (self.mix == CARRY or self._alone):
+            sent_from = {name: self._position(name).clone() for name in self.starts}
+        self._exchange = self.reducer.start(error=error)
+        self._sent_from, self.since = sent_from, count
+
+    def fill(self) -> Exception | None:
+        """Write the pseudo-gradient into the reducer. Return an error, because raised here it would leave the peers waiting."""
         try:
-            for name, start in self.starts.items() if error is None else ():
+            for name, start in self.starts.items():
                 here = self._position(name)
                 if here.shape != start.shape:
-                    raise HookConfigError(
+                    return HookConfigError(
                         f"the parameter {name!r} has shape {tuple(here.shape)} and had {tuple(start.shape)} when the "
                         "OuterOptimizer was made. Make another OuterOptimizer on all ranks"
                     )
                 torch.sub(start, here, out=self.reducer.tensors[name])
-                if self.mix == CARRY or self._alone:
-                    sent_from[name] = here.clone()
-        except Exception as own:  # raised here, it would leave the peers waiting in their round
-            error = own
-        self._exchange = self.reducer.start(error=error)
-        self._sent_from, self.since = sent_from, count
+        except Exception as error:  # of any type, for the reason above
+            return error
+        return None
+
+    def apart(self) -> float:
+        """Return the distance of this rank's parameters from the received mean, divided by the norm of the start."""
+        squares = [torch.zeros((), dtype=torch.float64, device=self.device) for _ in range(2)]
+        for name, start in self.starts.items():
+            here = self._sent_from[name] if name in self._sent_from else self._position(name)
+            squares[0] += (start - here - self.reducer.tensors[name]).square().sum()
+            squares[1] += start.square().sum()
+        distance, norm = torch.stack(squares).sqrt().tolist()
+        return float(distance / norm) if norm else 0.0
 
     def advance(self) -> None:
         """Complete one stage of the exchange under way."""
@@ -162,17 +179,27 @@ class Fragment:
         self.receive()
         since, self.since = self.since, None
         exact = {name: self._exact_end(name) for name in self._sent_from} if self._alone else {}
+        self.move_start(outer)
         for name, start in self.starts.items():
-            start.grad = self.reducer.tensors[name]
-        outer.step()
-        for name, start in self.starts.items():
-            start.grad = None
             if name in exact:
                 end, place = exact[name]
                 start.copy_(torch.where(start == end, place, start))
             self._arrive(name, 0.0 if healed else self.mix)
         self._sent_from.clear()
         self.settled = since if self.mix in (0.0, CARRY) else None
+
+    def move_start(self, outer: Optimizer) -> None:
+        """Move the start by the received average. The parameters stay."""
+        for name, start in self.starts.items():
+            start.grad = self.reducer.tensors[name]
+        outer.step()
+        for start in self.starts.values():
+            start.grad = None
+
+    def carry(self, base: Mapping[str, torch.Tensor]) -> None:
+        """Move the parameters as the start has moved away from ``base``. This rank's own moves stay."""
+        for name, start in self.starts.items():
+            self._move_to(name, self._position(name) + (start - base[name]))
 
     def _arrive(self, name: str, mix: float | str) -> None:
         target, here = self.starts[name], self._position(name)

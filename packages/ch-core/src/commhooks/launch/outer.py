@@ -15,9 +15,11 @@ class Outer(Protocol):
 
     Attributes:
         count: inner steps done.
+        must_finish: True if ranks end at different times, so that `finish` has to follow the last step.
     """
 
     count: int
+    must_finish: bool
 
     def follow(self, *others: torch.optim.Optimizer, finish_after: int | None = None) -> Callable[[], None]:
         """Make outer steps whenever the inner optimizer itself steps. Return a function that ends this.
@@ -38,6 +40,9 @@ class Outer(Protocol):
 
     def trace(self, path: str) -> Trace:
         """Record the rounds of all ranks in a file."""
+
+    def report(self) -> dict[str, Any]:
+        """Return figures for people: `exchange_share`, `apart` by exchange, `apart_growth`, and perhaps `workers`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state."""

@@ -20,7 +20,11 @@ from commhooks.launch.state_folder import Kept
 from commhooks.log import log
 from commhooks.registry.discovery import load_target
 from commhooks.registry.registry import REGISTRY, class_names
+from commhooks.report.text import size
 from commhooks.trace.session import Trace
+
+APART_GROWN = 2.0
+"""Growth of the distance between ranks from which the report advises against it."""
 
 
 class OuterModel(FoundModel):
@@ -41,13 +45,19 @@ class OuterModel(FoundModel):
         self._model: weakref.ref[torch.nn.Module] = weakref.ref(model)
         self._optims = list(optims)
         _, options = REGISTRY.outer(expression)
+        if outer.must_finish and not options.get("steps"):
+            raise HookConfigError(
+                f"{expression}: ranks of unequal speed end at different times, and each has to take part until all have ended. "
+                "Give steps=, the number of optimizer steps after which the script of a rank ends"
+            )
         self._closers = [
             share_checkpoints(model, outer.shared),
             outer.follow(*optims[:-1], finish_after=options.get("steps")),
         ]
 
     def figures(self) -> dict[str, Any]:
-        return {"outer": self.expression, "steps": self.outer.count, "stats": self.outer.stats()}
+        found = {"outer": self.expression, "steps": self.outer.count, "stats": self.outer.stats()}
+        return {**found, **self.outer.report()}
 
     def begin_trace(self, path: str) -> Trace:
         return self.outer.trace(path)
@@ -173,5 +183,22 @@ def _refuse_late(optim: torch.optim.Optimizer, args: object, kwargs: object) -> 
 
 def outer_text(row: Mapping[str, Any]) -> str:
     """Return the report of a model that trained with an outer optimizer, as lines."""
-    stats = row["stats"]
-    return f"{row['outer']}: {row['steps']} inner steps, {stats.get('rounds_done', 0):.0f} rounds"
+    stats, apart = row["stats"], [one for one in row.get("apart", ()) if one is not None]
+    lines = [
+        f"{row['outer']}: {row['steps']} inner steps, {stats.get('rounds_done', 0):.0f} rounds",
+        f"{size(stats.get('payload_bytes', 0.0))} given to collectives; {row.get('exchange_share', 0.0):.1%} of the time in "
+        "exchanges",
+    ]
+    if apart:
+        grown = row.get("apart_growth", 1.0)
+        warning = "; a lower learning rate or shorter rounds keep them closer" if grown > APART_GROWN else ""
+        lines.append(
+            f"ranks apart at the end of a round: {apart[0]:.2g} of the parameters' norm at first, {apart[-1]:.2g} at last "
+            f"({grown:.1f} times){warning}"
+        )
+    for one in row.get("workers", ()):
+        lines.append(
+            f"rank {one['rank']}: {one['goodput']:.4g} {row['unit']}/s, {one['busy_share']:.0%} of the time in steps, "
+            f"{one['steps']} steps, {one['missed']} of {one['missed'] + one['rounds']} rounds missed"
+        )
+    return "\n".join(lines)
