@@ -90,6 +90,7 @@ class Run(NamedTuple):
 
     framework: Framework
     by_run: bool
+    options: tuple[str, ...] = ("--hook", "powersgd(rank=2)")  # of `commhooks run`
 
     @property
     def in_its_checkpoints(self) -> bool:
@@ -99,8 +100,7 @@ class Run(NamedTuple):
     def train(self, ranks: int, out: Path, folder: Path, *arguments: str, kill_after: int = 0) -> None:
         """Run the script over some ranks. `out` gets the states of the hook."""
         out.mkdir()
-        options = ("--hook", "powersgd(rank=2)", "--state", folder / "state")
-        launcher = ["-m", "commhooks", "run", *options] if self.by_run else []
+        launcher = ["-m", "commhooks", "run", *self.options, "--state", folder / "state"] if self.by_run else []
         starts = self.framework.starts
         script = out / "script.py"
         script.write_text(variant(self.framework.script, self.by_run))

@@ -22,6 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import commhooks
 from ch_ddp.frameworks import TrainerHook
 from commhooks.checkpoint import dcp
+from commhooks.launch import auto_attach
+from commhooks.launch.outer_state import OuterKept
 
 attached: list[tuple[torch.nn.Module, commhooks.CommHook]] = []
 steps = 0
@@ -29,11 +31,17 @@ steps = 0
 
 def keep(when: str, **more: Any) -> None:
     state = attached[-1][1].state_dict() if attached else None
+    if os.environ.get("COMMHOOKS_OUTER"):
+        [found] = auto_attach.auto_attach().models
+        more["outer"] = {"count": found.outer.count, "landed": found.outer.landed}
+        more["weights"] = [local(p).clone() for p in found.outer._model.parameters()]
     rank = os.environ.get("RANK", "0")  # a worker of Ray's learns its rank late
     torch.save({"state": state, **more}, Path(os.environ["OBSERVED_OUT"], f"{when}-{rank}.pt"))
 
 
 def keep_end() -> None:
+    if os.environ.get("COMMHOOKS_OUTER"):
+        return keep("end")
     if not attached:
         return keep("end", weights=None, stats=None)
     model, handle = attached[-1]
@@ -77,9 +85,9 @@ def count(optimizer: torch.optim.Optimizer, given: Any, options: Any) -> None:
 
 def watch() -> None:
     commhooks.attach = noting(commhooks.attach)
+    if os.environ.get("COMMHOOKS_OUTER"):
+        around(OuterKept, "load", "loaded")
     if os.environ.get("COMMHOOKS_HOOK"):
-        from commhooks.launch import auto_attach
-
         setattr(auto_attach, "attach", commhooks.attach)  # noqa: B010
         around(commhooks.CommHook, "load_state_dict", "loaded")
     around(dcp, "sharded", "saved")
