@@ -1,6 +1,8 @@
 """A replica as a process: an outer optimizer over torchft's Manager, which dies on demand and logs every round."""
 
+import threading
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,10 +62,15 @@ def rounds(task: member.Task, log: member.Log) -> None:
     while len(list(folder.glob("*.there"))) < task.replicas:  # a quorum waits for all replicas that it has heard of
         time.sleep(0.01)
     stop = folder / "stop"
+    timer: threading.Timer | None = None
     while not (stop.exists() and optimizer.landed >= int(stop.read_text() or 0) > 0):
         time.sleep(0.01)
         landed, inner = optimizer.landed, optimizer.count % EVERY + 1
         now = task.die if landed == task.die_step else None
+        if now == "random" and timer is None:  # by the folder's name, which is another one in each run
+            delay = zlib.crc32(task.folder.encode()) % 1000 / 1000
+            timer = threading.Timer(delay, lambda: member.die(log, optimizer.landed))
+            timer.start()
         if (now == "inner step" and inner == 2) or (now == "before" and inner == EVERY):
             member.die(log, landed)
         optimizer.zero_grad()

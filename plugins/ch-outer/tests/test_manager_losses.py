@@ -1,5 +1,6 @@
 """Torchft's own Manager on gloo. A process is killed, the others continue, and it returns."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,38 @@ def test_survivors_continue_and_lose_one_round_at_most(
     assert all(len(held) == 1 for held in by_round.values())
     assert outcome.reborn()[0]["step"] > outcome.killed["step"]
     assert outcome.reborn()[0]["contributed"] is not async_quorum
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", range(20))
+def test_a_kill_at_a_random_moment_costs_at_most_one_round(number: int, tmp_path: Path) -> None:
+    """The victim kills itself up to a second after the second round. KILLS_OUT names a file for a line about each kill."""
+    replicas, exchange = 2 + number % 3, ("allreduce", QUANT)[number % 2]
+    names = quorum.NAMES[:replicas]
+    with quorum.lighthouse(heartbeat=0.8, join_timeout=2.0) as address:
+        common: dict[str, Any] = {"replicas": replicas, "die_step": 2, "group_timeout": 5.0}
+        tasks = [
+            Task(name, str(tmp_path), address, exchange, seed=i, die="random" if name == VICTIM else None, **common)
+            for i, name in enumerate(names)
+        ]
+        outcome = quorum.run(tmp_path, tasks, extra=3, limit=90.0, body=rounds)
+    assert outcome.raised() == {} and outcome.killed is not None
+    lost = max(outcome.dropped(name) for name in outcome.survivors())
+    by_round: dict[int, set[tuple[str, str]]] = {}
+    for name in names:
+        for landed, line in outcome.committed(name).items():
+            by_round.setdefault(landed, set()).add((line["params"], line["q"]))
+    equal = all(len(held) == 1 for held in by_round.values())
+    if path := os.environ.get("KILLS_OUT"):
+        with Path(path).open("a") as file:
+            back = outcome.reborn()[0]["step"] if outcome.reborn() else None
+            file.write(
+                f"{replicas} replicas, {exchange.partition('(')[0]}: killed after round {outcome.killed['step']}, "
+                f"rounds lost {lost}, back in round {back}, {len(by_round)} rounds, equal bits {equal}\n"
+            )
+    assert outcome.codes == dict.fromkeys(names, 0), outcome.last_words()
+    assert lost <= 1 and equal
+    assert outcome.reborn()[0]["step"] >= outcome.killed["step"]
 
 
 @pytest.mark.parametrize("exchange", ["allreduce", QUANT])
