@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import commhooks
 from ch_bench.advise.network import Message, Network, probe
+from ch_bench.advise.outer import rounds
 from ch_bench.advise.replay import EmulatedTransport, Note, Recorder, Replay
 from ch_bench.advise.workload import Workload, slowest
 
@@ -95,6 +96,9 @@ def advise(work: Workload, hooks: Sequence[str], *, seconds: float = 60.0, tell:
     again = median(slowest(_alone(work, _count(work, 5, seconds / 8)), work.device))
     alone = min(alone, again)  # disturbances only make a step longer
     recommended, reasons = recommend(alone, predictions)
+    best = min(predictions, key=lambda one: one.seconds)
+    if outer := rounds(alone, max(best.seconds - alone, best.waiting + best.arithmetic), best.hook):
+        reasons = (*reasons, outer.sentence())
     parameters = sum(p.numel() for p in work.parameters() if p.requires_grad)
     return Advice(alone, tuple(predictions), recommended, reasons, network, parameters, dist.get_world_size())
 

@@ -34,6 +34,7 @@ class Method:
             Adam divides by the larger noise. A factor up to the square root of the number of workers compensates for that
             (square-root scaling rule, arXiv:2205.10287).
         bucket_mb: size of DDP's buckets, whose exchanges overlap with the backward; 0 means one bucket.
+        by_run: True to train a plain DDP loop as ``commhooks run --outer`` does.
     """
 
     every: int = 0
@@ -45,6 +46,7 @@ class Method:
     mix: float | str = 0.0
     inner: float = 1.0
     bucket_mb: float = 0.0
+    by_run: bool = False
 
     @property
     def label(self) -> str:
@@ -55,11 +57,25 @@ class Method:
         arriving = "carried" if isinstance(self.mix, str) else f"mix {self.mix:g}"
         over = f", overlap {self.overlap}, {arriving}" if self.overlap else ""
         inner = f", inner rate × {self.inner:g}" if self.inner != 1.0 else ""
-        return f"H={self.every}, {self.exchange}, rate {self.rate:g}, momentum {self.momentum:g}{parts}{over}{inner}"
+        run = "run --outer: " * self.by_run
+        return (
+            f"{run}H={self.every}, {self.exchange}, rate {self.rate:g}, momentum {self.momentum:g}{parts}{over}{inner}"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
         return asdict(self)
+
+    @property
+    def expression(self) -> str:
+        """Expression for ``COMMHOOKS_OUTER``, which a process must have when it starts. Empty without ``by_run``."""
+        if not self.by_run:
+            return ""
+        options = {
+            name: getattr(self, name)
+            for name in ("every", "exchange", "rate", "momentum", "fragments", "overlap", "mix")
+        }
+        return "local_sgd(" + ", ".join(f"{name}={value}" for name, value in options.items()) + ")"
 
     def outer(self, inner: torch.optim.Optimizer, net: torch.nn.Module, **options: Any) -> OuterOptimizer:
         """Return the outer optimizer around ``inner``; ``options`` are further options of it."""
@@ -95,6 +111,7 @@ RACE = [
     Method(exchange="bf16_wrapper(powersgd(rank=16))"),
     Method(exchange="topk(density=0.02)"),
     *(Method(every, FOUR_BITS, 1.0, 0.0, inner=1.41) for every in (4, 8)),
+    Method(8, FOUR_BITS, 1.0, 0.0, inner=1.41, by_run=True),
     *(Method(4, FOUR_BITS, 1.0, momentum) for momentum in (0.0, 0.15)),
     Method(4, FOUR_BITS, 1.0, 0.0, 1, 1, "carry", inner=1.41),
     *(Method(every, ALL_TWO, 1.0, 0.0, 1, 1, "carry", inner=1.41) for every in (4, 8)),
@@ -154,6 +171,9 @@ def start(method: Method, net: torch.nn.Module, make: Callable[[Any], torch.opti
         net: with equal parameters on every rank.
         make: makes the inner optimizer from parameters.
     """
+    if method.by_run:
+        model = DistributedDataParallel(net)  # COMMHOOKS_OUTER makes the outer optimizer, in its first forward
+        return Running(model, make(model.parameters()))
     if method.every:
         outer = method.outer(make(net.parameters()), net)
         return Running(net, outer, outer)

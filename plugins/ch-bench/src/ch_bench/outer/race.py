@@ -20,9 +20,12 @@ Every finished method is kept in ``race.json`` and does not run again.
 import argparse
 import itertools
 import json
+import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -134,11 +137,23 @@ def run(args: argparse.Namespace, rate: str, seed: int, method: Method, goal: fl
     settings = {name: getattr(args, name) for name in names}
     with netns.Network(2, rate) as net:
         verified = net.verify()
-        launch.launch(worker, 2, settings, method.as_dict(), seed, goal, path, enter=net.enter)
+        with variable("COMMHOOKS_OUTER", method.expression):
+            launch.launch(worker, 2, settings, method.as_dict(), seed, goal, path, enter=net.enter)
     found: Record = json.loads(path.read_text())
     path.unlink()
     head = {"link": rate, "verified_bits": round(verified), "seed": seed, "label": method.label, "settings": settings}
     return head | found
+
+
+@contextmanager
+def variable(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable for processes that start inside, unless the value is empty."""
+    if value:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
 
 
 def worker(
