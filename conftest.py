@@ -13,7 +13,7 @@ settings.register_profile("commhooks", deadline=None, derandomize=True)
 settings.load_profile("commhooks")
 
 # What tests start as programs of their own does its work when it is imported, as a user's script does.
-collect_ignore_glob = ["*/scripts/*", "*/observe.py", "*/matrix.py", "*/compatibility/*"]
+collect_ignore_glob = ["*/scripts/*", "*/observe.py", "*/matrix.py", "*/frameworks/outer.py", "*/compatibility/*"]
 
 
 RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what a launcher sets

@@ -25,10 +25,13 @@ def _compare(side: str) -> Callable[[], int]:
     return count
 
 
+BAD = {"silent", "hang", "abort", "segfault"}
+
+
 def _faults(side: str) -> Callable[[], int]:
     def count() -> int:
         rows = json.loads((MEASURED / "faults.json").read_text())
-        return sum(row["side"] == side and row["outcome"] in {"right", "typed error"} for row in rows)
+        return sum(row["side"] == side and row["outcome"] in BAD for row in rows)
 
     return count
 

@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-FILE = re.compile(r"^```\{code-block\} \w+\n:caption: (\S+)\n\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"^`(acme-hooks/\S+)`:\n\n```\w+\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _spec = importlib.util.spec_from_file_location("pages", ROOT / "tests" / "pages.py")
 pages = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(pages)

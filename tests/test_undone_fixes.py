@@ -198,9 +198,9 @@ TABLE = [
         "OuterOptimizer: a buffer of another shape on one rank leaves its peers in a collective",
         OUTER,
         "ch_outer/buffers.py",
-        "        try:\n            return self.reducers[0].start(live, error=error).wait()",
+        "        try:\n            return self.reducers[0].start(own, error=error).wait()",
         "        if error is not None:\n            raise error\n        try:\n"
-        "            return self.reducers[0].start(live).wait()",
+        "            return self.reducers[0].start(own).wait()",
         "plugins/ch-outer/tests/test_buffers.py grows",
     ),
     Undone(
