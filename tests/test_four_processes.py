@@ -36,7 +36,7 @@ def body(rank: int, world: int, orders: list[Order]) -> tuple[int, dict[str, dic
 @pytest.mark.gloo
 @pytest.mark.timeout(300)
 def test_every_hook_by_name_on_four_processes() -> None:
-    orders = [contract(expr)().order() for expr in [*HOOKS, *sorted(PAIRS)]]
+    orders = [contract("TestHook", expr, {})().order() for expr in [*HOOKS, *sorted(PAIRS)]]
     assert len(orders) > 20
     for rank, (buckets, outcomes) in enumerate(spawn(body, 4, orders, timeout=280, group_timeout=60.0)):
         assert buckets >= 3

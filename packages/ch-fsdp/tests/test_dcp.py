@@ -87,7 +87,7 @@ def body_everything(rank: int, world: int, folder: str) -> None:
 def on_other_meshes(folder: str, owed: dict[str, torch.Tensor]) -> None:
     """Load residuals without shards and with other shards, and check that no part is lost."""
     model, optimizer, handle = built(plane(4, 1))
-    with pytest.raises(StateError, match=r"holds 2 shards.*world_change='mean'"):
+    with pytest.raises(StateError, match=r"has 2 shards.*world_change='mean'"):
         dcp.load(handle, folder)
     assert handle.state_dict()["step"] == 0
     dcp.load(handle, folder, world_change="reset")

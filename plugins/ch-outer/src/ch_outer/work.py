@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 
@@ -31,7 +32,10 @@ class Work:
 
     def __init__(self, model: torch.nn.Module, begin: Callable[[], None] = lambda: None) -> None:
         self.done, self.unit, self._begin = 0, "", begin
-        model.register_forward_pre_hook(torch.compiler.disable(self._called), with_kwargs=True)
+        # `commhooks run` creates this object in a pre-hook of the first forward. torch calls no hook of the wrapper that was
+        # added since, but those of the module inside.
+        called = model.module if isinstance(model, DistributedDataParallel) else model
+        called.register_forward_pre_hook(torch.compiler.disable(self._called), with_kwargs=True)
 
     def _called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not (torch.is_grad_enabled() and module.training):
