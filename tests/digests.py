@@ -137,7 +137,7 @@ def simulated(what: Any, world: int, dtype: torch.dtype) -> dict[str, Any]:
         done = ranks.step(every)
         errors = [type(error).__name__ for error in done.errors if error is not None]
         steps.append([*(digest(found) for found in done.gradients), *errors])
-    ranks.settle()
+    ranks.resolve_step()
     messages = [hashlib.blake2b("\n".join(one).encode(), digest_size=12).hexdigest() for one in asked]
     return {
         "steps": steps,

@@ -88,7 +88,7 @@ def test_averages_and_residuals_make_the_exact_average(
         for name, mean in average(every).items():
             exact[name] += mean
             arrived[name] += result.gradients[0][name].double()
-    ranks.settle()
+    ranks.resolve_step()
     owed = held_back(ranks, shapes)
     reduction = ranks.handles[0].reduction
     error = distance({name: arrived[name] + owed[name] for name in exact}, exact)

@@ -54,7 +54,7 @@ def unused(rank: int, *, to_none: bool = True, bare: bool = False, micro: bool =
             true += more if more is not None else 0.0
             model(torch.randn(32, 32, generator=own), more).backward()
         optimizer.step()
-    state.settle()
+    state.resolve_step()
     if bare:
         state.bind(model.module)
     sums = torch.stack([true, state.read("b", "residual")])

@@ -256,7 +256,7 @@ PLANTS = [
     Plant(
         "a skipped step is committed",
         OUTCOME,
-        "Commits.settle",
+        "Commits.resolve_step",
         "and used is not False",
         "",
         Scenario(steps=3, judged=(0, -1)),

@@ -297,7 +297,7 @@ class Saw:
         error: returned or raised by the engine.
         averages: the buckets afterwards; none if the transport was lost.
         kept: True if the state kept the step, ``None`` if that was open.
-        count: number of committed steps after the step was settled.
+        count: number of committed steps after the step was resolved.
         posts: number of collectives that the rank had started.
         delivered: number of buckets that the callback received.
     """
@@ -348,9 +348,9 @@ def body(scenario: Scenario, rank: int, transport: ExplorerTransport) -> Record:
     for number in range(scenario.steps):
         armed.now = number
         record.steps.append(_step(scenario, engine, number, rank, transport, delivered, drive))
-    engine.settle()
+    engine.resolve_step()
     if engine.state.tentative:
-        engine.settle(force=True)
+        engine.resolve_step(force=True)
     record.count = engine.state.step
     record.entries = {(name, field): tensor.clone() for name, field, tensor in engine.state.entries()}
     if engine.buckets.in_flight:
@@ -402,7 +402,7 @@ def _step(
     averages = [] if gone else [bucket.storage.clone() for bucket in made]
     kept = None
     if not scenario.late and scenario.judged[1] == -2:
-        kept = engine.settle()
+        kept = engine.resolve_step()
     return Saw(error, averages, kept, engine.state.step, len(transport.me.posts), len(delivered))
 
 
@@ -502,7 +502,9 @@ class Reducer:
             except (CommHooksError, Interrupt) as raised:
                 error = raised
             break
-        return Saw(error, averages, None if late else engine.settle(), engine.state.step, len(transport.me.posts), 0)
+        return Saw(
+            error, averages, None if late else engine.resolve_step(), engine.state.step, len(transport.me.posts), 0
+        )
 
 
 # -- the rules

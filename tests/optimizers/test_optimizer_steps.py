@@ -57,7 +57,7 @@ class Run:
     def lost(self) -> float:
         """Return the part that is neither applied nor owed."""
         self.model.zero_grad()
-        self.backward(zero=True)  # settles the step before, and adds no new one
+        self.backward(zero=True)  # resolves the step before, and adds no new one
         gap = whole = 0.0
         for name, true in self.true.items():
             state: Any = self.handle.state
@@ -158,7 +158,7 @@ def joined(rank: int, world: int, hook: str, watched: str) -> list[Any]:
         seen.append(run.handle.state_dict()["step"])
         run.optimizer.zero_grad()
     run.model.zero_grad()
-    run.backward()  # settles the last step of the last epoch
+    run.backward()  # resolves the last step of the last epoch
     state: Any = run.handle.state
     return [seen, state.step, state.read("a", "q").tolist(), run.model.module.a.grad.tolist()]  # type: ignore[attr-defined]
 

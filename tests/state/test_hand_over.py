@@ -52,7 +52,7 @@ def test_applied_and_owed_are_the_sum_of_all_gradients(expr: str, joined: bool) 
             assert engine.finish() is None
             for p, view in bucket.views():
                 applied[p.name] += view
-        engine.settle()
+        engine.resolve_step()
         owed = {}
         for p in params:
             residual = engine.state.read(p.name, "residual")

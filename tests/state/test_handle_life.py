@@ -249,7 +249,7 @@ class Life(RuleBasedStateMachine):
     def the_state_holds_what_was_not_used(self) -> None:
         for which, handle in getattr(self, "handles", {}).items():
             assert handle.attached is self.attached[which]
-            if self.always or not handle.attached:  # a look at an attached handle settles its last step
+            if self.always or not handle.attached:  # a look at an attached handle resolves its last step
                 self.look(which)
 
     @rule(which=which)

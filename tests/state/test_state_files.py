@@ -24,7 +24,7 @@ def ranks(world: int = 2, expr: str = EXPR) -> SimulatedRanks:
     for step in range(2):
         generator = torch.Generator().manual_seed(step)
         made.step([{n: torch.randn(t.shape, generator=generator) for n, t in LIKE.items()} for _ in range(world)])
-    made.settle()
+    made.resolve_step()
     return made
 
 

@@ -77,14 +77,14 @@ def lost(first: str, second: str, route: str, layouts: tuple[BucketLayout, Bucke
             if error is not None:
                 raise error
             applied += torch.cat([view.reshape(-1).double() for _, view in bucket.views()])
-        engine.settle()
+        engine.resolve_step()
         found = {name: tensor for name, field, tensor in state.entries() if field == "residual"}
         assert all(found[p.name].shape == p.shape for p in layouts[1].params if p.name in found)
         owed = torch.cat([found.get(p.name, torch.zeros(p.shape)).reshape(-1).double() for p in layouts[1].params])
         return true, applied, owed
 
     def handed(state: HookState, rank: SimulatedRank, route: str, engine: object) -> HookState:
-        state.settle()
+        state.resolve_step()
         if route == "attach":
             return state
         if route == "pickled":

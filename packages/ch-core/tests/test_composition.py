@@ -97,7 +97,7 @@ def test_warmup_switches_with_the_committed_steps() -> None:
             before = engine.counters.traffic.payload_bytes
             got = run_step(engine, gradients(rank.rank, step), (2, 4))
             seen.append((close(got, mean(2, step)), engine.counters.traffic.payload_bytes - before))
-        engine.settle()
+        engine.resolve_step()
         assert engine.state.read("up.weight", "last") is not None
         return seen
 
@@ -186,7 +186,7 @@ def test_a_policy_does_not_depend_on_the_buckets() -> None:
         engine = rank.engine(policy(RULES))
         for step in range(3):
             got = run_step(engine, gradients(rank.rank, step), cuts)
-        engine.settle()
+        engine.resolve_step()
         return got | {f"state {name}": tensor for name, _, tensor in engine.state.entries()}
 
     layouts = [(), (2, 4), (1, 2, 3, 4)]
@@ -203,7 +203,7 @@ def test_parts_of_one_kind_keep_their_state_apart() -> None:
     def body(rank: SimulatedRank) -> None:
         engine = rank.engine(policy({"up.*": RowMean(), "*": RowMean()}))
         got = run_step(engine, gradients(rank.rank))
-        engine.settle()
+        engine.resolve_step()
         kept = {name: tensor for name, _, tensor in engine.state.entries()}
         assert kept.keys() == SHAPES.keys()
         assert all(torch.equal(kept[n], got[n].reshape(len(kept[n]), -1)[:, 0]) for n in kept)
@@ -240,7 +240,7 @@ def conserved(reduction: Reduction, world: int = 2, steps: int = 6, *, equal: bo
         for step in range(steps):
             for name, g in run_step(engine, give(rank.rank, step), (2, 4)).items():
                 total[name] += g
-        engine.settle()
+        engine.resolve_step()
         return total, {name: t for name, field, t in engine.state.entries() if field == "residual"}
 
     results = simulate(world, body)
@@ -293,7 +293,7 @@ def test_exact_parts_keep_a_zero_residual() -> None:
     def body(rank: SimulatedRank) -> None:
         engine = rank.engine(error_feedback(policy({"*.weight": RowMean(), "*": Plain()})))
         run_step(engine, gradients(rank.rank))
-        engine.settle()
+        engine.resolve_step()
         residual = {name: t for name, field, t in engine.state.entries() if field == "residual"}
         assert residual["up.bias"].abs().max() == 0
         assert residual["up.weight"].abs().max() > 0.1
@@ -315,14 +315,14 @@ def test_a_step_that_is_not_finite_on_one_rank_leaves_every_rank_as_it_was(reduc
     def body(rank: SimulatedRank) -> None:
         engine = rank.engine(reduction)
         run_step(engine, gradients(rank.rank), (2, 4))
-        assert engine.settle()
+        assert engine.resolve_step()
         before = {(name, field): t.clone() for name, field, t in engine.state.entries()}
         poisoned = gradients(rank.rank, 1)
         if rank.rank == 1:
             poisoned["up.weight"][3, 3] = float("inf")
         got = run_step(engine, poisoned, (2, 4))
         assert not got["up.weight"].isfinite().all()
-        assert engine.settle() is False
+        assert engine.resolve_step() is False
         after = {(name, field): t for name, field, t in engine.state.entries()}
         assert all(torch.equal(before[key], after[key]) for key in before)
 
@@ -333,14 +333,14 @@ def test_a_rank_without_input_keeps_its_residual() -> None:
     def body(rank: SimulatedRank) -> None:
         engine = rank.engine(error_feedback(RowMean()))
         run_step(engine, gradients(rank.rank))
-        engine.settle()
+        engine.resolve_step()
         before = engine.state.read("up.weight", "residual")
         assert before is not None
         kept = before.clone()
         engine.set_participating(rank.rank == 0)
         zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         run_step(engine, gradients(0, 1) if rank.rank == 0 else zeros)
-        engine.settle()
+        engine.resolve_step()
         after = engine.state.read("up.weight", "residual")
         assert after is not None
         assert torch.equal(kept, after) == (rank.rank == 1)

@@ -68,7 +68,7 @@ def steps(rank: SimulatedRank, count: int, hook: str = HOOK, state: HookState | 
         found.append(whole(cut, gather(engine, cut, weights(step), dtype), world))
         assert engine.finish() is None
         payload.append(engine.counters.traffic.payload_bytes)
-    engine.settle()
+    engine.resolve_step()
     return found, [b - a for a, b in itertools.pairwise(payload)], state
 
 
@@ -140,7 +140,7 @@ def test_a_second_gather_of_one_step_continues_the_first() -> None:
         engine = GatherEngine(Gathered(reduction), rank.transport, state, timeout=None)
         cut = ShardLayout.of(BucketLayout.of_shapes(SHAPES), rank.world_size)
         first = whole(cut, gather(engine, cut, weights(0), torch.float32), rank.world_size)
-        engine.settle()  # a checkpoint after an evaluation keeps the copies
+        engine.resolve_step()  # a checkpoint after an evaluation keeps the copies
         assert {field for _, field, _ in state.entries()} == {"copy"}
         second = whole(cut, gather(engine, cut, weights(0), torch.float32), rank.world_size)
         assert engine.finish() is None

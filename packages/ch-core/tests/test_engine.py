@@ -214,7 +214,7 @@ def test_one_rank_failing_raises_on_all_and_the_next_step_is_right(stage: int) -
         error = step(engine, buckets(rank.rank))
         parts = buckets(rank.rank)
         assert step(engine, parts) is None
-        engine.settle()
+        engine.resolve_step()
         return error, parts[1].buffer.clone(), engine.state.step
 
     (e0, x0, s0), (e1, x1, s1), (e2, x2, s2) = simulate(3, body)
@@ -237,7 +237,7 @@ def test_non_finite_steps_leave_no_trace_and_reach_the_caller() -> None:
         if rank.rank == 1:
             poisoned[2].buffer[0] = float("nan")
         step(engine, poisoned)
-        engine.settle()
+        engine.resolve_step()
         return engine.state.read("w0", "last"), engine.state.step, bool(poisoned[2].buffer.isnan().any())
 
     for kept, steps, reached in simulate(2, body):
@@ -253,7 +253,7 @@ def test_rollback_undoes_the_last_step_only() -> None:
         step(engine, buckets(rank.rank, value=1.0))
         step(engine, buckets(rank.rank, value=2.0))
         engine.rollback()
-        engine.settle()
+        engine.resolve_step()
         last = engine.state.read("w1", "last")
         assert last is not None
         return float(last[0, 0]), engine.state.step
@@ -552,7 +552,7 @@ def test_a_bucket_that_runs_twice_in_a_step_continues_from_its_first_residual(in
                 engine.run(bucket)
                 applied += bucket.buffer.item()
             assert engine.finish() is None
-            engine.settle()
+            engine.resolve_step()
         kept = engine.state.read("w", "residual").clone()
         engine.run(Bucket.from_tensors({"w": torch.tensor([3.0])}))
         engine.run(Bucket.from_tensors({"w": torch.tensor([4.001])}))

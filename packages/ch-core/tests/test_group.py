@@ -50,7 +50,7 @@ def test_an_error_on_one_axis_is_raised_and_rolled_back_on_every_rank_of_the_rel
             assert group.in_step
             errors.append(group.finish())
             assert not group.in_step
-            kept.append(engine.settle())
+            kept.append(engine.resolve_step())
         return errors, kept, engine.state.step
 
     (others, kept, steps), (own, own_kept, own_steps) = simulate(2, body)

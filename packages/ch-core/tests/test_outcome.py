@@ -57,7 +57,7 @@ def test_tentative_steps_are_kept_or_undone_together(used: bool) -> None:
     assert (state.tentative, state.step) == (True, 4)
     state.rescale(8.0)
     assert held(state) == 32.0
-    state.settle_tentative(used)
+    state.resolve_tentative(used)
     assert (state.tentative, state.step, held(state)) == (False, 4 if used else 1, 32.0 if used else 8.0)
     kept = state.read("w", "residual")
     for value in (5.0, 6.0):  # the buffers alternate again, and none of them holds the current residual
@@ -72,7 +72,7 @@ def test_new_entries_of_a_tentative_step_vanish_when_it_is_undone() -> None:
     staged(state, 1.0)
     state.commit(tentative=True)
     assert held(pickle.loads(pickle.dumps(state))) is None
-    state.settle_tentative(False)
+    state.resolve_tentative(False)
     assert (held(state), state.step) == (None, 0)
 
 
@@ -102,7 +102,7 @@ def test_a_field_declares_how_it_follows_the_loss_scale() -> None:
             engine.set_loss_scale(lambda scale=scale: scale)
             engine.submit(Bucket.from_tensors({"w": torch.full((2,), 3.0 * scale)}))
             assert engine.finish() is None
-        engine.settle()
+        engine.resolve_step()
         return {field: float(tensor[0]) for _, field, tensor in engine.state.entries()}
 
     assert simulate(2, body) == [{"owed": 9.0, "square": 27.0, "count": 3.0}] * 2
@@ -178,7 +178,7 @@ def test_steps_that_wait_are_used_or_undone_together() -> None:
         for answer in (True, None, None, True, None, False, True):
             assert one_step(engine) is None
             says.answer = answer
-            assert engine.settle() is answer
+            assert engine.resolve_step() is answer
             if answer is None:
                 assert engine.state.state_dict()["step"] == engine.state.certain_step
             seen.append((engine.state.step, total(engine), engine.state.certain_step))
@@ -196,7 +196,7 @@ def test_a_rollback_undoes_all_that_waits() -> None:
         for _ in range(3):
             assert one_step(engine) is None
         engine.rollback()
-        assert engine.settle() is False
+        assert engine.resolve_step() is False
         assert not engine.state.tentative
         return engine.state.step, total(engine)
 
@@ -300,17 +300,17 @@ def test_an_outcome_has_one_life(ends: bool) -> None:
         engine.set_on_reduced(lambda bucket: life.append(outcome.progress))
         assert engine.finish() is None
         life.append(outcome.progress)
-        assert engine.settle() is None, "its gradients wait"
+        assert engine.resolve_step() is None, "its gradients wait"
         life.append(outcome.progress)
         one_step(engine)  # a second step while the first is pending
         life.append(outcome.progress)
         tentative = [engine.state.tentative]
         says.answer = ends
-        assert engine.settle() is ends
+        assert engine.resolve_step() is ends
         tentative.append(engine.state.tentative)
         return [*life, outcome.progress, engine.outcome.progress], tentative, engine.state.step
 
-    life = [Progress.OPEN] * 2 + [Progress.DECIDED] * 2 + [Progress.SETTLED] * 4
+    life = [Progress.OPEN] * 2 + [Progress.DECIDED] * 2 + [Progress.RESOLVED] * 4
     assert simulate(2, body)[1] == (life, [True, False], 2 if ends else 0)
 
 
@@ -321,10 +321,10 @@ def test_a_step_that_never_finishes_was_never() -> None:
         outcome = engine.outcome
         engine.abandon()
         assert one_step(engine) is None
-        engine.settle()
+        engine.resolve_step()
         return outcome.progress, engine.in_step, engine.state.step
 
-    assert simulate(2, body) == [(Progress.SETTLED, False, 1)] * 2
+    assert simulate(2, body) == [(Progress.RESOLVED, False, 1)] * 2
 
 
 def test_ranks_that_judge_a_step_differently_get_an_error() -> None:
@@ -356,7 +356,7 @@ def test_a_step_that_is_open_when_another_state_is_loaded_is_no_part_of_it(befor
         engine.state.load_state_dict(saved)
         says.answer = True
         assert one_step(engine) is None
-        engine.settle()
+        engine.resolve_step()
         return engine.state.step, total(engine)
 
     assert simulate(2, body) == [(3, 3.0)] * 2
@@ -369,7 +369,7 @@ def test_a_loss_scale_that_is_no_number_is_raised_at_the_end_of_the_step_on_all_
             scale = float("inf") if number == 1 and rank.rank == 0 else 2.0
             engine.set_loss_scale(lambda scale=scale: scale)
             seen.append(type(one_step(engine)).__name__)
-        engine.settle()
+        engine.resolve_step()
         return [*seen, str(engine.state.step)]
 
     assert simulate(2, body) == [["NoneType", kind, "NoneType", "2"] for kind in ("ValueError", "RemoteHookError")]
@@ -530,7 +530,7 @@ def test_a_failure_is_heard_by_all_wherever_the_status_travels(wrap: Any, monkey
         engine = rank.engine(wrap(reduction))
         for i in range(2):
             engine.submit(Bucket.from_tensors({f"w{i}": torch.ones(4)}, index=i, is_last=i == 1))
-        return engine.finish(), engine.settle(force=True)
+        return engine.finish(), engine.resolve_step(force=True)
 
     def early(self: Plain, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
         if ctx.rank == 1 and bucket.index == 1 and not bucket.buffer.is_meta:

@@ -67,7 +67,7 @@ def test_a_registered_state_may_set_rollback_false(model: DistributedDataParalle
     model.register_comm_hook(state, as_hook(commhooks.create(EF).reduction))
     for _ in range(3):
         model(torch.randn(2, 64)).sum().backward()
-    state.settle()
+    state.resolve_step()
     assert state.step == 3
     assert not state._spare
     assert {field for _, field in state.held()} == {"residual"}

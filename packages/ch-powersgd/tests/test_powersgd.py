@@ -39,7 +39,7 @@ def train(
     dtype: torch.dtype = torch.float32,
     tuning: CpuTuning = TUNED,
 ) -> list[tuple[list[dict[str, torch.Tensor]], Engine]]:
-    """Return each rank's averaged gradients of every step by name, and its engine after settle()."""
+    """Return each rank's averaged gradients of every step by name, and its engine after resolve_step()."""
 
     def body(rank: SimulatedRank) -> tuple[list[dict[str, torch.Tensor]], Engine]:
         engine, history = rank.engine(make(), tuning=tuning), []
@@ -53,7 +53,7 @@ def train(
             if error is not None:
                 raise error
             history.append({p.name: view.clone() for b in made for p, view in b.views()})
-        engine.settle()
+        engine.resolve_step()
         return history, engine
 
     return simulate(world, body)
@@ -155,7 +155,7 @@ def test_a_bucket_whose_only_parameter_fills_the_near_square_matrix(shape: tuple
             if error is not None:
                 raise error
             difference += (gradient - bucket.view("w")).view(-1)
-        engine.settle()
+        engine.resolve_step()
         return difference - stored(engine, "residual")["w"].view(-1)
 
     left = torch.stack(simulate(2, body)).mean(0)
@@ -244,9 +244,9 @@ def test_not_finite_passes_through_and_leaves_state_alone(
             engine.submit(bucket)
             assert engine.finish() is None
             if step == 1:
-                assert engine.settle()
+                assert engine.resolve_step()
                 before = [(n, f, t.clone()) for n, f, t in engine.state.entries()]
-        kept = engine.settle()
+        kept = engine.resolve_step()
         after = list(engine.state.entries())
         same = [torch.equal(t, u) for (*_, t), (*_, u) in zip(before, after, strict=True)]
         assert not kept
@@ -298,7 +298,7 @@ def test_a_higher_rank_starts_q_again() -> None:
             bucket = Bucket.from_tensors({"a": noise(rank.rank, 0, "a", SHAPES["a"])})
             other.submit(bucket)
             assert other.finish() is None
-            other.settle()
+            other.resolve_step()
         q = engine.state.read("a", "q")
         return q is not None and q.shape == (3, 40)
 

@@ -108,7 +108,7 @@ def test_a_state_that_was_loaded_to_the_host_is_brought_to_the_gradients(hook: s
         for _ in range(2):
             engine.submit(Bucket.from_tensors({name: torch.ones(shape) for name, shape in NET[0].items()}))
             assert engine.finish() is None
-        engine.settle()
+        engine.resolve_step()
         return engine.state
 
     state = simulate(2, body)[0]

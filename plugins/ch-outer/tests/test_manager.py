@@ -45,7 +45,7 @@ def shared(optimizer: OuterOptimizer) -> list[str]:
     starts = [s for fragment in optimizer._fragments for s in fragment.starts.values()]
     momentum = [one["momentum_buffer"] for one in optimizer.outer.state.values()]
     for fragment in optimizer._fragments:
-        fragment.reducer.commit()  # over fixed ranks, the last round is settled when the next begins
+        fragment.reducer.commit()  # over fixed ranks, the last round is resolved when the next begins
     kept = [one for fragment in optimizer._fragments for one in fragment.reducer.handle.state.entries()]
     q = [tensor for _, field, tensor in kept if field == "q"]
     whole = optimizer.landed % len(optimizer._fragments) == 0

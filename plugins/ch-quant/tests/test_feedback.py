@@ -31,7 +31,7 @@ def test_it_takes_a_quarter_of_fp32_and_is_seen_as_fp32() -> None:
     packed, plain = ranks_of(EXPR), ranks_of("quant4(error_feedback=True)")
     for ranks in (packed, plain):
         ranks.step([gradient(rank, 0) for rank in range(3)])
-        ranks.settle()
+        ranks.resolve_step()
     a, b = packed.engines[0].state, plain.engines[0].state
     assert held(a) < 0.26 * held(b)
     ((name, field, shown),) = list(a.entries())
@@ -58,7 +58,7 @@ def test_the_forgotten_part_stays_small_over_many_steps() -> None:
             engine.submit(bucket)
             engine.finish()
             total += bucket.view("w")
-        engine.settle()
+        engine.resolve_step()
         return total, next(tensor for _, _, tensor in engine.state.entries())
 
     ranks = simulate(3, body)
@@ -71,7 +71,7 @@ def test_the_forgotten_part_stays_small_over_many_steps() -> None:
 def test_a_loss_scale_multiplies_the_scales_alone() -> None:
     ranks = ranks_of(EXPR, 2)
     ranks.step([gradient(rank, 0) for rank in range(2)])
-    ranks.settle()
+    ranks.resolve_step()
     state = ranks.engines[0].state
     before = [tensor.clone() for _, _, tensor in state.entries()]
     codes, scales = state.read("w", "residual"), state.read("w", "residual_scale")
@@ -103,7 +103,7 @@ def test_it_continues_from_another_hooks_residual_in_fp32() -> None:
         every = [gradient(rank, step) for rank in range(2)]
         truth += (every[0]["w"] + every[1]["w"]) / 2
         total += ranks.step(every).gradients[0]["w"]
-    ranks.settle()
+    ranks.resolve_step()
     kept = torch.stack([next(t for _, _, t in e.state.entries()) for e in ranks.engines]).mean(0).view(SHAPE)
     assert ranks.engines[0].state.read("w", "residual").dtype == torch.int8  # type: ignore[union-attr]
     assert float((total + kept - truth).norm() / truth.norm()) < 5e-3
@@ -126,7 +126,7 @@ def test_the_owner_of_a_part_keeps_its_error_without_a_gradient(expr: str, joine
         given = [gradient(rank, step) if rank != absent else {"w": None} for rank in range(world)]
         wanted += sum(one["w"] for one in given if one["w"] is not None) / world
         applied += ranks.step(given, joined=[absent] if joined else []).gradients[0]["w"]
-    ranks.settle()
+    ranks.resolve_step()
     owed = [engine.state.numbers("w", "residual") for engine in ranks.engines]
     total = applied + sum(one.view(SHAPE) for one in owed if one is not None) / world
     lost = float((total - wanted).norm() / wanted.norm())
@@ -138,7 +138,7 @@ def test_the_pickled_residual_of_another_rank_is_dropped_with_its_scales() -> No
         engine = rank.engine(commhooks.create(EXPR).reduction)
         engine.submit(Bucket.from_tensors(gradient(rank.rank, 0)))
         engine.finish()
-        engine.settle()
+        engine.resolve_step()
         return pickle.dumps(engine.state)
 
     pickled = simulate(2, saved)

@@ -136,7 +136,7 @@ def test_error_feedback_covers_both_roundings(fed: bool, piece: int | None, worl
         for step in range(steps):
             for name, g in one_step(engine, gradients(rank.rank, step), (2, 4)).items():
                 total[name] += g
-        engine.settle()
+        engine.resolve_step()
         kept = {name: tensor for name, field, tensor in engine.state.entries() if field == "residual"}
         assert sorted(kept) == (sorted(QUANTIZED) if fed else [])
         return total, kept
@@ -173,13 +173,13 @@ def test_inf_and_nan_arrive_and_leave_no_trace(reduction: commhooks.Reduction, b
     def body(rank: SimulatedRank) -> dict[str, torch.Tensor]:
         engine = rank.engine(reduction)
         one_step(engine, gradients(rank.rank), (1, 3))
-        engine.settle()
+        engine.resolve_step()
         before = {name: t.clone() for name, _, t in engine.state.entries()}
         poisoned = gradients(rank.rank, 1)
         if rank.rank == 1:
             poisoned["up"][7, 7] = bad
         got = one_step(engine, poisoned, (1, 3))
-        engine.settle()
+        engine.resolve_step()
         assert all(torch.equal(before[name], t) for name, _, t in engine.state.entries())
         return {name: t.isfinite() for name, t in got.items()}
 
@@ -383,7 +383,7 @@ def two_steps(expr: str, device: str) -> list[torch.Tensor]:
                 bucket = commhooks.Bucket.from_tensors({"w": gradient})
                 engine.submit(bucket)
                 assert engine.finish() is None
-            engine.settle()
+            engine.resolve_step()
             return [bucket.buffer, *(tensor for _, _, tensor in engine.state.entries())]
 
     return simulate(2, body)[0]

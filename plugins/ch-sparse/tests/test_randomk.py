@@ -30,7 +30,7 @@ def test_one_entry_of_each_stratum_is_the_mean_and_the_others_are_kept(world: in
     def body(rank: SimulatedRank) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         engine = rank.engine(RandomK(0.1, exempt=False))
         got = one_step(engine, {str(n): gradient(n, rank.rank) for n in SIZES})
-        engine.settle()
+        engine.resolve_step()
         return got, {name: t.view(-1) for name, _, t in engine.state.entries()}
 
     ranks = simulate(world, body)
@@ -101,7 +101,7 @@ def test_inf_and_nan_show_from_every_place(bad: float) -> None:
                 poisoned[30 + place] = bad
             got = one_step(engine, {"w": poisoned})["w"]
             seen.append(bool(got[30:40].isfinite().all()) or not bool(got[:30].isfinite().all()))
-            engine.settle()
+            engine.resolve_step()
         assert not list(engine.state.entries())
         return seen
 
@@ -151,7 +151,7 @@ def two_steps(expr: str, device: str) -> list[torch.Tensor]:
                 bucket = commhooks.Bucket.from_tensors({"w": gradient})
                 engine.submit(bucket)
                 assert engine.finish() is None
-            engine.settle()
+            engine.resolve_step()
             return [bucket.buffer, *(tensor for _, _, tensor in engine.state.entries())]
 
     return simulate(2, body)[0]

@@ -102,7 +102,7 @@ def test_nothing_is_lost_with_feedback(bits: int, world: int) -> None:
         for step in range(steps):
             for name, g in one_step(engine, {n: gradient(*s, rank.rank, step) for n, s in shapes.items()}).items():
                 total[name] += g
-        engine.settle()
+        engine.resolve_step()
         return total, {name: t for name, field, t in engine.state.entries() if field == "residual"}
 
     ranks = simulate(world, body)
@@ -118,7 +118,7 @@ def test_decay_is_the_share_of_the_residual_that_a_step_keeps() -> None:
         engine = rank.engine(TopK(1 / 16, 16, decay=0.5, exempt=False))
         for tensor in ([8.0] + [1.0] * 15, [0.0] * 16):
             one_step(engine, {"w": torch.tensor(tensor)})
-        engine.settle()
+        engine.resolve_step()
         kept = engine.state.read("w", "residual")
         assert kept is not None
         return kept.flatten()
@@ -136,7 +136,7 @@ def test_the_residual_follows_a_loss_scale(bits: int) -> None:
         for step, scale in enumerate(scales):
             engine.set_loss_scale(lambda: scale)  # noqa: B023 - asked for in this step
             found.append(one_step(engine, {"w": gradient(1009, rank.rank, step) * scale})["w"] / scale)
-        engine.settle()
+        engine.resolve_step()
         (residual,) = [
             t for _, field, t in engine.state.entries() if field == "residual"
         ]  # in the gradient's own units
@@ -155,13 +155,13 @@ def test_inf_and_nan_arrive_from_every_place(bits: int, bad: float) -> None:
     def body(rank: SimulatedRank) -> torch.Tensor:
         engine = rank.engine(TopK(0.02, 64, bits, exempt=False))
         one_step(engine, {"w": gradient(1009, rank.rank)})
-        engine.settle()
+        engine.resolve_step()
         before = {name: t.clone() for name, _, t in engine.state.entries()}
         poisoned = gradient(1009, rank.rank, 1)
         if rank.rank == 1:
             poisoned[130:150] = bad
         got = one_step(engine, {"w": poisoned})["w"]
-        engine.settle()
+        engine.resolve_step()
         assert all(torch.equal(before[name], t) for name, _, t in engine.state.entries())
         return got.isfinite()
 

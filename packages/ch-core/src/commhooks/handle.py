@@ -334,7 +334,7 @@ class CommHook:
             True if the state was committed, False if it was rolled back, None for a foreign hook.
         """
         engine = self._bound().engine
-        return engine.settle() if engine is not None else None
+        return engine.resolve_step() if engine is not None else None
 
     def rollback(self) -> None:
         """Undo the state of the last step, because the optimizer did not use its gradients.
@@ -355,7 +355,7 @@ class CommHook:
         self._last = self._binding.stats()
         self._binding.detach()
         if self.hook_state is not None:
-            self.hook_state.settle()
+            self.hook_state.resolve_step()
             self.hook_state.unbind()
         self._binding = self.rank_check = None
         self.alone = False

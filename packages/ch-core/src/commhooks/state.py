@@ -66,10 +66,10 @@ class StateWriter(Protocol):
     @property
     def transport(self) -> Any: ...
 
-    def settle(self) -> bool | None:
+    def resolve_step(self) -> bool | None:
         """Commit or roll back the last finished step if it is still open."""
 
-    def forget_unsettled(self) -> None:
+    def forget_unresolved(self) -> None:
         """Forget finished steps, because another state was loaded."""
 
 
@@ -302,7 +302,7 @@ class HookState:
         """Make the staged entries the state, and count the step.
 
         Args:
-            tentative: True if the optimizer may still skip the step. :meth:`settle_tentative` decides later, for all tentative
+            tentative: True if the optimizer may still skip the step. :meth:`resolve_tentative` decides later, for all tentative
                 steps together.
             presumed: True if checkpoints hold a tentative step as if it were used.
             dropped: parameters whose average the wrapper did not apply. Their residuals stay as they were.
@@ -368,7 +368,7 @@ class HookState:
         """True if committed steps may still be rolled back."""
         return self._base is not None
 
-    def settle_tentative(self, used: bool) -> None:
+    def resolve_tentative(self, used: bool) -> None:
         """Keep the tentative steps, or return to the state before the first of them."""
         base, self._base = self._base, None
         if base is None:
@@ -522,7 +522,7 @@ class HookState:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the committed state, without process group, model or buffers."""
-        self.settle()
+        self.resolve_step()
         kept = dict(self.__dict__)
         kept["_committed"], kept["step"] = self._certain()
         for name in _OF_PROCESS:
@@ -646,7 +646,7 @@ class HookState:
     # -- the engine
 
     def driven_by(self, engine: StateWriter) -> None:
-        """Register the engine that will write to this state. An earlier engine's open step is settled.
+        """Register the engine that will write to this state. An earlier engine's open step is resolved.
 
         Raises:
             StateError: the state was loaded before the process group existed, and belongs to another rank.
@@ -701,10 +701,10 @@ class HookState:
 
     def keep_copies(self, *, one: bool) -> None:
         """Set :attr:`in_place`. Open steps of the earlier engine end by the rules that they began with."""
-        self.settle()
+        self.resolve_step()
         if self._staged or self._carried:
             self.rollback()  # its step never ended
-        self.settle_tentative(False)
+        self.resolve_tentative(False)
         if one != self.in_place:
             self._spare.clear()  # in place, a spare buffer may be the committed tensor
         self.in_place = one
@@ -714,11 +714,11 @@ class HookState:
         """The engine that writes to this state, while it is alive."""
         return self._engine() if self._engine is not None else None
 
-    def settle(self) -> None:
+    def resolve_step(self) -> None:
         """Commit or roll back a finished step whose outcome is still open."""
         engine = self.engine
         if engine is not None:
-            engine.settle()
+            engine.resolve_step()
 
 
 _OF_PROCESS = (

@@ -60,7 +60,7 @@ def means(given: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def residuals(some: SimulatedRanks) -> list[dict[str, torch.Tensor]]:
-    some.settle()
+    some.resolve_step()
     entries = [handle.hook_state.entries() for handle in some.handles if handle.hook_state is not None]
     return [{name: t for name, field, t in one if field == "residual"} for one in entries]
 
@@ -119,7 +119,7 @@ def test_inside_a_node(inside: str) -> None:
 def test_each_rank_keeps_its_part_of_the_residual(expr: str) -> None:
     def kept(some: SimulatedRanks) -> int:
         some.step(gradients(8))
-        some.settle()
+        some.resolve_step()
         states = [handle.hook_state for handle in some.handles]
         return max(
             sum(state.newest(n, f).numel() for n, f in state.held() if f == "residual") for state in states if state
@@ -137,7 +137,7 @@ def test_another_topology_conserves_the_residual(expr: str, nodes: int, each: in
     law = Law()
     before, after = ranks(f"two_level({expr})", nodes, each), ranks(f"two_level({expr})", later, later_each)
     law.steps(before, 3, 5)
-    before.settle()
+    before.resolve_step()
     after.load(before.save())
     assert law.gap(after) < 1e-4
     law.steps(after, 3, 8)
@@ -163,12 +163,12 @@ def test_the_flat_hook_loads_the_state_and_back(expr: str, first: bool) -> None:
     law, forms = Law(), [f"two_level({expr})", expr]
     one, other = (ranks(form, 2, 2) for form in (forms if first else forms[::-1]))
     law.steps(one, 3, 5)
-    one.settle()
+    one.resolve_step()
     other.load(one.save())
     law.steps(other, 3, 8)
     assert law.gap(other) < 2e-4
     merged = ranks(forms[0], 2, 3)
-    other.settle()
+    other.resolve_step()
     merged.load(other.save())
     law.steps(merged, 2, 20)
     assert law.gap(merged) < 3e-4
@@ -177,7 +177,7 @@ def test_the_flat_hook_loads_the_state_and_back(expr: str, first: bool) -> None:
 def test_merge_shares_the_entries_that_one_place_owned() -> None:
     some = ranks("two_level(powersgd(rank=2))", 2, 2)
     some.step(gradients(4))
-    some.settle()
+    some.resolve_step()
     saved = some.save()
     assert saved[0]["fields"] == {"residual": "local", "q": "owned"}
     assert saved[0]["nodes"] == [[0, 1], [2, 3]]

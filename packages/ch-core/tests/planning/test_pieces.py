@@ -76,7 +76,7 @@ def order(reduction: Reduction, tuning: CpuTuning = TUNED) -> tuple[list[str], l
             setattr(rank.transport, kind, record)
         parts = opaque(rank.rank)
         assert step(engine, parts) is None
-        assert engine.settle()
+        assert engine.resolve_step()
         assert len(list(engine.state.entries())) == 12
         return [bucket.storage for bucket in parts]
 

@@ -33,7 +33,7 @@ class Voter(Protocol):
         """Report an error of the attempt to the manager. This is the last chance."""
 
     def after_vote(self, committed: bool) -> None:
-        """Settle the attempt."""
+        """Resolve the attempt."""
 
 
 class Attempts:
@@ -136,7 +136,7 @@ class ManagerJudge:
         self._voted: bool | None = None
 
     def begin_backward(self) -> None:
-        """Begin a backward after earlier ones are settled. It may belong to a new attempt."""
+        """Begin a backward after earlier ones are resolved. It may belong to a new attempt."""
         if self._voted is not None or self._attempt != self._attempts.number:
             self._voted, self._attempt = None, self._attempts.number
 
@@ -209,7 +209,7 @@ class ManagedSteps:
         self.attempts.voters.add(self)
 
     def enter(self, agreement: Callable[[], None]) -> bool:
-        """Begin a backward: wait for the quorum, settle earlier steps, and compare the members.
+        """Begin a backward: wait for the quorum, resolve earlier steps, and compare the members.
 
         Args:
             agreement: raises if members differ.
@@ -263,7 +263,7 @@ class ManagedSteps:
 
     def after_vote(self, committed: bool) -> None:
         self._judge.vote(committed)
-        self.engine.settle()
+        self.engine.resolve_step()
 
     def close(self) -> None:
         """Take part in no vote after that of the current attempt, which decides the backwards that have run."""
@@ -278,7 +278,7 @@ class ManagedSteps:
     def _begin(self) -> None:
         step = self.transport.begin()
         # Only after the quorum: until then its thread may take a snapshot for a healing member.
-        self.engine.settle(force=True)
+        self.engine.resolve_step(force=True)
         self._judge.begin_backward()
         self.engine.set_failure(None)
         self.engine.state.step = step if self._rounds is None else self._rounds(step)

@@ -25,7 +25,7 @@ def save(engine: Engine, fingerprint: Fingerprint) -> dict[str, Any]:
     The quorum's thread calls it during training, and torchft's transport serves CPU tensors without a copy. So the
     snapshot has clones.
     """
-    engine.settle()
+    engine.resolve_step()
     shared = engine.reduction.shared_fields
     params: dict[str, dict[str, torch.Tensor]] = {}
     for name, field, tensor in engine.state.entries():

@@ -74,7 +74,7 @@ class PowerSGDState(HookState):
     @property
     def iter(self) -> int:
         """Number of steps so far: synchronised backward passes with finite gradients."""
-        self.settle()
+        self.resolve_step()
         return self.step
 
     def compression_stats(self) -> tuple[float, int, int]:

@@ -94,7 +94,7 @@ def state_dict(hook: "CommHook | HookState") -> dict[str, Any]:
     """
     target = _target(hook)
     state = target.state
-    state.settle()
+    state.resolve_step()
     entries: dict[str, dict[str, torch.Tensor]] = {}
     fields, place = target.fields, target.place or RankId(0, 1)
     by_name = target.reduction is not None and target.reduction.granularity == "tensor"
@@ -147,9 +147,9 @@ def load_obtained(
     _agreed(hook, made, refusal)
     if made is not None:
         state = target.state
-        state.settle()  # open steps belong to the old state
+        state.resolve_step()  # open steps belong to the old state
         if state.engine is not None:
-            state.engine.forget_unsettled()
+            state.engine.forget_unresolved()
         state.replace(made.entries, made.step, made.table, made.place, ordered=made.ordered, buckets=made.buckets)
 
 

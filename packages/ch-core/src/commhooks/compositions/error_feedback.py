@@ -154,7 +154,7 @@ def error_feedback(hook: Any) -> Any:
         ...         engine.submit(bucket)
         ...         engine.finish()
         ...         total += bucket.buffer.item()
-        ...     engine.settle()
+        ...     engine.resolve_step()
         ...     return total + engine.state.read("w", "residual").item()
         >>> [round(x, 5) for x in simulate(2, two_steps)]  # applied + residual = the sum of the gradients
         [2.002, 2.002]

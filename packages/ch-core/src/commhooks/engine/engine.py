@@ -106,7 +106,7 @@ class Engine:
     Attributes:
         counters: figures for ``handle.stats()``.
         outcome: outcome of the running step, or of the last one.
-        commits: finished steps that are not settled yet.
+        commits: finished steps that are not resolved yet.
         failure: error of a lost transport. The engine refuses steps until it gets another group of ranks.
         participating: True if this rank contributes data to the running step.
         buckets: buckets of the running step, or of the last one.
@@ -128,7 +128,7 @@ class Engine:
         self.state = state if state is not None else HookState()
         self.counters = Counters()
         self.sender = Sender(transport, self.counters, timeout, tuning)
-        self.outcome = StepOutcome(reduction.name, transport, progress=Progress.SETTLED)  # no step has run yet
+        self.outcome = StepOutcome(reduction.name, transport, progress=Progress.RESOLVED)  # no step has run yet
         self.commits = Commits(self.state)
         self.failure: BaseException | None = None
         self.participating = True
@@ -137,7 +137,7 @@ class Engine:
         self.rank_check: RankCheck | None = None
         self._sends_status = sends_status
         self._opened = False  # True if the transport knows the nodes that the reduction wants
-        self._settling = threading.RLock()
+        self._resolving = threading.RLock()
         self._first_stages = RequestBatch()  # not worth a message yet
         self._on_reduced: Callable[[Bucket], None] | None = None
         self._loss_scale: Callable[[], float] | None = None
@@ -332,16 +332,16 @@ class Engine:
 
     # -- between steps
 
-    def settle(self, *, force: bool = False) -> bool | None:
-        """Commit or roll back the last finished step; see :meth:`.Commits.settle`.
+    def resolve_step(self, *, force: bool = False) -> bool | None:
+        """Commit or roll back the last finished step; see :meth:`.Commits.resolve_step`.
 
         A thread that takes a snapshot of the state, such as that of a quorum, may call it during a forward.
         """
-        with self._settling:
-            return self.commits.settle(force=force)
+        with self._resolving:
+            return self.commits.resolve_step(force=force)
 
-    def forget_unsettled(self) -> None:
-        """Drop unsettled steps, because another state has been loaded."""
+    def forget_unresolved(self) -> None:
+        """Drop unresolved steps, because another state has been loaded."""
         self.commits.forget()
 
     def rollback(self) -> None:
@@ -357,7 +357,7 @@ class Engine:
 
     def move(self, transport: Transport) -> None:
         """Use another group of ranks from the next step on. The state stays."""
-        self.settle()
+        self.resolve_step()
         self.transport, self.failure, self._opened = transport, None, False
         self.sender.move(transport)
         if self.rank_check is not None:

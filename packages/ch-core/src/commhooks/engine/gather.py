@@ -59,12 +59,12 @@ class GatherEngine(Engine):
             self._lose(error)
         self.counters.hook_seconds += time.perf_counter() - begun
 
-    def settle(self, *, force: bool = False) -> bool | None:
-        """Settle the last step. Copies of gathered weights are final, so those of the running step join the state."""
-        settled = super().settle(force=force)
+    def resolve_step(self, *, force: bool = False) -> bool | None:
+        """Resolve the last step. Copies of gathered weights are final, so those of the running step join the state."""
+        resolved = super().resolve_step(force=force)
         if self.in_step and not self.buckets.in_flight:
             self.state.keep_staged()
-        return settled
+        return resolved
 
     def abandon(self) -> None:
         """Keep the step. An exception in a forward or backward ends no gather, and there is no state to restore."""

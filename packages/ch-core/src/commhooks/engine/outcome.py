@@ -215,7 +215,7 @@ class Progress(Enum):
     OPEN = auto()  # buckets arrive, and failures are noted
     SENT = auto()  # this rank has sent its part of the status, so nothing can be added
     DECIDED = auto()  # all parts have arrived; the state still holds the step as staged
-    SETTLED = auto()  # the state has committed the step, or rolled it back
+    RESOLVED = auto()  # the state has committed the step, or rolled it back
 
 
 class StepOutcome:
@@ -371,14 +371,14 @@ class StepOutcome:
         """True if a rank contributed no data."""
         return self._status is not None and self._status.incomplete()
 
-    # -- decided -> settled
+    # -- decided -> resolved
 
     def abandon(self) -> None:
         """Drop a step that never finishes."""
         if self.running:
             self._status = self._stage = self._error = None
             self._sums.clear()
-            self.progress = Progress.SETTLED
+            self.progress = Progress.RESOLVED
 
 
 def _first_elements(bucket: Bucket) -> list[torch.Tensor]:
@@ -394,7 +394,7 @@ _ANSWERS = (True, False, None)  # used, skipped, waiting, as ranks send them
 class Commits:
     """Commits finished steps to the state, or rolls them back.
 
-    A finished step is staged in the state until it is settled, at the latest when the next step begins. Settling asks the
+    A finished step is staged in the state until it is resolved, at the latest when the next step begins. Resolving asks the
     judge if the step was used:
 
     ==========  ===============================================  ============================================
@@ -444,16 +444,16 @@ class Commits:
         if judge is not None:
             self._ask(lambda: judge.finish_step(), None)
 
-    def settle(self, *, force: bool = False) -> bool | None:
+    def resolve_step(self, *, force: bool = False) -> bool | None:
         """Commit or roll back the last finished step and earlier tentative ones.
 
         Args:
             force: True if the next step begins. A step that still waits is then committed tentatively.
 
         Returns:
-            True if the state kept the last step, False if it did not, ``None`` if the step still waits or none is unsettled.
+            True if the state kept the last step, False if it did not, ``None`` if the step still waits or none is unresolved.
         """
-        last = self._unsettled
+        last = self._unresolved
         if last is None and not self.state.tentative:
             return None
         used = self._used()
@@ -467,37 +467,37 @@ class Commits:
         else:
             self.state.rollback()
         if last is not None:
-            last.progress = Progress.SETTLED
+            last.progress = Progress.RESOLVED
         if used is not None:
-            self.state.settle_tentative(used)
+            self.state.resolve_tentative(used)
         return kept
 
     def rollback(self) -> None:
         """Treat the last finished step, and earlier tentative ones, as not used."""
-        if self.state.tentative or self._unsettled is not None:
+        if self.state.tentative or self._unresolved is not None:
             self._veto = True
 
     def forget(self) -> None:
-        """Drop unsettled steps, because the state has been replaced. Messages between ranks stay the same."""
-        if self._unsettled is not None:
-            self._unsettled.progress = Progress.SETTLED
+        """Drop unresolved steps, because the state has been replaced. Messages between ranks stay the same."""
+        if self._unresolved is not None:
+            self._unresolved.progress = Progress.RESOLVED
         self._veto = False
 
     def begin(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> BaseException | None:
-        """Settle finished steps, because the next step begins. Return an error or doubt of the judge for all ranks.
+        """Resolve finished steps, because the next step begins. Return an error or doubt of the judge for all ranks.
 
         Args:
             gather: returns every rank's tensor as one row each.
         """
         judge, common, self._common = self.judge, self._common, None
         if judge is None:
-            self.settle(force=True)
+            self.resolve_step(force=True)
             return None
         if common is not None and common.incomplete():
             self._exchange_answers(judge, gather)
-        if not self._ask(self._settled, False):
+        if not self._ask(self._resolved, False):
             self._veto = True  # the judge could not answer, so its steps count as skipped
-            self.settle(force=True)
+            self.resolve_step(force=True)
         doubt = self._ask(partial(self._next_period, judge), None)
         error, self._judge_error, self._peers = self._judge_error, None, None
         return error or doubt
@@ -514,8 +514,8 @@ class Commits:
             self._judge_error = self._judge_error or error
             return default
 
-    def _settled(self) -> bool:
-        self.settle(force=True)
+    def _resolved(self) -> bool:
+        self.resolve_step(force=True)
         return True
 
     def _next_period(self, judge: StepJudge) -> BaseException | None:
@@ -528,7 +528,7 @@ class Commits:
         return doubt
 
     @property
-    def _unsettled(self) -> StepOutcome | None:
+    def _unresolved(self) -> StepOutcome | None:
         return self._last if self._last is not None and self._last.progress is Progress.DECIDED else None
 
     def _used(self) -> bool | None:

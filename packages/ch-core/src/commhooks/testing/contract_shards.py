@@ -123,7 +123,7 @@ class Scattering(Case):
                     raise error
                 if number == dropped:
                     engine.rollback()
-                engine.settle(force=True)
+                engine.resolve_step(force=True)
                 parts.append(output)
             return parts, state
 

@@ -141,10 +141,10 @@ class SimulatedRanks:
         self._dropped = frozenset(n for n in self.like if all(given.get(n) is None for given in sending))
         return Step([found for found, _ in results], [error for _, error in results])
 
-    def settle(self) -> None:
+    def resolve_step(self) -> None:
         """Commit or roll back the last step, on every rank."""
         for engine in self.engines:
-            engine.settle()
+            engine.resolve_step()
 
     def rollback(self) -> None:
         """Roll back the last step, as if the optimizers had skipped it."""

@@ -128,7 +128,7 @@ def train(setting: Setting, expr: str, kind: str, seed: int) -> Record:
     wanted = list(measured_at(setting.steps))
     for step in range(setting.steps + 1):
         if step in wanted:
-            ranks.settle()
+            ranks.resolve_step()
             rows.append((step, *task.measure(), ranks.handles[0].stats()["wire_bytes"]))
         if step < setting.steps:
             _step(task, params, ranks, step)
