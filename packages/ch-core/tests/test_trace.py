@@ -15,7 +15,9 @@ from commhooks import Bucket, Plain, Reducer, trace
 from commhooks.simulate import simulate
 from commhooks.testing import spawn
 from commhooks.trace.clocks import DRIFT, align
-from commhooks.trace.recording import Message
+from commhooks.trace.parts import EnginePart, Moments, Part, Timeline
+from commhooks.trace.recording import BucketFacts, Message, Span
+from commhooks.trace.summary import summarize
 
 
 @settings(deadline=None, max_examples=60)
@@ -191,3 +193,60 @@ def test_merge_refuses_parts_of_different_traces(tmp_path: Path) -> None:
     bad.write_text("{}")
     with pytest.raises(ValueError, match="no part of a trace"):
         trace.merge([bad], tmp_path / "x.json")
+
+
+def timeline(*messages: tuple[str, tuple[float, float], tuple[float, float]]) -> Timeline:
+    """Return the traces of two ranks with equal clocks. A message is a collective, and begin and end on each rank."""
+    parts = []
+    for rank in (0, 1):
+        part = Part("token", rank, 2, "host", rank, "quant4", exchanges=[("begin", 0.0, 0.0)])
+        engine = EnginePart("", "quant4", (0, 1), buckets={"0": BucketFacts(("w",), 8)})
+        engine.spans.append(Span("step", 0, "", 0, 0.0, 1000.0))
+        for index, (kind, *times) in enumerate(messages):
+            begun, ended = times[rank]
+            engine.messages.append(Message(kind, 0, index, ("0",), 0, 10, 10.0, "all", begun, begun, ended))
+        part.engines.append(engine)
+        parts.append(part)
+    return Timeline(parts)
+
+
+def moments(line: Timeline, rank: int) -> list[Moments]:
+    return [one for _, one in line.moments(rank, line.parts[rank].engines[0])]
+
+
+def test_the_rank_that_joins_last_sends_before_it_receives() -> None:
+    """Ten bytes each way, over a link of a byte per second in each direction."""
+    line = timeline(
+        ("all_to_all", (5.0, 25.0), (0.0, 15.0)),  # rank 0 sends its block, then rank 1 learns that it can receive
+        ("all_gather", (30.0, 45.0), (26.0, 40.0)),  # in two halves
+        ("all_reduce", (50.0, 60.0), (47.0, 60.0)),  # in short segments
+        ("all_to_all", (70.001, 80.0), (70.0, 80.0)),  # both at once
+    )
+    late, early = moments(line, 0), moments(line, 1)
+    assert [one.met for one in early] == [5.0, 30.0, 50.0, 70.001]
+    assert {one.last for one in early} == {0}
+    assert [one.arriving for one in early] == [5.0, 30.0, 50.0, 70.001]
+    assert [one.arriving for one in late] == pytest.approx([15.0, 35.0, 50.0, 70.001], abs=0.01)
+    summary = summarize(line)
+    assert summary.wire == pytest.approx(40.0, abs=0.01)  # 4 messages of 10 bytes
+    assert [row.wire for row in summary.buckets] == pytest.approx([summary.wire])
+
+
+def test_a_message_waits_for_a_thread_on_every_rank_and_shares_the_link() -> None:
+    line = timeline(
+        ("all_reduce", (0.0, 10.0), (0.0, 14.0)),
+        ("all_reduce", (0.0, 30.0), (0.0, 30.0)),
+        ("all_reduce", (0.0, 30.0), (0.0, 30.0)),  # rank 1 has a free thread at 14
+    )
+    assert [one.carried for one in moments(line, 0)] == [0.0, 0.0, 14.0]
+    summary = summarize(line)
+    assert summary.wire == 30.0
+    assert [row.wire for row in summary.buckets] == [30.0]  # not the sum of overlapping messages
+
+
+def test_a_slow_link_of_one_rank_is_no_wait_for_the_peer() -> None:
+    """Rank 0 sends ten times as slowly as rank 1, which joins last."""
+    line = timeline(("all_to_all", (0.0, 2.0), (1.0, 12.0)))
+    assert [one.arriving for one in (*moments(line, 0), *moments(line, 1))] == [1.0, 2.0]
+    line = timeline(("all_to_all", (1.0, 12.0), (0.0, 11.0)))  # rank 0 joins last
+    assert [one.arriving for one in (*moments(line, 0), *moments(line, 1))] == [2.0, 1.0]

@@ -143,12 +143,11 @@ class _Process:
             found.append(self._slice(thread, f"waits for rank {moments.last}", "late", moments.started, moments.met))
         if moments.carried > moments.met:
             found.append(self._slice(thread, "queued", "queued", moments.met, moments.carried))
+        if moments.arriving > moments.carried:
+            found.append(self._slice(thread, "sends first", "sending", moments.carried, moments.arriving))
         if message.done is not None:
-            found.append(
-                self._slice(
-                    thread, "on the wire", "wire", moments.carried, moments.done, bytes=round(message.wire_bytes)
-                )
-            )
+            sent = round(message.wire_bytes)
+            found.append(self._slice(thread, "on the wire", "wire", moments.arriving, moments.done, bytes=sent))
         return found
 
     @staticmethod

@@ -15,6 +15,8 @@ Key = tuple[object, ...]
 """Names one message on all its ranks: axis, ranks, step and index."""
 
 _CARRIERS = 2  # threads of a gloo group, each of which carries one message
+_SENT_FIRST = {"all_to_all": 1.0, "all_gather": 0.5}
+"""Share of a block that gloo sends to a peer before it tells this peer that it can receive. A ring has short segments."""
 
 
 @dataclass(slots=True)
@@ -111,7 +113,8 @@ class Moments:
     Attributes:
         started: when the engine started it.
         met: when the last rank had started it.
-        carried: start on the wire, when all ranks had started it and a thread of the group was free.
+        carried: when a thread of the group carried it on every rank.
+        arriving: when its bytes for this rank could leave the peers. From then on it is on the wire.
         done: when its result had arrived.
         last: rank that started it last; ``None`` if the peers' traces are missing.
     """
@@ -119,8 +122,19 @@ class Moments:
     started: float
     met: float
     carried: float
+    arriving: float
     done: float
     last: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Here:
+    """One message on one rank, in seconds of the lowest rank's clock."""
+
+    rank: int
+    started: float
+    taken: float  # by a thread of the group
+    done: float
 
 
 class Timeline:
@@ -139,12 +153,12 @@ class Timeline:
         if not self.parts:
             raise ValueError("a trace needs the part of at least one rank")
         self.offsets: Mapping[int, Offset] = align({rank: part.times() for rank, part in self.parts.items()})
-        self._starts: dict[Key, list[tuple[float, int]]] = {}  # key -> (aligned start, rank) of each rank
+        self._known: dict[Key, list[_Here]] = {}  # key -> the message on each rank
         for rank, part in self.parts.items():
             for engine in part.engines:
-                for message in (one for one in engine.messages if one.scope == "all"):
-                    start = self.offsets[rank](message.started)
-                    self._starts.setdefault(engine.key(message), []).append((start, rank))
+                for message, here in _taken(rank, engine, self.offsets[rank]):
+                    if message.scope == "all":
+                        self._known.setdefault(engine.key(message), []).append(here)
 
     @property
     def bound(self) -> float | None:
@@ -158,25 +172,51 @@ class Timeline:
 
         Messages among the ranks of a node, or among peers, are not matched. For them nothing is returned.
         """
-        return self._starts[engine.key(message)] if message.scope == "all" else ()
+        return [(one.started, one.rank) for one in self._all(engine, message)]
 
     def moments(self, rank: int, engine: EnginePart) -> list[tuple[Message, Moments]]:
         """Return the messages of an engine with their moments, in the order of their starts.
 
         A message whose end the host did not learn ends when the engine had waited for it, or was launched.
+
+        A message is on the wire on no rank before each rank has started it and has a free thread for it. Gloo tells a peer
+        that this rank can receive behind the bytes for that peer. So the rank that takes a message last sends its first
+        block, and only then do the peers' bytes for it leave, unless it has the result sooner than that allows.
         """
         offset, found = self.offsets[rank], []
-        free = [float("-inf")] * _CARRIERS
-        for message in sorted(engine.messages, key=lambda one: one.started):
-            done = message.done or message.waited or message.launched
-            known = self.starts(engine, message)
-            latest, last = max(known, default=(0.0, rank))
-            met = message.started if len(known) < 2 else message.started + latest - offset(message.started)
-            met = min(max(met, message.started), done)
-            carried = min(max(met, heapq.heappop(free)), done)
-            heapq.heappush(free, done)
-            found.append((message, Moments(message.started, met, carried, done, last if len(known) > 1 else None)))
+        for message, here in _taken(rank, engine, offset):
+            known = self._all(engine, message) or [here]
+            last = max(known, key=lambda one: one.started)
+            carried = max(one.taken for one in known)
+            arriving = carried
+            peers = [one for one in known if one.rank != rank]
+            if peers and here.taken > max(one.taken for one in peers):
+                alone = max(min(one.done for one in peers) - carried, 0.0)  # for the bytes of this rank
+                share = _SENT_FIRST.get(message.kind, 0.0) / (len(engine.members) - 1)
+                arriving += min(share * alone, max(here.done - carried - alone, 0.0))
+            shift = message.started - here.started
+            times = [message.started]
+            for moment in (last.started, carried, arriving):
+                times.append(min(max(moment + shift, times[-1]), here.done + shift))
+            found.append((message, Moments(*times, here.done + shift, last.rank if len(known) > 1 else None)))
         return found
+
+    def _all(self, engine: EnginePart, message: Message) -> list[_Here]:
+        return self._known[engine.key(message)] if message.scope == "all" else []
+
+
+def _taken(rank: int, engine: EnginePart, offset: Offset) -> list[tuple[Message, _Here]]:
+    """Return the messages of an engine in the order of their starts, with the time when a thread of their group was free."""
+    free: dict[str, list[float]] = {}
+    found = []
+    for message in sorted(engine.messages, key=lambda one: one.started):
+        threads = free.setdefault(message.scope, [float("-inf")] * _CARRIERS)
+        done = offset(message.done or message.waited or message.launched)
+        started = offset(message.started)
+        taken = max(started, heapq.heappop(threads))
+        heapq.heappush(threads, done)
+        found.append((message, _Here(rank, started, taken, done)))
+    return found
 
 
 def _engine(data: dict[str, Any]) -> EnginePart:

@@ -1,5 +1,6 @@
 """Figures of a trace: the share of messages that the backward hides, and the exposed time of each bucket."""
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -23,7 +24,8 @@ class BucketRow:
         parameters: pattern of the names.
         sent_bytes: sent by this rank in one step.
         encode: time of the reduction up to its last request, including casts and the start of messages.
-        wire: time of its messages on the wire. Messages of several buckets count for each by its share of the bytes.
+        wire: time of its messages on the wire. Messages that are on the wire at once share that time equally. Messages of
+            several buckets count for each by its share of the bytes.
         decode: time of the reduction after its last request.
         exposed: time that the thread of the backward waited for its messages.
     """
@@ -183,7 +185,7 @@ def _steps(line: Timeline, rank: int, engine: EnginePart, steps: Mapping[int, In
     known = dict.fromkeys(steps, True)
     for message, moments in line.moments(rank, engine):
         if message.step in wires:
-            wires[message.step].append((moments.carried, moments.done))
+            wires[message.step].append((moments.arriving, moments.done))
             known[message.step] &= message.done is not None
     found = {}
     for step, some in spans.items():
@@ -211,13 +213,13 @@ def _add_buckets(
     for span in engine.spans:
         if span.step in steps and span.kind in column and span.bucket:
             rows.setdefault((engine.name, span.bucket), [0.0] * 5)[column[span.kind]] += span.ended - span.begun
-    for message, moments in line.moments(rank, engine):
-        if message.step in steps:
-            shares = _shares(engine, message.buckets)
-            for label, share in shares.items():
-                row = rows.setdefault((engine.name, label), [0.0] * 5)
-                row[0] += share * message.wire_bytes
-                row[2] += share * (moments.done - moments.carried)
+    some = [(message, moments) for message, moments in line.moments(rank, engine) if message.step in steps]
+    times = shared([(moments.arriving, moments.done) for _, moments in some])
+    for (message, _), seconds in zip(some, times, strict=True):
+        for label, share in _shares(engine, message.buckets).items():
+            row = rows.setdefault((engine.name, label), [0.0] * 5)
+            row[0] += share * message.wire_bytes
+            row[2] += share * seconds
     for label, facts in engine.buckets.items():
         names.setdefault((engine.name, label), patterns(facts.parameters))
 
@@ -303,6 +305,27 @@ def minus(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
             at = max(at, high)
         if at < ended:
             found.append((at, ended))
+    return found
+
+
+def shared(intervals: Sequence[Interval]) -> list[float]:
+    """Return the time of each interval if those that overlap share the moments equally.
+
+    >>> shared([(0, 4), (2, 4), (6, 7)])
+    [3.0, 1.0, 1.0]
+    """
+    found = [0.0] * len(intervals)
+    edges = sorted({edge for interval in intervals for edge in interval})
+    waiting = deque(sorted(range(len(intervals)), key=lambda i: intervals[i][0]))
+    running: list[int] = []
+    for begun, ended in pairwise(edges):
+        running = [i for i in running if intervals[i][1] > begun]
+        while waiting and intervals[waiting[0]][0] <= begun:
+            first = waiting.popleft()
+            if intervals[first][1] > begun:
+                running.append(first)
+        for i in running:
+            found[i] += (ended - begun) / len(running)
     return found
 
 
