@@ -11,7 +11,7 @@ import torch
 from ch_bench.advise.network import Curve, Message, Network
 from ch_bench.advise.predict import Prediction, recommend
 from ch_bench.advise.replay import EmulatedTransport, Note, Recorder, Replay
-from commhooks import Bucket, Reduction, get, list_hooks
+from commhooks import Bucket, Reduction, Topology, create, get, list_hooks
 from commhooks.adapters import Engine
 
 SECOND = 1e6  # bytes
@@ -98,8 +98,6 @@ def hooks() -> list[str]:
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_hook_sends_its_plan_over_the_emulated_group(world):
     """The engine checks every request against the plan of the hook, and the result is finite."""
-    from commhooks import create
-
     for name in hooks():
         reduction = create(name).reduction
         assert isinstance(reduction, Reduction)
@@ -119,6 +117,75 @@ def test_a_hook_sends_its_plan_over_the_emulated_group(world):
         waited = [seconds for _, seconds in Replay.of(Network({("all_reduce", "float32"): CURVE}), [notes] * world)]
         assert (min(waited) > 0.4) == (name != "noop"), name  # at least one latency of half a second
     assert callable(get("allreduce"))
+
+
+FAST = Curve((0.0, SECOND), (0.0, 0.01), (0.0, 0.0))  # a hundred megabytes a second
+LEVELS = Topology.even(4, 2)
+
+
+def network(*, between: Curve) -> Network:
+    """Return two nodes of two ranks with a fast link inside nodes, and ``between`` for everything else."""
+    slow, quick = ({("all_reduce", "float32"): curve} for curve in (between, FAST))
+    levels = {"node": Network(quick, spare=8.0), "peers": Network(slow, spare=8.0)}
+    return Network(slow, spare=8.0, levels=levels, topology=LEVELS)
+
+
+def test_each_level_has_its_own_link_and_its_own_order() -> None:
+    """A message inside a node waits for the ranks of this node, and not for messages between nodes."""
+    size = int(SECOND)
+    node, peers = (Message("all_reduce", "float32", size, scope) for scope in ("node", "peers"))
+    both = [Note(0.0, 0, peers), Note(0.0, 1, node), wait(1), wait(0), Note(0.0, -1, None)]
+    slow_link = network(between=CURVE)
+    assert Replay.of(slow_link, [both] * 4) == [(pytest.approx(1.5), pytest.approx(1.5))] * 4
+    late = [both[0]._replace(seconds=2.0), *both[1:]]
+    ends_at = [seconds for seconds, _ in Replay.of(slow_link, [both, both, late, both])]
+    # Rank 2 posts after two seconds. Its peer is rank 0. Rank 3 waits for it inside the node, rank 1 for nobody.
+    assert ends_at == [pytest.approx(end) for end in (3.5, 1.5, 3.5, 2.01)]
+
+
+def notes_of(hook: str) -> list[list[Note]]:
+    """Return the notes of four ranks on two nodes in the second step of a hook, without their computation."""
+    made = []
+    for rank in range(4):
+        recorder = Recorder()
+        reduction = create(hook).reduction
+        assert reduction is not None
+        engine = Engine(reduction, EmulatedTransport(rank, 4, recorder, LEVELS))
+        for _ in range(2):
+            recorder.begin()
+            torch.manual_seed(rank)
+            bucket = Bucket.from_tensors(
+                {"w": torch.randn(1024, 512), "v": torch.randn(256, 512), "b": torch.randn(512)}
+            )
+            engine.submit(bucket)
+            assert engine.finish() is None
+            assert bool(bucket.storage.isfinite().all())
+            notes = recorder.end()
+        made.append([note._replace(seconds=0.0) for note in notes])
+    return made
+
+
+def test_two_levels_are_advised_where_the_link_between_nodes_is_slow() -> None:
+    """The figures of the links are given, so the order of the hooks follows from their messages."""
+
+    def seconds(link: Network, hook: str) -> float:
+        return max(end for end, _ in Replay.of(link, notes_of(hook)))
+
+    slow = network(between=Curve((0.0, SECOND), (0.0, 1.0), (0.0, 0.0)))
+    flat, two = seconds(slow, "quant4"), seconds(slow, "two_level(quant4)")
+    assert 0.4 < two / flat < 0.7  # half of the parts that a rank sends, and gradients inside
+    parts = {m.scope for notes in notes_of("two_level(powersgd(rank=4))") for note in notes if (m := note.sent)}
+    assert parts == {"all", "node", "peers"}  # all: the status of the step
+    equal = network(between=FAST)
+    assert seconds(equal, "two_level(quant4)") > seconds(equal, "quant4")  # the level inside costs more than it saves
+    given = [
+        Prediction("allreduce", seconds(slow, "allreduce"), 0.0, 0.0, 4.0, False, 8.0),
+        Prediction("quant4", flat, 0.0, 0.0, 2.0, True, 4.0),
+        Prediction("two_level(quant4)", two, 0.0, 0.0, 3.0, True, 2.0),
+    ]
+    chosen, reasons = recommend(0.0, given)
+    assert chosen == "two_level(quant4)"
+    assert any("4.0 times fewer bytes from node to node" in reason for reason in reasons)
 
 
 def predictions(**seconds: float) -> list[Prediction]:
@@ -171,6 +238,24 @@ def test_the_command_on_a_custom_model(tmp_path: Path):
     assert rows["allreduce"]["payload"] == 4 * found["parameters"] == 2 * rows["bf16_compress"]["payload"]
     assert all(row["seconds"] >= row["waiting"] >= 0 for row in rows.values())
     assert {row["collective"] for row in found["network"]["collectives"]} >= {"all_reduce", "all_to_all"}
+
+
+@pytest.mark.full
+@pytest.mark.gloo
+@pytest.mark.timeout(300)
+def test_the_command_measures_both_links_of_nodes_with_several_ranks(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODEL)
+    command = [sys.executable, "-m", "commhooks", "advise", "--model", "mine:make", "--seconds", "8", "--nodes", "2x2"]
+    run = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=280, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout[run.stdout.index("{") :])
+    rows = {row["hook"]: row for row in found["predictions"]}
+    assert (found["world_size"], found["ranks_per_node"]) == (4, 2)
+    assert {row["scope"] for row in found["network"]["collectives"]} == {"all", "node", "peers"}
+    pairs = [(hook, f"two_level({hook})") for hook in ("bf16_compress", "quant8", "quant4", "powersgd(rank=4)")]
+    assert list(rows) == ["allreduce", *(hook for pair in pairs for hook in pair)]
+    assert all(rows[two]["leaving"] < rows[flat]["leaving"] for flat, two in pairs)
+    assert found["recommended"] in rows
 
 
 SHARDED = """

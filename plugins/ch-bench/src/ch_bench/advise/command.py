@@ -11,11 +11,16 @@ real model with emulated messages and predicts the time of a step. It recommends
 `optimizer(parameters)`. If it has sharded the module with `fully_shard`, the steps are those of FSDP2, and 'quant8 / quant4'
 stands for a hook on weight gathers and one on gradients. Without a launcher, ranks are started on this machine. `--link` then
 connects them by a shaped network (needs root and iproute2).
+
+On several nodes of several ranks, `advise` also predicts the hooks inside `two_level`, and measures the link inside a node and
+the one between nodes. torchrun tells the nodes. `--nodes 2x4` starts two nodes of four ranks here; with `--link`
+each node has one uplink.
 """
 
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 from contextlib import nullcontext
@@ -31,11 +36,13 @@ from rich.text import Text
 
 from ch_bench import launch
 from ch_bench.advise.network import Network
-from ch_bench.advise.predict import HOOKS, SHARDED_HOOKS, Advice, advise
+from ch_bench.advise.predict import HOOKS, SHARDED_HOOKS, Advice, advise, leveled_hooks
 from ch_bench.advise.workload import MODELS, check, load
 from ch_bench.help_text import HelpFormatter
 from ch_bench.links import netns
 from commhooks.testing import WorkerError
+
+WHERE = {"all": "", "node": " inside a node", "peers": " between nodes"}
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -48,13 +55,21 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", metavar="S", type=float, default=60.0, help="time limit of the probe (default 60)")
     parser.add_argument("--bucket-cap-mb", metavar="MB", type=float, help="bucket size of DDP (default DDP's)")
     parser.add_argument("--nproc", metavar="N", type=int, default=2, help="ranks without a launcher (default 2)")
-    parser.add_argument("--link", metavar="RATE", help="shape the network between these ranks, as in 200mbit")
+    parser.add_argument("--nodes", metavar="NxL", help="N nodes of L ranks without a launcher, as in 2x4")
+    parser.add_argument("--link", metavar="RATE", help="shape the network between these ranks or nodes, as in 200mbit")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
     try:
         netns.parse_rate(args.link or "1gbit")
     except ValueError as error:
         parser.error(str(error))
+    args.each = None
+    if args.nodes is not None:
+        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", args.nodes)
+        if found is None:
+            parser.error(f"--nodes {args.nodes}: expected nodes and ranks of each, as in 2x4")
+        args.each = int(found[2])
+        args.nproc = int(found[1]) * args.each
     if args.seconds <= 0 or args.nproc < 2:
         parser.error("--seconds must be > 0, and --nproc at least 2, because one rank sends nothing")
     return args
@@ -76,7 +91,8 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     with tempfile.TemporaryDirectory(prefix="commhooks-") as folder:
         path = Path(folder, "advice.json")
-        with netns.Network(args.nproc, args.link) if args.link else nullcontext() as net:
+        shaped = netns.Network(args.nproc, args.link, ranks_per_node=args.each or 1) if args.link else nullcontext()
+        with shaped as net:
             try:
                 launch.launch(worker, args.nproc, vars(args), path, enter=net.enter if net else None)
             except WorkerError as error:
@@ -89,11 +105,15 @@ def main(argv: list[str] | None = None) -> int:
 def worker(rank: int, world: int, device: torch.device, args: dict[str, Any], path: Path | None) -> None:
     """Run one rank. Rank 0 prints the result, or writes it to ``path``."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as in training
+    if args["each"] is not None:  # as torchrun tells nodes
+        os.environ.update(GROUP_RANK=str(rank // args["each"]), LOCAL_WORLD_SIZE=str(args["each"]))
     work = load(args["model"], device, args["bucket_cap_mb"])
     console = Console(stderr=True)
     with console.status("") if rank == 0 and console.is_terminal else nullcontext() as status:
         tell = (lambda what: status.update(what)) if status is not None else (lambda what: None)
-        hooks = list(SHARDED_HOOKS) if work.sharded and args["hooks"] == list(HOOKS) else args["hooks"]
+        hooks = args["hooks"]
+        if hooks == list(HOOKS):
+            hooks = list(SHARDED_HOOKS) if work.sharded else leveled_hooks(work, hooks)
         advice = advise(work, hooks, seconds=args["seconds"], tell=tell)
     if rank == 0:
         found = {"model": args["model"], "device": str(device), **as_dict(advice)}
@@ -105,8 +125,10 @@ def worker(rank: int, world: int, device: torch.device, args: dict[str, Any], pa
 
 def as_dict(advice: Advice) -> dict[str, Any]:
     """Return plain values, for JSON."""
+    plain = ("alone", "recommended", "reasons", "parameters", "world_size", "ranks_per_node")
     return {
-        **{key: value for key, value in asdict(advice).items() if key != "network"},
+        **{key: getattr(advice, key) for key in plain},
+        "predictions": [asdict(one) for one in advice.predictions],
         "network": network_dict(advice.network),
     }
 
@@ -114,11 +136,13 @@ def as_dict(advice: Advice) -> dict[str, Any]:
 def network_dict(network: Network) -> dict[str, Any]:
     """Return the result of the probe, with latency and bandwidth of each collective."""
     rows = []
-    for (kind, dtype), curve in network.curves.items():
-        sent = curve.sizes[-1] - curve.sizes[0]
-        busy = curve.work(curve.sizes[-1])
-        rate = 8 * sent / busy if busy > 0 else None
-        rows.append({"collective": kind, "dtype": dtype, "latency": curve.latency, "bits": rate, **asdict(curve)})
+    for scope, level in {"all": network, **network.levels}.items():
+        for (kind, dtype), curve in level.curves.items():
+            sent = curve.sizes[-1] - curve.sizes[0]
+            busy = curve.work(curve.sizes[-1])
+            rate = 8 * sent / busy if busy > 0 else None
+            row = {"collective": kind, "dtype": dtype, "scope": scope, "latency": curve.latency, "bits": rate}
+            rows.append({**row, **asdict(curve)})
     return {"together": network.together, "burst": network.burst, "spare": network.spare, "collectives": rows}
 
 
@@ -129,7 +153,7 @@ def show(found: dict[str, Any], as_json: bool) -> None:
         return
     console = Console() if sys.stdout.isatty() else Console(width=80)
     console.print(
-        f"{found['model']}: {found['parameters']:,} parameters on {found['world_size']} ranks ({found['device']}); "
+        f"{found['model']}: {found['parameters']:,} parameters on {_ranks(found)} ({found['device']}); "
         f"a step without communication takes {_ms(found['alone'])}\n",
         highlight=False,
     )
@@ -141,10 +165,15 @@ def show(found: dict[str, Any], as_json: bool) -> None:
         console.print(Padding(Text(f"{reason}."), (0, 0, 0, 2), expand=False))  # Padding indents every line
 
 
+def _ranks(found: dict[str, Any]) -> str:
+    world, each = found["world_size"], found["ranks_per_node"]
+    return f"{world} ranks" if each is None else f"{world // each} nodes of {each} ranks"
+
+
 def _network_table(network: dict[str, Any]) -> Table:
     table = _table("collective", "latency", "payload a second", "largest size")
     for row in network["collectives"]:
-        name = row["collective"] + (f" of {row['dtype']}" if row["dtype"] else "")
+        name = row["collective"] + (f" of {row['dtype']}" if row["dtype"] else "") + WHERE[row["scope"]]
         rate = "–" if row["bits"] is None else f"{row['bits'] / 8e6:.0f} MB"
         table.add_row(name, f"{row['latency'] * 1e3:.2f} ms", rate, f"{row['sizes'][-1] / 1e6:.2f} MB")
     return table
@@ -153,19 +182,21 @@ def _network_table(network: dict[str, Any]) -> Table:
 def _hook_table(found: dict[str, Any]) -> Table:
     plain = next(one for one in found["predictions"] if one["hook"] == "allreduce")
     width = max(len(one["hook"]) for one in found["predictions"])
-    table = _table("hook", "a step", "waiting", "arithmetic", "payload", "against allreduce")
+    leveled = plain["leaving"] is not None
+    columns = ["a step", *([] if leveled else ["waiting"]), "arithmetic", "node sends" if leveled else "payload"]
+    table = _table("hook", *columns, "against allreduce")
     table.columns[0].min_width = min(width, 30)
     for one in found["predictions"]:
         faster = plain["seconds"] / one["seconds"]
         said = "·" if one is plain else f"{faster:.2f}× as fast"
         taken = "bold green" if one["hook"] == found["recommended"] else ""
-        cells = (
+        cells: list[str | Text] = [
             _ms(one["seconds"]),
-            _ms(one["waiting"]),
+            *([] if leveled else [_ms(one["waiting"])]),
             _ms(one["arithmetic"]),
-            f"{one['payload'] / 1e6:.2f} MB",
+            f"{one['leaving' if leveled else 'payload'] / 1e6:.2f} MB",
             Text(said, style="" if taken or faster >= 1 else "bright_red"),
-        )
+        ]
         table.add_row(Text(one["hook"]), *cells, style=taken)
     return table
 

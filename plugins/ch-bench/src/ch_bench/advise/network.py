@@ -4,19 +4,23 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ch_bench.advise.workload import slowest
+from commhooks import Topology
 from commhooks.adapters import TUNED, ProcessGroupTransport, Work
 
 Key = tuple[str, str]
 """A collective and the dtype that it sums, ``("all_reduce", "float32")``; ``""`` for collectives that do not sum."""
+
+Scope = Literal["all", "node", "peers"]
+SCOPES: tuple[Scope, ...] = ("node", "peers")
 
 SMALLEST, SHORT, FACTOR = 256, 1 << 16, 4  # bytes; the next size is FACTOR times larger, FACTOR**2 below SHORT
 ENOUGH = 1 << 20  # bytes: smaller sizes do not show the bandwidth, so the probe tries them even when time is up
@@ -32,11 +36,13 @@ class Message(NamedTuple):
     Attributes:
         kind, dtype: see :data:`Key`.
         size: bytes of the full-size tensor.
+        scope: ranks that take part: all, those of a node, or those with one place on all nodes.
     """
 
     kind: str
     dtype: str
     size: int
+    scope: Scope = "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +106,25 @@ class Network:
     """Result of a probe.
 
     Attributes:
-        curves: by collective and dtype.
+        curves: by collective and dtype, of messages among all ranks.
         together: duration of two simultaneous messages relative to one, from 1 to 2.
         burst: seconds of transfer that an idle network gives for free (token bucket).
         spare: cores of a rank in addition to the one that it computes on.
+        levels: the link inside nodes (``"node"``) and the one between them (``"peers"``). Each was probed while all nodes, or
+            all places of a node, sent at the same time.
+        topology: nodes of the ranks; ``None`` if no hook has two levels.
     """
 
     curves: Mapping[Key, Curve]
     together: float = 2.0
     burst: float = 0.0
     spare: float = 0.0
+    levels: Mapping[Scope, "Network"] = field(default_factory=dict)
+    topology: Topology | None = None
+
+    def at(self, scope: Scope) -> "Network":
+        """Return the network among the ranks of a scope."""
+        return self if scope == "all" else self.levels[scope]
 
     def curve(self, kind: str, dtype: str) -> Curve:
         """Return the curve of a collective; for a dtype without a curve, one of the same collective."""
@@ -119,7 +134,13 @@ class Network:
         return found if found is not None else next(iter(self.curves.values()))
 
 
-def probe(sent: Sequence[Message], group: dist.ProcessGroup, device: torch.device, budget: float) -> Network:
+def probe(
+    sent: Sequence[Message],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    budget: float,
+    leveled: ProcessGroupTransport | None = None,
+) -> Network:
     """Time every kind of message that hooks send, up to the largest size. Every rank must call this.
 
     Args:
@@ -127,16 +148,43 @@ def probe(sent: Sequence[Message], group: dist.ProcessGroup, device: torch.devic
         group: process group of the messages.
         device: of the tensors.
         budget: seconds; the probe skips sizes when they are used up.
+        leveled: transport whose levels are open, for messages inside nodes and between them.
     """
-    transport = ProcessGroupTransport(group)
-    largest: dict[Key, int] = {}
+    largest: dict[Scope, dict[Key, int]] = {"all": {("all_reduce", "float32"): SMALLEST * FACTOR}}
     for one in sent:
-        key = (one.kind, one.dtype)
-        largest[key] = max(largest.get(key, 0), one.size)
-    largest.setdefault(("all_reduce", "float32"), SMALLEST * FACTOR)
-    share = slowest([budget], device)[0] / (len(largest) + 1)  # equal on all ranks, which must try the same sizes
+        found, key = largest.setdefault(one.scope, {}), (one.kind, one.dtype)
+        found[key] = max(found.get(key, 0), one.size)
+    largest = _largest_anywhere(largest)  # places of a node may send different sizes, and all ranks try the same
+    count = sum(map(len, largest.values()))
+    share = slowest([budget], device)[0] / (count + 1)  # equal on all ranks, which must try the same sizes
+    spare = spare_cores()
+
+    def level(scope: Scope) -> Network:
+        assert leveled is not None  # a message of this scope came from it
+        return _level(leveled.scoped(scope), largest[scope], device, share, spare)
+
+    whole = _level(ProcessGroupTransport(group), largest["all"], device, share, spare)
+    levels: dict[Scope, Network] = {scope: level(scope) for scope in SCOPES if scope in largest}
+    return replace(whole, levels=levels, topology=None if leveled is None else leveled.topology)
+
+
+def _level(
+    transport: ProcessGroupTransport, largest: Mapping[Key, int], device: torch.device, share: float, spare: float
+) -> Network:
     curves = {key: _curve(transport, key, largest[key], device, share) for key in sorted(largest)}
-    return Network(curves, _together(transport, curves, device), _burst(transport, curves, device), spare_cores())
+    return Network(curves, _together(transport, curves, device), _burst(transport, curves, device), spare)
+
+
+def _largest_anywhere(mine: Mapping[Scope, Mapping[Key, int]]) -> dict[Scope, dict[Key, int]]:
+    every: list[Mapping[Scope, Mapping[Key, int]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(every, mine)
+    made: dict[Scope, dict[Key, int]] = {}
+    for one in every:
+        for scope, sizes in one.items():
+            found = made.setdefault(scope, {})
+            for key, size in sizes.items():
+                found[key] = max(found.get(key, 0), size)
+    return made
 
 
 def spare_cores() -> float:

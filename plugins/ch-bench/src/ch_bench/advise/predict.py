@@ -13,10 +13,15 @@ from ch_bench.advise.network import Message, Network, probe
 from ch_bench.advise.outer import rounds
 from ch_bench.advise.replay import EmulatedTransport, Note, Recorder, Replay
 from ch_bench.advise.workload import Workload, slowest
+from commhooks import Topology
+from commhooks.adapters import ProcessGroupTransport
+from commhooks.report import node_bytes
 
 HOOKS = ("allreduce", "bf16_compress", "quant8", "quant4", "powersgd(rank=4)")
 SHARDED_HOOKS = ("allreduce", "bf16_compress", "quant8", "quant8 / quant4", "difference(quant4) / quant4")
 """For FSDP2: weight gathers / gradients."""
+LEVELED = ("bf16_compress", "quant8", "quant4", "powersgd(rank=4)")
+"""Hooks that are also predicted inside ``two_level``, on several nodes of several ranks."""
 WARM_UP = 2  # steps; DDP rebuilds its buckets after the first one
 WORTH = 0.05  # share of a step that a lossy hook must save
 ALIKE = 0.03  # predictions within this share are equal; the hook with the smaller error wins
@@ -35,6 +40,7 @@ class Prediction:
         arithmetic: seconds of the hook's own work.
         payload: bytes that one rank gives to collectives in a step.
         lossy: True if the hook changes the average by more than rounding.
+        leaving: bytes that leave a node in a step, by the plan; ``None`` if no hook has two levels.
     """
 
     hook: str
@@ -43,6 +49,7 @@ class Prediction:
     arithmetic: float
     payload: float
     lossy: bool
+    leaving: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +64,7 @@ class Advice:
         network: result of the probe.
         parameters: number of elements of all gradients.
         world_size: number of ranks.
+        ranks_per_node: number of ranks of a node; ``None`` if no hook has two levels.
     """
 
     alone: float
@@ -66,6 +74,7 @@ class Advice:
     network: Network
     parameters: int
     world_size: int
+    ranks_per_node: int | None = None
 
 
 def advise(work: Workload, hooks: Sequence[str], *, seconds: float = 60.0, tell: Tell = lambda what: None) -> Advice:
@@ -83,11 +92,14 @@ def advise(work: Workload, hooks: Sequence[str], *, seconds: float = 60.0, tell:
     _alone(work, 1)
     alone = median(slowest(_alone(work, _count(work, 5, seconds / 8)), work.device))
     sent: list[Message] = []
+    leveled: ProcessGroupTransport | None = None
     for hook in hooks:
         tell(f"messages of {hook}")
-        sent += _messages(work, hook)
+        found, transport = _messages(work, hook)
+        sent += found
+        leveled = transport or leveled
     tell("the network")
-    network = probe(sent, work.process_group, work.device, (ends - time.perf_counter()) * 0.4)
+    network = probe(sent, work.process_group, work.device, (ends - time.perf_counter()) * 0.4, leveled)
     predictions = []
     for number, hook in enumerate(hooks):
         tell(f"arithmetic of {hook}")
@@ -100,7 +112,34 @@ def advise(work: Workload, hooks: Sequence[str], *, seconds: float = 60.0, tell:
     if outer := rounds(alone, max(best.seconds - alone, best.waiting + best.arithmetic), best.hook):
         reasons = (*reasons, outer.sentence())
     parameters = sum(p.numel() for p in work.parameters() if p.requires_grad)
-    return Advice(alone, tuple(predictions), recommended, reasons, network, parameters, dist.get_world_size())
+    each = None if network.topology is None else network.topology.ranks_per_node
+    return Advice(alone, tuple(predictions), recommended, reasons, network, parameters, dist.get_world_size(), each)
+
+
+def leveled_hooks(work: Workload, hooks: Sequence[str]) -> list[str]:
+    """Return the hooks, each with its form on two levels if the ranks lie on several nodes of several ranks.
+
+    Every rank must call this, because the ranks learn their nodes from each other.
+
+    Args:
+        work: the model.
+        hooks: expressions; only those of :data:`LEVELED` have two forms.
+    """
+    if work.sharded or dist.get_world_size() < 4:
+        return list(hooks)
+    try:
+        handle = work.attach("two_level(allreduce)")
+    except commhooks.HookNotSupportedError:
+        return list(hooks)  # nodes of different sizes
+    transport = _transport(handle)
+    handle.detach()
+    topology = None if transport is None else transport.topology
+    if topology is None or topology.ranks_per_node == 1 or len(topology.nodes) == 1:
+        return list(hooks)
+    made: list[str] = []
+    for hook in hooks:
+        made += [hook, f"two_level({hook})"] if hook in LEVELED else [hook]
+    return made
 
 
 def measure(work: Workload, hook: str, *, steps: int = 10, seconds: float = 30.0) -> list[float]:
@@ -145,8 +184,11 @@ def recommend(alone: float, predictions: Sequence[Prediction]) -> tuple[str, tup
             "Do not compress: no hook is faster than plain averaging by more than the error of the prediction"
         )
         return chosen.hook, tuple(reasons)
+    before, after, where = plain.payload, chosen.payload, ""
+    if plain.leaving is not None and chosen.leaving is not None:
+        before, after, where = plain.leaving, chosen.leaving, " from node to node"
     reasons.append(
-        f"{chosen.hook} sends {plain.payload / max(chosen.payload, 1):.1f} times fewer bytes, and its arithmetic takes "
+        f"{chosen.hook} sends {before / max(after, 1):.1f} times fewer bytes{where}, and its arithmetic takes "
         f"{chosen.arithmetic * 1e3:.0f} ms. A step takes {chosen.seconds * 1e3:.0f} ms, which is "
         f"{plain.seconds / chosen.seconds:.1f} times as fast as with allreduce"
     )
@@ -192,6 +234,21 @@ def _count(work: Workload, most: int, budget: float) -> int:
     return max(2, min(most, int(budget / one) - WARM_UP))
 
 
+def _transport(handle: Handle) -> ProcessGroupTransport | None:
+    """Return a transport of the handle that knows the nodes of its ranks, if its hook has two levels."""
+    for one in _each(handle):
+        engines = one.binding.engines if one.binding is not None else {}
+        for engine in engines.values():
+            transport = engine.transport
+            if (
+                engine.reduction.levels
+                and isinstance(transport, ProcessGroupTransport)
+                and transport.topology is not None
+            ):
+                return transport
+    return None
+
+
 def _emulated(work: Workload, hook: str, recorder: Recorder | None) -> tuple[Handle, list[Message]]:
     """Attach a hook whose messages are only noted. Return the list that collects them, too."""
     handle = work.attach(hook)
@@ -205,7 +262,8 @@ def _emulated(work: Workload, hook: str, recorder: Recorder | None) -> tuple[Han
             )
         for engine in engines.values():
             ranks = engine.transport
-            transport = EmulatedTransport(ranks.rank, ranks.world_size, recorder)
+            topology = getattr(ranks, "topology", None)
+            transport = EmulatedTransport(ranks.rank, ranks.world_size, recorder, topology)
             transport.sent = sent
             engine.move(transport)
     return handle, sent
@@ -215,14 +273,17 @@ def _each(handle: Handle) -> list[commhooks.CommHook]:
     return [handle] if isinstance(handle, commhooks.CommHook) else list(handle.handles.values())
 
 
-def _messages(work: Workload, hook: str) -> list[Message]:
-    """Return the messages of one step of a hook."""
+def _messages(work: Workload, hook: str) -> tuple[list[Message], ProcessGroupTransport | None]:
+    """Return the messages of one step of a hook, and the transport that has two levels open, if it uses them."""
+    handle = work.attach(hook)
+    leveled = _transport(handle)
+    handle.detach()
     handle, sent = _emulated(work, hook, None)
     try:
         for _ in range(WARM_UP):
             sent.clear()
             work.step()
-        return list(sent)
+        return list(sent), leveled
     finally:
         handle.detach()
 
@@ -246,11 +307,22 @@ def _predict(work: Workload, hook: str, network: Network, budget: float) -> Pred
                 count += max(2, min(7, int(budget / slowest([time.perf_counter() - begun], work.device)[0])))
         lossy = any(one.reduction is not None and one.reduction.lossy for one in _each(handle))
         payload = float(sum(one.payload_per_step() for one in _each(handle)))
+        leaving = None if network.topology is None else _leaving(handle, network.topology)
     finally:
         handle.detach()
     seconds, waiting = (median(column) for column in zip(*steps[WARM_UP:], strict=True))
     arithmetic = median(slowest(own[WARM_UP:], work.device))
-    return Prediction(hook, seconds, waiting, arithmetic, payload, lossy)
+    return Prediction(hook, seconds, waiting, arithmetic, payload, lossy, leaving)
+
+
+def _leaving(handle: Handle, topology: Topology) -> float:
+    """Return the planned bytes that leave a node in a step."""
+    made = 0.0
+    for one in _each(handle):
+        engines = one.binding.engines if one.binding is not None else {}
+        for engine in engines.values():
+            made += node_bytes(engine.reduction, engine.buckets.layouts, topology, engine.state.step).leaving
+    return made
 
 
 def _of_all_ranks(notes: list[Note]) -> list[list[Note]]:

@@ -2,8 +2,10 @@
 
 The model, the hook and the engine are real; only the messages are emulated. Each rank notes how long it computes
 between posting a message and waiting for one. :class:`Replay` combines the notes of all ranks in virtual time: a message
-starts when the last rank has posted it, and a waiting rank resumes when the message has arrived. The program itself
+starts when the last of its ranks has posted it, and a waiting rank resumes when the message has arrived. The program itself
 therefore decides which messages overlap with which computation, and a late rank delays the others.
+
+Messages inside a node and between nodes have groups and times of their own. They share the cores of a rank, but no link.
 """
 
 import time
@@ -14,7 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from ch_bench.advise.network import Message, Network
+from ch_bench.advise.network import Message, Network, Scope
+from commhooks import Topology
 from commhooks.adapters import Work
 
 _EPS = 1e-12
@@ -89,17 +92,33 @@ class EmulatedTransport:
     Args:
         rank, world_size: in the emulated group.
         recorder: notes messages and waits; ``None`` notes nothing.
+        topology: nodes of the ranks, for hooks with two levels.
 
     Attributes:
-        sent: every message so far.
+        sent: every message so far, of all scopes.
     """
 
     free = True  # offers direct exchanges and halves, like a process group
     elastic = False
 
-    def __init__(self, rank: int, world_size: int, recorder: Recorder | None = None) -> None:
-        self.rank, self.world_size, self.recorder = rank, world_size, recorder
+    def __init__(
+        self, rank: int, world_size: int, recorder: Recorder | None = None, topology: Topology | None = None
+    ) -> None:
+        self.rank, self.world_size, self.recorder, self.topology = rank, world_size, recorder, topology
         self.sent: list[Message] = []
+        self._scope: Scope = "all"
+
+    def open_levels(self, nodes: object, timeout: float | None) -> None:
+        """Do nothing: the transport knows the nodes."""
+
+    def scoped(self, scope: Scope) -> "EmulatedTransport":
+        """Return the transport among the ranks of a scope. It notes its messages in the same place."""
+        if scope == "all" or self.topology is None:
+            return self
+        members = self.topology.members(self.rank, scope)
+        made = EmulatedTransport(members.index(self.rank), len(members), self.recorder)
+        made.sent, made._scope = self.sent, scope
+        return made
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
         return self._post("all_reduce", tensor, lambda: None)
@@ -122,7 +141,8 @@ class EmulatedTransport:
         if tensor.is_cuda:
             torch.cuda.synchronize(tensor.device)  # the host's clock must include the work of the GPU
         sums = kind in ("all_reduce", "reduce_scatter")
-        one = Message(kind, str(tensor.dtype).removeprefix("torch.") if sums else "", tensor.numel() * tensor.itemsize)
+        dtype = str(tensor.dtype).removeprefix("torch.") if sums else ""
+        one = Message(kind, dtype, tensor.numel() * tensor.itemsize, self._scope)
         self.sent.append(one)
         recorder = self.recorder
         if recorder is None:
@@ -145,27 +165,66 @@ class _Transfer:
 
 @dataclass(slots=True, eq=False)
 class _Rank:
+    number: int
     notes: Sequence[Note]
     left: float = 0.0  # seconds to compute until the next note
     place: int = 0
+    sent: list[_Transfer] = field(default_factory=list)
     awaits: _Transfer | None = None
     waited: float = 0.0
     ended: float | None = None
 
 
+@dataclass(slots=True, eq=False)
+class _Queue:
+    """Messages of one group of ranks, in order. Two travel at a time, because gloo has two threads for each group."""
+
+    network: Network
+    members: tuple[int, ...]
+    credit: float
+    started: list[_Transfer] = field(default_factory=list)
+    messages: list[_Transfer] = field(default_factory=list)
+    posts: dict[int, int] = field(default_factory=dict)  # rank -> number of its messages
+
+    @property
+    def active(self) -> list[_Transfer]:
+        return self.started[:2]
+
+    @property
+    def speed(self) -> float:
+        """Speed of each message, relative to a message alone."""
+        return 1.0 if len(self.started) < 2 else 1.0 / self.network.together
+
+    @property
+    def load(self) -> float:
+        """Cores of each member that the messages keep busy."""
+        return self.speed * sum(transfer.load for transfer in self.active)
+
+    def post(self, rank: int, sent: Message) -> _Transfer:
+        """Post the next message of a rank; it starts when all members have posted it."""
+        number = self.posts.get(rank, 0)
+        self.posts[rank] = number + 1
+        if number == len(self.messages):
+            curve = self.network.curve(sent.kind, sent.dtype)
+            self.messages.append(_Transfer(curve.work(sent.size), curve.latency, curve.load(sent.size)))
+        transfer = self.messages[number]
+        transfer.posted += 1
+        if transfer.posted == len(self.members):
+            given = min(self.credit, transfer.left)
+            self.credit -= given
+            transfer.left -= given
+            self.started.append(transfer)
+        return transfer
+
+
 @dataclass(slots=True)
 class Replay:
-    """Notes of all ranks for one step, in virtual time.
-
-    Two messages travel at a time, because gloo has two threads for each group. The others queue in order.
-    """
+    """Notes of all ranks for one step, in virtual time."""
 
     network: Network
     ranks: list[_Rank]
     now: float = 0.0
-    _queue: list[_Transfer] = field(default_factory=list)
-    _messages: list[_Transfer] = field(default_factory=list)
-    _credit: float = 0.0
+    _queues: dict[tuple[str, tuple[int, ...]], _Queue] = field(default_factory=dict)  # by scope and members
 
     @classmethod
     def of(cls, network: Network, notes: Sequence[Sequence[Note]]) -> list[tuple[float, float]]:
@@ -173,7 +232,7 @@ class Replay:
 
         Args:
             network: result of the probe.
-            notes: of each rank; all ranks post the same messages in the same order.
+            notes: of each rank; all ranks of a group post the same messages in the same order.
 
         Example:
             >>> from ch_bench.advise.network import Curve, Network
@@ -184,8 +243,8 @@ class Replay:
             >>> Replay.of(network, [early, late])  # the message takes 1.5 s after both ranks have posted it
             [(4.5, 2.5), (4.5, 1.5)]
         """
-        ranks = [_Rank(each) for each in notes]
-        replay = cls(network, ranks, _credit=network.burst)
+        ranks = [_Rank(number, each) for number, each in enumerate(notes)]
+        replay = cls(network, ranks)
         for rank in ranks:
             replay._compute(rank)
         replay._run()
@@ -197,13 +256,14 @@ class Replay:
                 while rank.ended is None and rank.awaits is None and rank.left <= _EPS:
                     self._act(rank)
             computing = [rank for rank in self.ranks if rank.ended is None and rank.awaits is None]
-            speed, share = self._speeds(bool(computing))
+            slowed, share = self._shares(bool(computing))
             spans = [rank.left / share for rank in computing]
-            spans += [transfer.left / speed for transfer in self._queue[:2]]
+            for queue in self._queues.values():
+                spans += [transfer.left / (queue.speed * slowed) for transfer in queue.active]
             awaited = (rank.awaits for rank in self.ranks if rank.awaits is not None)
             spans += [transfer.arrives - self.now for transfer in awaited if transfer.arrives is not None]
             if spans:
-                self._advance(max(0.0, min(spans)), speed, share)
+                self._advance(max(0.0, min(spans)), slowed, share)
 
     def _act(self, rank: _Rank) -> None:
         """Carry out the next note of a rank."""
@@ -213,11 +273,11 @@ class Replay:
             rank.ended = self.now
             return
         if note.sent is None:
-            transfer = self._messages[note.message]
+            transfer = rank.sent[note.message]
             if transfer.arrives is None or transfer.arrives > self.now + _EPS:
                 rank.awaits = transfer
         else:
-            self._post(note.message, note.sent)
+            rank.sent.append(self._queue(rank.number, note.sent.scope).post(rank.number, note.sent))
         if rank.awaits is None:
             self._compute(rank)
 
@@ -225,41 +285,39 @@ class Replay:
         note = rank.notes[rank.place]
         rank.left = note.seconds
         if note.sent is not None:
-            rank.left += self.network.curve(note.sent.kind, note.sent.dtype).start
+            rank.left += self.network.at(note.sent.scope).curve(note.sent.kind, note.sent.dtype).start
 
-    def _post(self, number: int, sent: Message) -> None:
-        """Post a message for one rank; it starts when all ranks have posted it."""
-        curve = self.network.curve(sent.kind, sent.dtype)
-        if number == len(self._messages):
-            self._messages.append(_Transfer(curve.work(sent.size), curve.latency, curve.load(sent.size)))
-        transfer = self._messages[number]
-        transfer.posted += 1
-        if transfer.posted == len(self.ranks):
-            given = min(self._credit, transfer.left)
-            self._credit -= given
-            transfer.left -= given
-            self._queue.append(transfer)
+    def _queue(self, rank: int, scope: Scope) -> _Queue:
+        topology = self.network.topology
+        members = tuple(range(len(self.ranks))) if topology is None else topology.members(rank, scope)
+        if (scope, members) not in self._queues:
+            network = self.network.at(scope)
+            self._queues[scope, members] = _Queue(network, members, network.burst)
+        return self._queues[scope, members]
 
-    def _speeds(self, computing: bool) -> tuple[float, float]:
-        """Return the speed of each message and of computation, relative to undisturbed."""
-        active = self._queue[:2]
-        speed = 1.0 if len(active) < 2 else 1.0 / self.network.together
-        wanted = speed * sum(transfer.load for transfer in active)
-        spare = self.network.spare
+    def _shares(self, computing: bool) -> tuple[float, float]:
+        """Return the speed of messages and of computation, relative to a rank with enough cores for both."""
+        loads = [0.0] * len(self.ranks)
+        for queue in self._queues.values():
+            for member in queue.members:
+                loads[member] += queue.load
+        wanted, spare = max(loads), self.network.spare
         if not computing or wanted <= spare:
-            return speed, 1.0
+            return 1.0, 1.0
         given = min(wanted, max(spare, (spare + 1.0) / 2))
-        return speed * given / wanted, min(1.0, spare + 1.0 - given)
+        return given / wanted, min(1.0, spare + 1.0 - given)
 
-    def _advance(self, span: float, speed: float, share: float) -> None:
+    def _advance(self, span: float, slowed: float, share: float) -> None:
         self.now += span
-        if not self._queue:
-            self._credit = min(self.network.burst, self._credit + span)
-        for transfer in self._queue[:2]:
-            transfer.left -= span * speed
-            if transfer.left <= _EPS:
-                transfer.arrives = self.now + transfer.latency
-        self._queue = [transfer for transfer in self._queue if transfer.arrives is None]
+        for queue in self._queues.values():
+            if not queue.started:
+                queue.credit = min(queue.network.burst, queue.credit + span)
+            speed = queue.speed * slowed
+            for transfer in queue.active:
+                transfer.left -= span * speed
+                if transfer.left <= _EPS:
+                    transfer.arrives = self.now + transfer.latency
+            queue.started = [transfer for transfer in queue.started if transfer.arrives is None]
         for rank in self.ranks:
             if rank.ended is not None:
                 continue
