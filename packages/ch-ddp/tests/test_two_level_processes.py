@@ -200,3 +200,112 @@ def test_a_rank_killed_at_a_level_ends_every_rank_in_time(level: str) -> None:
     for kind, seconds in found[:3]:
         assert kind in ("TransportError", "HookTimeoutError")
         assert seconds < 60.0  # a hook's deadline is 8 seconds. Without it gloo waits for 30 minutes
+
+
+def wide(*, bias: bool = True) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(64, 1024, bias), torch.nn.ReLU(), torch.nn.Linear(1024, 128, bias))
+
+
+def gathers_long_parts(rank: int, world: int) -> tuple[int, bool, float]:
+    """Return the number of broadcasts of a step, if all ranks have equal bits, and the distance to the exact average."""
+    count, broadcast = 0, dist.broadcast
+
+    def counting(*args: object, **options: object) -> object:
+        nonlocal count
+        count += 1
+        return broadcast(*args, **options)  # type: ignore[arg-type]
+
+    handled, bare = (DistributedDataParallel(wide()) for _ in range(2))
+    commhooks.attach(handled, "two_level(allreduce, nodes=2)")
+    bare.register_comm_hook(None, commhooks.get("two_level")(commhooks.get("allreduce"), nodes=2))
+    found = []
+    for model in (handled, bare):
+        backward(model, rank, 0)
+        dist.broadcast = counting
+        found.append(backward(model, rank, 1))
+        dist.broadcast = broadcast
+    exact = backward(wide(), rank, 1)
+    dist.all_reduce(exact)
+    distance = max(float((one - exact / world).norm() / exact.norm()) for one in found)
+    return count, all(same(one) for one in found), distance
+
+
+def test_long_gathers_inside_a_node_are_broadcasts() -> None:
+    """Gloo's all-gather receives into new memory; the part of each rank is broadcast into its place instead."""
+    for count, equal, distance in spawn(gathers_long_parts, 4):
+        assert count == 2 * 2  # two models, two ranks of a node
+        assert equal
+        assert distance < 1e-6
+
+
+def lost_in_a_long_gather(rank: int, world: int) -> tuple[str, float]:
+    model = DistributedDataParallel(wide())
+    handle = commhooks.attach(model, "two_level(quant4, nodes=2)", timeout=6.0)
+    backward(model, rank, 0)
+    if rank == 3:
+        assert handle.binding is not None
+        assert handle.binding.engine is not None
+        transport = handle.binding.engine.transport.scoped("node")  # type: ignore[attr-defined]
+        transport.all_gather = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.monotonic()
+    try:
+        backward(model, rank, 1)
+    except CommHooksError as error:
+        dist.destroy_process_group()
+        return type(error).__name__, time.monotonic() - begun
+    return "nothing", 0.0
+
+
+def test_a_rank_killed_before_a_long_gather_ends_every_rank_in_time() -> None:
+    found = spawn(lost_in_a_long_gather, 4, expect_exit={3: -signal.SIGKILL})
+    assert {kind for kind, _ in found[:3]} <= {"TransportError", "HookTimeoutError", "RemoteHookError"}
+    assert all(seconds < 15 for _, seconds in found[:3])
+
+
+def joins(rank: int, world: int, expr: str) -> tuple[int, bool]:
+    """Train with uneven numbers of batches inside DDP's join; return the steps, and if all ranks end with equal weights."""
+    model = ddp()
+    handle = commhooks.attach(model, expr)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with model.join():
+        for step in range(2 + rank):
+            backward(model, rank, step)
+            optimizer.step()
+    weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    return int(handle.stats()["steps"]), same(weights) and bool(weights.isfinite().all())
+
+
+@pytest.mark.parametrize("expr", ["quant4", "quant4(error_feedback=True)", "powersgd(rank=2)"])
+def test_ranks_with_uneven_data_join(expr: str) -> None:
+    assert spawn(joins, 4, f"two_level({expr}, nodes=2)") == [(5, True)] * 4
+
+
+def several_dtypes(rank: int, world: int) -> list[bool]:
+    class Mixed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64).double()
+            self.last = torch.nn.Linear(64, 8).bfloat16()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.second(self.first(x).double())
+            return self.last(x.bfloat16()).float()
+
+    found = []
+    for expr in ("two_level(quant4, nodes=2)", "two_level(powersgd(rank=2), inside=bf16_compress, nodes=2)"):
+        model = DistributedDataParallel(Mixed(), bucket_cap_mb=0.02)
+        commhooks.attach(model, expr)
+        for step in range(3):
+            torch.manual_seed(100 * step + rank)
+            model.zero_grad()
+            model(torch.randn(16, 64)).square().mean().backward()
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            assert {g.dtype for g in gradients} == {torch.float32, torch.float64, torch.bfloat16}
+            found.append(same(torch.cat([g.double().reshape(-1) for g in gradients])))
+    return found
+
+
+def test_parameters_of_several_dtypes() -> None:
+    assert spawn(several_dtypes, 4) == [[True] * 6] * 4

@@ -1,7 +1,7 @@
 """Collectives over a ``torch.distributed`` process group, and a register of groups that must not be used again."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +19,10 @@ from commhooks.transport.base import Work
 # torch 2.13 renames the flat collectives and warns about the old names at every call.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
+
+
+_WHERE: dict[Scope, str] = {"node": "inside the node", "peers": "between the nodes"}
+BROADCAST_FROM = 1 << 18  # bytes of an all-gather; for shorter ones the number of messages matters
 
 
 class ProcessGroupWork:
@@ -56,6 +60,29 @@ class ProcessGroupWork:
         return self._work.is_completed()
 
 
+class SeveralWorks:
+    """Works that count as one, with one deadline."""
+
+    __slots__ = ("_works",)
+
+    def __init__(self, works: Sequence[ProcessGroupWork]) -> None:
+        self._works = works
+
+    def wait(self, timeout: float | None) -> None:
+        """See :meth:`.Work.wait`."""
+        ends = None if timeout is None else time.monotonic() + timeout
+        for work in self._works:
+            work.wait(None if ends is None else max(ends - time.monotonic(), 0.001))
+
+    def future(self) -> Any:
+        """Return a future that completes with the last work, and fails if one of them fails."""
+        return torch.futures.collect_all([work.future() for work in self._works])
+
+    def is_completed(self) -> bool:
+        """True if all works are done."""
+        return all(work.is_completed() for work in self._works)
+
+
 class ProcessGroupTransport:
     """A transport over a ``torch.distributed`` process group.
 
@@ -63,7 +90,8 @@ class ProcessGroupTransport:
         group: the group; ``None`` is the default group.
         free: see :class:`Transport`. It takes effect if gloo carries the tensors of a CPU. Other backends may lack some
             collectives.
-        where: ranks of the group, for error texts, such as ``"inside the node"``.
+        where: ranks of the group, for error texts, such as ``"inside the node"``. There, long all-gathers on a CPU are
+            broadcasts.
 
     Raises:
         TransportError: there is no process group.
@@ -85,13 +113,29 @@ class ProcessGroupTransport:
         self.topology: Topology | None = None
         self._where = f" {where}" if where else ""
         self._free = free
+        self._broadcasts = self.free and where == _WHERE["node"]  # between nodes, a ring's bytes are planned
         self._scoped: dict[Scope, ProcessGroupTransport] = {"all": self}
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
         return self._start("all-reduce", dist.all_reduce, tensor, op=self._OPS[op])
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        if self._broadcasts and output.is_cpu and output.nbytes >= BROADCAST_FROM:
+            return self._gather_by_broadcasts(output, input)
         return self._start("all-gather", _ALL_GATHER, output, input)
+
+    def _gather_by_broadcasts(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        """Broadcast the part of every rank into its place.
+
+        gloo's all-gather receives into new memory and copies it to the output. Its broadcast receives into the output.
+        """
+        parts = output.view(-1).chunk(self.world_size)
+        parts[self.rank].copy_(input.view(-1))
+        members = dist.get_process_group_ranks(self.group)
+        what = "all-gather"
+        return SeveralWorks(
+            [self._start(what, dist.broadcast, part, src=src) for part, src in zip(parts, members, strict=True)]
+        )
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         return self._start("all-to-all", dist.all_to_all_single, output, input)
@@ -126,7 +170,9 @@ class ProcessGroupTransport:
         """Return the transport among the ranks of a scope. Only ``"all"`` works without :meth:`open_levels`."""
         return self._scoped[scope]
 
-    def _start(self, what: str, collective: Callable[..., dist.Work], *tensors: torch.Tensor, **kwargs: object) -> Work:
+    def _start(
+        self, what: str, collective: Callable[..., dist.Work], *tensors: torch.Tensor, **kwargs: object
+    ) -> ProcessGroupWork:
         refuse_lost(self.group)
         what += self._where
         if self.group is not None and self.group.size() != self.world_size:  # a mean would divide by the old number
@@ -141,7 +187,6 @@ class ProcessGroupTransport:
         return ProcessGroupWork(work, what, *tensors)
 
 
-_WHERE: dict[Scope, str] = {"node": "inside the node", "peers": "between the nodes"}
 _SUB_GROUPS = WeakIdKeyDictionary()  # process group -> {topology: {scope: group}}
 
 
