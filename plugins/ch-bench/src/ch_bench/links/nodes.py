@@ -225,7 +225,7 @@ def bytes_table(turns: Iterable[Turn]) -> str:
     flat = {turn.hook: turn for turn in turns}
     rows = []
     for turn in turns:
-        base = flat.get(turn.hook.removeprefix("two_level(").removesuffix(")") if _two(turn.hook) else "")
+        base = flat.get(_flat(turn.hook) or "")
         cells = [f"{turn.planned:,.0f}"]
         for found in (turn.streams, turn.interfaces):
             worst = max(found, key=lambda one: abs(one / turn.planned - 1))
@@ -249,7 +249,7 @@ def times_table(turns: Iterable[Turn]) -> str:
         cells = [f"`{hook}`"]
         for rate in rates:
             mine = found[hook, rate]
-            base = found.get((hook.removeprefix("two_level(").removesuffix(")"), rate)) if _two(hook) else None
+            base = found.get((_flat(hook) or "", rate))
             fp16 = found.get(("torch fp16", rate))
             cells += [f"{median(mine) * 1e3:.0f}", f"{min(mine) * 1e3:.0f}–{max(mine) * 1e3:.0f}"]
             cells += [_ratio(mine, base), _ratio(mine, fp16)]
@@ -295,8 +295,18 @@ def plan_table(hooks: Sequence[str], nodes: Sequence[int] = (2, 8, 32, 125), eac
     return record.markdown_table(["hook", *heads], rows)
 
 
-def _two(hook: str) -> bool:
-    return hook.startswith("two_level(")
+def _flat(hook: str) -> str | None:
+    """Return the hook that ``two_level`` runs between nodes, or ``None`` for another hook.
+
+    >>> _flat("two_level(quant4(bits=4), inside=quant8)"), _flat("quant4")
+    ('quant4(bits=4)', None)
+    """
+    if not hook.startswith("two_level("):
+        return None
+    inside = hook.removeprefix("two_level(").removesuffix(")")
+    depths = [inside[:i].count("(") - inside[:i].count(")") for i in range(len(inside))]
+    end = next((i for i, c in enumerate(inside) if c == "," and not depths[i]), len(inside))
+    return inside[:end]
 
 
 def _ratio(mine: Sequence[float], base: Sequence[float] | None) -> str:
