@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -38,11 +39,10 @@ from matplotlib.figure import Figure
 from ch_bench import gpt, launch, record, text
 from ch_bench.links import netns
 from ch_bench.outer.methods import RACE, REFERENCE, Method, Running, start
+from ch_bench.outer.training import WINDOWS, adamw, make_net, set_rate
 from commhooks.testing import WorkerError
 
-WINDOWS = 128  # of held-out text
 LOCAL_STEPS = 5  # steps without communication at every evaluation
-WARM = 50  # steps of the learning rate's warm-up
 Record = dict[str, Any]
 
 
@@ -170,13 +170,13 @@ def worker(
     method = Method(**fields)
     data = text.load()
     torch.manual_seed(seed)
-    net = _net(settings, data.vocab)
-    make = _optimizer(settings["lr"])
+    net = make_net(settings, data.vocab)
+    make = partial(adamw, lr=settings["lr"])
     racer = _Racer(
         start(method, net.to(device), make),
         text.Batches(data.train, settings["batch"], settings["context"], rank, seed),
     )
-    twin = _net(settings, data.vocab).to(device)
+    twin = make_net(settings, data.vocab).to(device)
     local = _Racer(Running(twin, make(twin.parameters())), racer.batches)  # steps without communication
     held_out = text.validation(data.val, settings["context"], WINDOWS)
     rows: list[tuple[int, float, float, float]] = []  # steps, seconds, bytes, held-out loss
@@ -225,8 +225,7 @@ class _Racer:
         """Take one step at the scheduled learning rate."""
         x, y = self.batches[step]
         optimizer = self.running.optimizer
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min(step / WARM, (WARM / step) ** 0.5)
+        set_rate(optimizer, lr, step)
         sent, begun = netns.sent_here().bytes, time.perf_counter()
         optimizer.zero_grad()
         self.running.model(x, y).backward()
@@ -234,15 +233,6 @@ class _Racer:
         self.seconds += time.perf_counter() - begun
         self.sent += netns.sent_here().bytes - sent
         self.steps += 1
-
-
-def _net(settings: dict[str, Any], vocab: int) -> gpt.GPT:
-    width = settings["width"]
-    return gpt.GPT(vocab, settings["context"], width, settings["layers"], heads=max(1, width // 32))
-
-
-def _optimizer(lr: float) -> Any:
-    return lambda params: torch.optim.AdamW(params, lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
 
 
 @torch.no_grad()

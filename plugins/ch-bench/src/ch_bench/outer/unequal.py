@@ -24,10 +24,9 @@ import torch
 import torch.distributed as dist
 
 from ch_bench import gpt, launch, record, text
+from ch_bench.outer.training import WINDOWS, adamw, make_net, set_rate
 from ch_outer import OuterOptimizer
 
-WARM = 50  # steps of the learning rate's warm-up
-WINDOWS = 128  # of held-out text
 PERIOD = 10_000  # microseconds of the CPU quota
 Row = tuple[float, float, float]  # seconds, tokens of both ranks, held-out loss
 Settings = dict[str, Any]
@@ -101,12 +100,9 @@ def worker(rank: int, world: int, device: torch.device, settings: Settings, kind
     """Train on one rank. Rank 0 writes times, tokens and losses to ``path``."""
     data = text.load()
     torch.manual_seed(seed)
-    net = gpt.GPT(data.vocab, settings["context"], settings["width"], settings["layers"], heads=settings["width"] // 32)
-    twin = gpt.GPT(
-        data.vocab, settings["context"], settings["width"], settings["layers"], heads=settings["width"] // 32
-    )
+    net, twin = (make_net(settings, data.vocab) for _ in range(2))
     batches = text.Batches(data.train, settings["batch"], settings["context"], rank, seed)
-    inner = torch.optim.AdamW(net.parameters(), lr=settings["lr"], betas=(0.9, 0.95), weight_decay=0.01)
+    inner = adamw(net.parameters(), settings["lr"])
     if kind == "all-reduce":
         found = _all_reduce(net, inner, batches, settings)
     elif rank == 1:
@@ -126,10 +122,6 @@ def worker(rank: int, world: int, device: torch.device, settings: Settings, kind
         path.write_text(json.dumps({"rows": rows, "ranks": everyone, "parameters": gpt.count_parameters(net)}))
 
 
-def _rate(settings: Settings, step: float) -> float:
-    return float(settings["lr"] * min(max(step, 1.0) / WARM, (WARM / max(step, 1.0)) ** 0.5))
-
-
 def _per_step(settings: Settings) -> int:
     return int(settings["batch"] * settings["context"])
 
@@ -139,8 +131,7 @@ def _all_reduce(net: gpt.GPT, inner: torch.optim.Optimizer, batches: text.Batche
     models = []
     params = list(net.parameters())
     for step in range(1, settings["steps"] + 1):
-        for group in inner.param_groups:
-            group["lr"] = _rate(settings, step)
+        set_rate(inner, settings["lr"], step)
         inner.zero_grad()
         net(*batches[step]).backward()
         flat = torch.cat([p.grad.flatten() for p in params if p.grad is not None]) / 2
@@ -171,8 +162,7 @@ def _outer(
     begun = time.perf_counter()
     while optimizer.landed < rounds:
         step, landed, started = step + 1, optimizer.landed, time.perf_counter()
-        for group in optimizer.param_groups:
-            group["lr"] = _rate(settings, (landed + 1) * settings["every"])
+        set_rate(optimizer, settings["lr"], (landed + 1) * settings["every"])
         optimizer.zero_grad()
         net(*batches[step]).backward()
         if sleeps:
