@@ -64,6 +64,7 @@ def mine(rank: int, world: int, turn: int = 0) -> dict[str, torch.Tensor]:
 def test_the_mean_of_every_dtype_shape_and_stride(world: int) -> None:
     def body(rank: SimulatedRank) -> list[dict[str, torch.Tensor]]:
         reducer = Reducer(Plain(), mine(0, world), transport=rank.transport)
+        assert (reducer.rank, reducer.world_size) == (rank.rank, world)
         return [{n: t.clone() for n, t in reducer.average(mine(rank.rank, world, turn)).items()} for turn in range(2)]
 
     found = simulate(world, body)

@@ -106,7 +106,6 @@ class UnequalRounds:
         self._world = fragment.reducer.world_size
         figures = {"figures": torch.zeros(self._world, len(COLUMNS), dtype=torch.float64, device="cpu")}
         self._figures = Reducer(Plain(), figures, **where)
-        self._rank = _rank_of(self._figures, where)
         self.workers = [Worker() for _ in range(self._world)]
         self.rounds = 0
         self._turn = threading.Condition()
@@ -242,7 +241,7 @@ class UnequalRounds:
         mean: Mapping[str, torch.Tensor] | None = None
         if total:
             for tensor in self._fragment.reducer.tensors.values():
-                tensor.mul_(weights[self._rank] * self._world / total) if here else tensor.zero_()
+                tensor.mul_(weights[self._figures.rank] * self._world / total) if here else tensor.zero_()
             mean = self._fragment.reducer.start(error=error).wait()
             buffers = self._buffers.average(live=here)
         with self._turn:
@@ -268,7 +267,7 @@ class UnequalRounds:
     def _exchange_figures(self, row: Sequence[float]) -> list[dict[str, float]]:
         """Return the figures of all ranks. A rank that is late has zeros."""
         mine = self._figures.tensors["figures"].zero_()
-        mine[self._rank] = torch.tensor(row, dtype=torch.float64, device="cpu") * self._world
+        mine[self._figures.rank] = torch.tensor(row, dtype=torch.float64, device="cpu") * self._world
         return [dict(zip(COLUMNS, one, strict=True)) for one in self._figures.start().wait()["figures"].tolist()]
 
     def _move(self, mean: Mapping[str, torch.Tensor] | None, buffers: Mapping[str, torch.Tensor], here: bool) -> None:
@@ -308,11 +307,3 @@ class UnequalRounds:
     def unit(self) -> str:
         """Unit of the work."""
         return self._work.unit or "steps"
-
-
-def _rank_of(reducer: Reducer, where: Mapping[str, Any]) -> int:
-    transport = where.get("transport")
-    if transport is not None:
-        return int(transport.rank)
-    group = where.get("process_group")
-    return torch.distributed.get_rank(group)

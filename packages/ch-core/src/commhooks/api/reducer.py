@@ -194,6 +194,11 @@ class Reducer:
                 raise
 
     @property
+    def rank(self) -> int:
+        """This rank among the ranks that average together."""
+        return self._engine.transport.rank
+
+    @property
     def world_size(self) -> int:
         """Number of ranks that average together; over a manager, in the last round."""
         return self._engine.transport.world_size
