@@ -18,6 +18,15 @@ def commhooks_adapter() -> Iterable[tuple[str, str]]:
 
 
 @hookimpl
+def commhooks_local_gradients() -> Iterable[tuple[str, str]]:
+    """Name the models over a manager. Under `commhooks run --outer` they are refused with a reason."""
+    return (
+        ("ch_ft.ddp.DistributedDataParallel", "ch_ft.local_gradients:refuse"),
+        ("torchft.ddp.DistributedDataParallel", "ch_ft.local_gradients:refuse"),
+    )
+
+
+@hookimpl
 def commhooks_env() -> Mapping[str, str]:
     """Report the version of torchft, which is optional."""
     return {"torchft": installed_torchft() or "not installed"}
