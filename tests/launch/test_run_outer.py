@@ -378,7 +378,7 @@ def refused(rank: int, world: int) -> list[str]:
         attempt(shared, "cannot choose between SGD and SGD"),
         attempt(two_models, "is no parameter of"),
         attempt(zero, "sends its own messages"),
-        attempt(sharded, "Legal wrappers: DDP, DistributedDataParallel"),
+        attempt(sharded, "has none: all ranks hold parts of one model"),
     ]
     return [text for text in found if text]
 

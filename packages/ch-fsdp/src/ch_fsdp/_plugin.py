@@ -65,6 +65,15 @@ def commhooks_adapter() -> Iterable[tuple[str, str]]:
 
 
 @hookimpl
+def commhooks_local_gradients() -> Iterable[tuple[str, str]]:
+    """Return the function that turns FSDP2's average between replicas off, for outer optimizers."""
+    return (
+        ("torch.distributed.fsdp.FSDPModule", "ch_fsdp.local_gradients:of_fsdp2"),
+        ("torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule", "ch_fsdp.local_gradients:of_fsdp2"),
+    )
+
+
+@hookimpl
 def commhooks_wraps() -> Iterable[str]:
     """Return FSDP1's class and FSDP2's function."""
     return (

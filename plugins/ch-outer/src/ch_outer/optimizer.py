@@ -15,7 +15,17 @@ from ch_outer.fragment import Fragment, divide, start_of
 from ch_outer.inner_optimizer import InnerOptimizer
 from ch_outer.outer_sgd import OuterFactory, default_outer, warn_of_short_run
 from ch_outer.pace import Pace
-from ch_outer.parameters import check_parameters, facts_of, local, options_of, parameters_of, reshard, trained, write
+from ch_outer.parameters import (
+    check_parameters,
+    facts_of,
+    local,
+    options_of,
+    parameters_of,
+    reshard,
+    shard_groups,
+    trained,
+    write,
+)
 from ch_outer.progress import Progress
 from ch_outer.rounds import FixedRounds, ManagedRounds, Manager, Rounds
 from ch_outer.schedule import Schedule
@@ -142,6 +152,11 @@ class OuterOptimizer(InnerOptimizer):
             )
         if pace is not None:
             _refuse_unequal(fragments=len(parts) > 1, overlap=overlap > 0, mix=mix != 0.0, manager=manager is not None)
+            if shard_groups(params.values()):
+                raise HookNotSupportedError(
+                    "rounds that end by time cannot train a sharded model, because one part of a model could miss a round and "
+                    "another part take part in it. Use every="
+                )
         self.schedule = Schedule(1 if every is None else every, len(parts), overlap)
         super().__init__(optim)
         starts = {name: start_of(param) for name, param in params.items()}
@@ -526,7 +541,7 @@ class OuterOptimizer(InnerOptimizer):
             binding = fragment.reducer.handle.binding
             if binding is not None and binding.engine is not None:
                 engines[f"fragment {index}"] = binding.engine
-                groups = [binding.group] if binding.group is not None else []
+                groups = [binding.group, *shard_groups(self._exchanged.values())] if binding.group is not None else []
         expr = self._fragments[0].reducer.handle.expr
         hook = f"outer optimizer, exchange={expr}"
         return Trace(path, engines, hook=hook, groups=groups, limit=limit, model=self._model, during="inner steps")

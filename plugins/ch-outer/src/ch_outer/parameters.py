@@ -3,7 +3,9 @@
 from collections.abc import Iterable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from commhooks import HookConfigError
 from commhooks.adapters import checksum
@@ -39,6 +41,18 @@ def buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the floating-point buffers by name. Integer buffers have no average."""
     prefix = _prefix_length(model)
     return {name[prefix:]: local(b) for name, b in model.named_buffers() if b.is_floating_point()}
+
+
+def shard_groups(params: Iterable[torch.Tensor]) -> list[dist.ProcessGroup]:
+    """Return the groups of two ranks or more that share one copy of the parameters."""
+    found: dict[str, dist.ProcessGroup] = {}
+    for param in params:
+        if isinstance(param, DTensor):
+            for dim, placement in enumerate(param.placements):
+                group = param.device_mesh.get_group(dim)
+                if not placement.is_replicate() and group.size() > 1:
+                    found.setdefault(group.group_name, group)
+    return list(found.values())
 
 
 def reshard(model: torch.nn.Module) -> None:

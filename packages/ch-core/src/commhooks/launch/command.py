@@ -164,7 +164,7 @@ def plan(settings: Settings, script: str) -> str:
         handle = create(hook) if hook else None
         node = {"hook": spec.name, "provider": spec.provider, "config": options}
         head = [f"outer     {settings.outer}", f"resolved  {unparse(node)}"]
-        wraps = [name.rpartition(".")[2] for name in REGISTRY.local_gradients()]
+        wraps = sorted({name.rpartition(".")[2] for name in REGISTRY.local_gradients()})
     elif not settings.hook:
         handle, head = None, []
     else:

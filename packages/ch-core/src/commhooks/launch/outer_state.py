@@ -3,6 +3,9 @@
 A checkpoint of the script holds the start of the round, so all steps of one round have equal parameters in it. The state of the
 script's optimizers tells these steps apart. The first rank's state is often loaded by all ranks, so a snapshot fits if any of
 its ranks had the state that this rank has loaded.
+
+A distributed checkpoint of a sharded model takes each tensor of the optimizers from any replica. Only their numbers of steps are
+equal on all replicas, so these alone tell the steps of a sharded model apart.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,6 +18,7 @@ from commhooks.agreement import StoreExchange
 from commhooks.digest import checksum
 from commhooks.errors import StateError
 from commhooks.launch.outer import Outer
+from commhooks.launch.shared_checkpoint import like, local
 from commhooks.launch.state_folder import SAVED, Snapshot
 from commhooks.log import log
 from commhooks.transport.process_group import group_timeout
@@ -43,22 +47,30 @@ class OuterKept:
         optims: Sequence[torch.optim.Optimizer],
         group: dist.ProcessGroup,
     ) -> None:
-        self.expr, self.group, self._outer, self._optims = expr, group, outer, list(optims)
-        self._model = model
+        self.expr, self._outer, self._optims, self._model = expr, outer, list(optims), model
+        self._sharded = any(hasattr(param, "to_local") for param in model.parameters())
+        everyone: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
+        self.group = everyone if self._sharded else group  # with shards, all ranks write
         self.params = [p for one in optims[-1].param_groups for p in one["params"]]
 
     # -- choice of a snapshot
 
     def fingerprint(self) -> str:
         shared = [value.to(live.dtype) for live, value in self._outer.shared()]
-        return checksum(*shared) + checksum(*_tensors_of(self._optims))
+        return checksum(*shared) + checksum(*self._inner_tensors())
 
     def found(self) -> str:
         """Return the fingerprint of the values that the script has loaded. It can only be asked before the first step."""
-        return checksum(*(live for live, _ in self._outer.shared())) + checksum(*_tensors_of(self._optims))
+        return checksum(*(local(live) for live, _ in self._outer.shared())) + checksum(*self._inner_tensors())
+
+    def _inner_tensors(self) -> list[torch.Tensor]:
+        found = _tensors_of(self._optims)
+        return [one for one in found if one.dim() == 0] if self._sharded else found
 
     def fits(self, one: Snapshot, rank: int, world: int, own: str) -> bool:
-        """Compare the parameters, which are equal on all ranks."""
+        """Compare the parameters, which are equal on all ranks, or this rank's shards."""
+        if self._sharded:
+            return one.world == world and one.checksums[rank][:DIGITS] == own[:DIGITS]
         return {of_rank[:DIGITS] for of_rank in one.checksums.values()} == {own[:DIGITS]}
 
     def best(self, fitting: Sequence[Snapshot], own: str) -> list[Snapshot]:
@@ -117,7 +129,7 @@ class OuterKept:
 
     def _own(self) -> list[torch.Tensor]:
         """Return this rank's parameters and buffers."""
-        return [t.detach() for t in (*self._model.parameters(), *self._model.buffers())]
+        return [local(t) for t in (*self._model.parameters(), *self._model.buffers())]
 
 
 def _tensors_of(optims: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
@@ -135,10 +147,30 @@ def _tensors_of(optims: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
 
 
 def _without_options(state: dict[str, Any]) -> dict[str, Any]:
-    return {"state": state["state"], "param_groups": [{"params": list(g["params"])} for g in state["param_groups"]]}
+    """Return an optimizer's state without its options. A shard becomes a pair of `SHARD` and this rank's part."""
+    rows = {index: {key: _plain(value) for key, value in row.items()} for index, row in state["state"].items()}
+    return {"state": rows, "param_groups": [{"params": list(g["params"])} for g in state["param_groups"]]}
 
 
 def _with_options(state: dict[str, Any], optim: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return a saved state with the options of an optimizer, and its shards cut like the parameters."""
     own = optim.state_dict()["param_groups"]
     groups = [{**here, "params": there["params"]} for here, there in zip(own, state["param_groups"], strict=True)]
-    return {"state": state["state"], "param_groups": groups}
+    params = [param for group in optim.param_groups for param in group["params"]]
+    names = [name for group in groups for name in group["params"]]
+    of_name = dict(zip(names, params, strict=True))
+    rows = {i: {k: _sharded(v, of_name.get(i)) for k, v in row.items()} for i, row in state["state"].items()}
+    return {"state": rows, "param_groups": groups}
+
+
+SHARD = "shard"
+
+
+def _plain(value: Any) -> Any:
+    return (SHARD, local(value)) if isinstance(value, torch.Tensor) and hasattr(value, "to_local") else value
+
+
+def _sharded(value: Any, param: torch.Tensor | None) -> Any:
+    if not (isinstance(value, tuple) and value[0] == SHARD and param is not None):
+        return value
+    return like(torch.empty_like(param, dtype=value[1].dtype), value[1])

@@ -110,8 +110,8 @@ class Settings:
             )
         if self.outer and self.gather:
             raise HookConfigError(
-                f"--outer {self.outer!r} and --gather {self.gather!r} exclude each other: an outer optimizer trains DDP models, "
-                "which gather no weights. Leave out one of them"
+                f"--outer {self.outer!r} and --gather {self.gather!r} exclude each other: an outer optimizer gathers "
+                "weights exactly. Leave out one of them"
             )
         if self.gather:
             REGISTRY.refuse_outer(REGISTRY.levels(self.gather))

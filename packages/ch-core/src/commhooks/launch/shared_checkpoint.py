@@ -39,9 +39,25 @@ def _put_shared(
         value = found.get(_place(tensor))
         if value is not None and state_dict[key] is not tensor:  # with keep_vars=True the caller wants the parameter
             # A copy, because a script that writes to its state dict must not move the start of the next round.
-            state_dict[key] = value.detach().to(dtype=tensor.dtype, copy=True)
+            state_dict[key] = like(tensor, value)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor on this rank, detached: the shard of a DTensor, otherwise the tensor."""
+    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found.detach()
+
+
+def like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a value of this rank in the dtype of a tensor, and sharded like it."""
+    if not hasattr(tensor, "to_local"):
+        return value.detach().to(dtype=tensor.dtype, copy=True)
+    sharded = tensor.detach().clone()
+    local(sharded).copy_(value)
+    return sharded
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, torch.Size, torch.dtype]:
     """Return the memory of a tensor, by which its detached aliases are known."""
-    return tensor.detach().data_ptr(), tensor.shape, tensor.dtype
+    mine = local(tensor)
+    return mine.data_ptr(), mine.shape, mine.dtype

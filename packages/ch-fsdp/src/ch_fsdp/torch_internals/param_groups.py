@@ -150,6 +150,16 @@ class ParamGroup:
         return native.size() if native is not None and self._group.gradient_divide_factor is not None else 1
 
     @property
+    def divide_factor(self) -> float | None:
+        """The divisor of the gradients' sum over the whole mesh, by ``set_gradient_divide_factor``. ``None`` is a mean."""
+        found: float | None = self._group.gradient_divide_factor
+        return found
+
+    @divide_factor.setter
+    def divide_factor(self, value: float) -> None:
+        self._group.gradient_divide_factor = value
+
+    @property
     def sums_replicas(self) -> bool:
         """True if the replicas' shards are summed and never divided: a divide factor of 1 on a 2-D mesh."""
         return self.native_replicas is not None and self._group.gradient_divide_factor == 1.0
