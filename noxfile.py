@@ -193,6 +193,13 @@ def frameworks(session: nox.Session) -> None:
     session.run("python", "tests/frameworks/matrix.py", *session.posargs, env=ONE_THREAD)
 
 
+@nox.session(name="frameworks-outer")
+def frameworks_outer(session: nox.Session) -> None:
+    """Train, kill and resume unchanged scripts under `run --outer`, by framework: 8 minutes. `-- --only fabric`."""
+    install(session, *PROJECTS, tools=[*FRAMEWORKS, "numpy>=1.26"])
+    session.run("python", "tests/frameworks/outer.py", *session.posargs, env=ONE_THREAD)
+
+
 @nox.session
 def soak(session: nox.Session) -> None:
     """Run hooks × world sizes × buckets twenty times, in two hours. `COMMHOOKS_SOAK_REPEATS=1` for once."""

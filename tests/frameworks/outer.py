@@ -1,4 +1,4 @@
-"""Trains, kills and resumes unchanged scripts under `commhooks run --outer`: `python tests/frameworks/outer.py [--only NAME]`.
+"""Trains, kills and resumes unchanged scripts under `commhooks run --outer`: `nox -s frameworks-outer [-- --only NAME]`.
 
 Each framework's plain script of 20 steps runs three times on two gloo processes: uninterrupted; killed with SIGKILL after step
 13, after a checkpoint of step 10 by the framework's own means, which is inside a round; resumed from it.

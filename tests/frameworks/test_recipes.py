@@ -55,6 +55,16 @@ def test_the_recipe_runs(title: str, tmp_path: Path) -> None:
         assert "powersgd" in printed
 
 
+@pytest.mark.parametrize(("script", "package"), [("fabric", "lightning"), ("titanstyle", "torch")])
+def test_a_script_is_killed_and_resumed_under_an_outer_optimizer(script: str, package: str) -> None:
+    """`nox -s frameworks-outer` runs the other frameworks."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    program = [sys.executable, "-W", "ignore", str(matrix.HERE / "outer.py"), "--only", script]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0 and done.stdout.count(" yes ") == 5, f"{done.stdout}\n{done.stderr}"
+
+
 @pytest.mark.parametrize("framework", matrix.FRAMEWORKS, ids=lambda framework: framework.script)
 def test_a_hook_costs_few_lines(framework: matrix.Framework) -> None:
     assert matrix.changed(framework.script) <= framework.lines
