@@ -10,9 +10,11 @@ Every finished run is kept in ``OUT/levels.json``, so that another start continu
 """
 
 import argparse
+import multiprocessing
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -46,6 +48,11 @@ def run(expr: str, seed: int, ranks: int, steps: int) -> dict[str, Any]:
     """Train once. Return the curves of :func:`.runs.train`."""
     torch.set_num_threads(1)
     return train(replace(SETTINGS["gpt_cosine"], ranks=ranks, steps=steps), expr, "iid", seed)
+
+
+def run_until(end: float, expr: str, seed: int, ranks: int, steps: int) -> dict[str, Any] | None:
+    """Train once, or return ``None`` if it is later than ``end`` of :func:`time.monotonic`."""
+    return run(expr, seed, ranks, steps) if time.monotonic() < end else None
 
 
 def table(found: Mapping[str, Any], hooks: Sequence[str], seeds: int, count: int, each: int, steps: int) -> str:
@@ -92,6 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--hooks", nargs="+", default=HOOKS, metavar="EXPR", help="flat hooks")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no run after so many minutes")
     parser.add_argument("--out", type=Path, default=Path("out/levels"), help="folder for finished runs")
     parser.add_argument("--record", action="store_true", help="write the table to docs/measured/two-level.md")
@@ -102,12 +110,15 @@ def main(argv: list[str] | None = None) -> int:
     todo = [(expr, seed) for seed in range(args.seeds) for hook in args.hooks for expr in forms(hook, each)]
     for expr, _ in todo:
         commhooks.create(expr)
-    for expr, seed in todo:
-        name = key(expr, seed, ranks, args.steps)
-        if name not in finished.runs and time.monotonic() < end:
-            finished.put(name, run(expr, seed, ranks, args.steps))
-            made = finished.runs[name]
-            print(f"{name}: {made['test'][-1]:.4f} in {made['seconds']:.0f} s", file=sys.stderr, flush=True)
+    missing = [(expr, seed) for expr, seed in todo if key(expr, seed, ranks, args.steps) not in finished.runs]
+    with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        runs = {key(expr, seed, ranks, args.steps): (expr, seed) for expr, seed in missing}
+        ran = {pool.submit(run_until, end, *runs[name], ranks, args.steps): name for name in runs}
+        for future in as_completed(ran):
+            made = future.result()
+            if made is not None:
+                finished.put(ran[future], made)
+                print(f"{ran[future]}: {made['test'][-1]:.4f} in {made['seconds']:.0f} s", file=sys.stderr, flush=True)
     shown = table(finished.runs, args.hooks, args.seeds, count, each, args.steps)
     print(shown)
     if args.record:
