@@ -25,7 +25,7 @@ def net() -> torch.nn.Sequential:
 
 def begin(hook: str, gather: str) -> None:
     """Begin as ``commhooks run --hook HOOK --gather GATHER`` does."""
-    os.environ.update(Settings(hook, gather=gather).environ())
+    os.environ.update(Settings(hook, gather=gather, check_ranks_every=2).environ())
     if not hook:
         os.environ.pop("COMMHOOKS_HOOK", None)
     watch()
@@ -59,11 +59,15 @@ def body(rank: int, world: int) -> None:
     assert len(auto_attach().models) == 3
     assert any("gathers no weights" in note for note in auto_attach().notes)
 
+    assert not any("--check-ranks-every" in note for note in auto_attach().notes)  # the models say it themselves
+    assert "hold different shards" in str(models[0])
+
     begin("", "difference(quant4(block=16))")
     other = sharded(world)
     train(other)
     [one] = auto_attach().report()["models"]
     assert one["stats"]["gather_payload_bytes"] > 0
+    assert any("--check-ranks-every compares nothing" in note for note in auto_attach().notes)
 
 
 def test_weights_and_gradients_are_coded() -> None:

@@ -112,6 +112,11 @@ class AutoAttach:
             )
             made.append(HookedModel(name, handle))
         if gathers:
+            if settings.check_ranks_every and not settings.hook:
+                self._note(
+                    f"--check-ranks-every compares nothing of {name}: --gather alone attaches no hook to gradients. Give --hook, "
+                    "too, such as --hook allreduce. It then compares replicas of one shard, if the model has any"
+                )
             handle = attach(model, settings.gather, axis="gather", single_process=settings.single_process)
             made.append(HookedModel(f"{name}, weight gathers", handle))
         return made

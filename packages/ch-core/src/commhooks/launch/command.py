@@ -190,7 +190,11 @@ def plan(settings: Settings, script: str) -> str:
     if settings.trace:
         lines.append(f"trace     one file for each model in {settings.trace}")
     if settings.check_ranks_every:
-        lines.append(f"ranks     compared every {settings.check_ranks_every} steps; {settings.on_drift} if they differ")
+        compared = f"compared every {settings.check_ranks_every} steps; {settings.on_drift} if they differ"
+        alone = settings.gather and not settings.hook
+        lines.append(
+            f"ranks     {'not compared, because --gather alone attaches no hook to gradients' if alone else compared}"
+        )
     if not settings.hook and not settings.outer:
         return _in_columns(lines)
     if handle is None:
