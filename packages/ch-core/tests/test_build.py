@@ -196,6 +196,10 @@ def test_why_not_gives_every_reason(acme):
         "no-such-package-anywhere",
     ):
         assert any(words in reason for reason in reasons)
+    for backend in ("nccl2", "cpu:gloo,cuda:nccl"):
+        assert not any("backend" in reason for reason in why_not("fussy", backend=backend, registry=registry))
+    assert any("over nccl" in reason for reason in why_not("scaled", backend="nccl2", device="cpu", registry=registry))
+    assert why_not("scaled", backend="cpu:gloo,cuda:nccl", device="cpu", registry=registry) == []
     assert why_not("outer(scaled)", backend="gloo", device="cpu", registry=registry) == []
     assert "did you mean 'scaled'" in why_not("outer(scald)", registry=registry)[0]
     assert "factor" in why_not("spec_scaled(factor=-1)", registry=registry)[0]

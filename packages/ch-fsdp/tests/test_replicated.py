@@ -1,6 +1,7 @@
 """``replicate()`` on FSDP2 (``torch.distributed._composable.replicate_with_fsdp``): a handle reduces in torch's place."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 
 import commhooks
+from ch_fsdp import replicate_axis
 from commhooks.testing import Faulty, spawn
 
 from .fsdp_kit import batch, gpt, grads
@@ -102,3 +104,17 @@ def test_as_with_ddp() -> None:
             "usable after it": True,
             "other hooks": "RankMismatchError",
         }
+
+
+@pytest.mark.parametrize(
+    ("backend", "moves"), [("cuda:nccl", True), ("cuda:nccl2", True), ("cpu:gloo,cuda:nccl", False)]
+)
+def test_a_group_that_carries_no_cpu_tensor_gets_those_of_the_accelerator(backend: str, moves: bool) -> None:
+    moved, sent = mock.Mock(return_value=torch.device("cpu")), mock.Mock()
+    with (
+        mock.patch.object(dist, "get_backend_config", return_value=backend),
+        mock.patch.object(torch.accelerator, "current_accelerator", moved),
+        mock.patch.object(dist, "broadcast", sent),
+    ):
+        replicate_axis.broadcast(torch.nn.Linear(2, 2), mock.Mock())
+    assert moved.called is moves and sent.call_count == 2

@@ -291,12 +291,12 @@ def gradients_kept(name: str, before: str) -> AttachError:
 @torch.no_grad()
 def broadcast(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
     """Copy parameters and buffers of the group's first rank to all replicas, as DDP does when it wraps a model."""
-    on_card = dist.get_backend(group) == "nccl"
+    carried = {pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")}  # of "cpu:gloo,cuda:nccl"
     for tensor in (*model.parameters(), *model.buffers()):
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         if local.numel() == 0:
             continue
-        sent = local.contiguous() if not on_card or local.is_cuda else local.cuda()
+        sent = local.contiguous() if local.device.type in carried else local.to(torch.accelerator.current_accelerator())
         dist.broadcast(sent, group=group, group_src=0)
         if sent is not local:
             local.copy_(sent)

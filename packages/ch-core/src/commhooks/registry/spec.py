@@ -94,7 +94,8 @@ class Needs:
         problems = []
         for legal, key in ((self.backends, "backend"), (self.devices, "device"), (self.dtypes, "dtype")):
             given = place.get(key)
-            if legal and given is not None and given not in legal:
+            names = _backends(given) if key == "backend" else {given}
+            if legal and given is not None and not names.intersection(legal):
                 problems.append(f"{name} needs {key} {' or '.join(legal)}, not {given}")
         present = version("torch")
         if self.torch and (present is None or _release(present) < _release(self.torch)):
@@ -102,9 +103,20 @@ class Needs:
         for package in self.packages:
             if version(package) is None and importlib.util.find_spec(package.replace("-", "_")) is None:
                 problems.append(f"{name} needs the package {package}: pip install {package}")
-        if place.get("backend") == "nccl" and place.get("device") == "cpu":
+        if place.get("device") == "cpu" and _backends(place.get("backend"), "cpu") == {"nccl"}:
             problems.append(f"{name} cannot reduce CPU gradients over nccl; use gloo")
         return problems
+
+
+def _backends(given: object, device: str = "") -> set[object]:
+    """Return the backends in a name of ``init_process_group``, those for a device only if it names devices.
+
+    >>> sorted(_backends("cpu:gloo,cuda:nccl")), _backends("cpu:gloo,cuda:nccl", "cpu"), _backends("nccl2")
+    (['gloo', 'nccl'], {'gloo'}, {'nccl'})
+    """
+    pairs = [pair.rpartition(":") for pair in str(given).split(",")]
+    names = [name for where, _, name in pairs if not device or where in ("", device)]
+    return {"nccl" if name.startswith("nccl") else name for name in names}
 
 
 def _release(text: str) -> tuple[int, ...]:

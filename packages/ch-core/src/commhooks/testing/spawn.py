@@ -299,7 +299,7 @@ def _join_group(order: _Order) -> Callable[[], None]:
     from torch._C._distributed_c10d import FileStore
 
     torch.set_num_threads(1)  # ranks share the cores
-    if order.backend == "nccl":
+    if "nccl" in order.backend:
         torch.accelerator.set_device_index(order.rank)
     dist.init_process_group(
         order.backend,

@@ -304,7 +304,7 @@ def _other_threads() -> float:
 
 
 def _meet() -> None:
-    if torch.cuda.is_available() and dist.get_backend() == "nccl":
+    if torch.cuda.is_available() and "nccl" in dist.get_backend():
         torch.cuda.synchronize()
     dist.barrier()
 
