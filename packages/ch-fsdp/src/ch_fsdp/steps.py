@@ -7,6 +7,8 @@ backward may also contain several passes of autograd. So the adapter calls :meth
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
+
 from commhooks import Bucket
 from commhooks.adapters import (
     NO_BACKWARD,
@@ -61,11 +63,14 @@ class Steps:
         self.before_gradient = before_gradient
         self._inspect, self._deferred, self._due = inspect, deferred, due
         self._error: BaseException | None = None
+        self._streams: set[torch.cuda.Stream] = set()  # on which buckets of this step were reduced
         self._ending = NO_BACKWARD  # the pass of autograd whose end is the end of the step
 
     def run(self, axis: str, bucket: Bucket) -> None:
         """Reduce a bucket over an axis now. The end of the backward raises errors of the reduction."""
         self.calls += 1
+        if bucket.device.type == "cuda":
+            self._streams.add(torch.cuda.current_stream(bucket.device))
         self.group.run(axis, bucket)
 
     def fail(self, error: BaseException) -> None:
@@ -100,6 +105,10 @@ class Steps:
         error, self._error = self._error or self._inspect(), None
         if self._deferred is not None:
             self._deferred.finish(self.group.engines["replicate"])
+        # The status reads numbers of these streams. torch waits for them only in the last backward of a step.
+        for stream in self._streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        self._streams.clear()
         error = self.group.finish(outside=error)
         if error is not None:
             raise_after_backward(error)
