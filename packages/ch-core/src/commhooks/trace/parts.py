@@ -198,7 +198,9 @@ class Timeline:
             times = [message.started]
             for moment in (last.started, carried, arriving):
                 times.append(min(max(moment + shift, times[-1]), here.done + shift))
-            found.append((message, Moments(*times, here.done + shift, last.rank if len(known) > 1 else None)))
+            begun, met, carried, arriving = times
+            slowest = last.rank if len(known) > 1 else None
+            found.append((message, Moments(begun, met, carried, arriving, here.done + shift, slowest)))
         return found
 
     def _all(self, engine: EnginePart, message: Message) -> list[_Here]:
