@@ -1,12 +1,13 @@
-"""Every hook behind ch-ddp's driver on the imagined GPU orders all accesses to memory. The check
-finds planted races.
+"""On the imagined GPU, hooks order all accesses to memory, and the check finds planted races.
+
+Hooks run behind ch-ddp's driver, with two levels, on each axis of FSDP2, and in overlapped exchanges of an outer optimizer.
 """
 
 import inspect
 import logging
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ import torch
 
 import commhooks
 from ch_bench.cost.imagined_gpu import ImaginedGPU, races
+from ch_bench.cost.imagined_training import fsdp2_races, outer_races
 from ch_bench.cost.stream_order import StreamOrder
 from ch_bench.gpu_kit.models import COMPOSITIONS
 
@@ -37,6 +39,51 @@ def test_no_hook_has_a_race(hook: str) -> None:
 def test_no_hook_has_a_race_with_buckets_that_are_freed(how: str) -> None:
     for hook in HOOKS:
         assert races(hook, NET, 4, **{how: True}) == [], hook
+
+
+def reductions() -> Iterator[tuple[str, commhooks.Reduction]]:
+    for hook in HOOKS:
+        reduction = commhooks.create(hook).reduction
+        assert reduction is not None
+        yield hook, reduction
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_no_hook_has_a_race_with_two_levels() -> None:
+    checked = 0
+    for hook, _ in reductions():
+        try:
+            commhooks.create(f"two_level({hook})")
+        except commhooks.HookConfigError:  # for example a hook that has two levels already
+            continue
+        for inside in ("allreduce", "bf16_compress", "quant8"):
+            assert races(f"two_level({hook}, inside={inside})", NET, 3, ranks_per_node=2) == [], (hook, inside)
+        checked += 1
+    assert checked >= 20
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("axis", ["shard", "replicate", "gather"])
+def test_no_hook_has_a_race_with_fsdp2(axis: str) -> None:
+    checked = 0
+    for hook, reduction in reductions():
+        try:
+            assert fsdp2_races(hook, axis) == [], hook
+            assert fsdp2_races(hook, axis, bf16=True, seldom=axis == "replicate", micro=2) == [], hook
+        except commhooks.HookNotSupportedError:
+            continue
+        checked += reduction.lossy
+    assert checked >= 3
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("options", [{}, {"mix": 0.5}, {"mix": "carry"}, {"fragments": 1, "overlap": 4}])
+def test_no_hook_has_a_race_in_an_outer_exchange(options: dict[str, Any]) -> None:
+    for hook in HOOKS:
+        assert outer_races(hook, **options) == [], hook
 
 
 @contextmanager
@@ -135,6 +182,107 @@ def test_a_planted_race_is_found(name: str) -> None:
     assert any(told in text for text in found), found
 
 
+WAIT = (RUN, "BucketRun._wait", "pending.wait(timeout)", "pass")
+EARLY = PLANTS["a result decoded before it has arrived"][0]
+REPLICATE = "ch_fsdp.replicate_axis"
+MORE_PLANTS: dict[str, tuple[tuple[str, str, str, str], Callable[[], list[str]], str]] = {
+    "two levels: a stage that is not waited for": (
+        WAIT,
+        lambda: races("two_level(quant4)", NET, ranks_per_node=2),
+        "collectives of peers",
+    ),
+    "two levels: a result decoded before it has arrived": (
+        EARLY,
+        lambda: races("two_level(bf16_compress)", NET, ranks_per_node=2),
+        "collectives of peers",
+    ),
+    "two levels: stages that share memory for casts": (
+        PLANTS["stages that share memory for casts"][0],
+        lambda: races("two_level(quant4, inside=bf16_compress)", NET, ranks_per_node=2),
+        "collectives of node",
+    ),
+    "shard axis: a stage that is not waited for": (WAIT, lambda: fsdp2_races("quant4", "shard"), "collectives of"),
+    "shard axis: a result decoded before it has arrived": (
+        EARLY,
+        lambda: fsdp2_races("bf16_compress", "shard"),
+        "collectives of",
+    ),
+    "shard axis: a status that does not wait for the reductions": (
+        (
+            "ch_fsdp.steps",
+            "Steps._end",
+            "torch.cuda.current_stream(stream.device).wait_stream(stream)",
+            "pass",
+        ),
+        lambda: fsdp2_races("quant4", "shard", micro=2),
+        "stack on stream main",
+    ),
+    "gather axis: a stage that is not waited for": (WAIT, lambda: fsdp2_races("quant8", "gather"), "collectives of"),
+    "gather axis: a result decoded before it has arrived": (
+        EARLY,
+        lambda: fsdp2_races("bf16_compress", "gather"),
+        "collectives of",
+    ),
+    "replicate axis: a stage that is not waited for": (
+        WAIT,
+        lambda: fsdp2_races("powersgd(rank=4)", "replicate"),
+        "collectives of",
+    ),
+    "replicate axis: a shard that is not recorded": (
+        (
+            REPLICATE,
+            "ReplicateHook.__call__",
+            "shard.record_stream(torch.cuda.current_stream(shard.device))",
+            "pass",
+        ),
+        lambda: fsdp2_races("bf16_compress", "replicate", bf16=True),
+        "handed back",
+    ),
+    "replicate axis: a late average that does not wait for torch": (
+        (
+            REPLICATE,
+            "GroupOrder.finish",
+            "torch.cuda.current_stream(stream.device).wait_stream(stream)",
+            "pass",
+        ),
+        lambda: fsdp2_races("powersgd(rank=4)", "replicate", seldom=True, micro=2),
+        "stream main",
+    ),
+    "overlap: a stage that is not waited for": (WAIT, lambda: outer_races("quant4"), "collectives"),
+    "overlap: an exchange that does not wait for the inner step": (
+        PLANTS["no wait_stream"][0],
+        lambda: outer_races("quant4"),
+        "stream main",
+    ),
+    "overlap: a start that moves before the average has arrived": (
+        (
+            DEVICE,
+            "SideStream.join",
+            "torch.get_device_module(tensor.device).current_stream(tensor.device).wait_stream(side)",
+            "pass",
+        ),
+        lambda: outer_races("quant4"),
+        "stream main",
+    ),
+}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", MORE_PLANTS)
+def test_a_planted_race_of_a_training_is_found(name: str) -> None:
+    change, check, told = MORE_PLANTS[name]
+    logging.disable(logging.CRITICAL)
+    try:
+        with planted(*change):
+            found = check()
+        clean = check()
+    finally:
+        logging.disable(logging.NOTSET)
+    assert any(told in text for text in found), found
+    assert clean == []
+
+
 def test_a_bucket_read_before_its_future_is_found() -> None:
     with mock.patch("ch_bench.cost.imagined_gpu._Future.wait", return_value=None):
         assert any("stream main" in text for text in races("allreduce", NET))
@@ -151,7 +299,13 @@ def test_memory_used_on_another_stream_is_handed_back_too_early() -> None:
                 if recorded:
                     made.record_stream(side)
             del made
+            assert gpu.order.races == []
+            again = torch.zeros(4, dtype=torch.float32, device="cuda")
             assert bool(gpu.order.races) is not recorded
+            torch.cuda.current_stream().wait_stream(side)
+            gpu.order.races.clear()
+            again = torch.zeros(4, dtype=torch.float32, device="cuda")
+            assert again.is_cuda and gpu.order.races == []
 
 
 def test_ranges_of_one_storage_do_not_conflict() -> None:

@@ -7,6 +7,7 @@ memory that no wait between streams puts in order (:mod:`ch_bench.cost.stream_or
 (``docs/cuda.md``).
 """
 
+import pkgutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,7 +25,7 @@ from ch_bench.cost.launches import launches_kernel
 from ch_bench.cost.stream_order import HOST, StreamOrder, accesses
 from ch_bench.pytorch_hooks import reduction_of
 from ch_ddp.adapter import DDPDriver
-from commhooks import Bucket, BucketLayout, HookState, Reduction
+from commhooks import Bucket, BucketLayout, HookState, Reduction, Topology
 from commhooks.adapters import Engine
 
 DEVICE, META = torch.device("cuda", 0), torch.device("meta")
@@ -76,8 +77,10 @@ class ImaginedGPU:
         self._exit = ExitStack()
 
     def __enter__(self) -> "ImaginedGPU":
-        for name, stand_in in _streams(self).items():
+        stand_ins = _streams(self)
+        for name, stand_in in stand_ins.items():
             self._exit.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        self._exit.enter_context(mock.patch.object(torch.accelerator, "current_stream", stand_ins["current_stream"]))
 
         def record_stream(tensor: torch.Tensor, stream: Any) -> None:
             self.order.record(stream.name, tensor)
@@ -85,7 +88,14 @@ class ImaginedGPU:
         # torch's own method accepts a real stream only.
         self._exit.enter_context(mock.patch.object(torch.Tensor, "record_stream", record_stream))
         self._exit.enter_context(_Dispatched(self))
-        self._exit.enter_context(_Called(self))
+        called = self._exit.enter_context(_Called(self))
+        run_backward = vars(torch.autograd)["_engine_run_backward"]
+
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            with called:  # torch leaves the mode before it calls the mode's handler of backward()
+                return run_backward(*args, **kwargs)
+
+        self._exit.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", entered))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -177,6 +187,11 @@ class _Called(TorchFunctionMode):
             return self._attribute(func, args)
         if name in ("tolist", "item") and args[0] in gpu.pinned:
             gpu.order.access(HOST, args[0], name, writes=False)
+        if name in ("tolist", "item") and args[0].is_meta:
+            gpu.wait(name)
+            gpu.order.join(HOST, gpu.order.stamp(gpu.stream))
+            gpu.order.access(HOST, args[0], name, writes=False)
+            return 1.0 if name == "item" else [1.0] * args[0].numel()
         if name == "tolist" and not args[0].is_meta:  # the status: no rank has failed, and both are at the same step
             return [4.0] * (args[0].numel() - 1) + [0.0]
         if name == "pin_memory":
@@ -234,7 +249,7 @@ def _streams(gpu: ImaginedGPU) -> dict[str, Any]:
             gpu.order.join(HOST, self.stamp)
 
     class Stream:
-        def __init__(self, device: object = None, name: str = "") -> None:
+        def __init__(self, device: object = None, name: str = "", priority: int = 0) -> None:
             streams.append(self)
             self.name = name or f"side {len(streams) - 1}"
             self.device = DEVICE
@@ -273,12 +288,12 @@ def _streams(gpu: ImaginedGPU) -> dict[str, Any]:
 class _Done:
     """A collective on its own stream, as NCCL runs it. The group keeps its tensors until a stream waits for it."""
 
-    def __init__(self, gpu: ImaginedGPU, tensors: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, gpu: ImaginedGPU, stream: str, tensors: tuple[torch.Tensor, ...]) -> None:
         self.gpu, self.tensors = gpu, tensors
-        self.stamp = gpu.order.stamp(COLLECTIVES)
+        self.stamp = gpu.order.stamp(stream)
         gpu.pending.append(self)
 
-    def wait(self, timeout: float | None) -> None:
+    def wait(self, timeout: float | None = None) -> None:
         self.gpu.order.join(self.gpu.stream, self.stamp)
         if self in self.gpu.pending:
             self.gpu.pending.remove(self)
@@ -288,24 +303,43 @@ class _Done:
 COLLECTIVES = "collectives"
 
 
-class _Silent:
-    """A group of two with empty messages."""
+class SilentGroup:
+    """A group of ranks with empty messages. Its collectives run on their own stream, as those of an NCCL communicator.
 
-    rank, world_size, free, elastic = 0, 2, False, False
+    Args:
+        gpu: the device.
+        world_size: number of ranks; this is rank 0.
+        stream: name of the stream of the collectives.
+        ranks_per_node: ranks of each node, if hooks with two levels use the group.
+    """
 
-    def __init__(self, gpu: ImaginedGPU) -> None:
-        self.gpu = gpu
+    rank, free, elastic = 0, False, False
 
-    def _start(self, *given: object) -> _Done:
+    def __init__(
+        self, gpu: ImaginedGPU, world_size: int = 2, stream: str = COLLECTIVES, ranks_per_node: int | None = None
+    ) -> None:
+        self.gpu, self.world_size, self.stream = gpu, world_size, stream
+        self.topology: Topology | None = None
+        self._ranks_per_node = ranks_per_node
+
+    def open_levels(self, nodes: Any, timeout: float | None) -> None:
+        self.topology = Topology.even(self.world_size, self._ranks_per_node or 1)
+
+    def scoped(self, scope: Any) -> "SilentGroup":
+        if scope == "all" or self.topology is None:
+            return self
+        return SilentGroup(self.gpu, self.topology.size(scope), f"{self.stream} of {scope}")
+
+    def start(self, *given: object) -> _Done:
         gpu, tensors = self.gpu, tuple(each for each in given if isinstance(each, torch.Tensor))
         gpu.seen.messages += 1
         gpu.since_copy += 1
-        gpu.order.join(COLLECTIVES, gpu.order.stamp(gpu.stream))
+        gpu.order.join(self.stream, gpu.order.stamp(gpu.stream))
         for number, tensor in enumerate(tensors):
-            gpu.order.access(COLLECTIVES, tensor, "a collective", writes=number == 0)
-        return _Done(gpu, tensors)
+            gpu.order.access(self.stream, tensor, "a collective", writes=number == 0)
+        return _Done(gpu, self.stream, tensors)
 
-    all_reduce = all_gather = all_to_all = reduce_scatter = _start
+    all_reduce = all_gather = all_to_all = reduce_scatter = start
 
     def abort(self) -> None: ...
 
@@ -344,8 +378,8 @@ def steps(
         state = handle.state
     layouts = [BucketLayout.of_shapes(shapes, dtype=dtype, device=DEVICE) for shapes in buckets]
     last, found = len(layouts) - 1, []
-    with ImaginedGPU() as gpu, _planned_apart(handle.reduction, gpu):
-        engine = Engine(handle.reduction, _Silent(gpu), state)
+    with ImaginedGPU() as gpu, planned_apart(gpu):
+        engine = Engine(handle.reduction, SilentGroup(gpu), state)
         made = [
             Bucket(layout, torch.empty(layout.numel, dtype=dtype, device=DEVICE), i, is_last=i == last)
             for i, layout in enumerate(layouts)
@@ -369,20 +403,22 @@ def _use(storage: torch.Tensor, params: Sequence[torch.Tensor]) -> None:
 
 
 @contextmanager
-def _planned_apart(reduction: Reduction, gpu: ImaginedGPU) -> Iterator[None]:
-    """Let the engine make its plan on plain meta tensors."""
-    plan = reduction.plan
+def planned_apart(gpu: ImaginedGPU) -> Iterator[None]:
+    """Let every reduction make its plan, and the shapes of its state, on plain meta tensors."""
 
-    def hidden(*args: Any) -> Any:
-        with gpu.hidden():
-            return plan(*args)
+    def hidden(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with gpu.hidden():
+                return function(*args, **kwargs)
 
-    planned: Any = reduction
-    planned.plan = hidden
-    try:
+        return call
+
+    state = "commhooks.checkpoint.save_load.expected"
+    with (
+        mock.patch.object(Reduction, "plan", hidden(Reduction.plan)),
+        mock.patch(state, hidden(pkgutil.resolve_name(state.replace(".expected", ":expected")))),
+    ):
         yield
-    finally:
-        del planned.plan
 
 
 class _Future:
@@ -424,6 +460,7 @@ def races(
     *,
     frees: bool = False,
     stops: bool = False,
+    ranks_per_node: int | None = None,
 ) -> list[str]:
     """Return accesses that no wait puts in order, in ``count`` steps of a hook behind ch-ddp's driver.
 
@@ -436,6 +473,7 @@ def races(
         frees: True if every step has new buckets, which are freed as soon as they have been read (DDP's
             ``lazy_bucket_allocation``).
         stops: True if the second backward raises before its last bucket. Its buckets are freed.
+        ranks_per_node: ranks of each of two nodes, for a hook with two levels; ``None`` for two ranks.
 
     Example:
         >>> races("bf16_compress", [{"w": (64, 64)}])
@@ -444,7 +482,7 @@ def races(
     handle = commhooks.create(hook)
     assert handle.reduction is not None
     last = len(buckets) - 1
-    with ImaginedGPU() as gpu, _planned_apart(handle.reduction, gpu), ExitStack() as patches:
+    with ImaginedGPU() as gpu, planned_apart(gpu), ExitStack() as patches:
         driven = "ch_ddp.adapter.driver."
         for name, stand_in in {
             "future_for": lambda buffer: _Future(gpu),
@@ -453,7 +491,8 @@ def races(
             "at_end_of_backward": lambda action: None,
         }.items():
             patches.enter_context(mock.patch(driven + name, stand_in))
-        engine = Engine(handle.reduction, _Silent(gpu), handle.state if isinstance(handle.state, HookState) else None)
+        ranks = SilentGroup(gpu, 2 * (ranks_per_node or 1), ranks_per_node=ranks_per_node)
+        engine = Engine(handle.reduction, ranks, handle.state if isinstance(handle.state, HookState) else None)
         if not frees:
             engine.keep_buckets()
         names: dict[int, str] = {}
@@ -477,7 +516,7 @@ def races(
             for index, (storage, ps) in enumerate(zip(storages, params, strict=True)):
                 if stops and step == 1 and index == last:
                     break
-                storage.add_(1.0)
+                storage.add_(torch.ones_like(storage))  # the backward allocates, too
                 futures.append(driver(_DDPBucket(index, ps, storage, index == last)))  # type: ignore[arg-type]
             if len(futures) == len(params):
                 for index, future in enumerate(futures):

@@ -28,17 +28,28 @@ class Access:
     what: str
 
 
+@dataclass(frozen=True, slots=True)
+class Use:
+    """The last use of freed memory on a stream that the allocator does not wait for."""
+
+    stream: str
+    time: int
+    what: str
+
+
 @dataclass(slots=True)
 class Memory:
     """Accesses to one storage since it was allocated.
 
     Attributes:
         stream: the stream that was current at the allocation. The allocator gives the memory back to it.
+        earlier: uses of freed memory that the allocator may have handed out again for this storage.
         recorded: streams of ``record_stream``.
         last: time of the last use on each stream.
     """
 
     stream: str
+    earlier: list[Use] = field(default_factory=list)
     accesses: list[Access] = field(default_factory=list)
     recorded: set[str] = field(default_factory=set)
     last: dict[str, int] = field(default_factory=dict)
@@ -62,6 +73,7 @@ class StreamOrder:
         self.races: list[str] = []
         self._clocks: dict[str, Clock] = {HOST: {}}
         self._memory: dict[int, Memory] = {}
+        self._freed_uses: dict[str, list[Use]] = {}  # by the stream that gets the memory back
 
     def clock(self, stream: str) -> Clock:
         """Return the clock of a stream."""
@@ -90,6 +102,13 @@ class StreamOrder:
         clock = self.clock(stream)
         clock[stream] = clock.get(stream, 0) + 1
         memory = self._of(stream, tensor)
+        if stream not in memory.last and stream != HOST:
+            for use in memory.earlier:
+                if clock.get(use.stream, 0) < use.time:
+                    self._report(
+                        f"memory of stream {memory.stream} is handed back while {use.what} on stream {use.stream} uses it, and "
+                        f"{what} on stream {stream} may get it next: no wait between them"
+                    )
         low = int(tensor.storage_offset()) * tensor.itemsize
         span = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         made = Access(low, low + (span + 1) * tensor.itemsize, writes, stream, clock[stream], what)
@@ -117,12 +136,15 @@ class StreamOrder:
         key: int = storage._cdata
         found = self._memory.get(key)
         if found is None:
-            found = self._memory[key] = Memory(stream)
+            # The stream itself waits for uses that its clock has.
+            uses = [u for u in self._freed_uses.get(stream, []) if self.clock(stream).get(u.stream, 0) < u.time]
+            self._freed_uses[stream] = uses
+            found = self._memory[key] = Memory(stream, list(uses))
             weakref.finalize(storage, self._freed, key).atexit = False
         return found
 
     def _freed(self, key: int) -> None:
-        """Check that the allocator may hand the memory to its stream again."""
+        """Note uses that may still run when the allocator hands the memory to its stream again."""
         memory = self._memory.pop(key, None)
         if memory is None:
             return
@@ -132,7 +154,7 @@ class StreamOrder:
             ordered = any(clock.get(stream, 0) >= time for clock in clocks)
             if stream not in (memory.stream, HOST, *memory.recorded) and not ordered:
                 last = next(a.what for a in reversed(memory.accesses) if a.stream == stream)
-                self._report(f"memory of stream {memory.stream} is handed back while {last} on stream {stream} uses it")
+                self._freed_uses.setdefault(memory.stream, []).append(Use(stream, time, last))
 
     def _report(self, text: str) -> None:
         if text not in self.races:
