@@ -67,11 +67,12 @@ class Network:
         world: number of ranks.
         rate: limit of each namespace's uplink; ``None`` for no limit.
         ranks_per_node: ranks of each namespace, a divisor of ``world``.
+        burst: bytes that an uplink sends at once after it was idle, as tc writes them.
     """
 
-    def __init__(self, world: int, rate: str | None = None, *, ranks_per_node: int = 1) -> None:
+    def __init__(self, world: int, rate: str | None = None, *, ranks_per_node: int = 1, burst: str = "128kb") -> None:
         self.bits = parse_rate(rate) if rate else None
-        self.rate, self.ranks_per_node = rate, ranks_per_node
+        self.rate, self.ranks_per_node, self.burst = rate, ranks_per_node, burst
         self.names = [f"ch{os.getpid()}r{node}" for node in range(world // ranks_per_node)]
         self.hub = f"ch{os.getpid()}hub"
 
@@ -147,7 +148,7 @@ class Network:
             _ip("-n", name, "link", "set", IFACE, "up")
             within(name, _use_cubic)
             if self.rate:
-                _command("tc", "-n", name, "qdisc", "add", "dev", IFACE, "root", *_shape(self.rate))
+                _command("tc", "-n", name, "qdisc", "add", "dev", IFACE, "root", *_shape(self.rate, self.burst))
 
     def _remove(self) -> None:
         for name in [*self.names, self.hub]:  # deletes the interfaces, too
@@ -224,8 +225,8 @@ def within(name: str, make: Callable[[], T]) -> T:
     return result
 
 
-def _shape(rate: str) -> list[str]:
-    return ["tbf", "rate", rate, "burst", "128kb", "latency", "50ms"]
+def _shape(rate: str, burst: str = "128kb") -> list[str]:
+    return ["tbf", "rate", rate, "burst", burst, "latency", "50ms"]
 
 
 def _use_cubic() -> None:
