@@ -210,6 +210,17 @@ def averaged(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     return dist.all_reduce(buffer, async_op=True).get_future().then(lambda done: done.value()[0])
 
 
+def step_without(run: Run, model: nn.Module, absent: str) -> str:
+    """Run a step that cannot end, because peers are ``absent``. Note how long this rank waits for its error."""
+    begun = time.monotonic()
+    try:
+        run.step(model, 3)
+    except Exception:
+        run.seen.append(f"told after {time.monotonic() - begun:.1f} s")
+        raise
+    raise Silent(f"a step without {absent}")
+
+
 def then(run: Run, action: Callable[[], object], afterwards: Callable[[], object]) -> str:
     """Run ``action``. If it raises, note the result of ``afterwards`` and raise."""
     try:

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -11,23 +10,12 @@ from typing import Any
 
 import kit
 import torch.distributed as dist
-from kit import RANKS_PER_NODE, Run, Silent, deadline, leveled, row
+from kit import RANKS_PER_NODE, Run, deadline, leveled, row, step_without
 
 import commhooks
 from commhooks import AllReduce, Bucket, Reduction, StepContext
 
 VICTIM = 3
-
-
-def last_step(run: Run, model: Any) -> str:
-    """Run the step in which the fault happens, and note how long this rank waits for its error."""
-    begun = time.monotonic()
-    try:
-        run.step(model, 3)
-    except Exception:
-        run.seen.append(f"told after {time.monotonic() - begun:.1f} s")
-        raise
-    raise Silent("a step without the other ranks")
 
 
 def at_level(run: Run, scope: str, kind: str, action: Callable[[], None]) -> str:
@@ -43,7 +31,7 @@ def at_level(run: Run, scope: str, kind: str, action: Callable[[], None]) -> str
             action()
 
         setattr(transport, kind, instead)
-    return last_step(run, model)
+    return step_without(run, model, "the other ranks")
 
 
 def kill() -> None:
@@ -127,7 +115,7 @@ def link_cut(run: Run) -> str:
             run.step(model, seed)
         if run.rank == 0:
             subprocess.run(["ip", "-n", hub, "link", "set", "p1", "down"], check=True)
-        return last_step(run, model)
+        return step_without(run, model, "the other ranks")
     finally:
         if run.rank == 0:
             net.__exit__(None, None, None)
