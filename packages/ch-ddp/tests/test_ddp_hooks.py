@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ch_ddp
 import commhooks
 from commhooks.testing import spawn
+from commhooks.testing.simulated_ranks import SimulatedRanks
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -376,3 +377,14 @@ def sparse_beside_dense(rank: int, world: int) -> list[str]:
 
 def test_sparse_gradients_have_ddps_bits() -> None:
     assert spawn(sparse_beside_dense, 3) == [[], [], []]
+
+
+@pytest.mark.parametrize("expr", ["noop", "warmup(noop, steps=1)", "policy({'*': noop})"])
+def test_noop_leaves_complex_gradients_local_too(expr: str) -> None:
+    like = {"turn": torch.zeros(3, 2, dtype=torch.complex64), "weight": torch.zeros(4, 4)}
+    ranks = SimulatedRanks(lambda: commhooks.create(expr), 2, like)
+    for step in range(2):
+        given = [{n: torch.full_like(t, rank + 1.0) for n, t in like.items()} for rank in range(2)]
+        found = ranks.step(given)
+        if step or "warmup" not in expr:
+            assert all(torch.equal(found.gradients[r][n], given[r][n]) for r in range(2) for n in like)

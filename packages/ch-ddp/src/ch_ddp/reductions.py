@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from commhooks import Bucket, Plain, Reduction, Requests, Stages, StepContext, WireCast
+from commhooks import Bucket, BucketLayout, Plain, Reduction, Requests, Stages, StepContext, WireCast
 
 Accumulate = Literal["wire", "fp32"]
 Rounding = Literal["nearest", "stochastic"]
@@ -32,6 +32,9 @@ class Noop(Reduction):
 
     def keeps_equal(self, name: str) -> bool:
         return False
+
+    def routes(self, layout: BucketLayout, step: int) -> dict[str, str]:
+        return {}  # sparse and complex gradients stay local too
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
         nothing: tuple[Requests, ...] = ()
