@@ -109,12 +109,10 @@ class StepContext:
         if not (self._whole or self._takes_part(name, field)):
             return None
         found = self._state.before(name, field)
-        if (
-            self._pieces is not None
-            and found is not None
-            and not self._pieces.fits(name, field, self._state.encoding(name, field))
-        ):
-            return None  # of another part of the parameter
+        if self._pieces is not None and found is not None:
+            if not self._pieces.fits(name, field, self._state.encoding(name, field)):
+                return None  # of another part of the parameter
+            found = self._pieces.shaped(name, field, found)
         return found if found is None or shape is None or found.shape == tuple(shape) else None
 
     def stage(
@@ -301,6 +299,18 @@ class Pieces:
         if field not in self._local:
             return True
         return encoding is not None and name in self._parts and encoding == self._encoding(name, field)
+
+    def shaped(self, name: str, field: str, entry: torch.Tensor) -> torch.Tensor:
+        """Return an entry of the owned part in the shape that the reduction of this step gives the field.
+
+        Another reduction may have left it: one in the shape of the parameter, one in that of its matrix. The numbers have
+        the same order.
+        """
+        if field not in self._local or name not in self._owned or self._encoding(name, field).packed is not None:
+            return entry
+        piece = self._owned[name]
+        shape = piece.matrix_shape if self._ordered(name, field) else piece.shape
+        return entry.view(shape) if entry.numel() == piece.numel else entry
 
     def encoding(self, name: str, field: str, shape: Sequence[int]) -> Encoding:
         """Return the encoding of an entry that a reduction of the pieces stages."""
@@ -703,7 +713,7 @@ def parallel(*generators: Stages) -> Stages:
                     stage.extend(as_tuple(next(generator)))
                 except StopIteration:
                     live.remove(generator)
-            if stage:
+            if live:  # an empty stage counts, because other ranks of the node may ask for something in it
                 yield tuple(stage)
     finally:
         for generator in live:

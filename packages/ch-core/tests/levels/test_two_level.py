@@ -23,6 +23,7 @@ LIKE = {
     "down.weight": torch.zeros(64, 64),
     "scale": torch.zeros(()),
     "norm": torch.zeros(7),
+    "cube": torch.zeros(12, 5, 2),
 }
 FED = ["powersgd(rank=2)", "quant4(error_feedback=True)", "error_feedback(topk(density=0.1, feedback=False))", "sign"]
 HOOKS = [
@@ -172,6 +173,25 @@ def test_the_flat_hook_loads_the_state_and_back(expr: str, first: bool) -> None:
     merged.load(other.save())
     law.steps(merged, 2, 20)
     assert law.gap(merged) < 3e-4
+
+
+TOPK = "error_feedback(topk(density=0.2, feedback=False))"
+
+
+@pytest.mark.parametrize("order", [("powersgd(rank=1)", TOPK), (TOPK, "powersgd(rank=1)")])
+def test_a_warmup_between_nodes_hands_its_residual_over(order: tuple[str, str]) -> None:
+    law, some = Law(), ranks(f"two_level(warmup({', '.join(order)}, steps=2))", 2, 2)
+    law.steps(some, 5, 1)
+    assert law.gap(some) < 2e-4
+
+
+@pytest.mark.parametrize("inner", ["powersgd(rank=1)", "bf16_compress(accumulate='fp32')"])
+def test_a_policy_around_gives_all_places_one_number_of_stages(inner: str) -> None:
+    """The places own different parameters, so the inner reduction has more rounds on one of them."""
+    given, some = gradients(4), ranks(f"policy({{'*bias': allreduce, '*': two_level({inner})}})", 2, 2, buckets=7)
+    step = some.step(given)
+    assert step.errors == [None] * 4 and equal(step)
+    torch.testing.assert_close(step.gradients[0]["up.bias"].double(), means(given)["up.bias"])
 
 
 def test_merge_shares_the_entries_that_one_place_owned() -> None:
