@@ -8,11 +8,10 @@ the decoded bf16 weights, and reduces the gradients in bf16 with the hook's own 
 fp32 weights. All rows of a seed start from the same weights and see the same batches. The held-out loss is that of the exact
 weights. The simulation has not been compared with ``fully_shard`` on processes.
 
-Every finished run is kept in ``FOLDER/fsdp2-quality.json``, so that another start continues.
+Every finished run is kept in ``FOLDER/fsdp2-quality-STEPS.json``, so that another start continues.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -25,9 +24,10 @@ import torch
 import commhooks
 from ch_bench import record
 from ch_bench.convergence.tasks import SETTINGS, Language
-from commhooks import AllGather, AllToAll, BucketLayout, HookState, ShardLayout, Shards, StepContext, Weights
+from commhooks import BucketLayout, HookState, ReduceScatter, ShardLayout, Shards, StepContext, Weights
+from commhooks.simulate import perform
 
-RANKS, WINDOWS = 4, 256
+RANKS = 4
 BF16 = torch.bfloat16
 DIFFERENCE = "difference(quant4)"
 PLAIN = "plain FSDP2, bf16"
@@ -138,14 +138,12 @@ def carry_out(runs: Iterable[Any]) -> None:
 
 
 def _carry_out(requests: tuple[Any, ...]) -> None:
-    inputs = torch.stack([request.input.clone() for request in requests])  # (RANKS, numbers)
-    for rank, request in enumerate(requests):
-        if isinstance(request, AllGather):
-            request.output.copy_(inputs.view(-1))
-        elif isinstance(request, AllToAll):
-            request.output.copy_(inputs.view(RANKS, RANKS, -1)[:, rank].reshape(-1))
-        else:  # a ReduceScatter, the mean of parameters that are not compressed
-            request.output.copy_(inputs.view(RANKS, RANKS, -1)[:, rank].float().mean(0))
+    if not isinstance(requests[0], ReduceScatter):
+        perform(requests[0].kind, "sum", [(request.output, request.input) for request in requests])
+        return
+    mean = torch.stack([request.input for request in requests]).float().mean(0).view(RANKS, -1)  # of exact parameters
+    for request, part in zip(requests, mean, strict=True):
+        request.output.copy_(part)
 
 
 def train(row: str, seed: int, steps: int) -> dict[str, float]:
@@ -176,7 +174,7 @@ def train(row: str, seed: int, steps: int) -> dict[str, float]:
             group["lr"] = task.rate(step)
         optimizer.step()
     with torch.no_grad():
-        held_out = task._on(task.data.val)
+        held_out = task.measure()[1]
     return {"loss": held_out, "seconds": time.perf_counter() - begun}
 
 
@@ -193,7 +191,7 @@ def table(found: Mapping[str, Any], seeds: int) -> str:
         holds = "" if limit is None else f"{limit:.3f}: {'holds' if more <= limit else 'MISSED'}"
         each = " ".join(f"{loss:.4f}" for loss in losses)
         rows.append([row, f"{statistics.mean(losses):.4f}", each, f"{more:+.4f}" if row != PLAIN else "", holds])
-    return record.markdown_table(["row", "held-out loss", "seeds", "above plain", "limit"], rows)
+    return record.markdown_table(["hook", "held-out loss", "seeds", "above plain", "limit"], rows)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -205,20 +203,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for finished runs")
     parser.add_argument("--record", action="store_true", help="write the table to docs/measured/fsdp2-gather.md")
     args = parser.parse_args(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / "fsdp2-quality.json"
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    finished = record.FinishedRuns(args.out / f"fsdp2-quality-{args.steps}.json")
     first, end = [PLAIN, *LIMITS], time.monotonic() + 60 * args.minutes
     rest = [row for row in ROWS if row not in first]
     todo = [(row, seed) for rows in (first, rest) for seed in range(args.seeds) for row in rows]
     for row, seed in todo:
-        if f"{row}/{seed}" not in found:
+        if f"{row}/{seed}" not in finished.runs:
             if time.monotonic() > end:
                 return 3
-            found[f"{row}/{seed}"] = train(row, seed, args.steps)
-            path.write_text(json.dumps(found, indent=1))
-            print(row, seed, found[f"{row}/{seed}"], file=sys.stderr, flush=True)
-    shown = table(found, args.seeds)
+            finished.put(f"{row}/{seed}", train(row, seed, args.steps))
+            print(row, seed, finished.runs[f"{row}/{seed}"], file=sys.stderr, flush=True)
+    shown = table(finished.runs, args.seeds)
     print(shown)
     if args.record:
         made_by = record.command("ch_bench.fsdp2.quality", argv)

@@ -97,7 +97,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
             shown = "" if row == PLAIN else f"{middle:.2f} ({low:.2f} – {high:.2f})"
             ms, megabytes = 1e3 * statistics.median(times), figures["bytes"][row] / 1e6
             rows.append([cell, row, f"{ms:.0f}", shown, f"{megabytes:.1f}", holds])
-    return record.markdown_table(["ranks, link", "row", "ms", "to plain", "MB sent by a rank", "limit"], rows)
+    return record.markdown_table(["ranks, link", "hook", "ms", "to plain", "MB sent by a rank", "limit"], rows)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -106,18 +106,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--worlds", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--links", nargs="+", default=["200mbit", "1gbit"], metavar="RATE")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--out", type=Path, help="file that collects the cells of several calls")
+    parser.add_argument("--out", type=Path, help="JSON file that collects the cells of several calls")
     parser.add_argument("--record", action="store_true", help="write the table to docs/measured/fsdp2-gather.md")
     args = parser.parse_args(argv)
     if reason := netns.why_not():
         print(f"skipped: {reason}", file=sys.stderr)
         return 0
-    found: dict[str, dict[str, Any]] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+    finished = record.FinishedRuns(args.out) if args.out else None
+    found = finished.runs if finished is not None else {}
     for world in args.worlds:
         for rate in args.links:
-            found[f"{world}, {rate}"] = measure(world, rate, args.rounds)
-            if args.out:
-                args.out.write_text(json.dumps(found))
+            cell, figures = f"{world}, {rate}", measure(world, rate, args.rounds)
+            if finished is not None:
+                finished.put(cell, figures)
+            else:
+                found[cell] = figures
     shown = table(found)
     print(shown)
     if args.record:
