@@ -63,20 +63,17 @@ def worker(rank: int, world: int, device: torch.device, path: Path) -> None:
         engine = stream = interface = 0.0
         for step in range(1 + STEPS):
             x = torch.randn(4, WIDTH, dtype=torch.float32, device=device)
-            before: Any = netns.sent_here()
+            readings = [netns.sent_here()]
             loss = model(x).square().mean()
             dist.barrier()
-            if axis != "gather":
-                before = netns.sent_here()
-            elif step:
-                after = netns.sent_here()
-                stream, interface = stream + after.stream - before.stream, interface + after.bytes - before.bytes
+            readings.append(netns.sent_here())
             loss.backward()
             dist.barrier()
-            if axis != "gather" and step:
-                after = netns.sent_here()
+            readings.append(netns.sent_here())
+            before, after = readings[:2] if axis == "gather" else readings[1:]
+            if step:
                 stream, interface = stream + after.stream - before.stream, interface + after.bytes - before.bytes
-            if step == 0:
+            else:
                 engine = -handle.stats()[f"{axis}_wire_bytes"]
             optimizer.step()
             optimizer.zero_grad()
