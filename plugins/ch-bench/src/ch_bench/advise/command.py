@@ -50,7 +50,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--model", default="gpt", help=f"module:callable, or one of {', '.join(MODELS)} (default gpt)")
     parser.add_argument(
-        "--hooks", nargs="+", default=list(HOOKS), metavar="EXPR", help=f"hooks to compare (default {', '.join(HOOKS)})"
+        "--hooks",
+        nargs="+",
+        metavar="EXPR",
+        help=f"hooks to compare (default {', '.join(HOOKS)}; for fully_shard, {', '.join(SHARDED_HOOKS)})",
     )
     parser.add_argument("--seconds", metavar="S", type=float, default=60.0, help="time limit of the probe (default 60)")
     parser.add_argument("--bucket-cap-mb", metavar="MB", type=float, help="bucket size of DDP (default DDP's)")
@@ -82,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         CommHooksError: unknown model or hook.
     """
     args = parse(argv)
-    check(args.model, args.hooks)
+    check(args.model, args.hooks or HOOKS)
     if launch.under_torchrun():
         launch.run_here(worker, vars(args), None)
         return 0
@@ -111,9 +114,7 @@ def worker(rank: int, world: int, device: torch.device, args: dict[str, Any], pa
     console = Console(stderr=True)
     with console.status("") if rank == 0 and console.is_terminal else nullcontext() as status:
         tell = (lambda what: status.update(what)) if status is not None else (lambda what: None)
-        hooks = args["hooks"]
-        if hooks == list(HOOKS):
-            hooks = list(SHARDED_HOOKS) if work.sharded else leveled_hooks(work, hooks)
+        hooks = args["hooks"] or (list(SHARDED_HOOKS) if work.sharded else leveled_hooks(work, list(HOOKS)))
         advice = advise(work, hooks, seconds=args["seconds"], tell=tell)
     if rank == 0:
         found = {"model": args["model"], "device": str(device), **as_dict(advice)}
