@@ -123,10 +123,8 @@ class TwoStageExchange:
 
     def send_own(self, vectors: Vectors) -> AllGather:
         """Pack this rank's part from its vectors. After the request, :meth:`deliver` finds every rank's part."""
-        self._own, self._received = (
-            self._scratch("own", (self.bytes,)),
-            self._scratch("every", (self.ctx.world_size, self.bytes)),
-        )
+        self._received = self._scratch("every", (self.ctx.world_size, self.bytes))
+        self._own = self._received[self.ctx.rank]
         if self._numbers:
             for chunk in self._chunks(self.ctx.rank):
                 self._pack(vectors, chunk, self._own, None, None)
