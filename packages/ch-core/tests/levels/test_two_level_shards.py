@@ -1,4 +1,4 @@
-"""Two levels on gradients that ranks share out: each rank's part of the average, on nodes in several orders."""
+"""Two levels on sharded models: each rank's part of the average, and gathers of weights, on nodes in several orders."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import commhooks
-from commhooks.adapters import Scattered
+from commhooks.adapters import Gathered, GatherEngine, Scattered
 from commhooks.bucket import BucketLayout
-from commhooks.errors import HookNotSupportedError
+from commhooks.errors import HookConfigError, HookNotSupportedError
 from commhooks.shards import ShardLayout
 from commhooks.simulate import SimulatedRank, simulate
+from commhooks.state import HookState
 from commhooks.topology import Nodes
 
 SHAPES = {"w": (37, 24), "b": (5,), "v": (64, 16)}
@@ -64,3 +65,72 @@ def test_a_residual_between_nodes_is_refused(expr: str) -> None:
     assert reduction is not None
     with pytest.raises(HookNotSupportedError, match="run_scatter"):
         Scattered(reduction)
+
+
+EXACT = {"b": "1-D"}
+
+
+def gathered(
+    expr: str, world: int, dtype: torch.dtype = torch.float32
+) -> tuple[list[torch.Tensor], torch.Tensor, float]:
+    """Gather two shards of every parameter twice.
+
+    Returns:
+        The weights of each rank, ``(world, n)``, the exact weights, and the bytes between nodes of all ranks in one gather.
+    """
+    cut = ShardLayout.of(BucketLayout.of_shapes(SHAPES, dtype), world)
+    n = cut.part.numel
+    exact = torch.randn(world, n, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+    def body(rank: SimulatedRank) -> tuple[torch.Tensor, float]:
+        reduction = commhooks.create(expr).reduction
+        assert reduction is not None
+        state = HookState()
+        state.keep_copies(one=True)
+        engine = GatherEngine(Gathered(reduction, EXACT), rank.transport, state, timeout=None)
+        for _ in range(2):
+            storage = torch.full((world, n), float("nan"), dtype=dtype)
+            storage[rank.rank] = exact[rank.rank]
+            before = engine.counters.traffic.between_bytes
+            engine.complete(engine.launch(engine.reduction.gather_bucket(cut, storage.view(-1))))
+            sent = engine.counters.traffic.between_bytes - before
+            assert engine.finish() is None
+        return storage, sent
+
+    found = simulate(world, body)
+    return [storage for storage, _ in found], exact, sum(sent for _, sent in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("nodes", "world"), [(2, 4), ([[3, 0], [1, 2]], 4), (2, 6), (3, 6), (4, 4), (1, 3)])
+@pytest.mark.parametrize("expr", ["allreduce", "quant8(block=16)", "quant8(block=16), inside=quant8(block=16)"])
+def test_every_rank_gathers_the_same_weights(expr: str, nodes: Nodes, world: int, dtype: torch.dtype) -> None:
+    every, exact, _ = gathered(f"two_level({expr}, nodes={nodes})", world, dtype)
+    assert all(torch.equal(one, every[0]) for one in every)
+    off = float((every[0].double() - exact.double()).norm() / exact.double().norm())
+    one_node = nodes == world and "inside" not in expr
+    assert off == 0 if expr == "allreduce" or one_node else 0 < off < 1.5e-2
+    [place] = [p for p in ShardLayout.of(BucketLayout.of_shapes(SHAPES, dtype), world).part.params if p.name == "b"]
+    held = slice(place.offset, place.offset + place.numel)
+    assert torch.equal(every[0][:, held], exact[:, held]), "exact by default"
+
+
+@pytest.mark.parametrize(("ranks", "world"), [(2, 4), (2, 6), (4, 8)])
+def test_a_shard_enters_each_node_once(ranks: int, world: int) -> None:
+    """The bytes of a shard's codes, counted at the ranks that send them."""
+    _, _, between = gathered(f"two_level(quant8(block=16), nodes={ranks})", world)
+    part = ShardLayout.of(BucketLayout.of_shapes(SHAPES), world).part
+    code = sum(4 * p.numel if p.name in EXACT else 18 * -(-p.numel // 16) for p in part.params)
+    assert between == (world // ranks - 1) * world * code
+
+
+def test_differences_over_two_levels() -> None:
+    every, exact, _ = gathered("difference(two_level(quant4(block=16), nodes=2), full_every=9)", 4)
+    assert all(torch.equal(one, every[0]) for one in every)
+    [place] = [p for p in ShardLayout.of(BucketLayout.of_shapes(SHAPES), 4).part.params if p.name == "v"]
+    held = slice(place.offset, place.offset + place.numel)  # without padding, so that the second change is zero
+    assert torch.equal(every[0][:, held], exact[:, held])
+    with pytest.raises(HookConfigError, match="must be the outermost hook"):
+        commhooks.create("two_level(difference(quant4), nodes=2)")
+    with pytest.raises(HookNotSupportedError, match="cannot gather weights"):
+        Gathered(commhooks.create("two_level(quant4(error_feedback=True))").reduction)

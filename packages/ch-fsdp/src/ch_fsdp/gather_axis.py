@@ -5,8 +5,8 @@ each rank codes its shard and decodes the shards of all ranks, its own included.
 The sharded parameters stay exact. Optimizer, clipping and state dicts see nothing else.
 
 With ``reshard_after_forward=N`` the backward gathers decoded weights in a smaller group. They travel there exactly, so forward
-and backward use the same weights. This is also the place for a gather in two levels: :meth:`GatherBinding.engine_for` chooses
-the engine of a process group, and a reduction may yield a second request, which :meth:`.GatherEngine.complete` starts.
+and backward use the same weights. With N ranks per node this is ZeRO++'s hpZ: no backward gather leaves the node.
+``two_level`` codes the forward gather between the nodes alone. :meth:`.GatherEngine.complete` starts its second request.
 
 A hook that codes differences keeps a copy of all weights on every rank. Until the weights may have changed, later gathers read
 the copy and send nothing (:class:`CopiedWeights`).

@@ -43,7 +43,8 @@ class Gathered(Scattered):
             raise HookNotSupportedError(
                 f"{inner!r} cannot gather weights. Such a hook has gather_weights(), keeps no state (a later gather cannot "
                 "correct an error of an earlier one), and does not round at random (forward and backward need the same "
-                "weights). Use bf16_compress, fp16_compress, quant8, quant4, a policy of these, or difference(quant4)"
+                "weights). Use bf16_compress, fp16_compress, quant8, quant4, a policy or two_level of these, or "
+                "difference(quant4)"
             )
 
     def gather_bucket(self, layout: ShardLayout, storage: torch.Tensor, *, index: int = 0) -> Bucket:

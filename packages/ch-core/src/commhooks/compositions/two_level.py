@@ -11,13 +11,16 @@ link. Here the node sends one. W = N L ranks on N nodes, and place r of every no
 So each rank compresses 1/L of the gradient, and keeps 1/L of the residual and of Q. Hierarchical exchanges are as old as MPI;
 ZeRO++'s qgZ (arXiv:2306.10209) has this order for quantized gradients.
 
+The ranks of a sharded model gather weights in the other order, with the inner reduction between the nodes and then inside each
+node. A shard enters each node once.
+
 A reduction with state gets the sum over the node, not the mean. Its residual then has the unit of a rank's own residual:
 ``applied + mean of residuals over all ranks = sum of the averages``, as without two levels. A residual of elements that this
 rank does not own, from another partition, another topology or the flat hook, goes into this rank's gradient at the next step.
 The node's sum carries it to the owner, so nothing is lost.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +30,7 @@ from commhooks.compositions.base import Composite, composed
 from commhooks.compositions.partition import Partition, partition
 from commhooks.compositions.wire_cast import WireCast
 from commhooks.errors import HookConfigError
-from commhooks.reduction import Pieces, Plain, Reduction, Stages, StepContext
+from commhooks.reduction import Pieces, Plain, Reduction, Stages, StepContext, parallel
 from commhooks.registry.build import build
 from commhooks.requests import AllGather, AllToAll, Scope, Wire, as_tuple
 from commhooks.shards import ShardLayout, Shards, Weights
@@ -150,6 +153,55 @@ class TwoLevel(Composite):
         between = ctx.among("between", "peers", Pieces({}, {}, {}, self.inner, ctx.step, ()))
         yield from _scoped(self.inner.start_scatter(peers, between), "peers")
         shards.output.copy_(output)
+
+    # -- on parameters that the ranks gather
+
+    def gather_weights(self, weights: Weights, ctx: StepContext) -> Stages:
+        return self.start_gather_weights(weights, ctx)
+
+    def start_gather_weights(self, weights: Weights, ctx: StepContext, exact: Collection[str] = ()) -> Stages:
+        """Gather between the ranks with one place, then inside the node. ``exact`` travels exactly at both levels."""
+        topology = ctx.topology
+        if topology is None or topology.ranks_per_node == 1:
+            return self.inner.start_gather_weights(weights, ctx.child("between"), exact)
+        routed = self.inner.routes(weights.layout.part, ctx.step) if self.inner.lossy else {}
+        names = {p.name for p in weights.params}
+        plainly = names.intersection({*exact, *routed})
+        if not plainly:
+            return self._gather_levels(weights, ctx, topology)
+        plain = TwoLevel(Plain())._gather_levels(weights.select(plainly), ctx.child("exact"), topology)
+        if plainly == names:
+            return plain
+        return parallel(self._gather_levels(weights.select(names - plainly), ctx, topology), plain)
+
+    def _gather_levels(self, weights: Weights, ctx: StepContext, topology: Topology) -> Stages:
+        """Gather this rank's shards and those of its peers, ``(nodes, n)``, then the node's, ``(ranks, nodes, n)``.
+
+        So each shard enters a node once. Every rank decodes the bytes of its peers, and the node's ranks send each other the
+        decoded numbers.
+        """
+        ranks, nodes = topology.ranks_per_node, topology.size("peers")
+        kept, dtype, device = weights.layout.part, weights.storage.dtype, weights.device
+        part = BucketLayout.of_shapes({p.name: p.shape for p in kept.params}, dtype, device)  # without gaps
+        n, parts = part.numel, weights.storage.view(-1, kept.numel)
+        places = [
+            (slice(p.offset, p.offset + p.numel), slice(q.offset, q.offset + q.numel))
+            for p, q in zip(kept.params, part.params, strict=True)
+        ]
+        between = ctx.among("between", "peers", Pieces({}, {}, {}, self.inner, ctx.step, ()))
+        mine = ctx.scratch("mine", (nodes, n), dtype, device)
+        packed = ctx.scratch("parts", (ranks, nodes, n), dtype, device)
+        for source, target in places:
+            mine[between.rank, target].copy_(weights.part[source])
+        if nodes > 1:
+            layout = _among_peers(ShardLayout(part, weights.layout.whole, weights.layout.dims), nodes, mine)
+            peers = Weights(layout, mine.view(-1), between.rank, weights.index)
+            yield from _scoped(self.inner.start_gather_weights(peers, between), "peers")
+        yield from self._gather_inside(mine.view(-1), packed.view(-1), ctx)
+        for place, first in enumerate(topology.places):
+            for number, peer in enumerate(topology.peers(first)):
+                for source, target in places:
+                    parts[peer, source].copy_(packed[place, number, target])
 
     # -- between nodes
 
