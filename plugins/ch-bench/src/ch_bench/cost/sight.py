@@ -4,20 +4,26 @@
     python -m ch_bench.cost.sight truth --rate 200mbit   # needs root and iproute2
 
 ``overhead`` trains one model in short blocks, each with one of four settings in random order: off, off again, traced, and a
-comparison of the ranks in every step. The alarm at every 100 steps costs a hundredth of the last. ``truth`` compares the time
-in which a trace sees messages on the wire with bytes / bandwidth, and the exposed time with the difference to ``noop``.
+comparison of the ranks in every step. The alarm at every 100 steps costs a hundredth of the last. It compares the time of a
+step, and the CPU time of the whole process, with the mean of the two blocks that are off. Both change with the load of the
+machine. So it also adds up the time that the thread of the backward spends in the calls of the trace, or of the alarm,
+including its waits for the peers' digests. ``truth`` compares the time in which a trace sees messages on the wire with bytes /
+bandwidth, and the exposed time with the difference to ``noop``.
 """
 
 import argparse
+import pkgutil
 import random
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -35,6 +41,7 @@ from commhooks.adapters import RankCheck
 VARIANTS = ("off", "off again", "trace", "alarm in every step")
 MODELS = ("gpt", "mlp")
 HOOK = "powersgd(rank=4)"
+BURST = "16kb"  # more would travel at once after each pause, which is much compared with a short message
 EVERY = 100  # steps between two comparisons, in the table
 
 
@@ -69,11 +76,61 @@ class Loop:
 
     def steps(self, count: int) -> float:
         """Return seconds per step."""
+        return self.block(count)[0]
+
+    def block(self, count: int) -> tuple[float, float]:
+        """Return seconds and CPU seconds of this process per step."""
         dist.barrier()
-        begun = time.perf_counter()
+        begun, spent = time.perf_counter(), time.process_time()
         for _ in range(count):
             self.step()
-        return (time.perf_counter() - begun) / count
+        return (time.perf_counter() - begun) / count, (time.process_time() - spent) / count
+
+
+CALLS = {
+    "trace": [
+        *(f"commhooks.trace.recording:EngineTrace.{name}" for name in
+          ("begin", "computed", "waited", "sending", "started", "finishing", "agreed", "end", "message")),
+        *(f"commhooks.trace.session:_ModelWatch.{name}" for name in ("_enter", "_leave", "_arrive")),
+        "commhooks.trace.recording:_traced",
+    ],
+    "alarm in every step": [f"commhooks.adapters:RankCheck.{name}" for name in ("begin", "finish")],
+}  # fmt: skip
+"""Functions whose time a setting adds. Calls inside other calls count once."""
+
+
+class Inside:
+    """Adds up the seconds that this thread spends inside some functions.
+
+    Attributes:
+        seconds: so far. The clock's own calls are included.
+    """
+
+    def __init__(self) -> None:
+        self.seconds, self._depth, self._thread = 0.0, 0, threading.get_ident()
+
+    @contextmanager
+    def counted(self, names: list[str]) -> Iterator[None]:
+        with ExitStack() as patches:
+            for name in names:
+                owner, _, attribute = name.replace(":", ".").rpartition(".")
+                counted = self._counted(pkgutil.resolve_name(name))
+                patches.enter_context(mock.patch.object(pkgutil.resolve_name(owner), attribute, counted))
+            yield
+
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._depth or threading.get_ident() != self._thread:
+                return function(*args, **kwargs)
+            begun = time.perf_counter()
+            self._depth = 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._depth = 0
+                self.seconds += time.perf_counter() - begun
+
+        return call
 
 
 @contextmanager
@@ -93,25 +150,38 @@ def variant(name: str, loop: Loop, folder: str) -> Iterator[None]:
 
 def overhead_worker(rank: int, world: int, device: torch.device, name: str, seconds: float, out: str) -> None:
     loop = Loop(name, HOOK, 1.0 if name == "gpt" else 0.1)
-    each = loop.steps(5)
-    count = max(3, round(0.5 / loop.steps(5)))
+    loop.steps(5)
+    count = max(1, round(0.25 / loop.steps(5)))
     agreed = torch.tensor([count], dtype=torch.int64, device="cpu")
     dist.broadcast(agreed, 0)
     count = int(agreed)
-    rows: dict[str, list[float]] = {one: [] for one in VARIANTS}
+    rows: dict[str, list[tuple[float, float]]] = {one: [] for one in VARIANTS}
+    inside: dict[str, list[float]] = {
+        one: [] for one in CALLS
+    }  # of further blocks, because the count itself costs time
     order, begun = random.Random(0), time.perf_counter()
     while True:
-        for one in order.sample(VARIANTS, len(VARIANTS)):
-            with variant(one, loop, out):
+        for one in order.sample([*VARIANTS, *(f"count {one}" for one in CALLS)], len(VARIANTS) + len(CALLS)):
+            setting = one.removeprefix("count ")
+            with ExitStack() as stack:
+                clock = Inside()
+                if one != setting:
+                    stack.enter_context(clock.counted(CALLS[setting]))
+                stack.enter_context(variant(setting, loop, out))
                 loop.steps(1)
-                each = loop.steps(count)
-            rows[one].append(each)
+                clock.seconds = 0.0
+                found = loop.block(count)
+                spent = clock.seconds / count
+            if one != setting:
+                inside[setting].append(spent)
+            else:
+                rows[one].append(found)
         agreed[0] = time.perf_counter() - begun > seconds
         dist.broadcast(agreed, 0)
         if agreed[0]:
             break
     if rank == 0:
-        torch.save({"rows": rows, "count": count}, Path(out) / f"{name}.pt")
+        torch.save({"rows": rows, "inside": inside, "count": count}, Path(out) / f"{name}.pt")
 
 
 def overhead(seconds: float) -> str:
@@ -121,18 +191,37 @@ def overhead(seconds: float) -> str:
         with tempfile.TemporaryDirectory() as folder:
             launch(overhead_worker, 2, name, seconds / len(MODELS), folder)
             found = torch.load(Path(folder) / f"{name}.pt", weights_only=True)
-        rows, off = found["rows"], found["rows"]["off"]
-        for one in VARIANTS:
+        rows = found["rows"]
+        off = [
+            tuple(sum(pair) / 2 for pair in zip(*pairs, strict=True))
+            for pairs in zip(rows["off"], rows["off again"], strict=True)
+        ]
+        step = median(seconds for seconds, _ in off)
+        for one in VARIANTS[1:]:
             share = 1.0 / EVERY if one.startswith("alarm") else 1.0
-            ratios = [100 * share * (value / base - 1) for value, base in zip(rows[one], off, strict=True)]
-            middle, low, high = interval(ratios)
+            base = rows["off"] if one == "off again" else off
+            cells = []
+            for kind in (0, 1):
+                pairs = zip(rows[one], base, strict=True)
+                cells += _cells([100 * share * (value[kind] / without[kind] - 1) for value, without in pairs])
+            spent = found["inside"].get(one)
+            cells += _cells([100 * share * value / step for value in spent]) if spent else ["", ""]
             title = f"alarm, every {EVERY} steps" if one.startswith("alarm") else one
-            milliseconds = f"{1e3 * median(rows[one]):.2f}"
-            table.append([name, title, milliseconds, f"{middle:+.2f}", f"{low:+.2f} to {high:+.2f}", str(len(off))])
-            raw.append(f"{name}, {one}, ms per step: " + " ".join(f"{1e3 * value:.2f}" for value in rows[one]))
+            table.append([name, title, f"{1e3 * median(row[0] for row in rows[one]):.2f}", *cells, str(len(off))])
+        for one in VARIANTS:
+            raw.append(f"{name}, {one}, ms per step: " + " ".join(f"{1e3 * row[0]:.2f}" for row in rows[one]))
+            raw.append(f"{name}, {one}, CPU ms per step: " + " ".join(f"{1e3 * row[1]:.2f}" for row in rows[one]))
+        for one, spent in found["inside"].items():
+            raw.append(f"{name}, inside the calls, {one}, µs per step: " + " ".join(f"{1e6 * x:.0f}" for x in spent))
         raw.append(f"{name}: {found['count']} steps in a block")
-    heads = ["model", "setting", "ms per step", "% of a step", "95 % interval", "blocks"]
+    heads = ["model", "setting", "ms per step", "% of a step", "95 % interval", "% of CPU time", "95 % interval"]
+    heads += ["inside the calls, % of a step", "95 % interval", "blocks"]
     return markdown_table(heads, table) + "\n\n```text\n" + "\n".join(raw) + "\n```"
+
+
+def _cells(percents: list[float]) -> list[str]:
+    middle, low, high = interval(percents)
+    return [f"{middle:+.2f}", f"{low:+.2f} to {high:+.2f}"]
 
 
 def truth_worker(rank: int, world: int, device: torch.device, hook: str, steps: int, out: str) -> None:
@@ -157,7 +246,7 @@ def truth_worker(rank: int, world: int, device: torch.device, hook: str, steps: 
 def truth(rate: str, hooks: list[str], steps: int) -> str:
     """Return the comparison of traces with a shaped link as Markdown."""
     table, raw = [], []
-    with Network(2, rate) as net:
+    with Network(2, rate, burst=BURST) as net:
         for hook in hooks:
             before = net.verify()
             with tempfile.TemporaryDirectory() as folder:
