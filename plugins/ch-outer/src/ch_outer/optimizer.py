@@ -38,9 +38,11 @@ from ch_outer.state import (
     load_snapshot,
     snapshot,
 )
+from ch_outer.telemetry import COLUMNS, Recorder, Writer
 from ch_outer.unequal import UnequalRounds
 from commhooks import HookConfigError, HookNotSupportedError, Reducer, StateError
 from commhooks.adapters import Transport
+from commhooks.telemetry import csv_file
 from commhooks.trace import Trace
 
 
@@ -166,6 +168,7 @@ class OuterOptimizer(InnerOptimizer):
         self.count, self.landed = 0, 0
         self._model, self._exchanged, self._warns = model, params, steps is None and outer is not None
         self._progress = Progress()
+        self._recorders: list[Recorder] = []
         self._device = next(iter(starts.values())).device
         self._failure: Exception | None = None  # of an outer step that failed on this rank alone
         self._finishing = False
@@ -339,13 +342,19 @@ class OuterOptimizer(InnerOptimizer):
             fragment.miss()
             return False
         self._move_start(fragment, healed=self._takeovers > takeovers)
-        self._progress.landed(apart)
+        self._note(apart)
         self._buffers.put(buffers)
         return True
 
     def _count_round(self, apart: float) -> None:
         self.landed += 1
+        self._note(apart)
+
+    def _note(self, apart: float) -> None:
+        """Note an exchange that has landed."""
         self._progress.landed(apart)
+        for recorder in list(self._recorders):
+            recorder.landed(self.landed, apart)
 
     def _move_start(self, fragment: Fragment, *, healed: bool = False) -> None:
         try:
@@ -545,6 +554,36 @@ class OuterOptimizer(InnerOptimizer):
         expr = self._fragments[0].reducer.handle.expr
         hook = f"outer optimizer, exchange={expr}"
         return Trace(path, engines, hook=hook, groups=groups, limit=limit, model=self._model, during="inner steps")
+
+    def record(self, to: "Writer | str | PathLike[str]", *, every: int = 1, rank: int | None = 0) -> Recorder:
+        """Record figures of exchanges over time, as :func:`commhooks.telemetry.record` does for the steps of a hook.
+
+        A record has ``inner_steps`` so far, ``apart`` (see :meth:`report`), and since the last record ``exchange_seconds``,
+        ``payload_bytes`` and ``wire_bytes``. If the writer raises, recording ends and training continues.
+
+        Args:
+            to: called as ``to(number, figures)``, for example :func:`commhooks.telemetry.tensorboard`; or the path of a CSV file.
+            every: exchanges from one record to the next, the first one included.
+            rank: rank of the exchange that records; ``None`` if each rank does, with its own ``to``.
+
+        Returns:
+            The recording, to close or to use as a ``with`` block.
+        """
+        if every < 1:
+            raise ValueError(f"every={every}: expected a number of exchanges, at least 1")
+        write: Writer = to if callable(to) else csv_file(to, COLUMNS)
+        recorder = Recorder(write, every, self._totals, self._stop_recording)
+        if rank is None or self._fragments[0].reducer.rank == rank:
+            self._recorders.append(recorder)
+        return recorder
+
+    def _stop_recording(self, recorder: Recorder) -> None:
+        self._recorders = [one for one in self._recorders if one is not recorder]
+
+    def _totals(self) -> dict[str, float]:
+        stats = self.stats()
+        found = {name: stats[name] for name in ("payload_bytes", "wire_bytes")}
+        return {**found, "exchange_seconds": self._progress.seconds, "inner_steps": float(self.count)}
 
     def report(self) -> dict[str, Any]:
         """Return figures for people, as plain values.

@@ -37,17 +37,25 @@ class Progress:
         self._began: float | None = None
         self._first: list[float] = []
         self._warned = False
+        self._inside: float | None = None  # begin of the present exchange
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
         """Count the time inside as time in an exchange."""
-        begun = time.perf_counter()
+        begun = self._inside = time.perf_counter()
         if self._began is None:
             self._began = begun
         try:
             yield
         finally:
+            self._inside = None
             self.exchanging += time.perf_counter() - begun
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in exchanges, with those of the present one."""
+        inside = self._inside
+        return self.exchanging + (time.perf_counter() - inside if inside is not None else 0.0)
 
     def began(self) -> None:
         """Begin the time of which exchanges take a share, at the first inner step."""

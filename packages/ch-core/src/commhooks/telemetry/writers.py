@@ -1,7 +1,7 @@
 """Writers of samples: a CSV file and TensorBoard."""
 
 import csv
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike, makedirs
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,12 @@ COLUMNS = (
 """Figures of a sample. A sample has no key for an unknown figure."""
 
 
-def csv_file(path: "str | PathLike[str]") -> Writer:
-    """Return a writer that appends one line of ``step`` and :data:`COLUMNS` per sample. A resumed run continues the file.
+def csv_file(path: "str | PathLike[str]", columns: Sequence[str] = COLUMNS) -> Writer:
+    """Return a writer that appends one line of ``step`` and some figures per sample. A resumed run continues the file.
+
+    Args:
+        path: of the file.
+        columns: names of the figures.
 
     Example:
         >>> import tempfile
@@ -42,8 +46,8 @@ def csv_file(path: "str | PathLike[str]") -> Writer:
         with file.open("a", newline="") as target:
             lines = csv.writer(target, lineterminator="\n")
             if fresh:
-                lines.writerow(["step", *COLUMNS])
-            lines.writerow([step, *(figures.get(name, "") for name in COLUMNS)])
+                lines.writerow(["step", *columns])
+            lines.writerow([step, *(figures.get(name, "") for name in columns)])
 
     return write
 
