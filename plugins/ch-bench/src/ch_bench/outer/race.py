@@ -20,11 +20,13 @@ Every finished method is kept in ``race.json`` and does not run again.
 import argparse
 import itertools
 import json
+import multiprocessing
 import os
 import statistics
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -40,8 +42,10 @@ from ch_bench import gpt, launch, record, text
 from ch_bench.links import netns
 from ch_bench.outer.methods import RACE, REFERENCE, Method, Running, start
 from ch_bench.outer.training import WINDOWS, adamw, make_net, set_rate
+from commhooks import HookNotSupportedError
 from commhooks.testing import WorkerError
 
+VARIABLE = "COMMHOOKS_OUTER"
 LOCAL_STEPS = 5  # steps without communication at every evaluation
 Record = dict[str, Any]
 
@@ -131,14 +135,20 @@ def _key(args: argparse.Namespace, rate: str, seed: int, method: Method) -> str:
 
 def run(args: argparse.Namespace, rate: str, seed: int, method: Method, goal: float | None) -> Record:
     """Run one method on one link and return its record. ``goal`` is ``None`` for the reference, which sets it."""
+    if method.expression and VARIABLE not in os.environ:
+        # All ranks of a process are forked from one server, which reads the variable when it starts.
+        with (
+            variable(VARIABLE, method.expression),
+            ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool,
+        ):
+            return pool.submit(run, args, rate, seed, method, goal).result()
     path = args.out / "run.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     names = ("steps", "evaluate", "limit", "width", "layers", "batch", "context", "lr")
     settings = {name: getattr(args, name) for name in names}
     with netns.Network(2, rate) as net:
         verified = net.verify()
-        with variable("COMMHOOKS_OUTER", method.expression):
-            launch.launch(worker, 2, settings, method.as_dict(), seed, goal, path, enter=net.enter)
+        launch.launch(worker, 2, settings, method.as_dict(), seed, goal, path, enter=net.enter)
     found: Record = json.loads(path.read_text())
     path.unlink()
     head = {"link": rate, "verified_bits": round(verified), "seed": seed, "label": method.label, "settings": settings}
@@ -147,9 +157,8 @@ def run(args: argparse.Namespace, rate: str, seed: int, method: Method, goal: fl
 
 @contextmanager
 def variable(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable for processes that start inside, unless the value is empty."""
-    if value:
-        os.environ[name] = value
+    """Set an environment variable for processes that start inside."""
+    os.environ[name] = value
     try:
         yield
     finally:
@@ -200,6 +209,8 @@ def worker(
             arrived = goal is not None and any(_mean_of_three(rows[:end]) <= goal for end in range(3, len(rows) + 1))
             if arrived or (goal is not None and rows[-1][1] > settings["limit"]):
                 break
+    if method.by_run and racer.running.model.require_backward_grad_sync:
+        raise HookNotSupportedError("the outer optimizer was not attached: is commhooks-hook.pth installed?")
     local_step = torch.tensor(local.seconds / local.steps, dtype=torch.float64, device="cpu")
     dist.all_reduce(local_step, dist.ReduceOp.MAX)
     if rank == 0:
