@@ -6,6 +6,7 @@ The blocks run as in an environment with the documented install alone. Other pac
 """
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -107,6 +108,31 @@ def installed(folder: Path, *pages_: str) -> tuple[Path, Path]:
 def test_the_hook_of_ten_minutes_is_found(ten_minutes):
     folder, site = ten_minutes
     assert "rounded (reduction)" in python("-m", "commhooks", "describe", "rounded", cwd=folder, path=site)
+
+
+@pytest.mark.packaging
+def test_the_hook_of_ten_minutes_trains_a_script(ten_minutes):
+    """Step 4, with a hook that declares no options: its module imports torch, which imports the watch."""
+    folder, site = ten_minutes
+    (folder / "train.py").write_text(
+        "import torch\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))\n"
+        "model(torch.ones(4, 3)).sum().backward()\n"
+        "dist.destroy_process_group()\n"
+    )
+    words = ("--standalone", "--nproc-per-node", 2, "-m", "commhooks", "run", "--hook", "rounded")
+    said = python("-m", "torch.distributed.run", *words, "--report", "report.json", "train.py", cwd=folder, path=site)
+    report = json.loads((folder / "report.json").read_text())
+    assert [(model["hook"], model["stats"]["steps"]) for model in report["models"]] == [("rounded", 1)], said
+
+
+@pytest.mark.packaging
+def test_a_variable_names_the_hook_of_ten_minutes(ten_minutes, monkeypatch):
+    folder, site = ten_minutes
+    monkeypatch.setenv("COMMHOOKS_HOOK", "rounded")
+    assert "Linear" in python("-c", "import torch; print(torch.nn.Linear)", cwd=folder, path=site)
 
 
 @pytest.mark.packaging

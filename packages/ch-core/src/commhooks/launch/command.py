@@ -108,8 +108,8 @@ def main(words: list[str]) -> int:
         if given.dry_run:
             sys.stdout.write(plan(settings, given.script) + "\n")
             return 0
+        settings.check()  # needs no torch, and blames the command line
         watch(settings)  # before anything imports torch, because scripts import wrappers by name
-        settings.check()  # needs no torch
         _create(settings)
     except (CommHooksError, ValueError) as error:
         write_stderr(f"{type(error).__name__}: {error}\n")

@@ -83,7 +83,10 @@ def watch(settings: Settings | None = None) -> None:
 
 
 def _torch_imported(_: ModuleType) -> None:
-    """Check the expression without torch, which is half imported here, and wait for every wrapper."""
+    """Check names and declared options, and wait for every wrapper.
+
+    torch is half imported here, so no hook can be imported. `attach` refuses other options at the first forward.
+    """
     from commhooks.errors import CommHooksError
     from commhooks.launch.first_forward import watch_wrapper
     from commhooks.registry.registry import REGISTRY

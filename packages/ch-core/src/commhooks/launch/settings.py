@@ -95,11 +95,13 @@ class Settings:
         return {PREFIX + name.upper(): "1" if value is True else str(value) for name, value in changed.items()}
 
     def check(self) -> None:
-        """Check names and options of every level of the expression. Imports no torch and no hook.
+        """Check names and declared options of every level of the expression. Imports no torch and no hook.
+
+        It also runs while torch is half imported, so a hook's module must not be imported here.
 
         Raises:
-            UnknownHookError, AmbiguousHookError, HookConfigError: as `commhooks.create`, except for values that only the
-                hook's own code refuses.
+            UnknownHookError, AmbiguousHookError, HookConfigError: as `commhooks.create`, except for options that the hook
+                declares in its code alone.
         """
         from commhooks.registry.registry import REGISTRY  # loads pluggy and every plugin module
 
@@ -114,16 +116,16 @@ class Settings:
                 "weights exactly. Leave out one of them"
             )
         if self.gather:
-            REGISTRY.refuse_outer(REGISTRY.levels(self.gather))
+            REGISTRY.refuse_outer(REGISTRY.levels(self.gather, declared_only=True))
         if self.outer and self.check_ranks_every:
             raise HookConfigError(
                 "--check-ranks-every does not fit --outer: between two rounds the ranks' parameters differ by design, and the "
                 "outer optimizer itself compares them at its start. Leave it out"
             )
         if self.outer:
-            REGISTRY.outer(self.outer)
+            REGISTRY.outer(self.outer, declared_only=True)
         elif self.hook:
-            REGISTRY.refuse_outer(REGISTRY.levels(self.hook))
+            REGISTRY.refuse_outer(REGISTRY.levels(self.hook, declared_only=True))
         elif not self.gather:
             raise HookConfigError(
                 "no hook: use --hook EXPR or COMMHOOKS_HOOK=EXPR, e.g. 'powersgd(rank=4)', or --outer EXPR or "

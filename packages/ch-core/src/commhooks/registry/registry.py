@@ -225,9 +225,14 @@ class Registry:
     # -- expressions
 
     def levels(
-        self, expression: str | Mapping[str, Any], kind: str | None = None
+        self, expression: str | Mapping[str, Any], kind: str | None = None, *, declared_only: bool = False
     ) -> list[tuple[HookSpec, dict[str, Any]]]:
         """Return the spec and the given options of each level of an expression, outermost first, all checked.
+
+        Args:
+            expression: of a hook.
+            kind: of its outermost level.
+            declared_only: True to import no hook. Options are then checked only if the spec declares them.
 
         Raises:
             UnknownHookError, AmbiguousHookError, HookConfigError: as :func:`commhooks.create`.
@@ -235,7 +240,7 @@ class Registry:
         found = []
         for node in nodes(canonical(expression)):
             spec = self.spec_of(node, kind)
-            self.options_of(spec, node["config"])
+            self.options_of(spec, node["config"], declared_only=declared_only)
             found.append((spec, dict(node["config"])))
         return found
 
@@ -252,8 +257,14 @@ class Registry:
                     f"{spec.target.replace(':', '.')}(optimizer, model) in the script"
                 )
 
-    def outer(self, expression: str | Mapping[str, Any]) -> tuple[HookSpec, dict[str, Any]]:
+    def outer(
+        self, expression: str | Mapping[str, Any], *, declared_only: bool = False
+    ) -> tuple[HookSpec, dict[str, Any]]:
         """Return the spec and the options of an outer optimizer, checked and completed with the defaults.
+
+        Args:
+            expression: of an outer optimizer.
+            declared_only: True to import no target, as in :meth:`levels`.
 
         Raises:
             UnknownHookError, AmbiguousHookError: no or several outer optimizers have the name.
@@ -267,7 +278,7 @@ class Registry:
                 f"{spec.name!r} is a {spec.kind}, not an outer optimizer. Outer optimizers: {names}. Give a hook as their "
                 f"exchange, e.g. diloco(exchange={spec.name})"
             )
-        return spec, self.options_of(spec, node["config"])
+        return spec, self.options_of(spec, node["config"], declared_only=declared_only)
 
     def spec_of(self, node: Node, kind: str | None = None) -> HookSpec:
         """Return the spec of a node's own level.
@@ -280,12 +291,16 @@ class Registry:
             kind = next(kinds, kind)
         return self.resolve(node["hook"], kind=kind, provider=provider)
 
-    def options_of(self, spec: HookSpec, given: Mapping[str, Any]) -> dict[str, Any]:
+    def options_of(self, spec: HookSpec, given: Mapping[str, Any], *, declared_only: bool = False) -> dict[str, Any]:
         """Return the options of one level, checked and completed with the defaults.
+
+        With `declared_only`, options of a target without declared ones are returned as given, and nothing is imported.
 
         Raises:
             HookConfigError: naming option, value, legal values, and the closest name.
         """
+        if spec.options is None and declared_only:
+            return dict(given)
         if spec.options is None:
             return self._options_of_signature(spec, given)
         _refuse_unknown_options(spec, given, list(spec.options))
@@ -300,7 +315,7 @@ class Registry:
                 ) from None
             if option.hook:
                 expression: Any = config[name]  # a hook's option holds an expression after the check
-                self.refuse_outer(self.levels(expression))
+                self.refuse_outer(self.levels(expression, declared_only=declared_only))
         return config
 
     def _options_of_signature(self, spec: HookSpec, given: Mapping[str, Any]) -> dict[str, Any]:
