@@ -54,13 +54,13 @@ def model_for(axis: str, world: int) -> torch.nn.Module:
 
 
 def worker(rank: int, world: int, device: torch.device, path: Path) -> None:
-    """Count all cases. Rank 0 writes ``[axis, hook, engine, stream, interface]``, bytes of one step, to ``path``."""
+    """Count all cases. Rank 0 writes ``[axis, hook, engine, stream, interface, packets]`` of one step to ``path``."""
     found = []
     for axis, hook in CASES:
         model = model_for(axis, world)
         handle = commhooks.attach(model, hook, axis=axis)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        engine = stream = interface = 0.0
+        engine = stream = interface = packets = 0.0
         for step in range(1 + STEPS):
             x = torch.randn(4, WIDTH, dtype=torch.float32, device=device)
             readings = [netns.sent_here()]
@@ -73,12 +73,13 @@ def worker(rank: int, world: int, device: torch.device, path: Path) -> None:
             before, after = readings[:2] if axis == "gather" else readings[1:]
             if step:
                 stream, interface = stream + after.stream - before.stream, interface + after.bytes - before.bytes
+                packets += after.packets - before.packets
             else:
                 engine = -handle.stats()[f"{axis}_wire_bytes"]
             optimizer.step()
             optimizer.zero_grad()
         engine += handle.stats()[f"{axis}_wire_bytes"]
-        found.append([axis, hook, *(value / STEPS for value in (engine, stream, interface))])
+        found.append([axis, hook, *(value / STEPS for value in (engine, stream, interface, packets))])
         handle.detach()
     if rank == 0:
         path.write_text(json.dumps(found))
@@ -97,14 +98,24 @@ def table(counts: dict[int, list[Any]]) -> str:
     """Return the counts as Markdown."""
     rows = []
     for world, found in counts.items():
-        for axis, hook, engine, stream, interface in found:
+        for axis, hook, engine, stream, interface, packets in found:
             off, whole = stream / engine - 1, interface / engine - 1
             holds = "holds" if abs(off) <= LIMIT else "MISSED"
             sizes = [f"{value:,.0f}" for value in (engine, stream)]
             rows.append(
-                [str(world), axis, f"`{hook}`", *sizes, f"{off:+.2%}", holds, f"{interface:,.0f}", f"{whole:+.2%}"]
+                [
+                    str(world),
+                    axis,
+                    f"`{hook}`",
+                    *sizes,
+                    f"{off:+.2%}",
+                    holds,
+                    f"{interface:,.0f}",
+                    f"{whole:+.2%}",
+                    f"{packets:,.0f}",
+                ]
             )
-    heads = ["ranks", "axis", "hook", "engine", "TCP", "difference", "2 %", "with headers", "difference"]
+    heads = ["ranks", "axis", "hook", "engine", "TCP", "difference", "2 %", "with headers", "difference", "packets"]
     return record.markdown_table(heads, rows)
 
 
