@@ -104,11 +104,24 @@ def divided(rank: int, model: Any, outer: Callable[..., Optim]) -> None:
     plain(rank, model, outer)
 
 
+def scaled(rank: int, model: nn.Module, outer: Callable[..., Optim]) -> None:
+    """A GradScaler skips steps of one replica only, among them the first of a run and the last of a round."""
+    optimizer = outer(torch.optim.AdamW(model.parameters(), lr=0.01), model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for step in range(9):
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, step)
+        scaler.scale(loss * (float("inf") if rank >= 2 and step in (0, 5) else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
 CASES: dict[str, tuple[Callable[..., None], str]] = {
     "plain": (plain, "diloco"),
     "streaming": (plain, "streaming(fragments=2, overlap=1, exchange=quant4)"),
     "accumulating": (accumulating, "diloco(exchange='quant8(exempt=False)')"),
     "divided": (divided, "local_sgd"),
+    "scaler": (scaled, "diloco"),
 }
 
 
@@ -157,10 +170,11 @@ def test_an_unchanged_script_has_the_bits_of_an_outer_optimizer_between_replicas
     assert spawn(bits, 4, names, timeout=200) == [{}] * 4
 
 
-def between_rounds(rank: int, world: int) -> tuple[list[bool], int]:
+def between_rounds(rank: int, world: int, declared: bool) -> tuple[list[bool], int]:
     """Return if a checkpoint holds the model of the last round, and the bytes that went between replicas."""
     watching("diloco(every=3, steps=5)")
-    model = sharded(init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(mesh["shard"] if declared else mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     saved, same = {}, []
     for step in range(5):
@@ -178,8 +192,10 @@ def between_rounds(rank: int, world: int) -> tuple[list[bool], int]:
     return same, int(found.outer.stats()["payload_bytes"])
 
 
-def test_checkpoints_hold_the_model_of_the_last_round_and_each_rank_sends_its_shard() -> None:
-    results = spawn(between_rounds, 4, timeout=120)
+@pytest.mark.parametrize("declared", [False, pytest.param(True, marks=pytest.mark.full)], ids=["mesh", "name"])
+def test_checkpoints_hold_the_model_of_the_last_round_and_each_rank_sends_its_shard(declared: bool) -> None:
+    """Replicas are a dimension of the model's mesh, or of the root mesh by its name."""
+    results = spawn(between_rounds, 4, declared, timeout=120)
     # The first two checkpoints hold the start, the fourth that of the third step, the last one the end.
     assert [same for same, _ in results] == [[False, True, False, True, False]] * 4
     params = sum(p.numel() for p in Net().parameters())
