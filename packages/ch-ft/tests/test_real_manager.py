@@ -168,3 +168,13 @@ def test_the_embedded_default_trains_alone_and_lets_others_join() -> None:
             assert optimizer.step()
         assert first.manager.current_step() == 3
         assert model.handle.stats()["steps"] == 3
+
+
+@pytest.mark.timeout(60)
+def test_two_levels_are_refused_by_name() -> None:
+    """Members join and leave, and two levels need ranks that stay on their nodes."""
+    with (
+        ch_ft.local(state_dict=dict, load_state_dict=lambda state: None) as member,
+        pytest.raises(HookNotSupportedError, match=r"two_level\(quant4\) needs ranks that stay on their nodes"),
+    ):
+        build("two_level(quant4)", member, module())

@@ -39,7 +39,7 @@ class Averaging(Case):
         """Under a policy, the hook gets every other parameter of a bucket, so that ``bucket.buffer`` is a gathered copy."""
         like = parameters()
         others = [name for name, tensor in like.items() if tensor.numel()][1::2]
-        ranks = self.ranks(2, like, 1, lambda hook: Policy([*((name, Plain()) for name in others), ("*", hook)]))
+        ranks = self.ranks(self.few, like, 1, lambda hook: Policy([*((name, Plain()) for name in others), ("*", hook)]))
         for step in run(ranks, like, 2):
             other = same_bits(step.gradients[0], step.gradients[1])
             assert other == [], (
@@ -67,7 +67,7 @@ class Averaging(Case):
     @only_if("simulates", "sends_less")
     def test_compresses(self) -> None:
         like = parameters()
-        ranks = self.ranks(2, like)
+        ranks = self.ranks(self.few, like)
         run(ranks, like, 3)
         assert ranks.engines[0].counters.compressed_steps > 0, (
             "no step sent less than plain averaging would have: set `first_step`, if it warms up first, or "
@@ -77,7 +77,7 @@ class Averaging(Case):
     @only_if("simulates", "any_bucket")
     def test_bucket_size_changes_nothing(self) -> None:
         like = parameters()
-        runs = [run(self.ranks(2, like, buckets), like, 3) for buckets in (1, 2, 5)]
+        runs = [run(self.ranks(self.few, like, buckets), like, 3) for buckets in (1, 2, 5)]
         for other in runs[1:]:
             for a, b in zip(runs[0], other, strict=True):
                 differing = same_bits(a.gradients[0], b.gradients[0])
@@ -90,7 +90,7 @@ class Averaging(Case):
     @only_if("simulates")
     def test_deterministic(self) -> None:
         like = parameters()
-        first, second = (run(self.ranks(2, like), like, 3) for _ in range(2))
+        first, second = (run(self.ranks(self.few, like), like, 3) for _ in range(2))
         for a, b in zip(first, second, strict=True):
             differing = same_bits(a.gradients[1], b.gradients[1])
             assert differing == [], f"{differing} differ between two runs: draw random numbers from ctx.step and a seed"
@@ -103,15 +103,15 @@ class Averaging(Case):
             like = parameters(dtype)
             if self.mean:
                 allowed = max(self.allowed(dtype), self.allowed(), 8 * torch.finfo(dtype).eps)
-                self.near(self._error(2, like), allowed, f"{dtype} (`dtypes` says which are tried)")
-            result = run(self.ranks(2, like), like, 2)[-1].gradients[0]
+                self.near(self._error(self.few, like), allowed, f"{dtype} (`dtypes` says which are tried)")
+            result = run(self.ranks(self.few, like), like, 2)[-1].gradients[0]
             assert all(result[name].dtype == dtype for name in result)
             assert finite(result), f"{dtype}: not finite (`dtypes` says which are tried)"
 
     @only_if("simulates", "averages")
     def test_unused_parameter_comes_late(self) -> None:
         """A gradient that is zero on one rank, then on all, then there: finite, and right again."""
-        like, world = parameters(), 2
+        like, world = parameters(), self.few
         ranks = self.ranks(world, like)
         for step in range(6):
             every = all_ranks(like, world, step)
@@ -132,7 +132,7 @@ class Averaging(Case):
     @only_if("simulates")
     def test_bytes_as_declared(self) -> None:
         like = parameters()
-        ranks = self.ranks(2, like)
+        ranks = self.ranks(self.few, like)
         as_one_bucket = ranks.handles[0].payload_per_step()
         for number in range(3):
             run(ranks, like, 1, number)

@@ -52,7 +52,7 @@ class Case:
         steps: number of steps after which a hook with residuals must come near the average.
         first_step: number of steps counted before the checks begin, to be past a warm-up.
         compresses: True if the hook sends fewer bytes than plain averaging. Default: True if it is lossy.
-        world_sizes: simulated world sizes; 3 shows divisions.
+        world_sizes: simulated world sizes; 3 shows divisions. A hook with ``nodes=2`` takes ``(4, 6)``.
         dtypes: gradient dtypes that the hook takes.
         timeout: seconds for the gloo processes, all checks together.
     """
@@ -193,9 +193,19 @@ class Case:
 
     # -- simulated ranks
 
+    @property
+    def few(self) -> int:
+        """Number of ranks of most checks, the first of :attr:`world_sizes`."""
+        return self.world_sizes[0]
+
+    @property
+    def many(self) -> int:
+        """Another number of ranks, the last of :attr:`world_sizes`."""
+        return self.world_sizes[-1]
+
     def ranks(
         self,
-        world_size: int = 2,
+        world_size: int | None = None,
         like: dict[str, torch.Tensor] | None = None,
         buckets: int = 2,
         wrap: Callable[[Reduction], Reduction] | None = None,
@@ -204,7 +214,7 @@ class Case:
         """Return simulated ranks of fresh handles.
 
         Args:
-            world_size: number of ranks.
+            world_size: number of ranks; by default :attr:`few`.
             like: tensors like the parameters.
             buckets: number of buckets.
             wrap: put around every rank's reduction.
@@ -219,7 +229,8 @@ class Case:
                 handle.hook_state.in_place = in_place
             return handle
 
-        return SimulatedRanks(make, world_size, like if like is not None else parameters(), buckets=buckets)
+        world = self.few if world_size is None else world_size
+        return SimulatedRanks(make, world, like if like is not None else parameters(), buckets=buckets)
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """Collect the parametrised checks; parts of the contract add theirs."""
@@ -231,7 +242,7 @@ class Case:
             return ""
         try:
             like = parameters()
-            errors = self.ranks(2, like).step(all_ranks(like, 2, 0)).errors
+            errors = self.ranks(self.few, like).step(all_ranks(like, self.few, 0)).errors
         except Exception as raised:
             errors = [raised]
         own = [e for e in errors if e is not None and not isinstance(e, RemoteHookError)]
@@ -239,7 +250,7 @@ class Case:
         if found is None:
             return ""
         remedy = next((f"\n{remedy}" for part, remedy in REMEDIES.items() if part in str(found)), "")
-        return f"one step on two simulated ranks failed with {type(found).__name__}: {found}{remedy}"
+        return f"one step on {self.few} simulated ranks failed with {type(found).__name__}: {found}{remedy}"
 
 
 def only_if(*conditions: str) -> Callable[[Callable[P, T]], Callable[P, T]]:

@@ -39,7 +39,7 @@ class Surviving(Case):
         """A run that is saved, loaded with ``weights_only`` and continued with other buckets gives the same bits."""
         like = parameters()
         other = 5 if self.reduction.granularity == "tensor" else 2
-        whole, first, second = self.ranks(2, like), self.ranks(2, like), self.ranks(2, like, other)
+        whole, first, second = self.ranks(self.few, like), self.ranks(self.few, like), self.ranks(self.few, like, other)
         run(whole, like, 4)
         run(first, like, 4)
         second.load([_through_a_file(saved) for saved in first.save()])
@@ -53,7 +53,10 @@ class Surviving(Case):
     def test_given_as_an_object(self) -> None:
         """A wrapper that is attached as an object has the results and state of its expression, and resumes from it."""
         like = parameters()
-        by_name, first, second = self.ranks(2, like), *(SimulatedRanks(self._object, 2, like) for _ in range(2))
+        by_name, first, second = (
+            self.ranks(self.few, like),
+            *(SimulatedRanks(self._object, self.few, like) for _ in range(2)),
+        )
         _same_steps(run(first, like, 3), run(by_name, like, 3))
         assert first.handles[0].plan() == by_name.handles[0].plan()
         _same_state(first.save(), by_name.save())
@@ -70,7 +73,7 @@ class Surviving(Case):
     @only_if("simulates")
     def test_resume_on_another_world_size(self) -> None:
         like = parameters()
-        for before, after in ((2, 3), (3, 2)):
+        for before, after in ((self.few, self.many), (self.many, self.few)):
             old, new = self.ranks(before, like), self.ranks(after, like)
             run(old, like, 4)
             saved = [_through_a_file(one) for one in old.save()]
@@ -87,7 +90,7 @@ class Surviving(Case):
     @only_if("simulates")
     def test_reset_of_residuals(self) -> None:
         like = parameters()
-        old, new = self.ranks(2, like), self.ranks(3, like)
+        old, new = self.ranks(self.few, like), self.ranks(self.many, like)
         run(old, like, 3)
         for handle in new.handles:
             handle.load_state_dict(old.save()[0], world_change="reset")
@@ -98,7 +101,7 @@ class Surviving(Case):
     @only_if("simulates")
     def test_wrong_state_is_refused_and_changes_nothing(self) -> None:
         like = parameters()
-        ranks = self.ranks(2, like)
+        ranks = self.ranks(self.few, like)
         run(ranks, like, 3)
         before = ranks.save()
         wrong: list[dict[str, Any]] = [
@@ -123,10 +126,10 @@ class Surviving(Case):
         """
         like = parameters()
         for bad in (float("inf"), float("nan")):
-            clean, dirty = self.ranks(2, like), self.ranks(2, like)
+            clean, dirty = self.ranks(self.few, like), self.ranks(self.few, like)
             run(clean, like, 2)
             run(dirty, like, 2)
-            poisoned = all_ranks(like, 2, 90)
+            poisoned = all_ranks(like, self.few, 90)
             for name in ("head.weight", "prime"):
                 poisoned[1][name].view(-1)[5] = bad
             result = dirty.step(poisoned)
@@ -141,7 +144,7 @@ class Surviving(Case):
     @only_if("simulates")
     def test_rollback(self) -> None:
         like = parameters()
-        clean, dirty = self.ranks(2, like), self.ranks(2, like)
+        clean, dirty = self.ranks(self.few, like), self.ranks(self.few, like)
         run(clean, like, 2)
         run(dirty, like, 2)
         run(dirty, like, 1, 70)
@@ -154,17 +157,17 @@ class Surviving(Case):
         """``rollback=False`` gives the same bits as two copies; after a failed step all ranks restart from empty state."""
         for dtype in dict.fromkeys((self.dtypes[-1], self.dtypes[0])):
             like = parameters(dtype)
-            two, one = self.ranks(2, like), self.ranks(2, like, in_place=True)
+            two, one = self.ranks(self.few, like), self.ranks(self.few, like, in_place=True)
             for step in range(4):
                 _same_steps(run(one, like, 1, step), run(two, like, 1, step), _READ_FIRST)
             _same_state(one.save(), two.save())
-        failing = self.ranks(2, like, wrap=Faulty, in_place=True)
+        failing = self.ranks(self.few, like, wrap=Faulty, in_place=True)
         run(failing, like, 2)
         if self.reduction.collectives:
             faulty = failing.handles[1].reduction
             assert isinstance(faulty, Faulty)
             faulty.arm("between")
-            failing.step(all_ranks(like, 2, 50))
+            failing.step(all_ranks(like, self.few, 50))
             assert not any(saved["entries"] for saved in failing.save())
             for after in run(failing, like, 2, 2):
                 assert not self.averages or same_bits(after.gradients[0], after.gradients[1]) == []
@@ -174,13 +177,13 @@ class Surviving(Case):
     def test_exception_on_one_rank(self, where: Where) -> None:
         """Every rank raises in that step, and the next steps are the same as without it."""
         like = parameters()
-        clean, dirty = self.ranks(2, like), self.ranks(2, like, wrap=Faulty)
+        clean, dirty = self.ranks(self.few, like), self.ranks(self.few, like, wrap=Faulty)
         run(clean, like, 2)
         run(dirty, like, 2)
         faulty = dirty.handles[1].reduction
         assert isinstance(faulty, Faulty)
         faulty.arm(where)
-        errors = dirty.step(all_ranks(like, 2, 50)).errors
+        errors = dirty.step(all_ranks(like, self.few, 50)).errors
         assert isinstance(errors[1], Injected), f"the failing rank has {errors[1]!r}"
         assert isinstance(errors[0], RemoteHookError), f"the other rank has {errors[0]!r}"
         assert "rank 1" in str(errors[0])
@@ -192,8 +195,8 @@ class Surviving(Case):
     def test_ranks_that_disagree_get_a_typed_error(self) -> None:
         """If one rank's model is larger, every rank raises, and none hangs."""
         like = parameters()
-        ranks = self.ranks(2, like)
-        every = all_ranks(like, 2, 0)
+        ranks = self.ranks(self.few, like)
+        every = all_ranks(like, self.few, 0)
         every[1]["one.more"] = torch.ones(77, 5, dtype=torch.float32, device="cpu")
         errors = ranks.step(every).errors
         assert all(error is not None for error in errors), errors
