@@ -1,6 +1,8 @@
 """Coded weight gathers of FSDP2, compared with one process that computes with the decoded weights."""
 
 import copy
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -171,13 +173,14 @@ def body_tied(rank: int, world: int) -> None:
 
 
 def body_accumulated(rank: int, world: int) -> None:
-    for reshard in (True, False):
+    for reshard in (True, False, None):  # None: every backward reduces its gradients
         model = shard2(gpt(), line(world))
         commhooks.attach(model, HOOK, axis="gather")
         weights = decoded(model)
         for number in range(3):
-            model.set_requires_gradient_sync(number == 2)
-            model.set_reshard_after_backward(reshard or number == 2)
+            if reshard is not None:
+                model.set_requires_gradient_sync(number == 2)
+                model.set_reshard_after_backward(reshard or number == 2)
             model(*batch(number, rank)).backward()
         wanted: dict[str, torch.Tensor] = {}
         for number in range(3):
@@ -441,6 +444,44 @@ def body_saved_on_others(rank: int, world: int, folder: str) -> None:
     trained(handle, model, optimizer, rank, range(3, 5))
 
 
+def all_axes(world: int, gather: str) -> tuple[Any, Any, Any]:
+    model = shard2(gpt(), line(world))
+    handle = commhooks.attach_axes(model, gather=gather, shard="quant4(block=16, error_feedback=True)")
+    return handle, model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def bits(model: nn.Module) -> list[torch.Tensor]:
+    return [whole(p.detach()) for p in model.parameters()]
+
+
+def body_never_killed(rank: int, world: int, gather: str) -> list[torch.Tensor]:
+    handle, model, optimizer = all_axes(world, gather)
+    trained(handle, model, optimizer, rank, range(6))
+    return bits(model)
+
+
+def body_killed(rank: int, world: int, gather: str, folder: str) -> None:
+    """Save after three steps, and die in the fourth."""
+    handle, model, optimizer = all_axes(world, gather)
+    trained(handle, model, optimizer, rank, range(3))
+    saved = {"hook": handle.state_dict(), "model": {n: whole(p) for n, p in model.state_dict().items()}}
+    torch.save(saved, f"{folder}/{rank}")
+    dist.barrier()
+    model(*batch(3, rank))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def body_started_again(rank: int, world: int, gather: str, folder: str) -> list[torch.Tensor]:
+    saved = torch.load(f"{folder}/{rank}", weights_only=True)
+    handle, model, optimizer = all_axes(world, gather)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(distribute_tensor(saved["model"][name], p.device_mesh, p.placements))
+    handle.load_state_dict(saved["hook"])
+    trained(handle, model, optimizer, rank, range(3, 6))
+    return bits(model)
+
+
 def body_differences_refused(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = parallelize_module(Pair(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -517,6 +558,15 @@ def test_differences_are_sent_once_a_step() -> None:
 def test_a_saved_copy_resumes(tmp_path: Path) -> None:
     spawn(body_saved, 2, str(tmp_path))
     spawn(body_saved_on_others, 3, str(tmp_path))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("gather", [HOOK, DIFFERENCE])
+def test_a_killed_run_goes_on_with_the_same_bits(gather: str, tmp_path: Path) -> None:
+    wanted, _ = spawn(body_never_killed, 2, gather)
+    spawn(body_killed, 2, gather, str(tmp_path), expect_exit={0: -signal.SIGKILL, 1: -signal.SIGKILL})
+    found, _ = spawn(body_started_again, 2, gather, str(tmp_path))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.full
