@@ -3,9 +3,9 @@
 Hooks run behind ch-ddp's driver, with two levels, on each axis of FSDP2, and in overlapped exchanges of an outer optimizer.
 """
 
+import importlib
 import inspect
 import logging
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -89,7 +89,7 @@ def test_no_hook_has_a_race_in_an_outer_exchange(options: dict[str, Any]) -> Non
 @contextmanager
 def planted(module: str, target: str, old: str, new: str) -> Iterator[None]:
     """Replace a piece of the source of one method."""
-    scope = vars(sys.modules[module])
+    scope = vars(importlib.import_module(module))
     owner_name, name = target.split(".")
     owner = scope[owner_name]
     original = inspect.getattr_static(owner, name)
