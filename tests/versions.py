@@ -2,6 +2,7 @@
 
     python tests/versions.py                      # every suite; writes docs/measured/versions.json and docs/versions.md
     python tests/versions.py --only ch-core       # some suites; the other rows stay unchanged
+    python tests/versions.py --quick              # the quick set alone; its rows stand next to those of the whole suites
     python tests/versions.py --failed             # repeat the failures of this torch, after a fix
     python tests/versions.py --page               # only the page, from the record
 
@@ -68,11 +69,11 @@ def again(row: dict[str, Any], limit: float) -> dict[str, Any]:
     return row | counted | {"failures": new.get("failures", row["failures"]), "commit": when}
 
 
-def run(name: str, paths: list[Path] | list[str], limit: float) -> dict[str, Any]:
+def run(name: str, paths: list[Path] | list[str], limit: float, marks: str = MARKS) -> dict[str, Any]:
     """Run one suite in a separate process."""
     with tempfile.TemporaryDirectory(prefix="versions-") as folder:
         xml = Path(folder, "junit.xml")
-        command = [sys.executable, "-m", "pytest", "-c", "pyproject.toml", "--rootdir", ".", "-q", "-m", MARKS]
+        command = [sys.executable, "-m", "pytest", "-c", "pyproject.toml", "--rootdir", ".", "-q", "-m", marks]
         command += ["-p", "no:cacheprovider", f"--junitxml={xml}", *map(str, paths)]
         began, problem = time.monotonic(), ""
         with Path(folder, "output").open("w+") as output:
@@ -148,15 +149,21 @@ def main() -> int:
     parser.add_argument(
         "--failed", action="store_true", help="repeat only the failures of this torch, and merge them into their row"
     )
+    parser.add_argument("--quick", action="store_true", help="leave out the tests of the full set")
     parser.add_argument("--page", action="store_true")
     options = parser.parse_args()
     record: dict[str, dict[str, Any]] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     bad = False
     for name, paths in () if options.page else suites().items():
-        key = f"{facts()['torch']} {name}"
+        label, marks = (f"{name}, quick set", f"{MARKS} and not full") if options.quick else (name, MARKS)
+        key = f"{facts()['torch']} {label}"
         chosen, failures = options.only is None or name in options.only, record.get(key, {}).get("failures")
         if failures if options.failed else chosen:
-            row = again(record[key], options.limit) if options.failed else run(name, paths, options.limit) | facts()
+            row = (
+                again(record[key], options.limit)
+                if options.failed
+                else run(label, paths, options.limit, marks) | facts()
+            )
             record[key] = row
             bad |= bool(row.get("problem") or row.get("failed"))
             lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
