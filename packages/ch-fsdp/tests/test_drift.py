@@ -65,6 +65,24 @@ def test_hsdp_names_the_parameter_and_the_ranks() -> None:
         assert found["clean"] == ([""] * 100, 10)
 
 
+def thousand(rank: int, world: int) -> dict[str, Any]:
+    models = {"hsdp": lambda: shard2(gpt(), square()), "shards": lambda: shard2(gpt(), line(world))}
+    loops = {
+        f"{kind}, {hook}": Loop(models[kind](), rank, hook, every=100)
+        for kind, hook in (("hsdp", POWERSGD), ("hsdp", "quant4(error_feedback=True)"), ("shards", "bf16_compress"))
+    }
+    errors = {name for number in range(1000) for name, loop in loops.items() if loop.step(number)}
+    return {"errors": errors, "checks": {name: loop.handle.rank_check.checks for name, loop in loops.items()}}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_thousand_clean_steps_raise_no_alarm() -> None:
+    for found in spawn(thousand, 4, timeout=800):
+        assert found["errors"] == set()
+        assert list(found["checks"].values()) == [10, 10, 0]  # ranks with other shards compare nothing
+
+
 def fsdp(rank: int, world: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     loop = Loop(replicated(), rank, POWERSGD, every=1)
