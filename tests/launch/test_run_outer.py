@@ -19,6 +19,7 @@ import ch_outer
 import commhooks
 from commhooks.launch.auto_attach import auto_attach
 from commhooks.launch.import_watch import watch
+from commhooks.launch.outer_model import outer_text
 from commhooks.launch.settings import Settings
 from commhooks.testing import spawn
 
@@ -486,6 +487,31 @@ def test_a_script_with_its_own_loop(tmp_path: Path, door: bool) -> None:
     assert "8 inner steps, 2 rounds" in done.err and not done.report["notes"]
     assert "of the time in exchanges" in done.err and "ranks apart at the end of a round" in done.err
     assert len(model["apart"]) == 2 and min(model["apart"]) > 0 and 0 < model["exchange_share"] < 1
+    assert model["steps_alone"] == 2 and "warning: the last 2 steps are on no other rank; give steps=8" in done.err
+
+
+@pytest.mark.full
+def test_a_run_without_a_round_says_that_the_ranks_differ(tmp_path: Path) -> None:
+    done = run(tmp_path, "ddp_loop", outer="diloco")
+    assert done.report["models"][0]["stats"]["rounds_done"] == 0
+    assert "no round was completed, so the ranks hold different models; give every= below 8, or steps=8" in done.err
+    done = run(tmp_path, "ddp_loop", outer="diloco(steps=8)")
+    assert done.report["models"][0]["steps_alone"] == 0 and "no other rank" not in done.err
+
+
+def test_the_report_tells_of_steps_that_no_other_rank_has() -> None:
+    row = {
+        "outer": "diloco(every=8)",
+        "steps": 60,
+        "stats": {"rounds_done": 7.0},
+        "apart": [0.05, 0.02],
+        "steps_alone": 4,
+    }
+    said = outer_text(row)
+    assert "the last 4 steps are on no other rank; give steps=60" in said and "times" not in said
+    assert "no round was completed" in outer_text({**row, "steps": 7, "stats": {}, "apart": [], "steps_alone": 7})
+    assert "warning" not in outer_text({**row, "steps_alone": 0})
+    assert "2.5 times as far apart as the first" in outer_text({**row, "apart_growth": 2.5})
 
 
 @pytest.mark.full

@@ -80,6 +80,7 @@ class Fragment:
     Attributes:
         since: number of inner steps at the start of the exchange under way, or ``None``.
         settled: number of inner steps at the start of the last exchange, if it left the parameters at the start, or ``None``.
+        landed: number of inner steps at the start of the last exchange that has arrived in this process, or ``None``.
         device: of the starts.
 
     Raises:
@@ -100,6 +101,7 @@ class Fragment:
         self.params, self.starts, self.reducer, self.mix = dict(params), dict(starts), reducer, mix
         self.since: int | None = None
         self.settled: int | None = None
+        self.landed: int | None = None
         self.device = next(iter(self.starts.values())).device
         self._exchange: PendingAverage | None = None
         self._fixed = fixed
@@ -178,6 +180,7 @@ class Fragment:
         """
         self.receive()
         since, self.since = self.since, None
+        self.landed = since
         exact = {name: self._exact_end(name) for name in self._sent_from} if self._alone else {}
         self.move_start(outer)
         for name, start in self.starts.items():

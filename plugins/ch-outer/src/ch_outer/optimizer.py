@@ -577,6 +577,13 @@ class OuterOptimizer(InnerOptimizer):
             self._recorders.append(recorder)
         return recorder
 
+    def _shared_until(self, index: int) -> int:
+        """Return the inner steps of which all ranks have the moves of a fragment."""
+        landed = self._fragments[index].landed
+        if landed is not None:
+            return landed
+        return self.schedule.last(index, max(0, self.count - self.schedule.overlap))  # also after a state was loaded
+
     def _stop_recording(self, recorder: Recorder) -> None:
         self._recorders = [one for one in self._recorders if one is not recorder]
 
@@ -590,11 +597,13 @@ class OuterOptimizer(InnerOptimizer):
 
         ``exchange_share`` is the share of this rank's time in which steps waited for exchanges. ``apart`` has, for each exchange,
         the distance of this rank's parameters from the mean of all ranks, divided by the parameters' norm. ``apart_growth``
-        compares the latest distances with the first. Rounds that end by time add ``unit`` and ``workers``, whose goodput is the
-        work per second.
+        compares the latest distances with the first. ``steps_alone`` counts the latest inner steps that no other rank has yet.
+        Rounds that end by time add ``unit`` and ``workers``, whose goodput is the work per second.
         """
         found = self._progress.figures()
-        if self._unequal is not None:
+        if self._unequal is None:
+            found["steps_alone"] = self.count - min(map(self._shared_until, range(len(self._fragments))))
+        else:
             workers = [{"rank": rank, **one.as_dict()} for rank, one in enumerate(self._unequal.workers)]
             found |= {"unit": self._unequal.unit, "workers": workers}
         return found

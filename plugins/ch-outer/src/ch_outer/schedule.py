@@ -53,6 +53,19 @@ class Schedule:
         place = count % self.every
         return [f for f in range(self.fragments) if (f + 1) * self.every // self.fragments % self.every == place]
 
+    def last(self, fragment: int, count: int) -> int:
+        """Return the number of inner steps at the start of a fragment's last exchange; 0 if it has had none.
+
+        Args:
+            fragment: its index.
+            count: inner steps so far.
+
+        >>> [Schedule(every=6, fragments=2).last(1, count) for count in (5, 6, 11, 13)]
+        [0, 6, 6, 12]
+        """
+        first = (fragment + 1) * self.every // self.fragments
+        return first + (count - first) // self.every * self.every if count >= first else 0
+
     def advances(self, stages: int, passed: int) -> int:
         """Return how many stages of an exchange to complete at one inner step.
 

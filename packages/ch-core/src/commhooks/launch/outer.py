@@ -42,7 +42,10 @@ class Outer(Protocol):
         """Record the rounds of all ranks in a file."""
 
     def report(self) -> dict[str, Any]:
-        """Return figures for people: `exchange_share`, `apart` by exchange, `apart_growth`, and perhaps `workers`."""
+        """Return figures for people: `exchange_share`, `apart` by exchange, `apart_growth`, and perhaps `workers`.
+
+        `steps_alone` counts the latest inner steps that no other rank has received yet, if rounds have a number of steps.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state."""

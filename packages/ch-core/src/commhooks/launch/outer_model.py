@@ -136,7 +136,7 @@ def _optimizers(model: torch.nn.Module, name: str) -> list[torch.optim.Optimizer
     for optim in optims:
         kind = type(optim).__name__
         if hasattr(optim, "follow"):
-            raise SlotTakenError(f"the script makes its own {kind}")
+            raise SlotTakenError(f"the script makes its own {kind}", by=kind)
         if type(optim).__module__.startswith("torch.distributed"):
             raise HookNotSupportedError(
                 f"--outer cannot train {name} with {kind}, whose step sends its own messages. Use a plain torch.optim "
@@ -191,14 +191,29 @@ def outer_text(row: Mapping[str, Any]) -> str:
     ]
     if apart:
         grown = row.get("apart_growth", 1.0)
-        warning = "; a lower learning rate or shorter rounds keep them closer" if grown > APART_GROWN else ""
+        warning = (
+            f". The latest rounds are {grown:.1f} times as far apart as the first ones (medians): a lower learning rate or "
+            "shorter rounds keep them closer"
+        )
         lines.append(
-            f"ranks apart at the end of a round: {apart[0]:.2g} of the parameters' norm at first, {apart[-1]:.2g} at last "
-            f"({grown:.1f} times){warning}"
+            f"ranks apart at the end of a round: {apart[0]:.2g} of the parameters' norm at first, {apart[-1]:.2g} at last"
+            f"{warning if grown > APART_GROWN else ''}"
         )
     for one in row.get("workers", ()):
         lines.append(
             f"rank {one['rank']}: {one['goodput']:.4g} {row['unit']}/s, {one['busy_share']:.0%} of the time in steps, "
             f"{one['steps']} steps, {one['missed']} of {one['missed'] + one['rounds']} rounds missed"
         )
+    if alone := row.get("steps_alone"):
+        steps = row["steps"]
+        if stats.get("rounds_done", 0):
+            last = "last step is" if alone == 1 else f"last {alone} steps are"
+            lines.append(
+                f"warning: the {last} on no other rank; give steps={steps} to average once more after the last step"
+            )
+        else:
+            lines.append(
+                f"warning: no round was completed, so the ranks hold different models; give every= below {steps}, or "
+                f"steps={steps}"
+            )
     return "\n".join(lines)
