@@ -54,7 +54,8 @@ def test_a_manual_attach_gives_the_same_bits_and_wins(tmp_path: Path) -> None:
     assert all(torch.equal(weights[name], again[name]) for name in weights)
     assert not done.report["models"]
     [note] = done.report["notes"]
-    assert "a hook of the script's own, which stays" in note and HOOK in note
+    assert "a hook of the script's own, which stays" in note and HOOK in note and "handle.detach" not in note
+    assert f"commhooks run: {note}" in done.err and "noop on 2 ranks" not in done.err
     assert note in done.err.split("commhooks run:")[0]  # also logged at the time
 
 
@@ -165,6 +166,7 @@ def test_exit_status_and_traceback_are_the_scripts(tmp_path: Path, how: str) -> 
     assert done.code == (7 if how == "exit" else 1)
     assert done.report["notes"]  # writes a report anyway
     if how == "raise":
+        assert "no model was wrapped" not in done.err and "start it with torchrun" in done.err
         trace = done.err[done.err.index("Traceback") :]
         assert trace.count('File "') == 2 and 'KeyError: "the script\'s own"' in trace  # the module, and fails()
 
@@ -179,6 +181,7 @@ def test_a_dry_run_prints_expression_and_plan_and_runs_nothing(tmp_path: Path) -
     assert "linear.weight  (4096, 1024)       powersgd: 81.9 kB of 16.8 MB" in done.stdout
     assert "norm.weight    (1024,)            plain (1-D): 4.1 kB of 4.1 kB" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "for 3 example layers (your script was not run)" in done.stdout
     assert "DistributedDataParallel" in done.stdout and "r.json as JSON" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
     wrong = subprocess.run(
@@ -189,6 +192,23 @@ def test_a_dry_run_prints_expression_and_plan_and_runs_nothing(tmp_path: Path) -
         lost = [sys.executable, "-m", "commhooks", "run", "--hook", "quant4", *words]
         done = subprocess.run(lost, capture_output=True, text=True, timeout=100, cwd=tmp_path)
         assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--hook", "quant4", "torchrun", "--nproc-per-node", "2", "train.py"], "torchrun is a launcher, not a script"),
+        (["--outer", "train.py"], "--outer needs an expression before the script"),
+        (["--hook", "train.py", "--lr", "1"], "--hook needs an expression before the script"),
+        (["--hook", "quant4", "--outer", "diloco", "train.py"], "exclude each other"),
+    ],
+)
+def test_a_wrong_command_line_says_the_right_one(tmp_path: Path, words: list[str], said: str) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit('it ran')\n")
+    command = [sys.executable, "-m", "commhooks", "run", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert done.returncode == 2 and said in " ".join(done.stderr.split())
+    assert max(map(len, done.stderr.splitlines())) <= 80
 
 
 def test_the_environment_costs_nothing_unless_it_asks_for_a_hook(tmp_path: Path) -> None:

@@ -43,7 +43,15 @@ class AttachError(CommHooksError, RuntimeError):
 
 
 class SlotTakenError(AttachError):
-    """The model has a hook already, from a handle or from other code, and takes no second one."""
+    """The model has a hook already, from a handle or from other code, and takes no second one.
+
+    Attributes:
+        by: name or expression of that hook, if it is known.
+    """
+
+    def __init__(self, message: str, by: str = "") -> None:
+        super().__init__(message)
+        self.by = by
 
 
 class RankMismatchError(CommHooksError, RuntimeError):

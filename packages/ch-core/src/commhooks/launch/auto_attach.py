@@ -35,6 +35,7 @@ class AutoAttach:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.raised = ""  # type of the exception that ended the script
         self.report_always = False  # True in the process of the command: it reports even if it found no model
         folder = os.environ.get(REPORTS)
         self.reports = Path(folder) if folder else None
@@ -68,7 +69,7 @@ class AutoAttach:
             outer = attach_outer(model, name, settings.outer) if settings.outer else None
             made = [outer] if settings.outer else self._attach(model, name)
         except SlotTakenError as error:
-            self._note(f"{name} has a hook of the script's own, which stays: {error}")
+            self._note(_not_used(settings.expression, name, error))
             return True
         if settings.outer and outer is None:
             return False
@@ -156,7 +157,16 @@ class AutoAttach:
 
     def report(self) -> dict[str, Any]:
         """Return the report of this process as plain values."""
-        if not self.models and not self.notes:
+        if self.raised and not self.models:
+            self.notes.append(
+                f"the script ended by {self.raised} before it trained a model with {self.settings.expression}"
+            )
+            if "RANK" not in os.environ:
+                self.notes.append(
+                    "RANK is not set: if the script needs several processes, start it with torchrun --nproc-per-node N -m "
+                    "commhooks run ..."
+                )
+        elif not self.models and not self.notes:
             self.notes.append(
                 "no model was wrapped for data parallelism and trained, neither here nor in a process that the script "
                 "started on this machine, so the hook was never used: the script has to make a DistributedDataParallel, "
@@ -180,11 +190,23 @@ def report_text(report: dict[str, Any]) -> str:
         commhooks run: noop on 2 ranks
         note: nothing was wrapped
     """
-    world = report["world_size"]
+    world, notes = report["world_size"], list(report["notes"])
     lines = [f"commhooks run: {report['hook']} on {world} rank{'s' * (world != 1)}"]
+    if not report["models"] and notes and notes[0].startswith(f"{report['hook']} not used"):
+        lines = [f"commhooks run: {notes.pop(0)}"]
     for model in report["models"]:
         lines += [model["model"], _model_text(model)]
-    return "\n".join([*lines, *(f"note: {note}" for note in report["notes"])])
+    return "\n".join([*lines, *(f"note: {note}" for note in notes)])
+
+
+def _not_used(expression: str, model: str, error: SlotTakenError) -> str:
+    """Return a sentence for a user of `commhooks run` whose script has a hook itself."""
+    if not error.by:
+        return f"{expression} not used: {model} has a hook of the script's own, which stays: {error}"
+    return (
+        f"{expression} not used: {model} has a hook of the script's own, which stays: {error.by}. Remove it from the script to "
+        f"use {expression}"
+    )
 
 
 def _model_text(model: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import textwrap
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.machinery import PathFinder
 from typing import Any
@@ -19,7 +20,8 @@ from commhooks.launch.import_watch import watch
 from commhooks.launch.settings import Settings
 from commhooks.log import write_stderr
 
-COLUMNS = 80  # of the dry run
+COLUMNS = 80  # of the dry run and of errors
+LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "srun")
 EPILOG = """\
 environment: COMMHOOKS_HOOK or COMMHOOKS_OUTER, and COMMHOOKS_GATHER, _REPORT,
   _STATE, _STATE_EVERY, _MODULE_PATTERN, _SINGLE_PROCESS, _CHECK_RANKS_EVERY,
@@ -97,13 +99,16 @@ def parser() -> argparse.ArgumentParser:
 def main(words: list[str]) -> int:
     """Check the expression, then run the script. Its exceptions and its exit status pass through."""
     try:
+        if swallowed := _script_as_value(words):
+            _complain(f"commhooks run: {swallowed}")
+            return 2
         given = parser().parse_args(words)
         others = ("script", "words", "module", "dry_run")
         settings = Settings(**{name: value for name, value in vars(given).items() if name not in others})
         for name in Settings.variables():
             os.environ.pop(name, None)  # options of the command line win, and so do their defaults
         if missing := _missing(given.script, given.module):
-            write_stderr(f"commhooks run: {missing}\n")
+            _complain(f"commhooks run: {missing}")
             return 2
         if given.dry_run:
             sys.stdout.write(plan(settings, given.script) + "\n")
@@ -112,14 +117,48 @@ def main(words: list[str]) -> int:
         watch(settings)  # before anything imports torch, because scripts import wrappers by name
         _create(settings)
     except (CommHooksError, ValueError) as error:
-        write_stderr(f"{type(error).__name__}: {error}\n")
+        _complain(f"{type(error).__name__}: {error}")
         return 2
     _run(given)
     return 0
 
 
+def _script_as_value(words: list[str]) -> str:
+    """Return a sentence if an option that takes an expression got the script instead."""
+    options = ("--hook", "--outer", "--gather")
+    for option, value in zip(words, [*words[1:], ""], strict=True):
+        if option in options and value.endswith(".py"):
+            example = "diloco(every=30, exchange=quant4)" if option == "--outer" else "quant4"
+            return f"{option} needs an expression before the script, as in {option} '{example}' {value}"
+        if option.endswith(".py"):
+            break  # the script; words after it are its own
+    return ""
+
+
+def _complain(text: str) -> None:
+    """Write an error with lines of at most 80 columns. Lines that the message has broken itself stay."""
+    lines = text.splitlines()
+    if not any(line.strip() == "^" for line in lines):  # a mark under a place of the line above
+        lines = [
+            textwrap.fill(
+                line,
+                COLUMNS,
+                subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2),
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            for line in lines
+        ]
+    write_stderr("\n".join(lines) + "\n")
+
+
 def _missing(script: str, module: bool) -> str:
     """Return a sentence if the script or module does not exist, and an empty string otherwise. Imports nothing."""
+    if script in LAUNCHERS and not module and not os.path.exists(script):
+        return (
+            f"{script} is a launcher, not a script: put it first, as in torchrun --nproc-per-node 2 -m commhooks run --hook "
+            f"quant4 train.py, or start {script} as always with the variable COMMHOOKS_HOOK (or COMMHOOKS_OUTER) set"
+        )
     if not module:
         return "" if os.path.exists(script) else f"no such script: {script} (give a path, or -m and a module name)"
     top = script.partition(".")[0]
@@ -155,7 +194,7 @@ def plan(settings: Settings, script: str) -> str:
     from commhooks.api.create import create
     from commhooks.registry.expression import unparse
     from commhooks.registry.registry import REGISTRY
-    from commhooks.report import plan_shapes
+    from commhooks.report.plan import USUAL_SHAPES, plan_shapes
 
     wraps = sorted({target.partition(":")[2] for _, targets in REGISTRY.ask("commhooks_wraps") for target in targets})
     if settings.outer:
@@ -163,7 +202,7 @@ def plan(settings: Settings, script: str) -> str:
         hook = next((options[name] for name, one in (spec.options or {}).items() if one.hook), "")
         handle = create(hook) if hook else None
         node = {"hook": spec.name, "provider": spec.provider, "config": options}
-        head = [f"outer     {settings.outer}", f"resolved  {unparse(node)}"]
+        head = [f"outer     {settings.outer}", f"resolved  {unparse(node)}", f"round     {_round_text(options)}"]
         wraps = sorted({name.rpartition(".")[2] for name in REGISTRY.local_gradients()})
     elif not settings.hook:
         handle, head = None, []
@@ -205,10 +244,27 @@ def plan(settings: Settings, script: str) -> str:
         return _in_columns([*lines, "plan      a foreign hook: its bytes cannot be planned"])
     per = "a round of all parameters" if settings.outer else "a step"
     lines += [
-        f"plan      wire bytes that each rank sends in {per} on 2 ranks, by model, after any warm-up, and without a hook:",
+        f"plan      for {len(USUAL_SHAPES)} example layers (your script was not run): wire bytes that each rank sends in {per} "
+        "on 2 ranks, by model, after any warm-up, and without a hook:",
         *(f"  {row}" for row in plan_shapes(handle.reduction)),
     ]
     return _in_columns(lines)
+
+
+def _round_text(options: Mapping[str, Any]) -> str:
+    """Return the length of a round, and what follows the last step."""
+    steps, every = options.get("steps"), options.get("every")
+    if options.get("seconds"):
+        length = f"{options['seconds']:g} seconds"
+    elif options.get("tokens"):
+        length = f"{options['tokens']} tokens or samples of all ranks"
+    else:
+        length = f"{every} optimizer steps"
+    if steps is not None:
+        return f"{length}; one more average after step {steps}"
+    return (
+        f"{length}; steps after the last whole round reach no other rank (give steps=N, the number of steps of the run)"
+    )
 
 
 def _in_columns(lines: list[str]) -> str:
@@ -245,6 +301,9 @@ def _run(given: argparse.Namespace) -> None:
         script_globals = script.run(given.script, given.words, module=given.module)
     except KeyboardInterrupt:
         interrupted.append(True)
+        raise
+    except Exception as error:
+        attach.raised = type(error).__name__
         raise
     finally:
         attach.end()

@@ -85,7 +85,8 @@ def acquire_slot(model: DistributedDataParallel, plain: Callable[[], SlotDriver]
     if slot is not None:
         if slot.expr is not None:
             raise SlotTakenError(
-                f"this model already has the hook {slot.expr}. Call handle.detach() first, then attach again"
+                f"this model already has the hook {slot.expr}. Call handle.detach() first, then attach again",
+                by=slot.expr,
             )
         return slot
     copied = [state for state, hook in _registered(model) if isinstance(state, Slot) and state.driver is None]
@@ -95,7 +96,8 @@ def acquire_slot(model: DistributedDataParallel, plain: Callable[[], SlotDriver]
         names = ", ".join(getattr(hook, "__qualname__", repr(hook)) for hook, _ in model._comm_hooks)
         raise SlotTakenError(
             f"this model's only hook slot holds {names}, and torch cannot remove it. Wrap the model again, and call "
-            "attach instead of register_comm_hook"
+            "attach instead of register_comm_hook",
+            by=names,
         )
     slot = Slot(plain())
     try:
