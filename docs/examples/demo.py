@@ -172,6 +172,18 @@ def _progress(args: argparse.Namespace, rank: int) -> Iterator[Any]:
         shown = f"{min(newest):.2f} … {max(newest):.2f}" if newest else "-"
         bar.update(task, advance=1, loss=shown, refresh=True)
 
+    def tell(runs: list[training.Run]) -> None:
+        """Write a line in every 50th step, because a file or a pipe shows no bar."""
+        steps = len(runs[0].losses)
+        if steps % 50 == 0 or steps == args.steps:
+            print(
+                f"step {steps} of {args.steps}: loss " + ", ".join(f"{run.losses[-1]:.2f}" for run in runs[:-1]),
+                flush=True,
+            )
+
+    if not bar.console.is_terminal:
+        yield tell if rank == 0 else lambda runs: None
+        return
     with bar:
         yield advance
 

@@ -1,6 +1,7 @@
 """The demo's output: the table, the picture, and the raw records behind both."""
 
 import json
+import re
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,13 +35,17 @@ def summary(results: dict[str, Any]) -> list[dict[str, Any]]:
     """
     *hooks, noop = results["hooks"]
     nothing = median(noop["step_seconds"])
-    plain = 4.0 * results["parameters"]  # bytes of an fp32 all-reduce
+    world = results["settings"]["nproc"]
+    plain = (
+        2 * 4.0 * results["parameters"] * (world - 1) / world
+    )  # bytes that a rank sends in an fp32 all-reduce, a ring
     rows = []
     for hook in hooks:
         steps = len(hook["train_loss"])
         step = median(hook["step_seconds"])
         counted = "payload_bytes" in hook["stats"]  # unknown for a foreign hook
         payload = hook["stats"]["payload_bytes"] / steps if counted else None
+        wire = hook["stats"]["wire_bytes"] / steps if counted else None
         rows.append(
             {
                 "hook": hook["hook"],
@@ -49,11 +54,10 @@ def summary(results: dict[str, Any]) -> list[dict[str, Any]]:
                 "step": step,
                 "communication": step - nothing,
                 "payload": payload,
-                "wire": hook["stats"]["wire_bytes"] / steps if counted else None,
-                "ratio": plain / payload if payload else None,
+                "wire": wire,
+                "ratio": plain / wire if wire else None,
             }
         )
-        wire = rows[-1]["wire"]
         rows[-1] |= {name: None if wire is None else step + 8 * wire / speed for name, speed in LINKS.items()}
     return rows
 
@@ -66,7 +70,7 @@ def table(results: dict[str, Any]) -> Table:
         title=f"GPT with {results['parameters'] / 1e6:.1f} M parameters, {settings['steps']} steps, "
         f"{settings['nproc']} ranks on {settings['device']}",
         caption="loss: held out, nats per character · step: median of the slowest rank\n"
-        "MB: per rank and step, payload given to the collectives, wire sent · ratio: payload of fp32 to this\n"
+        "MB: per rank and step, payload given to the collectives, wire sent · ratio: wire of an fp32 all-reduce to this\n"
         "1 Gbit/s, 100 Mbit/s: predicted step in ms, the measured step plus wire bytes / bandwidth",
         box=box.SIMPLE_HEAD,
         header_style="bold",
@@ -93,14 +97,15 @@ def table(results: dict[str, Any]) -> Table:
             "val": f"{row['val']:.3f}",
             "half": f"{row['half'][1]:.3f}",
             "step": f"{row['step'] * 1e3:.1f}",
-            "communication": f"{row['communication'] * 1e3:.1f}",
+            "communication": f"{row['communication'] * 1e3:.1f}" if row["communication"] > 0 else "about 0",
             "payload": _megabytes(row["payload"]),
             "wire": _megabytes(row["wire"]),
             "ratio": f"{row['ratio']:.1f}×" if row["ratio"] else "?",
             **{name: f"{row[name] * 1e3:.0f}" if row[name] else "?" for name in LINKS},
         }
         bold = {key: "bold green" if key in best and row[key] == best[key] else "" for key in cells}
-        shown.add_row(Text(row["hook"]), *(Text(cell, style=bold[key]) for key, cell in cells.items()))
+        name = re.sub(r"\((?=\w+\()", "(\n  ", row["hook"])  # a narrow table would break the name inside a word
+        shown.add_row(Text(name), *(Text(cell, style=bold[key]) for key, cell in cells.items()))
     return shown
 
 
@@ -111,7 +116,11 @@ def _megabytes(size: float | None) -> str:
 def remarks(results: dict[str, Any], out: Path) -> str:
     """Return remarks that help to read the table."""
     noop = median(results["hooks"][-1]["step_seconds"]) * 1e3
-    lines = [f"A step without communication (noop, same run) takes {noop:.1f} ms; comm. is what a hook adds to it."]
+    lines = [
+        f"A step without communication (noop, same run) takes {noop:.1f} ms; comm. is the time that a hook adds to it."
+    ]
+    if any(row["communication"] <= 0 for row in summary(results)):
+        lines.append("'about 0' is a difference below the noise of the step times.")
     if results["settings"]["device"] == "cpu":
         lines.append(
             "The ranks talk over loopback, which is as fast as memory, so compression may look slower than none here.\n"

@@ -44,7 +44,8 @@ def test_demo_trains_each_hook_and_reports(tmp_path: Path) -> None:
     done = python(str(DEMO), *TINY, "--out", "here", "--hooks", *hooks, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     check_results(tmp_path / "here", hooks)
-    for word in (*hooks, "loopback", "loss.png"):
+    assert "1.0×" in done.stdout and "2.0×" in done.stdout
+    for word in (*hooks, "loopback", "loss.png", "step 6 of 6: loss", "ratio: wire"):
         assert word in done.stdout
 
 

@@ -221,8 +221,6 @@ def _checks(check: RankCheck) -> str:
 
 def _warnings(hook: str, binding: Binding, engine: Engine, stats: Mapping[str, float]) -> tuple[str, ...]:
     found = []
-    if engine.transport.world_size == 1:
-        found.append("one rank: nothing crosses a network, so all wire figures are 0")
     never = never_compresses(hook, binding)
     if never is not None:
         found.append(never)

@@ -6,6 +6,7 @@ from html import escape
 from typing import Any
 
 WIDTH = 80
+RATIO = "ratio: bytes on the network with plain averaging, divided by those with the hook"
 _HEADS = ("parameters", "gradient", "payload", "ratio", "error", "residual")
 _WIDTHS = (10, 9, 9, 7, 6, 9)
 
@@ -23,6 +24,8 @@ def as_text(report: Mapping[str, Any]) -> str:
     lines.append(
         _line("all", _cells({**report["total"], "names": [n for g in report["groups"] for n in g["names"]]}), first)
     )
+    if report["total"]["ratio"] is not None:
+        lines += _wrapped(RATIO, "  ", "")
     node = report.get("node")
     if node:
         lines += [
@@ -67,9 +70,15 @@ def _title(report: Mapping[str, Any]) -> str:
     stats = report["stats"]
     if not report["world_size"]:
         return f"{report['hook']}: a foreign hook, called {stats.get('calls', 0):.0f} times; its bytes are unknown"
+    alone = report["world_size"] == 1
+    sent = (
+        "0 B on the wire, because there is one rank"
+        if alone
+        else f"{size(stats['payload_bytes'])} given to collectives"
+    )
     return (
         f"{report['hook']} on rank {report['rank']} of {report['world_size']}: {stats['steps']:.0f} steps, "
-        f"{stats['compressed_steps']:.0f} of them compressed; {size(stats['payload_bytes'])} given to collectives; in the "
+        f"{stats['compressed_steps']:.0f} of them compressed; {sent}; in the "
         f"hook {stats['hook_seconds']:.2f} s, {stats['wait_seconds']:.2f} s of them waiting"
     )
 
