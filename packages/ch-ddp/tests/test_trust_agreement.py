@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from commhooks import agreement
 from commhooks.agreement import StoreExchange, agree
 from commhooks.bucket import Bucket
 from commhooks.errors import RankMismatchError
@@ -81,12 +82,28 @@ def test_the_error_names_the_other_rank_s_expression() -> None:
     def says(rank: int) -> str:
         return f"powersgd(rank={8 if rank == 1 else 4})"
 
-    said = together(3, lambda rank: {"hook": [f"config.rank = {says(rank)[-2]}"]}, says)
+    said = together(
+        3, lambda rank: {"hook": [f"config.rank = {says(rank)[-2]}"], "collectives": [f"sends {rank}"]}, says
+    )
     assert len(set(said)) == 1
     assert "expression: ranks 0, 2 powersgd(rank=4); rank 1 powersgd(rank=8)" in said[0]
-    assert "config.rank = 8" in said[0]
+    assert "config.rank = 8" in said[0] and "sends" not in said[0]  # the messages follow from the hook
     alike = together(2, lambda rank: {"torch": [str(rank)]}, lambda rank: "powersgd")
     assert "expression" not in alike[0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_waits_alone_says_so_once(rank: int, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(agreement, "TELL_AFTER", 0.2)
+    exchange = StoreExchange.over(dist.HashStore(), rank=rank, world=2, timeout=1.0)
+    with pytest.raises(commhooks.HookTimeoutError):
+        exchange(b"mine")
+    [record] = caplog.records
+    assert f"rank {rank} waits in attach() or load_state_dict() for rank {1 - rank}" in record.getMessage()
+
+
+def test_ranks_that_meet_say_nothing(caplog) -> None:
+    assert together(2, lambda rank: {"same": ["1"]}) == ["", ""] and not caplog.records
 
 
 # -- over real processes

@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_
 from torch.utils.weak import WeakIdKeyDictionary
 
 from commhooks.errors import CommHooksError, HookTimeoutError, RankMismatchError, TransportError
+from commhooks.log import log
 
 HASH_BYTES, LINE_BYTES = 16, 256
 Fingerprint = Mapping[str, Sequence[str]]
@@ -27,6 +28,11 @@ Fingerprint = Mapping[str, Sequence[str]]
 
 Gather = Callable[[bytes], list[bytes]]
 """Sends a message of a fixed size, and returns the messages of all ranks in rank order."""
+
+FOLLOWS = ("collectives", "pieces")
+"""Fields that differ because the hooks differ. The error then omits them."""
+
+TELL_AFTER = 20.0  # seconds of silence
 
 _ROUNDS = WeakIdKeyDictionary()  # process group -> number of agreements made over it
 
@@ -56,8 +62,10 @@ def agree(subject: str, fields: Fingerprint, gather: Gather, *, expression: str 
     differing = [name for i, name in enumerate(names) if len({row[i + 1] for row in everyone}) > 1]
     if not differing:
         return
-    lines = [f"  {name}: {_difference(fields[name], gather)}" for name in differing]
     expressions = _lines(expression, gather) if expression else {}
+    if "hook" in differing:
+        differing = [name for name in differing if name not in FOLLOWS]
+    lines = [f"  {name}: {_difference(fields[name], gather)}" for name in differing]
     if len(expressions) > 1:
         lines = [f"  expression: {_by_rank(expressions)}", *lines]
     raise RankMismatchError(
@@ -178,7 +186,7 @@ class StoreExchange:
 
     def _meet(self, store: Store, rank: int, world: int, timeout: float) -> None:
         self.rank, self.world, self._store, self._timeout = rank, world, store, timeout
-        self._ends = time.monotonic() + timeout
+        self._ends, self._told = time.monotonic() + timeout, False
         self._sent = 0
 
     def __call__(self, message: bytes) -> list[bytes]:
@@ -207,16 +215,30 @@ class StoreExchange:
 
     def _get(self, key: str, grace: float) -> str | None:
         """Return the value, or None if it does not arrive in time."""
-        left = max(0.001, self._ends + grace - time.monotonic())
-        try:
-            self._store.wait([key], timedelta(seconds=left))
-        except dist.DistStoreError:
-            return None
-        except RuntimeError as error:
-            if time.monotonic() >= self._ends:
+        ends = self._ends + grace
+        while True:
+            until = ends if self._told else min(ends, time.monotonic() + TELL_AFTER)
+            try:
+                self._store.wait([key], timedelta(seconds=max(0.001, until - time.monotonic())))
+                return self._store.get(key).decode()
+            except dist.DistStoreError:
+                pass
+            except RuntimeError as error:
+                if time.monotonic() < min(until, self._ends):
+                    raise TransportError(f"the process group's store failed: {error}") from error
+            if until == ends:
                 return None
-            raise TransportError(f"the process group's store failed: {error}") from error
-        return self._store.get(key).decode()
+            self._tell(key.rpartition("/")[2])
+
+    def _tell(self, source: str) -> None:
+        """Name the awaited rank once. A rank that never makes this call would otherwise cost minutes of silence."""
+        self._told = True
+        log.warning(
+            "rank %d waits in attach() or load_state_dict() for rank %s. Every rank must make this call (limit %g s)",
+            self.rank,
+            "0, which collects the answers of all ranks" if source == "all" else source,
+            self._timeout,
+        )
 
     def _absent(self, ranks: list[int]) -> CommHooksError:
         return HookTimeoutError(
