@@ -11,7 +11,8 @@ import torch
 from ch_bench.advise.network import Curve, Message, Network
 from ch_bench.advise.predict import Prediction, recommend
 from ch_bench.advise.replay import EmulatedTransport, Note, Recorder, Replay
-from commhooks import Bucket, Reduction, Topology, create, get, list_hooks
+from ch_bench.advise.workload import WRAPPER, Workload
+from commhooks import Bucket, HookConfigError, Reduction, Topology, create, get, list_hooks
 from commhooks.adapters import Engine
 
 SECOND = 1e6  # bytes
@@ -31,6 +32,19 @@ def ends(*notes: Note, curve: Curve = CURVE, **options: float) -> float:
     (first, _), (second, _) = Replay.of(network, [[*notes, Note(0.0, -1, None)]] * 2)
     assert first == second
     return first
+
+
+def test_a_module_that_returns_no_loss_gets_a_wrapper():
+    layers = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    work = Workload(
+        layers, (torch.ones(1, 3), torch.ones(1)), torch.optim.SGD(layers.parameters()), torch.device("cpu")
+    )
+    with pytest.raises(HookConfigError, match=r"(?s)raised TypeError.*whose mean replaces it.*class WithLoss"):
+        work.step()
+    class_ = WRAPPER[WRAPPER.index("class WithLoss") : WRAPPER.index("return WithLoss")]
+    names = {"torch": torch}
+    exec(class_, names)
+    assert names["WithLoss"](torch.nn.Linear(3, 2))(torch.ones(1, 3), torch.zeros(1, dtype=torch.long)).dim() == 0
 
 
 def test_a_single_message_takes_the_measured_time():

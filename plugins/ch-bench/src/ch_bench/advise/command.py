@@ -1,16 +1,17 @@
 """Predict step times with each hook on your network, and recommend one.
 
     torchrun --nproc-per-node 2 -m commhooks advise --model my_module:make
-    commhooks advise --nproc 2
+    python -m commhooks advise --nproc 2
 
 Start it on your machines as you start your training. Within a minute it times a step without communication, the
 messages that hooks send over your network, and the arithmetic of each hook on your model. Then it runs each hook on the
 real model with emulated messages and predicts the time of a step. It recommends a hook and changes nothing.
 
-`my_module:make` returns `(module, batch)`, where `module(*batch)` is the loss, or `(module, batch, optimizer)` with
-`optimizer(parameters)`. If it has sharded the module with `fully_shard`, the steps are those of FSDP2, and 'quant8 / quant4'
-stands for a hook on weight gathers and one on gradients. Without a launcher, ranks are started on this machine. `--link` then
-connects them by a shaped network (needs root and iproute2).
+`my_module:make` returns `(module, batch)`, where `module(*batch)` is the loss or a tensor whose mean replaces it, or
+`(module, batch, optimizer)` with `optimizer(parameters)`. With `python -m` the module may lie in the current folder. If the
+function has sharded the module with `fully_shard`, the steps are those of FSDP2, and 'quant8 / quant4' stands for a hook on
+weight gathers and one on gradients. Without a launcher, ranks are started on this machine. `--link` then connects them by a
+shaped network (needs root and iproute2).
 
 On several nodes of several ranks, `advise` also predicts the hooks inside `two_level`, and measures the link inside a node and
 the one between nodes. torchrun tells the nodes. `--nodes 2x4` starts two nodes of four ranks here; with `--link`
@@ -42,6 +43,10 @@ from ch_bench.help_text import HelpFormatter
 from ch_bench.links import netns
 from commhooks.testing import WorkerError
 
+COLUMNS = (
+    "A step contains the waiting for messages and the arithmetic of the hook. The rest is the model's own work, which slows "
+    "down if messages use the same cores."
+)
 WHERE = {"all": "", "node": " inside a node", "peers": " between nodes"}
 
 
@@ -115,13 +120,20 @@ def worker(rank: int, world: int, device: torch.device, args: dict[str, Any], pa
     with console.status("") if rank == 0 and console.is_terminal else nullcontext() as status:
         tell = (lambda what: status.update(what)) if status is not None else (lambda what: None)
         hooks = args["hooks"] or (list(SHARDED_HOOKS) if work.sharded else leveled_hooks(work, list(HOOKS)))
-        advice = advise(work, hooks, seconds=args["seconds"], tell=tell)
+        advice = advise(work, hooks, seconds=args["seconds"], tell=tell, local=_local(world, args["link"]))
     if rank == 0:
         found = {"model": args["model"], "device": str(device), **as_dict(advice)}
         if path is None:
             show(found, args["json"])
         else:
             path.write_text(json.dumps(found))
+
+
+def _local(world: int, link: str | None) -> bool:
+    """Return True if all ranks share this machine and no link is shaped between them."""
+    if launch.under_torchrun():
+        return os.environ.get("LOCAL_WORLD_SIZE") == str(world)
+    return link is None
 
 
 def as_dict(advice: Advice) -> dict[str, Any]:
@@ -161,6 +173,7 @@ def show(found: dict[str, Any], as_json: bool) -> None:
     console.print(_network_table(found["network"]))
     console.print()
     console.print(_hook_table(found))
+    console.print(f"\n{COLUMNS}", highlight=False)
     console.print(f"\n[bold]use {found['recommended']}[/]", highlight=False)
     for reason in found["reasons"]:
         console.print(Padding(Text(f"{reason}."), (0, 0, 0, 2), expand=False))  # Padding indents every line

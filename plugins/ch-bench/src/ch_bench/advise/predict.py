@@ -77,7 +77,14 @@ class Advice:
     ranks_per_node: int | None = None
 
 
-def advise(work: Workload, hooks: Sequence[str], *, seconds: float = 60.0, tell: Tell = lambda what: None) -> Advice:
+def advise(
+    work: Workload,
+    hooks: Sequence[str],
+    *,
+    seconds: float = 60.0,
+    tell: Tell = lambda what: None,
+    local: bool = False,
+) -> Advice:
     """Predict a step with each hook and recommend one. Every rank must call this.
 
     Args:
@@ -85,6 +92,7 @@ def advise(work: Workload, hooks: Sequence[str], *, seconds: float = 60.0, tell:
         hooks: expressions; ``allreduce`` is added if it is missing.
         seconds: time limit of the whole probe.
         tell: called with the name of each stage.
+        local: True if all ranks share one machine. Then there is no link for which an outer optimizer would be worth it.
     """
     hooks = list(dict.fromkeys(["allreduce", *hooks]))
     ends = time.perf_counter() + seconds
@@ -109,7 +117,12 @@ def advise(work: Workload, hooks: Sequence[str], *, seconds: float = 60.0, tell:
     alone = min(alone, again)  # disturbances only make a step longer
     recommended, reasons = recommend(alone, predictions)
     best = min(predictions, key=lambda one: one.seconds)
-    if outer := rounds(alone, max(best.seconds - alone, best.waiting + best.arithmetic), best.hook):
+    if local:
+        reasons = (
+            *reasons,
+            "All ranks share this machine: start it on your machines, or shape a link with --link RATE",
+        )
+    elif outer := rounds(alone, max(best.seconds - alone, best.waiting + best.arithmetic), best.hook):
         reasons = (*reasons, outer.sentence())
     parameters = sum(p.numel() for p in work.parameters() if p.requires_grad)
     each = None if network.topology is None else network.topology.ranks_per_node

@@ -18,6 +18,15 @@ import commhooks
 from ch_bench.gpt import GPT
 from commhooks import HookConfigError
 
+WRAPPER = """Return a module whose module(*batch) is the loss, or
+a tensor whose mean replaces it. Around a module that returns predictions:
+
+class WithLoss(torch.nn.Sequential):
+    def forward(self, x, y):
+        return torch.nn.functional.cross_entropy(super().forward(x), y)
+
+return WithLoss(model), (x, y)"""
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -73,8 +82,13 @@ class Workload:
         """Run one training step."""
         self.optimizer.zero_grad()
         assert isinstance(self.model, nn.Module)
-        found = self.model(*self.batch)
-        loss = found if isinstance(found, torch.Tensor) else getattr(found, "loss", found[0])
+        try:
+            found = self.model(*self.batch)
+            loss = found if isinstance(found, torch.Tensor) else getattr(found, "loss", found[0])
+        except commhooks.CommHooksError:
+            raise
+        except Exception as error:
+            raise HookConfigError(f"module(*batch) raised {type(error).__name__}: {error}. {WRAPPER}") from error
         (loss if loss.dim() == 0 else loss.float().mean()).backward()
         self.optimizer.step()
         if self.device.type == "cuda":
@@ -154,7 +168,10 @@ def find(name: str) -> Callable[[], Any]:
             raise HookConfigError(f"unknown model {name!r}: {legal}")
         return MODELS[name]
     if "" not in sys.path and os.getcwd() not in sys.path:
-        raise HookConfigError(f"model {name!r}: modules of this folder cannot be imported; start this with python -m")
+        raise HookConfigError(
+            f"model {name!r}: modules of this folder cannot be imported. Start it with "
+            f"python -m commhooks advise --model {name}"
+        )
     try:
         found: Callable[[], Any] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
@@ -169,8 +186,8 @@ def load(name: str, device: torch.device, bucket_cap_mb: float | None = None) ->
 
     Args:
         name: of a function without arguments that returns ``(module, batch)`` or ``(module, batch, optimizer)``.
-            It may shard the module with ``fully_shard``. ``module(*batch)`` is the loss, and ``optimizer(parameters)``
-            makes an optimizer, plain SGD by default.
+            It may shard the module with ``fully_shard``. ``module(*batch)`` is the loss, or a tensor whose mean replaces it, and
+            ``optimizer(parameters)`` makes an optimizer, plain SGD by default.
         device: of model and batch.
         bucket_cap_mb: of DDP.
 
