@@ -1,12 +1,13 @@
 """The public functions over the installed hooks: find, describe, check and register them.
 
-Imports no torch, except in `get`.
+Imports no torch, except in `get`, and in `describe` of a hook that declares no options.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from commhooks.errors import HookConfigError, HookNotSupportedError
+from commhooks.errors import CommHooksError, HookConfigError, HookNotSupportedError
 from commhooks.registry.expression import canonical, nodes, parse, unparse
 from commhooks.registry.registry import REGISTRY, Registry
 from commhooks.registry.spec import CAPABILITIES, HookSpec, PluginFailure
@@ -112,9 +113,11 @@ def describe_spec(spec: HookSpec, given: Mapping[str, Any] | None = None) -> str
         "docs": spec.docs,
     }
     lines = [f"{spec.name} ({spec.kind}): {spec.summary}"]
+    if spec.options is None:
+        facts = {"docstring": _docstring(spec), **facts}
     lines += [f"  {label:<9} {value}" for label, value in facts.items() if value]
     if not spec.options:
-        options = "none" if spec.options is not None else "read from its code when it is created"
+        options = "none" if spec.options is not None else _signature(spec)
         return "\n".join([*lines, f"  options   {options}"])
     shown = {name: f"{name}={given.get(name, option.default)!r}" for name, option in spec.options.items()}
     width = max(map(len, shown.values()))
@@ -124,6 +127,24 @@ def describe_spec(spec: HookSpec, given: Mapping[str, Any] | None = None) -> str
         default = f" (given; default {option.default!r})" if name in given else ""
         lines.append(f"    {shown[name]:<{width}}  {option.accepts()}: {option.doc}{brings}{default}")
     return "\n".join(lines)
+
+
+def _docstring(spec: HookSpec) -> str:
+    """Return the first paragraph of the target's docstring in one line, or an empty string."""
+    try:
+        found = inspect.getdoc(REGISTRY.target(spec)) or ""
+    except CommHooksError:  # `doctor` shows it
+        return ""
+    return " ".join(found.partition("\n\n")[0].split())
+
+
+def _signature(spec: HookSpec) -> str:
+    """Return the options of a hook without declared ones, as its code has them."""
+    try:
+        options = REGISTRY.options_of(spec, {})
+    except CommHooksError as error:  # it cannot be imported, or it needs an option
+        return f"not known: {error}"
+    return ", ".join(f"{name}={value!r}" for name, value in options.items()) or "none"
 
 
 def _in_words(capabilities: frozenset[str]) -> str:
