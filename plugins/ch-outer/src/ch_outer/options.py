@@ -27,11 +27,15 @@ _COMMON = {
     "fragments": Option(1, "parts of the parameters that take turns", at_least=1),
     "overlap": Option(0, "inner steps that an exchange has to arrive", at_least=0),
     "mix": Option(
-        None, "part of a rank's own parameters that stays on arrival, 0 to 1, or 'carry'; None is the paper's"
+        None,
+        "part of a rank's own parameters that stays on arrival, 0 to 1, or 'carry'; None is the paper's",
+        kind="a float, 'carry'",
     ),
     "buffers": Option("average", "floating-point buffers such as BatchNorm's", choices=("average", "local")),
-    "timeout": Option(None, "seconds that one collective may take; None takes those of the process group"),
-    "steps": Option(None, "inner steps of the whole run; after the last one all ranks take one model"),
+    "timeout": Option(
+        None, "seconds that one collective may take; None takes those of the process group", kind="a float"
+    ),
+    "steps": Option(None, "inner steps of the whole run; after the last one all ranks take one model", kind="an int"),
 }
 _SPARSE = {
     "density": Option(0.02, "part of the entries that is sent", above=0.0, at_most=1.0),

@@ -9,6 +9,7 @@ import argparse
 import importlib.util
 import json
 import sys
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,7 @@ def _show(found: dict[str, Any], verbose: bool) -> None:
         (escape(plugin["dist"]), escape(plugin["version"]), f"{plugin['seconds'] * 1e3:.1f} ms")
         for plugin in found["plugins"]
     ]
-    out.print(table("plugin", "version", "import", rows=plugins, whole=("plugin", "version", "import")))
+    out.print(table("plugin", "version", "import time", rows=plugins, whole=("plugin", "version", "import time")))
     out.print()
     hooks = [
         (f"[{_COLOURS[hook['status']]}]{hook['status']}[/]", escape(hook["id"]), hook["kind"], escape(hook["example"]))
@@ -216,4 +217,21 @@ def _show(found: dict[str, Any], verbose: bool) -> None:
             out.print(escape(trace), soft_wrap=True)
     for problem in found["problems"]:
         out.print(f"\n[red]problem[/] {escape(problem)}", soft_wrap=True)
-    out.print("\n[green]everything works[/]" if found["ok"] else "\n[red]something is wrong, see above[/]")
+    out.print(f"\n{_closing(found)}")
+
+
+def _closing(found: dict[str, Any]) -> str:
+    """Return the last line, with the number of hooks that ran.
+
+    >>> rows = [{"status": "ok"}, {"status": "ok"}, {"status": "loaded"}]
+    >>> _closing({"ok": True, "hooks": rows})
+    '[green]2 hooks ran, 1 was only loaded, no problem found[/]'
+    """
+    if not found["ok"]:
+        return "[red]something is wrong, see above[/]"
+    counts = Counter(hook["status"] for hook in found["hooks"])
+    ran, loaded, unusable = counts["ok"], counts["loaded"], counts["unusable"]
+    parts = [f"{ran} hook{'s' * (ran != 1)} ran"]
+    parts += [f"{loaded} {'was' if loaded == 1 else 'were'} only loaded"] if loaded else []
+    parts += [f"{unusable} cannot be used here"] if unusable else []
+    return f"[green]{', '.join(parts)}, no problem found[/]"

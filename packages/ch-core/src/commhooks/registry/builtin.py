@@ -54,7 +54,11 @@ def commhooks_specs() -> Iterable[HookSpec]:
                 "inside": Option(
                     "allreduce", "hook inside a node, without state: allreduce, bf16_compress, quant8", hook=True
                 ),
-                "nodes": Option(None, "ranks per node, or the ranks of each node; None asks torchrun or the hosts"),
+                "nodes": Option(
+                    None,
+                    "ranks per node, or the ranks of each node; None asks torchrun or the hosts",
+                    kind="an int or a list",
+                ),
             },
             example="two_level(quant4)",
             paper="https://arxiv.org/abs/2306.10209",

@@ -30,6 +30,7 @@ class Option:
         hook: True if the value is the expression of another hook, which is checked, too.
         local: True if each rank may have its own value, because neither messages nor state depend on it. Ranks
             do not compare such options, and a state loads whatever their values are.
+        kind: type in words, for an option of default `None`, e.g. `"an int"`.
 
     Example:
         >>> Option(1, "rank of P and Q", at_least=1).accepts()
@@ -47,6 +48,7 @@ class Option:
     off: tuple[Scalar, ...] = (False, None)
     local: bool = False
     hook: bool = False
+    kind: str = ""
 
     def accepts(self) -> str:
         """Return the accepted values in words."""
@@ -60,7 +62,9 @@ class Option:
             if limit is not None
         ]
         kind = type(self.default).__name__
-        noun = "a value" if self.default is None else f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+        noun = f"{self.kind or 'any scalar'} or None"
+        if self.default is not None:
+            noun = f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
         return noun + (" " + " and ".join(limits) if limits else "") + (" or None" if self.optional else "")
 
     def check(self, value: Value) -> Value:
