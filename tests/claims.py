@@ -2,6 +2,7 @@
 
 A marker is an HTML comment right after a number: `58.9<!--race:200mbit/torch allreduce/seconds-->`. It names the record
 docs/measured/race.md, a text before the table, the first cell of a row, and a column by title or number.
+The number may be rounded to two digits or more.
 Numbers of JSON records have a function below instead: `19<!--compare:there-->`.
 """
 
@@ -76,6 +77,19 @@ def recorded(claim: str) -> str:
     raise LookupError(f"{name}.md has no row {row!r} after {after!r}")
 
 
+def rounds_to(recorded_number: str, shown: str) -> bool:
+    """Return True if a page shows the recorded number, or its rounding to at least two digits.
+
+    >>> rounds_to("42.847", "42.8"), rounds_to("42.847", "42.9"), rounds_to("0.349", "0.35"), rounds_to("2.57", "3")
+    (True, False, True, False)
+    """
+    shown = shown.replace(" ", "").lstrip("+")
+    places = len(shown.partition(".")[2])
+    if shown == recorded_number or len(shown.lstrip("-0.").replace(".", "")) < 2:
+        return shown == recorded_number
+    return f"{float(recorded_number):.{places}f}" == shown
+
+
 def wrong(text: str, page: str) -> list[str]:
     """Return a line for each marked number of a page that differs from its record."""
     lines = []
@@ -86,7 +100,7 @@ def wrong(text: str, page: str) -> list[str]:
         except (LookupError, ValueError, OSError) as error:
             lines.append(f"{page}: {number} names {claim}: {error}")
             continue
-        if number.replace(" ", "").lstrip("+") not in re.findall(r"-?\d+(?:\.\d+)?", cell):
+        if not any(rounds_to(each, number) for each in re.findall(r"-?\d+(?:\.\d+)?", cell)):
             lines.append(f"{page}: {number}, but {claim} has {cell!r}")
     return lines
 

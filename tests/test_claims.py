@@ -35,6 +35,22 @@ def test_a_planted_wrong_number_is_found(page):
     assert len(claims.wrong(planted, page)) == len(claims.wrong(text, page)) + 1
 
 
+@pytest.mark.parametrize(
+    ("recorded", "shown", "equal"),
+    [
+        ("42.847", "42.8", True),
+        ("42.847", "42.9", False),
+        ("0.349", "0.35", True),
+        ("2.57", "3", False),
+        ("1234", "1 234", True),
+        ("-0.0112", "-0.011", True),
+        ("-0.0112", "0.011", False),
+    ],
+)
+def test_a_number_may_be_rounded(recorded, shown, equal):
+    assert claims.rounds_to(recorded, shown) == equal
+
+
 def test_a_result_without_a_marker_is_found():
     assert claims.unmarked("It takes 12 ms.") == ["It takes 12 ms."]
     assert not claims.unmarked("```\n12 ms\n```\nIt takes 12<!--bench:a/b/c--> ms.")
