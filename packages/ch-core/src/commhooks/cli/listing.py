@@ -71,7 +71,7 @@ def run_list(arguments: argparse.Namespace) -> int:
         print()
     if any(spec.recommended for spec in specs):
         closing = (
-            "A star marks the first choice for each use. commhooks describe NAME says when to use a hook, and its cost in "
+            "A star marks the hooks to try first in each group. commhooks describe NAME says when to use a hook, and its cost in "
             "loss."
         )
         print(hanging(closing, 0))
