@@ -94,7 +94,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("hooks", nargs="*", default=list(HOOKS), help=f"default {', '.join(HOOKS)}")
     parser.add_argument("--record", action="store_true", help="write the table to docs/measured/fsdp2-gather.md")
     args = parser.parse_args(argv)
-    rows, own = [], {}
+    rows: list[list[str]] = []
+    own: dict[str | None, float] = {}
     for hook in dict.fromkeys([OWN, *args.hooks]):
         cells: list[str] = []
         codes = 0.0
