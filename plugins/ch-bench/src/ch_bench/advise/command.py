@@ -165,18 +165,29 @@ def show(found: dict[str, Any], as_json: bool) -> None:
         print(json.dumps(found, indent=1))
         return
     console = Console() if sys.stdout.isatty() else Console(width=80)
-    console.print(
-        f"{found['model']}: {found['parameters']:,} parameters on {_ranks(found)} ({found['device']}); "
-        f"a step without communication takes {_ms(found['alone'])}\n",
-        highlight=False,
-    )
-    console.print(_network_table(found["network"]))
-    console.print()
-    console.print(_hook_table(found))
-    console.print(f"\n{COLUMNS}", highlight=False)
-    console.print(f"\n[bold]use {found['recommended']}[/]", highlight=False)
-    for reason in found["reasons"]:
-        console.print(Padding(Text(f"{reason}."), (0, 0, 0, 2), expand=False))  # Padding indents every line
+    with console.capture() as shown:
+        console.print(
+            f"{found['model']}: {found['parameters']:,} parameters on {_ranks(found)} ({found['device']}); "
+            f"a step without communication takes {_ms(found['alone'])}\n",
+            highlight=False,
+        )
+        console.print(_network_table(found["network"]))
+        console.print()
+        console.print(_hook_table(found))
+        console.print(f"\n{COLUMNS}", highlight=False)
+        console.print(f"\n[bold]use {found['recommended']}[/]", highlight=False)
+        for reason in found["reasons"]:
+            console.print(Padding(Text(f"{reason}."), (0, 0, 0, 2), expand=False))  # Padding indents every line
+    print(without_trailing_spaces(shown.get()), end="")
+
+
+def without_trailing_spaces(text: str) -> str:
+    """Return text without spaces at the ends of its lines, which tables have. Colours stay.
+
+    >>> without_trailing_spaces("wide column  ")
+    'wide column'
+    """
+    return re.sub(r" +((?:\x1b\[[\d;]*m)*)$", r"\1", text, flags=re.MULTILINE)
 
 
 def _ranks(found: dict[str, Any]) -> str:
