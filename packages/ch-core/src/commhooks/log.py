@@ -8,6 +8,7 @@ status 120. Both would turn a script that trained well into a failed one.
 import logging
 import os
 import sys
+import textwrap
 from contextlib import suppress
 from typing import Any, TextIO
 
@@ -33,6 +34,25 @@ log = logging.getLogger("commhooks")
 # The user configures handlers on this logger or on the root, so the guard has to stand around all of them.
 _guard: Any = _SafeCallHandlers(log)
 log.callHandlers = _guard  # type: ignore[method-assign]
+
+
+def folded(text: str, columns: int = 80) -> str:
+    """Return an error message in lines of at most 80 columns. Lines that the message has broken itself stay.
+
+    A message with a mark (`^`) under a place of an expression stays as it is.
+
+    >>> print(folded("HookConfigError: powersgd has no option 'rnk'", 30))
+    HookConfigError: powersgd has
+      no option 'rnk'
+    """
+    lines = text.splitlines()
+    if any(line.strip() == "^" for line in lines):
+        return text
+    indents = [" " * (len(line) - len(line.lstrip()) + 2) for line in lines]
+    return "\n".join(
+        textwrap.fill(line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        for line, indent in zip(lines, indents, strict=True)
+    )
 
 
 def write_stderr(text: str) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 
 from commhooks.cli.terminal import HelpFormatter
 from commhooks.errors import CommHooksError, UnknownHookError
+from commhooks.log import folded
 from commhooks.registry.distributions import version
 from commhooks.registry.registry import REGISTRY
 from commhooks.registry.spec import OWN_COMMANDS, Command
@@ -49,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--json" in words:
             print(json.dumps({"error": type(error).__name__, "message": str(error)}))
         else:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            text = f"{type(error).__name__}: {error}"
+            print(folded(text) if sys.stderr.isatty() else text, file=sys.stderr)  # programs look for whole phrases
         return 1
     except BrokenPipeError:  # `commhooks list | head`; the interpreter flushes once more when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

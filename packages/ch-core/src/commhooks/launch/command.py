@@ -18,9 +18,9 @@ from typing import Any
 from commhooks.errors import CommHooksError
 from commhooks.launch.import_watch import watch
 from commhooks.launch.settings import Settings
-from commhooks.log import write_stderr
+from commhooks.log import folded, write_stderr
 
-COLUMNS = 80  # of the dry run and of errors
+COLUMNS = 80  # of the dry run
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "srun")
 EPILOG = """\
 environment: COMMHOOKS_HOOK or COMMHOOKS_OUTER, and COMMHOOKS_GATHER, _REPORT,
@@ -136,20 +136,7 @@ def _script_as_value(words: list[str]) -> str:
 
 
 def _complain(text: str) -> None:
-    """Write an error with lines of at most 80 columns. Lines that the message has broken itself stay."""
-    lines = text.splitlines()
-    if not any(line.strip() == "^" for line in lines):  # a mark under a place of the line above
-        lines = [
-            textwrap.fill(
-                line,
-                COLUMNS,
-                subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2),
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-            for line in lines
-        ]
-    write_stderr("\n".join(lines) + "\n")
+    write_stderr(folded(text) + "\n")
 
 
 def _missing(script: str, module: bool) -> str:
