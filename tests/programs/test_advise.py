@@ -349,7 +349,10 @@ def test_a_wrong_name_is_one_error_with_the_remedy(words: tuple[str, ...], messa
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("ch_bench.cost.launches", "post_local_sgd"), "HookNotSupportedError: post_local_sgd is a foreign hook"),
+        (
+            ("ch_bench.cost.kernel_launches", "post_local_sgd"),
+            "HookNotSupportedError: post_local_sgd is a foreign hook",
+        ),
         (("ch_bench.links.wire_bytes", "--hooks", "nothing"), "UnknownHookError: unknown hook 'nothing'"),
     ],
 )

@@ -15,7 +15,7 @@ from commhooks import Bucket, Plain, Reducer, trace
 from commhooks.simulate import simulate
 from commhooks.testing import spawn
 from commhooks.trace.clocks import DRIFT, align
-from commhooks.trace.parts import EnginePart, Moments, Part, Timeline
+from commhooks.trace.rank_part import EnginePart, Moments, Part, Timeline
 from commhooks.trace.recording import BucketFacts, Message, Span
 from commhooks.trace.summary import summarize
 

@@ -10,11 +10,9 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ch_outer.buffers import Buffers
-from ch_outer.follow import Followed
 from ch_outer.fragment import Fragment, divide, start_of
 from ch_outer.inner_optimizer import InnerOptimizer
 from ch_outer.outer_sgd import OuterFactory, default_outer, warn_of_short_run
-from ch_outer.pace import Pace
 from ch_outer.parameters import (
     check_parameters,
     facts_of,
@@ -26,8 +24,9 @@ from ch_outer.parameters import (
     trained,
     write,
 )
-from ch_outer.progress import Progress
-from ch_outer.rounds import FixedRounds, ManagedRounds, Manager, Rounds
+from ch_outer.round_figures import Progress
+from ch_outer.round_length import Pace
+from ch_outer.round_votes import FixedRounds, ManagedRounds, Manager, Rounds
 from ch_outer.schedule import Schedule
 from ch_outer.state import (
     broadcast_newest,
@@ -38,8 +37,9 @@ from ch_outer.state import (
     load_snapshot,
     snapshot,
 )
+from ch_outer.step_watch import Followed
 from ch_outer.telemetry import COLUMNS, Recorder, Writer
-from ch_outer.unequal import UnequalRounds
+from ch_outer.unequal_rounds import UnequalRounds
 from commhooks import HookConfigError, HookNotSupportedError, Reducer, StateError
 from commhooks.adapters import Transport
 from commhooks.telemetry import csv_file

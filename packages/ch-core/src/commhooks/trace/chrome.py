@@ -11,7 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from commhooks.trace.parts import EnginePart, Moments, Part, Timeline
+from commhooks.trace.rank_part import EnginePart, Moments, Part, Timeline
 from commhooks.trace.recording import Message
 from commhooks.trace.summary import summarize
 

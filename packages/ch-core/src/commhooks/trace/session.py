@@ -20,7 +20,7 @@ from commhooks.engine.engine import Engine
 from commhooks.errors import CommHooksError, HookNotSupportedError
 from commhooks.log import log
 from commhooks.trace.chrome import write
-from commhooks.trace.parts import EnginePart, Part
+from commhooks.trace.rank_part import EnginePart, Part
 from commhooks.trace.recording import EngineTrace, Message, Span
 from commhooks.trace.summary import Summary, summarize
 

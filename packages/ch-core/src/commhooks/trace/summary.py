@@ -9,7 +9,7 @@ from typing import Any
 
 from commhooks.report.plan import patterns
 from commhooks.report.text import size
-from commhooks.trace.parts import EnginePart, Part, Timeline
+from commhooks.trace.rank_part import EnginePart, Part, Timeline
 
 Interval = tuple[float, float]
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 import commhooks
-from ch_bench.cost.launches import launches_kernel
+from ch_bench.cost.kernel_launches import launches_kernel
 from ch_bench.cost.stream_order import HOST, StreamOrder, accesses
 from ch_bench.pytorch_hooks import reduction_of
 from ch_ddp.adapter import DDPDriver

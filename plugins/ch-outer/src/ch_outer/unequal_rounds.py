@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 
 from ch_outer.buffers import Buffers
 from ch_outer.fragment import Fragment
-from ch_outer.pace import Pace
 from ch_outer.parameters import settle
-from ch_outer.work import Work
+from ch_outer.round_length import Pace
+from ch_outer.work_count import Work
 from commhooks import CommHooksError, HookConfigError, HookTimeoutError, Plain, Reducer, StateError, TransportError
 
 COLUMNS = ("work", "steps", "busy", "waited", "ending", "here")

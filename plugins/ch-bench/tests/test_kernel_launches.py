@@ -2,7 +2,7 @@
 
 import pytest
 
-from ch_bench.cost.launches import DEFAULT_CAP, ONE_BUCKET, cut, operations
+from ch_bench.cost.kernel_launches import DEFAULT_CAP, ONE_BUCKET, cut, operations
 from ch_bench.shapes import gpt_shapes
 
 SHAPES = gpt_shapes(12, 768, 50257, 1024)
