@@ -70,7 +70,8 @@ def table(results: dict[str, Any]) -> Table:
         title=f"GPT with {results['parameters'] / 1e6:.1f} M parameters, {settings['steps']} steps, "
         f"{settings['nproc']} ranks on {settings['device']}",
         caption="loss: held out, nats per character · step: median of the slowest rank\n"
-        "MB: per rank and step, payload given to the collectives, wire sent · ratio: wire of an fp32 all-reduce to this\n"
+        "MB: per rank and step, payload given to the collectives, wire sent\n"
+        "ratio: wire bytes of an fp32 all-reduce, divided by those of the hook\n"
         "1 Gbit/s, 100 Mbit/s: predicted step in ms, the measured step plus wire bytes / bandwidth",
         box=box.SIMPLE_HEAD,
         header_style="bold",

@@ -46,7 +46,7 @@ def test_demo_trains_each_hook_and_reports(tmp_path: Path) -> None:
     check_results(tmp_path / "here", hooks)
     assert "1.0×" in done.stdout and "2.0×" in done.stdout
     said = " ".join(done.stdout.split())  # the caption of the table wraps
-    for word in (*hooks, "loopback", "loss.png", "step 6 of 6: loss", "ratio: wire"):
+    for word in (*hooks, "loopback", "loss.png", "step 6 of 6: loss", "ratio: wire bytes"):
         assert word in said
 
 
