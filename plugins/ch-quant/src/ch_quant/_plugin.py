@@ -33,7 +33,7 @@ def _blocks() -> Iterable[HookSpec]:
         "quant",
         "reduction",
         "ch_quant:Quantized",
-        "sends blocks of few bits, sums in fp32, sends the sum in few bits; its bytes do not grow with the ranks",
+        "sends blocks of few bits, sums in fp32, sends the sum in few bits; bytes do not grow with the ranks",
         options=QuantOptions.options(),
         capabilities=_LOSSY,
         needs=_FLOATS,
