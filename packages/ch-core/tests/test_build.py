@@ -6,7 +6,7 @@ import pytest
 
 import commhooks
 from commhooks.api.hooks import why_not
-from commhooks.errors import HookConfigError, PluginLoadError
+from commhooks.errors import AttachError, HookConfigError, PluginLoadError
 from commhooks.reduction import Plain, Reduction
 from commhooks.registry.build import FunctionReduction, build
 from commhooks.registry.options import Option
@@ -218,3 +218,8 @@ def test_create(acme, monkeypatch):
     with pytest.raises(HookConfigError, match="need a hook by name"):
         commhooks.create(Plain(), factor=2.0)
     assert commhooks.create(Plain()).reduction.name == "allreduce"
+
+
+def test_a_class_is_refused_before_any_step() -> None:
+    with pytest.raises(AttachError, match=r"Plain is a class, and a hook is an object of it: give Plain\(\)"):
+        commhooks.create(Plain)

@@ -73,8 +73,8 @@ def warn_of_short_run(outer: Optimizer, rounds: int) -> None:
     if rounds < rounds_needed(momentum):
         warnings.warn(
             f"{rounds} rounds are few for an outer momentum of {momentum:g}, which needs about {rounds_needed(momentum)}. "
-            "Runs this short end with a higher loss than plain averaging. Use outer=plain_sgd(1.0), less momentum, or more "
-            "rounds",
+            "Runs this short end with a higher loss than plain averaging. Use outer=plain_sgd(1.0) (in an expression "
+            "rate=1.0, momentum=0.0), less momentum, or more rounds",
             UserWarning,
             stacklevel=3,
         )

@@ -71,6 +71,8 @@ def as_handle(
         raise HookConfigError(f"options {', '.join(config)} need a hook by name; configure {hook!r:.80} itself")
     if isinstance(hook, CommHook):
         return hook
+    if isinstance(hook, type) and issubclass(hook, Reduction):
+        raise AttachError(f"{hook.__name__} is a class, and a hook is an object of it: give {hook.__name__}()")
     made = hook if isinstance(hook, Reduction) else _reduction_of(hook, state)
     if made is None and inspect.isgeneratorfunction(getattr(hook, "func", hook)):
         made = as_reduction(hook)

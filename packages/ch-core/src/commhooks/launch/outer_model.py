@@ -214,6 +214,6 @@ def outer_text(row: Mapping[str, Any]) -> str:
         else:
             lines.append(
                 f"warning: no round was completed, so the ranks hold different models; give every= below {steps}, or "
-                f"steps={steps}"
+                f"steps={steps}. Checkpoints of the script hold the initial model"
             )
     return "\n".join(lines)
