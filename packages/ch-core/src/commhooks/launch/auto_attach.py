@@ -35,7 +35,7 @@ class AutoAttach:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.raised = ""  # type of the exception that ended the script
+        self.raised = ""  # type of the exception, or exit status, that ended the script
         self.report_always = False  # True in the process of the command: it reports even if it found no model
         folder = os.environ.get(REPORTS)
         self.reports = Path(folder) if folder else None

@@ -289,6 +289,9 @@ def _run(given: argparse.Namespace) -> None:
     except KeyboardInterrupt:
         interrupted.append(True)
         raise
+    except SystemExit as leaving:
+        attach.raised = f"exit status {leaving.code!r:.80}" if leaving.code else ""
+        raise
     except Exception as error:
         attach.raised = type(error).__name__
         raise
