@@ -71,8 +71,7 @@ def as_handle(
         raise HookConfigError(f"options {', '.join(config)} need a hook by name; configure {hook!r:.80} itself")
     if isinstance(hook, CommHook):
         return hook
-    if isinstance(hook, type) and issubclass(hook, Reduction):
-        raise AttachError(f"{hook.__name__} is a class, and a hook is an object of it: give {hook.__name__}()")
+    _refuse_class(hook)
     made = hook if isinstance(hook, Reduction) else _reduction_of(hook, state)
     if made is None and inspect.isgeneratorfunction(getattr(hook, "func", hook)):
         made = as_reduction(hook)
@@ -87,6 +86,12 @@ def as_handle(
         )
     name = getattr(built, "__name__", type(built).__name__)
     return CommHook(node={"hook": name, "config": {}}, built=built, process_group=process_group)
+
+
+def _refuse_class(hook: object) -> None:
+    """Refuse the class of a reduction. It is callable, so DDP would call it as a hook in the backward."""
+    if isinstance(hook, type) and issubclass(hook, Reduction):
+        raise AttachError(f"{hook.__name__} is a class, and a hook is an object of it: give {hook.__name__}()")
 
 
 def _registered(node: Node, given: Reduction) -> Node | None:
