@@ -71,11 +71,11 @@ def test_applied_and_owed_are_the_sum_of_all_gradients(expr: str, joined: bool) 
 LIKE = {"a.weight": torch.zeros(40, 32), "b.weight": torch.zeros(24, 40), "b.bias": torch.zeros(24)}
 
 
-def handed(first: str, second: str) -> tuple[SimulatedRanks, SimulatedRanks]:
+def handed(first: str, second: str, like: dict[str, torch.Tensor] = LIKE) -> tuple[SimulatedRanks, SimulatedRanks]:
     """Return ranks of the first hook after two steps, and ranks of the second hook with their states."""
-    old = SimulatedRanks(lambda: commhooks.create(first), 2, LIKE)
+    old = SimulatedRanks(lambda: commhooks.create(first), 2, like)
     for step in range(2):
-        assert not any(old.step(all_ranks(LIKE, 2, step)).errors)
+        assert not any(old.step(all_ranks(like, 2, step)).errors)
     states = []
     for handle in old.handles:
         handle.detach()
@@ -86,7 +86,7 @@ def handed(first: str, second: str) -> tuple[SimulatedRanks, SimulatedRanks]:
         handle.state = states.pop(0)
         return handle
 
-    return old, SimulatedRanks(make, 2, LIKE)
+    return old, SimulatedRanks(make, 2, like)
 
 
 @pytest.mark.parametrize(
@@ -132,3 +132,12 @@ def test_a_residual_of_another_shape_is_refused_after_a_hand_over_too() -> None:
     handle.state = state
     with pytest.raises(commhooks.StateError, match=r"field 'residual', is \[3, 3\]"):
         SimulatedRanks(lambda: handle, 1, LIKE)
+
+
+def test_a_residual_of_another_dtype_is_cast() -> None:
+    """`topk` with few bits keeps fp32 for fp64 gradients, and PowerSGD keeps fp64."""
+    like = {name: tensor.double() for name, tensor in LIKE.items()}
+    _, new = handed("powersgd(rank=1)", "topk(density=0.2, bits=2)", like)
+    kept = new.engines[0].state.read("a.weight", "residual")
+    assert kept is not None and kept.dtype == torch.float32 and kept.any()
+    assert not any(new.step(all_ranks(like, 2, 2)).errors)

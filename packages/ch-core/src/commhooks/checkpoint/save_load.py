@@ -15,7 +15,7 @@ import torch.distributed as dist
 from commhooks.bucket import Bucket, BucketLayout
 from commhooks.checkpoint.format import Saved, alike, as_dict, read, shown
 from commhooks.checkpoint.world_change import for_rank
-from commhooks.encoding import Entries, Key
+from commhooks.encoding import OWN_ORDER, Entries, Key
 from commhooks.errors import CommHooksError, StateError
 from commhooks.fingerprint import verify_state
 from commhooks.param_table import ParamTable, translate
@@ -29,6 +29,7 @@ log = logging.getLogger("commhooks")
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LEGAL = (*_DTYPES, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+Shape = tuple[tuple[int, ...], torch.dtype]  # of an entry
 _ROOM = 4  # an entry of unknown shape may have up to this many times its parameter's elements
 
 
@@ -337,11 +338,24 @@ def fit_to(state: HookState, reduction: Reduction, layout: BucketLayout, world_s
     entries = {(name, field): tensor for name, field, tensor in state.entries() if name in known}
     if state.handed_over and reduction.granularity == "tensor":
         unfit = _unexpected(entries, reduction, layout, state.step, world_size)
+        _cast_to_legal(state, entries, unfit)
         gone = [key for key in unfit if key[1] in reduction.shared_fields]
         state.drop_unfit(gone)
         for key in gone:
             del entries[key]
     fits(entries, state.params, state.step, reduction, layout, world_size)
+
+
+def _cast_to_legal(state: HookState, entries: dict[Key, torch.Tensor], unfit: dict[Key, set[Shape]]) -> None:
+    """Cast entries of another hook that have a legal shape, but another floating dtype than this hook keeps."""
+    for key, legal in list(unfit.items()):
+        tensor = entries[key]
+        dtypes = [dtype for shape, dtype in legal if shape == tuple(tensor.shape) and dtype.is_floating_point]
+        if not (dtypes and tensor.is_floating_point()):
+            continue
+        entries[key] = tensor.to(max(dtypes, key=lambda dtype: dtype.itemsize))
+        if state.re_encode(*key, entries[key], state.encoding(*key) or OWN_ORDER):
+            del unfit[key]
 
 
 def _as_expected(
@@ -358,10 +372,10 @@ def _as_expected(
 
 def _unexpected(
     entries: Mapping[Key, torch.Tensor], reduction: Reduction, layout: BucketLayout, step: int, world_size: int
-) -> dict[Key, set[tuple[tuple[int, ...], torch.dtype]]]:
+) -> dict[Key, set[Shape]]:
     """Return the entries that no condition explains, with the shapes and dtypes that are legal for each."""
     pending = dict(entries)
-    known: dict[Key, set[tuple[tuple[int, ...], torch.dtype]]] = {}
+    known: dict[Key, set[Shape]] = {}
     for at, dtype in _conditions(layout.dtype, step):
         for key, like in expected(reduction, layout, at, dtype, world_size).items():
             known.setdefault(key, set()).add((tuple(like.shape), like.dtype))
