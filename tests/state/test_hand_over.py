@@ -141,3 +141,22 @@ def test_a_residual_of_another_dtype_is_cast() -> None:
     kept = new.engines[0].state.read("a.weight", "residual")
     assert kept is not None and kept.dtype == torch.float32 and kept.any()
     assert not any(new.step(all_ranks(like, 2, 2)).errors)
+
+
+def test_a_cast_keeps_the_loss_scale_of_a_residual() -> None:
+    """The state holds scaled gradients, and shows them unscaled."""
+    like = {name: tensor.double() for name, tensor in LIKE.items()}
+    old = SimulatedRanks(lambda: commhooks.create("powersgd(rank=1)"), 1, like)
+    old.engines[0].set_loss_scale(lambda: 1024.0)
+    assert not any(old.step(all_ranks(like, 1, 0)).errors)
+    old.resolve_step()
+    old.handles[0].detach()
+    state = old.handles[0].hook_state
+    assert state is not None and state.scale == 1024.0
+    before = state.read("a.weight", "residual").clone()
+    handle = commhooks.create("topk(density=0.2, bits=2)")
+    handle.state = state
+    SimulatedRanks(lambda: handle, 1, like)
+    after = state.read("a.weight", "residual")
+    assert after.dtype == torch.float32
+    torch.testing.assert_close(after.double(), before, rtol=1e-6, atol=1e-6)

@@ -688,6 +688,11 @@ class HookState:
             log.info("%s of %s starts again, because the previous hook kept it in another shape", field, name)
             self._committed.drop((name, field))
 
+    def cast(self, name: str, field: str, dtype: torch.dtype) -> None:
+        """Hold an entry of a :attr:`handed_over` state in another floating dtype, with its order and its scale."""
+        key = (name, field)
+        self._committed[key] = self._committed[key].to(dtype)
+
     def _drop_residuals(self, keys: Iterable[Key], there: RankId, here: RankId) -> None:
         """Drop the residuals of another rank's pickled state; refuse a loaded state."""
         if there.loaded:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from commhooks.bucket import Bucket, BucketLayout
 from commhooks.checkpoint.format import Saved, alike, as_dict, read, shown
 from commhooks.checkpoint.world_change import for_rank
-from commhooks.encoding import OWN_ORDER, Entries, Key
+from commhooks.encoding import Entries, Key
 from commhooks.errors import CommHooksError, StateError
 from commhooks.fingerprint import verify_state
 from commhooks.param_table import ParamTable, translate
@@ -353,9 +353,10 @@ def _cast_to_legal(state: HookState, entries: dict[Key, torch.Tensor], unfit: di
         dtypes = [dtype for shape, dtype in legal if shape == tuple(tensor.shape) and dtype.is_floating_point]
         if not (dtypes and tensor.is_floating_point()):
             continue
-        entries[key] = tensor.to(max(dtypes, key=lambda dtype: dtype.itemsize))
-        if state.re_encode(*key, entries[key], state.encoding(*key) or OWN_ORDER):
-            del unfit[key]
+        dtype = max(dtypes, key=lambda dtype: dtype.itemsize)
+        state.cast(*key, dtype)
+        entries[key] = tensor.to(dtype)
+        del unfit[key]
 
 
 def _as_expected(
