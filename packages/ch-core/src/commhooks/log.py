@@ -36,12 +36,12 @@ _guard: Any = _SafeCallHandlers(log)
 log.callHandlers = _guard  # type: ignore[method-assign]
 
 
-def folded(text: str, columns: int = 80) -> str:
+def wrapped(text: str, columns: int = 80) -> str:
     """Return an error message in lines of at most 80 columns. Lines that the message has broken itself stay.
 
     A message with a mark (`^`) under a place of an expression stays as it is.
 
-    >>> print(folded("HookConfigError: powersgd has no option 'rnk'", 30))
+    >>> print(wrapped("HookConfigError: powersgd has no option 'rnk'", 30))
     HookConfigError: powersgd has
       no option 'rnk'
     """

@@ -18,7 +18,7 @@ from typing import Any
 from commhooks.errors import CommHooksError
 from commhooks.launch.import_watch import watch
 from commhooks.launch.settings import Settings
-from commhooks.log import folded, write_stderr
+from commhooks.log import wrapped, write_stderr
 
 COLUMNS = 80  # of the dry run
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "srun")
@@ -136,7 +136,7 @@ def _script_as_value(words: list[str]) -> str:
 
 
 def _complain(text: str) -> None:
-    write_stderr(folded(text) + "\n")
+    write_stderr(wrapped(text) + "\n")
 
 
 def _missing(script: str, module: bool) -> str:
