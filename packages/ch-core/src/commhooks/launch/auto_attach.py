@@ -41,6 +41,7 @@ class AutoAttach:
         self.reports = Path(folder) if folder else None
         self.models: list[FoundModel] = []
         self.notes: list[str] = []
+        self.not_used = ""  # note about the first model that keeps a hook of the script's own
         self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._ended = False
         self._process = os.getpid()
@@ -69,7 +70,9 @@ class AutoAttach:
             outer = attach_outer(model, name, settings.outer) if settings.outer else None
             made = [outer] if settings.outer else self._attach(model, name)
         except SlotTakenError as error:
-            self._note(_not_used(settings.expression, name, error))
+            note = _not_used(settings.expression, name, error)
+            self.not_used = self.not_used or note
+            self._note(note)
             return True
         if settings.outer and outer is None:
             return False
@@ -173,7 +176,13 @@ class AutoAttach:
                 "replicate or FSDP model"
             )
         models = [found.report() for found in self.models]
-        return {"hook": self.settings.expression, "world_size": self.world_size, "models": models, "notes": self.notes}
+        return {
+            "hook": self.settings.expression,
+            "world_size": self.world_size,
+            "models": models,
+            "notes": self.notes,
+            "not_used": self.not_used,
+        }
 
     def _note(self, text: str) -> None:
         """Log a sentence once, on rank 0, and repeat it in the report."""
@@ -186,14 +195,16 @@ def report_text(report: dict[str, Any]) -> str:
     """Return the report of a run in lines.
 
     Example:
-        >>> print(report_text({"hook": "noop", "world_size": 2, "models": [], "notes": ["nothing was wrapped"]}))
+        >>> report = {"hook": "noop", "world_size": 2, "models": [], "notes": ["nothing was wrapped"], "not_used": ""}
+        >>> print(report_text(report))
         commhooks run: noop on 2 ranks
         note: nothing was wrapped
     """
     world, notes = report["world_size"], list(report["notes"])
     lines = [f"commhooks run: {report['hook']} on {world} rank{'s' * (world != 1)}"]
-    if not report["models"] and notes and notes[0].startswith(f"{report['hook']} not used"):
-        lines = [f"commhooks run: {notes.pop(0)}"]
+    if report["not_used"] and not report["models"]:
+        lines = [f"commhooks run: {report['not_used']}"]
+        notes.remove(report["not_used"])
     for model in report["models"]:
         lines += [model["model"], _model_text(model)]
     return "\n".join([*lines, *(f"note: {note}" for note in notes)])
