@@ -38,11 +38,11 @@ from ch_outer.state import (
     snapshot,
 )
 from ch_outer.step_watch import Followed
-from ch_outer.telemetry import COLUMNS, Recorder, Writer
+from ch_outer.telemetry import COLUMNS, Recorder
 from ch_outer.unequal_rounds import UnequalRounds
 from commhooks import HookConfigError, HookNotSupportedError, Reducer, StateError
 from commhooks.adapters import Transport
-from commhooks.telemetry import csv_file
+from commhooks.telemetry import Writer, csv_file
 from commhooks.trace import Trace
 
 

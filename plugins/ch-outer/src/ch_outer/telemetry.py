@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 
+from commhooks.telemetry import Writer
+
 log = logging.getLogger("commhooks")
-Writer = Callable[[int, Mapping[str, float]], None]
-"""Receives the number of an exchange and its figures."""
 
 COLUMNS = ("inner_steps", "apart", "exchange_seconds", "payload_bytes", "wire_bytes")
 """Figures of an exchange. There is no ``apart`` of an exchange that ended without this rank."""
