@@ -187,13 +187,13 @@ class _Called(TorchFunctionMode):
             return self._attribute(func, args)
         if name in ("tolist", "item") and args[0] in gpu.pinned:
             gpu.order.access(HOST, args[0], name, writes=False)
-        if name == "tolist" and args[0].is_meta:
+        if name == "tolist":
+            if not args[0].is_meta:  # the status: no rank has failed, and both are at the same step
+                return [4.0] * (args[0].numel() - 1) + [0.0]
             gpu.wait("a copy to pageable memory")
             gpu.order.join(HOST, gpu.order.stamp(gpu.stream))
             gpu.order.access(HOST, args[0], name, writes=False)
             return [1.0] * args[0].numel()
-        if name == "tolist" and not args[0].is_meta:  # the status: no rank has failed, and both are at the same step
-            return [4.0] * (args[0].numel() - 1) + [0.0]
         if name == "pin_memory":
             found = args[0].clone()
             gpu.pinned[found] = True
