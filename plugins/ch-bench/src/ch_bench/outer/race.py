@@ -25,7 +25,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -41,12 +41,13 @@ from matplotlib.figure import Figure
 from ch_bench import gpt, launch, record, text
 from ch_bench.links import netns
 from ch_bench.outer.methods import RACE, REFERENCE, Method, Running, start
-from ch_bench.outer.training import WINDOWS, adamw, make_net, set_rate
 from commhooks import HookNotSupportedError
 from commhooks.testing import WorkerError
 
 VARIABLE = "COMMHOOKS_OUTER"
 LOCAL_STEPS = 5  # steps without communication at every evaluation
+WINDOWS = 128  # of held-out text
+WARM = 50  # steps of the learning rate's warm-up
 Record = dict[str, Any]
 
 
@@ -223,6 +224,29 @@ def worker(
             "when": time.strftime("%Y-%m-%d"),
         }
         path.write_text(json.dumps(found))
+
+
+def make_net(settings: dict[str, Any], vocab: int) -> gpt.GPT:
+    """Return the GPT of a run's settings ``width``, ``layers`` and ``context``."""
+    width = settings["width"]
+    return gpt.GPT(vocab, settings["context"], width, settings["layers"], heads=max(1, width // 32))
+
+
+def adamw(params: Iterable[torch.Tensor], lr: float) -> torch.optim.AdamW:
+    """Return the inner optimizer."""
+    return torch.optim.AdamW(params, lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, lr: float, step: float) -> None:
+    """Set the learning rate of a step, counted from 1: a warm-up, then the inverse square root of the step.
+
+    >>> optimizer = adamw([torch.zeros(1)], 1.0)
+    >>> set_rate(optimizer, 0.5, 200)
+    >>> optimizer.param_groups[0]["lr"]
+    0.25
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = lr * min(step / WARM, (WARM / step) ** 0.5)
 
 
 class _Racer:
