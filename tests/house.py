@@ -1,23 +1,16 @@
-"""Check imports and rules of the source: `python tests/house.py` prints the figures and every breach of a rule.
+"""Check imports and rules of the source: `python tests/house.py` prints every breach of a rule.
 
 The program reads the sources and imports no module. An import counts everywhere, also in a function or under
 TYPE_CHECKING. A name of a face (an `__init__.py` that re-exports) counts as a name of the module that defines it.
 """
 
 import ast
-import io
 import re
 import sys
-import tokenize
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10, for which pytest brings tomli
-    import tomli as tomllib
 
 ORDER = (  # ch-core: a module may import from its own line and from the lines below it
     "cli testing __main__",
@@ -57,7 +50,6 @@ FACTORIES = {  # torch's factories. Without dtype= and device= they obey set_def
     *("arange", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint"),
     *("randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"),
 }
-REASONS = r"because|so that|otherwise|would|without|cannot|must not|or else|no longer|never|may |might|until|while "
 
 
 class Import(NamedTuple):
@@ -78,11 +70,10 @@ class House:
 
     Args:
         root: the tree.
-        called: present module name -> the name in `ORDER`, for a tree from before the order.
     """
 
-    def __init__(self, root: Path, called: dict[str, str] | None = None) -> None:
-        self.root, self.called = root, called or {}
+    def __init__(self, root: Path) -> None:
+        self.root = root
         self.files: dict[str, Path] = {}
         for source in sorted(root.glob("p*/*/src")):
             for path in sorted(source.rglob("*.py")):
@@ -169,7 +160,7 @@ class House:
         """Return the line of a module in the order. A module without a line is at the top, so that no module may import
         it.
         """
-        parts = self.called.get(name, name).split(".")
+        parts = name.split(".")
         packages = next((i for i, line in enumerate(PACKAGES) if parts[0] in line.split()), -1)
         if parts[0] != "commhooks" or len(parts) == 1:
             return packages if parts[0] != "commhooks" else 100
@@ -253,81 +244,15 @@ class House:
                         found.append(f"{where}: torch.{node.func.attr}() without {' and '.join(missing)}")
         return found
 
-    def folders(self) -> dict[Path, int]:
-        """Return the number of modules in every folder."""
-        found: dict[Path, int] = {}
-        for top in ("packages", "plugins", "tests", "docs"):
-            for path in (self.root / top).rglob("*.py"):
-                found[path.parent] = found.get(path.parent, 0) + (path.name != "__init__.py")
-        return found
-
-    # -- figures
-
-    def engine(self) -> tuple[int, int, int]:
-        """Return lines, methods and attributes of the class Engine."""
-        for tree in self.trees.values():
-            for node in tree.body:
-                if isinstance(node, ast.ClassDef) and node.name == "Engine":
-                    methods = [n for n in node.body if isinstance(n, ast.FunctionDef)]
-                    stores = [
-                        n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
-                    ]
-                    own = {n.attr for n in stores if isinstance(n.value, ast.Name) and n.value.id == "self"}
-                    return (node.end_lineno or 0) - node.lineno + 1, len(methods), len(own)
-        return 0, 0, 0
-
-    def reasons(self) -> float:
-        """Return the share of code lines with a comment that gives a reason."""
-        lines = given = 0
-        for path in self.files.values():
-            text = path.read_text()
-            lines += sum(bool(line.strip()) for line in text.splitlines())
-            for token in tokenize.generate_tokens(io.StringIO(text).readline):
-                if token.type == tokenize.COMMENT and not re.match(r"# (noqa|type:|--|fmt:)", token.string):
-                    given += bool(re.search(REASONS, token.string))
-        return given / lines
-
-    def lines_of(self, package: str) -> int:
-        return sum(len(p.read_text().splitlines()) for n, p in self.files.items() if n.split(".")[0] == package)
-
-    def figures(self) -> dict[str, object]:
-        """Return the figures that issue reports compare."""
-        lines, methods, attributes = self.engine()
-        sources = {f: n for f, n in self.folders().items() if "src" in f.parts}
-        unexported = {line.split(" takes ")[1] for line in self.unexported()}
-        return {
-            "modules in the largest source folder": max(sources.values()),
-            "circles": len(self.circles()),
-            "imports against the order": len(self.against_the_order()),
-            "unexported names taken across packages": len(unexported),
-            "sys.path edits": len(self.path_edits()),
-            "Engine: lines": lines,
-            "Engine: methods": methods,
-            "Engine: attributes": attributes,
-            "lines of ch-powersgd": self.lines_of("ch_powersgd"),
-            "lines of all packages": sum(self.lines_of(n) for n in {n.split(".")[0] for n in self.files}),
-            "share of lines with a reason beside them, %": round(100 * self.reasons(), 2),
-        }
-
 
 RULES = ("against_the_order", "circles", "unexported", "path_edits", "default_factories")
 
 
 def main() -> int:
-    root = Path(__file__).resolve().parent.parent
-    words = sys.argv[1:]
-    called: dict[str, str] = {}
-    if "--root" in words:
-        root = Path(words[words.index("--root") + 1]).resolve()
-    if "--called" in words:  # a TOML table from a present module name to the name in ORDER
-        called = tomllib.loads(Path(words[words.index("--called") + 1]).read_text())
-    house = House(root, called)
-    for what, value in house.figures().items():
-        print(f"{what:<45} {value}")
+    house = House(Path(__file__).resolve().parent.parent)
     breaches = [(rule, breach) for rule in RULES for breach in getattr(house, rule)()]
-    if "--quiet" not in words:
-        for rule, breach in breaches:
-            print(f"{rule}: {breach.split(': the order is')[0]}")
+    for rule, breach in breaches:
+        print(f"{rule}: {breach.split(': the order is')[0]}")
     return 1 if breaches else 0
 
 
