@@ -5,7 +5,6 @@ the state. Each entry has two buffers that take turns, so a commit copies nothin
 buffer: a step overwrites it, and a step that does not count leaves no entry.
 """
 
-import logging
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +15,8 @@ import torch
 
 from commhooks.encoding import OWN_ORDER, Encoding, Entries, Key
 from commhooks.errors import HookNotSupportedError, HookResultError, StateError
+from commhooks.log import log
 from commhooks.param_table import ParamTable, position_name, refuse_shapes, trained_params, translate
-
-log = logging.getLogger("commhooks")
 
 RESIDUAL = "residual"
 """Field of the numbers that a rank still owes. Errors of a step add up in it."""

@@ -4,7 +4,6 @@ A load checks everything before it changes anything. The generator of a reductio
 the tensors that it stages. No hook has to declare shapes.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from commhooks.checkpoint.world_change import for_rank
 from commhooks.encoding import Entries, Key
 from commhooks.errors import CommHooksError, StateError
 from commhooks.fingerprint import verify_state
+from commhooks.log import log
 from commhooks.param_table import ParamTable, translate
 from commhooks.reduction import Reduction, StepContext
 from commhooks.state import BucketNames, HookState, RankId, StateWriter
@@ -25,7 +25,6 @@ from commhooks.state import BucketNames, HookState, RankId, StateWriter
 if TYPE_CHECKING:
     from commhooks.handle import CommHook
 
-log = logging.getLogger("commhooks")
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LEGAL = (*_DTYPES, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)

@@ -6,18 +6,16 @@ its longest hook.
 """
 
 import fnmatch
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout
 from commhooks.compositions.base import Composite, composed
 from commhooks.errors import HookConfigError
+from commhooks.log import log
 from commhooks.reduction import Reduction, Stages, StepContext, parallel
 from commhooks.requests import payload_bytes
 from commhooks.shards import Shards, Weights
-
-log = logging.getLogger("commhooks")
 
 
 def matches(name: str, pattern: str) -> bool:

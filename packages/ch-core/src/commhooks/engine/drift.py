@@ -7,7 +7,6 @@ A step that is due sends its digest with its first bucket. Parameters do not cha
 the ranks compare at the end of the step. On a GPU they compare when the next step begins, so that the host does not wait.
 """
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,11 +16,10 @@ from commhooks.device import HostCopy, is_asynchronous
 from commhooks.digest import digests, folded
 from commhooks.engine.collectives import Sender, Stage
 from commhooks.errors import HookConfigError, RankMismatchError
+from commhooks.log import log
 from commhooks.reduction import Reduction
 from commhooks.requests import AllGather
 from commhooks.state import HookState
-
-log = logging.getLogger("commhooks")
 
 Named = Iterable[tuple[str, torch.Tensor]]
 Gather = Callable[[torch.Tensor], torch.Tensor]

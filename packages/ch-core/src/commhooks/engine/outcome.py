@@ -12,7 +12,6 @@ exactly into fp32, because 4 * 2**18 is below 2**24. All ranks see the same vect
 exchanged only after a failure, in messages of a fixed size.
 """
 
-import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
@@ -26,11 +25,11 @@ from commhooks.bucket import Bucket
 from commhooks.device import HostCopy, is_asynchronous
 from commhooks.engine.collectives import Stage
 from commhooks.errors import CommHooksError, RankMismatchError, RemoteHookError
+from commhooks.log import log
 from commhooks.requests import AllGather, AllReduce, Request
 from commhooks.state import HookState
 from commhooks.transport.base import Transport
 
-log = logging.getLogger("commhooks")
 T = TypeVar("T")
 
 ENCODE, BETWEEN, DECODE = 1, 2, 3

@@ -1,6 +1,5 @@
 """Figures of an engine: counters, sampled errors for telemetry, and norms of residuals."""
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,10 +9,9 @@ import torch
 
 from commhooks.bucket import Bucket, ParamLayout
 from commhooks.device import HostCopy
+from commhooks.log import log
 from commhooks.reduction import Reduction
 from commhooks.state import HookState
-
-log = logging.getLogger("commhooks")
 
 RESIDUAL = "residual"
 
