@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 
-from ch_ddp.hook_function import BareHook
 from ch_ddp.reductions import Accumulate, Rounding
 from commhooks import GradBucket, HookConfigError, Reduction, WireCast, composed
 
@@ -88,6 +87,3 @@ class CastBucket:
 
     def __repr__(self) -> str:
         return f"<hook {self.__name__}>"
-
-
-__all__ = ["BareHook", "CastBucket", "bf16_compress_wrapper", "fp16_compress_wrapper"]
