@@ -10,8 +10,7 @@ Graphs: whether a backward with a hook can be captured as a CUDA graph and repla
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import torch
@@ -221,19 +220,24 @@ def forbidden(kit: KitDevice) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def _backwards(model: nn.Module, kit: KitDevice, device: torch.device, after: Any = None) -> None:
+def _backwards(
+    model: nn.Module,
+    kit: KitDevice,
+    device: torch.device,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+) -> None:
     for step in range(WARM_UP + WAIT_STEPS):
         model.zero_grad(set_to_none=False)
         loss = model(models.batch(kit, device, step)).square().mean()
-        with forbidden(kit) if step >= WARM_UP else _allowed():
+        loss = scaler.scale(loss) if scaler is not None else loss
+        with forbidden(kit) if step >= WARM_UP else nullcontext():
             loss.backward()
-        if after is not None:
-            after()
-
-
-@contextmanager
-def _allowed() -> Iterator[None]:
-    yield
+        if scaler is not None and optimizer is not None:
+            scaler.step(optimizer)
+            scaler.update()
+        elif optimizer is not None:
+            optimizer.step()
 
 
 def _plain_waits(kit: KitDevice, device: torch.device) -> Values:
@@ -266,21 +270,7 @@ def _watched(kit: KitDevice, device: torch.device, hook: str, scaled: bool) -> V
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler(kit.device, enabled=kit.cuda) if scaled else None
     handle = models.attach(model, hook, optimizer=optimizer, scaler=scaler)
-
-    def after() -> None:
-        if scaler is not None:
-            scaler.step(optimizer)
-            scaler.update()
-        else:
-            optimizer.step()
-
-    for step in range(WARM_UP + WAIT_STEPS):
-        optimizer.zero_grad(set_to_none=False)
-        loss = model(models.batch(kit, device, step)).square().mean()
-        loss = scaler.scale(loss) if scaler is not None else loss
-        with forbidden(kit) if step >= WARM_UP else _allowed():
-            loss.backward()
-        after()
+    _backwards(model, kit, device, optimizer, scaler)
     handle.check()
     return {"waits": 0}
 
