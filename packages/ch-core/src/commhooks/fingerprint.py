@@ -10,6 +10,7 @@ from commhooks.agreement import Fingerprint, StoreExchange, agree, agree_along
 from commhooks.digest import checksum
 from commhooks.errors import AttachError
 from commhooks.handle import CommHook
+from commhooks.requests import LATER
 
 Rows = Sequence[tuple[str, str, str]]
 """Name, shape and dtype of every reduced or frozen tensor."""
@@ -59,7 +60,7 @@ def fingerprint(handle: CommHook, rows: Rows, *, watched: bool = False) -> dict[
         fields["world size"] = [str(engine.transport.world_size)]
         fields["step"] = [str(engine.state.step)]
         fields["rollback"] = [str(not engine.state.in_place)]
-        steps = (engine.state.step, engine.state.step + 10**6)  # now, and when every warm-up is over
+        steps = (engine.state.step, engine.state.step + LATER)  # now, and when every warm-up is over
         contexts = [place for step in steps for place in engine.context(step).places()]
         plans = [engine.reduction.plan(binding.layout, ctx) for ctx in contexts]
         fields["collectives"] = [str(request) for plan in plans for stage in plan for request in stage]

@@ -21,12 +21,23 @@ import torch
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride
 from commhooks.encoding import OWN_ORDER, Encoding, Packed
 from commhooks.errors import HookConfigError, HookNotSupportedError, HookResultError
-from commhooks.requests import AllReduce, Request, Requests, Scope, StagePlan, as_tuple, refusal, trip_bytes
+from commhooks.requests import (
+    BF16_BYTES,
+    LATER,
+    AllReduce,
+    Request,
+    Requests,
+    Scope,
+    StagePlan,
+    as_tuple,
+    passes_bf16,
+    refusal,
+    trip_bytes,
+)
 from commhooks.scratch import Scratch
 from commhooks.shards import Shards, Weights, plain_gather, plain_scatter
 from commhooks.state import HookState
 from commhooks.topology import Nodes, Topology
-from commhooks.volume import BF16_BYTES, LATER, passes_bf16
 
 Stages = Generator[Requests, None, None]
 """Result of :meth:`Reduction.run`: a generator that yields requests, and resumes when their tensors hold the results."""

@@ -10,6 +10,9 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
+BF16_BYTES = 4  # per element of bf16_compress: two bytes, and an all-reduce passes the network twice
+LATER = 10**6  # a step after every warm-up
+
 Op = Literal["mean", "sum", "max"]
 Scope = Literal["all", "node", "peers"]
 """Ranks of a request: all ranks of the group, the ranks of this node, or the ranks with this rank's place on every node."""
@@ -232,6 +235,35 @@ def trip_bytes(stages: Iterable[StagePlan], ranks_per_node: int = 1) -> int:
     """
     factor = {"all": 1, "node": 0, "peers": ranks_per_node}
     return sum(request.trip_bytes * factor[request.scope] for stage in stages for request in stage)
+
+
+def passes_bf16(volume: Callable[[int], int], elements: int, world_size: int) -> int | None:
+    """Return the smallest number of ranks at which a hook sends more bytes than ``bf16_compress``.
+
+    Args:
+        volume: number of ranks -> bytes of a step, payload times passes.
+        elements: elements of the gradient.
+        world_size: largest number of ranks to consider.
+
+    Returns:
+        A number of at most ``world_size``. ``None`` if that many ranks do not send more, or if the volume does not grow
+        with the number of ranks.
+
+    Example:
+        >>> passes_bf16(lambda ranks: 500 * ranks, 1000, 64)
+        9
+        >>> passes_bf16(lambda ranks: 500 * ranks, 1000, 8), passes_bf16(lambda ranks: 8000, 1000, 64)
+        (None, None)
+    """
+    limit = BF16_BYTES * elements
+    now = volume(world_size)
+    if now <= limit or 4 * volume(2 * world_size) < 5 * now:
+        return None
+    fits, over = 0, world_size
+    while over - fits > 1:
+        middle = (fits + over) // 2
+        fits, over = (middle, over) if volume(middle) <= limit else (fits, middle)
+    return over
 
 
 def as_tuple(requests: object) -> tuple[Request, ...]:

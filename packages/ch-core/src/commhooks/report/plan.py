@@ -11,9 +11,8 @@ from commhooks.bucket import BucketLayout
 from commhooks.engine.schedule import TUNED, CpuTuning
 from commhooks.reduction import Reduction, StepContext
 from commhooks.report.text import size
-from commhooks.requests import RequestPlan, Scope, StagePlan, trip_bytes
+from commhooks.requests import LATER, RequestPlan, Scope, StagePlan, trip_bytes
 from commhooks.topology import Topology
-from commhooks.volume import LATER
 
 
 @dataclass(frozen=True, slots=True)

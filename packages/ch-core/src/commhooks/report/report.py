@@ -13,8 +13,7 @@ from commhooks.engine.stats import ResidualNorm, combined
 from commhooks.reduction import Reduction
 from commhooks.report.plan import NodeBytes, PlanRow, grouped, node_bytes, patterns, plan_rows, reason_of
 from commhooks.report.text import as_html, as_text
-from commhooks.requests import StagePlan, trip_bytes
-from commhooks.volume import LATER
+from commhooks.requests import LATER, StagePlan, trip_bytes
 
 
 @dataclass(frozen=True, slots=True)
