@@ -3,8 +3,6 @@
 Type checkers read this file. `lazy` reads it, too, and imports a name when it is first used.
 """
 
-from ch_fsdp.flat_sum import flat_bucket as flat_bucket
-from ch_fsdp.flat_sum import flat_version as flat_version
 from ch_fsdp.hooks import DefaultState as DefaultState
 from ch_fsdp.hooks import LowPrecisionState as LowPrecisionState
 from ch_fsdp.hooks import allreduce_hook as allreduce_hook

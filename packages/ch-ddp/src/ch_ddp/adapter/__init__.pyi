@@ -7,7 +7,6 @@ from ch_ddp.adapter.driver import DDPDriver as DDPDriver
 from ch_ddp.adapter.driver import TensorFuture as TensorFuture
 from ch_ddp.adapter.finalization import Finalizer as Finalizer
 from ch_ddp.adapter.finalization import raise_finalized as raise_finalized
-from ch_ddp.adapter.foreign import ForeignDriver as ForeignDriver
 from ch_ddp.adapter.futures import behind_backward as behind_backward
 from ch_ddp.adapter.futures import future_for as future_for
 from ch_ddp.adapter.layout import averaged_params as averaged_params
