@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 
-SIDES = ("torch", "ours")
 DEADLINE = 4.0  # seconds: attach(timeout=)
 COMPRESSOR = "powersgd"  # the hook of this project in the rows of PowerSGD (case.py sets it)
 QUANT4 = {  # options of PowerSGD in a row -> options of quant4 in which ranks can also differ

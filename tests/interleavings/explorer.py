@@ -39,10 +39,6 @@ If messages are explored too, the network *reads* the rank's part of a collectiv
 """
 
 
-class Violation(AssertionError):
-    """A run broke a rule. The text ends with the schedule."""
-
-
 class Stop(BaseException):
     """Ends the thread of a rank whose run is not continued."""
 
