@@ -1,6 +1,6 @@
 """Training with every hook compared with a bf16 all-reduce, at equal steps and at equal bytes.
 
-    python -m ch_bench.convergence [--tasks cnn gpt mlp] [--seeds 3] [--jobs N] [--minutes M] [--record]
+    python -m ch_bench.convergence [--tasks cnn gpt gpt_cosine] [--seeds 3] [--jobs N] [--minutes M] [--record]
 
 The study trains on real data (`tasks.py`) with four simulated ranks and every installed gradient reduction. Each finished run
 is kept in OUT/results.json; a study that was interrupted continues from there.
