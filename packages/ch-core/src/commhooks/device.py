@@ -66,7 +66,7 @@ def device_of_backend(backend: str) -> torch.device:
 
 
 def product_settings(device: torch.device) -> tuple[Any, Any]:
-    """Return torch's two settings for fp32 products, that of this device first.
+    """Return torch's two settings for fp32 products. The first one applies to this device.
 
     The attribute ``fp32_precision`` of each is ``"none"``, ``"ieee"``, ``"tf32"`` or ``"bf16"``.
     """

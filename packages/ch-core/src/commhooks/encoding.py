@@ -207,7 +207,7 @@ class Entries(dict[Key, torch.Tensor]):
         return encoding.numbers(self[key], self._scales(key, encoding))
 
     def decoded(self) -> Iterator[tuple[Key, torch.Tensor]]:
-        """Yield each entry unpacked, in the parameter's own shape and order. Scales are no entries."""
+        """Yield each entry unpacked, in the parameter's own shape and order. Scales do not count as entries."""
         parts = self.scale_fields()
         for key in sorted(self):
             if key not in parts:

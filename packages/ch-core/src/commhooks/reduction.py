@@ -221,7 +221,7 @@ class StepContext:
         return made
 
     def places(self) -> list["StepContext"]:
-        """Return the same step on one rank for each place of a node, without state. Their plans are those of all ranks."""
+        """Return a copy of this step, without state, for each place of a node. Their plans cover the plans of all ranks."""
         if self.topology is None:
             return [self]
         made = [copy(self) for _ in self.topology.places]
@@ -230,15 +230,15 @@ class StepContext:
         return made if self.topology.place(self.rank) else [self, *made[1:]]
 
     def is_foreign(self, name: str, field: str, pieces: "Pieces") -> bool:
-        """True if there is an entry that is not of this rank's piece.
+        """True if the state has an entry of other elements than this rank's piece.
 
-        A loaded state and a changed partition leave such entries.
+        Such entries come from a loaded state, or from an earlier partition.
         """
         found = self._state.before(name, field)
         return found is not None and not pieces.fits(name, field, self._state.encoding(name, field))
 
     def adopt(self, name: str, field: str, pieces: "Pieces") -> bool:
-        """Hold a foreign entry as this rank's piece if all its other elements are zeros, as after a load on the same nodes.
+        """Cut a foreign entry to this rank's piece if all other elements are zeros, as after a load on the same nodes.
 
         Returns:
             True if it is this rank's piece now.
@@ -253,7 +253,7 @@ class StepContext:
         return numbers
 
     def keep_foreign(self, name: str, field: str, pieces: "Pieces") -> None:
-        """Add the entry that this step has staged for this rank's piece to the old entry of other elements."""
+        """Add the entry that this step has staged for this rank's piece to the foreign entry, and stage the sum."""
         if self._state.staged(name, field):
             whole = self._state.decoded(name, field)
             whole = whole.to(torch.float32, copy=True) if not whole.is_floating_point() else whole.clone()
@@ -306,7 +306,7 @@ class Pieces:
         self._made: dict[tuple[str, str], Encoding] = {}
 
     def fits(self, name: str, field: str, encoding: Encoding | None) -> bool:
-        """True if an entry of this encoding is of the owned part of a parameter, or is not divided into parts."""
+        """True if an entry of this encoding covers exactly the owned part of a parameter, or its field has no parts."""
         if field not in self._local:
             return True
         return encoding is not None and name in self._parts and encoding == self._encoding(name, field)
@@ -314,8 +314,8 @@ class Pieces:
     def shaped(self, name: str, field: str, entry: torch.Tensor) -> torch.Tensor:
         """Return an entry of the owned part in the shape that the reduction of this step gives the field.
 
-        Another reduction may have left it: one in the shape of the parameter, one in that of its matrix. The numbers have
-        the same order.
+        Another reduction may have staged it in the shape of the parameter, or in the shape of its matrix. The numbers have
+        the same order in both.
         """
         if field not in self._local or name not in self._owned or self._encoding(name, field).packed is not None:
             return entry
@@ -522,7 +522,7 @@ class Reduction(ABC):
         )
 
     def _stages(self, bucket: Bucket, ctx: StepContext) -> Stages:
-        """Call :meth:`run`, and refuse a result that is no generator, as from a ``run`` without ``yield``."""
+        """Call :meth:`run`, and refuse a result that is not a generator, such as that of a ``run`` without ``yield``."""
         stages: object = self.run(bucket, ctx)
         if not hasattr(stages, "__next__"):
             raise HookResultError(

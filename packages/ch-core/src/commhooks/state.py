@@ -247,10 +247,10 @@ class HookState:
         device: torch.device | str,
         encoding: Encoding | None = None,
     ) -> torch.Tensor | None:
-        """Return a tensor for an error that :meth:`commit` adds to a residual. ``None`` if the field is no residual.
+        """Return a tensor for an error that :meth:`commit` adds to a residual. ``None`` if the field is not a residual.
 
-        A rank without a gradient of the parameter does not send its residual, but may still send other numbers and so
-        make an error. It is never the committed tensor, because :meth:`commit` may have to drop it.
+        A rank without a gradient of the parameter does not send its residual. It may still send other numbers, with a rounding
+        error. The result is never the committed tensor, because :meth:`commit` may have to drop it.
         """
         packed = self._committed.encodings.get((name, RESIDUAL), OWN_ORDER).packed
         if field != RESIDUAL and (packed is None or field != packed.scales):

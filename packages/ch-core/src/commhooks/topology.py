@@ -56,7 +56,7 @@ class Topology:
         if len(set(sizes)) > 1:
             raise HookNotSupportedError(
                 f"the nodes have different numbers of ranks ({_sizes(sizes)}), and the ranks with one place on every node "
-                f"reduce together. Start as many ranks on every node{_smaller(self.nodes)}"
+                f"reduce together. Start the same number of ranks on every node{_smaller(self.nodes)}"
             )
         object.__setattr__(self, "_where", where)
 

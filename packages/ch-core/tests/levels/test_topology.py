@@ -36,7 +36,7 @@ def test_ranks_that_disagree() -> None:
 
 
 def test_uneven_nodes_are_refused_with_a_fix() -> None:
-    with pytest.raises(HookNotSupportedError, match=r"Start as many ranks on every node$"):
+    with pytest.raises(HookNotSupportedError, match=r"Start the same number of ranks on every node$"):
         Topology.of_keys(["a", "a", "b"])
     with pytest.raises(HookConfigError, match="in one node, once"):
         Topology.given([[0, 1], [1, 2]], 4)

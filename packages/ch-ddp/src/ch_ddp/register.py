@@ -74,7 +74,7 @@ def register_ddp_comm_hook(*args: Any, **kwargs: Any) -> CommHook | None:  # noq
 
     Raises:
         HookConfigError: the arguments match neither signature, or hook or wrapper have a wrong kind.
-        AttachError: the model is no DDP model, or already has a hook.
+        AttachError: the model is not a DDP model, or already has a hook.
 
     Example:
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

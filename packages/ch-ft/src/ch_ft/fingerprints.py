@@ -71,7 +71,7 @@ def short_hash(text: str) -> str:
 def _mismatch(fields: Mapping[str, str]) -> RankMismatchError:
     listed = "; ".join(f"{name}: {values}" for name, values in fields.items())
     return RankMismatchError(
-        f"this member and the others do not run the same thing. {listed}. Start every replica with the same code, "
+        f"this member and its peers run different code, models or hooks. {listed}. Start every replica with the same code, "
         "model and hook expression"
     )
 

@@ -43,7 +43,7 @@ def load(engine: Engine, fingerprint: Fingerprint, saved: dict[str, Any]) -> Non
 
     Raises:
         RankMismatchError: another hook or model made the snapshot.
-        StateError: it is no such snapshot.
+        StateError: it is not such a snapshot.
     """
     if not isinstance(saved, dict) or saved.get("format") != FORMAT:
         found = saved.get("format") if isinstance(saved, dict) else type(saved).__name__

@@ -116,7 +116,7 @@ def local(
         replica_id=replica,
         **{"hostname": "127.0.0.1", **manager},
     )
-    survived = "replicas other than this one go on without it" if server is None else NOT_SURVIVED
+    survived = "the other replicas continue without it" if server is None else NOT_SURVIVED
     return Local(made, group, lighthouse, survived, server, store)
 
 

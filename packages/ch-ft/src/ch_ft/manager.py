@@ -76,7 +76,7 @@ class Manager(Reducer, Membership, Transaction, Protocol):
 
 
 class MemberGroup(Protocol):
-    """Process group of a manager, one of torchft's or torch's own, for collectives that are no sums.
+    """Process group of a manager, one of torchft's or torch's own, for collectives other than sums.
 
     All members of the quorum are in it, healing ones and spares too. Their numbers have no meaning outside it.
     """

@@ -36,7 +36,7 @@ class OptimizerWrapper(WrappedOptimizer):
         commits, drops: numbers of committed and dropped steps.
 
     Raises:
-        HookConfigError: ``optim`` is no optimizer, or needs a closure (LBFGS) and would run backwards after the vote.
+        HookConfigError: ``optim`` is not an optimizer, or needs a closure (LBFGS) and would run backwards after the vote.
 
     Example:
         >>> import torch

@@ -250,7 +250,7 @@ class SimulatedManager:
         self._healing = False
         self._loads: dict[str, Callable[[Any], None]] = {}
         self._saves: dict[str, Callable[[], Any]] = {}
-        # For collectives that are no sums. A strong reference to this manager would keep it alive.
+        # For collectives other than sums. A strong reference to this manager would keep it alive.
         self.process_group = SimulatedMembers(weakref.proxy(self))
 
     # -- Reducer

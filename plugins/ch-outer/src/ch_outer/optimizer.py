@@ -102,7 +102,7 @@ class OuterOptimizer(InnerOptimizer):
         must_finish: True if ranks end at different times, so that :meth:`finish` has to follow the last step.
 
     Raises:
-        HookConfigError: an option is out of range, or the inner optimizer steps a tensor that is no parameter of the model.
+        HookConfigError: an option is out of range, or the inner optimizer steps a tensor that is not a parameter of the model.
         RankMismatchError: ranks differ in options or parameters.
 
     Example:
@@ -405,7 +405,7 @@ class OuterOptimizer(InnerOptimizer):
         with torch.no_grad():
             load_snapshot(self._fragments, self.outer, self._buffers, given)
             reshard(self._model)
-        self.count = given["count"] + self.count - since  # the peer's count is that of the round's start
+        self.count = given["count"] + self.count - since  # the peer counted its steps when the round started
         self.landed, self._failure = given["landed"], None
         self._takeovers += 1
 
@@ -674,5 +674,5 @@ def _refuse_state(unequal: UnequalRounds | None) -> None:
     if unequal is not None:
         raise HookNotSupportedError(
             "rounds that end by time cannot be resumed to the bit, so they have no state. Save the model, whose state_dict() "
-            "under commhooks run or global_parameters() is that of the last round, and begin a new round from it"
+            "under commhooks run or global_parameters() is the model of the last round, and begin a new round from it"
         )

@@ -105,7 +105,7 @@ def check_parameters(
         exchanged: the parameters of all fragments by name, as found at construction.
 
     Raises:
-        HookConfigError: a parameter was unfrozen or added since, or the inner optimizer steps a tensor that is no parameter of
+        HookConfigError: a parameter was unfrozen or added since, or the inner optimizer steps a tensor that is not a parameter of
             the model.
     """
     reshard(model)  # FSDP2 shows gathered parameters, which are other tensors, until it reshards
@@ -123,7 +123,7 @@ def _refuse_foreign(model: torch.nn.Module, optim: torch.optim.Optimizer, known:
     legal = {*known, *(id(param) for param in model.parameters())}
     if foreign := [tuple(p.shape) for group in optim.param_groups for p in group["params"] if id(p) not in legal]:
         raise HookConfigError(
-            f"the inner optimizer steps {len(foreign)} tensors that are no parameters of the model, of shapes {foreign[:4]}. "
+            f"the inner optimizer steps {len(foreign)} tensors that are not parameters of the model, of shapes {foreign[:4]}. "
             "They would differ between ranks. Make the optimizer of model.parameters(), after the model was wrapped"
         )
 

@@ -53,12 +53,12 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Seconds in exchanges, with those of the present one."""
+        """Seconds in exchanges, the running one included."""
         inside = self._inside
         return self.exchanging + (time.perf_counter() - inside if inside is not None else 0.0)
 
     def began(self) -> None:
-        """Begin the time of which exchanges take a share, at the first inner step."""
+        """Start the clock of the share of time in exchanges, at the first inner step."""
         if self._began is None:
             self._began = time.perf_counter()
 
@@ -79,7 +79,7 @@ class Progress:
             )
 
     def _growth(self) -> float:
-        """Return the median distance of the latest rounds divided by that of the first rounds, 1 if there are too few."""
+        """Return the median distance of the latest rounds divided by the median of the first rounds; 1 if there are too few."""
         latest = [one for one in list(self.apart)[-2 * FEW :] if one == one][-FEW:]
         usual = median(self._first) if len(self._first) == FEW else 0.0
         return median(latest) / usual if usual and len(latest) == FEW else 1.0

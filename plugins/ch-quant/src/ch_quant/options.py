@@ -21,7 +21,7 @@ class QuantOptions(Options):
     """Options of ``quant``, each with default, meaning and limits.
 
     Attributes:
-        name: ``"quant"``, or a preset's name, which fixes ``bits``. It is no option.
+        name: ``"quant"``, or a preset's name, which fixes ``bits``. It is not an option.
 
     Raises:
         HookConfigError: an option out of its limits, or options that contradict each other.

@@ -13,7 +13,7 @@ class ParameterSnapshot:
     """The address and a few elements of each parameter, bit for bit.
 
     Version counters would not do. Writes through ``.data`` do not count, and a broadcast of equal numbers does, with which
-    ``DDP.join`` ends. The snapshot is no evidence once an optimizer steps. Other changes, such as clipped or reset
+    ``DDP.join`` ends. The snapshot proves nothing once an optimizer steps. Other changes, such as clipped or reset
     parameters, then use no gradients.
 
     Args:

@@ -73,8 +73,8 @@ def attach(
             `scaler=` and managers, which roll steps back.
         check_ranks_every: steps between two comparisons of all parameters across the ranks, by a digest of their bits and
             one small message. It also compares the state that the hook shares, e.g. the Q of PowerSGD. The first
-            difference is named in a warning and in `report()`. Parameters that may differ are left out: those that DDP
-            ignores, those of `noop`, all during local SGD, and shards between ranks that hold different ones.
+            difference is named in a warning and in `report()`. It skips parameters that may differ between ranks:
+            parameters that DDP ignores or `noop` treats, all parameters during local SGD, and different shards.
         on_drift: `"raise"` raises a difference as a RankMismatchError from `backward()` on all ranks.
         **config: options of the outermost hook, for `attach(model, "powersgd", rank=4)`.
 
@@ -224,7 +224,10 @@ def _one_process(adapter: Adapter) -> bool:
 
 @functools.cache
 def _warn_alone(expr: str) -> None:
-    log.warning("one process: %s has no peer and compresses nothing (attach(..., single_process=True) would)", expr)
+    log.warning(
+        "one process: %s has no peer, so it compresses nothing. attach(..., single_process=True) compresses anyway",
+        expr,
+    )
 
 
 _INSIDE = ("_forward_module", "_orig_mod", "module")

@@ -319,7 +319,7 @@ class Reducer:
         """Copy this rank's contribution. Return an error, because raised here it would leave the peers in their round."""
         try:
             return self._copied(tensors)
-        except Exception as error:  # a meta tensor, memory that ran out, an object that is no tensor
+        except Exception as error:  # a meta tensor, memory that ran out, an object that is not a tensor
             return error
 
     def _copied(self, tensors: Mapping[str, torch.Tensor]) -> HookConfigError | None:

@@ -42,7 +42,7 @@ def read(saved: object) -> Saved:
     """Check the form of a saved state.
 
     Raises:
-        StateError: it is no saved state, has another format version, or is damaged. The message names the place.
+        StateError: it is not a saved state, has another format version, or is damaged. The message names the place.
     """
     if not isinstance(saved, Mapping):
         raise StateError(f"the state of a hook is a dict, as handle.state_dict() makes it; got {type(saved).__name__}")

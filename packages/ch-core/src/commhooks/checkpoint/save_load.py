@@ -250,7 +250,7 @@ def _target(hook: "CommHook | HookState") -> CheckpointTarget:
         return _bare(hook)
     state = hook.state
     if not isinstance(state, HookState):
-        raise StateError(f"{hook.expr} keeps its state itself ({type(state).__name__}); save it by its own means")
+        raise StateError(f"{hook.expr} keeps its state itself ({type(state).__name__}). Save that object in the script")
     engine = hook.binding.engine if hook.binding is not None else None
     place, elastic = _where(engine) if engine is not None else (_place(hook.process_group), False)
     if hook.alone:

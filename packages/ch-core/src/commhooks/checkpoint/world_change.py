@@ -63,8 +63,8 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         for key in ("format", "expr", "world_size", "step", "params", "fields"):
             if getattr(other, key) != getattr(first, key) and not (key == "expr" and _same_hook(other, first)):
                 raise StateError(
-                    f"these are not states of one checkpoint: {key} is {_value(getattr(first, key))} on rank "
-                    f"{first.rank} and {_value(getattr(other, key))} on rank {other.rank}"
+                    f"these are not states of one checkpoint: {key} of rank {first.rank}{_value(getattr(first, key))} differs "
+                    f"from rank {other.rank}{_value(getattr(other, key))}. Give the states that all ranks saved at one step"
                 )
     present = sorted(-1 if r.rank is None else r.rank for r in ranks)
     if present != list(range(first.world_size)):
@@ -85,7 +85,7 @@ def for_rank(saved: Saved, place: RankId | None, policy: str) -> dict[Key, torch
     """Return the entries that this rank loads. ``place`` is None before there is a process group.
 
     Raises:
-        StateError: the state is of another rank or world size, and ``policy`` is no answer to that.
+        StateError: the state is of another rank or world size, and ``policy`` does not permit it.
     """
     if policy not in POLICIES:
         raise StateError(f"world_change={shown(policy)}; legal: 'error', 'mean', 'reset'")
@@ -143,7 +143,8 @@ def _same(name: str, field: str, held: dict[int | None, torch.Tensor], world_siz
 
 
 def _value(value: object) -> str:
-    return shown(value) if isinstance(value, int | str) else "one thing"
+    """Return a number or a text for an error message; nothing for a table, which would be too long."""
+    return f" ({shown(value)})" if isinstance(value, int | str) else ""
 
 
 # -- another number of shards
@@ -246,6 +247,6 @@ def _rows(
 def _undefined(name: str, shape: tuple[int, ...], pieces: list[str], shapes: list[tuple[int, ...]]) -> StateError:
     there = ", ".join(f"{piece} {list(one)}" for piece, one in zip(pieces, shapes, strict=True)) or "no piece of it"
     return StateError(
-        f"{name!r}, {list(shape)}, is no run of rows of the saved pieces ({there}). Only shards of whole rows can be cut "
+        f"{name!r}, {list(shape)}, is not a run of rows of the saved pieces ({there}). Only shards of whole rows can be cut "
         "again. Load on the same mesh, or with world_change='reset'"
     )

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _other_libraries_silent() -> Iterator[None]:
-    """Hide warnings of other libraries at their import. They are no part of a report on hooks. Errors show."""
+    """Hide warnings that other libraries raise at import, because a report on hooks does not need them. Errors still show."""
     last = logging.lastResort
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

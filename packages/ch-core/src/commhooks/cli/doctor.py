@@ -104,7 +104,7 @@ def _asked(name: str | None) -> list[tuple[HookSpec, Node | None]]:
     """Return the hooks to try, each with the expression to try it as, or None for its own example.
 
     Raises:
-        UnknownHookError, AmbiguousHookError, HookConfigError: `name` is no usable expression.
+        UnknownHookError, AmbiguousHookError, HookConfigError: `name` is not a usable expression.
     """
     if name is None:
         return [(spec, None) for spec in REGISTRY.specs()]
@@ -155,7 +155,7 @@ def _node(spec: HookSpec) -> Node | str:
     try:
         node = parse(spec.example)
     except CommHooksError as error:
-        return f"its example {spec.example!r} is no expression: {error}"
+        return f"its example {spec.example!r} is not an expression: {error}"
     if node["hook"] in spec.names:
         node["provider"] = spec.provider
     return node

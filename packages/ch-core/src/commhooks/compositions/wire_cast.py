@@ -34,7 +34,7 @@ class WireCast(Composite):
         dtype: ``"bf16"`` or ``"fp16"``.
         accumulate: ``"wire"`` sums in 16 bits as the transport does; ``"fp32"`` as the module describes.
         rounding: ``"nearest"`` or ``"stochastic"``.
-        name: name of a hook that is no wrapper (``"bf16_compress"``).
+        name: name of a hook that is not a wrapper (``"bf16_compress"``).
 
     Raises:
         HookConfigError: unknown option, or ``inner`` has no request that the wire could change.

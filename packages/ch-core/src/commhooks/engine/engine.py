@@ -289,8 +289,8 @@ class Engine:
     def _may_send_status_before_drain(self) -> bool:
         """True if the status can travel with the last messages, which saves one latency per step.
 
-        No code that may raise may run after the status, because the status could not report it. In elastic groups one more
-        pending message would keep a dead group alive.
+        Code that runs after the status must not raise, because the status could not report the error. In elastic groups an
+        extra pending message would keep a dead group alive.
         """
         if not self.reduction.delivers or self._on_reduced is not None or self.transport.elastic:
             return False
@@ -335,7 +335,7 @@ class Engine:
     def resolve_step(self, *, force: bool = False) -> bool | None:
         """Commit or roll back the last finished step; see :meth:`.Commits.resolve_step`.
 
-        A thread that takes a snapshot of the state, such as that of a quorum, may call it during a forward.
+        The thread of a quorum, which takes a snapshot of the state, may call it during a forward.
         """
         with self._resolving:
             return self.commits.resolve_step(force=force)
@@ -493,7 +493,7 @@ class Engine:
                 self.state.read_as(self.reduction.encodings(bucket.layout, self.state.step))
             if self.sampler.recordings and self.participating:
                 ctx.sent = self._local(partial(self.sampler.take, bucket, self.reduction, self.state))
-            run.generator = self.reduction.start(bucket, ctx)  # a run() that is no generator function may raise here
+            run.generator = self.reduction.start(bucket, ctx)  # a run() that is not a generator function may raise here
         except BaseException as error:  # Ctrl-C too
             run.fail(error)
         return run

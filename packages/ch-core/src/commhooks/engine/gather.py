@@ -60,7 +60,7 @@ class GatherEngine(Engine):
         self.counters.hook_seconds += time.perf_counter() - begun
 
     def resolve_step(self, *, force: bool = False) -> bool | None:
-        """Resolve the last step. Copies of gathered weights are final, so those of the running step join the state."""
+        """Resolve the last step. Copies of gathered weights are final, so the state takes the copies of the running step, too."""
         resolved = super().resolve_step(force=force)
         if self.in_step and not self.buckets.in_flight:
             self.state.keep_staged()

@@ -187,9 +187,10 @@ def _described(error: BaseException) -> str:
 def _out_of_step(name: str, clocks: dict[int, int]) -> CommHooksError:
     lines = ", ".join(f"rank {rank}: {clock}" for rank, clock in clocks.items())
     return RankMismatchError(
-        f"{name}: the ranks are not at the same step ({lines}), so gradients of different steps were averaged. The numbers "
-        "count committed steps and, with optimizer=, scaler= or a manager, its steps too. A rank skipped an optimizer "
-        "step, ran one under no_sync(), rolled back, or resumed alone. Load the same checkpoint on all ranks, or attach again"
+        f"{name}: the ranks are not at the same step ({lines}), so the average mixed gradients of different steps. The numbers "
+        "are committed steps, plus optimizer steps or votes if optimizer=, scaler= or a manager is given. A rank skipped an "
+        "optimizer step, ran one under no_sync(), rolled back, or resumed alone. Load the same checkpoint on all ranks, or "
+        "attach again"
     )
 
 

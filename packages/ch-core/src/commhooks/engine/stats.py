@@ -402,7 +402,7 @@ def residual_norms(
         if name in available and residual.numel() == available[name][1].numel:  # not only a part of the parameter
             bucket, param = available[name]
             gradient = _as_residual(bucket, param, reduction, step).double()
-            # A zero gradient was zeroed in place by the user, or nothing was sent. Neither tells the share.
+            # The user zeroed the gradient in place, or nothing was sent. In both cases the share is unknown.
             if norm == 0 or gradient.any():
                 both = gradient + residual.double().reshape(gradient.shape)
                 total = torch.linalg.vector_norm(both).item() / state.scale

@@ -63,7 +63,8 @@ class AutoAttach:
             return True
         if not settings.single_process and runs_alone(model):
             self._note(
-                f"one process: {name} has no peer to send to, and trains without {settings.expression} (--single-process)"
+                f"one process: {name} has no peer to send to, so it trains without {settings.expression}. --single-process "
+                "attaches it anyway"
             )
             return True
         try:
@@ -78,7 +79,7 @@ class AutoAttach:
             return False
         if self.models and made:
             self._note(
-                f"{name} is model {len(self.models) + 1} that gets {settings.expression}: --module-pattern chooses one"
+                f"{name} is model {len(self.models) + 1} that gets {settings.expression}. Give --module-pattern to choose one"
             )
         for found in filter(None, made):
             self.models.append(found)
@@ -105,7 +106,9 @@ class AutoAttach:
         settings, made = self.settings, list[FoundModel | None]()
         gathers = bool(settings.gather) and getattr(adapter_for(unwrapped(model)), "gathers_weights", False)
         if settings.gather and not gathers:
-            self._note(f"{name} gathers no weights, so --gather {settings.gather} does nothing for it: it is for FSDP2")
+            self._note(
+                f"{name} gathers no weights, so --gather {settings.gather}, which is for FSDP2, does nothing for it"
+            )
         if settings.hook:
             handle = attach(
                 model,
@@ -171,9 +174,9 @@ class AutoAttach:
                 )
         elif not self.models and not self.notes:
             self.notes.append(
-                "no model was wrapped for data parallelism and trained, neither here nor in a process that the script "
-                "started on this machine, so the hook was never used: the script has to make a DistributedDataParallel, "
-                "replicate or FSDP model"
+                "no model was wrapped for data parallelism and trained, in this process or in one that the script started on "
+                "this machine. So the hook was never used. Make a DistributedDataParallel, replicate or FSDP model in the "
+                "script"
             )
         models = [found.report() for found in self.models]
         return {

@@ -1,10 +1,9 @@
 """Waits for the import of torch and of the model wrappers, and imports none of them.
 
-`commhooks run` calls :func:`watch` in its own process. If a launcher owns the command line, or the script starts its own
-processes, a variable with the name of a hook does (`COMMHOOKS_HOOK`, `COMMHOOKS_OUTER`, `COMMHOOKS_GATHER`). ch-core installs
-`commhooks-hook.pth`, one line that the interpreter reads when it starts. Without a variable that line imports nothing. This
-module needs the standard library only, until torch
-is imported.
+`commhooks run` calls :func:`watch` in its own process. Other processes, those of a launcher or of the script, read a variable
+instead: `COMMHOOKS_HOOK`, `COMMHOOKS_OUTER` or `COMMHOOKS_GATHER`. ch-core installs `commhooks-hook.pth`, one line that the
+interpreter runs when it starts. It imports nothing unless a variable is set. Until torch is imported, this module needs the
+standard library only.
 """
 
 import functools

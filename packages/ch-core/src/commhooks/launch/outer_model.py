@@ -107,7 +107,7 @@ def attach_outer(model: torch.nn.Module, name: str, expression: str) -> FoundMod
     if not optims:
         if wrapped in _waiting:
             log.warning(
-                "--outer: %s has no torch.optim optimizer so far, so its ranks train alone and never meet", name
+                "--outer: %s has no torch.optim optimizer so far, so its ranks train alone, without any round", name
             )
         _waiting.add(wrapped)
         _watch_late_steps()

@@ -23,7 +23,7 @@ from commhooks.launch.state_folder import SAVED, Snapshot
 from commhooks.log import log
 from commhooks.transport.process_group import group_timeout
 
-DIGITS = 16  # of one checksum; a fingerprint has the checksum of the parameters, then that of the optimizers
+DIGITS = 16  # of one checksum; a fingerprint joins the checksums of the parameters and of the optimizers
 
 
 class OuterKept:
@@ -74,7 +74,7 @@ class OuterKept:
         return {of_rank[:DIGITS] for of_rank in one.checksums.values()} == {own[:DIGITS]}
 
     def best(self, fitting: Sequence[Snapshot], own: str) -> list[Snapshot]:
-        """Return the snapshots with the loaded state of the optimizers, and of several those of a checkpoint.
+        """Return the snapshots that hold the loaded state of the optimizers. If there are several, prefer marked ones.
 
         Plain SGD has no state. Its steps in one round are told apart only by the times at which the script saved.
         """

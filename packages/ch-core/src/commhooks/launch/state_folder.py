@@ -139,7 +139,7 @@ class HookKept:
         return list(fitting)
 
     def fits(self, one: "Snapshot", rank: int, world: int, own: str) -> bool:
-        """Compare this rank's parameters; with another world size, those of all saved ranks."""
+        """Compare this rank's parameters. With another world size, compare the parameters of all saved ranks."""
         if one.world == world:
             return one.checksums[rank] == own
         return set(one.checksums.values()) == {own}

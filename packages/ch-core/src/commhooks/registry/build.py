@@ -63,7 +63,7 @@ def build(hook: str | Mapping[str, Any], *, kind: str | None = None, registry: R
     Raises:
         UnknownHookError, AmbiguousHookError, PluginLoadError: a level cannot be found or imported.
         HookConfigError: an option is unknown or out of range, a wrapper lacks or refuses its inner hook, or a hook that
-            is no wrapper has one.
+            is not a wrapper has one.
     """
     return _built(canonical(hook), kind, registry)
 

@@ -61,7 +61,7 @@ class Describing(Case):
         given, layout = self.reduction, BucketLayout.of_tensors(parameters())
         handle = commhooks.create(given)
         assert handle.config == canonical(handle.expr), (
-            f"given as an object it prints {handle.expr!r}, which is no expression: node() is made of the name it is "
+            f"given as an object it prints {handle.expr!r}, which is not an expression: node() is made of the name it is "
             "registered under, its options and its parts, as Composite's is"
         )
         assert handle.config["hook"] in self.specs[0].names, f"node() says {handle.config['hook']!r}"

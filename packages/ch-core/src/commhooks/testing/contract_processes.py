@@ -123,7 +123,7 @@ def near(total: Grads, wanted: Grads, allowed: float) -> None:
     error = distance(total, wanted)
     assert error <= allowed, (
         f"relative error {error:.3g} against the exact average, allowed {allowed:.3g}: set `tolerance` if the method "
-        "promises no better (`steps`, with residuals), `mean = False` if it is no mean"
+        "promises no better (`steps`, with residuals), `mean = False` if it is not a mean"
     )
 
 
@@ -250,7 +250,7 @@ def not_finite(order: Order) -> None:
 
 
 def raising(order: Order) -> None:
-    """If the reduction raises on one rank, every rank raises at once, and the model can go on."""
+    """If the reduction raises on one rank, every rank raises at once, and the model stays usable."""
     handle = order.make()
     assert handle.reduction is not None
     faulty = handle.built = Faulty(handle.reduction)

@@ -82,7 +82,7 @@ class Surviving(Case):
                     new.handles[0].load_state_dict(saved[0])
             new.load(saved)
             merged = merge(saved)
-            _same_state(new.save(), [merged] * after)  # every rank goes on from the mean residual
+            _same_state(new.save(), [merged] * after)  # every rank continues from the mean residual
             for step in run(new, like, 2, 4):
                 if self.averages:
                     assert same_bits(step.gradients[0], step.gradients[-1]) == []

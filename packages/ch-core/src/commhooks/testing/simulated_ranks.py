@@ -104,7 +104,7 @@ class SimulatedRanks:
         self._dropped: frozenset[str] = frozenset()  # no rank used them in the last step
         layout = BucketLayout.of_tensors(like)
         for handle, transport in zip(self.handles, self.transports, strict=True):
-            assert handle.reduction is not None, f"{handle.expr} is no reduction, and cannot be simulated"
+            assert handle.reduction is not None, f"{handle.expr} is not a reduction, so it cannot be simulated"
             engine = Engine(handle.reduction, transport, handle.state, timeout=timeout)  # type: ignore[arg-type]
             engine.open_levels()
             engine.set_dropped(lambda: self._dropped)

@@ -281,7 +281,7 @@ def _run(order: _Order) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this rank with the process that started it; it would go on training and take the cores."""
+    """End this rank with the process that started it; otherwise it would train on and occupy cores."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -22,7 +22,7 @@ _CALLBACK = re.compile(r"error when running the callback: ([A-Za-z_.]+): (.*?)\s
 
 
 def refuse_annotations(hook: Callable[..., Any], name: str) -> None:
-    """Refuse a function whose annotations are not those of a DDP hook, as torch does in ``register_comm_hook``.
+    """Refuse a function that is not annotated as a DDP hook, as torch does in ``register_comm_hook``.
 
     Raises:
         HookConfigError: the function is annotated with another parameter than a bucket, or another result than a future.
@@ -56,7 +56,7 @@ def checked(value: object, buffer: torch.Tensor, name: str, index: int, warned: 
         warned: hooks that already got a warning about a changed dtype. This function adds to it.
 
     Raises:
-        HookResultError: the value is no tensor, or differs in size, device, layout or kind of dtype.
+        HookResultError: the value is not a tensor, or differs in size, device, layout or kind of dtype.
     """
     if isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]

@@ -17,7 +17,7 @@ class SavedBuckets:
     buckets than the process that saved. A hook that treats a bucket as one vector would give other results.
 
     Args:
-        state: state that has the buckets of the last step, and takes those of the next ones.
+        state: state that holds the buckets of the last step, and receives the buckets of each new step.
     """
 
     def __init__(self, state: HookState) -> None:

@@ -61,7 +61,7 @@ class TrainerHook:
 
     @property
     def keeps_state(self) -> bool:
-        """True if there is a state to save: the hook is attached, and is no function without a state."""
+        """True if there is a state to save. False before attach, and for a function without a state."""
         return self.handle is not None and self.handle.state is not None
 
     # -- checkpoints that are a folder

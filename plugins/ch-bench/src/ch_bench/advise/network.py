@@ -36,7 +36,7 @@ class Message(NamedTuple):
     Attributes:
         kind, dtype: see :data:`Key`.
         size: bytes of the full-size tensor.
-        scope: ranks that take part: all, those of a node, or those with one place on all nodes.
+        scope: ranks that take part: all ranks, the ranks of a node, or the ranks with one place on all nodes.
     """
 
     kind: str

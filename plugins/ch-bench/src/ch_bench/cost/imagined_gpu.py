@@ -304,7 +304,7 @@ COLLECTIVES = "collectives"
 
 
 class SilentGroup:
-    """A group of ranks with empty messages. Its collectives run on their own stream, as those of an NCCL communicator.
+    """A group of ranks with empty messages. Its collectives run on their own stream, as with NCCL.
 
     Args:
         gpu: the device.
