@@ -183,7 +183,7 @@ class Entries(dict[Key, torch.Tensor]):
     """Tensors of a state by ``(parameter name, field)``, and the encoding of each.
 
     Attributes:
-        encodings: encoding by key. An entry without one is as its first reader expects it.
+        encodings: encoding by key. An entry without one has the encoding of its first reader.
     """
 
     def __init__(

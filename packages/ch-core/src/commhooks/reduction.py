@@ -388,7 +388,7 @@ class Reduction(ABC):
             in the gradient's units, before the division by W, after all rounding. The ``sent`` of an
             :class:`~commhooks.requests.AllReduce` of the gradient itself is such a contribution. ``error_feedback`` needs
             it. A reduction with its own residual leaves it False.
-        delivers: True if it only sends the bucket by mean all-reduces in place, so that none of its code runs after them.
+        delivers: True if it only averages the bucket in place by all-reduces. None of its code runs after them.
             A class that defines :meth:`run` or :meth:`start` does not inherit it.
         copies_weights: True if it gathers weights as differences to a copy in its state. Only ``axis="gather"`` takes it.
         splits: ``"elements"`` if a parameter may be cut anywhere, because each element (or block of elements) is treated alone.

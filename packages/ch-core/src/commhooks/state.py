@@ -153,7 +153,7 @@ class HookState:
         return None if key in self._dropped else self._committed.get(key)
 
     def encoding(self, name: str, field: str) -> Encoding | None:
-        """Return the encoding of the entry that :meth:`before` returns; ``None`` if it is as its reader expects it."""
+        """Return the encoding of the entry that :meth:`before` returns; ``None`` if the entry already has its reader's."""
         return self._encoding((name, field), (name, field) in self._carried)
 
     def decoded(self, name: str, field: str) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 If two members disagree on a tensor's size, gloo raises no error. It ends the process, and the healthy ones too. So
 each step begins with one small all-reduce of fixed size: a 1, and one number per field. The ones add up to the number
-of contributors. A field is equal on all of them if its sum is that number times this member's own. A healing member
+of contributors. A field is equal on all members if its sum is this number times the member's own value. A healing member
 receives the sum but adds nothing. It compares too, and leaves before it does harm.
 
 The count is also the divisor of means. It equals the manager's number of participants, except when torchft synchronises

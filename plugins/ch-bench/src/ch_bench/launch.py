@@ -1,4 +1,4 @@
-"""Run a worker on N ranks: those that torchrun started, or processes that :func:`launch` starts on this machine."""
+"""Run a worker on the ranks of torchrun, or on processes that :func:`launch` starts on this machine."""
 
 import gc
 import os

@@ -94,7 +94,7 @@ def write(page: str, title: str, made_by: str, body: str, *notes: str) -> Path:
     Args:
         page: file name without suffix.
         title: heading of the section. A title equal to the page's heading replaces the part before the first section.
-        made_by: command lines that made it, one a line.
+        made_by: command lines that produced the section, one per line.
         body: Markdown.
         *notes: further items after machine and date.
     """

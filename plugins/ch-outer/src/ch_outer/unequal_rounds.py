@@ -150,7 +150,7 @@ class UnequalRounds:
             self._raise()
 
     def finish(self) -> None:
-        """End on all ranks. A rank that is done earlier takes part in the rounds of the others, which hold its place."""
+        """End on all ranks. A rank that ends early takes part in the remaining rounds, which need its messages."""
         self.begin()
         with self._turn:
             self._ending = True
@@ -282,7 +282,7 @@ class UnequalRounds:
             self._lost = True
             raise StateError(
                 f"the outer step failed on this rank ({type(error).__name__}: {error}), so its start differs from "
-                "that of its peers"
+                "the start of its peers"
             ) from error
         self._buffers.put(buffers, live=here)
         self._landed(apart)

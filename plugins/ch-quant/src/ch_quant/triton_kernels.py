@@ -48,8 +48,8 @@ def encode(
     """Write scales and packed codes of ``x``, and with ``KEEP`` the decoded numbers.
 
     ``x`` and ``decoded`` are fp32, ``rows`` blocks; ``scales`` bf16 as int16, one a block; ``packed`` int8. A scale is
-    ``share`` times a block's largest magnitude. With ``LOPSIDED`` it is that of the farther side, and at least
-    ``share_of_other`` times that of the other side. ``most`` is the largest reciprocal of a scale.
+    ``share`` times a block's largest magnitude. With ``LOPSIDED`` only the farther side counts, and the scale
+    is at least ``share_of_other`` times the largest magnitude of the other side. ``most`` is the largest reciprocal of a scale.
     ``PIECE`` is the numbers of a piece, ``WIDTH``
     the next power of two, ``PIECES`` how many of each of the ``LANES`` a program treats.
     """

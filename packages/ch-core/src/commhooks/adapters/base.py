@@ -27,7 +27,7 @@ class Scaler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttachOptions:
-    """Arguments of :func:`commhooks.attach` for an adapter, which refuses those that it does not support.
+    """Arguments of :func:`commhooks.attach`. An adapter refuses arguments that it does not support.
 
     Attributes:
         process_group: group to reduce over; ``None`` for the group of the model.

@@ -105,7 +105,7 @@ class ModelOptimizers:
         self._params = params
         self._given = weakref.ref(given) if given is not None else lambda: None
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet([given] if given is not None else [])
-        self._ours: dict[int, torch.Tensor] = {}  # id -> parameter, which stays alive so that no other one gets its id
+        self._ours: dict[int, torch.Tensor] = {}  # id -> parameter; while it is kept, no other tensor gets its id
         self._stale = True  # True if the model may have more parameters now
         self._held: tuple[int, list[torch.Tensor]] = (0, [])
 

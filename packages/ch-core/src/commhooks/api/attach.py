@@ -174,7 +174,7 @@ def attach(
 
 
 def refuse_rollback(handle: CommHook, judge: str | None) -> None:
-    """Refuse `rollback=False` if this hook or its surroundings exclude it.
+    """Refuse `rollback=False` for hooks and arguments that exclude it.
 
     Args:
         handle: not attached yet.

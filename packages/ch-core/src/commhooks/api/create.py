@@ -108,7 +108,7 @@ def _registered(node: Node, given: Reduction) -> Node | None:
 
 
 def _reduction_of(hook: object, state: object) -> Reduction | None:
-    """Return the reduction behind one of this project's hook functions, made from its state if it needs one."""
+    """Return the reduction behind a hook function of this project. Some functions make it from the state."""
     carried = getattr(hook, "reduction", None)
     if isinstance(carried, Reduction) or not callable(carried):
         return carried if isinstance(carried, Reduction) else None

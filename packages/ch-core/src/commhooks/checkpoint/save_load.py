@@ -34,7 +34,7 @@ _ROOM = 4  # an entry of unknown shape may have up to this many times its parame
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTarget:
-    """The state that is saved or loaded, and everything that is known of its place. Before ``attach`` that is little.
+    """The state to save or load, with all known facts about its hook, model and rank. Before ``attach`` few are known.
 
     Attributes:
         place: ``None`` before there is a process group.

@@ -31,8 +31,8 @@ def composed(what: str, hooks: Sequence[object], make: Make) -> Any:
         inner = hook if isinstance(hook, Reduction) else getattr(hook, "reduction", None)
         if not callable(inner) and not isinstance(inner, Reduction):
             raise HookConfigError(
-                f"{what} is made of reductions, and {getattr(hook, '__name__', repr(hook)):.80} is not one: it starts its "
-                "collectives itself, so they cannot be combined with others. Give the hook by name, for example "
+                f"{what} is made of reductions, and {getattr(hook, '__name__', repr(hook)):.80} is a foreign function. It "
+                "starts its own collectives, which cannot be combined with others. Give the hook by name, for example "
                 f"commhooks.create('{what}(...)')"
             )
         found.append(inner)

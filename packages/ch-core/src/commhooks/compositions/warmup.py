@@ -62,7 +62,7 @@ def warmup(*hooks: Any, steps: int = 1000) -> Any:
     """Average exactly for ``steps`` steps, then run a hook; or run one hook, then another.
 
     Args:
-        hooks: one hook, or a first and a second one: reductions, or hooks that carry one.
+        hooks: one hook, or a first and a second hook. Each is a reduction, or a hook function that carries a reduction.
         steps: number of committed steps before the last hook takes over.
 
     Returns:

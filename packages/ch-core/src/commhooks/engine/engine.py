@@ -314,7 +314,7 @@ class Engine:
         self.counters.hook_seconds += time.perf_counter() - begun
 
     def abandon(self) -> None:
-        """Drop a step that never finishes, such as one of a backward that raised, and its staged state.
+        """Drop an unfinished step and its staged state, for example after a backward that raised.
 
         If only this rank started a collective, the transport's timeout ends it. Between steps it drops nothing, because
         the staged state belongs to the last finished step, which may still be committed.

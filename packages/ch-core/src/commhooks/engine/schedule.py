@@ -152,9 +152,9 @@ class BucketPlan:
         volumes: ``(payload bytes, payload bytes times passes)`` of each stage.
         first_bytes: payload bytes of the first stage, the largest of all ranks.
         deferred: True if later stages wait for the drain.
-        coalesces: True if the first stage may be sent together with the next buckets' first stages. Large requests are
-            not, because merging copies them. Neither are other collectives than all-reduces, which cannot be merged, nor
-            buckets with one stage.
+        coalesces: True if the first stage may be sent together with the next buckets' first stages. False for large requests,
+            because merging copies them, for collectives other than all-reduces, which cannot be merged, and for buckets
+            with one stage.
         merges: for each stage, True if requests of other buckets may be merged with it.
         one_stage: True if nothing follows the first stage. Such an average equals DDP's to the bit.
         opaque: True if finiteness can be checked only after decoding.

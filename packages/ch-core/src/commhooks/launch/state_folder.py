@@ -93,7 +93,7 @@ class Kept(Protocol):
         """Return True if a snapshot belongs to the values of this rank, whose fingerprint is `own`."""
 
     def best(self, fitting: Sequence["Snapshot"], own: str) -> list["Snapshot"]:
-        """Return the snapshots, of those that fit, that are preferred to the others."""
+        """Return the preferred ones of the fitting snapshots."""
 
     def progress(self) -> float:
         """Return a number that grows when a step has begun since the last one ended."""

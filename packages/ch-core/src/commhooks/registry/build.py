@@ -133,7 +133,7 @@ def _listed(config: Mapping[str, Any]) -> str:
 
 
 def _call(spec: HookSpec, target: Callable[..., T], positional: tuple[object, ...], config: Mapping[str, Any]) -> T:
-    """Call a provider's factory. A value that it refuses is a configuration error; other errors are its own bugs."""
+    """Call a provider's factory. A refused value is a configuration error. Other errors are bugs of the factory."""
     try:
         return target(*positional, **config)
     except HookConfigError:

@@ -24,7 +24,7 @@ print(json.dumps({"torch": "torch" in sys.modules, "ids": [s.id for s in specs],
 
 @cache
 def listed() -> dict[str, object]:
-    """Return the hooks that a fresh interpreter lists, and if it imported torch for that."""
+    """Return the hooks that a fresh interpreter lists; ``torch`` is True if it imported torch."""
     run = subprocess.run([sys.executable, "-c", _LIST], capture_output=True, text=True, timeout=60, check=True)
     found: dict[str, object] = json.loads(run.stdout)
     return found

@@ -188,7 +188,7 @@ def _largest_anywhere(mine: Mapping[Scope, Mapping[Key, int]]) -> dict[Scope, di
 
 
 def spare_cores() -> float:
-    """Return the cores of this machine for each rank on it, minus the one that it computes on."""
+    """Return the cores of this machine per rank, minus the core on which the rank computes."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     hosts: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())

@@ -287,7 +287,7 @@ def _each(handle: Handle) -> list[commhooks.CommHook]:
 
 
 def _messages(work: Workload, hook: str) -> tuple[list[Message], ProcessGroupTransport | None]:
-    """Return the messages of one step of a hook, and the transport that has two levels open, if it uses them."""
+    """Return the messages of one step of a hook, and its transport if the hook has two levels."""
     handle = work.attach(hook)
     leveled = _transport(handle)
     handle.detach()

@@ -87,7 +87,7 @@ class _Arrived:
 
 
 class EmulatedTransport:
-    """Transport of one rank in an emulated group, in which every rank sends the same as this one.
+    """Transport of one rank in an emulated group, in which all ranks send the same messages.
 
     Args:
         rank, world_size: in the emulated group.
