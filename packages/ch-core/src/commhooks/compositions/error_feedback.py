@@ -20,8 +20,7 @@ from commhooks.compositions.base import Composite, composed
 from commhooks.errors import HookConfigError
 from commhooks.reduction import Reduction, Stages, StepContext
 from commhooks.requests import AllReduce, as_tuple
-
-FIELD = "residual"
+from commhooks.state import RESIDUAL
 
 
 class ErrorFeedback(Composite):
@@ -35,10 +34,10 @@ class ErrorFeedback(Composite):
 
     name = "error_feedback"
     lossy = True
-    fields = MappingProxyType({FIELD: "local"})
+    fields = MappingProxyType({RESIDUAL: "local"})
 
     def __init__(self, inner: Reduction) -> None:
-        if FIELD in inner.fields:
+        if RESIDUAL in inner.fields:
             raise HookConfigError(
                 f"{inner.name} already keeps a residual, as a part of its algorithm: use it without error_feedback"
             )
@@ -63,8 +62,8 @@ class ErrorFeedback(Composite):
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
         kept = []
         for p, gradient in bucket.views():
-            before = ctx.read(p.name, FIELD)
-            kept.append(_Kept(p, gradient, before, ctx.stage(p.name, FIELD, p.shape, device=bucket.device)))
+            before = ctx.read(p.name, RESIDUAL)
+            kept.append(_Kept(p, gradient, before, ctx.stage(p.name, RESIDUAL, p.shape, device=bucket.device)))
         for part in self._parts(kept):
             _add(part)  # p = g + e
         if self.inner.delivers:  # the bucket itself holds the sent numbers until the average arrives

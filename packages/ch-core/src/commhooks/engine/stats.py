@@ -11,9 +11,7 @@ from commhooks.bucket import Bucket, ParamLayout
 from commhooks.device import HostCopy
 from commhooks.log import log
 from commhooks.reduction import Reduction
-from commhooks.state import HookState
-
-RESIDUAL = "residual"
+from commhooks.state import RESIDUAL, HookState
 
 # -- counters
 
