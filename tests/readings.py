@@ -6,18 +6,23 @@ A move is a call from one file into another one, or the return from it.
 """
 
 import argparse
+import ast
 import copy
+import io
 import re
 import sys
 import tempfile
+import tokenize
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import reduce
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
 OURS = re.compile(r"/src/((?:commhooks|ch_\w+)/.*)")
+LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 EXPRESSION = "powersgd(rank=4, min_compression_rate=1)"
 
 
@@ -111,13 +116,46 @@ def traced() -> dict[str, Reading]:
     return found
 
 
-def lines_of_source(root: Path) -> dict[str, tuple[int, int]]:
-    """Return package -> (files, lines) of the packages under a root."""
-    found: dict[str, tuple[int, int]] = {}
-    for source in sorted(root.glob("p*/*/src")):
-        files = list(source.rglob("*.py"))
-        found[source.parent.name] = len(files), sum(len(file.read_text().splitlines()) for file in files)
-    return found
+class Lines(NamedTuple):
+    """Lines of Python source by kind. A line with code and a comment counts as code."""
+
+    files: int = 0
+    lines: int = 0
+    code: int = 0
+    docstrings: int = 0
+    comments: int = 0
+    blank: int = 0
+
+    def plus(self, other: "Lines") -> "Lines":
+        return Lines(*(mine + more for mine, more in zip(self, other, strict=True)))
+
+
+def lines_of(file: Path) -> Lines:
+    """Count the lines of one file."""
+    text = file.read_text()
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docstrings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    code: set[int] = set()
+    comments: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            comments.add(token.start[0])
+        elif token.type not in LAYOUT:
+            code.update(range(token.start[0], token.end[0] + 1))
+    code -= docstrings
+    comments -= code | docstrings
+    whole = len(text.splitlines())
+    return Lines(1, whole, len(code), len(docstrings), len(comments), whole - len(code | docstrings | comments))
+
+
+def lines_of_source(root: Path) -> dict[str, Lines]:
+    """Return the lines of each package under a root."""
+    return {
+        source.parent.name: reduce(Lines.plus, map(lines_of, source.rglob("*.py")), Lines())
+        for source in sorted(root.glob("p*/*/src"))
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -127,10 +165,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--lines", action="store_true", help="count lines of source only, without torch")
     options = parser.parse_args(arguments)
     counted = lines_of_source(options.root)
-    counted["all"] = sum(n for n, _ in counted.values()), sum(n for _, n in counted.values())
-    print(f"{'package':<14} {'files':>6} {'lines':>7}")
-    for package, (files, lines) in counted.items():
-        print(f"{package:<14} {files:>6} {lines:>7}")
+    counted["all"] = reduce(Lines.plus, counted.values(), Lines())
+    print(f"{'package':<14}", *(f"{kind:>10}" for kind in Lines._fields))
+    for package, lines in counted.items():
+        print(f"{package:<14}", *(f"{number:>10}" for number in lines))
     if options.lines:
         return 0
     print(f"\n{'reading':<14} {'files':>6} {'moves':>7} {'depth':>6}")
