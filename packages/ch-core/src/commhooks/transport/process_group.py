@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,12 @@ _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or getattr(d
 
 
 _WHERE: dict[Scope, str] = {"node": "inside the node", "peers": "between the nodes"}
-BROADCAST_FROM = 1 << 18  # bytes of an all-gather; for shorter ones the number of messages matters
+# gloo's all-gather receives into new memory, copies it to the output and frees it. glibc keeps freed blocks of up to 32 MiB,
+# two or three for each of gloo's two threads. So long gathers are broadcasts into the output, or pieces.
+BROADCAST_FROM = 1 << 18  # bytes of an all-gather inside a node; for shorter ones the number of messages matters
+LONG_FROM = 1 << 21  # bytes of any other all-gather; a shorter one leaves little memory, and takes one thread only
+PIECE_BYTES = 1 << 20  # of the output; twice as long pieces left up to 34 MB
+PART_BYTES = 1 << 17  # at least for each rank in a piece, so that many ranks wait for the link and not for its latency
 
 
 class ProcessGroupWork:
@@ -90,8 +96,9 @@ class ProcessGroupTransport:
         group: the group; ``None`` is the default group.
         free: see :class:`Transport`. It takes effect if gloo carries the tensors of a CPU. Other backends may lack some
             collectives.
-        where: ranks of the group, for error texts, such as ``"inside the node"``. There, long all-gathers on a CPU are
-            broadcasts.
+        where: ranks of the group, for error texts, such as ``"inside the node"``.
+
+    gloo runs a long all-gather of a CPU as broadcasts inside a node and between two ranks, and in pieces otherwise.
 
     Raises:
         TransportError: there is no process group.
@@ -109,32 +116,48 @@ class ProcessGroupTransport:
         self.group = group if group is not None else dist.group.WORLD
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
-        self.free = free and _by_gloo(self.group)
+        self._gloo = _by_gloo(self.group)
+        self.free = free and self._gloo
         self.topology: Topology | None = None
         self._where = f" {where}" if where else ""
         self._free = free
-        self._broadcasts = self.free and where == _WHERE["node"]  # between nodes, a ring's bytes are planned
+        self._inside = where == _WHERE["node"]
         self._scoped: dict[Scope, ProcessGroupTransport] = {"all": self}
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
         return self._start("all-reduce", dist.all_reduce, tensor, op=self._OPS[op])
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
-        if self._broadcasts and output.is_cpu and output.nbytes >= BROADCAST_FROM:
-            return self._gather_by_broadcasts(output, input)
+        copied = self._gloo and output.is_cpu and self.world_size > 1
+        if copied and output.nbytes >= (BROADCAST_FROM if self._inside else LONG_FROM):
+            if self._inside or self.world_size == 2:
+                return self._gather_by_broadcasts(output, input)
+            return self._gather_in_pieces(output, input)  # still a ring, which crosses links between nodes least often
         return self._start("all-gather", _ALL_GATHER, output, input)
 
     def _gather_by_broadcasts(self, output: torch.Tensor, input: torch.Tensor) -> Work:
-        """Broadcast the part of every rank into its place.
-
-        gloo's all-gather receives into new memory and copies it to the output. Its broadcast receives into the output.
-        """
+        """Broadcast the part of every rank into its place. gloo's broadcast receives into the output."""
+        if output.is_complex():  # gloo has no complex numbers, and torch's broadcast does not convert them
+            output, input = torch.view_as_real(output), torch.view_as_real(input)
         parts = output.view(-1).chunk(self.world_size)
         parts[self.rank].copy_(input.view(-1))
         members = dist.get_process_group_ranks(self.group)
         what = "all-gather"
         return SeveralWorks(
             [self._start(what, dist.broadcast, part, src=src) for part, src in zip(parts, members, strict=True)]
+        )
+
+    def _gather_in_pieces(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        """Gather pieces of every rank's part. gloo's memory is that of pieces, and the bytes are those of one ring."""
+        size = max(PIECE_BYTES // self.world_size, PART_BYTES)
+        count = -(-input.nbytes // size)
+        rows = output.view(self.world_size, -1).tensor_split(count, dim=1)  # (W, n / count) each
+        pieces = input.view(-1).tensor_split(count)
+        return SeveralWorks(
+            [
+                self._start("all-gather", partial(dist.all_gather, list(row.unbind())), piece)
+                for row, piece in zip(rows, pieces, strict=True)
+            ]
         )
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Work:
