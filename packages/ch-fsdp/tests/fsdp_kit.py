@@ -35,11 +35,20 @@ class TinyGPT(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(layers))
         self.head = nn.Linear(WIDTH, VOCAB)
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the loss; without targets the logits."""
         stream = self.symbol(x)
         for block in self.blocks:
             stream = block(stream)
-        return F.cross_entropy(self.head(stream).flatten(0, 1), y.flatten())
+        logits = self.head(stream)
+        return logits if y is None else F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+    def generate(self, text: torch.Tensor, count: int) -> torch.Tensor:
+        """Continue a text by the likeliest symbols."""
+        for _ in range(count):
+            logits = TinyGPT.forward(self, text[:, -CONTEXT:])
+            text = torch.cat([text, logits[:, -1:].argmax(-1)], 1)
+        return text
 
 
 def gpt(seed: int = 0, layers: int = 2) -> TinyGPT:
