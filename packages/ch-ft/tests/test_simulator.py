@@ -44,7 +44,7 @@ def over_torchft(place: int) -> list[Outcome]:
             replica=f"replica_{number}",
             state_dict=dict,
             load_state_dict=lambda state: None,
-            group_timeout=2,
+            group_timeout=8,
             init_sync=False,
         ) as member:
             return attempts(member.manager, number == 0, place)

@@ -35,6 +35,7 @@ from commhooks.engine.outcome import StepOutcome as StepOutcome
 from commhooks.engine.schedule import TUNED as TUNED
 from commhooks.engine.schedule import CpuTuning as CpuTuning
 from commhooks.topology import Topology as Topology
+from commhooks.transport.arrival import call_on_arrival as call_on_arrival
 from commhooks.transport.base import Transport as Transport
 from commhooks.transport.base import Work as Work
 from commhooks.transport.process_group import ProcessGroupTransport as ProcessGroupTransport

@@ -21,6 +21,7 @@ from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Re
 from commhooks.rounding import encode
 from commhooks.scratch import Scratch
 from commhooks.topology import Topology
+from commhooks.transport.arrival import call_on_arrival
 from commhooks.transport.base import LeveledTransport, Transport, Work
 
 Decode = Callable[[], None] | None
@@ -292,7 +293,7 @@ class _Delivery:
             if errors:
                 raise errors[0]
 
-        work.future().add_done_callback(arrived)
+        call_on_arrival(work.future(), arrived)
         return work, output, wait_until_decoded
 
     def _count_down(self) -> None:

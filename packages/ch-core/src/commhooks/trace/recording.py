@@ -13,6 +13,7 @@ import torch
 
 from commhooks.bucket import Bucket
 from commhooks.engine.engine import Engine
+from commhooks.transport.arrival import call_on_arrival
 from commhooks.transport.base import Transport, Work
 
 STATUS = "status"
@@ -311,7 +312,7 @@ def _traced(work: Work, message: Message, output: torch.Tensor) -> Work:
             if message.done is None:
                 message.done = time.perf_counter()
 
-        future().add_done_callback(arrived)
+        call_on_arrival(future(), arrived)
     return TracedWork(work, message, output.is_cpu)
 
 

@@ -45,6 +45,7 @@ from commhooks.adapters import (
     StoreExchange,
     at_end_of_backward,
     backward_id,
+    call_on_arrival,
 )
 
 TensorFuture = torch.futures.Future[torch.Tensor]
@@ -197,7 +198,7 @@ class ForeignDriver:
     def _await(self, future: Any, index: int, deadline: float) -> object:
         done = threading.Event()
         if not future.done():
-            future.add_done_callback(lambda _: done.set())
+            call_on_arrival(future, lambda _: done.set())
             while not done.wait(max(0.0, min(_POLL, deadline - time.monotonic()))):
                 received = self.control.alarmed() if self.control is not None else None
                 if received is not None:
