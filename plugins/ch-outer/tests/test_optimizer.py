@@ -286,7 +286,7 @@ def test_refusals_and_ranks_that_differ() -> None:
     ):  # fmt: skip
         with pytest.raises(HookConfigError):
             OuterOptimizer(inner, model, exchange=Plain(), transport=single, **wrong)
-    with pytest.raises(HookConfigError, match="no parameters of the model"):
+    with pytest.raises(HookConfigError, match="not parameters of the model"):
         OuterOptimizer(inner, make(), every=2, exchange=Plain(), transport=single)
 
     def differs(rank: SimulatedRank, seed: int, rate: float) -> str:
