@@ -32,6 +32,16 @@ def test_views_partition_the_buffer(shapes: dict[str, tuple[int, ...]]) -> None:
     assert bucket.buffer.abs().sum() == 0
 
 
+def test_a_digest_tells_places_apart_but_not_names() -> None:
+    def digest(shape: tuple[int, ...], stride: tuple[int, ...], name: str = "w", offset: int = 0) -> bytes:
+        return BucketLayout([ParamLayout(name, shape, stride, offset)], 24, torch.float32).digest
+
+    assert digest((4, 6), (6, 1)) == digest((4, 6), (6, 1), "other")
+    assert digest((4, 1), (1, 1)) == digest((4, 1), (1, 4)), "an axis with one element has any stride"
+    others = [digest((6, 4), (4, 1)), digest((4, 6), (1, 4)), digest((24,), (1,)), digest((4, 5), (5, 1), offset=4)]
+    assert len({digest((4, 6), (6, 1)), *others, digest((4, 5), (5, 1))}) == 6
+
+
 @given(SHAPES, st.integers(1, 3))
 def test_select_and_back(shapes: dict[str, tuple[int, ...]], groups: int) -> None:
     bucket = Bucket.from_tensors({name: torch.randn(shape) for name, shape in shapes.items()})

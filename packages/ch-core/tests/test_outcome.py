@@ -327,6 +327,32 @@ def test_a_step_that_never_finishes_was_never() -> None:
     assert simulate(2, body) == [(Progress.RESOLVED, False, 1)] * 2
 
 
+@pytest.mark.parametrize("reduction", [Counts, Plain])
+def test_ranks_with_other_buckets_get_an_error_though_their_messages_have_equal_sizes(
+    reduction: type[Reduction],
+) -> None:
+    shapes = {0: [(2, 3), (4,)], 1: [(2, 3), (2,), (2,)]}
+
+    def body(rank: SimulatedRank) -> tuple[list[str], int]:
+        engine, seen = rank.engine(reduction()), []
+        for mine in (shapes[0], shapes[rank.rank % 2], shapes[1], [(6,), (4,)] if rank.rank else [(3, 2), (4,)]):
+            engine.submit(Bucket.from_tensors({str(i): torch.ones(shape) for i, shape in enumerate(mine)}))
+            seen.append(type(engine.finish()).__name__)
+        engine.resolve_step()
+        return seen, engine.state.step
+
+    assert simulate(3, body) == [(["NoneType", "RankMismatchError", "NoneType", "RankMismatchError"], 2)] * 3
+
+
+def test_ranks_may_give_parameters_other_names() -> None:
+    def body(rank: SimulatedRank) -> BaseException | None:
+        engine = rank.engine(Plain())
+        engine.submit(Bucket.from_tensors({f"w{rank.rank}": torch.ones(4)}))
+        return engine.finish()
+
+    assert simulate(2, body) == [None, None]
+
+
 def test_ranks_that_judge_a_step_differently_get_an_error() -> None:
     """Their optimizers have made equally many steps, but their states differ."""
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
+from hashlib import blake2b
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -160,6 +161,18 @@ class BucketLayout:
 
     def __repr__(self) -> str:
         return f"BucketLayout({len(self.params)} parameters, {self.size} elements, {self.dtype})"
+
+    @property
+    def digest(self) -> bytes:
+        """Digest of shapes, order of memory, places and dtype, equal in all processes. Ranks may have other names and devices."""
+        cached: bytes | None = self.__dict__.get("_digest")
+        if cached is None:
+            # The stride of an axis with one element has no meaning, so ranks may differ in it.
+            strides = [[s for s, size in zip(p.stride, p.shape, strict=True) if size != 1] for p in self.params]
+            rows = [(p.shape, s, p.offset, p.kind) for p, s in zip(self.params, strides, strict=True)]
+            said = repr((rows, self.numel, str(self.dtype)))
+            cached = self.__dict__["_digest"] = blake2b(said.encode(), digest_size=8).digest()
+        return cached
 
     def segments(self) -> tuple[tuple[int, int], ...]:
         """Return ``(offset, numel)`` of each contiguous piece of storage that the parameters cover."""

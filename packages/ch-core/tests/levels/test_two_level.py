@@ -9,7 +9,7 @@ import torch
 import commhooks
 from commhooks.bucket import Bucket, BucketLayout
 from commhooks.checkpoint import merge
-from commhooks.errors import HookConfigError, HookNotSupportedError, RemoteHookError
+from commhooks.errors import HookConfigError, HookNotSupportedError, RemoteHookError, TransportError
 from commhooks.reduction import Plain, Reduction, Stages, StepContext
 from commhooks.simulate import SimulatedGroup, SimulatedRank, simulate
 from commhooks.testing.conservation import mean_residuals, unaccounted
@@ -293,6 +293,23 @@ def test_a_rank_that_ends_at_any_collective_is_noticed(step: int) -> None:
 
     with pytest.raises((KeyError, commhooks.CommHooksError)):
         simulate(body=body, nodes=2, ranks_per_node=2)
+
+
+def test_one_more_parameter_is_noticed_though_all_messages_have_equal_sizes() -> None:
+    """Parts of a node have the size of the largest one. So the padding of a smaller part may hide another parameter."""
+    like = {"w": torch.zeros(8, 4), "b": torch.zeros(28)}
+    more = like | {"c": torch.zeros(4)}
+    found = []
+    for odd in range(4):
+        some = SimulatedRanks(lambda: commhooks.create("two_level(powersgd(rank=2))"), 4, more, nodes=2, buckets=1)
+        errors = some.step(
+            [one if rank == odd else {n: one[n] for n in like} for rank, one in enumerate(gradients(4, 1, more))]
+        ).errors
+        (kind,) = {type(error) for error in errors}
+        found.append(kind)
+        assert not any(saved["entries"] for saved in some.save()) or kind is TransportError
+    # The owner of the smaller part sends its peer more than that one expects, so the transport notices.
+    assert sorted(kind.__name__ for kind in found) == ["RankMismatchError"] * 2 + ["TransportError"] * 2
 
 
 def test_bytes_that_leave_a_node() -> None:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import NoReturn, TypeVar
+from zlib import crc32
 
 import torch
 
@@ -43,6 +44,7 @@ class StepBuckets:
 
     Attributes:
         layouts: layouts of all buckets.
+        digest: digest of the layouts. Ranks with different layouts have, with few exceptions, different digests.
         in_flight: runs that are not done.
         count: number of the next run. Runs in flight have different numbers.
         keep: True if buckets stay readable after the step.
@@ -50,10 +52,11 @@ class StepBuckets:
         submitted: buckets in which a late failure must still write NaN when the step ends.
     """
 
-    __slots__ = ("count", "in_flight", "keep", "kept", "layouts", "submitted")
+    __slots__ = ("count", "digest", "in_flight", "keep", "kept", "layouts", "submitted")
 
     def __init__(self) -> None:
         self.layouts: list[BucketLayout] = []
+        self.digest = 0
         self.in_flight: list[BucketRun] = []
         self.count = 0
         self.keep = False
@@ -63,6 +66,7 @@ class StepBuckets:
     def begin(self) -> None:
         """Begin a step."""
         self.layouts.clear()
+        self.digest = 0
         self.kept.clear()
 
     def add(self, bucket: Bucket, outcome: StepOutcome) -> BucketRun:
@@ -70,6 +74,7 @@ class StepBuckets:
         run = BucketRun(self.count, bucket, outcome)
         self.count += 1
         self.layouts.append(bucket.layout)
+        self.digest = crc32(bucket.layout.digest, self.digest)
         self.in_flight.append(run)
         return run
 
@@ -547,7 +552,7 @@ class Engine:
         if self.participating:
             clock = self.state.step + (self._local(self.commits.used_steps, DECODE) or 0)
         together = self._sends_status and self.transport.world_size > 1 and self.counters.communicated
-        self.outcome.send(clock, self.sender.device, self.sender.post if together else None)
+        self.outcome.send(clock, self.sender.device, self.sender.post if together else None, self.buckets.digest)
 
     def _lose(self, error: Exception) -> NoReturn:
         """Drop the step and refuse further ones, because ranks may have received different messages.

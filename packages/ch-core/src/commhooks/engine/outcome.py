@@ -5,11 +5,12 @@ At the end of each step the ranks all-reduce one status vector of ``W + 1`` fp32
     element r   = code of rank r + 4 * clock of rank r      (0 from every other rank)
     element W   = number of ranks that saw a reduced NaN or Inf, or NaN
 
-The code of rank r says where its reduction raised, 0 if it did not. The clock of rank r is 1 + n modulo 2**18 - 1. The count n
-is the number of steps that the rank has committed plus, with a judge, the number of steps that the judge saw used. A rank that
-has run out of input sends 0 instead. Ranks with different clocks would soon start different collectives. Code and clock fit
-exactly into fp32, because 4 * 2**18 is below 2**24. All ranks see the same vector, so all decide equally. Texts of errors are
-exchanged only after a failure, in messages of a fixed size.
+The code of rank r says where its reduction raised, 0 if it did not. The clock of rank r is 1 + (n + d) modulo 2**18 - 1. The
+count n is the number of steps that the rank has committed plus, with a judge, the number of steps that the judge saw used. The
+digest d is that of the step's buckets. A rank that has run out of input sends 0 instead. Ranks with different clocks have
+averaged different parameters, or would soon start different collectives. Messages of different buckets may have equal sizes, so
+that no transport notices. Code and clock fit exactly into fp32, because 4 * 2**18 is below 2**24. All ranks see the same vector,
+so all decide equally. Texts of errors are exchanged only after a failure, in messages of a fixed size.
 """
 
 import math
@@ -77,6 +78,7 @@ class Status:
         clock: number of committed and used steps of this rank; ``None`` if it contributes no data.
         sums: results of :func:`finiteness` for reduced tensors.
         device: device of the step's collectives.
+        buckets: digest of the step's buckets.
     """
 
     def __init__(
@@ -87,9 +89,10 @@ class Status:
         clock: int | None,
         sums: Sequence[torch.Tensor | float],
         device: torch.device,
+        buckets: int = 0,
     ) -> None:
-        self.rank, self.world = rank, world
-        mine = code + _CODES * (0 if clock is None else 1 + clock % _CLOCKS)
+        self.rank, self.world, self._buckets = rank, world, buckets
+        mine = code + _CODES * (0 if clock is None else 1 + (clock + buckets) % _CLOCKS)
         self.vector = torch.zeros(world + 1, dtype=torch.float32, device=device)
         self.vector[rank] = mine
         unread = [s.to(device) for s in sums if isinstance(s, torch.Tensor)]
@@ -115,7 +118,8 @@ class Status:
             self._values = (self._copy or HostCopy(self.vector)).values()
             parts = list(enumerate(int(value) for value in self._values[: self.world]))
             self._failed = {rank: value % _CODES for rank, value in parts if value % _CODES}
-            self._clocks = {rank: value // _CODES - 1 for rank, value in parts if value >= _CODES}
+            clocks = {rank: value // _CODES - 1 for rank, value in parts if value >= _CODES}
+            self._clocks = {rank: (clock - self._buckets) % _CLOCKS for rank, clock in clocks.items()}
         return self._values
 
     @property
@@ -126,7 +130,10 @@ class Status:
 
     @property
     def clocks(self) -> dict[int, int]:
-        """Rank -> number of its committed and used steps, for ranks that contributed data."""
+        """Rank -> number of its committed and used steps, for ranks that contributed data.
+
+        The number is wrong for a rank with other buckets than this rank.
+        """
         self._read()
         return self._clocks
 
@@ -140,7 +147,7 @@ class Status:
         return len(self.clocks) < self.world
 
     def good(self) -> bool:
-        """True if no rank failed, all ranks are at the same step, and all reduced numbers are finite."""
+        """True if no rank failed, all ranks are at the same step with the same buckets, and all reduced numbers are finite."""
         bad = self._read()[self.world]
         return not self._failed and len(set(self._clocks.values())) <= 1 and bad == 0 and math.isfinite(bad)
 
@@ -187,10 +194,11 @@ def _described(error: BaseException) -> str:
 def _out_of_step(name: str, clocks: dict[int, int]) -> CommHooksError:
     lines = ", ".join(f"rank {rank}: {clock}" for rank, clock in clocks.items())
     return RankMismatchError(
-        f"{name}: the ranks are not at the same step ({lines}), so the average mixed gradients of different steps. The numbers "
-        "are committed steps, plus optimizer steps or votes if optimizer=, scaler= or a manager is given. A rank skipped an "
-        "optimizer step, ran one under no_sync(), rolled back, or resumed alone. Load the same checkpoint on all ranks, or "
-        "attach again"
+        f"{name}: the ranks are not at the same step, or have different buckets ({lines}), so the average mixed gradients that "
+        "do not belong together. The numbers are committed steps, plus optimizer steps or votes if optimizer=, scaler= or a "
+        "manager is given. A rank with other parameters has a number far from the others. Otherwise a rank skipped an optimizer "
+        "step, ran one under no_sync(), rolled back, or resumed alone. Give all ranks the same model, load the same checkpoint "
+        "on all ranks, or attach again"
     )
 
 
@@ -299,16 +307,19 @@ class StepOutcome:
 
     # -- open -> sent
 
-    def send(self, clock: int | None, device: torch.device, post: Callable[[Request], Stage] | None) -> None:
+    def send(
+        self, clock: int | None, device: torch.device, post: Callable[[Request], Stage] | None, buckets: int = 0
+    ) -> None:
         """Send this rank's part of the status.
 
         Args:
             clock: number of committed and used steps of this rank; ``None`` if it contributes no data.
             device: device of the step's collectives.
             post: starts the message; ``None`` if this rank decides alone.
+            buckets: digest of the step's buckets.
         """
         code = self._error[1] if self._error is not None else 0
-        self._status = Status(self.rank, self.world_size, code, clock, self._sums, device)
+        self._status = Status(self.rank, self.world_size, code, clock, self._sums, device, buckets)
         self._sums = []
         self._stage = post(self._status.message()) if post is not None else None
         self.participated, self.alone, self._reads_late = clock is not None, post is None, is_asynchronous(device)
@@ -364,7 +375,7 @@ class StepOutcome:
         return self._status.error(self.name, own[0] if own else None, carry_out)
 
     def good(self) -> bool:
-        """True if no rank failed, all ranks are at the same step, and all reduced numbers are finite."""
+        """True if no rank failed, all ranks are at the same step with the same buckets, and all reduced numbers are finite."""
         return self._status is not None and self._status.good()
 
     def incomplete(self) -> bool:
