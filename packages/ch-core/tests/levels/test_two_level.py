@@ -9,11 +9,12 @@ import torch
 import commhooks
 from commhooks.bucket import Bucket, BucketLayout
 from commhooks.checkpoint import merge
+from commhooks.compositions.partition import Piece, partition
 from commhooks.errors import HookConfigError, HookNotSupportedError, RemoteHookError, TransportError
 from commhooks.reduction import Plain, Reduction, Stages, StepContext
 from commhooks.simulate import SimulatedGroup, SimulatedRank, simulate
 from commhooks.testing.conservation import mean_residuals, unaccounted
-from commhooks.testing.simulated_ranks import SimulatedRanks, Step
+from commhooks.testing.simulated_ranks import SimulatedRanks, Step, split
 from commhooks.topology import Topology
 
 LIKE = {
@@ -293,6 +294,32 @@ def test_a_rank_that_ends_at_any_collective_is_noticed(step: int) -> None:
 
     with pytest.raises((KeyError, commhooks.CommHooksError)):
         simulate(body=body, nodes=2, ranks_per_node=2)
+
+
+@pytest.mark.parametrize("expr", ["powersgd(rank=2)", "powersgd(rank=2, residual='averaged')"])
+def test_each_place_has_the_results_of_the_flat_hook_on_the_pieces_that_it_owns(expr: str) -> None:
+    """The flat hook on all ranks has the same gradients, so warm starts and residuals of owners change nothing."""
+    each = 4
+    [bucket] = split(LIKE, 1)
+    parts = partition(bucket.layout, each, "rows")
+    assert len({piece.param.name for part in parts.owned for piece in part}) < sum(map(len, parts.owned)), "none is cut"
+
+    def piece_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+        rows = piece.param.to_memory_order(tensor).view(-1)[piece.start : piece.stop]
+        return rows.view(-1, piece.param.matrix_shape[1]) if tensor.dim() > 1 else rows
+
+    places = [{piece.param.name: piece_of(LIKE[piece.param.name], piece) for piece in part} for part in parts.owned]
+    flat = [SimulatedRanks(lambda: commhooks.create(expr), 8, like, buckets=1) for like in places]
+    two = ranks(f"two_level({expr})", 2, each, buckets=1)
+    for number in range(5):
+        given = gradients(8, number)
+        found = two.step(given).gradients[0]
+        for part, alone in zip(parts.owned, flat, strict=True):
+            step = alone.step([{p.param.name: piece_of(one[p.param.name], p) for p in part} for one in given])
+            for piece in part:
+                name = piece.param.name
+                torch.testing.assert_close(piece_of(found[name], piece), step.gradients[0][name], rtol=1e-3, atol=1e-4)
+    assert two.handles[0].stats()["compressed_steps"] > 0
 
 
 def test_one_more_parameter_is_noticed_though_all_messages_have_equal_sizes() -> None:
