@@ -321,7 +321,8 @@ class Pieces:
             return entry
         piece = self._owned[name]
         shape = piece.matrix_shape if self._ordered(name, field) else piece.shape
-        return entry.view(shape) if entry.numel() == piece.numel else entry
+        # The entry itself if it fits: with one copy of the state, reductions compare it with the staged tensor by identity.
+        return entry if entry.shape == shape or entry.numel() != piece.numel else entry.view(shape)
 
     def encoding(self, name: str, field: str, shape: Sequence[int]) -> Encoding:
         """Return the encoding of an entry that a reduction of the pieces stages."""
