@@ -598,8 +598,12 @@ class Reduction(ABC):
         exact = names.intersection(plainly)
         if not exact:
             return self.gather_weights(weights, ctx)
-        plain = plain_gather(weights.select(exact), ctx.scratch)
+        plain = self.gather_exactly(weights.select(exact), ctx)
         return plain if exact == names else parallel(self.gather_weights(weights.select(names - exact), ctx), plain)
+
+    def gather_exactly(self, weights: Weights, ctx: StepContext) -> Stages:
+        """Gather weights as they are. A composition that gathers over several levels does so, too."""
+        return plain_gather(weights, ctx.scratch)
 
     def label(self, param: ParamLayout, step: int) -> str:
         """Return the name of the method that treats a parameter, for ``handle.plan()``."""

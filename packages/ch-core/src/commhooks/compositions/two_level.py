@@ -30,7 +30,7 @@ from commhooks.compositions.base import Composite, composed
 from commhooks.compositions.partition import Partition, partition
 from commhooks.compositions.wire_cast import WireCast
 from commhooks.errors import HookConfigError
-from commhooks.reduction import Pieces, Plain, Reduction, Stages, StepContext, parallel
+from commhooks.reduction import Pieces, Plain, Reduction, Stages, StepContext
 from commhooks.registry.build import build
 from commhooks.requests import AllGather, AllToAll, Scope, Wire, as_tuple
 from commhooks.shards import ShardLayout, Shards, Weights
@@ -156,23 +156,19 @@ class TwoLevel(Composite):
 
     # -- on parameters that the ranks gather
 
-    def gather_weights(self, weights: Weights, ctx: StepContext) -> Stages:
-        return self.start_gather_weights(weights, ctx)
-
     def start_gather_weights(self, weights: Weights, ctx: StepContext, exact: Collection[str] = ()) -> Stages:
-        """Gather between the ranks with one place, then inside the node. ``exact`` travels exactly at both levels."""
+        # A parameter that does not fit the inner reduction travels exactly inside the node, too.
+        return Reduction.start_gather_weights(self, weights, ctx, exact)
+
+    def gather_exactly(self, weights: Weights, ctx: StepContext) -> Stages:
+        return TwoLevel(Plain()).gather_weights(weights, ctx.child("exact"))
+
+    def gather_weights(self, weights: Weights, ctx: StepContext) -> Stages:
+        """Gather between the ranks with one place, then inside the node."""
         topology = ctx.topology
         if topology is None or topology.ranks_per_node == 1:
-            return self.inner.start_gather_weights(weights, ctx.child("between"), exact)
-        routed = self.inner.routes(weights.layout.part, ctx.step) if self.inner.lossy else {}
-        names = {p.name for p in weights.params}
-        plainly = names.intersection({*exact, *routed})
-        if not plainly:
-            return self._gather_levels(weights, ctx, topology)
-        plain = TwoLevel(Plain())._gather_levels(weights.select(plainly), ctx.child("exact"), topology)
-        if plainly == names:
-            return plain
-        return parallel(self._gather_levels(weights.select(names - plainly), ctx, topology), plain)
+            return self.inner.start_gather_weights(weights, ctx.child("between"))
+        return self._gather_levels(weights, ctx, topology)
 
     def _gather_levels(self, weights: Weights, ctx: StepContext, topology: Topology) -> Stages:
         """Gather this rank's shards and those of its peers, ``(nodes, n)``, then the node's, ``(ranks, nodes, n)``.
