@@ -32,8 +32,8 @@ def composed(what: str, hooks: Sequence[object], make: Make) -> Any:
         if not callable(inner) and not isinstance(inner, Reduction):
             raise HookConfigError(
                 f"{what} is made of reductions, and {getattr(hook, '__name__', repr(hook)):.80} is a foreign function. It "
-                "starts its own collectives, which cannot be combined with others. Give the hook by name, for example "
-                f"commhooks.create('{what}(...)')"
+                "starts its own collectives, which cannot be combined with others. Use a reduction inside. Functions of torch "
+                f"have one under their names, for example commhooks.create('{what}(fp16_compress)')"
             )
         found.append(inner)
     ready = [inner for inner in found if isinstance(inner, Reduction)]
