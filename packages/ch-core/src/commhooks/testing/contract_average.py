@@ -124,7 +124,7 @@ class Averaging(Case):
                 assert float(result.gradients[0]["head.weight"].abs().sum()) == 0.0, "zeros average to zeros"
         assert float(result.gradients[0]["head.weight"].norm()) > 0
 
-    @only_if("simulates")
+    @only_if("simulates", "fits_one_rank")
     def test_single_rank(self) -> None:
         like = parameters()
         assert finite(run(self.ranks(1, like), like, 2)[-1].gradients[0])

@@ -69,6 +69,7 @@ class Case:
     world_sizes: ClassVar[tuple[int, ...]] = (2, 3)
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     timeout: ClassVar[float] = 90.0
+    _first_failure: ClassVar[str]
 
     # -- the hook
 
@@ -165,6 +166,23 @@ class Case:
         """True if the law of error feedback holds for the hook."""
         return self.owes_residual and (self.mean or self.conservation is not None)
 
+    @property
+    def owns(self) -> bool:
+        """True if each rank of a node keeps the state of its own part."""
+        return self.keeps_state and self.reduction.levels
+
+    @property
+    def fits_one_rank(self) -> bool:
+        """True if the hook runs on a single rank."""
+        return self.fits(1)
+
+    def fits(self, world_size: int) -> bool:
+        """Return True if this number of ranks fills the nodes of a hook with ``nodes=``."""
+        nodes = self.handle.reduction.nodes if self.handle.reduction is not None else None
+        if nodes is None:
+            return True
+        return world_size % nodes == 0 if isinstance(nodes, int) else world_size == sum(map(len, nodes))
+
     def allowed(self, dtype: torch.dtype = torch.float32) -> float:
         """Return :attr:`tolerance`, or its default."""
         if self.tolerance is not None:
@@ -236,9 +254,15 @@ class Case:
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """Collect the parametrised checks; parts of the contract add theirs."""
 
-    @cached_property
+    @property
     def first_failure(self) -> str:
-        """Why the hook cannot do one step, with the remedy; empty if it can."""
+        """Why the hook cannot do one step, with the remedy; empty if it can. The step runs once for each class."""
+        cls = type(self)
+        if "_first_failure" not in cls.__dict__:
+            cls._first_failure = self._try_one_step()
+        return cls._first_failure
+
+    def _try_one_step(self) -> str:
         if not self.simulates:
             return ""
         try:

@@ -70,6 +70,36 @@ class Surviving(Case):
             handle.hook_state.step = named.hook_state.step
         return handle
 
+    @only_if("owns")
+    def test_each_rank_of_a_node_keeps_the_state_of_its_part(self) -> None:
+        """No element's residual is at two ranks of a node, and the ranks with one place keep other fields in equal bits."""
+        like = parameters()
+        for world in self.world_sizes:
+            ranks = self.ranks(world, like)
+            run(ranks, like, 3)
+            saved, topology = ranks.save(), ranks.engines[0].context().topology
+            assert topology is not None
+            for node in topology.nodes:
+                held: dict[tuple[str, str], torch.Tensor] = {}
+                for rank in node:
+                    for key, entry in _flat(saved[rank]).items():
+                        if key[1] not in self.local_fields:
+                            continue
+                        here = (entry != 0).reshape(-1)
+                        others = held.get(key, torch.zeros_like(here))
+                        assert not bool((others & here).any()), (
+                            f"{key[1]} of {key[0]}: two ranks of node {node} hold the same elements"
+                        )
+                        held[key] = others | here
+            for rank in range(world):
+                mine, first = (_flat(saved[one]) for one in (rank, topology.peers(rank)[0]))
+                assert mine.keys() == first.keys(), f"rank {rank} keeps state of other parts than its peers"
+                other = [k for k in mine if k[1] not in self.local_fields and not torch.equal(mine[k], first[k])]
+                assert not other, f"rank {rank} has other numbers than its peers in {other}"
+            owners = [{name for name, _ in _flat(one)} for one in saved]
+            assert all(owners), "a rank keeps no state"
+            assert len(set(map(frozenset, owners))) > 1, "all ranks keep state of the same parameters"
+
     @only_if("simulates")
     def test_resume_on_another_world_size(self) -> None:
         like = parameters()
