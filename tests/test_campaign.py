@@ -66,12 +66,16 @@ def test_a_case_is_the_same_for_ever() -> None:
     assert first != [draw("8", number) for number in range(50)]
 
 
-def test_every_expression_of_two_levels_can_be_built() -> None:
+def test_every_expression_of_two_levels_and_of_gathers_can_be_built() -> None:
     import commhooks
     from tests.campaign.draw import draw
 
-    cases = [draw("expressions", number, ("levels", "levels_simulated", "outer")) for number in range(1500)]
-    for expr in {case.expr for case in cases} | {case.handed_expr for case in cases if case.handed}:
+    cases = [draw("expressions", number, ("levels", "levels_simulated", "outer", "gather")) for number in range(2000)]
+    gathers = {case.gather_expr for case in cases if case.gather}
+    for start in ("quant", "two_level(", "difference(quant", "difference(two_level("):
+        assert any(expr.startswith(start) for expr in gathers), start
+    reduced = {case.expr for case in cases if case.kind != "gather"}
+    for expr in reduced | {case.handed_expr for case in cases if case.handed} | gathers:
         assert commhooks.create(expr).reduction is not None, expr
 
 

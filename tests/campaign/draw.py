@@ -9,6 +9,8 @@ from tests.campaign.hooks import (
     BETWEEN,
     BY_EXPR,
     FUNCTIONS,
+    GATHER_INSIDE,
+    GATHER_NODES,
     GATHERS,
     HOOKS,
     Entry,
@@ -104,6 +106,9 @@ class Case:
         around: the wrapper around ``two_level``, or nothing.
         levels: simulated with ``handed``: which of the two hooks has two levels: ``both``, ``first`` or ``second``.
         gather: FSDP2: the hook of the weight gathers, or nothing.
+        gather_nodes: ``nodes=`` of ``two_level`` around it, or nothing.
+        gather_inside: ``two_level``'s numbers inside a node, or nothing.
+        full_every: steps from one gather of exact weights to the next if a hook sends differences, otherwise 0.
         keep: FSDP2: True if weights stay gathered between forward and backward.
         seed: seed of the data.
     """
@@ -143,6 +148,9 @@ class Case:
     around: str = ""
     levels: str = "both"
     gather: str = ""
+    gather_nodes: str = ""
+    gather_inside: str = ""
+    full_every: int = 0
     keep: bool = False
     steps: int = 4
 
@@ -171,6 +179,22 @@ class Case:
     def handed_entry(self) -> Entry:
         on = self.nodes and self.levels != "first"
         return between_nodes(entry_of(self.handed), self.inside, self.around) if on else entry_of(self.handed)
+
+    @property
+    def gather_expr(self) -> str:
+        """The hook on the weight gathers, as ``attach(axis="gather")`` is given it."""
+        made = self.gather
+        if made and self.gather_nodes:
+            inside = f", inside={self.gather_inside!r}" if self.gather_inside else ""
+            made = f"two_level({made}, nodes={self.gather_nodes}{inside})"
+        return f"difference({made}, full_every={self.full_every})" if self.full_every else made
+
+    @property
+    def gather_error(self) -> float:
+        """Return the largest right error of a decoded weight, relative to the largest one of its parameter."""
+        code, inside = GATHERS[self.gather], GATHER_INSIDE[self.gather_inside]
+        # The change of a weight is at most its peak before and after. Inside a node, a decoded number is coded once more.
+        return (2 * code if self.full_every else code) + inside * (1 + 2 * code)
 
     def _on_levels(self, hook: str) -> str:
         inside = f", inside={self.inside!r}" if self.inside else ""
@@ -385,4 +409,13 @@ def _gather(rng: random.Random) -> dict[str, object]:
     world = int(str(row["world"]))
     shards = rng.choice([each for each in (2, 3, 4) if world % each == 0])
     hook = _hook(rng, "shard" if shards == world else "replicate")
-    return row | {"shards": shards, "hook": hook, "gather": rng.choice(list(GATHERS)), "keep": rng.random() < 0.3}
+    nodes = rng.choice(GATHER_NODES[shards]) if rng.random() < 0.6 else ""
+    return row | {
+        "shards": shards,
+        "hook": hook,
+        "gather": rng.choice(list(GATHERS)),
+        "gather_nodes": nodes,
+        "gather_inside": rng.choice(list(GATHER_INSIDE)) if nodes else "",
+        "full_every": rng.choice([0, 0, 1, 2, 500]),
+        "keep": rng.random() < 0.3,
+    }

@@ -25,7 +25,7 @@ from tests.campaign import models
 from tests.campaign.checks import Bounds, Sums, TorchRefuses, Wrong, flat64, mean_owed, oracle, same_on_all_ranks
 from tests.campaign.ddp import losses, own_gradients
 from tests.campaign.draw import Case
-from tests.campaign.hooks import BF16, GATHERS, entry_of
+from tests.campaign.hooks import BF16, entry_of
 from tests.campaign.notes import Notes
 from tests.campaign.plants import make
 
@@ -56,7 +56,7 @@ class Sharded:
         self.handle: commhooks.CommHook | None = None
         self.weights: commhooks.CommHook | None = None
         if hooked and case.gather:
-            self.weights = commhooks.attach(self.net, case.gather, axis="gather", timeout=20.0)
+            self.weights = commhooks.attach(self.net, case.gather_expr, axis="gather", timeout=20.0)
         if hooked:
             told = {"optimizer": self.optimizer} if case.given else {}
             replicas = {"process_group": self.group} if case.shards < case.world else {}
@@ -95,7 +95,7 @@ class Sharded:
         for module in sharded:
             module.reshard()
         same_on_all_ranks(found, "decoded weights")
-        step = GATHERS[self.case.gather] + (BF16 if self.case.dtype in {"mixed", "bfloat16"} else 0.0)
+        step = self.case.gather_error + (BF16 if self.case.dtype in {"mixed", "bfloat16"} else 0.0)
         for name, weight in found.items():
             off, peak = (flat64(weight) - flat64(exact[name])).abs(), flat64(exact[name]).abs().max()
             if not bool((off <= 1.01 * step * peak).all()):
@@ -196,14 +196,18 @@ def _resumed(old: Sharded) -> Sharded:
     optimizer = old.optimizer.state_dict()
     trained = {name for name, p in old.net.named_parameters() if p.requires_grad}
     keeps = old.handle.reduction is not None  # FSDP's own hook functions have no state to save
-    torch.save({"hook": old.handle.state_dict() if keeps else {}}, file)
+    weights = old.weights.state_dict() if old.weights is not None else {}
+    torch.save({"hook": old.handle.state_dict() if keeps else {}, "weights": weights}, file)
     file.seek(0)
     new = Sharded(old.case, hooked=True, start=old.full(), trained=trained)
     new.optimizer.load_state_dict(optimizer)
     if new.handle is None:
         raise AssertionError("the loop has no hook")
+    saved = torch.load(file, weights_only=True)
     if keeps:
-        new.handle.load_state_dict(torch.load(file, weights_only=True)["hook"])
+        new.handle.load_state_dict(saved["hook"])
+    if new.weights is not None:
+        new.weights.load_state_dict(saved["weights"])
     return new
 
 

@@ -109,6 +109,14 @@ AROUND = {
 """Wrappers around ``two_level``."""
 GATHERS = {"bf16_compress": BF16, "quant8(block=16)": 1 / 127, "quant8": 1 / 127, "quant4(block=32)": 1 / 7}
 """Hooks of FSDP2's weight gathers, and the error of a decoded weight, relative to the largest one."""
+GATHER_INSIDE = {"": 0.0, "bf16_compress": BF16, "quant8(block=16)": 1 / 127}
+"""Hooks inside a node of a gather over two levels, and the error of a decoded weight."""
+GATHER_NODES = {
+    2: ("1", "2", "2", "3"),
+    3: ("1", "3", "[[0], [1, 2]]"),
+    4: ("1", "2", "2", "2", "4", "[[0, 2], [1, 3]]", "[[0, 1], [2]]"),
+}
+"""Ranks that gather -> ranks per node, or the ranks of each node, of a gather over two levels. Some are refused."""
 FUNCTIONS = ("allreduce", "fp16_compress", "bf16_compress", "powersgd(rank=2)", "batched_powersgd(rank=2)", "quant8")
 """Those that ``register_comm_hook`` is given too, as functions with torch's signature."""
 

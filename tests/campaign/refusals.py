@@ -33,7 +33,24 @@ class Refusal:
 
 def _uneven(case: Case) -> bool:
     """True if the nodes are listed and have different sizes."""
-    return case.nodes.startswith("[") and len({len(node) for node in json.loads(case.nodes)}) > 1
+    return any(
+        nodes.startswith("[") and len({len(node) for node in json.loads(nodes)}) > 1 for nodes, _ in _groups(case)
+    )
+
+
+def _unfilled(case: Case) -> bool:
+    """True if the ranks cannot be cut into nodes of the given number."""
+    return any(nodes.isdigit() and bool(ranks % int(nodes)) for nodes, ranks in _groups(case))
+
+
+def _miscounted(case: Case) -> bool:
+    """True if the nodes are listed, and are those of another number of ranks."""
+    return any(nodes.startswith("[") and sum(map(len, json.loads(nodes))) != ranks for nodes, ranks in _groups(case))
+
+
+def _groups(case: Case) -> list[tuple[str, int]]:
+    """Return ``nodes=`` and the number of ranks of every group that reduces or gathers over two levels."""
+    return [(case.nodes, case.world), (case.gather_nodes, case.shards)]
 
 
 REFUSALS = [
@@ -49,7 +66,10 @@ REFUSALS = [
         "docs/several_nodes.md",
         "HookConfigError",
         "cannot be cut into nodes",
-        lambda case: case.nodes.isdigit() and bool(case.world % int(case.nodes)),
+        _unfilled,
+    ),
+    Refusal(
+        "nodes of another number of ranks", "docs/several_nodes.md", "HookConfigError", "lists .* ranks", _miscounted
     ),
     Refusal(
         "a residual of half a matrix",
