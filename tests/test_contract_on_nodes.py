@@ -12,7 +12,7 @@ from commhooks.testing import HookContract
 from tests.test_contract import NOISE, STEPS, hooks
 
 REFUSED = {  # hook -> text of the refusal
-    "post_local_sgd": "it starts its collectives itself",
+    "post_local_sgd": "starts its own collectives",
     "two_level": "the hook inside has two levels already",
     "difference": r"Write difference\(two_level\(\.\.\.\)\)",
     "reduce_scatter": "it is an FSDP1 hook",
