@@ -249,7 +249,7 @@ def test_the_command_on_a_custom_model(tmp_path: Path):
     assert list(rows) == ["allreduce", "bf16_compress", "powersgd(rank=1)"]
     assert found["recommended"] in rows
     assert found["world_size"] == 2
-    assert rows["allreduce"]["payload"] == 4 * found["parameters"] == 2 * rows["bf16_compress"]["payload"]
+    assert rows["allreduce"]["sent"] == 4 * found["parameters"] == 2 * rows["bf16_compress"]["sent"]
     assert all(row["seconds"] >= row["waiting"] >= 0 for row in rows.values())
     assert {row["collective"] for row in found["network"]["collectives"]} >= {"all_reduce", "all_to_all"}
 
@@ -298,13 +298,13 @@ def test_the_steps_of_fsdp2_have_all_collectives(tmp_path: Path) -> None:
     run = subprocess.run([*command, "--hooks", *hooks], capture_output=True, text=True, timeout=280, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout[run.stdout.index("{") :])
-    rows = {row["hook"]: row["payload"] for row in found["predictions"]}
+    rows = {row["hook"]: row["sent"] for row in found["predictions"]}
     numel = found["parameters"]
     eight, four = numel + 2 * numel // 32, numel // 2 + 2 * numel // 32
-    # Two gathers and a reduce-scatter. The backward of differences gathers nothing.
-    assert rows["allreduce"] == 3 * 4 * numel
-    assert rows[hooks[0]] == 2 * eight + four
-    assert rows[hooks[1]] == four + four
+    # Two gathers and a reduce-scatter, of which a rank sends half. The backward of differences gathers nothing.
+    assert 2 * rows["allreduce"] == 3 * 4 * numel
+    assert 2 * rows[hooks[0]] == 2 * eight + four
+    assert 2 * rows[hooks[1]] == four + four
 
 
 WRONG_NAMES = [

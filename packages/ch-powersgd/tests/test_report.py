@@ -49,6 +49,8 @@ def body(rank: int, world: int) -> None:
         assert [name for row in report.rows for name in row.names].sort() == [p.name for p in handle.plan()].sort()
         assert report.total.payload_bytes == handle.payload_per_step() == stats["payload_bytes"] / stats["steps"], expr
         assert report.total.gradient_bytes == 4 * sum(p.numel() for p in net().parameters())
+        status = 0 if expr == "noop" else 4 * (world + 1)  # fp32 numbers, all-reduced after each step
+        assert report.total.wire_bytes == stats["wire_bytes"] / stats["steps"] - status, expr
         all_reduced = stats["payload_bytes"] / stats["steps"]  # all of these hooks all-reduce, like plain averaging
         assert (report.total.ratio is None) == (expr == "noop")
         assert report.total.ratio is None or math.isclose(
@@ -69,6 +71,9 @@ def body(rank: int, world: int) -> None:
         for row in report.rows:
             assert row.treatment in str(report)
             assert row.treatment in report._repr_html_()
+        for legend in ("sent: bytes that this rank sends", "ratio: bytes sent with plain averaging") * (expr != "noop"):
+            assert legend in str(report)
+            assert legend in report._repr_html_()
 
 
 def test_the_rows_add_up_to_the_counters() -> None:

@@ -182,8 +182,8 @@ class CommHook:
         """Return a table of the hook's treatment and figures by group of parameters.
 
         It prints in a terminal (`print(report)`), shows in a notebook, and converts to plain values for JSON
-        (`report.to_dict()`). Figures per step are the bytes of the gradients, the bytes given to collectives, and their
-        ratio on the network to plain averaging. Figures of the last step on this rank are the relative error
+        (`report.to_dict()`). Figures per step are the bytes of the gradients, the bytes that this rank sends, and the ratio
+        of plain averaging's bytes to them. Figures of the last step on this rank are the relative error
         ‖residual‖ / ‖gradient + residual‖ and the norm of the residual. The report warns of a hook that never compresses
         this model, and of ranks that have drifted apart (`check_ranks_every` of `attach`). It needs no other rank, so one
         rank may call it alone. The host waits for the device.

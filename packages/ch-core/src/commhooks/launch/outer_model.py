@@ -186,8 +186,7 @@ def outer_text(row: Mapping[str, Any]) -> str:
     stats, apart = row["stats"], [one for one in row.get("apart", ()) if one is not None]
     lines = [
         f"{row['outer']}: {row['steps']} inner steps, {stats.get('rounds_done', 0):.0f} rounds",
-        f"{size(stats.get('payload_bytes', 0.0))} given to collectives; {row.get('exchange_share', 0.0):.1%} of the time in "
-        "exchanges",
+        f"{size(stats.get('wire_bytes', 0.0))} sent; {row.get('exchange_share', 0.0):.1%} of the time in exchanges",
     ]
     if apart:
         grown = row.get("apart_growth", 1.0)

@@ -13,7 +13,7 @@ from commhooks.engine.stats import ResidualNorm, combined
 from commhooks.reduction import Reduction
 from commhooks.report.plan import NodeBytes, PlanRow, grouped, node_bytes, patterns, plan_rows, reason_of
 from commhooks.report.text import as_html, as_text
-from commhooks.requests import LATER, StagePlan, trip_bytes
+from commhooks.requests import LATER, RequestPlan, StagePlan, trip_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class ReportRow:
         elements: in all of them.
         gradient_bytes: of their gradients.
         payload_bytes: given to collectives for them in one step, per rank; None for a foreign hook.
+        wire_bytes: that this rank then sends in one step, if all-reduces go round a ring; None for a foreign hook.
         ratio: bytes on the network with plain averaging, divided by bytes with this hook; None if nothing is sent.
         relative_error: ‖residual‖ / ‖gradient + residual‖ of the last step on this rank; None without a residual, or
             if the gradient is gone.
@@ -39,6 +40,7 @@ class ReportRow:
     elements: int
     gradient_bytes: int
     payload_bytes: int | None = None
+    wire_bytes: float | None = None
     ratio: float | None = None
     relative_error: float | None = None
     residual_norm: float | None = None
@@ -136,6 +138,12 @@ def ratio_of(engine: Engine, layouts: Sequence[BucketLayout], step: int | None =
     return engine.reduction.trips * gradient / trips if trips else None
 
 
+def _sent(engine: Engine, requests: Sequence[RequestPlan]) -> float:
+    """Return the bytes that this rank sends for some requests, if all-reduces go round a ring."""
+    context = engine.context()
+    return sum(r.trip_bytes * (context.size(r.scope) - 1) / context.size(r.scope) for r in requests)
+
+
 def never_compresses(hook: str, binding: Binding) -> str | None:
     """Return why a lossy hook never sends less than plain averaging on this model, even after its warm-up.
 
@@ -183,6 +191,7 @@ def _row(
         sum(part.size for part in chosen),
         sum(part.size * part.dtype.itemsize for part in chosen),
         sum(request.payload_bytes for request in plans),
+        _sent(engine, plans),
         ratio_of(engine, parts),
         back.relative if back is not None else None,
         back.residual if back is not None else None,
@@ -198,6 +207,7 @@ def _foreign(layout: BucketLayout, group: Sequence[PlanRow]) -> ReportRow:
 
 def _total(rows: Sequence[ReportRow], ratio: float | None, held: ResidualNorm | None) -> ReportRow:
     payloads = [row.payload_bytes for row in rows if row.payload_bytes is not None]
+    sent = [row.wire_bytes for row in rows if row.wire_bytes is not None]
     return ReportRow(
         "all",
         "",
@@ -205,6 +215,7 @@ def _total(rows: Sequence[ReportRow], ratio: float | None, held: ResidualNorm | 
         sum(row.elements for row in rows),
         sum(row.gradient_bytes for row in rows),
         sum(payloads) if len(payloads) == len(rows) else None,
+        sum(sent) if len(sent) == len(rows) else None,
         ratio,
         held.relative if held is not None else None,
         held.residual if held is not None else None,

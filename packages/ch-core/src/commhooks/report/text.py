@@ -6,8 +6,10 @@ from html import escape
 from typing import Any
 
 WIDTH = 80
-RATIO = "ratio: bytes on the network with plain averaging, divided by those with the hook"
-_HEADS = ("parameters", "gradient", "payload", "ratio", "error", "residual")
+SENT = "sent: bytes that this rank sends, if all-reduces go round a ring"
+RATIO = "ratio: bytes sent with plain averaging, divided by those with the hook"
+RATIO_OF_NODES = "ratio: bytes sent between nodes with plain averaging, divided by those with the hook"
+_HEADS = ("parameters", "gradient", "sent", "ratio", "error", "residual")
 _WIDTHS = (10, 9, 9, 7, 6, 9)
 
 
@@ -24,8 +26,8 @@ def as_text(report: Mapping[str, Any]) -> str:
     lines.append(
         _line("all", _cells({**report["total"], "names": [n for g in report["groups"] for n in g["names"]]}), first)
     )
-    if report["total"]["ratio"] is not None:
-        lines += _wrapped(RATIO, "  ", "")
+    for legend in _legends(report):
+        lines += _wrapped(legend, "  ", "")
     node = report.get("node")
     if node:
         lines += [
@@ -48,7 +50,8 @@ def as_html(report: Mapping[str, Any]) -> str:
         names = escape(", ".join(group["names"]), quote=True)
         rows.append(f'<tr title="{names}">' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
     checks = f"<p>{escape(report['rank_checks'])}</p>" if report["rank_checks"] else ""
-    notes = checks + "".join(f"<p><b>warning</b> {escape(warning)}</p>" for warning in report["warnings"])
+    notes = "".join(f"<p>{escape(legend)}</p>" for legend in _legends(report)) + checks
+    notes += "".join(f"<p><b>warning</b> {escape(warning)}</p>" for warning in report["warnings"])
     return f"<p>{escape(_title(report))}</p><table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>{notes}"
 
 
@@ -66,16 +69,19 @@ def size(count: float | None) -> str:
     return f"{count:.0f} B"
 
 
+def _legends(report: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the meaning of the columns, if the hook sends anything."""
+    if report["total"]["ratio"] is None:
+        return ()
+    return SENT, RATIO_OF_NODES if report.get("node") else RATIO
+
+
 def _title(report: Mapping[str, Any]) -> str:
     stats = report["stats"]
     if not report["world_size"]:
         return f"{report['hook']}: a foreign hook, called {stats.get('calls', 0):.0f} times; its bytes are unknown"
     alone = report["world_size"] == 1
-    sent = (
-        "0 B on the wire, because there is one rank"
-        if alone
-        else f"{size(stats['payload_bytes'])} given to collectives"
-    )
+    sent = "0 B on the wire, because there is one rank" if alone else f"{size(stats['wire_bytes'])} sent"
     return (
         f"{report['hook']} on rank {report['rank']} of {report['world_size']}: {stats['steps']:.0f} steps, "
         f"{stats['compressed_steps']:.0f} of them compressed; {sent}; in the "
@@ -87,7 +93,7 @@ def _cells(group: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         str(len(group["names"])),
         size(group["gradient_bytes"]),
-        size(group["payload_bytes"]),
+        size(group["wire_bytes"]),
         _number(group["ratio"], ".1f"),
         _number(group["relative_error"], ".3f"),
         _number(group["residual_norm"], ".2e"),

@@ -43,9 +43,9 @@ from ch_bench.help_text import HelpFormatter
 from ch_bench.links import netns
 from commhooks.testing import WorkerError
 
-COLUMNS = (
-    "A step contains the waiting for messages and the arithmetic of the hook. The rest is the model's own work, which slows "
-    "down if messages use the same cores."
+PARTS = (
+    "A step is the sum of waiting for messages, arithmetic of the hook, and the rest. The rest is the model's own work, which "
+    "slows down if messages use the same cores."
 )
 WHERE = {"all": "", "node": " inside a node", "peers": " between nodes"}
 
@@ -174,7 +174,7 @@ def show(found: dict[str, Any], as_json: bool) -> None:
         console.print(_network_table(found["network"]))
         console.print()
         console.print(_hook_table(found))
-        console.print(f"\n{COLUMNS}", highlight=False)
+        console.print(f"\n{_columns(found)}", highlight=False)
         console.print(f"\n[bold]use {found['recommended']}[/]", highlight=False)
         for reason in found["reasons"]:
             console.print(Padding(Text(f"{reason}."), (0, 0, 0, 2), expand=False))  # Padding indents every line
@@ -206,33 +206,40 @@ def _network_table(network: dict[str, Any]) -> Table:
 
 def _hook_table(found: dict[str, Any]) -> Table:
     plain = next(one for one in found["predictions"] if one["hook"] == "allreduce")
-    width = max(len(one["hook"]) for one in found["predictions"])
-    leveled = plain["leaving"] is not None
-    columns = ["a step", *([] if leveled else ["waiting"]), "arithmetic", "node sends" if leveled else "payload"]
-    table = _table("hook", *columns, "against allreduce")
-    table.columns[0].min_width = min(width, 30)
+    nodes = plain["leaving"] is not None
+    table = _table("hook", "step ms", "waiting", "arithmetic", "rest", "node MB" if nodes else "sent MB", "speed")
     for one in found["predictions"]:
         faster = plain["seconds"] / one["seconds"]
-        said = "·" if one is plain else f"{faster:.2f}× as fast"
         taken = "bold green" if one["hook"] == found["recommended"] else ""
+        rest = max(0.0, one["seconds"] - one["waiting"] - one["arithmetic"])
         cells: list[str | Text] = [
-            _ms(one["seconds"]),
-            *([] if leveled else [_ms(one["waiting"])]),
-            _ms(one["arithmetic"]),
-            f"{one['leaving' if leveled else 'payload'] / 1e6:.2f} MB",
-            Text(said, style="" if taken or faster >= 1 else "bright_red"),
+            *map(_in_ms, (one["seconds"], one["waiting"], one["arithmetic"], rest)),
+            f"{one['leaving' if nodes else 'sent'] / 1e6:.2f}",
+            Text("·" if one is plain else f"{faster:.2f}×", style="" if taken or faster >= 1 else "bright_red"),
         ]
         table.add_row(Text(one["hook"]), *cells, style=taken)
     return table
+
+
+def _columns(found: dict[str, Any]) -> str:
+    """Return the meaning of the columns of the hooks' table."""
+    sent = "sent MB: bytes that a rank sends in a step"
+    if found["predictions"][0]["leaving"] is not None:
+        sent = "node MB: bytes that a node sends to other nodes in a step"
+    return f"{PARTS} {sent}; speed: relative to allreduce."
 
 
 def _table(first: str, *others: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column(first, overflow="fold")
     for name in others:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)  # so that only the first column folds
     return table
 
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
+
+
+def _in_ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.{0 if seconds >= 1 else 1}f}"

@@ -38,7 +38,7 @@ class Prediction:
         seconds: duration of a step on the slowest rank.
         waiting: seconds of the step in which the rank waits for messages.
         arithmetic: seconds of the hook's own work.
-        payload: bytes that one rank gives to collectives in a step.
+        sent: bytes that one rank sends in a step, by the plan, if all-reduces go round a ring.
         lossy: True if the hook changes the average by more than rounding.
         leaving: bytes that leave a node in a step, by the plan; ``None`` if no hook has two levels.
     """
@@ -47,7 +47,7 @@ class Prediction:
     seconds: float
     waiting: float
     arithmetic: float
-    payload: float
+    sent: float
     lossy: bool
     leaving: float | None = None
 
@@ -178,7 +178,7 @@ def recommend(alone: float, predictions: Sequence[Prediction]) -> tuple[str, tup
     exact = min((one for one in predictions if not one.lossy), key=lambda one: one.seconds)
     best = min(predictions, key=lambda one: one.seconds)
     near = [one for one in predictions if one.seconds <= best.seconds * (1 + ALIKE)]
-    chosen = min(near, key=lambda one: (one.lossy, -one.payload))  # more bytes mean less error
+    chosen = min(near, key=lambda one: (one.lossy, -one.sent))  # more bytes mean less error
     share = max(0.0, plain.seconds - alone) / plain.seconds
     reasons = [
         f"Communication is {share:.0%} of a step with allreduce: {plain.seconds * 1e3:.1f} ms, "
@@ -197,7 +197,7 @@ def recommend(alone: float, predictions: Sequence[Prediction]) -> tuple[str, tup
             "Do not compress: no hook is faster than plain averaging by more than the error of the prediction"
         )
         return chosen.hook, tuple(reasons)
-    before, after, where = plain.payload, chosen.payload, ""
+    before, after, where = plain.sent, chosen.sent, ""
     if plain.leaving is not None and chosen.leaving is not None:
         before, after, where = plain.leaving, chosen.leaving, " from node to node"
     reasons.append(
@@ -319,13 +319,13 @@ def _predict(work: Workload, hook: str, network: Network, budget: float) -> Pred
             if len(steps) == WARM_UP + 1:  # add as many steps as fit, equal on all ranks
                 count += max(2, min(7, int(budget / slowest([time.perf_counter() - begun], work.device)[0])))
         lossy = any(one.reduction is not None and one.reduction.lossy for one in _each(handle))
-        payload = float(sum(one.payload_per_step() for one in _each(handle)))
+        sent = float(sum(one.report().total.wire_bytes or 0 for one in _each(handle)))
         leaving = None if network.topology is None else _leaving(handle, network.topology)
     finally:
         handle.detach()
     seconds, waiting = (median(column) for column in zip(*steps[WARM_UP:], strict=True))
     arithmetic = median(slowest(own[WARM_UP:], work.device))
-    return Prediction(hook, seconds, waiting, arithmetic, payload, lossy, leaving)
+    return Prediction(hook, seconds, waiting, arithmetic, sent, lossy, leaving)
 
 
 def _leaving(handle: Handle, topology: Topology) -> float:
