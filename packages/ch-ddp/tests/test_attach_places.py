@@ -77,6 +77,16 @@ def test_a_wrapper_without_a_wrapped_model_is_refused() -> None:
         commhooks.attach(compiled(net()), HOOK)
 
 
+def test_the_refusal_names_the_wrappers_and_no_class_of_ours() -> None:
+    with pytest.raises(commhooks.AttachError) as refused:
+        commhooks.attach(net(), HOOK)
+    text = str(refused.value)
+    assert "model = torch.nn.parallel.DistributedDataParallel(model)" in text and "replicate" in text
+    assert not {"GradBucket", "FSDPModule", "Manager", "adapter"} & set(text.replace(",", " ").split())
+    with pytest.raises(commhooks.AttachError, match="DataParallel: it has one process"):
+        commhooks.attach(torch.nn.DataParallel(net()), HOOK)
+
+
 def test_options_by_keyword() -> None:
     handle = commhooks.attach(ddp(), "powersgd", rank=4, single_process=True)
     assert handle.expr == "powersgd(rank=4)"

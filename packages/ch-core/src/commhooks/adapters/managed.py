@@ -54,7 +54,7 @@ def manager_adapter(manager: object) -> ManagerAdapter:
         AttachError: no installed package registers one.
     """
     names = class_names(manager)
-    found: ManagerAdapter | None = REGISTRY.adapter_of(names, f"the adapter for {names[0]}")
+    found: ManagerAdapter | None = REGISTRY.adapter_of(names, f"support for {names[0]}")
     if found is not None:
         return found
     raise AttachError(

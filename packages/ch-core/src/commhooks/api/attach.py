@@ -271,11 +271,18 @@ def adapter_for(model: object) -> Adapter:
     Raises:
         AttachError: no class has an adapter. The model is not wrapped, or the adapter's package is not installed.
     """
-    found: Adapter | None = REGISTRY.adapter_of(class_names(model), f"the adapter for {type(model).__name__}")
+    kind = type(model).__name__
+    found: Adapter | None = REGISTRY.adapter_of(class_names(model), f"support for {kind}")
     if found is not None:
         return found
-    kinds = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in REGISTRY.adapters()}))
+    if isinstance(model, torch.nn.DataParallel):
+        raise AttachError(
+            "cannot attach to DataParallel: it has one process and sends no gradients. Start a process for each device with "
+            "torchrun, wrap the model in torch.nn.parallel.DistributedDataParallel, and attach to that"
+        )
+    others = [name for name in REGISTRY.wraps() if name != "DistributedDataParallel"]
+    also = f". {', '.join(others)} also work" if others else ""
     raise AttachError(
-        f"cannot attach to {type(model).__name__}: it is not wrapped for data parallelism. Wrap it first, e.g. "
-        f"model = torch.nn.parallel.DistributedDataParallel(model); installed adapters: {kinds}"
+        f"cannot attach to {kind}: it is not wrapped for data parallelism. Wrap it before attach(): "
+        f"model = torch.nn.parallel.DistributedDataParallel(model){also}"
     )

@@ -391,12 +391,16 @@ class Registry:
         """Return the `"module:attribute"` that stops the averaging of gradients, by the model class's full name."""
         return {cls: target for _, pairs in self.ask("commhooks_local_gradients") for cls, target in pairs}
 
+    def wraps(self) -> list[str]:
+        """Return the names of the classes and functions that wrap a model for data parallelism, for messages."""
+        return sorted({one.partition(":")[2] for _, targets in self.ask("commhooks_wraps") for one in targets})
+
     def adapter_of(self, names: list[str], subject: str) -> Any:
         """Import the adapter of the first class that has one; return None if no class has.
 
         Args:
             names: full names of a class and its bases, see :func:`class_names`.
-            subject: of the error: "the adapter for ...".
+            subject: of the error: "support for ...".
 
         Raises:
             AttachError: the package of this project that has the adapter is not installed.
