@@ -202,6 +202,12 @@ def test_a_dry_run_prints_expression_and_plan_and_runs_nothing(tmp_path: Path) -
         (["--hook", "quant4", "torchrun", "--nproc-per-node", "2", "train.py"], "torchrun is a launcher, not a script"),
         (["--outer", "train.py"], "--outer needs an expression before the script"),
         (["--hook", "train.py", "--lr", "1"], "--hook needs an expression before the script"),
+        (["--hook=train.py"], "--hook needs an expression before the script, as in --hook 'quant4' train.py"),
+        (
+            ["--hook", "powersgd(rank=4)", "python", "-u", "train.py", "--lr", "1"],
+            "leave out python, because run starts the script itself: commhooks run --hook 'powersgd(rank=4)' train.py --lr 1",
+        ),
+        (["--hook", "quant4"], "the following arguments are required: script"),
         (["--hook", "quant4", "--outer", "diloco", "train.py"], "exclude each other"),
     ],
 )
@@ -211,6 +217,25 @@ def test_a_wrong_command_line_says_the_right_one(tmp_path: Path, words: list[str
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
     assert done.returncode == 2 and said in " ".join(done.stderr.split())
     assert max(map(len, done.stderr.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("how", ["python -m", "console script"])
+def test_a_traceback_starts_in_the_users_code(tmp_path: Path, how: str) -> None:
+    """A console script adds a frame before those of the package."""
+    (tmp_path / "train.py").write_text("def fails():\n    raise KeyError('mine')\nfails()\n")
+    (tmp_path / "unfinished.py").write_text("x = = 3\n")
+    console = "import sys\nfrom commhooks.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+    (tmp_path / "commhooks").write_text(console)
+    command = [sys.executable, *(["-m", "commhooks"] if how == "python -m" else [str(tmp_path / "commhooks")])]
+
+    def trace(script: str) -> list[str]:
+        words = [*command, "run", "--hook", "quant4", script]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+        assert done.returncode == 1
+        return [line.split(", ")[0].strip() for line in done.stderr.splitlines() if line.startswith('  File "')]
+
+    assert trace("train.py") == ['File "train.py"'] * 2
+    assert trace("unfinished.py") == ['File "unfinished.py"']
 
 
 def test_the_environment_costs_nothing_unless_it_asks_for_a_hook(tmp_path: Path) -> None:

@@ -55,6 +55,14 @@ def wrapped(text: str, columns: int = 80) -> str:
     )
 
 
+def wrapped_on_terminal(text: str) -> str:
+    """Return :func:`wrapped` text if standard error is a terminal. Programs that read it look for whole phrases."""
+    with suppress(Exception):  # closed, or None
+        if sys.stderr.isatty():
+            return wrapped(text)
+    return text
+
+
 def write_stderr(text: str) -> bool:
     """Write text to standard error if that is possible.
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from commhooks.cli.terminal import HelpFormatter
 from commhooks.errors import CommHooksError, UnknownHookError
-from commhooks.log import wrapped
+from commhooks.log import wrapped_on_terminal
 from commhooks.registry.distributions import version
 from commhooks.registry.registry import REGISTRY
 from commhooks.registry.spec import OWN_COMMANDS, Command
@@ -50,8 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--json" in words:
             print(json.dumps({"error": type(error).__name__, "message": str(error)}))
         else:
-            text = f"{type(error).__name__}: {error}"
-            print(wrapped(text) if sys.stderr.isatty() else text, file=sys.stderr)  # programs look for whole phrases
+            print(wrapped_on_terminal(f"{type(error).__name__}: {error}"), file=sys.stderr)
         return 1
     except BrokenPipeError:  # `commhooks list | head`; the interpreter flushes once more when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

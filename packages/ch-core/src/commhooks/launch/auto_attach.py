@@ -19,7 +19,7 @@ from commhooks.errors import HookNotSupportedError, SlotTakenError
 from commhooks.launch.found_model import FoundModel, HookedModel
 from commhooks.launch.outer_model import attach_outer, outer_text
 from commhooks.launch.settings import Settings
-from commhooks.log import log, write_stderr
+from commhooks.log import log, wrapped_on_terminal, write_stderr
 from commhooks.report import as_text
 
 REPORTS = "COMMHOOKS_REPORTS"
@@ -153,7 +153,7 @@ class AutoAttach:
         if self.models and self.reports is not None:
             with suppress(OSError):
                 (self.reports / str(os.getpid())).touch()
-        write_stderr(report_text(report) + "\n")
+        write_stderr(wrapped_on_terminal(report_text(report)) + "\n")
         if self.settings.report:
             data = json.dumps(report, indent=1, default=str) + "\n"
             try:

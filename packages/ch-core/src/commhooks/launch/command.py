@@ -5,6 +5,8 @@ import atexit
 import gc
 import importlib.util
 import os
+import re
+import shlex
 import shutil
 import signal
 import sys
@@ -13,6 +15,7 @@ import textwrap
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.machinery import PathFinder
+from itertools import dropwhile, zip_longest
 from typing import Any
 
 from commhooks.errors import CommHooksError
@@ -21,6 +24,7 @@ from commhooks.launch.settings import Settings
 from commhooks.log import wrapped, write_stderr
 
 COLUMNS = 80  # of the dry run
+INTERPRETER = re.compile(r"python[\d.]*(\.exe)?")
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "srun")
 EPILOG = """\
 environment: COMMHOOKS_HOOK or COMMHOOKS_OUTER, and COMMHOOKS_GATHER, _REPORT,
@@ -92,12 +96,16 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("-m", dest="module", action="store_true", help="script is a module name, as for python -m")
     made.add_argument("script", help="path of the script")
-    made.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+    rest = made.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+    rest.required = False  # otherwise the error for a missing script asks for these, too
     return made
 
 
 def main(words: list[str]) -> int:
     """Check the expression, then run the script. Its exceptions and its exit status pass through."""
+    if not words:
+        parser().print_help()
+        return 0
     try:
         if swallowed := _script_as_value(words):
             _complain(f"commhooks run: {swallowed}")
@@ -107,7 +115,7 @@ def main(words: list[str]) -> int:
         settings = Settings(**{name: value for name, value in vars(given).items() if name not in others})
         for name in Settings.variables():
             os.environ.pop(name, None)  # options of the command line win, and so do their defaults
-        if missing := _missing(given.script, given.module):
+        if missing := _missing(given):
             _complain(f"commhooks run: {missing}")
             return 2
         if given.dry_run:
@@ -126,11 +134,13 @@ def main(words: list[str]) -> int:
 def _script_as_value(words: list[str]) -> str:
     """Return a sentence if an option that takes an expression got the script instead."""
     options = ("--hook", "--outer", "--gather")
-    for option, value in zip(words, [*words[1:], ""], strict=True):
+    for word, after in zip_longest(words, words[1:], fillvalue=""):
+        option, equals, joined = word.partition("=")
+        value = joined if equals else after
         if option in options and value.endswith(".py"):
             example = "diloco(every=30, exchange=quant4)" if option == "--outer" else "quant4"
             return f"{option} needs an expression before the script, as in {option} '{example}' {value}"
-        if option.endswith(".py"):
+        if word.endswith(".py"):
             break  # the script; words after it are its own
     return ""
 
@@ -139,13 +149,22 @@ def _complain(text: str) -> None:
     write_stderr(wrapped(text) + "\n")
 
 
-def _missing(script: str, module: bool) -> str:
+def _missing(given: argparse.Namespace) -> str:
     """Return a sentence if the script or module does not exist, and an empty string otherwise. Imports nothing."""
+    script, module = given.script, given.module
     if script in LAUNCHERS and not module and not os.path.exists(script):
         return (
             f"{script} is a launcher, not a script: put it first, as in torchrun --nproc-per-node 2 -m commhooks run --hook "
             f"quant4 train.py, or start {script} as always with the variable COMMHOOKS_HOOK (or COMMHOOKS_OUTER) set"
         )
+    if not module and INTERPRETER.fullmatch(os.path.basename(script)):
+        option, expr = next(
+            ((name, value) for name in ("hook", "outer", "gather") if (value := getattr(given, name))),
+            ("hook", "quant4"),
+        )
+        words = dropwhile(lambda word: word.startswith("-") and word != "-m", given.words)  # the interpreter's options
+        rest = shlex.join(words) or "train.py"
+        return f"leave out {script}, because run starts the script itself: commhooks run --{option} {shlex.quote(expr)} {rest}"
     if not module:
         return "" if os.path.exists(script) else f"no such script: {script} (give a path, or -m and a module name)"
     top = script.partition(".")[0]
@@ -183,7 +202,7 @@ def plan(settings: Settings, script: str) -> str:
     from commhooks.registry.registry import REGISTRY
     from commhooks.report.plan import USUAL_SHAPES, plan_shapes
 
-    wraps = sorted({target.partition(":")[2] for _, targets in REGISTRY.ask("commhooks_wraps") for target in targets})
+    wraps = REGISTRY.wraps()
     if settings.outer:
         spec, options = REGISTRY.outer(settings.outer)
         hook = next((options[name] for name, one in (spec.options or {}).items() if one.hook), "")

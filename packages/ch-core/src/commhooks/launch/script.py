@@ -34,20 +34,22 @@ def _put_first(folder: str) -> None:
 
 
 def _without_own_frames(hook: Hook) -> Hook:
-    """Return an excepthook that shows a traceback without the launcher's frames."""
+    """Return an excepthook that shows a traceback as the interpreter would, without the frames of the launcher."""
 
     def shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         own = trace
-        while own is not None and _is_ours(own):
+        while own is not None and own.tb_frame.f_code is not run.__code__:  # a console script adds frames before it
             own = own.tb_next
-        error.__traceback__ = own or trace
-        hook(kind, error, own or trace)
+        if own is not None:
+            trace = own.tb_next
+            while trace is not None and _is_the_interpreters(trace):
+                trace = trace.tb_next
+        error.__traceback__ = trace  # None for a script that does not compile
+        hook(kind, error, trace)
 
     return shown
 
 
-def _is_ours(trace: TracebackType) -> bool:
-    name = trace.tb_frame.f_globals.get("__name__", "")
-    package = trace.tb_frame.f_globals.get("__package__", "")
-    launcher = name.startswith(("commhooks.launch", "commhooks.cli")) or name == "runpy" or package == "commhooks"
-    return launcher or trace.tb_frame.f_code.co_filename.startswith("<frozen")
+def _is_the_interpreters(trace: TracebackType) -> bool:
+    code = trace.tb_frame.f_code
+    return trace.tb_frame.f_globals.get("__name__") == "runpy" or code.co_filename.startswith("<frozen")
