@@ -332,12 +332,6 @@ def gpu_kit(session: nox.Session) -> None:
 
 
 @nox.session
-def newcomer(session: nox.Session) -> None:
-    """Run and time the README's commands on a user's script, from an empty folder. `-- --record`."""
-    session.run("python", "tests/programs/newcomer.py", *session.posargs, env=ONE_THREAD)
-
-
-@nox.session
 def demo(session: nox.Session) -> None:
     """Train a small GPT on real text over two gloo processes, once per hook. `-- --help` shows the flags."""
     install(session, *PROJECTS, tools=["matplotlib>=3.8"])
