@@ -13,10 +13,14 @@ import torch
 
 from commhooks.bucket import Bucket
 from commhooks.engine.engine import Engine
+from commhooks.engine.schedule import TUNED
 from commhooks.transport.arrival import call_on_arrival
 from commhooks.transport.base import Transport, Work
 
 STATUS = "status"
+# The engine spins for results up to this size. A callback would need the interpreter's lock on gloo's thread before torch
+# counts the message as done, so each spin would last to its limit.
+POLLED_BYTES = TUNED.spin_bytes
 
 
 @dataclass(slots=True)
@@ -54,7 +58,8 @@ class Message:
         scope: ranks that exchange it, see :class:`~commhooks.requests.AllReduce`.
         started: seconds when the engine called the transport.
         launched: seconds when this call returned.
-        done: seconds when the result had arrived; ``None`` if the host does not learn it, as on a GPU.
+        done: seconds when the result had arrived, or for a result of up to 1 MiB when the trace saw that first, at its next
+            event or while the engine waits; ``None`` if the host does not learn it, as on a GPU.
         waited: seconds when a wait for it returned; ``None`` if the engine never waited.
     """
 
@@ -118,6 +123,7 @@ class EngineTrace:
         self._seen: set[str] = set()  # labels of this step
         self._sending: tuple[tuple[str, ...], int] = ((), 0)
         self._begun: float | None = None  # of the running step
+        self._polled: list[PolledWork] = []  # works whose end was not seen yet
         engine.counters.trace = self
         self._wrap()
 
@@ -205,9 +211,15 @@ class EngineTrace:
         if not isinstance(sender.transport, TracedTransport):
             sender.transport = TracedTransport(sender.transport, self)
 
+    def poll(self, work: "PolledWork") -> None:
+        """Look for the end of a work at each event, until it is seen."""
+        self._polled.append(work)
+
     def _add(self, event: Span | Message) -> None:
         self.events.append(event)
         self.recorded += 1
+        if self._polled:
+            self._polled = [work for work in self._polled if not work.is_seen()]
 
     def _name(self, number: int, bucket: Bucket) -> None:
         """Give a run the index of its bucket as label, and pieces of one bucket a number, too."""
@@ -248,19 +260,19 @@ class TracedTransport:
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
         message = self._message("all_reduce", tensor, tensor)
-        return _traced(self.inside.all_reduce(tensor, op), message, tensor)
+        return self._traced(self.inside.all_reduce(tensor, op), message, tensor)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         message = self._message("all_gather", input, output)
-        return _traced(self.inside.all_gather(output, input), message, output)
+        return self._traced(self.inside.all_gather(output, input), message, output)
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         message = self._message("all_to_all", input, output)
-        return _traced(self.inside.all_to_all(output, input), message, output)
+        return self._traced(self.inside.all_to_all(output, input), message, output)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: str) -> Work:
         message = self._message("reduce_scatter", input, output)
-        return _traced(self.inside.reduce_scatter(output, input, op), message, output)
+        return self._traced(self.inside.reduce_scatter(output, input, op), message, output)
 
     def abort(self) -> None:
         self.inside.abort()
@@ -281,6 +293,24 @@ class TracedTransport:
 
     def _message(self, kind: str, given: torch.Tensor, received: torch.Tensor) -> Message:
         return self._trace.message(kind, given, received, self.world_size, self._scope)
+
+    def _traced(self, work: Work, message: Message, output: torch.Tensor) -> Work:
+        message.launched = time.perf_counter()
+        if not output.is_cpu:  # the host does not learn the end: a future completes when the kernel is queued
+            return TracedWork(work, message, False)
+        if hasattr(work, "is_completed") and _nbytes(output) <= POLLED_BYTES:
+            polled = PolledWork(work, message, True)
+            self._trace.poll(polled)
+            return polled
+        future = getattr(work, "future", None)
+        if future is not None:
+
+            def arrived(_: object) -> None:
+                if message.done is None:
+                    message.done = time.perf_counter()
+
+            call_on_arrival(future(), arrived)
+        return TracedWork(work, message, True)
 
 
 class TracedWork:
@@ -303,17 +333,22 @@ class TracedWork:
             message.done = message.waited
 
 
-def _traced(work: Work, message: Message, output: torch.Tensor) -> Work:
-    message.launched = time.perf_counter()
-    future = getattr(work, "future", None)
-    if output.is_cpu and future is not None:  # a future of an accelerator completes when the kernel is queued
+class PolledWork(TracedWork):
+    """A collective on the host that can be asked if it is done."""
 
-        def arrived(_: object) -> None:
-            if message.done is None:
-                message.done = time.perf_counter()
+    __slots__ = ()
 
-        call_on_arrival(future(), arrived)
-    return TracedWork(work, message, output.is_cpu)
+    def is_seen(self) -> bool:
+        """True if the end is recorded."""
+        return self._message.done is not None or self.is_completed()
+
+    def is_completed(self) -> bool:
+        """True if the work is done."""
+        inside: Any = self._inside
+        done: bool = inside.is_completed()
+        if done and self._message.done is None:
+            self._message.done = time.perf_counter()
+        return done
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

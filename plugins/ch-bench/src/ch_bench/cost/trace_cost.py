@@ -92,7 +92,7 @@ CALLS = {
         *(f"commhooks.trace.recording:EngineTrace.{name}" for name in
           ("begin", "computed", "waited", "sending", "started", "finishing", "agreed", "end", "message")),
         *(f"commhooks.trace.session:_ModelWatch.{name}" for name in ("_enter", "_leave", "_arrive")),
-        "commhooks.trace.recording:_traced",
+        "commhooks.trace.recording:TracedTransport._traced",
     ],
     "alarm in every step": [f"commhooks.adapters:RankCheck.{name}" for name in ("begin", "finish")],
 }  # fmt: skip
