@@ -4,7 +4,8 @@
 
 A small GPT learns the text of Python's documentation (task ``gpt_cosine`` of the convergence study) on simulated ranks. A seed
 decides weights and batches, and flat hook and ``two_level`` see the same. The *spread* is the largest minus the smallest final
-held-out loss of the flat hook over the seeds. The difference of the means must not exceed it.
+held-out loss of the flat hook over the seeds. The difference of the means must not exceed it. It is printed with its standard
+error over the seeds.
 
 Every finished run is kept in ``OUT/levels.json``, so that another start continues. Simulated ranks are deterministic.
 """
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 import torch
@@ -65,7 +66,9 @@ def table(found: Mapping[str, Any], hooks: Sequence[str], seeds: int, count: int
             continue
         for figure in ("test", "train"):
             flat, two = ([one[i][figure][-1] for one in pairs] for i in (0, 1))
-            more, spread = mean(two) - mean(flat), max(flat) - min(flat)
+            differences = [b - a for a, b in zip(flat, two, strict=True)]
+            more, spread = mean(differences), max(flat) - min(flat)
+            error = stdev(differences) / len(differences) ** 0.5
             inside = "within" if abs(more) <= spread else "OUTSIDE"
             rows.append(
                 [
@@ -73,8 +76,9 @@ def table(found: Mapping[str, Any], hooks: Sequence[str], seeds: int, count: int
                     "held-out" if figure == "test" else "training",
                     " ".join(f"{one:.4f}" for one in flat),
                     " ".join(f"{one:.4f}" for one in two),
-                    " ".join(f"{b - a:+.4f}" for a, b in zip(flat, two, strict=True)),
+                    " ".join(f"{one:+.4f}" for one in differences),
                     f"{more:+.4f}",
+                    f"{error:.4f}",
                     f"{spread:.4f}",
                     inside,
                 ]
@@ -86,6 +90,7 @@ def table(found: Mapping[str, Any], hooks: Sequence[str], seeds: int, count: int
         "two levels, by seed",
         "difference, by seed",
         "mean",
+        "standard error",
         "spread of flat",
         "",
     ]
