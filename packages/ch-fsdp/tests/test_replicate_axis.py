@@ -321,6 +321,41 @@ def test_unused_frozen_accumulated_and_low_precision() -> None:
     spawn(body_accumulation_and_precision, 4)
 
 
+class MinusZero(commhooks.Reduction):
+    """Averages gradients to -0.0."""
+
+    name = "minus_zero"
+    lossy = True
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Requests:
+        yield AllReduce(bucket.buffer)
+        bucket.buffer.zero_().neg_()
+
+
+def body_negative_zeros(rank: int, world: int) -> None:
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        return
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
+    model = Twins()
+    for part in (model.a, model.b):
+        fully_shard(part, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    commhooks.attach(model, MinusZero())
+    x = torch.arange(16.0).view(2, 8) + rank
+    for step in range(4):
+        model.zero_grad()
+        for last in (False, True) if step % 2 else (True,):
+            model.set_requires_all_reduce(last)
+            model(x, rank == 0).backward()
+        for name, p in model.named_parameters():
+            assert p.grad is not None, (step, name)
+            assert bool(p.grad.to_local().signbit().all()), (step, name)
+
+
+def test_the_replica_that_does_not_use_a_parameter_has_the_same_negative_zeros() -> None:
+    spawn(body_negative_zeros, 2)
+
+
 WIDTH, PARTS = 12, 3
 
 

@@ -52,6 +52,7 @@ class ParamGroup:
         self._gather_layouts: dict[torch.dtype, ShardLayout] = {}
         self._regather_layouts: dict[tuple[torch.dtype, int], ShardLayout] = {}
         self._paused: list[tuple[dict[int, Any], dict[int, Any]]] = []  # each parameter's hooks, and a copy of them
+        self._empty: set[int] = set()  # identities of parameters that had no gradient when their hooks were taken out
 
     # -- torch's two hook slots
 
@@ -355,11 +356,24 @@ class ParamGroup:
             hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
             self._paused.append((hooks, dict(hooks)))
             hooks.clear()
+            if param.grad is None:
+                self._empty.add(id(param))
 
     def resume_param_hooks(self) -> None:
+        """Put the hooks back, and drop torch's zeros of parameters that had no gradient.
+
+        A replica that does not use such a parameter has no zeros. Both then take the average as it is. With zeros, -0.0 would
+        become 0.0 on one of them.
+        """
         for hooks, saved in self._paused:
             hooks.update(saved)
         self._paused.clear()
+        for p in self._group.fsdp_params:
+            if id(p.sharded_param) in self._empty:
+                if p.grad_offload_event is not None:  # torch may still copy to this gradient
+                    p.grad_offload_event.synchronize()
+                p.sharded_param.grad = None
+        self._empty.clear()
 
     def add_to_gradients(self, average: torch.Tensor) -> None:
         """Add an average to the parameters' gradients as torch does after its hook.
