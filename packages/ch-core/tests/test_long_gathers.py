@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from commhooks.errors import HookTimeoutError, TransportError
 from commhooks.testing import spawn
-from commhooks.transport.process_group import BROADCAST_FROM, LONG_FROM, PART_BYTES, PIECE_BYTES, ProcessGroupTransport
+from commhooks.transport.process_group import BROADCAST_FROM, PART_BYTES, PIECE_BYTES, PIECES, ProcessGroupTransport
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(120)]
 
@@ -25,7 +25,8 @@ def gathers(rank: int, world: int, where: str) -> list[tuple[str, int, bool, int
     transport = ProcessGroupTransport(where=where)
     found = []
     for dtype in DTYPES:
-        for nbytes in (BROADCAST_FROM - 64 * world, LONG_FROM // 2, LONG_FROM, 3 * LONG_FROM + 160 * world):
+        sizes = [BROADCAST_FROM - 64 * world, PIECES.start // 2, PIECES.start, 3 * PIECES.start + 160 * world]
+        for nbytes in (*sizes, PIECES.stop) if dtype == torch.uint8 else sizes:
             count = -(-nbytes // world // dtype.itemsize)
             mine = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8).view(dtype)
             wanted, output = (torch.zeros(world * count, dtype=dtype) for _ in range(2))
@@ -48,14 +49,14 @@ def test_a_long_gather_has_the_bits_of_torchs(world: int, where: str) -> None:
         dtype, nbytes, same, broadcasts, pieces = row[0]
         assert all(one == row[0] for one in row), "ranks start the same collectives"
         assert same, (dtype, nbytes)
-        if nbytes < (BROADCAST_FROM if where else LONG_FROM):
+        if where:
+            assert (broadcasts, pieces) == (world * (nbytes >= BROADCAST_FROM), 0), (dtype, nbytes)
+        elif nbytes not in PIECES:
             assert (broadcasts, pieces) == (0, 0), (dtype, nbytes)
-        elif where or world == 2:
-            assert (broadcasts, pieces) == (world, 0), (dtype, nbytes)
         else:
             assert broadcasts == 0
-            assert pieces >= nbytes / PIECE_BYTES
-            assert nbytes / world / pieces >= PART_BYTES
+            assert pieces >= nbytes / PIECE_BYTES or nbytes / world / pieces < 2 * PART_BYTES
+            assert nbytes / world / pieces >= PART_BYTES / 2
 
 
 def resident() -> int:
@@ -87,7 +88,7 @@ def test_gloos_copies_of_a_long_output_do_not_stay(world: int) -> None:
 def lost(rank: int, world: int) -> tuple[str, float]:
     """Return the error of a long gather whose last rank dies before it takes part, and the seconds until then."""
     transport = ProcessGroupTransport()
-    mine = torch.ones(2 * LONG_FROM // world, dtype=torch.uint8)
+    mine = torch.ones(2 * PIECES.start // world, dtype=torch.uint8)
     output = torch.empty(world * len(mine), dtype=torch.uint8)
     transport.all_gather(output, mine).wait(30.0)
     if rank == world - 1:

@@ -23,10 +23,10 @@ _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or getattr(d
 
 
 _WHERE: dict[Scope, str] = {"node": "inside the node", "peers": "between the nodes"}
-# gloo's all-gather receives into new memory, copies it to the output and frees it. glibc keeps freed blocks of up to 32 MiB,
-# two or three for each of gloo's two threads. So long gathers are broadcasts into the output, or pieces.
+# gloo's all-gather receives into new memory, copies it to the output and frees it. glibc keeps freed blocks of less than 32 MiB,
+# several for each of gloo's two threads. So gathers of such lengths are broadcasts into the output inside a node, or pieces.
 BROADCAST_FROM = 1 << 18  # bytes of an all-gather inside a node; for shorter ones the number of messages matters
-LONG_FROM = 1 << 21  # bytes of any other all-gather; a shorter one leaves little memory, and takes one thread only
+PIECES = range(1 << 21, 1 << 25)  # bytes of other all-gathers; a shorter one leaves little memory
 PIECE_BYTES = 1 << 20  # of the output; twice as long pieces left up to 34 MB
 PART_BYTES = 1 << 17  # at least for each rank in a piece, so that many ranks wait for the link and not for its latency
 
@@ -98,7 +98,7 @@ class ProcessGroupTransport:
             collectives.
         where: ranks of the group, for error texts, such as ``"inside the node"``.
 
-    gloo runs a long all-gather of a CPU as broadcasts inside a node and between two ranks, and in pieces otherwise.
+    gloo runs long all-gathers of a CPU as broadcasts inside a node, and any other of 2 to 32 MiB in pieces.
 
     Raises:
         TransportError: there is no process group.
@@ -128,11 +128,11 @@ class ProcessGroupTransport:
         return self._start("all-reduce", dist.all_reduce, tensor, op=self._OPS[op])
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
-        copied = self._gloo and output.is_cpu and self.world_size > 1
-        if copied and output.nbytes >= (BROADCAST_FROM if self._inside else LONG_FROM):
-            if self._inside or self.world_size == 2:
+        if self._gloo and output.is_cpu and self.world_size > 1:
+            if self._inside and output.nbytes >= BROADCAST_FROM:
                 return self._gather_by_broadcasts(output, input)
-            return self._gather_in_pieces(output, input)  # still a ring, which crosses links between nodes least often
+            if output.nbytes in PIECES:
+                return self._gather_in_pieces(output, input)
         return self._start("all-gather", _ALL_GATHER, output, input)
 
     def _gather_by_broadcasts(self, output: torch.Tensor, input: torch.Tensor) -> Work:
@@ -148,7 +148,10 @@ class ProcessGroupTransport:
         )
 
     def _gather_in_pieces(self, output: torch.Tensor, input: torch.Tensor) -> Work:
-        """Gather pieces of every rank's part. gloo's memory is that of pieces, and the bytes are those of one ring."""
+        """Gather pieces of every rank's part. gloo's memory is that of pieces, and the bytes are those of one ring.
+
+        A late rank sends before it announces that it can receive, now a half of a piece instead of a half of the message.
+        """
         size = max(PIECE_BYTES // self.world_size, PART_BYTES)
         count = -(-input.nbytes // size)
         rows = output.view(self.world_size, -1).tensor_split(count, dim=1)  # (W, n / count) each
