@@ -57,7 +57,7 @@ def device_of_backend(backend: str) -> torch.device:
     """
     if not any(name in backend for name in _ACCELERATOR_BACKENDS):
         return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         raise RuntimeError(
             f"backend {backend!r} carries tensors of an accelerator, and torch finds none on this machine"
