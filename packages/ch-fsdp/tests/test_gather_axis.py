@@ -172,21 +172,60 @@ def body_tied(rank: int, world: int) -> None:
     run_case(rank, world, fully_shard(model, mesh=line(world)), Tied())
 
 
-def body_accumulated(rank: int, world: int) -> None:
+def body_accumulated(rank: int, world: int, hook: str) -> None:
     for reshard in (True, False, None):  # None: every backward reduces its gradients
         model = shard2(gpt(), line(world))
-        commhooks.attach(model, HOOK, axis="gather")
+        commhooks.attach(model, hook, axis="gather")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(2):  # in the first one, differences are exact
+            optimizer.zero_grad()
+            weights, wanted = decoded(model), dict[str, torch.Tensor]()
+            for number in range(3):
+                if reshard is None:
+                    weights = decoded(model)  # weights may change after each reduction, so differences are sent again
+                else:
+                    model.set_requires_gradient_sync(number == 2)
+                    model.set_reshard_after_backward(reshard or number == 2)
+                model(*batch(3 * step + number, rank)).backward()
+                for name, grad in reference(gpt(), weights, world, 3 * step + number).items():
+                    wanted[name] = wanted.get(name, 0) + grad
+            assert distance(grads(model), wanted) < 1e-5, (reshard, step)
+            optimizer.step()
+
+
+class OneHot(nn.Module):
+    """The backward of its first layer needs no weights, because the input has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(33, 32), nn.Linear(32, 33)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        symbols = nn.functional.one_hot(x, 33).to(self.head.weight.dtype)
+        return nn.functional.cross_entropy(self.head(torch.tanh(self.first(symbols))).flatten(0, 1), y.flatten())
+
+
+def body_switched(rank: int, world: int, hook: str) -> None:
+    """Units that are not gathered for the backward, and switches of ``reshard_after_forward`` between steps."""
+    model = OneHot()
+    fully_shard(model.first, mesh=line(world))
+    fully_shard(model.head, mesh=line(world))
+    fully_shard(model, mesh=line(world))
+    model.first.set_unshard_in_backward(False)
+    handle = run_case(rank, world, model, OneHot(), hook=hook)
+    handle.detach()
+    model = shard2(gpt(), line(world))
+    handle = run_case(rank, world, model, gpt(), hook=hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step, after in enumerate((False, True, False), 3):
+        model.set_reshard_after_forward(after)
         weights = decoded(model)
-        for number in range(3):
-            if reshard is not None:
-                model.set_requires_gradient_sync(number == 2)
-                model.set_reshard_after_backward(reshard or number == 2)
-            model(*batch(number, rank)).backward()
-        wanted: dict[str, torch.Tensor] = {}
-        for number in range(3):
-            for name, grad in reference(gpt(), weights, world, number).items():
-                wanted[name] = wanted.get(name, 0) + grad
-        assert distance(grads(model), wanted) < 1e-5
+        same_everywhere(weights)
+        optimizer.zero_grad()
+        model(*batch(step, rank)).backward()
+        assert distance(grads(model), reference(gpt(), weights, world, step)) < 1e-5, (step, after)
+        optimizer.step()
 
 
 def body_four(rank: int, world: int) -> None:
@@ -589,8 +628,15 @@ def test_tied_weights_and_blocks_used_twice() -> None:
 
 
 @pytest.mark.full
-def test_accumulation() -> None:
-    spawn(body_accumulated, 2)
+@pytest.mark.parametrize("hook", [HOOK, DIFFERENCE])
+def test_accumulation(hook: str) -> None:
+    spawn(body_accumulated, 2, hook)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("hook", [HOOK, DIFFERENCE])
+def test_switches_between_steps(hook: str) -> None:
+    spawn(body_switched, 2, hook)
 
 
 def body_several_meshes(rank: int, world: int) -> None:
