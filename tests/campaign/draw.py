@@ -373,8 +373,8 @@ def _members(rng: random.Random) -> dict[str, object]:
     }
 
 
-def _topology(rng: random.Random, hooks: list[str]) -> dict[str, object]:
-    """A hook between nodes, with the reductions inside and around it."""
+def _topology(rng: random.Random, hooks: list[str], handed: str = "") -> dict[str, object]:
+    """A hook between nodes, with the reductions inside and around it. The hook ``handed`` gets the same ones."""
     world, nodes = rng.choices(list(TOPOLOGIES), list(TOPOLOGIES.values()))[0]
     entry = BY_EXPR[rng.choice(hooks)]
     insides = [
@@ -386,7 +386,9 @@ def _topology(rng: random.Random, hooks: list[str]) -> dict[str, object]:
         "quant8" if entry.promise == "exact" else "",
     ]
     inside = rng.choice(insides)
-    narrows = not inside and entry.expr.startswith(("allreduce", "powersgd"))  # bf16_wrapper refuses hooks with codes
+    both = [entry.expr, handed or entry.expr]
+    # bf16_wrapper refuses hooks with codes
+    narrows = not inside and all(expr.startswith(("allreduce", "powersgd")) for expr in both)
     arounds = ["", "", "", *(each for each in AROUND if narrows or each != "bf16_wrapper")]
     around = "" if entry.expr.startswith(("policy", "bf16_wrapper", "fp16_wrapper")) else rng.choice(arounds)
     return {"hook": entry.expr, "world": world, "nodes": nodes, "inside": inside, "around": around}
@@ -400,7 +402,7 @@ def _levels(rng: random.Random) -> dict[str, object]:
 def _levels_simulated(rng: random.Random) -> dict[str, object]:
     row = _simulated(rng)
     feeding = [expr for expr in BETWEEN if BY_EXPR[expr].promise == "residual"]
-    row |= _topology(rng, feeding if row["handed"] else BETWEEN)
+    row |= _topology(rng, feeding if row["handed"] else BETWEEN, str(row["handed"]))
     return row | {"levels": rng.choice(["both", "first", "second"]) if row["handed"] else "both"}
 
 

@@ -140,7 +140,7 @@ def test_merge_wants_every_rank_once_and_one_step(pair):
         with pytest.raises(StateError):
             merge(wrong)
     other = {**b["config"], "config": {"rank": 3}}
-    with pytest.raises(StateError, match="expr is"):
+    with pytest.raises(StateError, match="expr of rank 0"):
         merge([a, b | {"expr": "powersgd(rank=3)", "config": other}])
     assert merge([a, b | {"expr": "powersgd(rank=2)"}])["entries"]  # the same options in another spelling
     with pytest.raises(StateError, match="same on all ranks"):
