@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -219,6 +220,16 @@ def test_the_advice():
     chosen, reasons = recommend(1.0, predictions(allreduce=3.0, bf16_compress=1.12, powersgd=1.1))
     assert chosen == "bf16_compress"  # equally fast, with a smaller loss
     assert any("powersgd is as fast" in reason for reason in reasons)
+
+
+def test_a_gain_within_the_noise_is_no_advice() -> None:
+    """Other programs slowed one of the runs down. The model's own work is the same with every hook."""
+    plain, lossy = predictions(allreduce=0.28, powersgd=0.16)
+    assert recommend(0.16, [plain, lossy])[0] == "powersgd"
+    chosen, reasons = recommend(0.16, [replace(plain, model=0.27), replace(lossy, model=0.14)])
+    assert chosen == "allreduce"
+    assert any("Too noisy to tell" in reason and "130.0 ms longer" in reason for reason in reasons)
+    assert recommend(0.16, [replace(plain, model=0.15), replace(lossy, model=0.14)])[0] == "powersgd"
 
 
 MODEL = """

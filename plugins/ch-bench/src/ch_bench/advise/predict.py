@@ -41,6 +41,7 @@ class Prediction:
         sent: bytes that one rank sends in a step, by the plan, if all-reduces go round a ring.
         lossy: True if the hook changes the average by more than rounding.
         leaving: bytes that leave a node in a step, by the plan; ``None`` if no hook has two levels.
+        model: seconds of the model's own work while no message travels. A hook does not change them, but other programs do.
     """
 
     hook: str
@@ -50,6 +51,7 @@ class Prediction:
     sent: float
     lossy: bool
     leaving: float | None = None
+    model: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +121,9 @@ def advise(
     best = min(predictions, key=lambda one: one.seconds)
     if local:
         reasons = (
+            "All ranks share this machine, so this is not your network: start it on your machines by torchrun, or shape a link "
+            "with --link RATE",
             *reasons,
-            "All ranks share this machine: start it on your machines, or shape a link with --link RATE",
         )
     elif outer := rounds(alone, max(best.seconds - alone, best.waiting + best.arithmetic), best.hook):
         reasons = (*reasons, outer.sentence())
@@ -179,10 +182,11 @@ def recommend(alone: float, predictions: Sequence[Prediction]) -> tuple[str, tup
     best = min(predictions, key=lambda one: one.seconds)
     near = [one for one in predictions if one.seconds <= best.seconds * (1 + ALIKE)]
     chosen = min(near, key=lambda one: (one.lossy, -one.sent))  # more bytes mean less error
-    share = max(0.0, plain.seconds - alone) / plain.seconds
+    without = max(alone, plain.model)  # other programs may have slowed one of the two down
+    share = max(0.0, plain.seconds - without) / plain.seconds
     reasons = [
         f"Communication is {share:.0%} of a step with allreduce: {plain.seconds * 1e3:.1f} ms, "
-        f"{alone * 1e3:.1f} ms of them without any"
+        f"{without * 1e3:.1f} ms of them without any"
         if share
         else "A step with allreduce takes no longer than one without communication"
     ]
@@ -190,6 +194,14 @@ def recommend(alone: float, predictions: Sequence[Prediction]) -> tuple[str, tup
         reasons.append(
             f"Do not compress: {chosen.hook} would save {max(0.0, 1 - chosen.seconds / exact.seconds):.0%} of a step. A "
             f"lossy hook is worth it from {WORTH:.0%}"
+        )
+        return exact.hook, tuple(reasons)
+    noise = max(one.model for one in predictions) - min(one.model for one in predictions)
+    if chosen.lossy and exact.seconds - chosen.seconds < noise:
+        reasons.append(
+            f"Too noisy to tell: the model's own work took up to {noise * 1e3:.1f} ms longer with one hook than with another. "
+            f"{chosen.hook} would save {(exact.seconds - chosen.seconds) * 1e3:.1f} ms. Run it again on an idle machine, or with "
+            "a larger --seconds"
         )
         return exact.hook, tuple(reasons)
     if not chosen.lossy:
@@ -306,6 +318,7 @@ def _predict(work: Workload, hook: str, network: Network, budget: float) -> Pred
     handle, _ = _emulated(work, hook, recorder)
     steps: list[tuple[float, float]] = []
     own: list[float] = []
+    computed: list[float] = []
     try:
         count = WARM_UP + 1
         while len(steps) < count:
@@ -315,7 +328,9 @@ def _predict(work: Workload, hook: str, network: Network, budget: float) -> Pred
             work.step()
             notes = recorder.end()
             own.append(_own(handle.stats(), before))
-            steps.append(max(Replay.of(network, _of_all_ranks(notes))))
+            everyone = _of_all_ranks(notes)
+            steps.append(max(Replay.of(network, everyone)))
+            computed.append(max(sum(note.seconds for note in each) for each in everyone))
             if len(steps) == WARM_UP + 1:  # add as many steps as fit, equal on all ranks
                 count += max(2, min(7, int(budget / slowest([time.perf_counter() - begun], work.device)[0])))
         lossy = any(one.reduction is not None and one.reduction.lossy for one in _each(handle))
@@ -325,7 +340,8 @@ def _predict(work: Workload, hook: str, network: Network, budget: float) -> Pred
         handle.detach()
     seconds, waiting = (median(column) for column in zip(*steps[WARM_UP:], strict=True))
     arithmetic = median(slowest(own[WARM_UP:], work.device))
-    return Prediction(hook, seconds, waiting, arithmetic, sent, lossy, leaving)
+    model = max(0.0, median(computed[WARM_UP:]) - arithmetic)
+    return Prediction(hook, seconds, waiting, arithmetic, sent, lossy, leaving, model)
 
 
 def _leaving(handle: Handle, topology: Topology) -> float:
