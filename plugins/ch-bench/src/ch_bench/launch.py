@@ -1,6 +1,7 @@
 """Run a worker on the ranks of torchrun, or on processes that :func:`launch` starts on this machine."""
 
 import gc
+import json
 import os
 import pickle
 import sys
@@ -77,6 +78,16 @@ def launch(worker: Callable[..., None], nproc: int, *args: Any, enter: Callable[
             if file.exists():
                 raise pickle.loads(file.read_bytes()) from None
             raise
+
+
+def launch_and_read(
+    worker: Callable[..., None], nproc: int, *args: Any, enter: Callable[[int], None] | None = None
+) -> Any:
+    """Run :func:`launch` and return what rank 0 wrote as JSON to the path that ``worker`` gets after ``args``."""
+    with tempfile.TemporaryDirectory(prefix="commhooks-") as folder:
+        path = Path(folder, "found.json")
+        launch(worker, nproc, *args, path, enter=enter)
+        return json.loads(path.read_text())
 
 
 def _work(rank: int, world: int, worker: Callable[..., None], folder: str, args: tuple[Any, ...]) -> None:

@@ -11,7 +11,6 @@ adds two notices of 48 bytes to each message.
 import argparse
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +86,8 @@ def worker(rank: int, world: int, device: torch.device, path: Path) -> None:
 
 def count(world: int) -> list[Any]:
     """Return the counts of rank 0."""
-    with tempfile.TemporaryDirectory() as folder, netns.Network(world) as net:
-        path = Path(folder, "counts.json")
-        launch.launch(worker, world, path, enter=net.enter)
-        found: list[Any] = json.loads(path.read_text())
+    with netns.Network(world) as net:
+        found: list[Any] = launch.launch_and_read(worker, world, enter=net.enter)
         return found
 
 

@@ -10,7 +10,6 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -75,11 +74,9 @@ def worker(rank: int, world: int, device: torch.device, rounds: int, path: Path)
 
 def measure(world: int, rate: str, rounds: int) -> dict[str, Any]:
     """Return seconds and bytes of each row over links of a rate."""
-    with tempfile.TemporaryDirectory() as folder, netns.Network(world, rate) as net:
+    with netns.Network(world, rate) as net:
         net.verify()
-        path = Path(folder, "found.json")
-        launch.launch(worker, world, rounds, path, enter=net.enter)
-        found: dict[str, Any] = json.loads(path.read_text())
+        found: dict[str, Any] = launch.launch_and_read(worker, world, rounds, enter=net.enter)
         return found
 
 

@@ -20,7 +20,6 @@ the bytes of GPT-2 small (124 M parameters) on nodes of eight ranks.
 import argparse
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -213,10 +212,9 @@ def worker(
 def run(nodes: str, work: str, hooks: list[str], plan: Plan) -> list[Turn]:
     """Measure the hooks on ``NxL`` nodes."""
     count, each = map(int, nodes.split("x"))
-    with tempfile.TemporaryDirectory() as folder, netns.Network(count * each, ranks_per_node=each) as net:
-        path = Path(folder, "turns.json")
-        launch.launch(worker, count * each, each, work, hooks, plan, path, enter=net.enter)
-        return [Turn(**row) for row in json.loads(path.read_text())]
+    with netns.Network(count * each, ranks_per_node=each) as net:
+        found = launch.launch_and_read(worker, count * each, each, work, hooks, plan, enter=net.enter)
+    return [Turn(**row) for row in found]
 
 
 def bytes_table(turns: Iterable[Turn]) -> str:

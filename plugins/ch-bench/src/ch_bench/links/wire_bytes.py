@@ -17,7 +17,6 @@ There are four buckets of ``width`` x ``width`` numbers, 1 MiB each if the width
 import argparse
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,10 +72,9 @@ def _steps(run: training.Run, steps: int, width: int, device: torch.device) -> N
 
 def count(hooks: list[str], world: int, rate: str | None, width: int) -> dict[str, Counts]:
     """Return hook -> counts of rank 0."""
-    with tempfile.TemporaryDirectory() as folder, netns.Network(world, rate) as net:
-        path = Path(folder, "counts.json")
-        launch.launch(worker, world, hooks, width, path, enter=net.enter)
-        return {expr: Counts(*figures) for expr, figures in json.loads(path.read_text()).items()}
+    with netns.Network(world, rate) as net:
+        found = launch.launch_and_read(worker, world, hooks, width, enter=net.enter)
+    return {expr: Counts(*figures) for expr, figures in found.items()}
 
 
 def table(counts: dict[str, Counts]) -> str:
