@@ -44,7 +44,7 @@ def _unfilled(case: Case) -> bool:
 
 
 def _miscounted(case: Case) -> bool:
-    """True if the nodes are listed, and are those of another number of ranks."""
+    """True if ``nodes=`` lists another number of ranks."""
     return any(nodes.startswith("[") and sum(map(len, json.loads(nodes))) != ranks for nodes, ranks in _groups(case))
 
 

@@ -221,7 +221,7 @@ def test_a_wrong_command_line_says_the_right_one(tmp_path: Path, words: list[str
 
 @pytest.mark.parametrize("how", ["python -m", "console script"])
 def test_a_traceback_starts_in_the_users_code(tmp_path: Path, how: str) -> None:
-    """A console script adds a frame before those of the package."""
+    """A console script adds one frame above the package's."""
     (tmp_path / "train.py").write_text("def fails():\n    raise KeyError('mine')\nfails()\n")
     (tmp_path / "unfinished.py").write_text("x = = 3\n")
     console = "import sys\nfrom commhooks.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"

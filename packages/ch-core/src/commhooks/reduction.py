@@ -523,7 +523,7 @@ class Reduction(ABC):
         )
 
     def _stages(self, bucket: Bucket, ctx: StepContext) -> Stages:
-        """Call :meth:`run`, and refuse a result that is not a generator, such as that of a ``run`` without ``yield``."""
+        """Call :meth:`run`, and refuse a result that is not a generator. A ``run`` without ``yield`` returns none."""
         stages: object = self.run(bucket, ctx)
         if not hasattr(stages, "__next__"):
             raise HookResultError(

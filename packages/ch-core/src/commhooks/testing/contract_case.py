@@ -168,7 +168,7 @@ class Case:
 
     @property
     def owns(self) -> bool:
-        """True if each rank of a node keeps the state of its own part."""
+        """True if each rank of a node keeps state for its part only."""
         return self.keeps_state and self.reduction.levels
 
     @property

@@ -148,7 +148,7 @@ class ProcessGroupTransport:
         )
 
     def _gather_in_pieces(self, output: torch.Tensor, input: torch.Tensor) -> Work:
-        """Gather pieces of every rank's part. gloo's memory is that of pieces, and the bytes are those of one ring.
+        """Gather piece by piece. gloo then holds pieces in new memory, and a rank sends as many bytes as in one ring.
 
         A late rank sends before it announces that it can receive, now a half of a piece instead of a half of the message.
         """
