@@ -219,6 +219,15 @@ def test_a_wrong_command_line_says_the_right_one(tmp_path: Path, words: list[str
     assert max(map(len, done.stderr.splitlines())) <= 80
 
 
+def test_options_of_the_script_may_have_the_names_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "my_module.py").write_text("import sys\nprint(sys.argv[1:])\n")
+    (tmp_path / "train").write_text("import sys\nprint(sys.argv[1:])\n")
+    for words in (["-m", "my_module", "--hook", "config.py"], ["--single-process", "train", "--outer=config.py"]):
+        command = [sys.executable, "-m", "commhooks", "run", "--hook", "quant4", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+        assert done.returncode == 0 and done.stdout == f"{words[2:]}\n", done.stderr
+
+
 @pytest.mark.parametrize("how", ["python -m", "console script"])
 def test_a_traceback_starts_in_the_users_code(tmp_path: Path, how: str) -> None:
     """A console script adds one frame above the package's."""

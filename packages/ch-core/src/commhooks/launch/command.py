@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.machinery import PathFinder
-from itertools import dropwhile, zip_longest
+from itertools import dropwhile
 from typing import Any
 
 from commhooks.errors import CommHooksError
@@ -25,6 +25,7 @@ from commhooks.log import wrapped, write_stderr
 
 COLUMNS = 80  # of the dry run
 INTERPRETER = re.compile(r"python[\d.]*(\.exe)?")
+WITHOUT_VALUE = ("-h", "--help", "-m", "--single-process", "--dry-run")  # options; argparse takes their beginnings, too
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "srun")
 EPILOG = """\
 environment: COMMHOOKS_HOOK or COMMHOOKS_OUTER, and COMMHOOKS_GATHER, _REPORT,
@@ -133,15 +134,15 @@ def main(words: list[str]) -> int:
 
 def _script_as_value(words: list[str]) -> str:
     """Return a sentence if an option that takes an expression got the script instead."""
-    options = ("--hook", "--outer", "--gather")
-    for word, after in zip_longest(words, words[1:], fillvalue=""):
+    rest = iter(words)
+    for word in rest:
+        if not word.startswith("-"):
+            break  # the script or module; words after it are its own, and may have the names of these options
         option, equals, joined = word.partition("=")
-        value = joined if equals else after
-        if option in options and value.endswith(".py"):
+        value = joined if equals else "" if any(one.startswith(option) for one in WITHOUT_VALUE) else next(rest, "")
+        if option in ("--hook", "--outer", "--gather") and value.endswith(".py"):
             example = "diloco(every=30, exchange=quant4)" if option == "--outer" else "quant4"
             return f"{option} needs an expression before the script, as in {option} '{example}' {value}"
-        if word.endswith(".py"):
-            break  # the script; words after it are its own
     return ""
 
 
