@@ -125,6 +125,8 @@ class Log:
             train(model, optimizer, letter(manager), range(optimizer.count, optimizer.count + 1))
             if optimizer.landed > before:
                 mine[optimizer.landed] = shared(optimizer)[1:]
+                limit = options["every"] * options.get("fragments", 1)  # the exchange of another fragment may be lost
+                assert 0 <= optimizer.report()["steps_alone"] < limit, "also of a start that a peer sent"
             elif attempts and not optimizer.under_way:
                 self.dropped[manager.name] = self.dropped.get(manager.name, 0) + 1
 

@@ -1,5 +1,6 @@
 """Figures of exchanges over time."""
 
+import copy
 import csv
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from ch_outer import OuterOptimizer
 from commhooks.simulate import SimulatedRank, simulate
 
-from .outer_kit import adam, make, train
+from .outer_kit import adam, alone, make, train
 
 
 def test_each_exchange_is_recorded_on_one_rank(tmp_path: Path) -> None:
@@ -31,6 +32,24 @@ def test_each_exchange_is_recorded_on_one_rank(tmp_path: Path) -> None:
     assert [float(row["apart"]) for row in rows] == apart[:4]
     assert sum(float(row["payload_bytes"]) for row in rows) == pytest.approx(sent)
     assert all(0 < float(row["exchange_seconds"]) < 60 for row in rows)
+
+
+def test_steps_that_no_other_rank_has_are_those_of_the_loaded_run() -> None:
+    model = make()
+    optimizer = OuterOptimizer(adam(model), model, every=4, transport=alone())
+    train(model, optimizer, 0, range(5))
+    assert optimizer.report()["steps_alone"] == 1
+    saved = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, 0, range(5, 15))
+    assert optimizer.report()["steps_alone"] == 3
+    optimizer.load_state_dict(saved)
+    assert optimizer.report()["steps_alone"] == 1
+    train(model, optimizer, 0, range(5, 7))
+    optimizer.finish()
+    resumed = make()
+    later = OuterOptimizer(adam(resumed), resumed, every=4, transport=alone())
+    later.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert optimizer.report()["steps_alone"] == later.report()["steps_alone"] == 0
 
 
 def test_a_writer_that_raises_ends_the_recording_and_not_the_training(caplog: pytest.LogCaptureFixture) -> None:

@@ -80,7 +80,7 @@ class Fragment:
     Attributes:
         since: number of inner steps at the start of the exchange under way, or ``None``.
         settled: number of inner steps at the start of the last exchange, if it left the parameters at the start, or ``None``.
-        landed: number of inner steps at the start of the last exchange that has arrived in this process, or ``None``.
+        landed: number of inner steps at the start of the last exchange that has arrived, or ``None`` if that is not known.
         device: of the starts.
 
     Raises:
@@ -252,6 +252,12 @@ class Fragment:
         self._exchange = self.settled = None
         self.miss()
 
+    def renumber(self, ahead: int) -> None:
+        """Count inner steps as a peer does whose start this rank has taken, and which is some steps ahead."""
+        self.landed = None  # unknown for the peer's start
+        if self.since is not None:
+            self.since += ahead
+
     def begin_at(self, starts: Mapping[str, torch.Tensor]) -> None:
         """Set the start, and move the parameters there."""
         for name, start in self.starts.items():
@@ -300,6 +306,7 @@ class Fragment:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load a state that :meth:`check` has accepted. Its ``"reducer"`` is already in the reducer."""
         self._exchange, self.since, self.settled = None, saved["since"], saved.get("settled")
+        self.landed = self.settled  # steps of the loaded run, not of this process
         for name, start in self.starts.items():
             start.copy_(saved["start"][name])
             if self.since is not None:

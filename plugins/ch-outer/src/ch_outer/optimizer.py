@@ -405,7 +405,10 @@ class OuterOptimizer(InnerOptimizer):
         with torch.no_grad():
             load_snapshot(self._fragments, self.outer, self._buffers, given)
             reshard(self._model)
-        self.count = given["count"] + self.count - since  # the peer counted its steps when the round started
+        ahead = given["count"] - since  # the peer counted its steps when the round started
+        self.count += ahead
+        for fragment in self._fragments:
+            fragment.renumber(ahead)
         self.landed, self._failure = given["landed"], None
         self._takeovers += 1
 

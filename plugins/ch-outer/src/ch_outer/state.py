@@ -163,6 +163,7 @@ def join(fragments: Sequence[Fragment], buffers: Buffers, given: Mapping[str, An
         fragment.check(peer)
         if behind:
             fragment.begin_at(peer["start"])
+            fragment.renumber(0)
         else:
             for name, start in fragment.starts.items():
                 start.copy_(peer["start"][name])
