@@ -58,3 +58,10 @@ def test_a_report_tells_the_bytes_of_a_node() -> None:
     assert 0 < found.node.leaving < found.node.inside
     assert "a node sends" in str(found)
     assert "to other nodes" in str(found)
+
+
+def test_a_report_warns_if_all_ranks_are_on_one_node() -> None:
+    one, two = (SimulatedRanks(lambda: commhooks.create("two_level(quant4)"), 4, LIKE, nodes=n) for n in (4, 2))
+    (warning,) = (w for w in one.handles[0].report().warnings if "on one node" in w)
+    assert "all 4 ranks" in warning
+    assert not [w for w in two.handles[0].report().warnings if "on one node" in w]

@@ -148,11 +148,17 @@ def never_compresses(hook: str, binding: Binding) -> str | None:
     """Return why a lossy hook never sends less than plain averaging on this model, even after its warm-up.
 
     Returns:
-        A sentence derived from the shapes, or None if the hook sends less.
+        A sentence derived from the shapes and the nodes, or None if the hook sends less.
     """
     engine = binding.engine
     if engine is None or not engine.reduction.lossy or not binding.layout.params:
         return None
+    topology = engine.context().topology
+    if engine.reduction.levels and topology is not None and len(topology.nodes) == 1 < topology.world_size:
+        return (
+            f"{hook} has nothing to send between nodes: all {topology.world_size} ranks are on one node. It pays on several "
+            "nodes. Use the hook inside it on this node, or tell the nodes by nodes="
+        )
     ratio = ratio_of(engine, [binding.layout], LATER)
     if ratio is None or ratio > 1:
         return None
