@@ -72,28 +72,33 @@ class Turn:
 
 
 class Plan(NamedTuple):
-    """Rates of the uplinks, steps of a turn, turns of each hook at each rate, and seconds for all rounds."""
+    """What every hook runs: rates of the uplinks, steps of a turn, turns at each rate, seconds for all rounds, and DDP's
+    ``bucket_cap_mb`` (``None`` for its default of 25).
+    """
 
     rates: list[str | None]
     steps: int
     rounds: int
     budget: float
+    bucket_mb: float | None = None
 
 
 class Bench:
     """The models of one rank, and the turns of the candidates."""
 
-    def __init__(self, topology: Topology, device: torch.device, work: str, hooks: Sequence[str]) -> None:
+    def __init__(
+        self, topology: Topology, device: torch.device, work: str, hooks: Sequence[str], bucket_mb: float | None
+    ) -> None:
         self.topology, self.device, self.work = topology, device, work
         self.rank = dist.get_rank()
         self.leads = topology.place(self.rank) == 0  # one rank of each node reads and limits its interface
         torch.manual_seed(self.rank)
         self.tokens = torch.randint(VOCAB, (2, 1, CONTEXT), dtype=torch.int64, device=device)
-        self.own = self._model(None)
+        self.own = self._model(bucket_mb)
         self.torch: dict[str, tuple[Any, PyTorchHook]] = {}
         for hook in hooks:
             if hook in LABELS:
-                model = self._model(1000.0 if "PowerSGD" in hook else None)
+                model = self._model(1000.0 if "PowerSGD" in hook else bucket_mb)
                 self.torch[hook] = (model, attach_pytorch(model, hook))
                 for _ in range(4):  # PyTorch's PowerSGD compresses from the third step on
                     self._step(model)
@@ -195,7 +200,7 @@ def worker(
     rank: int, world: int, device: torch.device, each: int, work: str, hooks: list[str], plan: Plan, path: Path
 ) -> None:
     """Run all turns of one rank; rank 0 writes the list of :class:`Turn` to ``path`` after each round."""
-    bench = Bench(Topology.even(world, each), device, work, hooks)
+    bench = Bench(Topology.even(world, each), device, work, hooks, plan.bucket_mb)
     turns: list[Turn] = []
     begun = time.perf_counter()
     for done in range(plan.rounds):
@@ -321,6 +326,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--link", default="1gbit,200mbit,50mbit", metavar="RATES")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each hook at each rate")
     parser.add_argument("--steps", type=int, help="steps of a turn (default 3 for bytes, 1 for times)")
+    parser.add_argument("--bucket-mb", type=float, metavar="MB", help="DDP's bucket_cap_mb for all hooks (default 25)")
     parser.add_argument("--budget", type=float, default=600.0, metavar="S", help="start no round that would end later")
     parser.add_argument("--record", action="store_true", help="write sections of docs/measured/two-level.md")
     args = parser.parse_args(argv)
@@ -333,12 +339,11 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if args.what == "bytes":
         hooks = args.hooks or [*TORCH, *(form for base in BASES for form in (base, f"two_level({base})"))]
-        plan = Plan([None], args.steps or 3, 1, args.budget)
+        plan = Plan([None], args.steps or 3, 1, args.budget, args.bucket_mb)
     else:
         hooks = args.hooks or TIMED
-        plan = Plan(
-            [rate for rate in args.link.split(",") if netns.parse_rate(rate)], args.steps or 1, args.rounds, args.budget
-        )
+        rates = [rate for rate in args.link.split(",") if netns.parse_rate(rate)]
+        plan = Plan(rates, args.steps or 1, args.rounds, args.budget, args.bucket_mb)
     for hook in hooks:
         if hook not in LABELS:
             reduction_of(hook)
@@ -350,7 +355,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.what == "bytes":
             title, body = f"Bytes that leave a node, {nodes}", bytes_table(turns)
         else:
-            title = f"Times, {nodes}, {args.work}"
+            buckets = "" if args.bucket_mb is None else f", buckets of {args.bucket_mb:g} MB"
+            title = f"Times, {nodes}, {args.work}{buckets}"
             body = f"{times_table(turns)}\n\n{work_table(turns)}"
         print(f"{title}\n\n{body}\n", flush=True)
         if args.record:
