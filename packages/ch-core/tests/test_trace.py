@@ -232,6 +232,13 @@ def test_the_rank_that_joins_last_sends_before_it_receives() -> None:
     assert [row.wire for row in summary.buckets] == pytest.approx([summary.wire])
 
 
+def test_a_late_rank_sends_only_half_a_piece_first_in_a_long_gather() -> None:
+    """Rank 0 joins last. Eight megabytes in sixteen pieces take 16 s."""
+    line = timeline(("all_gather", (4.0, 21.0), (0.0, 20.0)))
+    line.parts[0].engines[0].messages[0].nbytes = 1 << 23
+    assert [one.arriving for one in moments(line, 0)] == [4.5]
+
+
 def test_a_message_waits_for_a_thread_on_every_rank_and_shares_the_link() -> None:
     line = timeline(
         ("all_reduce", (0.0, 10.0), (0.0, 14.0)),

@@ -9,6 +9,7 @@ from typing import Any
 
 from commhooks.trace.clocks import Offset, align
 from commhooks.trace.recording import BucketFacts, Message, Span
+from commhooks.transport.process_group import gather_pieces
 
 VERSION = 1
 Key = tuple[object, ...]
@@ -16,7 +17,8 @@ Key = tuple[object, ...]
 
 _CARRIERS = 2  # threads of a gloo group, each of which carries one message
 _SENT_FIRST = {"all_to_all": 1.0, "all_gather": 0.5}
-"""Share of a block that gloo sends to a peer before it tells this peer that it can receive. A ring has short segments."""
+"""Share of a block, or of a piece of it, that gloo sends to a peer before it tells this peer that it can receive. A ring has
+short segments."""
 
 
 @dataclass(slots=True)
@@ -193,6 +195,8 @@ class Timeline:
             if peers and here.taken > max(one.taken for one in peers):
                 alone = max(min(one.done for one in peers) - carried, 0.0)  # for the bytes of this rank
                 share = _SENT_FIRST.get(message.kind, 0.0) / (len(engine.members) - 1)
+                if message.kind == "all_gather":
+                    share /= gather_pieces(message.nbytes, len(engine.members))
                 arriving += min(share * alone, max(here.done - carried - alone, 0.0))
             shift = message.started - here.started
             times = [message.started]

@@ -31,6 +31,19 @@ PIECE_BYTES = 1 << 20  # of the output; twice as long pieces left up to 34 MB
 PART_BYTES = 1 << 17  # at least for each rank in a piece, so that many ranks wait for the link and not for its latency
 
 
+def gather_pieces(nbytes: int, world_size: int) -> int:
+    """Return the number of pieces of an all-gather over gloo, except inside a node.
+
+    Args:
+        nbytes: of one rank.
+        world_size: number of ranks.
+
+    >>> [gather_pieces(nbytes, 2) for nbytes in (1 << 19, 1 << 20, 1 << 23, 1 << 24)]
+    [1, 2, 16, 1]
+    """
+    return -(-nbytes // max(PIECE_BYTES // world_size, PART_BYTES)) if nbytes * world_size in PIECES else 1
+
+
 class ProcessGroupWork:
     """Work of ``torch.distributed`` with a deadline and typed errors. It keeps its tensors alive until it is done."""
 
@@ -131,8 +144,9 @@ class ProcessGroupTransport:
         if self._gloo and output.is_cpu and self.world_size > 1:
             if self._inside and output.nbytes >= BROADCAST_FROM:
                 return self._gather_by_broadcasts(output, input)
-            if output.nbytes in PIECES:
-                return self._gather_in_pieces(output, input)
+            count = gather_pieces(input.nbytes, self.world_size)
+            if count > 1:
+                return self._gather_in_pieces(output, input, count)
         return self._start("all-gather", _ALL_GATHER, output, input)
 
     def _gather_by_broadcasts(self, output: torch.Tensor, input: torch.Tensor) -> Work:
@@ -147,13 +161,11 @@ class ProcessGroupTransport:
             [self._start(what, dist.broadcast, part, src=src) for part, src in zip(parts, members, strict=True)]
         )
 
-    def _gather_in_pieces(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+    def _gather_in_pieces(self, output: torch.Tensor, input: torch.Tensor, count: int) -> Work:
         """Gather piece by piece. gloo then holds pieces in new memory, and a rank sends as many bytes as in one ring.
 
         A late rank sends before it announces that it can receive, now a half of a piece instead of a half of the message.
         """
-        size = max(PIECE_BYTES // self.world_size, PART_BYTES)
-        count = -(-input.nbytes // size)
         rows = output.view(self.world_size, -1).tensor_split(count, dim=1)  # (W, n / count) each
         pieces = input.view(-1).tensor_split(count)
         return SeveralWorks(
