@@ -144,6 +144,8 @@ def test_foreign_hooks_are_refused() -> None:
     for wrap in (warmup, error_feedback, lambda hook: policy({"*": hook})):
         with pytest.raises(HookConfigError, match="made of reductions, and foreign"):
             wrap(foreign)
+        with pytest.raises(HookConfigError, match=r"Plain is a class: give Plain\(\)"):
+            wrap(Plain)
 
 
 # -- policy

@@ -24,10 +24,12 @@ def composed(what: str, hooks: Sequence[object], make: Make) -> Any:
         make: the composition's constructor.
 
     Raises:
-        HookConfigError: one of the hooks is a foreign function.
+        HookConfigError: one of the hooks is a foreign function, or a class.
     """
     found: list[Reduction | Callable[[object], Reduction]] = []
     for hook in hooks:
+        if isinstance(hook, type) and issubclass(hook, Reduction):
+            raise HookConfigError(f"{what} is made of objects, and {hook.__name__} is a class: give {hook.__name__}()")
         inner = hook if isinstance(hook, Reduction) else getattr(hook, "reduction", None)
         if not callable(inner) and not isinstance(inner, Reduction):
             raise HookConfigError(
