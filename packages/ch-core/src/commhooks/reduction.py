@@ -257,10 +257,8 @@ class StepContext:
         if self._state.staged(name, field):
             whole = self._state.decoded(name, field)
             whole = whole.to(torch.float32, copy=True) if not whole.is_floating_point() else whole.clone()
-            whole += pieces.decode(name, field, self._state.newest(name, field)).view(whole.shape)
-            encoding = OWN_ORDER
-            self._state.unstage(name, field)
-            self._state.stage(name, field, whole.shape, whole.dtype, whole.device, encoding).copy_(whole)
+            whole += pieces.decode(name, field, self._state.take_staged(name, field)).view(whole.shape)
+            self._state.stage(name, field, whole.shape, whole.dtype, whole.device, OWN_ORDER).copy_(whole)
 
     def sends(self, name: str) -> bool:
         """Return True if this rank has a gradient of the parameter to send."""

@@ -186,12 +186,15 @@ class HookState:
         """True if this step has staged the entry."""
         return (name, field) in self._staged
 
-    def unstage(self, name: str, field: str) -> None:
-        """Drop the staged tensor of an entry in this step, with its scales."""
-        encoding = self._encoded.get((name, field))
-        if encoding is not None and encoding.packed is not None:
-            self._staged.pop((name, encoding.packed.scales), None)
-        self._staged.pop((name, field), None)
+    def take_staged(self, name: str, field: str) -> torch.Tensor:
+        """Remove the staged tensor of an entry from this step, with its scales. Return its numbers, in the order of its hook."""
+        encodings = {**self._committed.encodings, **self._encoded}
+        numbers = Entries(self._staged, encodings).numbers((name, field))
+        packed = encodings.get((name, field), OWN_ORDER).packed
+        for key in ((name, field), (name, packed.scales if packed is not None else "")):
+            self._staged.pop(key, None)
+            self._errors.discard(key)  # otherwise the commit would add it to the entry
+        return numbers
 
     def _encoding(self, key: Key, staged: bool) -> Encoding | None:
         committed = self._committed.encodings.get(key)
@@ -252,7 +255,8 @@ class HookState:
         A rank without a gradient of the parameter does not send its residual. It may still send other numbers, with a rounding
         error. The result is never the committed tensor, because :meth:`commit` may have to drop it.
         """
-        packed = self._committed.encodings.get((name, RESIDUAL), OWN_ORDER).packed
+        residual = (name, RESIDUAL)
+        packed = self._encoded.get(residual, self._committed.encodings.get(residual, OWN_ORDER)).packed
         if field != RESIDUAL and (packed is None or field != packed.scales):
             return None
         key = (name, field)
@@ -352,8 +356,8 @@ class HookState:
             if packed is not None and new.dtype == torch.int8:
                 factors = self._staged[key[0], packed.scales]
                 packed.pack(packed.unpack(new, factors).add_(held.numbers(key).view(new.shape)), new, factors)
-            elif new.shape == old.shape:
-                new.add_(old)
+            elif new.numel() == old.numel():  # another reduction may have staged the same numbers in another shape
+                new.add_(old.view(new.shape))
         self._errors = set()
 
     def _fold_carried(self) -> None:

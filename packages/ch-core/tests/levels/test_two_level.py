@@ -186,6 +186,44 @@ def test_a_warmup_between_nodes_hands_its_residual_over(order: tuple[str, str]) 
     assert law.gap(some) < 2e-4
 
 
+def unused_on(some: SimulatedRanks, law: Law, absent: Sequence[int], seed: int) -> None:
+    """Make a step in which some ranks use only one parameter."""
+    given = gradients(some.world_size, seed)
+    used = [dict.fromkeys(one) | {"norm": one["norm"]} if rank in absent else one for rank, one in enumerate(given)]
+    step = some.step(used)
+    assert step.errors == [None] * some.world_size
+    zeros = [{n: torch.zeros(LIKE[n].shape) if g is None else g for n, g in one.items()} for one in used]
+    for n, mean in means(zeros).items():
+        law.wanted[n] += mean
+        law.applied[n] += step.gradients[0][n]
+
+
+@pytest.mark.parametrize("order", [("powersgd(rank=1)", TOPK), (TOPK, "powersgd(rank=1)")])
+def test_a_residual_is_handed_over_in_a_step_without_its_gradient(order: tuple[str, str]) -> None:
+    """The first hook keeps it as a matrix, the second one in the shape of the parameter, or the reverse."""
+    law, some = Law(), ranks(f"two_level(warmup({', '.join(order)}, steps=2))", 2, 2)
+    law.steps(some, 2, 1)
+    unused_on(some, law, (0, 1), 9)
+    law.steps(some, 1, 20)
+    assert law.gap(some) < 2e-4
+
+
+@pytest.mark.parametrize("expr", [*FED, "quant4(error_feedback=True, residual='int8')"])
+@pytest.mark.parametrize("before", [[[0, 2], [1, 3]], None])
+def test_a_residual_of_other_nodes_waits_for_a_gradient(expr: str, before: list[list[int]] | None) -> None:
+    law = Law()
+    first, second = (
+        SimulatedRanks(lambda: commhooks.create(f"two_level({expr})"), 4, LIKE, nodes=nodes) for nodes in (before, 2)
+    )
+    law.steps(first, 3, 1)
+    first.resolve_step()
+    second.load(first.save())
+    for seed in (9, 10):
+        unused_on(second, law, (0, 1), seed)
+    law.steps(second, 1, 20)
+    assert law.gap(second) < (0.15 if "int8" in expr else 2e-4)  # 8 bits are rounded in every step
+
+
 @pytest.mark.parametrize("inner", ["powersgd(rank=1)", "bf16_compress(accumulate='fp32')"])
 def test_a_policy_around_gives_all_places_one_number_of_stages(inner: str) -> None:
     """The places own different parameters, so the inner reduction has more rounds on one of them."""
