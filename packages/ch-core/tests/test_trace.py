@@ -89,6 +89,10 @@ def check_format(data: dict[str, Any]) -> list[dict[str, Any]]:
     return [event for some in threads.values() for event in some]
 
 
+def hooks_of(model: torch.nn.Module) -> list[list[Any]]:
+    return [list(model._forward_pre_hooks.values()), list(model._forward_hooks.values())]
+
+
 def gloo_body(rank: int, world: int, folder: str) -> dict[str, float]:
     torch.manual_seed(0)
     net = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)])
@@ -97,6 +101,7 @@ def gloo_body(rank: int, world: int, folder: str) -> dict[str, float]:
     for _ in range(2):
         model(torch.randn(8, 64)).square().mean().backward()
     before = handle.stats()
+    untraced = hooks_of(model)
     with handle.trace(Path(folder) / "trace.json") as running:
         for _ in range(5):
             model(torch.randn(8, 64)).square().mean().backward()
@@ -108,6 +113,7 @@ def gloo_body(rank: int, world: int, folder: str) -> dict[str, float]:
     engine = handle.binding.engine
     assert engine is not None and engine.counters.trace is None
     assert engine.sender.transport is engine.transport
+    assert hooks_of(model) == untraced
     assert handle.stats()["steps"] == after["steps"] + 1
     with pytest.raises(ValueError, match="at least 1"):
         handle.trace(Path(folder) / "other.json", limit=0)

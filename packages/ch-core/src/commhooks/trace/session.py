@@ -84,6 +84,8 @@ class Trace(AbstractContextManager["Trace"]):
         )
         for number in range(_ROUNDS):
             self._part.token = self._meet(f"begin {number}", os.urandom(TOKEN_BYTES).hex(), number == 0)
+        for engine in engines.values():
+            self._refuse_traced(engine)  # before hooks are left on the model
         self._watch = _ModelWatch(model)
         self._traces: dict[str, EngineTrace] = {}
         self._closed = False
@@ -93,10 +95,13 @@ class Trace(AbstractContextManager["Trace"]):
 
     def add(self, name: str, engine: Engine) -> None:
         """Trace another engine, such as the one of an outer optimizer's exchange. Call it on all ranks at the same place."""
-        if engine.counters.trace is not None:
-            raise HookNotSupportedError(f"{self._part.hook} is traced already: close() the other trace first")
+        self._refuse_traced(engine)
         begun = self._watch.take if not self._traces and self._during == "backward" else _unknown
         self._traces[name] = EngineTrace(engine, self._limit, begun, self._during)
+
+    def _refuse_traced(self, engine: Engine) -> None:
+        if engine.counters.trace is not None:
+            raise HookNotSupportedError(f"{self._part.hook} is traced already: close() the other trace first")
 
     def summary(self) -> Summary:
         """Return the figures of this rank, or of all ranks if their parts are in the file's folder."""
