@@ -243,10 +243,10 @@ def truth_worker(rank: int, world: int, device: torch.device, hook: str, steps: 
         torch.save(kept, Path(out) / "truth.pt")
 
 
-def truth(rate: str, hooks: list[str], steps: int) -> str:
+def truth(rate: str, hooks: list[str], steps: int, connections: int) -> str:
     """Return the comparison of traces with a shaped link as Markdown."""
     table, raw = [], []
-    with Network(2, rate, burst=BURST) as net:
+    with Network(2, rate, burst=BURST, connections=connections) as net:
         for hook in hooks:
             before = net.verify()
             with tempfile.TemporaryDirectory() as folder:
@@ -285,14 +285,16 @@ def main() -> None:
     parser.add_argument("--rate", default="200mbit", help="of the shaped link")
     parser.add_argument("--steps", type=int, default=3, help="of each block of the comparison with the link")
     parser.add_argument("--hooks", nargs="+", default=["allreduce", "bf16_compress", "quant4"])
+    parser.add_argument("--connections", type=int, default=1, help="of gloo between the ranks")
     given = parser.parse_args()
     if given.what == "overhead":
         made = write(
             "trace", "Overhead", command("ch_bench.cost.trace_cost"), overhead(given.seconds), "2 gloo processes"
         )
     else:
-        text = truth(given.rate, given.hooks, given.steps)
+        text = truth(given.rate, given.hooks, given.steps, given.connections)
         title = f"Compared with a link of {given.rate}"
+        title += "" if given.connections == 1 else f", {given.connections} connections"
         made = write(
             "trace", title, command("ch_bench.cost.trace_cost"), text, "2 gloo processes, each in a network namespace"
         )

@@ -68,10 +68,20 @@ class Network:
         rate: limit of each namespace's uplink; ``None`` for no limit.
         ranks_per_node: ranks of each namespace, a divisor of ``world``.
         burst: bytes that an uplink sends at once after it was idle, as tc writes them.
+        connections: that gloo opens between two ranks. It takes them in turns, with two threads for each.
     """
 
-    def __init__(self, world: int, rate: str | None = None, *, ranks_per_node: int = 1, burst: str = "128kb") -> None:
+    def __init__(
+        self,
+        world: int,
+        rate: str | None = None,
+        *,
+        ranks_per_node: int = 1,
+        burst: str = "128kb",
+        connections: int = 1,
+    ) -> None:
         self.bits = parse_rate(rate) if rate else None
+        self.connections = connections
         self.rate, self.ranks_per_node, self.burst = rate, ranks_per_node, burst
         self.names = [f"ch{os.getpid()}r{node}" for node in range(world // ranks_per_node)]
         self.hub = f"ch{os.getpid()}hub"
@@ -95,7 +105,7 @@ class Network:
     @property
     def enter(self) -> "Enter":
         """Function for a new rank to call first; it can be pickled."""
-        return Enter(self.names, self.ranks_per_node)
+        return Enter(self.names, self.ranks_per_node, self.connections)
 
     def address(self, node: int) -> str:
         """Return the IPv4 address of a namespace."""
@@ -192,15 +202,16 @@ class Enter:
     Args:
         names: of the namespaces.
         ranks_per_node: ranks of each. From two on, torchrun's variables name the node.
+        connections: see :class:`Network`.
     """
 
-    def __init__(self, names: list[str], ranks_per_node: int = 1) -> None:
-        self.names, self.ranks_per_node = names, ranks_per_node
+    def __init__(self, names: list[str], ranks_per_node: int = 1, connections: int = 1) -> None:
+        self.names, self.ranks_per_node, self.connections = names, ranks_per_node, connections
 
     def __call__(self, rank: int) -> None:
         node = rank // self.ranks_per_node
         _setns(self.names[node])
-        os.environ["GLOO_SOCKET_IFNAME"] = IFACE
+        os.environ["GLOO_SOCKET_IFNAME"] = ",".join([IFACE] * self.connections)
         if self.ranks_per_node > 1:
             os.environ.update(GROUP_RANK=str(node), LOCAL_WORLD_SIZE=str(self.ranks_per_node))
 
