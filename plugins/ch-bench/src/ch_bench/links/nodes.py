@@ -72,15 +72,21 @@ class Turn:
 
 
 class Plan(NamedTuple):
-    """What every hook runs: rates of the uplinks, steps of a turn, turns at each rate, seconds for all rounds, and DDP's
-    ``bucket_cap_mb`` (``None`` for its default of 25).
+    """The turns of all hooks.
+
+    Attributes:
+        rates: of the uplinks.
+        steps: of a turn.
+        rounds: turns of each hook at each rate.
+        budget: seconds for all rounds.
+        bucket_mb: DDP's ``bucket_cap_mb``; ``None`` for its default of 25.
     """
 
     rates: list[str | None]
     steps: int
     rounds: int
     budget: float
-    bucket_mb: float | None = None
+    bucket_mb: float | None
 
 
 class Bench:
