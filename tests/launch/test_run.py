@@ -200,6 +200,10 @@ def test_a_dry_run_prints_expression_and_plan_and_runs_nothing(tmp_path: Path) -
     ("words", "said"),
     [
         (["--hook", "quant4", "torchrun", "--nproc-per-node", "2", "train.py"], "torchrun is a launcher, not a script"),
+        (
+            ["--single", "--gather", "train.py"],
+            "--gather needs an expression before the script, as in --gather 'quant4'",
+        ),
         (["--outer", "train.py"], "--outer needs an expression before the script"),
         (["--hook", "train.py", "--lr", "1"], "--hook needs an expression before the script"),
         (["--hook=train.py"], "--hook needs an expression before the script, as in --hook 'quant4' train.py"),

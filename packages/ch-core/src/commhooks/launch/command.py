@@ -25,7 +25,6 @@ from commhooks.log import wrapped, write_stderr
 
 COLUMNS = 80  # of the dry run
 INTERPRETER = re.compile(r"python[\d.]*(\.exe)?")
-WITHOUT_VALUE = ("-h", "--help", "-m", "--single-process", "--dry-run")  # options; argparse takes their beginnings, too
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "srun")
 EPILOG = """\
 environment: COMMHOOKS_HOOK or COMMHOOKS_OUTER, and COMMHOOKS_GATHER, _REPORT,
@@ -38,6 +37,26 @@ examples:
       --report report.json train.py --epochs 3
   torchrun --nproc-per-node 2 -m commhooks run \\
       --outer "diloco(every=30, exchange=quant4)" train.py --epochs 3"""
+
+
+class _Expression(argparse.Action):
+    """Store an expression. Without one, the option would take the script as its value."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if values.endswith(".py"):
+            option = self.option_strings[0]
+            example = "diloco(every=30, exchange=quant4)" if option == "--outer" else "quant4"
+            _complain(
+                f"commhooks run: {option} needs an expression before the script, as in {option} '{example}' {values}"
+            )
+            parser.exit(2)
+        setattr(namespace, self.dest, values)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,13 +72,12 @@ def parser() -> argparse.ArgumentParser:
         ),
     )
     default = Settings.of()
-    made.add_argument("--hook", default=default.hook, metavar="EXPR", help="hook expression, e.g. 'powersgd(rank=4)'")
-    made.add_argument(
-        "--outer", default=default.outer, metavar="EXPR", help="outer optimizer instead, e.g. 'diloco(every=30)'"
-    )
-    made.add_argument(
-        "--gather", default=default.gather, metavar="EXPR", help="hook on FSDP2's weight gathers, e.g. 'quant8'"
-    )
+    for option, value, text in (
+        ("--hook", default.hook, "hook expression, e.g. 'powersgd(rank=4)'"),
+        ("--outer", default.outer, "outer optimizer instead, e.g. 'diloco(every=30)'"),
+        ("--gather", default.gather, "hook on FSDP2's weight gathers, e.g. 'quant8'"),
+    ):
+        made.add_argument(option, action=_Expression, default=value, metavar="EXPR", help=text)
     made.add_argument("--report", default=default.report, metavar="FILE", help="write the report there, as JSON")
     made.add_argument("--state", default=default.state, metavar="DIR", help="write the hook's state there; resume it")
     made.add_argument(
@@ -108,9 +126,6 @@ def main(words: list[str]) -> int:
         parser().print_help()
         return 0
     try:
-        if swallowed := _script_as_value(words):
-            _complain(f"commhooks run: {swallowed}")
-            return 2
         given = parser().parse_args(words)
         others = ("script", "words", "module", "dry_run")
         settings = Settings(**{name: value for name, value in vars(given).items() if name not in others})
@@ -130,20 +145,6 @@ def main(words: list[str]) -> int:
         return 2
     _run(given)
     return 0
-
-
-def _script_as_value(words: list[str]) -> str:
-    """Return a sentence if an option that takes an expression got the script instead."""
-    rest = iter(words)
-    for word in rest:
-        if not word.startswith("-"):
-            break  # the script or module; words after it are its own, and may have the names of these options
-        option, equals, joined = word.partition("=")
-        value = joined if equals else "" if any(one.startswith(option) for one in WITHOUT_VALUE) else next(rest, "")
-        if option in ("--hook", "--outer", "--gather") and value.endswith(".py"):
-            example = "diloco(every=30, exchange=quant4)" if option == "--outer" else "quant4"
-            return f"{option} needs an expression before the script, as in {option} '{example}' {value}"
-    return ""
 
 
 def _complain(text: str) -> None:
