@@ -209,7 +209,17 @@ def test_a_dry_run_prints_expression_and_plan_and_runs_nothing(tmp_path: Path) -
         (["--hook=train.py"], "--hook needs an expression before the script, as in --hook 'quant4' train.py"),
         (
             ["--hook", "powersgd(rank=4)", "python", "-u", "train.py", "--lr", "1"],
-            "leave out python, because run starts the script itself: commhooks run --hook 'powersgd(rank=4)' train.py --lr 1",
+            "leave out python -u, because run starts the script itself: commhooks run --hook 'powersgd(rank=4)' train.py --lr 1",
+        ),
+        (
+            ["--hook", "quant4", "python3", "-W", "ignore", "-Xdev", "train.py", "-W", "1"],
+            "leave out python3 -W ignore -Xdev, because run starts the script itself: commhooks run --hook quant4 train.py -W 1",
+        ),
+        (["--hook", "quant4", "python", "-um", "train", "-u"], "commhooks run --hook quant4 -m train -u"),
+        (["--hook", "quant4", "python", "-c", "import train"], "no code of python -c: write the code into a file"),
+        (
+            ["--hook", "quant4", "python"],
+            "leave out python, because run starts the script itself: commhooks run --hook quant4 train.py",
         ),
         (["--hook", "quant4"], "the following arguments are required: script"),
         (["--hook", "quant4", "--outer", "diloco", "train.py"], "exclude each other"),

@@ -15,7 +15,6 @@ import textwrap
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.machinery import PathFinder
-from itertools import dropwhile
 from typing import Any
 
 from commhooks.errors import CommHooksError
@@ -164,14 +163,40 @@ def _missing(given: argparse.Namespace) -> str:
             ((name, value) for name in ("hook", "outer", "gather") if (value := getattr(given, name))),
             ("hook", "quant4"),
         )
-        words = dropwhile(lambda word: word.startswith("-") and word != "-m", given.words)  # the interpreter's options
-        rest = shlex.join(words) or "train.py"
-        return f"leave out {script}, because run starts the script itself: commhooks run --{option} {shlex.quote(expr)} {rest}"
+        dropped, rest = _interpreter_options(given.words)
+        if rest[:1] == ["-c"]:
+            return f"run starts a script or a module, and no code of {script} -c: write the code into a file, and name this file"
+        return (
+            f"leave out {shlex.join([script, *dropped])}, because run starts the script itself: commhooks run --{option} "
+            f"{shlex.quote(expr)} {shlex.join(rest) or 'train.py'}"
+        )
     if not module:
         return "" if os.path.exists(script) else f"no such script: {script} (give a path, or -m and a module name)"
     top = script.partition(".")[0]
     found = PathFinder.find_spec(top, [os.getcwd()]) or importlib.util.find_spec(top)
     return "" if found is not None else f"no such module: {script}"
+
+
+def _interpreter_options(words: list[str]) -> tuple[list[str], list[str]]:
+    """Split the words after an interpreter into its options, and the script or module with its arguments.
+
+    >>> _interpreter_options(["-u", "-W", "ignore", "train.py", "-W", "1"])
+    (['-u', '-W', 'ignore'], ['train.py', '-W', '1'])
+    >>> _interpreter_options(["-um", "train"])
+    (['-u'], ['-m', 'train'])
+    """
+    dropped, rest = list[str](), list(words)
+    while rest and re.match(r"-.", rest[0]):  # a lone dash is standard input
+        word = rest.pop(0)
+        flags = re.match(r"-([^-WXcm]*)([WXcm]?)(.*)", word)  # None for a long option
+        if flags and flags[2] in ("c", "m"):
+            dropped += [f"-{flags[1]}"] if flags[1] else []
+            return dropped, [f"-{flags[2]}", *([flags[3]] if flags[3] else []), *rest]
+        dropped.append(word)
+        if (flags and flags[2] and not flags[3]) or word == "--check-hash-based-pycs":
+            dropped += rest[:1]
+            del rest[:1]
+    return dropped, rest
 
 
 def _create(settings: Settings) -> None:
