@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ch_outer
 import commhooks
 from commhooks.launch.auto_attach import auto_attach
+from commhooks.launch.command import plan
 from commhooks.launch.import_watch import watch
 from commhooks.launch.outer_model import outer_text
 from commhooks.launch.settings import Settings
@@ -522,6 +523,19 @@ def test_rounds_that_end_by_time_need_the_end_of_the_script(tmp_path: Path) -> N
     [model] = done.report["models"]
     assert model["steps"] == 8 and [one["work"] for one in model["workers"]] == [64, 64]
     assert "samples/s" in done.err and "rank 1:" in done.err
+
+
+@pytest.mark.parametrize(
+    ("outer", "said"),
+    [
+        ("diloco(every=30, steps=60)", "30 optimizer steps; after step 60 all ranks take one model"),  # ends a round
+        ("diloco(every=30, steps=61)", "30 optimizer steps; after step 61 all ranks take one model"),
+        ("diloco(seconds=2, steps=60)", "2 seconds; after step 60 all ranks take one model"),
+        ("diloco(every=30)", "30 optimizer steps; steps after the last whole round reach no other rank (give steps=N,"),
+    ],
+)
+def test_a_dry_run_tells_the_end_of_the_run(outer: str, said: str) -> None:
+    assert f"round {said}" in " ".join(plan(Settings("", outer=outer), "train.py").split())
 
 
 @pytest.mark.parametrize(

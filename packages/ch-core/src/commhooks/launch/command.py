@@ -285,7 +285,7 @@ def plan(settings: Settings, script: str) -> str:
 
 
 def _round_text(options: Mapping[str, Any]) -> str:
-    """Return the length of a round, and what follows the last step."""
+    """Return the length of a round, and the end of the run."""
     steps, every = options.get("steps"), options.get("every")
     if options.get("seconds"):
         length = f"{options['seconds']:g} seconds"
@@ -294,7 +294,7 @@ def _round_text(options: Mapping[str, Any]) -> str:
     else:
         length = f"{every} optimizer steps"
     if steps is not None:
-        return f"{length}; one more average after step {steps}"
+        return f"{length}; after step {steps} all ranks take one model"  # without an average if a round has just ended
     return (
         f"{length}; steps after the last whole round reach no other rank (give steps=N, the number of steps of the run)"
     )
