@@ -113,6 +113,14 @@ def test_a_state_that_cannot_be_written_does_not_end_training(tmp_path: Path) ->
 
 
 @pytest.mark.full
+def test_a_state_that_can_never_be_written_is_logged_once(tmp_path: Path) -> None:
+    full = "def save(*args, **kwargs):\n    raise OSError('the disk is full')\ntorch.save = save"
+    done = run(tmp_path, script(tmp_path, full).read_text(), ranks=0, hook=HOOK, single_process=True, state="state")
+    assert done.stats["compressed_steps"] == 3
+    assert done.err.count("cannot be written") == done.err.count("the state after step 0 cannot be written") == 1
+
+
+@pytest.mark.full
 def test_a_state_folder_that_cannot_be_made_is_refused_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "state").touch()
     done = run(tmp_path, "ddp_loop", hook=HOOK, state="state", check=False)

@@ -175,7 +175,8 @@ class StateFolder:
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.step = 0
         self.run = _NONE[1]
-        self._written = self._warned = self._marked = self._failed = -1
+        self._written = self._warned = self._marked = -1
+        self._failed: int | None = None  # step of the last written snapshot when a write failed
         self._current = folder  # of the newest snapshot, written or resumed
         self._ended_steps = 0.0
         self._latest: list[Key] = []
