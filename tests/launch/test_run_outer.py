@@ -525,6 +525,13 @@ def test_rounds_that_end_by_time_need_the_end_of_the_script(tmp_path: Path) -> N
     assert "samples/s" in done.err and "rank 1:" in done.err
 
 
+@pytest.mark.parametrize("length", ["seconds=2", "tokens=100"])
+def test_rounds_that_end_by_time_have_no_state(length: str) -> None:
+    with pytest.raises(commhooks.HookConfigError, match=f"--state does not fit --outer .*{length}.* Use every="):
+        Settings("", outer=f"diloco({length}, steps=8)", state="state").check()
+    Settings("", outer="diloco(every=2, steps=8)", state="state").check()
+
+
 @pytest.mark.parametrize(
     ("outer", "said"),
     [
