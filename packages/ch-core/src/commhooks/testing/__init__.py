@@ -1,6 +1,7 @@
 """Test kit: real gloo processes, simulated ranks, and the contract that every hook must pass.
 
-Needs pytest (``pip install ch-core[testing]``). Names are imported when first used.
+The contract needs pytest (``pip install ch-core[testing]``), processes and simulated ranks do not. Names are imported when first
+used.
 """
 
 from commhooks._lazy import lazy

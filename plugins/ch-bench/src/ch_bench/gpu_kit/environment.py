@@ -13,7 +13,7 @@ import commhooks
 from ch_bench.gpu_kit.device import KitDevice
 from ch_bench.gpu_kit.findings import Findings, Skipped, Values
 
-_PACKAGES = ("torch", "numpy", "pytest", "pluggy", "rich", "torchft", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+_PACKAGES = ("torch", "numpy", "pluggy", "rich", "torchft", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
 def run(rows: Findings, kit: KitDevice) -> None:

@@ -1,7 +1,7 @@
 """Run the kit from a folder of wheels: `python run.py --out FOLDER`.
 
 It unpacks the wheels of this project to a temporary folder and runs `python -m ch_bench.gpu_kit` with the same arguments. This
-file needs only the standard library; the kit needs torch, numpy, pluggy and pytest.
+file needs only the standard library; the kit needs torch, numpy and pluggy.
 """
 
 import os
