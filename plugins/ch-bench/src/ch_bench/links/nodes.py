@@ -322,6 +322,19 @@ def _ratio(mine: Sequence[float], base: Sequence[float] | None) -> str:
     return f"{median(mine) / median(base):.2f}" if base else ""
 
 
+def title_of(what: str, nodes: str, work: str, bucket_mb: float | None) -> str:
+    """Return the heading of a section. Measurements with other settings have another one, so that no record replaces theirs.
+
+    >>> title_of("bytes", "2x4", "exchange", None), title_of("times", "2x4", "exchange", None)
+    ('Bytes that leave a node, 2x4', 'Times, 2x4, exchange')
+    >>> title_of("bytes", "2x4", "train", 4.0)
+    'Bytes that leave a node, 2x4, train, buckets of 4 MB'
+    """
+    head = "Bytes that leave a node" if what == "bytes" else "Times"
+    works = "" if (what, work) == ("bytes", "exchange") else f", {work}"
+    return f"{head}, {nodes}{works}{'' if bucket_mb is None else f', buckets of {bucket_mb:g} MB'}"
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure and print the tables, or the reason why nothing can be measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -358,12 +371,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     for nodes in args.nodes:
         turns = run(nodes, args.work, hooks, plan)
-        if args.what == "bytes":
-            title, body = f"Bytes that leave a node, {nodes}", bytes_table(turns)
-        else:
-            buckets = "" if args.bucket_mb is None else f", buckets of {args.bucket_mb:g} MB"
-            title = f"Times, {nodes}, {args.work}{buckets}"
-            body = f"{times_table(turns)}\n\n{work_table(turns)}"
+        title = title_of(args.what, nodes, args.work, args.bucket_mb)
+        body = bytes_table(turns) if args.what == "bytes" else f"{times_table(turns)}\n\n{work_table(turns)}"
         print(f"{title}\n\n{body}\n", flush=True)
         if args.record:
             note = "all ranks of all nodes share the cores of one machine"
