@@ -128,6 +128,12 @@ def facts() -> dict[str, str]:
     }
 
 
+def rows() -> dict[str, dict[str, Any]]:
+    """Return the record, by torch and suite."""
+    found: dict[str, dict[str, Any]] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return found
+
+
 def page(record: dict[str, dict[str, Any]]) -> str:
     """Return the table, with every failure by name below it."""
     lines, notes = [], []
@@ -152,8 +158,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="leave out the tests of the full set")
     parser.add_argument("--page", action="store_true")
     options = parser.parse_args()
-    record: dict[str, dict[str, Any]] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    bad = False
+    record, bad = rows(), False
     for name, paths in () if options.page else suites().items():
         label, marks = (f"{name}, quick set", f"{MARKS} and not full") if options.quick else (name, MARKS)
         key = f"{facts()['torch']} {label}"
@@ -164,11 +169,11 @@ def main() -> int:
                 if options.failed
                 else run(label, paths, options.limit, marks) | facts()
             )
-            record[key] = row
             bad |= bool(row.get("problem") or row.get("failed"))
+            record = rows() | {key: row}  # read again: another suite may have ended in the meantime
             lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
             RECORD.write_text("{\n" + lines + "\n}\n")
-    PAGE.write_text(page(record))
+    PAGE.write_text(page(rows()))
     return int(bad)
 
 
