@@ -95,3 +95,12 @@ def test_backends_of_accelerators_need_one() -> None:
     if not torch.accelerator.is_available():
         with pytest.raises(RuntimeError, match="backend 'nccl' carries tensors of an accelerator"):
             device_of_backend("nccl")
+
+
+def test_a_cuda_build_without_a_device_has_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a build names CUDA as its accelerator, and raises an error of its own for the index of the device."""
+    monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert torch.accelerator.current_accelerator() == torch.device("cuda")
+    with pytest.raises(RuntimeError, match="backend 'nccl' carries tensors of an accelerator"):
+        device_of_backend("nccl")
