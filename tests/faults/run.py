@@ -4,7 +4,7 @@
     python tests/faults/run.py --row B7           # the rows of B7, printed, nothing written (--update writes)
     python tests/faults/run.py --row B3.1 --side ours
     python tests/faults/run.py --compressor quant4 --update   # quant4 in the rows of PowerSGD, in a separate record
-    python tests/faults/run.py --table            # write the page again from the record
+    python tests/faults/run.py --table            # write the pages again from their records
 
 The outcomes, best first: right result; typed error (a CommHooksError, or the hook's own exception); error (any other
 error of torch); silent (a wrong result without an error); hang (until the harness killed it); abort and segfault.
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from importlib.metadata import version
@@ -45,6 +46,7 @@ TOPICS = {
 }
 COMPRESSORS = ("powersgd", "quant4", "two_level")
 RECORD, TABLE = ROOT / "docs" / "measured" / "faults.json", ROOT / "docs" / "faults.md"
+PAGES = {compressor: RECORD.with_name(f"faults-{compressor}.md") for compressor in COMPRESSORS[1:]}
 
 
 class Server:
@@ -158,6 +160,25 @@ def describe(result: dict[str, Any]) -> str:
     return " / ".join(f"rank {', '.join(who)}: {text}" for text, who in parts.items())
 
 
+LEGEND = (
+    "The outcome of a row is the worst outcome of its ranks, with commhooks of the ranks that have a hook. From best to worst:",
+    "",
+    "- *right*: the result of a run without the fault, at the latest in the next step, or the user's own Ctrl-C.",
+    "- *typed error*: a `CommHooksError`, or the exception that the hook itself raised.",
+    "- *error*: any other error.",
+    "- *silent*: a wrong result and no error.",
+    "- *hang*: the rank had not ended at the time limit, and the harness killed it.",
+    "- *abort*, *segfault*: SIGABRT or SIGSEGV ended the process.",
+    "",
+    "Notes follow the outcome:",
+    "",
+    "- *told after N s*: a peer was dead or frozen, and this rank's step raised the error N seconds after it began.",
+    "- *afterwards*: the next step after the error. It works, or raises the named error after so many seconds.",
+    "- *N hook(s) listed afterwards*: entries of DDP's list of registered hooks after the error.",
+    "- *left*: this rank is not in the model's group.",
+)
+
+
 def table(results: list[dict[str, Any]]) -> str:
     """Return the page."""
     rows: dict[str, dict[str, dict[str, Any]]] = {}
@@ -169,9 +190,8 @@ def table(results: list[dict[str, Any]]) -> str:
         "Made by `nox -s faults` from [measured/faults.json](measured/faults.json); do not edit. Every row is run",
         "twice in separate processes on gloo, with PyTorch's hooks and with this project's.",
         "`nox -s faults -- --row B7` runs one again.",
-        "*Typed error*: a `CommHooksError`, or the exception that the hook itself raised.",
-        "*Error*: any other error of torch.",
-        "*Silent*: a wrong result and no error. *Hang*: the harness had to kill the ranks.",
+        "",
+        *LEGEND,
         "",
     ]
     counts = {side: _count([r for r in results if r["side"] == side]) for side in ("torch", "ours")}
@@ -204,20 +224,12 @@ ABOUT = {
 
 def page(results: list[dict[str, Any]], compressor: str, left_out: dict[str, str]) -> str:
     """Return the record of a run with another hook in the rows of PowerSGD."""
-    lines = [
-        f"# The fault table with `{compressor}`",
-        "",
-        f"    python tests/faults/run.py --compressor {compressor} --update",
-        "",
+    machine = (
         f"- python: {platform.python_version()}",
         f"- torch: {version('torch')}",
         f"- date: {date.today().isoformat()}",
-        "",
-        *ABOUT[compressor],
-        "",
-        f"In all: {_count(results)}.",
-        "",
-    ]
+    )
+    lines = [*introduction(compressor, machine), f"In all: {_count(results)}.", ""]
     for reason in dict.fromkeys(left_out.values()):
         rows = [name for name, said in left_out.items() if said == reason]
         lines += [f"A row does not apply if {reason}: {', '.join(sorted(rows, key=_order))}.", ""]
@@ -230,8 +242,22 @@ def page(results: list[dict[str, Any]], compressor: str, left_out: dict[str, str
     return "\n".join([*lines, ""])
 
 
+def introduction(compressor: str, machine: Iterable[str]) -> list[str]:
+    """Return the lines of a record before its results."""
+    command = f"    python tests/faults/run.py --compressor {compressor} --update"
+    head = [f"# The fault table with `{compressor}`", "", command, "", *machine]
+    return [*head, "", *ABOUT[compressor], "", *LEGEND, ""]
+
+
+def explained_again(compressor: str, written: str) -> str:
+    """Return a written record with the present introduction. Its machine and results stay."""
+    machine = re.findall(r"^- (?:python|torch|date): .*", written, re.MULTILINE)
+    return "\n".join([*introduction(compressor, machine), written[written.index("In all: ") :]])
+
+
 def _cell(result: dict[str, Any]) -> str:
-    text = re.sub(r"\s+", " ", describe(result))
+    text = re.sub(r"\x1b\[[0-9;]*m", "", describe(result))  # torch's bold face
+    text = re.sub(r"\s+", " ", text)
     text = text.replace("Got the following error when running the callback: RuntimeError: ", "")
     text = text.replace("Got the following error when running the callback: ", "")  # without information
     text = text if len(text) <= 160 else text[:157] + "..."
@@ -263,11 +289,13 @@ def main() -> int:
     parser.add_argument(
         "--update", action="store_true", help="put the chosen rows into the record, and write the table"
     )
-    parser.add_argument("--table", action="store_true", help="run no case, and write the page from the record")
+    parser.add_argument("--table", action="store_true", help="run no case, and write the pages from their records")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
     if options.table:
         TABLE.write_text(table(json.loads(RECORD.read_text())))
+        for compressor, path in PAGES.items():
+            path.write_text(explained_again(compressor, path.read_text()))
         return 0
     known, left_out = names(options.compressor)
     chosen = [n for n in known if not options.row or any(n == r or n.startswith(r + ".") for r in options.row)]
@@ -278,8 +306,7 @@ def main() -> int:
     results = run_all(chosen, sides, options.compressor, options.jobs)
     whole = not other and (options.update or (not options.row and not options.side))
     if other and options.update:
-        path = RECORD.with_name(f"faults-{options.compressor}.md")
-        path.write_text(page(results, options.compressor, left_out))
+        PAGES[options.compressor].write_text(page(results, options.compressor, left_out))
     elif options.update and RECORD.exists():
         new = {(r["row"], r["side"]): r for r in results}
         old = json.loads(RECORD.read_text())
