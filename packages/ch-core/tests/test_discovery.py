@@ -34,6 +34,45 @@ def test_both_doors(publish, registry):
     assert not registry.failures()
 
 
+UNSUMMARISED = """
+from math import floor as elsewhere
+from acme_other import Third as third
+raise OSError("imported")
+
+def first(bucket, ctx):
+    '''Send the first entries.
+
+    More.
+    '''
+
+class Second:
+    @staticmethod
+    def inside(): "Send LONG"
+
+fourth = first
+"""
+
+
+def test_several_hooks_of_a_package_are_summarised_by_their_docstrings(publish, registry):
+    targets = {name: f"acme_several:{name}" for name in ("first", "third", "fourth", "elsewhere", "missing")}
+    lines = {**targets, "second": "acme_several:Second.inside", "lost": "acme_no_such_module:lost"}
+    source = UNSUMMARISED.replace("LONG", "x" * 60 + " " + "y" * 60)
+    publish(
+        "acme",
+        {"commhooks.reduction": lines},
+        acme_several=source,
+        acme_other="class Third: 'Send thirds'\nraise OSError",
+    )
+    found = {spec.name: spec.summary for spec in registry.list_hooks() if spec.provider == "acme"}
+    assert found == {
+        "first": "Send the first entries",
+        "second": f"Send {'x' * 60} ...",
+        "third": "Send thirds",
+        **dict.fromkeys(("fourth", "elsewhere", "missing", "lost"), "(no summary)"),
+    }
+    assert not registry.failures() and not {"acme_several", "acme_other"} & {*sys.modules}
+
+
 def test_the_entry_name_of_a_plugin_does_not_matter(publish, registry):
     publish("acme-a", {"commhooks": {"plugin": "acme_a_plugin"}}, acme_a_plugin=good("hook_a"))
     publish("acme-b", {"commhooks": {"plugin": "acme_b_plugin"}}, acme_b_plugin=good("hook_b"))

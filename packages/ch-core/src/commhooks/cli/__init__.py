@@ -5,22 +5,20 @@ Exit status 0 means success, 1 a problem, 2 a bad command line. `list`, `describ
 """
 
 import argparse
-import ast
-import importlib.util
 import json
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 from commhooks.cli.terminal import HelpFormatter
 from commhooks.errors import CommHooksError, UnknownHookError
 from commhooks.log import wrapped_on_terminal
 from commhooks.registry.distributions import version
+from commhooks.registry.docstrings import first_line
 from commhooks.registry.registry import REGISTRY
 from commhooks.registry.spec import OWN_COMMANDS, Command
 
@@ -130,19 +128,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _summary(command: Command) -> str:
-    """Return the first line of the docstring of a command's module, or the summary of its package without one.
-
-    Reads the source and imports nothing, because `--help` must work while a package is broken.
-    """
-    top, *inner = command.target.partition(":")[0].split(".")
-    with suppress(Exception):  # no such module, no source, or a syntax error: the package's summary remains
-        found = importlib.util.find_spec(top)
-        folders = list(found.submodule_search_locations or ()) if found is not None else []
-        files = [Path(found.origin)] if found is not None and found.origin and not inner else []
-        for folder in folders if inner else []:
-            files += [Path(folder, *inner).with_suffix(".py"), Path(folder, *inner, "__init__.py")]
-        for file in filter(Path.is_file, files):
-            text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
-            if text:
-                return text.splitlines()[0]
-    return command.summary
+    """Return the first line of the docstring of a command's module, or the summary of its package without one."""
+    return first_line(command.target.partition(":")[0]) or command.summary

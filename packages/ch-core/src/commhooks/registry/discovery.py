@@ -15,8 +15,10 @@ import difflib
 import importlib
 import os
 import sys
+import textwrap
 import time
 import traceback
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import ModuleType
@@ -27,6 +29,7 @@ import pluggy
 from commhooks.errors import HookConfigError, PluginLoadError
 from commhooks.registry import hookspecs
 from commhooks.registry.distributions import Entry, entries, normalize
+from commhooks.registry.docstrings import first_line
 from commhooks.registry.known_names import FIRST_PARTY
 from commhooks.registry.spec import API, KINDS, Command, HookSpec, PluginFailure
 
@@ -75,7 +78,9 @@ def discover(environ: Mapping[str, str] = os.environ) -> Discovery:
     manager = pluggy.PluginManager(GROUP)
     manager.add_hookspecs(hookspecs)
     found = Discovery(manager)
-    for entry in entries(GROUP):
+    installed = entries(GROUP)
+    hooks = Counter(entry.dist for entry in installed if entry.group != COMMANDS)
+    for entry in installed:
         if not _allowed(entry.dist, environ):
             if entry.dist not in found.skipped:
                 found.skipped.append(entry.dist)
@@ -84,7 +89,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> Discovery:
         elif entry.group == COMMANDS:
             _add_command(found, entry)
         else:
-            _add_line(found, entry)
+            _add_line(found, entry, alone=hooks[entry.dist] == 1)
     found.specs.sort(key=HookSpec.sort_key)
     if found.failures and environ.get("COMMHOOKS_STRICT", "") not in ("", "0"):
         first = found.failures[0]
@@ -170,17 +175,25 @@ def _add_command(found: Discovery, entry: Entry) -> None:
         found.fail(entry, "name", error)
 
 
-def _add_line(found: Discovery, entry: Entry) -> None:
-    """Add the hook of a line. Imports nothing of it."""
+def _add_line(found: Discovery, entry: Entry, *, alone: bool) -> None:
+    """Add the hook of a line. Imports nothing of it.
+
+    Args:
+        found: the scan.
+        entry: the line.
+        alone: True if the package has no other line for hooks. The summary of the package then is that of the hook.
+    """
     if entry.group not in _GROUPS:
         close = difflib.get_close_matches(entry.group, _GROUPS, 1, 0.5)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         return found.fail(
             entry, "group", f"{entry.group!r} is not an entry-point group of commhooks: {', '.join(_GROUPS)}{hint}"
         )
-    kind, summary = entry.group.removeprefix(f"{GROUP}."), entry.summary or f"from {entry.dist}"
+    kind, target = entry.group.removeprefix(f"{GROUP}."), entry.value.replace(" ", "")
+    described = textwrap.shorten(first_line(target).removesuffix("."), 100, placeholder=" ...")
+    summary = entry.summary or f"from {entry.dist}" if alone else described or "(no summary)"
     try:
-        spec = HookSpec(entry.name, kind, entry.value.replace(" ", ""), summary)
+        spec = HookSpec(entry.name, kind, target, summary)
     except HookConfigError as error:
         return found.fail(entry, "name", error)
     _add(found, entry, spec)
