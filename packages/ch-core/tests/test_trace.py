@@ -1,6 +1,7 @@
 """Traces: aligned clocks, the file's format, and figures that agree with the counters."""
 
 import json
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from commhooks.simulate import simulate
 from commhooks.testing import spawn
 from commhooks.trace.clocks import DRIFT, align
 from commhooks.trace.rank_part import EnginePart, Moments, Part, Timeline
-from commhooks.trace.recording import BucketFacts, Message, Span
+from commhooks.trace.recording import BucketFacts, EngineTrace, Message, Span
 from commhooks.trace.summary import summarize
 
 
@@ -147,6 +148,31 @@ def test_two_gloo_ranks_write_one_file(tmp_path: Path) -> None:
     assert {row["bucket"] for row in summary["buckets"]} == {e["args"]["bucket"] for e in carried}
 
 
+def waiting_body(rank: int, world: int) -> list[float]:
+    binding = Reducer(Plain(), {"w": torch.zeros(8)}).handle.binding
+    assert binding is not None and binding.engine is not None
+    engine = binding.engine
+    recorder = EngineTrace(engine, 100)
+    sends = engine.sender.transport
+    if rank == 1:
+        time.sleep(0.3)
+    short = [sends.all_reduce(torch.zeros(8), "sum") for _ in range(2)]
+    if rank == 1:
+        time.sleep(1.0)
+    sends.all_reduce(torch.zeros(8), "sum").wait(60.0)  # rank 0 waits for both delays without an event
+    ended = time.perf_counter()
+    for work in short:
+        work.wait(60.0)
+    return [ended - event.done for event in recorder.events if isinstance(event, Message) and event.done is not None]
+
+
+@pytest.mark.gloo
+def test_the_end_of_a_message_is_seen_while_the_rank_waits_for_another() -> None:
+    before = spawn(waiting_body, 2)[0]
+    assert len(before) == 3
+    assert min(before[:2]) > 0.5  # both had ended before rank 1 slept again
+
+
 def test_a_limit_drops_the_oldest_events(tmp_path: Path) -> None:
     def body(rank: Any) -> None:
         reducer = Reducer(Plain(), {"w": torch.zeros(8)}, transport=rank.transport)
@@ -201,7 +227,7 @@ def test_merge_refuses_parts_of_different_traces(tmp_path: Path) -> None:
         trace.merge([bad], tmp_path / "x.json")
 
 
-def timeline(*messages: tuple[str, tuple[float, float], tuple[float, float]]) -> Timeline:
+def timeline(*messages: tuple[str, tuple[float, float], tuple[float, float]], nbytes: int = 10) -> Timeline:
     """Return the traces of two ranks with equal clocks. A message is a collective, and begin and end on each rank."""
     parts = []
     for rank in (0, 1):
@@ -210,7 +236,7 @@ def timeline(*messages: tuple[str, tuple[float, float], tuple[float, float]]) ->
         engine.spans.append(Span("step", 0, "", 0, 0.0, 1000.0))
         for index, (kind, *times) in enumerate(messages):
             begun, ended = times[rank]
-            engine.messages.append(Message(kind, 0, index, ("0",), 0, 10, 10.0, "all", begun, begun, ended))
+            engine.messages.append(Message(kind, 0, index, ("0",), 0, nbytes, 10.0, "all", begun, begun, ended))
         part.engines.append(engine)
         parts.append(part)
     return Timeline(parts)
@@ -240,9 +266,19 @@ def test_the_rank_that_joins_last_sends_before_it_receives() -> None:
 
 def test_a_late_rank_sends_only_half_a_piece_first_in_a_long_gather() -> None:
     """Rank 0 joins last. Eight megabytes in sixteen pieces take 16 s."""
-    line = timeline(("all_gather", (4.0, 21.0), (0.0, 20.0)))
-    line.parts[0].engines[0].messages[0].nbytes = 1 << 23
+    line = timeline(("all_gather", (4.0, 21.0), (0.0, 20.0)), nbytes=1 << 23)
     assert [one.arriving for one in moments(line, 0)] == [4.5]
+
+
+def test_a_rank_announces_a_message_behind_the_bytes_of_the_one_before() -> None:
+    """Ten bytes each way, over a link of a byte per second in each direction. Both ranks have two messages at once."""
+    line = timeline(
+        ("all_to_all", (5.0, 25.0), (0.0, 15.0)),  # rank 0 sends its block, until 15
+        ("all_to_all", (8.0, 35.0), (8.0, 25.0)),  # only then rank 1 learns that rank 0 can receive the second block
+    )
+    assert [one.arriving for one in moments(line, 0)] == [15.0, 15.0]
+    assert [one.arriving for one in moments(line, 1)] == [5.0, 8.0]
+    assert summarize(line).wire == 20.0  # 2 messages of 10 bytes
 
 
 def test_a_message_waits_for_a_thread_on_every_rank_and_shares_the_link() -> None:

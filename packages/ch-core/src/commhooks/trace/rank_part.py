@@ -17,8 +17,8 @@ Key = tuple[object, ...]
 
 _CARRIERS = 2  # threads of a gloo group, each of which carries one message
 _SENT_FIRST = {"all_to_all": 1.0, "all_gather": 0.5}
-"""Share of a block, or of a piece of it, that gloo sends to a peer before it tells this peer that it can receive. A ring has
-short segments."""
+"""Share of a block, or of a piece of it, that gloo sends to a peer at once, and before it tells this peer that it can receive.
+A ring has short segments."""
 
 
 @dataclass(slots=True)
@@ -129,14 +129,17 @@ class Moments:
     last: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Here:
     """One message on one rank, in seconds of the lowest rank's clock."""
 
-    rank: int
     started: float
     taken: float  # by a thread of the group
     done: float
+    arriving: float  # when the first bytes for this rank could leave a peer
+
+
+_Ranks = dict[int, _Here]  # one message, by rank
 
 
 class Timeline:
@@ -155,12 +158,19 @@ class Timeline:
         if not self.parts:
             raise ValueError("a trace needs the part of at least one rank")
         self.offsets: Mapping[int, Offset] = align({rank: part.times() for rank, part in self.parts.items()})
-        self._known: dict[Key, list[_Here]] = {}  # key -> the message on each rank
+        self._known: dict[Key, _Ranks] = {}
+        together: dict[Key, list[tuple[Message, _Ranks]]] = {}  # the messages of each engine
         for rank, part in self.parts.items():
             for engine in part.engines:
-                for message, here in _taken(rank, engine, self.offsets[rank]):
+                for message, here in _taken(engine, self.offsets[rank]):
                     if message.scope == "all":
-                        self._known.setdefault(engine.key(message), []).append(here)
+                        key = engine.key(message)
+                        if key not in self._known:
+                            self._known[key] = {}
+                            together.setdefault((engine.name, engine.members), []).append((message, self._known[key]))
+                        self._known[key][rank] = here
+        for messages in together.values():
+            _let_arrive(messages)
 
     @property
     def bound(self) -> float | None:
@@ -174,44 +184,31 @@ class Timeline:
 
         Messages among the ranks of a node, or among peers, are not matched. For them nothing is returned.
         """
-        return [(one.started, one.rank) for one in self._all(engine, message)]
+        return [(one.started, rank) for rank, one in self._all(engine, message).items()]
 
     def moments(self, rank: int, engine: EnginePart) -> list[tuple[Message, Moments]]:
         """Return the messages of an engine with their moments, in the order of their starts.
 
-        A message whose end the host did not learn ends when the engine had waited for it, or was launched.
-
-        A message is on the wire on no rank before each rank has started it and has a free thread for it. Gloo tells a peer
-        that this rank can receive behind the bytes for that peer. So the rank that takes a message last sends its first
-        block, and only then do the peers' bytes for it leave, unless it has the result sooner than that allows.
+        A message whose end the host did not learn ends when the engine had waited for it, or was launched. A message is on
+        the wire on no rank before each rank has started it and has a free thread for it.
         """
         offset, found = self.offsets[rank], []
-        for message, here in _taken(rank, engine, offset):
-            known = self._all(engine, message) or [here]
-            last = max(known, key=lambda one: one.started)
-            carried = max(one.taken for one in known)
-            arriving = carried
-            peers = [one for one in known if one.rank != rank]
-            if peers and here.taken > max(one.taken for one in peers):
-                alone = max(min(one.done for one in peers) - carried, 0.0)  # for the bytes of this rank
-                share = _SENT_FIRST.get(message.kind, 0.0) / (len(engine.members) - 1)
-                if message.kind == "all_gather":
-                    share /= gather_pieces(message.nbytes, len(engine.members))
-                arriving += min(share * alone, max(here.done - carried - alone, 0.0))
+        for message, here in _taken(engine, offset):
+            known = self._all(engine, message) or {rank: here}
+            last = max(known, key=lambda one: known[one].started)
             shift = message.started - here.started
-            times = [message.started]
-            for moment in (last.started, carried, arriving):
-                times.append(min(max(moment + shift, times[-1]), here.done + shift))
+            times, done = [message.started], here.done + shift
+            for moment in (known[last].started, max(one.taken for one in known.values()), known[rank].arriving):
+                times.append(min(max(moment + shift, times[-1]), done))
             begun, met, carried, arriving = times
-            slowest = last.rank if len(known) > 1 else None
-            found.append((message, Moments(begun, met, carried, arriving, here.done + shift, slowest)))
+            found.append((message, Moments(begun, met, carried, arriving, done, last if len(known) > 1 else None)))
         return found
 
-    def _all(self, engine: EnginePart, message: Message) -> list[_Here]:
-        return self._known[engine.key(message)] if message.scope == "all" else []
+    def _all(self, engine: EnginePart, message: Message) -> _Ranks:
+        return self._known[engine.key(message)] if message.scope == "all" else {}
 
 
-def _taken(rank: int, engine: EnginePart, offset: Offset) -> list[tuple[Message, _Here]]:
+def _taken(engine: EnginePart, offset: Offset) -> list[tuple[Message, _Here]]:
     """Return the messages of an engine in the order of their starts, with the time when a thread of their group was free."""
     free: dict[str, list[float]] = {}
     found = []
@@ -221,8 +218,48 @@ def _taken(rank: int, engine: EnginePart, offset: Offset) -> list[tuple[Message,
         started = offset(message.started)
         taken = max(started, heapq.heappop(threads))
         heapq.heappush(threads, done)
-        found.append((message, _Here(rank, started, taken, done)))
+        found.append((message, _Here(started, taken, done, taken)))
     return found
+
+
+def _let_arrive(messages: list[tuple[Message, _Ranks]]) -> None:
+    """Set when the bytes of each message could leave the peers.
+
+    Gloo tells a peer that this rank can receive behind all bytes that it has begun to send to this peer. These are bytes of
+    earlier messages, and of this one if the peer took it before.
+    """
+    moving: list[tuple[float, _Ranks]] = []  # earlier messages, with the share that a rank sends at once
+    for message, ranks in sorted(messages, key=lambda one: max(here.taken for here in one[1].values())):
+        first, carried = min(one.taken for one in ranks.values()), max(one.taken for one in ranks.values())
+        moving = [one for one in moving if max(here.done for here in one[1].values()) > first]
+        share = _SENT_FIRST.get(message.kind, 0.0) / max(len(ranks) - 1, 1)
+        if message.kind == "all_gather":
+            share /= gather_pieces(message.nbytes, len(ranks))
+        for rank, here in sorted(ranks.items(), key=lambda item: item[1].taken):
+            told = []  # when each peer knew that this rank can receive
+            for peer in ranks:
+                if peer != rank:
+                    there = [(sent, one[peer]) for sent, one in moving if peer in one]
+                    ends = [
+                        _sent(here.taken, sent, one) for sent, one in there if one.arriving <= here.taken < one.done
+                    ]
+                    if ranks[peer].taken < here.taken:
+                        ends.append(_own_block(here, ranks[peer], [one.done for _, one in there], carried, share))
+                    told.append(max([carried, *ends]))
+            here.arriving = min(told, default=carried)
+        if share:
+            moving.append((share, ranks))
+
+
+def _sent(now: float, share: float, there: _Here) -> float:
+    """Return when the bytes of a message that a rank has begun to send have left."""
+    return min(now + share * (there.done - there.arriving), there.done)
+
+
+def _own_block(here: _Here, there: _Here, ends: list[float], carried: float, share: float) -> float:
+    """Return when a rank had sent its first block to a peer, unless it has the peer's bytes sooner than that allows."""
+    alone = there.done - max([there.arriving, *(end for end in ends if end < there.done)])  # for the bytes of this rank
+    return min(carried + share * (there.done - carried), here.done - alone)
 
 
 def _engine(data: dict[str, Any]) -> EnginePart:

@@ -18,9 +18,9 @@ from commhooks.transport.arrival import call_on_arrival
 from commhooks.transport.base import Transport, Work
 
 STATUS = "status"
-# The engine spins for results up to this size. A callback would need the interpreter's lock on gloo's thread before torch
-# counts the message as done, so each spin would last to its limit.
-POLLED_BYTES = TUNED.spin_bytes
+# The engine spins for results up to this size and for this long. A callback would need the interpreter's lock on gloo's thread
+# before torch counts the message as done, so each spin would last to its limit.
+POLLED_BYTES, POLLED_SECONDS = TUNED.spin_bytes, TUNED.spin_seconds
 
 
 @dataclass(slots=True)
@@ -58,8 +58,8 @@ class Message:
         scope: ranks that exchange it, see :class:`~commhooks.requests.AllReduce`.
         started: seconds when the engine called the transport.
         launched: seconds when this call returned.
-        done: seconds when the result had arrived, or for a result of up to 1 MiB when the trace saw that first, at its next
-            event or while the engine waits; ``None`` if the host does not learn it, as on a GPU.
+        done: seconds when the result had arrived. For a result of up to 1 MiB, within the first 2 ms, the time when the trace saw
+            that first, at its next event or in a wait. ``None`` if the host does not learn it, as on a GPU.
         waited: seconds when a wait for it returned; ``None`` if the engine never waited.
     """
 
@@ -212,14 +212,20 @@ class EngineTrace:
             sender.transport = TracedTransport(sender.transport, self)
 
     def poll(self, work: "PolledWork") -> None:
-        """Look for the end of a work at each event, until it is seen."""
+        """Look for the end of a work at each event."""
         self._polled.append(work)
+
+    def stop_polling(self) -> None:
+        """Let callbacks record the ends of the polled works, because this thread now waits without events."""
+        for work in self._polled:
+            work.stop_polling()
+        self._polled.clear()
 
     def _add(self, event: Span | Message) -> None:
         self.events.append(event)
         self.recorded += 1
         if self._polled:
-            self._polled = [work for work in self._polled if not work.is_seen()]
+            self._polled = [work for work in self._polled if work.needs_polling()]
 
     def _name(self, number: int, bucket: Bucket) -> None:
         """Give a run the index of its bucket as label, and pieces of one bucket a number, too."""
@@ -297,50 +303,73 @@ class TracedTransport:
     def _traced(self, work: Work, message: Message, output: torch.Tensor) -> Work:
         message.launched = time.perf_counter()
         if not output.is_cpu:  # the host does not learn the end: a future completes when the kernel is queued
-            return TracedWork(work, message, False)
+            return TracedWork(work, message, None)
         if hasattr(work, "is_completed") and _nbytes(output) <= POLLED_BYTES:
-            polled = PolledWork(work, message, True)
+            polled = PolledWork(work, message, self._trace)
             self._trace.poll(polled)
             return polled
-        future = getattr(work, "future", None)
-        if future is not None:
-
-            def arrived(_: object) -> None:
-                if message.done is None:
-                    message.done = time.perf_counter()
-
-            call_on_arrival(future(), arrived)
-        return TracedWork(work, message, True)
+        traced = TracedWork(work, message, self._trace)
+        traced.call_on_end()
+        return traced
 
 
 class TracedWork:
-    """A collective whose end is recorded. Other attributes are those of the work inside."""
+    """A collective whose end is recorded. Other attributes are those of the work inside.
 
-    __slots__ = ("_inside", "_message", "_on_host")
+    Args:
+        inside: the work.
+        message: receives the end.
+        trace: of the engine, if the host learns the end.
+    """
 
-    def __init__(self, inside: Work, message: Message, on_host: bool) -> None:
-        self._inside, self._message, self._on_host = inside, message, on_host
+    __slots__ = ("_inside", "_message", "_trace")
+
+    def __init__(self, inside: Work, message: Message, trace: EngineTrace | None) -> None:
+        self._inside, self._message, self._trace = inside, message, trace
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inside, name)
 
     def wait(self, timeout: float | None) -> None:
         """See :meth:`.Work.wait`."""
-        self._inside.wait(timeout)
+        inside: Any = self._inside
+        if self._trace is not None and hasattr(inside, "is_completed") and not inside.is_completed():
+            self._trace.stop_polling()
+        inside.wait(timeout)
         message = self._message
         message.waited = time.perf_counter()
-        if self._on_host and message.done is None:
+        if self._trace is not None and message.done is None:
             message.done = message.waited
+
+    def call_on_end(self) -> None:
+        """Record the end in a callback on the thread that receives the result."""
+        future = getattr(self._inside, "future", None)
+        if future is not None:
+            call_on_arrival(future(), self._arrived)
+
+    def _arrived(self, _: object) -> None:
+        if self._message.done is None:
+            self._message.done = time.perf_counter()
 
 
 class PolledWork(TracedWork):
-    """A collective on the host that can be asked if it is done."""
+    """A short collective on the host. The trace asks if it is done, and uses a callback if it takes longer than a spin."""
 
     __slots__ = ()
 
-    def is_seen(self) -> bool:
-        """True if the end is recorded."""
-        return self._message.done is not None or self.is_completed()
+    def needs_polling(self) -> bool:
+        """False if the end is recorded, or a callback will record it."""
+        if self._message.done is not None or self.is_completed():
+            return False
+        if time.perf_counter() - self._message.launched < POLLED_SECONDS:
+            return True
+        self.call_on_end()
+        return False
+
+    def stop_polling(self) -> None:
+        """Record the end now, or let a callback record it."""
+        if self._message.done is None and not self.is_completed():
+            self.call_on_end()
 
     def is_completed(self) -> bool:
         """True if the work is done."""
