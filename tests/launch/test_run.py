@@ -130,6 +130,24 @@ def test_a_script_that_wraps_nothing(tmp_path: Path) -> None:
     assert "no model was wrapped" in done.report["notes"][0]
 
 
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [("pass", 3), ("raise SystemExit(0)", 3), ("raise SystemExit('')", 1), ("raise SystemExit(7)", 7), ("1 / 0", 1)],
+)
+def test_a_hook_that_must_attach_ends_an_unused_run_with_a_status(tmp_path: Path, script: str, status: int) -> None:
+    done = run(tmp_path, f"import torch\n{script}\n", ranks=0, hook=HOOK, must_attach=True, check=False)
+    assert done.code == status, done.err
+    assert done.report["models"] == [] and done.report["notes"]
+
+
+@pytest.mark.full
+def test_a_hook_that_must_attach_and_does_changes_no_status(tmp_path: Path) -> None:
+    assert run(tmp_path, "ddp_loop", hook=HOOK, must_attach=True).stats["steps"] == 8
+    done = run(tmp_path, "ddp_loop", hook=HOOK, must_attach=True, module_pattern="Other", check=False)
+    assert done.code == 1 and "exitcode  : 3" in done.err  # the status of torchrun itself is 1
+    assert "exitcode  : 0" not in done.err and done.err.count("exitcode  : 3") == 1  # rank 0 alone
+
+
 @pytest.mark.full
 def test_a_script_that_starts_its_ranks_itself(tmp_path: Path) -> None:
     """The ranks write the report, also to the file. The process that only starts them writes none."""
@@ -139,7 +157,7 @@ def test_a_script_that_starts_its_ranks_itself(tmp_path: Path) -> None:
     body = "".join(f"    {line}\n" for line in ("torch.manual_seed(0)" + body).splitlines())
     start = "if __name__ == '__main__':\n    import pathlib\n    store = pathlib.Path('store').absolute().as_uri()\n"
     script = f"{head}\n{ranks}{body}{start}    torch.multiprocessing.spawn(train, (store,), nprocs=2)\n"
-    done = run(tmp_path, script, ranks=0, hook=HOOK)
+    done = run(tmp_path, script, ranks=0, hook=HOOK, must_attach=True)
     assert [model["stats"]["compressed_steps"] for model in done.report["models"]] == [3, 3]
     assert done.err.count("commhooks run:") == 1 and "no model was wrapped" not in done.err
 

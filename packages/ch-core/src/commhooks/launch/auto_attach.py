@@ -41,6 +41,9 @@ class AutoAttach:
         self.reports = Path(folder) if folder else None
         self.models: list[FoundModel] = []
         self.notes: list[str] = []
+        self.unused = (
+            False  # True on rank 0 after the end if no model of this process, or of one that it started, got the hook
+        )
         self.not_used = ""  # note about the first model that keeps a hook of the script's own
         self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._ended = False
@@ -138,7 +141,8 @@ class AutoAttach:
             found.end_trace()
         if self.rank == 0 and (self.models or self.notes or self.report_always):
             try:
-                if self.models or not self._reported_by_another():
+                self.unused = not self.models and not self._reported_by_another()
+                if self.models or self.unused:
                     self._write_report()
             except Exception:
                 log.exception("commhooks run: the report could not be written")

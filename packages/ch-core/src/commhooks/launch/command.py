@@ -23,6 +23,7 @@ from commhooks.launch.settings import Settings
 from commhooks.log import wrapped, write_stderr
 
 COLUMNS = 80  # of the dry run
+NOT_ATTACHED = 3  # exit status of --must-attach; 1 is that of an exception, 2 that of a bad command line
 INTERPRETER = re.compile(r"python[\d.]*(\.exe)?")
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "srun")
 EPILOG = """\
@@ -112,6 +113,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--dry-run", action="store_true", help="print the resolved expression and planned bytes; run nothing"
     )
+    made.add_argument(
+        "--must-attach",
+        action="store_true",
+        help=f"end with exit status {NOT_ATTACHED} if no model of the script got the hook",
+    )
     made.add_argument("-m", dest="module", action="store_true", help="script is a module name, as for python -m")
     made.add_argument("script", help="path of the script")
     rest = made.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
@@ -126,7 +132,7 @@ def main(words: list[str]) -> int:
         return 0
     try:
         given = parser().parse_args(words)
-        others = ("script", "words", "module", "dry_run")
+        others = ("script", "words", "module", "dry_run", "must_attach")
         settings = Settings(**{name: value for name, value in vars(given).items() if name not in others})
         for name in Settings.variables():
             os.environ.pop(name, None)  # options of the command line win, and so do their defaults
@@ -142,8 +148,7 @@ def main(words: list[str]) -> int:
     except (CommHooksError, ValueError) as error:
         _complain(f"{type(error).__name__}: {error}")
         return 2
-    _run(given)
-    return 0
+    return _run(given)
 
 
 def _complain(text: str) -> None:
@@ -318,7 +323,8 @@ def _without_versions(node: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _run(given: argparse.Namespace) -> None:
+def _run(given: argparse.Namespace) -> int:
+    """Run the script and return the exit status of its success. Its exceptions pass through."""
     from commhooks.launch import script
     from commhooks.launch.auto_attach import REPORTS, auto_attach
 
@@ -337,7 +343,8 @@ def _run(given: argparse.Namespace) -> None:
         raise
     except SystemExit as leaving:
         attach.raised = f"exit status {leaving.code!r:.80}" if leaving.code else ""
-        raise
+        if leaving.code not in (None, 0):
+            raise
     except Exception as error:
         attach.raised = type(error).__name__
         raise
@@ -349,6 +356,7 @@ def _run(given: argparse.Namespace) -> None:
         gc.collect()
         if reports and os.getpid() == process:  # a process that the script forked comes here, too
             shutil.rmtree(reports, ignore_errors=True)
+    return NOT_ATTACHED if given.must_attach and attach.unused else 0
 
 
 def _end_by_interrupt(interrupted: list[bool]) -> None:
