@@ -3,6 +3,7 @@
 import io
 from collections.abc import Generator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ch_powersgd
 import commhooks
+from ch_fsdp.replicate_axis import GroupOrder
 from commhooks import AllReduce, AttachError, Bucket, HookConfigError, RankMismatchError, RemoteHookError, StateError
 from commhooks.reduction import StepContext
 from commhooks.requests import Requests
@@ -476,3 +478,19 @@ def body_two_handles(rank: int, world: int) -> None:
 
 def test_two_handles_over_the_same_replicas() -> None:
     spawn(body_two_handles, 2, timeout=150)
+
+
+def test_a_stream_is_waited_for_at_the_end_of_its_own_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user may run one backward on a stream that later has other work."""
+
+    class Stream:
+        device = torch.device("cuda", 0)
+
+    waited: list[Stream] = []
+    current = mock.Mock(wait_stream=waited.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    order, stream = GroupOrder([], fixed=True), Stream()
+    order._streams.add(stream)
+    for _ in range(2):
+        order.finish(mock.Mock())
+    assert waited == [stream]

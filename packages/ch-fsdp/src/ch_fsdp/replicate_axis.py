@@ -115,7 +115,7 @@ class GroupOrder:
         self.groups = groups
         self.released: set[int] = set()
         self.late: set[str] = set()
-        self._streams: set[torch.cuda.Stream] = set()  # streams on which torch called the hook
+        self._streams: set[torch.cuda.Stream] = set()  # on which torch called the hook in this or an interrupted step
         self._order = list(reversed(range(len(groups)))) if fixed else list(range(len(groups)))
         self._agreed = fixed
         self._most_calls = [0] * len(groups)  # in one step; with fewer calls a group may be incomplete
@@ -205,6 +205,7 @@ class GroupOrder:
         # backward, so without this line a late average could be added too early.
         for stream in self._streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
+        self._streams.clear()  # a caller's stream may be of one step only
         while (index := self._next()) is not None:
             self._reduce_late(engine, index)
         for index, average in self._averages.items():

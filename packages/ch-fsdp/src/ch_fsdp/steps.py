@@ -91,6 +91,9 @@ class Steps:
     def abandon(self, *, reset: bool = False) -> None:
         """Forget a step whose backward an exception interrupted.
 
+        Its streams stay until the next step ends and waits for them. That wait is never wrong, and it puts kernels of the
+        interrupted backward that still run before the status and the optimizer.
+
         Args:
             reset: also forget gradients that ``set_requires_all_reduce(False)`` kept of earlier backwards.
         """
