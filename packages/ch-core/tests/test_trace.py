@@ -2,6 +2,7 @@
 
 import json
 import time
+import weakref
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from commhooks.simulate import simulate
 from commhooks.testing import spawn
 from commhooks.trace.clocks import DRIFT, align
 from commhooks.trace.rank_part import EnginePart, Moments, Part, Timeline
-from commhooks.trace.recording import BucketFacts, EngineTrace, Message, Span
+from commhooks.trace.recording import BucketFacts, EngineTrace, Message, PolledWork, Span
 from commhooks.trace.summary import summarize
 
 
@@ -173,6 +174,74 @@ def test_the_end_of_a_message_is_seen_while_the_rank_waits_for_another() -> None
     assert min(before[:2]) > 0.5  # both had ended before rank 1 slept again
 
 
+class FakeWork:
+    """Work that ends when the test says so. It has no future."""
+
+    completed = False
+
+    def is_completed(self) -> bool:
+        return self.completed
+
+    def wait(self, timeout: float | None) -> None:
+        raise RuntimeError("a peer was lost")
+
+
+class FutureWork(FakeWork):
+    def __init__(self) -> None:
+        self.futures = torch.futures.Future[torch.Tensor]()
+
+    def future(self) -> Any:
+        return self.futures
+
+
+def recorded(work: FakeWork) -> tuple[EngineTrace, PolledWork]:
+    """Return a trace of an engine, and a short work that it polls."""
+    [recorder] = simulate(1, lambda rank: EngineTrace(rank.engine(Plain()), 100))
+    message = recorder.message("all_reduce", torch.zeros(8), torch.zeros(8), 2, "all")
+    message.launched = time.perf_counter() - 1.0  # longer than a spin
+    polled = PolledWork(work, message, recorder)
+    recorder.poll(polled)
+    return recorder, polled
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_message_that_failed_has_no_end(waits: bool) -> None:
+    """A later begin on another rank would misalign the clocks."""
+    work = FutureWork()
+    recorder, polled = recorded(work)
+    [message] = recorder.events
+    assert isinstance(message, Message)
+    if waits:
+        with pytest.raises(RuntimeError, match="a peer was lost"):
+            polled.wait(None)  # leaves a callback
+    work.completed = True
+    work.futures.set_exception(RuntimeError("a peer was lost"))
+    assert not polled.needs_polling() and message.done is None
+
+
+def test_work_without_a_future_is_polled_until_it_ends() -> None:
+    work = FakeWork()
+    recorder, polled = recorded(work)
+    [message] = recorder.events
+    assert isinstance(message, Message)
+    recorder.stop_polling()
+    recorder.end()
+    recorder.agreed(0.0, 1.0)  # an event
+    assert polled.needs_polling() and message.done is None
+    work.completed = True
+    recorder.agreed(1.0, 2.0)
+    assert message.done is not None
+
+
+def test_a_closed_trace_keeps_no_work_alive() -> None:
+    recorder, polled = recorded(FakeWork())
+    kept = weakref.ref(polled._inside)
+    del polled
+    assert kept() is not None
+    recorder.close()
+    assert kept() is None
+
+
 def test_a_limit_drops_the_oldest_events(tmp_path: Path) -> None:
     def body(rank: Any) -> None:
         reducer = Reducer(Plain(), {"w": torch.zeros(8)}, transport=rank.transport)
@@ -227,12 +296,17 @@ def test_merge_refuses_parts_of_different_traces(tmp_path: Path) -> None:
         trace.merge([bad], tmp_path / "x.json")
 
 
-def timeline(*messages: tuple[str, tuple[float, float], tuple[float, float]], nbytes: int = 10) -> Timeline:
-    """Return the traces of two ranks with equal clocks. A message is a collective, and begin and end on each rank."""
+def timeline(
+    *messages: tuple[str, tuple[float, float], tuple[float, float]], nbytes: int = 10, world_size: int = 2
+) -> Timeline:
+    """Return the traces of two ranks with equal clocks. A message is a collective, and begin and end on each rank.
+
+    A larger ``world_size`` has ranks without a trace.
+    """
     parts = []
     for rank in (0, 1):
-        part = Part("token", rank, 2, "host", rank, "quant4", exchanges=[("begin", 0.0, 0.0)])
-        engine = EnginePart("", "quant4", (0, 1), buckets={"0": BucketFacts(("w",), 8)})
+        part = Part("token", rank, world_size, "host", rank, "quant4", exchanges=[("begin", 0.0, 0.0)])
+        engine = EnginePart("", "quant4", tuple(range(world_size)), buckets={"0": BucketFacts(("w",), 8)})
         engine.spans.append(Span("step", 0, "", 0, 0.0, 1000.0))
         for index, (kind, *times) in enumerate(messages):
             begun, ended = times[rank]
@@ -268,6 +342,12 @@ def test_a_late_rank_sends_only_half_a_piece_first_in_a_long_gather() -> None:
     """Rank 0 joins last. Eight megabytes in sixteen pieces take 16 s."""
     line = timeline(("all_gather", (4.0, 21.0), (0.0, 20.0)), nbytes=1 << 23)
     assert [one.arriving for one in moments(line, 0)] == [4.5]
+
+
+def test_a_rank_sends_first_only_the_block_of_one_peer_if_traces_are_missing() -> None:
+    """Rank 1 sends a block to each of four peers in 10 s. Three of them have no trace."""
+    line = timeline(("all_to_all", (5.0, 25.0), (0.0, 15.0)), world_size=5)
+    assert [one.arriving for one in (*moments(line, 0), *moments(line, 1))] == [7.5, 5.0]
 
 
 def test_a_rank_announces_a_message_behind_the_bytes_of_the_one_before() -> None:

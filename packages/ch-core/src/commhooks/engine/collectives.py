@@ -21,7 +21,7 @@ from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Re
 from commhooks.rounding import encode
 from commhooks.scratch import Scratch
 from commhooks.topology import Topology
-from commhooks.transport.arrival import call_on_arrival
+from commhooks.transport.arrival import call_on_arrival, is_lost
 from commhooks.transport.base import LeveledTransport, Transport, Work
 
 Decode = Callable[[], None] | None
@@ -280,7 +280,7 @@ class _Delivery:
 
         def arrived(future: Any) -> None:
             try:
-                if not _is_lost(future) and decode is not None:
+                if not is_lost(future) and decode is not None:
                     with torch.no_grad():  # the thread that receives would record gradients
                         decode()
             except BaseException as error:
@@ -302,15 +302,6 @@ class _Delivery:
             last = self._left == 0
         if last:
             self._action()
-
-
-def _is_lost(future: Any) -> bool:
-    """True if the collective failed. ``Work.wait`` raises the reason."""
-    try:
-        future.value()
-    except RuntimeError:
-        return True
-    return False
 
 
 # -- the way from an engine to its transport

@@ -139,7 +139,23 @@ class _Here:
     arriving: float  # when the first bytes for this rank could leave a peer
 
 
-_Ranks = dict[int, _Here]  # one message, by rank
+@dataclass(slots=True)
+class _Shared:
+    """One message on all ranks that have traced it."""
+
+    message: Message  # on one of them
+    ranks: dict[int, _Here] = field(default_factory=dict)
+    last: int = 0  # rank that started it last
+    taken: float = 0.0  # by the first rank
+    carried: float = 0.0  # when the last rank had taken it
+    done: float = 0.0  # on the last rank
+
+    def compare(self) -> None:
+        """Compare the ranks, once all of them are known."""
+        all_ranks = self.ranks.values()
+        self.last = max(self.ranks, key=lambda rank: self.ranks[rank].started)
+        self.taken, self.carried = min(here.taken for here in all_ranks), max(here.taken for here in all_ranks)
+        self.done = max(here.done for here in all_ranks)
 
 
 class Timeline:
@@ -158,19 +174,21 @@ class Timeline:
         if not self.parts:
             raise ValueError("a trace needs the part of at least one rank")
         self.offsets: Mapping[int, Offset] = align({rank: part.times() for rank, part in self.parts.items()})
-        self._known: dict[Key, _Ranks] = {}
-        together: dict[Key, list[tuple[Message, _Ranks]]] = {}  # the messages of each engine
+        self._known: dict[Key, _Shared] = {}
+        together: dict[tuple[str, tuple[int, ...]], list[_Shared]] = {}  # the messages of each engine
         for rank, part in self.parts.items():
             for engine in part.engines:
                 for message, here in _taken(engine, self.offsets[rank]):
                     if message.scope == "all":
                         key = engine.key(message)
                         if key not in self._known:
-                            self._known[key] = {}
-                            together.setdefault((engine.name, engine.members), []).append((message, self._known[key]))
-                        self._known[key][rank] = here
-        for messages in together.values():
-            _let_arrive(messages)
+                            self._known[key] = _Shared(message)
+                            together.setdefault((engine.name, engine.members), []).append(self._known[key])
+                        self._known[key].ranks[rank] = here
+        for (_, members), messages in together.items():
+            for shared in messages:
+                shared.compare()
+            _let_arrive(messages, len(members))
 
     @property
     def bound(self) -> float | None:
@@ -184,7 +202,9 @@ class Timeline:
 
         Messages among the ranks of a node, or among peers, are not matched. For them nothing is returned.
         """
-        return [(one.started, rank) for rank, one in self._all(engine, message).items()]
+        if message.scope != "all":
+            return []
+        return [(one.started, rank) for rank, one in self._known[engine.key(message)].ranks.items()]
 
     def moments(self, rank: int, engine: EnginePart) -> list[tuple[Message, Moments]]:
         """Return the messages of an engine with their moments, in the order of their starts.
@@ -194,18 +214,19 @@ class Timeline:
         """
         offset, found = self.offsets[rank], []
         for message, here in _taken(engine, offset):
-            known = self._all(engine, message) or {rank: here}
-            last = max(known, key=lambda one: known[one].started)
+            if message.scope == "all":
+                shared = self._known[engine.key(message)]
+            else:
+                shared = _Shared(message, {rank: here})
+                shared.compare()
+            known, last = shared.ranks, shared.last
             shift = message.started - here.started
             times, done = [message.started], here.done + shift
-            for moment in (known[last].started, max(one.taken for one in known.values()), known[rank].arriving):
+            for moment in (known[last].started, shared.carried, known[rank].arriving):
                 times.append(min(max(moment + shift, times[-1]), done))
             begun, met, carried, arriving = times
             found.append((message, Moments(begun, met, carried, arriving, done, last if len(known) > 1 else None)))
         return found
-
-    def _all(self, engine: EnginePart, message: Message) -> _Ranks:
-        return self._known[engine.key(message)] if message.scope == "all" else {}
 
 
 def _taken(engine: EnginePart, offset: Offset) -> list[tuple[Message, _Here]]:
@@ -222,33 +243,39 @@ def _taken(engine: EnginePart, offset: Offset) -> list[tuple[Message, _Here]]:
     return found
 
 
-def _let_arrive(messages: list[tuple[Message, _Ranks]]) -> None:
+def _let_arrive(messages: list[_Shared], world_size: int) -> None:
     """Set when the bytes of each message could leave the peers.
 
     Gloo tells a peer that this rank can receive behind all bytes that it has begun to send to this peer. These are bytes of
     earlier messages, and of this one if the peer took it before.
     """
-    moving: list[tuple[float, _Ranks]] = []  # earlier messages, with the share that a rank sends at once
-    for message, ranks in sorted(messages, key=lambda one: max(here.taken for here in one[1].values())):
-        first, carried = min(one.taken for one in ranks.values()), max(one.taken for one in ranks.values())
-        moving = [one for one in moving if max(here.done for here in one[1].values()) > first]
-        share = _SENT_FIRST.get(message.kind, 0.0) / max(len(ranks) - 1, 1)
+    moving: list[tuple[float, _Shared]] = []  # earlier messages, with the share that a rank sends at once
+    for shared in sorted(messages, key=lambda one: one.carried):
+        message, carried = shared.message, shared.carried
+        moving = [one for one in moving if one[1].done > shared.taken]
+        share = _SENT_FIRST.get(message.kind, 0.0) / max(world_size - 1, 1)
         if message.kind == "all_gather":
-            share /= gather_pieces(message.nbytes, len(ranks))
-        for rank, here in sorted(ranks.items(), key=lambda item: item[1].taken):
+            share /= gather_pieces(message.nbytes, world_size)
+        order = sorted(shared.ranks, key=lambda rank: shared.ranks[rank].taken)
+        for rank in order:
             told = []  # when each peer knew that this rank can receive
-            for peer in ranks:
+            for peer in reversed(order):  # peers that took it later seldom wait
                 if peer != rank:
-                    there = [(sent, one[peer]) for sent, one in moving if peer in one]
-                    ends = [
-                        _sent(here.taken, sent, one) for sent, one in there if one.arriving <= here.taken < one.done
-                    ]
-                    if ranks[peer].taken < here.taken:
-                        ends.append(_own_block(here, ranks[peer], [one.done for _, one in there], carried, share))
-                    told.append(max([carried, *ends]))
-            here.arriving = min(told, default=carried)
+                    told.append(max(carried, _told(shared.ranks[rank], shared, peer, moving, share)))
+                    if told[-1] <= carried:  # no peer knew sooner. Without this line the cost is quadratic in the ranks
+                        break
+            shared.ranks[rank].arriving = min(told, default=carried)
         if share:
-            moving.append((share, ranks))
+            moving.append((share, shared))
+
+
+def _told(here: _Here, shared: _Shared, peer: int, moving: list[tuple[float, _Shared]], share: float) -> float:
+    """Return when a peer knew that this rank can receive a message, at the earliest."""
+    there = [(sent, one.ranks[peer]) for sent, one in moving if peer in one.ranks]
+    ends = [_sent(here.taken, sent, one) for sent, one in there if one.arriving <= here.taken < one.done]
+    if shared.ranks[peer].taken < here.taken:
+        ends.append(_own_block(here, shared.ranks[peer], [one.done for _, one in there], shared.carried, share))
+    return max(ends, default=shared.carried)
 
 
 def _sent(now: float, share: float, there: _Here) -> float:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from commhooks.bucket import Bucket
 from commhooks.engine.engine import Engine
 from commhooks.engine.schedule import TUNED
-from commhooks.transport.arrival import call_on_arrival
+from commhooks.transport.arrival import call_on_arrival, is_lost
 from commhooks.transport.base import Transport, Work
 
 STATUS = "status"
@@ -59,7 +60,8 @@ class Message:
         started: seconds when the engine called the transport.
         launched: seconds when this call returned.
         done: seconds when the result had arrived. For a result of up to 1 MiB, within the first 2 ms, the time when the trace saw
-            that first, at its next event or in a wait. ``None`` if the host does not learn it, as on a GPU.
+            that first, at its next event or in a wait. ``None`` if the message failed, or the host does not learn its end, as on
+            a GPU.
         waited: seconds when a wait for it returned; ``None`` if the engine never waited.
     """
 
@@ -134,6 +136,8 @@ class EngineTrace:
 
     def close(self) -> None:
         """Stop recording. The events stay."""
+        self.stop_polling()
+        self._polled.clear()  # works keep their tensors alive
         engine = self.engine
         if engine.counters.trace is self:
             engine.counters.trace = None
@@ -217,9 +221,7 @@ class EngineTrace:
 
     def stop_polling(self) -> None:
         """Let callbacks record the ends of the polled works, because this thread now waits without events."""
-        for work in self._polled:
-            work.stop_polling()
-        self._polled.clear()
+        self._polled = [work for work in self._polled if work.needs_polling(waiting=True)]
 
     def _add(self, event: Span | Message) -> None:
         self.events.append(event)
@@ -341,15 +343,13 @@ class TracedWork:
         if self._trace is not None and message.done is None:
             message.done = message.waited
 
-    def call_on_end(self) -> None:
-        """Record the end in a callback on the thread that receives the result."""
+    def call_on_end(self) -> bool:
+        """Record the end in a callback on the thread that receives the result. Return False if the work has no future."""
         future = getattr(self._inside, "future", None)
-        if future is not None:
-            call_on_arrival(future(), self._arrived)
-
-    def _arrived(self, _: object) -> None:
-        if self._message.done is None:
-            self._message.done = time.perf_counter()
+        if future is None:
+            return False
+        call_on_arrival(future(), partial(_note_end, self._message))
+        return True
 
 
 class PolledWork(TracedWork):
@@ -357,27 +357,40 @@ class PolledWork(TracedWork):
 
     __slots__ = ()
 
-    def needs_polling(self) -> bool:
-        """False if the end is recorded, or a callback will record it."""
+    def needs_polling(self, *, waiting: bool = False) -> bool:
+        """False if the end is recorded, or a callback will record it.
+
+        Args:
+            waiting: True if no event follows soon.
+        """
         if self._message.done is not None or self.is_completed():
             return False
-        if time.perf_counter() - self._message.launched < POLLED_SECONDS:
+        if not waiting and time.perf_counter() - self._message.launched < POLLED_SECONDS:
             return True
-        self.call_on_end()
-        return False
-
-    def stop_polling(self) -> None:
-        """Record the end now, or let a callback record it."""
-        if self._message.done is None and not self.is_completed():
-            self.call_on_end()
+        return not self.call_on_end()
 
     def is_completed(self) -> bool:
         """True if the work is done."""
         inside: Any = self._inside
         done: bool = inside.is_completed()
         if done and self._message.done is None:
-            self._message.done = time.perf_counter()
+            future = getattr(inside, "future", None)
+            _note_end(self._message, future() if future is not None else None)
         return done
+
+
+def _note_end(message: Message, future: Any) -> None:
+    """Record the end of a message, unless it failed.
+
+    A message may fail on one rank before another rank begins it. Such an end would misalign the clocks.
+
+    Args:
+        message: receives the end.
+        future: of its work, completed; ``None`` if there is none.
+    """
+    now = time.perf_counter()
+    if message.done is None and not (future is not None and is_lost(future)):
+        message.done = now
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

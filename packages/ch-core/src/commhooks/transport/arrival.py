@@ -38,6 +38,15 @@ def call_on_arrival(future: Any, function: Callable[[Any], None]) -> None:
     future.add_done_callback(call)
 
 
+def is_lost(future: Any) -> bool:
+    """True if the message of a completed future failed. ``Work.wait`` raises the reason."""
+    try:
+        future.value()
+    except Exception:
+        return True
+    return False
+
+
 @atexit.register
 def _wait_for_calls() -> None:
     """Wait until the threads have released the functions of all completed futures."""
