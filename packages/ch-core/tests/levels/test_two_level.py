@@ -10,6 +10,7 @@ import commhooks
 from commhooks.bucket import Bucket, BucketLayout
 from commhooks.checkpoint import merge
 from commhooks.compositions.partition import Piece, partition
+from commhooks.compositions.two_level import TwoLevel
 from commhooks.errors import HookConfigError, HookNotSupportedError, RemoteHookError, TransportError
 from commhooks.reduction import Plain, Reduction, Stages, StepContext
 from commhooks.simulate import SimulatedGroup, SimulatedRank, simulate
@@ -358,6 +359,29 @@ def test_each_place_has_the_results_of_the_flat_hook_on_the_pieces_that_it_owns(
                 name = piece.param.name
                 torch.testing.assert_close(piece_of(found[name], piece), step.gradients[0][name], rtol=1e-3, atol=1e-4)
     assert two.handles[0].stats()["compressed_steps"] > 0
+
+
+def test_the_hook_between_nodes_gets_the_same_bucket_in_every_step() -> None:
+    """It then finds the views that it has cached, as the flat hook does."""
+
+    class Seen(Plain):
+        def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
+            if bucket.device.type != "meta":
+                self.buckets = [*getattr(self, "buckets", []), bucket]
+            yield from super().run(bucket, ctx)
+
+    def steps(rank: SimulatedRank) -> list[Bucket]:
+        seen = Seen()
+        engine = rank.engine(TwoLevel(seen))
+        given = Bucket.from_tensors({"w": torch.ones(8, 4), "v": torch.ones(8, 4)})
+        for _ in range(3):
+            engine.submit(given)
+            assert engine.finish() is None
+        return seen.buckets
+
+    for found in simulate(body=steps, nodes=2, ranks_per_node=2):
+        assert len(found) == 3
+        assert all(bucket is found[0] for bucket in found)
 
 
 def test_one_copy_of_an_owned_residual() -> None:

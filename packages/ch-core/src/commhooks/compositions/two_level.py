@@ -113,7 +113,14 @@ class TwoLevel(Composite):
         if several:
             depth = self._depth(bucket.layout, parts, topology, ctx.step)
             if layout.params:
-                owned = Bucket(BucketLayout(layout.params, n, layout.dtype, device), mine, bucket.index, bucket.is_last)
+                # The same object in every step, so that the reduction between nodes finds its cached views.
+                owned = bucket.cached(
+                    (self, "owned", layout, bucket.index, bucket.is_last),
+                    lambda: Bucket(
+                        BucketLayout(layout.params, n, layout.dtype, device), mine, bucket.index, bucket.is_last
+                    ),
+                    mine,
+                )
                 between = self._between(owned, ctx, pieces, self._silent(owned, bucket, ctx), "peers")
                 yield from _padded(between, depth)
             else:

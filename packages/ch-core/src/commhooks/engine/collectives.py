@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -232,8 +232,7 @@ class Stage:
         """Return the transport among the ranks of a scope."""
         if scope == "all":
             return self.transport
-        assert isinstance(self.transport, LeveledTransport)  # noqa: S101 - Engine.open_levels has checked it
-        return self.transport.scoped(scope)
+        return cast(LeveledTransport, self.transport).scoped(scope)  # Engine.open_levels has checked it
 
     def _scale(self, op: str, scope: Scope) -> float:
         return 1.0 / self._among(scope).world_size if op == "mean" else 1.0
