@@ -1,5 +1,6 @@
 """Models of given shapes without arithmetic: a step costs only the work of its hook."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,28 @@ def gpt_shapes(layers: int, width: int, vocab: int, context: int) -> dict[str, t
             f"{i}.out.w": (width, 4 * width), f"{i}.out.b": (width,),
         }  # fmt: skip
     return shapes | {"lnf.w": (width,), "lnf.b": (width,)}
+
+
+def filled(sizes: Mapping[str, tuple[int, ...]], first: float, rest: float) -> list[dict[str, tuple[int, ...]]]:
+    """Return parameters in buckets as DDP fills them, the last parameters first.
+
+    Args:
+        sizes: shape of each parameter, in the order of the model.
+        first: MB of fp32 after which the first bucket is full. DDP's default is 1.
+        rest: MB after which each further bucket is full.
+
+    >>> filled({"a": (512, 512), "b": (256, 512), "c": (512, 512)}, 1, 1.5)
+    [{'c': (512, 512)}, {'b': (256, 512), 'a': (512, 512)}]
+    """
+    made: list[dict[str, tuple[int, ...]]] = [{}]
+    held = 0
+    for name, shape in reversed(list(sizes.items())):
+        made[-1][name] = shape
+        held += math.prod(shape) * 4
+        if held >= (first if len(made) == 1 else rest) * (1 << 20):
+            made.append({})
+            held = 0
+    return [bucket for bucket in made if bucket]
 
 
 def random_gradients(

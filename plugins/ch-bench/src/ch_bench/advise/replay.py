@@ -38,16 +38,21 @@ class Note(NamedTuple):
 
 
 class Recorder:
-    """Notes the actions of this rank in a step."""
+    """Notes the actions of this rank in a step.
 
-    def __init__(self) -> None:
+    Args:
+        clock: returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.notes: list[Note] = []
+        self._clock = clock
         self._posted, self._since = 0, 0.0
 
     def begin(self) -> None:
         """Begin a step."""
         self.notes, self._posted = [], 0
-        self._since = time.perf_counter()
+        self._since = self._clock()
 
     def post(self, sent: Message) -> int:
         """Note a posted message and return its number."""
@@ -66,16 +71,16 @@ class Recorder:
         return self.notes
 
     def _note(self, number: int, sent: Message | None) -> None:
-        now = time.perf_counter()
+        now = self._clock()
         self.notes.append(Note(now - self._since, number, sent))
-        self._since = time.perf_counter()
+        self._since = self._clock()
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """Stop the clock: the work inside stands for other processes."""
-        stopped = time.perf_counter()
+        stopped = self._clock()
         yield
-        self._since += time.perf_counter() - stopped
+        self._since += self._clock() - stopped
 
 
 class _Arrived:

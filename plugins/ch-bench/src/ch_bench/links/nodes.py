@@ -3,6 +3,8 @@
     sudo python -m ch_bench.links.nodes bytes
     sudo python -m ch_bench.links.nodes times --nodes 2x4 --work exchange
     sudo python -m ch_bench.links.nodes times --nodes 2x4 --work train
+    sudo python -m ch_bench.links.nodes cpu --nodes 2x4
+    python -m ch_bench.links.nodes arithmetic --nodes 2x4
     python -m ch_bench.links.nodes plan
 
 A node is a network namespace with an uplink of a given rate. Its ranks reach each other over loopback. The gradient is that of
@@ -15,6 +17,10 @@ steps behind barriers. PyTorch's hooks keep models of their own, because they ca
 ``bytes`` compares the interface of each node with the plan of the hook (:func:`commhooks.report.node_bytes`), with and
 without the 66 bytes of headers of each packet. Plans of PyTorch's hooks assume a ring. ``plan`` needs no network: it computes
 the bytes of GPT-2 small (124 M parameters) on nodes of eight ranks.
+
+``cpu`` runs without a limit of the link, and separates the CPU time of the thread that runs the engine from that of all other
+threads of the process, which carry gloo's messages. ``arithmetic`` needs no network: it measures the engine's thread without
+messages, for a flat hook and for each place of a node with ``two_level`` (:mod:`ch_bench.links.arithmetic`).
 """
 
 import argparse
@@ -23,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -32,7 +39,7 @@ import torch.distributed as dist
 
 import commhooks
 from ch_bench import gpt, launch, record, shapes, training
-from ch_bench.links import netns
+from ch_bench.links import arithmetic, netns
 from ch_bench.pytorch_hooks import LABELS, PyTorchHook, attach_pytorch, reduction_of
 from commhooks import BucketLayout, Topology
 from commhooks.report import node_bytes
@@ -54,6 +61,7 @@ class Turn:
         rate: of the uplinks; ``None`` without a limit.
         seconds: of each step, on the slowest rank.
         cpu: CPU seconds of a step, all threads of the process, mean of the ranks.
+        others: the part of ``cpu`` in other threads than the one that runs the backward, such as those of gloo.
         arithmetic: host seconds of a step in which the hook computes, mean of the ranks.
         planned: bytes that leave a node in a step, by the plan.
         streams, interfaces: bytes that left each node in a step, without and with the headers of packets.
@@ -69,6 +77,7 @@ class Turn:
     streams: list[float] = field(default_factory=list)
     interfaces: list[float] = field(default_factory=list)
     residual: int = 0
+    others: float = 0.0
 
 
 class Plan(NamedTuple):
@@ -141,7 +150,7 @@ class Bench:
     ) -> Turn:
         self._step(model)
         self._limit(rate)
-        before, figures, cpu = netns.sent_here(), stats(), time.process_time()
+        before, figures, cpu, own = netns.sent_here(), stats(), time.process_time(), time.thread_time()
         taken = []
         for _ in range(steps):
             if rate is not None:  # a barrier sends bytes
@@ -150,11 +159,19 @@ class Bench:
             self._step(model)
             taken.append(time.perf_counter() - begun)
         used, later = time.process_time() - cpu, stats()
+        others = used - (time.thread_time() - own)
         dist.barrier()  # a peer may still send
         after = netns.sent_here()
         self._limit(None)
         arithmetic = sum(later[key] - figures[key] for key in later if key in ("encode_seconds", "decode_seconds"))
-        mine = (taken, used / steps, arithmetic / steps, after.stream - before.stream, after.bytes - before.bytes)
+        mine = (
+            taken,
+            used / steps,
+            arithmetic / steps,
+            after.stream - before.stream,
+            after.bytes - before.bytes,
+            others / steps,
+        )
         rows = self._everywhere(mine)
         firsts = [rows[node[0]] for node in self.topology.nodes]
         return Turn(
@@ -166,6 +183,7 @@ class Bench:
             plan,
             [row[3] / steps for row in firsts],
             [row[4] / steps for row in firsts],
+            others=sum(row[5] for row in rows) / len(rows),
         )
 
     def _model(self, cap: float | None) -> Any:
@@ -282,15 +300,24 @@ def work_table(turns: Iterable[Turn]) -> str:
     return record.markdown_table(["hook", "CPU ms of a process", "arithmetic ms", "residual bytes"], rows)
 
 
+def cpu_table(turns: Iterable[Turn]) -> str:
+    """Return the CPU time of a process by hook, of all its threads and of the others than the engine's, with ranges."""
+    turns = list(turns)
+    rows = []
+    for hook in dict.fromkeys(turn.hook for turn in turns):
+        cells = [f"`{hook}`"]
+        for key in ("cpu", "engine", "others"):
+            mine = [1e3 * (t.cpu - t.others if key == "engine" else getattr(t, key)) for t in turns if t.hook == hook]
+            cells += [f"{median(mine):.1f}", f"{min(mine):.1f}–{max(mine):.1f}"]
+        rows.append(cells)
+    heads = ["hook", "process, ms", "range", "engine's thread, ms", "range", "other threads, ms", "range"]
+    return record.markdown_table(heads, rows)
+
+
 def plan_table(hooks: Sequence[str], nodes: Sequence[int] = (2, 8, 32, 125), each: int = 8) -> str:
     """Return the planned MB that leave a node in a step of GPT-2 small, flat and in two levels, by number of nodes."""
     sizes = shapes.gpt_shapes(12, 768, 50257, 1024)
-    groups: list[dict[str, tuple[int, ...]]] = [{}]
-    for name, shape in reversed(sizes.items()):  # buckets of at least 25 MB, as DDP fills them
-        groups[-1][name] = shape
-        if BucketLayout.of_shapes(groups[-1]).size * 4 >= 25 << 20:
-            groups.append({})
-    layouts = [BucketLayout.of_shapes(group) for group in groups if group]
+    layouts = [BucketLayout.of_shapes(group) for group in shapes.filled(sizes, 25, 25)]
     rows = []
     for hook in hooks:
         flat, two = (reduction_of(form) for form in (hook, f"two_level({hook})"))
@@ -330,7 +357,7 @@ def title_of(what: str, nodes: str, work: str, bucket_mb: float | None) -> str:
     >>> title_of("bytes", "2x4", "train", 4.0)
     'Bytes that leave a node, 2x4, train, buckets of 4 MB'
     """
-    head = "Bytes that leave a node" if what == "bytes" else "Times"
+    head = {"bytes": "Bytes that leave a node", "times": "Times", "cpu": "CPU time of a process"}[what]
     works = "" if (what, work) == ("bytes", "exchange") else f", {work}"
     return f"{head}, {nodes}{works}{'' if bucket_mb is None else f', buckets of {bucket_mb:g} MB'}"
 
@@ -338,12 +365,12 @@ def title_of(what: str, nodes: str, work: str, bucket_mb: float | None) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Measure and print the tables, or the reason why nothing can be measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["bytes", "times", "plan"])
+    parser.add_argument("what", choices=["bytes", "times", "cpu", "arithmetic", "plan"])
     parser.add_argument("--nodes", nargs="+", default=LAYOUTS, metavar="NxL", help="nodes and ranks of each")
     parser.add_argument("--work", choices=["exchange", "train"], default="exchange")
     parser.add_argument("--hooks", nargs="+", metavar="EXPR")
     parser.add_argument("--link", default="1gbit,200mbit,50mbit", metavar="RATES")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each hook at each rate")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each hook at each rate, or steps of arithmetic")
     parser.add_argument("--steps", type=int, help="steps of a turn (default 3 for bytes, 1 for times)")
     parser.add_argument("--bucket-mb", type=float, metavar="MB", help="DDP's bucket_cap_mb for all hooks (default 25)")
     parser.add_argument("--budget", type=float, default=600.0, metavar="S", help="start no round that would end later")
@@ -356,7 +383,22 @@ def main(argv: list[str] | None = None) -> int:
             title = "MB that leave a node of eight ranks, planned"
             record.write("two-level", title, record.command("ch_bench.links.nodes", argv), table)
         return 0
-    if args.what == "bytes":
+    if args.what == "arithmetic":
+        sizes = shapes.gpt_shapes(LAYERS, WIDTH, VOCAB, CONTEXT)
+        for nodes, hook in product(args.nodes, args.hooks or ["powersgd(rank=4)"]):
+            count, each = map(int, nodes.split("x"))
+            found = arithmetic.measure(hook, sizes, Topology.even(count * each, each), args.rounds, args.bucket_mb)
+            buckets = "" if args.bucket_mb is None else f", buckets of {args.bucket_mb:g} MB"
+            body, title = arithmetic.table(found), f"Arithmetic of {hook}, {nodes}{buckets}"
+            print(f"{title}\n\n{body}\n", flush=True)
+            if args.record:
+                command = record.command("ch_bench.links.nodes", argv)
+                record.write("two-level", title, command, body, *arithmetic.NOTES)
+        return 0
+    if args.what == "cpu":
+        hooks = args.hooks or ["noop", "powersgd(rank=4)", "two_level(powersgd(rank=4))"]
+        plan = Plan([None], args.steps or 3, args.rounds, args.budget, args.bucket_mb)
+    elif args.what == "bytes":
         hooks = args.hooks or [*TORCH, *(form for base in BASES for form in (base, f"two_level({base})"))]
         plan = Plan([None], args.steps or 3, 1, args.budget, args.bucket_mb)
     else:
@@ -372,7 +414,10 @@ def main(argv: list[str] | None = None) -> int:
     for nodes in args.nodes:
         turns = run(nodes, args.work, hooks, plan)
         title = title_of(args.what, nodes, args.work, args.bucket_mb)
-        body = bytes_table(turns) if args.what == "bytes" else f"{times_table(turns)}\n\n{work_table(turns)}"
+        if args.what == "cpu":
+            body = cpu_table(turns)
+        else:
+            body = bytes_table(turns) if args.what == "bytes" else f"{times_table(turns)}\n\n{work_table(turns)}"
         print(f"{title}\n\n{body}\n", flush=True)
         if args.record:
             note = "all ranks of all nodes share the cores of one machine"
