@@ -6,7 +6,7 @@
     python tests/versions.py --failed             # repeat the failures of this torch, after a fix
     python tests/versions.py --page               # only the page, from the record
 
-A suite that does not end in time has a row that says so.
+The suite `docstring examples` runs the examples of all packages. A suite that does not end in time has a row that says so.
 """
 
 import argparse
@@ -27,11 +27,15 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD, PAGE = ROOT / "docs" / "measured" / "versions.json", ROOT / "docs" / "versions.md"
 MARKS = "not soak and not nccl and not packaging and not campaign"
 LIMIT = 3600.0  # seconds per suite
+EXAMPLES = "docstring examples"
+NO_TEST = 5  # pytest's exit code
 HEAD = """# Versions of torch
 
 Made by `nox -s versions` from [measured/versions.json](measured/versions.json); do not edit. The session installs each
-torch by name, and fails if it cannot. It is not part of CI, because all versions but that of the constraints file are CUDA
-builds (5.4 GB, run on CPU here).
+torch by name, and fails if it cannot. `newest` is the newest torch that the package index offers. The session is not part of CI,
+because all versions but that of the constraints file are CUDA builds (5.4 GB, run on CPU here). Rows with "quick set" come from
+`nox -s "versions(newest)" -- --quick`, which leaves out the slow tests and thus all of `tests/frameworks`. `docstring examples`
+are those of all packages.
 
 The packages require `torch>=2.10`. Python 3.10 ends with torch 2.14, because torch 2.15 needs Python 3.11. On torch 2.10 FSDP2
 lacks `set_reduce_scatter_unused_params`, so a step that leaves a parameter of a group without a gradient raises an error.
@@ -41,16 +45,19 @@ lacks `set_reduce_scatter_unused_params`, so a step that leaves a parameter of a
 """
 
 
-def suites() -> dict[str, list[Path]]:
+def suites() -> dict[str, list[str]]:
     """Return name -> arguments of pytest, packages first."""
-    found = {}
+    found: dict[str, list[Path]] = {}
     for folder in (*sorted(ROOT.glob("packages/*/")), *sorted(ROOT.glob("plugins/*/"))):
         if (folder / "tests").is_dir():
             found[folder.name] = [folder / "tests"]
     for folder in sorted({path.parent for path in (ROOT / "tests").glob("*/test_*.py")}):
         found[f"tests/{folder.name}"] = [folder]
     found["tests"] = sorted((ROOT / "tests").glob("test_*.py"))
-    return found
+    modules = sorted(path.parent.name for path in ROOT.glob("p*/*/src/*/__init__.py"))
+    # By name, because a file from the source tree would be a second module.
+    examples = {EXAMPLES: ["--doctest-modules", "--pyargs", *modules]}
+    return {name: [str(path) for path in paths] for name, paths in found.items()} | examples
 
 
 def again(row: dict[str, Any], limit: float) -> dict[str, Any]:
@@ -69,12 +76,12 @@ def again(row: dict[str, Any], limit: float) -> dict[str, Any]:
     return row | counted | {"failures": new.get("failures", row["failures"]), "commit": when}
 
 
-def run(name: str, paths: list[Path] | list[str], limit: float, marks: str = MARKS) -> dict[str, Any]:
+def run(name: str, arguments: list[str], limit: float, marks: str = MARKS) -> dict[str, Any]:
     """Run one suite in a separate process."""
     with tempfile.TemporaryDirectory(prefix="versions-") as folder:
         xml = Path(folder, "junit.xml")
         command = [sys.executable, "-m", "pytest", "-c", "pyproject.toml", "--rootdir", ".", "-q", "-m", marks]
-        command += ["-p", "no:cacheprovider", f"--junitxml={xml}", *map(str, paths)]
+        command += ["-p", "no:cacheprovider", f"--junitxml={xml}", *arguments]
         began, problem = time.monotonic(), ""
         with Path(folder, "output").open("w+") as output:
             env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -86,7 +93,7 @@ def run(name: str, paths: list[Path] | list[str], limit: float, marks: str = MAR
                 code, problem = -1, f"not done after {limit:.0f} s"
             output.seek(0)
             tail = output.read()[-3000:]
-        if code not in {0, 1} and not problem:
+        if code not in {0, 1, NO_TEST if "not full" in marks else 0} and not problem:
             problem = f"pytest ended with {code}"
         row = {"suite": name, **counts(xml)} if xml.exists() else {"suite": name, "passed": 0}
         if problem:
@@ -159,16 +166,18 @@ def main() -> int:
     parser.add_argument("--page", action="store_true")
     options = parser.parse_args()
     record, bad = rows(), False
-    for name, paths in () if options.page else suites().items():
+    for name, arguments in () if options.page else suites().items():
         label, marks = (f"{name}, quick set", f"{MARKS} and not full") if options.quick else (name, MARKS)
         key = f"{facts()['torch']} {label}"
         chosen, failures = options.only is None or name in options.only, record.get(key, {}).get("failures")
         if failures if options.failed else chosen:
             row = (
                 again(record[key], options.limit)
-                if options.failed
-                else run(label, paths, options.limit, marks) | facts()
+                if options.failed and name != EXAMPLES
+                else run(label, arguments, options.limit, marks) | facts()
             )
+            if options.quick and not any(row.get(result) for result in ("passed", "failed", "skipped", "problem")):
+                continue  # all tests of this suite are slow
             bad |= bool(row.get("problem") or row.get("failed"))
             record = rows() | {key: row}  # read again: another suite may have ended in the meantime
             lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())

@@ -4,7 +4,7 @@ import torch
 
 from commhooks import HookNotSupportedError
 
-TESTED = "2.10, 2.13 and 2.15"
+TESTED = "2.10, 2.13, 2.14 and 2.15"
 """The versions of torch that :mod:`ch_fsdp.torch_internals` was written for."""
 
 
