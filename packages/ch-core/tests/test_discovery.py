@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import pytest
 
@@ -50,6 +51,7 @@ class Second:
     def inside(): "Send LONG"
 
 fourth = first
+pattern = "\\d"  # a warning
 """
 
 
@@ -63,7 +65,10 @@ def test_several_hooks_of_a_package_are_summarised_by_their_docstrings(publish, 
         acme_several=source,
         acme_other="class Third: 'Send thirds'\nraise OSError",
     )
-    found = {spec.name: spec.summary for spec in registry.list_hooks() if spec.provider == "acme"}
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        found = {spec.name: spec.summary for spec in registry.list_hooks() if spec.provider == "acme"}
+    assert not [one for one in warned if "escape" in str(one.message)]
     assert found == {
         "first": "Send the first entries",
         "second": f"Send {'x' * 60} ...",

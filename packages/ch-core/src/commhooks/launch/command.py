@@ -193,7 +193,7 @@ def _interpreter_options(words: list[str]) -> tuple[list[str], list[str]]:
     dropped, rest = list[str](), list(words)
     while rest and re.match(r"-.", rest[0]):  # a lone dash is standard input
         word = rest.pop(0)
-        flags = re.match(r"-([^-WXcm]*)([WXcm]?)(.*)", word)  # None for a long option
+        flags = re.match(r"-([^-WXcm]*)([WXcm]?)(.*)", word)  # no letters for a long option
         if flags and flags[2] in ("c", "m"):
             dropped += [f"-{flags[1]}"] if flags[1] else []
             return dropped, [f"-{flags[2]}", *([flags[3]] if flags[3] else []), *rest]

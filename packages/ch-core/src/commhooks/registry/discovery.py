@@ -190,8 +190,11 @@ def _add_line(found: Discovery, entry: Entry, *, alone: bool) -> None:
             entry, "group", f"{entry.group!r} is not an entry-point group of commhooks: {', '.join(_GROUPS)}{hint}"
         )
     kind, target = entry.group.removeprefix(f"{GROUP}."), entry.value.replace(" ", "")
-    described = textwrap.shorten(first_line(target).removesuffix("."), 100, placeholder=" ...")
-    summary = entry.summary or f"from {entry.dist}" if alone else described or "(no summary)"
+    if alone:
+        summary = entry.summary or f"from {entry.dist}"
+    else:
+        described = textwrap.shorten(first_line(target).removesuffix("."), 100, placeholder=" ...")
+        summary = described or "(no summary)"
     try:
         spec = HookSpec(entry.name, kind, target, summary)
     except HookConfigError as error:

@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib.util
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -64,4 +65,6 @@ def _source(module: str) -> tuple[Path, ast.Module]:
 
 @functools.lru_cache(maxsize=32)
 def _parsed(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"))
+    with warnings.catch_warnings():  # such as of an invalid escape sequence, which an import prints only once
+        warnings.simplefilter("ignore")
+        return ast.parse(file.read_text(encoding="utf-8"))
