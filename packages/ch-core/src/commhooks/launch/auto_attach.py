@@ -41,9 +41,8 @@ class AutoAttach:
         self.reports = Path(folder) if folder else None
         self.models: list[FoundModel] = []
         self.notes: list[str] = []
-        self.unused = (
-            False  # True on rank 0 after the end if no model of this process, or of one that it started, got the hook
-        )
+        # True on rank 0 after the end if no model got the hook, here or in a process that this one started
+        self.unused = False
         self.not_used = ""  # note about the first model that keeps a hook of the script's own
         self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._ended = False

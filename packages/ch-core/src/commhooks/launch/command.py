@@ -23,7 +23,7 @@ from commhooks.launch.settings import Settings
 from commhooks.log import wrapped, write_stderr
 
 COLUMNS = 80  # of the dry run
-NOT_ATTACHED = 3  # exit status of --must-attach; 1 is that of an exception, 2 that of a bad command line
+NOT_ATTACHED = 3  # exit status of --must-attach. An exception has 1, and a bad command line 2
 INTERPRETER = re.compile(r"python[\d.]*(\.exe)?")
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "srun")
 EPILOG = """\

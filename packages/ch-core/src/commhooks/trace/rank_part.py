@@ -261,7 +261,7 @@ def _let_arrive(messages: list[_Shared], world_size: int) -> None:
             told = []  # when each peer knew that this rank can receive
             for peer in reversed(order):  # peers that took it later seldom wait
                 if peer != rank:
-                    told.append(max(carried, _told(shared.ranks[rank], shared, peer, moving, share)))
+                    told.append(_told(shared.ranks[rank], shared, peer, moving, share))
                     if told[-1] <= carried:  # no peer knew sooner. Without this line the cost is quadratic in the ranks
                         break
             shared.ranks[rank].arriving = min(told, default=carried)
@@ -270,12 +270,12 @@ def _let_arrive(messages: list[_Shared], world_size: int) -> None:
 
 
 def _told(here: _Here, shared: _Shared, peer: int, moving: list[tuple[float, _Shared]], share: float) -> float:
-    """Return when a peer knew that this rank can receive a message, at the earliest."""
+    """Return when a peer knew that this rank can receive a message. Before all ranks have taken it, that does not matter."""
     there = [(sent, one.ranks[peer]) for sent, one in moving if peer in one.ranks]
     ends = [_sent(here.taken, sent, one) for sent, one in there if one.arriving <= here.taken < one.done]
     if shared.ranks[peer].taken < here.taken:
         ends.append(_own_block(here, shared.ranks[peer], [one.done for _, one in there], shared.carried, share))
-    return max(ends, default=shared.carried)
+    return max([shared.carried, *ends])
 
 
 def _sent(now: float, share: float, there: _Here) -> float:

@@ -359,7 +359,11 @@ def title_of(what: str, nodes: str, work: str, bucket_mb: float | None) -> str:
     """
     head = {"bytes": "Bytes that leave a node", "times": "Times", "cpu": "CPU time of a process"}[what]
     works = "" if (what, work) == ("bytes", "exchange") else f", {work}"
-    return f"{head}, {nodes}{works}{'' if bucket_mb is None else f', buckets of {bucket_mb:g} MB'}"
+    return f"{head}, {nodes}{works}{_buckets(bucket_mb)}"
+
+
+def _buckets(bucket_mb: float | None) -> str:
+    return "" if bucket_mb is None else f", buckets of {bucket_mb:g} MB"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -388,8 +392,7 @@ def main(argv: list[str] | None = None) -> int:
         for nodes, hook in product(args.nodes, args.hooks or ["powersgd(rank=4)"]):
             count, each = map(int, nodes.split("x"))
             found = arithmetic.measure(hook, sizes, Topology.even(count * each, each), args.rounds, args.bucket_mb)
-            buckets = "" if args.bucket_mb is None else f", buckets of {args.bucket_mb:g} MB"
-            body, title = arithmetic.table(found), f"Arithmetic of {hook}, {nodes}{buckets}"
+            body, title = arithmetic.table(found), f"Arithmetic of {hook}, {nodes}{_buckets(args.bucket_mb)}"
             print(f"{title}\n\n{body}\n", flush=True)
             if args.record:
                 command = record.command("ch_bench.links.nodes", argv)
