@@ -194,6 +194,8 @@ class _Called(TorchFunctionMode):
             gpu.order.join(HOST, gpu.order.stamp(gpu.stream))
             gpu.order.access(HOST, args[0], name, writes=False)
             return [1.0] * args[0].numel()
+        if name == "__setitem__" and isinstance(args[2], int | float) and args[0].is_meta:
+            gpu.wait("a copy from pageable memory")  # measured: torch copies the number instead of filling
         if name == "pin_memory":
             found = args[0].clone()
             gpu.pinned[found] = True
