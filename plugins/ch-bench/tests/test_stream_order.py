@@ -20,6 +20,8 @@ from ch_bench.cost.imagined_gpu import ImaginedGPU, races
 from ch_bench.cost.imagined_training import fsdp2_races, outer_races
 from ch_bench.cost.stream_order import StreamOrder
 from ch_bench.gpu_kit.models import COMPOSITIONS
+from commhooks.device import record_use
+from commhooks.encoding import Encoding, Entries
 
 NET = [{f"{i}.weight": (64, 64), f"{i}.bias": (64,)} for i in range(3)]
 HOOKS = list(
@@ -110,7 +112,7 @@ PLANTS = {
         "main",
     ),
     "no record_stream": (
-        (DEVICE, "SideStream._on", "tensor.record_stream(side)", "pass"),
+        (DEVICE, "SideStream._on", "record_use(tensor)", "pass"),
         {"stops": True},
         "handed back",
     ),
@@ -232,10 +234,15 @@ MORE_PLANTS: dict[str, tuple[tuple[str, str, str, str], Callable[[], list[str]],
         (
             REPLICATE,
             "ReplicateHook.__call__",
-            "shard.record_stream(torch.cuda.current_stream(shard.device))",
+            "record_use(shard)",
             "pass",
         ),
         lambda: fsdp2_races("bf16_compress", "replicate", bf16=True),
+        "handed back",
+    ),
+    "replicate axis: scratch memory that is not recorded": (
+        ("commhooks.scratch", "Scratch.get", "record_use(found)", "pass"),
+        lambda: fsdp2_races("topk(density=0.1)", "replicate"),
         "handed back",
     ),
     "replicate axis: a late average that does not wait for torch": (
@@ -306,6 +313,38 @@ def test_memory_used_on_another_stream_is_handed_back_too_early() -> None:
             gpu.order.races.clear()
             again = torch.zeros(4, dtype=torch.float32, device="cuda")
             assert again.is_cuda and gpu.order.races == []
+
+
+def forget_use(tensor: torch.Tensor) -> None:
+    """Do nothing. A mock would keep the tensor alive, so that its memory would never be handed back."""
+
+
+def test_memory_of_a_hook_that_fsdp2_calls_on_two_streams_is_not_handed_back_too_early() -> None:
+    """In the first step all groups are reduced on the main stream, later on the stream of FSDP2's all-reduces.
+
+    There, a group of another size replaces scratch memory that the main stream allocated.
+    """
+    assert fsdp2_races("quant4", "replicate", 2) == []
+    with mock.patch("commhooks.scratch.record_use", forget_use):
+        found = fsdp2_races("quant4", "replicate", 2)
+    assert any("a collective" in text and "handed back" in text for text in found), found
+
+
+def test_entries_that_a_side_stream_converts_are_not_handed_back_too_early() -> None:
+    """After a load, the first bucket of a step converts entries of another hook, whose memory the main stream allocated."""
+    param = commhooks.ParamLayout("w", (4, 2), (1, 4), 0)
+    for recorded in (True, False):
+        use = record_use if recorded else forget_use
+        with ImaginedGPU() as gpu, mock.patch("commhooks.encoding.record_use", use):
+            entries = Entries({("w", "residual"): torch.zeros(4, 2, dtype=torch.float32, device="cuda")})
+            entries.encodings["w", "residual"] = Encoding.of(param)
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                assert entries.read_as({("w", "residual"): Encoding.of(param, in_memory=True)})
+            assert gpu.order.races == []
+            torch.zeros(4, dtype=torch.float32, device="cuda")
+            assert bool(gpu.order.races) is not recorded
 
 
 def test_ranges_of_one_storage_do_not_conflict() -> None:

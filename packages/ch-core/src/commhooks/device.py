@@ -8,7 +8,7 @@ CPU tests cannot detect a breach of these rules:
 
 - The side stream waits for the hook's stream before any encoding and at each resume.
 - The engine waits for collectives inside ``with side.on(tensor):`` only.
-- A buffer that crosses streams is recorded on the side stream, or its memory could be reused too early.
+- Memory that a stream did not allocate is recorded on it (:func:`record_use`), or it could be reused too early.
 - Futures are made for the device and completed under the side stream.
 - Host code never reads numbers of the running step.
 """
@@ -75,6 +75,20 @@ def product_settings(device: torch.device) -> tuple[Any, Any]:
     return (cuda, mkldnn) if device.type == "cuda" else (mkldnn, cuda)
 
 
+def record_use(tensor: torch.Tensor) -> None:
+    """Let the allocator reuse the memory of a tensor only after the work of the current stream.
+
+    The allocator gives freed memory back to the stream that allocated it, and waits for that stream alone. Memory that lives
+    from step to step may be used on other streams, for example if FSDP2 reduces some gradients on its own stream and the
+    others at the end of the backward. Without this the backward would overwrite memory that the other stream still uses.
+    """
+    if tensor.is_cpu or tensor.device.type in _SYNCHRONOUS:
+        return
+    module: Any = torch.get_device_module(tensor.device)
+    if hasattr(module, "Stream"):
+        tensor.record_stream(module.current_stream(tensor.device))
+
+
 class SideStream:
     """Runs blocks on a stream next to the current one, ordered after all work that the current stream has so far.
 
@@ -100,7 +114,7 @@ class SideStream:
             side = self._streams[device] = module.Stream(device)
         side.wait_stream(module.current_stream(device))
         with module.stream(side):
-            tensor.record_stream(side)
+            record_use(tensor)
             yield
 
     def join(self, tensor: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from commhooks.bucket import ParamLayout, contiguous_stride
+from commhooks.device import record_use
 
 _LEVELS = 127
 _SMALLEST = 1e-36  # a scale whose reciprocal is finite
@@ -231,8 +232,10 @@ class Entries(dict[Key, torch.Tensor]):
             if present is not None and present != encoding:
                 found = True
                 if key in self:
-                    numbers = present.decode(self[key], self._scales(key, present))
-                    self[key] = encoding.encode(numbers).clone()
+                    codes, scales = self[key], self._scales(key, present)
+                    self[key] = encoding.encode(present.decode(codes, scales)).clone()
+                    for old in (codes,) if scales is None else (codes, scales):
+                        record_use(old)  # it is freed now, and this stream still reads it
                 if present.packed is not None:
                     self.pop((key[0], present.packed.scales), None)
             self.encodings[key] = encoding

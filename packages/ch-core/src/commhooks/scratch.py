@@ -8,6 +8,8 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
+from commhooks.device import record_use
+
 
 class Scratch:
     """A pool of uninitialised tensors, keyed by owner and name.
@@ -31,4 +33,6 @@ class Scratch:
         found = self._tensors.get(key)
         if found is None or found.shape != tuple(shape) or found.dtype != dtype or found.device != device:
             found = self._tensors[key] = torch.empty(tuple(shape), dtype=dtype, device=device)
+        elif not found.is_cpu:
+            record_use(found)  # a bucket of another size may replace it while this stream uses it
         return found

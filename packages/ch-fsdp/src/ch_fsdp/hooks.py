@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ch_fsdp.flat_sum import FlatSum, flat_bucket, flat_version
 from commhooks import DefaultState, LowPrecisionState, Plain, Reduction, WireCast
-from commhooks.adapters import ProcessGroupTransport, StatelessEngine
+from commhooks.adapters import ProcessGroupTransport, StatelessEngine, record_use
 
 __all__ = [
     "DefaultState",
@@ -136,5 +136,4 @@ def _run(reduction: Reduction, state: Factors, grad: torch.Tensor, output: torch
     if dtype is not None and target.dtype != dtype:
         wide = target.data
         target.data = wide.to(dtype)
-        if wide.is_cuda:  # otherwise the allocator could reuse the memory while this stream still reads it
-            wide.record_stream(torch.cuda.current_stream(wide.device))
+        record_use(wide)  # it is freed now, and this stream still reads it

@@ -21,7 +21,7 @@ from ch_fsdp.steps import Steps
 from ch_fsdp.torch_internals.backward_end import BackwardEnd
 from ch_fsdp.torch_internals.param_groups import ParamGroup
 from commhooks import AttachError, Bucket, HookNotSupportedError, HookResultError, SlotTakenError
-from commhooks.adapters import Engine
+from commhooks.adapters import Engine, record_use
 
 
 class ReplicateHook:
@@ -74,8 +74,7 @@ class ReplicateHook:
         engine = self.steps.group.engines["replicate"]
         refusal = self._refusal(shard, engine)
         if refusal is None:
-            if shard.is_cuda:  # torch keeps no reference to it on the stream of the reduction
-                shard.record_stream(torch.cuda.current_stream(shard.device))
+            record_use(shard)  # torch allocated it on the stream of its reduce-scatter
             self.steps.calls += 1
             refusal = self.order.take(engine, self.index, shard, at_end=self.end.manual or self.end.shared)
         if refusal is not None:
@@ -209,8 +208,7 @@ class GroupOrder:
         while (index := self._next()) is not None:
             self._reduce_late(engine, index)
         for index, average in self._averages.items():
-            if average.is_cuda:
-                average.record_stream(torch.cuda.current_stream(average.device))
+            record_use(average)
             self.groups[index].add_to_gradients(average)
         self.late.update(self.groups[index].name for index in self._averages)
         self._most_calls = [max(pair) for pair in zip(self._most_calls, self._calls, strict=True)]

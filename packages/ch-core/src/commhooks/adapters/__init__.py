@@ -18,10 +18,11 @@ on every rank.
   :func:`raise_after_backward`, not inside the wrapper's hook.
 - :meth:`~Engine.abandon` drops the step of a backward that an exception has ended.
 
-On a GPU, run the engine inside a :class:`SideStream`, unless the wrapper calls on a stream that it made for this. An
-:class:`EngineGroup` joins engines that end their steps together, one for each axis of a mesh. A :class:`StatelessEngine`
-reduces a single bucket without steps. For sharded models, in which each rank needs its part of the average only, put
-:class:`Scattered` around the reduction. For gathers of weights it runs a :class:`Gathered` in a :class:`GatherEngine`.
+On a GPU, run the engine inside a :class:`SideStream`, unless the wrapper calls on a stream that it made for this. Give each
+tensor that another stream allocated to :func:`record_use`. An :class:`EngineGroup` joins engines that end their steps
+together, one for each axis of a mesh. A :class:`StatelessEngine` reduces a single bucket without steps. For sharded models,
+in which each rank needs its part of the average only, put :class:`Scattered` around the reduction. For gathers of weights it
+runs a :class:`Gathered` in a :class:`GatherEngine`.
 
 **End of a backward.** :func:`backward_id` identifies the running backward (:data:`NO_BACKWARD` if none runs).
 :func:`at_end_of_backward` and :func:`after_backward` call a function before and after the wrapper's own callback.

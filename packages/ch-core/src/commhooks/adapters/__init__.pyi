@@ -23,6 +23,7 @@ from commhooks.agreement import agree_along as agree_along
 from commhooks.compositions.all_gather import Gathered as Gathered
 from commhooks.compositions.reduce_scatter import Scattered as Scattered
 from commhooks.device import SideStream as SideStream
+from commhooks.device import record_use as record_use
 from commhooks.digest import checksum as checksum
 from commhooks.engine.bucket_run import BucketRun as BucketRun
 from commhooks.engine.drift import RankCheck as RankCheck

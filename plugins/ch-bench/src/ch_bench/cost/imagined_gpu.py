@@ -181,7 +181,8 @@ class _Called(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         gpu, name, kwargs = self.gpu, getattr(func, "__name__", ""), kwargs or {}
-        if gpu.away:
+        # A device stays what it was called. As a meta device it would not equal the device of any tensor.
+        if gpu.away or func is torch.device:
             return func(*args, **kwargs)
         if name == "__get__":
             return self._attribute(func, args)

@@ -6,6 +6,7 @@ groups are torch's fake ones. Each group's collectives have a separate stream, a
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -21,7 +22,9 @@ from ch_bench.cost.imagined_gpu import DEVICE, ImaginedGPU, SilentGroup, planned
 from ch_outer import OuterOptimizer
 from commhooks.adapters import Engine
 
-WIDTH, LAYERS, RANKS_PER_NODE = 64, 3, 2
+WIDTHS = (64, 128, 128, 32)
+"""Input of the first layer and output of each layer. Layers of one size would never replace scratch memory of another."""
+RANKS_PER_NODE = 2
 _ADAPTERS = ("ch_fsdp.fsdp2", "ch_fsdp.shard_axis", "ch_fsdp.gather_axis")
 _COLLECTIVES = (
     "all_gather_single",
@@ -78,7 +81,7 @@ class _Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, device=DEVICE) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(*sizes, device=DEVICE) for sizes in pairwise(WIDTHS))
 
     def forward(self, x: torch.Tensor, without: bool) -> torch.Tensor:
         for number, layer in enumerate(self.layers):
@@ -122,7 +125,7 @@ def fsdp2_races(
         handle = commhooks.attach(model, hook, axis=axis, verify_ranks=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(count):
-            x = torch.zeros(4, WIDTH, dtype=torch.bfloat16 if bf16 else torch.float32, device=DEVICE)
+            x = torch.zeros(4, WIDTHS[0], dtype=torch.bfloat16 if bf16 else torch.float32, device=DEVICE)
             for number in range(micro):
                 model.set_is_last_backward(number == micro - 1)
                 torch.autograd.backward(model(x, seldom and (step + number) % 2 == 1))
@@ -151,7 +154,7 @@ def outer_races(exchange: str, count: int = 12, *, overlap: int = 2, fragments: 
     """
     with ImaginedGPU() as gpu, planned_apart(gpu):
         model = nn.Sequential(
-            *(nn.Linear(WIDTH, WIDTH, device=DEVICE) for _ in range(LAYERS)), nn.BatchNorm1d(WIDTH).to(DEVICE)
+            *(nn.Linear(*sizes, device=DEVICE) for sizes in pairwise(WIDTHS)), nn.BatchNorm1d(WIDTHS[-1]).to(DEVICE)
         )
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = OuterOptimizer(
@@ -159,7 +162,7 @@ def outer_races(exchange: str, count: int = 12, *, overlap: int = 2, fragments: 
             transport=SilentGroup(gpu), verify_ranks=False, **options,
         )  # fmt: skip
         for _ in range(count):
-            x = torch.zeros(4, WIDTH, dtype=torch.float32, device=DEVICE)
+            x = torch.zeros(4, WIDTHS[0], dtype=torch.float32, device=DEVICE)
             torch.autograd.backward(model(x).sum())
             optimizer.step()
             optimizer.zero_grad()

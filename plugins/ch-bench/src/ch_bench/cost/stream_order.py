@@ -45,14 +45,14 @@ class Memory:
         stream: the stream that was current at the allocation. The allocator gives the memory back to it.
         earlier: uses of freed memory that the allocator may have handed out again for this storage.
         recorded: streams of ``record_stream``.
-        last: time of the last use on each stream.
+        last: the last use on each stream.
     """
 
     stream: str
     earlier: list[Use] = field(default_factory=list)
     accesses: list[Access] = field(default_factory=list)
     recorded: set[str] = field(default_factory=set)
-    last: dict[str, int] = field(default_factory=dict)
+    last: dict[str, Use] = field(default_factory=dict)
 
 
 class StreamOrder:
@@ -125,7 +125,7 @@ class StreamOrder:
             if not (before and inside and (writes or (not old.writes and old.stream == stream))):
                 kept.append(old)  # a later access that is ordered behind the new one need not look at a covered one
         memory.accesses = [*kept, made]
-        memory.last[stream] = clock[stream]
+        memory.last[stream] = Use(stream, clock[stream], what)
 
     def record(self, stream: str, tensor: torch.Tensor) -> None:
         """Take ``tensor.record_stream(stream)``."""
@@ -150,11 +150,10 @@ class StreamOrder:
             return
         # The allocator waits for all that the recorded streams have so far.
         clocks = [self.clock(stream) for stream in (memory.stream, *memory.recorded)]
-        for stream, time in memory.last.items():
-            ordered = any(clock.get(stream, 0) >= time for clock in clocks)
+        for stream, use in memory.last.items():
+            ordered = any(clock.get(stream, 0) >= use.time for clock in clocks)
             if stream not in (memory.stream, HOST, *memory.recorded) and not ordered:
-                last = next(a.what for a in reversed(memory.accesses) if a.stream == stream)
-                self._freed_uses.setdefault(memory.stream, []).append(Use(stream, time, last))
+                self._freed_uses.setdefault(memory.stream, []).append(use)
 
     def _report(self, text: str) -> None:
         if text not in self.races:
