@@ -295,7 +295,7 @@ def covered() -> None:
         ours = (
             spec.provider.startswith("ch-")
             and spec.provider != "ch-template"
-            and spec.kind not in ("fsdp", "gather", "outer")
+            and spec.kind not in ("fsdp", "outer")
         )
         named = any(name in text for name in spec.names) or spec.name == "policy"
         if ours and not named:

@@ -93,7 +93,7 @@ def test_no_hook_is_left_out():
     tested = {(kind, node["hook"]) for e in HOOKS for node in nodes(canonical(e)) for kind in _kinds(node)}
     flat = {spec.id for spec in commhooks.list_hooks(kind="fsdp")}
     under_test = {c.hook for c in globals().values() if isinstance(c, type) and getattr(c, "hook", None)}
-    listed = {(spec.kind, spec.name) for spec in commhooks.list_hooks() if spec.kind not in ("fsdp", "gather", "outer")}
+    listed = {(spec.kind, spec.name) for spec in commhooks.list_hooks() if spec.kind not in ("fsdp", "outer")}
     assert not listed - tested
     assert flat == under_test
 

@@ -108,7 +108,6 @@ class Case:
         gather: FSDP2: the hook of the weight gathers, or nothing.
         gather_nodes: ``nodes=`` of ``two_level`` around it, or nothing.
         gather_inside: ``two_level``'s numbers inside a node, or nothing.
-        full_every: steps from one gather of exact weights to the next if a hook sends differences, otherwise 0.
         keep: FSDP2: True if weights stay gathered between forward and backward.
         seed: seed of the data.
     """
@@ -150,7 +149,6 @@ class Case:
     gather: str = ""
     gather_nodes: str = ""
     gather_inside: str = ""
-    full_every: int = 0
     keep: bool = False
     steps: int = 4
 
@@ -187,14 +185,13 @@ class Case:
         if made and self.gather_nodes:
             inside = f", inside={self.gather_inside!r}" if self.gather_inside else ""
             made = f"two_level({made}, nodes={self.gather_nodes}{inside})"
-        return f"difference({made}, full_every={self.full_every})" if self.full_every else made
+        return made
 
     @property
     def gather_error(self) -> float:
         """Return the largest right error of a decoded weight, relative to the largest one of its parameter."""
         code, inside = GATHERS[self.gather], GATHER_INSIDE[self.gather_inside]
-        # The change of a weight is at most its peak before and after. Inside a node, a decoded number is coded once more.
-        return (2 * code if self.full_every else code) + inside * (1 + 2 * code)
+        return code + inside * (1 + 2 * code)  # inside a node, a decoded number is coded once more
 
     def _on_levels(self, hook: str) -> str:
         inside = f", inside={self.inside!r}" if self.inside else ""
@@ -418,6 +415,5 @@ def _gather(rng: random.Random) -> dict[str, object]:
         "gather": rng.choice(list(GATHERS)),
         "gather_nodes": nodes,
         "gather_inside": rng.choice(list(GATHER_INSIDE)) if nodes else "",
-        "full_every": rng.choice([0, 0, 1, 2, 500]),
         "keep": rng.random() < 0.3,
     }

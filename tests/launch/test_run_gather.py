@@ -62,7 +62,7 @@ def body(rank: int, world: int) -> None:
     assert not any("--check-ranks-every" in note for note in auto_attach().notes)  # the models say it themselves
     assert "hold different shards" in str(models[0])
 
-    begin("", "difference(quant4(block=16))")
+    begin("", "quant8(block=16)")
     other = sharded(world)
     train(other)
     [one] = auto_attach().report()["models"]

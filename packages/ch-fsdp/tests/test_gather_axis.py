@@ -33,7 +33,6 @@ pytest.importorskip("ch_quant")
 pytestmark = [pytest.mark.timeout(180), pytest.mark.gloo]
 
 HOOK = "quant8(block=16)"
-DIFFERENCE = "difference(quant4(block=16), full_every=50)"
 BF16 = torch.bfloat16
 
 
@@ -77,9 +76,7 @@ def run_case(rank: int, world: int, model: nn.Module, plain: nn.Module, limit: f
         same_everywhere(weights)
         now = {name: whole(p.detach()) for name, p in model.named_parameters()}
         off = distance({k: v.float() for k, v in weights.items()}, {k: v.float() for k, v in now.items()})
-        first_is_exact = step == 1 and handle.expr.startswith("difference")
-        assert off < 1e-2
-        assert off > 0 or first_is_exact
+        assert 0 < off < 1e-2
         for name, p in now.items():  # norms, biases and embeddings stay exact
             if p.ndim < 2 or "symbol" in name:
                 assert torch.equal(weights[name], p.to(weights[name].dtype)), name
@@ -123,7 +120,7 @@ def body_cases(rank: int, world: int) -> None:
             p.requires_grad_("down" in name)
     run_case(rank, world, shard2(frozen, mesh), plain)
 
-    body_checkpointed(rank, world, HOOK)
+    body_checkpointed(rank, world)
 
     model = shard2(gpt(), mesh)
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
@@ -137,13 +134,13 @@ def body_cases(rank: int, world: int) -> None:
     run_case(rank, world, fully_shard(compiled, mesh=mesh), gpt())
 
 
-def body_checkpointed(rank: int, world: int, hook: str) -> None:
+def body_checkpointed(rank: int, world: int) -> None:
     """Activation checkpointing computes each forward twice."""
     made = gpt()
     for number, block in enumerate(made.blocks):
         made.blocks[number] = checkpoint_wrapper(block)
     model = shard2(made, line(world))
-    handle = commhooks.attach(model, hook, axis="gather")
+    handle = commhooks.attach(model, HOOK, axis="gather")
     weights = {k.replace("_checkpoint_wrapped_module.", ""): v for k, v in decoded(model).items()}
     model(*batch(1, rank)).backward()
     found = {k.replace("_checkpoint_wrapped_module.", ""): v for k, v in grads(model).items()}
@@ -172,18 +169,16 @@ def body_tied(rank: int, world: int) -> None:
     run_case(rank, world, fully_shard(model, mesh=line(world)), Tied())
 
 
-def body_accumulated(rank: int, world: int, hook: str) -> None:
+def body_accumulated(rank: int, world: int) -> None:
     for reshard in (True, False, None):  # None: every backward reduces its gradients
         model = shard2(gpt(), line(world))
-        commhooks.attach(model, hook, axis="gather")
+        commhooks.attach(model, HOOK, axis="gather")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for step in range(2):  # in the first one, differences are exact
+        for step in range(2):
             optimizer.zero_grad()
             weights, wanted = decoded(model), dict[str, torch.Tensor]()
             for number in range(3):
-                if reshard is None:
-                    weights = decoded(model)  # weights may change after each reduction, so differences are sent again
-                else:
+                if reshard is not None:
                     model.set_requires_gradient_sync(number == 2)
                     model.set_reshard_after_backward(reshard or number == 2)
                 model(*batch(3 * step + number, rank)).backward()
@@ -206,17 +201,17 @@ class OneHot(nn.Module):
         return nn.functional.cross_entropy(self.head(torch.tanh(self.first(symbols))).flatten(0, 1), y.flatten())
 
 
-def body_switched(rank: int, world: int, hook: str) -> None:
+def body_switched(rank: int, world: int) -> None:
     """Units that are not gathered for the backward, and switches of ``reshard_after_forward`` between steps."""
     model = OneHot()
     fully_shard(model.first, mesh=line(world))
     fully_shard(model.head, mesh=line(world))
     fully_shard(model, mesh=line(world))
     model.first.set_unshard_in_backward(False)
-    handle = run_case(rank, world, model, OneHot(), hook=hook)
+    handle = run_case(rank, world, model, OneHot())
     handle.detach()
     model = shard2(gpt(), line(world))
-    handle = run_case(rank, world, model, gpt(), hook=hook)
+    run_case(rank, world, model, gpt())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step, after in enumerate((False, True, False), 3):
         model.set_reshard_after_forward(after)
@@ -229,9 +224,7 @@ def body_switched(rank: int, world: int, hook: str) -> None:
 
 
 def body_four(rank: int, world: int) -> None:
-    for hook in (HOOK, DIFFERENCE):
-        run_case(rank, world, shard2(gpt(), line(world), reshard_after_forward=2), gpt(), hook=hook)
-    run_case(rank, world, shard2(gpt(), square()), gpt(), hook=DIFFERENCE)
+    run_case(rank, world, shard2(gpt(), line(world), reshard_after_forward=2), gpt())
     handle = run_case(rank, world, shard2(gpt(), square()), gpt())
     assert handle.stats()["gather_payload_bytes"] > 0
     both = shard2(gpt(), square())  # with the gradients' axes
@@ -358,75 +351,6 @@ def body_bytes(rank: int, world: int) -> None:
     assert rows == {"quant8": coded, "plain": exact}
 
 
-def body_differences(rank: int, world: int) -> None:
-    mesh = line(world)
-    for after in (True, False):
-        run_case(rank, world, shard2(gpt(), mesh, reshard_after_forward=after), gpt(), hook=DIFFERENCE)
-    placed = lambda p: Shard(1) if p.ndim == 2 and p.shape[1] % world == 0 else None  # noqa: E731
-    run_case(rank, world, shard2(gpt(), mesh, shard_placement_fn=placed), gpt(), hook=DIFFERENCE)
-    run_case(
-        rank, world, shard2(gpt(), mesh, offload_policy=CPUOffloadPolicy(pin_memory=False)), gpt(), hook=DIFFERENCE
-    )
-    mixed = shard2(gpt(), mesh, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32))
-    run_case(rank, world, mixed, gpt(), limit=5e-2, hook=DIFFERENCE)
-    frozen, plain = gpt(), gpt()
-    for one in (frozen, plain):
-        for name, p in one.named_parameters():
-            p.requires_grad_("down" in name)
-    run_case(rank, world, shard2(frozen, mesh), plain, hook=DIFFERENCE)
-    model = shard2(gpt(), mesh)
-    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
-    model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0]])
-    run_case(rank, world, model, gpt(), hook=DIFFERENCE)
-    tied = Tied()
-    fully_shard(tied.block, mesh=mesh)
-    run_case(rank, world, fully_shard(tied, mesh=mesh), Tied(), hook=DIFFERENCE)
-    body_checkpointed(rank, world, DIFFERENCE)
-    compiled = gpt()
-    for block in compiled.blocks:
-        block.compile(backend="aot_eager")
-        fully_shard(block, mesh=mesh)
-    run_case(rank, world, fully_shard(compiled, mesh=mesh), gpt(), hook=DIFFERENCE)
-
-
-def body_sent_once(rank: int, world: int) -> None:
-    """A step sends differences once: backward, accumulation without reduction and evaluations read the copy."""
-    model = shard2(gpt(), line(world))
-    handle = commhooks.attach(model, DIFFERENCE, axis="gather")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def sent(action: Any) -> float:
-        before = handle.stats()["gather_payload_bytes"]
-        action()
-        return handle.stats()["gather_payload_bytes"] - before
-
-    def backward(last: bool) -> None:
-        model.set_requires_gradient_sync(last)
-        model(*batch(1, rank)).backward()
-
-    def write() -> None:
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(0.01)
-
-    exact = sent(lambda: backward(False))  # the first gather is that of the weights
-    assert exact > 0
-    assert sent(lambda: backward(False)) == 0
-    assert sent(lambda: backward(True)) == 0
-    optimizer.step()
-    codes = sent(lambda: decoded(model))
-    assert 0 < codes < exact
-    assert sent(lambda: decoded(model)) == sent(lambda: backward(True)) == 0
-    before = decoded(model)
-    write()  # as a loaded checkpoint does
-    assert sent(lambda: decoded(model)) == codes
-    after = decoded(model)
-    same_everywhere(after)
-    assert all(distance({"": after[n] - before[n]}, {"": torch.full_like(after[n], 0.01)}) < 0.3 for n in after)
-    handle.detach()
-    assert distance(decoded(model), {n: whole(p.detach()) for n, p in model.named_parameters()}) == 0
-
-
 def trained(handle: Any, model: nn.Module, optimizer: Any, rank: int, numbers: range) -> None:
     for number in numbers:
         optimizer.zero_grad()
@@ -435,57 +359,9 @@ def trained(handle: Any, model: nn.Module, optimizer: Any, rank: int, numbers: r
     handle.assert_active()
 
 
-def started(world: int, hook: str = DIFFERENCE) -> tuple[Any, Any, Any]:
+def all_axes(world: int) -> tuple[Any, Any, Any]:
     model = shard2(gpt(), line(world))
-    return (
-        commhooks.attach(model, hook, axis="gather"),
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),  # without state of its own
-    )
-
-
-def body_saved(rank: int, world: int, folder: str) -> None:
-    """Save after three steps, go on to six; a second model resumes and has the same bits."""
-    handle, model, optimizer = started(world)
-    trained(handle, model, optimizer, rank, range(3))
-    saved = {"hook": handle.state_dict(), "model": {n: whole(p) for n, p in model.state_dict().items()}}
-    if rank == 0:
-        torch.save(saved, f"{folder}/saved")
-    trained(handle, model, optimizer, rank, range(3, 6))
-    again = resumed(rank, world, saved)
-    trained(*again, rank, range(3, 6))
-    for (name, a), b in zip(model.state_dict().items(), again[1].state_dict().values(), strict=True):
-        assert torch.equal(whole(a), whole(b)), name
-    a, b = decoded(model), decoded(again[1])
-    assert all(torch.equal(a[n], b[n]) for n in a)
-    same_everywhere(a)
-
-
-def resumed(rank: int, world: int, saved: dict[str, Any]) -> tuple[Any, Any, Any]:
-    handle, model, optimizer = started(world)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(distribute_tensor(saved["model"][name], p.device_mesh, p.placements))
-    handle.load_state_dict(saved["hook"], world_change="mean")
-    return handle, model, optimizer
-
-
-def body_saved_on_others(rank: int, world: int, folder: str) -> None:
-    """Copies are those of whole parameters, so another number of ranks continues with the same ones."""
-    saved = torch.load(f"{folder}/saved", weights_only=True)
-    handle, model, optimizer = resumed(rank, world, saved)
-    for name, row in handle.state_dict()["entries"].items():
-        assert torch.equal(row["copy"], saved["hook"]["entries"][name]["copy"]), name
-    exact = {n: whole(p.detach()).clone() for n, p in model.named_parameters()}
-    weights = decoded(model)
-    same_everywhere(weights)
-    assert 0 < distance(weights, exact) < 1e-3
-    trained(handle, model, optimizer, rank, range(3, 5))
-
-
-def all_axes(world: int, gather: str) -> tuple[Any, Any, Any]:
-    model = shard2(gpt(), line(world))
-    handle = commhooks.attach_axes(model, gather=gather, shard="quant4(block=16, error_feedback=True)")
+    handle = commhooks.attach_axes(model, gather=HOOK, shard="quant4(block=16, error_feedback=True)")
     return handle, model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
@@ -493,15 +369,15 @@ def bits(model: nn.Module) -> list[torch.Tensor]:
     return [whole(p.detach()) for p in model.parameters()]
 
 
-def body_never_killed(rank: int, world: int, gather: str) -> list[torch.Tensor]:
-    handle, model, optimizer = all_axes(world, gather)
+def body_never_killed(rank: int, world: int) -> list[torch.Tensor]:
+    handle, model, optimizer = all_axes(world)
     trained(handle, model, optimizer, rank, range(6))
     return bits(model)
 
 
-def body_killed(rank: int, world: int, gather: str, folder: str) -> None:
+def body_killed(rank: int, world: int, folder: str) -> None:
     """Save after three steps, and die in the fourth."""
-    handle, model, optimizer = all_axes(world, gather)
+    handle, model, optimizer = all_axes(world)
     trained(handle, model, optimizer, rank, range(3))
     saved = {"hook": handle.state_dict(), "model": {n: whole(p) for n, p in model.state_dict().items()}}
     torch.save(saved, f"{folder}/{rank}")
@@ -510,25 +386,15 @@ def body_killed(rank: int, world: int, gather: str, folder: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def body_started_again(rank: int, world: int, gather: str, folder: str) -> list[torch.Tensor]:
+def body_started_again(rank: int, world: int, folder: str) -> list[torch.Tensor]:
     saved = torch.load(f"{folder}/{rank}", weights_only=True)
-    handle, model, optimizer = all_axes(world, gather)
+    handle, model, optimizer = all_axes(world)
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(distribute_tensor(saved["model"][name], p.device_mesh, p.placements))
     handle.load_state_dict(saved["hook"])
     trained(handle, model, optimizer, rank, range(3, 6))
     return bits(model)
-
-
-def body_differences_refused(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = parallelize_module(Pair(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    model = fully_shard(model, mesh=mesh["dp"])
-    with pytest.raises(HookNotSupportedError, match="tensor parallelism"):
-        commhooks.attach(model, DIFFERENCE, axis="gather")
-    with pytest.raises(HookNotSupportedError, match="different meshes"):
-        commhooks.attach(on_two_meshes(world), DIFFERENCE, axis="gather")
 
 
 def on_two_meshes(world: int) -> FSDPModule:
@@ -580,37 +446,11 @@ def test_one_call_for_all_axes() -> None:
 
 
 @pytest.mark.full
-def test_differences_on_two() -> None:
-    spawn(body_differences, 2, timeout=150)
-
-
-@pytest.mark.full
-def test_differences_on_three() -> None:
-    spawn(body_differences, 3, timeout=170)
-
-
-def test_differences_are_sent_once_a_step() -> None:
-    spawn(body_sent_once, 2)
-
-
-@pytest.mark.full
-def test_a_saved_copy_resumes(tmp_path: Path) -> None:
-    spawn(body_saved, 2, str(tmp_path))
-    spawn(body_saved_on_others, 3, str(tmp_path))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("gather", [HOOK, DIFFERENCE])
-def test_a_killed_run_goes_on_with_the_same_bits(gather: str, tmp_path: Path) -> None:
-    wanted, _ = spawn(body_never_killed, 2, gather)
-    spawn(body_killed, 2, gather, str(tmp_path), expect_exit={0: -signal.SIGKILL, 1: -signal.SIGKILL})
-    found, _ = spawn(body_started_again, 2, gather, str(tmp_path))
+def test_a_killed_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    wanted, _ = spawn(body_never_killed, 2)
+    spawn(body_killed, 2, str(tmp_path), expect_exit={0: -signal.SIGKILL, 1: -signal.SIGKILL})
+    found, _ = spawn(body_started_again, 2, str(tmp_path))
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-
-
-@pytest.mark.full
-def test_differences_are_refused_where_one_copy_does_not_do() -> None:
-    spawn(body_differences_refused, 4)
 
 
 @pytest.mark.full
@@ -628,15 +468,13 @@ def test_tied_weights_and_blocks_used_twice() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("hook", [HOOK, DIFFERENCE])
-def test_accumulation(hook: str) -> None:
-    spawn(body_accumulated, 2, hook)
+def test_accumulation() -> None:
+    spawn(body_accumulated, 2)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("hook", [HOOK, DIFFERENCE])
-def test_switches_between_steps(hook: str) -> None:
-    spawn(body_switched, 2, hook)
+def test_switches_between_steps() -> None:
+    spawn(body_switched, 2)
 
 
 def body_several_meshes(rank: int, world: int) -> None:

@@ -20,7 +20,6 @@ def body(rank: int, world: int) -> None:
     for hook, options in (
         (HOOK, {}),
         ("two_level(quant8(block=16), inside=quant8(block=16), nodes=[[0, 3], [1, 2]])", {}),
-        ("difference(two_level(quant4(block=16), nodes=2), full_every=50)", {}),
         (HOOK, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     ):
         handle = run_case(rank, world, shard2(gpt(), mesh, **options), gpt(), hook=hook)

@@ -13,8 +13,7 @@ pytestmark = [pytest.mark.gloo, pytest.mark.full, pytest.mark.timeout(600)]
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_coded_gather_stays_below_torchs_own_and_codes(world: int) -> None:
     own = min(peak for peak, _ in measure(OWN, world))
-    codes, copies = coded("bf16_compress", world)
+    codes = coded("bf16_compress", world)
     peak = max(peak for peak, _ in measure("bf16_compress", world))
     assert codes == pytest.approx(2 * 3072**2 / 1e6)
-    assert copies == 0
     assert peak <= own + codes  # with gloo's whole all-gather it was 122 MB higher on two ranks

@@ -389,7 +389,6 @@ class Reduction(ABC):
             it. A reduction with its own residual leaves it False.
         delivers: True if it only averages the bucket in place by all-reduces. None of its code runs after them.
             A class that defines :meth:`run` or :meth:`start` does not inherit it.
-        copies_weights: True if it gathers weights as differences to a copy in its state. Only ``axis="gather"`` takes it.
         splits: ``"elements"`` if a parameter may be cut anywhere, because each element (or block of elements) is treated alone.
             ``"rows"`` if it stays whole where possible, and may be cut between rows of its matrix. ``two_level`` divides
             the work of a node accordingly.
@@ -423,7 +422,6 @@ class Reduction(ABC):
     packed_fields: Mapping[str, Packed] = MappingProxyType({})
     reports_sent: bool = False
     delivers: bool = False
-    copies_weights: bool = False
     piece_bytes: int | None = None
     splits: Literal["elements", "rows"] = "rows"
     levels: bool = False
@@ -563,9 +561,8 @@ class Reduction(ABC):
 
     @property
     def gathers_weights(self) -> bool:
-        """True if it has a :meth:`gather_weights`, and no state but copies. A gather of weights refuses others by name."""
-        has_method = type(self).gather_weights is not Reduction.gather_weights
-        return has_method and (not self.fields or self.copies_weights)
+        """True if it has a :meth:`gather_weights`, and no state. A gather of weights refuses others by name."""
+        return type(self).gather_weights is not Reduction.gather_weights and not self.fields
 
     def gather_weights(self, weights: Weights, ctx: StepContext) -> Stages:
         """Yield requests; leave in ``weights.storage`` the weights that every rank computes with.

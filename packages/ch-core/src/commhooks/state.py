@@ -329,14 +329,6 @@ class HookState:
         self._staged.clear()
         self.step += 1
 
-    def keep_staged(self) -> None:
-        """Make the staged entries the state without counting a step. Nothing can undo them from now on."""
-        self._fold_carried()
-        self._committed.update(self._staged)
-        self._committed.encodings.update(self._encoded)
-        self._encoded.clear()
-        self._staged.clear()
-
     def _finish_errors(self, dropped: Collection[str]) -> None:
         """Add staged errors to the residuals, and drop the residuals of parameters whose average was not applied."""
         held, errors = self._committed, self._errors

@@ -7,9 +7,6 @@ The sharded parameters stay exact. Optimizer, clipping and state dicts see nothi
 With ``reshard_after_forward=N`` the backward gathers decoded weights in a smaller group. They travel there exactly, so forward
 and backward use the same weights. With N ranks per node this is ZeRO++'s hpZ: no backward gather leaves the node.
 ``two_level`` codes the forward gather between the nodes alone. :meth:`.GatherEngine.complete` starts its second request.
-
-A hook that codes differences keeps a copy of all weights on every rank. Until the weights may have changed, later gathers read
-the copy and send nothing (:class:`CopiedWeights`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +31,6 @@ from commhooks import (
     HookState,
     Plain,
     Reduction,
-    Weights,
 )
 from commhooks.adapters import (
     AttachOptions,
@@ -68,22 +64,18 @@ class GatherBinding(Binding):
         self._agree(handle.identity, options, reduction, list(over.values()), replicas)
         self.treatment = Gathered(reduction, exact_by_default(self.groups, reduction))
         self._exact = Gathered(Plain())
-        self._state = handle.state if isinstance(handle.state, HookState) else HookState()
-        self.copies = CopiedWeights(self._state, *reduction.fields) if reduction.copies_weights else None
-        if self.copies is not None:
-            self._state.keep_copies(one=True)  # peers have the same copy, so no step can undo a gather
         self._by_group: dict[str, GatherEngine] = {}
         engines: dict[str, Any] = {}
         relay = ProcessGroupTransport(replicas) if replicas is not None and replicas.size() > 1 else None
         for number, one in enumerate(over.values()):
-            state = self._state if number == 0 else HookState()
+            state = handle.state if number == 0 and isinstance(handle.state, HookState) else None  # it counts steps
             engine = GatherEngine(self.treatment, ProcessGroupTransport(one), state, timeout=self._timeout)
             engines["gather" if number == 0 else f"gather_{number + 1}"] = self._by_group[one.group_name] = engine
         self.engine: GatherEngine = engines["gather"]
         self.group, *others = over.values()
         self.other_axes = tuple(others)
         self.steps = Steps(engines, self._inspect, relay, due=lambda: bool(self._lost()))
-        self._end = BackwardEnd(model, self._end_backward, self.steps.abandon)
+        self._end = BackwardEnd(model, self.steps.end, self.steps.abandon)
         self._comms = [WeightGather(group, self, handle.expr) for group in self.groups]
 
     @property
@@ -128,7 +120,7 @@ class GatherBinding(Binding):
         found = self._by_group.get(over.group_name)
         if found is None and over is group.regather_group:
             # Every rank makes this call at the same place, so all engines end their steps in one order.
-            found = GatherEngine(self._exact, ProcessGroupTransport(over), HookState(), timeout=self._timeout)
+            found = GatherEngine(self._exact, ProcessGroupTransport(over), timeout=self._timeout)
             self._by_group[over.group_name] = found
             known = self.steps.group.engines
             known["regather" if "regather" not in known else f"regather_{len(known)}"] = found
@@ -160,11 +152,6 @@ class GatherBinding(Binding):
             agree_along(self._expr, fields, [(group, {}) for group in groups], self._timeout)
         if refusal is not None:
             raise refusal
-
-    def _end_backward(self) -> None:
-        if self.copies is not None and any(group.reduces for group in self.groups):
-            self.copies.expire()  # an optimizer may step now
-        self.steps.end()
 
     def _lost(self) -> list[str]:
         """Return the groups whose slot someone else has filled."""
@@ -232,21 +219,14 @@ class WeightGather(SlotObject):
             work: dist.Work | None = self.replaced(output_tensor, input_tensor, group, async_op=async_op)
             return work
         binding.steps.calls += 1
-        copies = binding.copies if not again else None
-        if copies is not None and copies.are_current(self.group):
-            copies.fill(Weights(layout, output_tensor, engine.transport.rank))
-            return Filled() if async_op else None
         with torch.inference_mode(False), torch.no_grad():
             own = output_tensor.narrow(0, engine.transport.rank * layout.part.numel, layout.part.numel)
             if own.data_ptr() != input_tensor.data_ptr():
                 own.copy_(input_tensor)
             reduction = engine.reduction
             assert isinstance(reduction, Gathered)  # noqa: S101 - this module makes the engines
-            if copies is not None:
-                copies.wait(output_tensor.device)
-                copies.note(self.group)
             run = engine.launch(reduction.gather_bucket(layout, output_tensor))
-        pending = GatherWork(engine, run, copies)
+        pending = GatherWork(engine, run)
         if output_tensor.is_cpu or async_op:
             return pending
         pending.wait()
@@ -256,84 +236,18 @@ class WeightGather(SlotObject):
 class GatherWork(dist.Work):
     """A gather in flight, for torch to wait for."""
 
-    def __init__(self, engine: GatherEngine, run: BucketRun, copies: "CopiedWeights | None" = None) -> None:
+    def __init__(self, engine: GatherEngine, run: BucketRun) -> None:
         super().__init__()
-        self._engine, self._run, self._copies = engine, run, copies
+        self._engine, self._run = engine, run
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait for the messages and decode them."""
         with torch.inference_mode(False), torch.no_grad():
             self._engine.complete(self._run)
-            if self._copies is not None:
-                self._copies.written(self._run.bucket.device)
         return True
 
     def is_completed(self) -> bool:
         return self._run.done
-
-
-class Filled(dist.Work):
-    """A gather that sent nothing."""
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-
-class CopiedWeights:
-    """The weights of the last gather, as a hook of differences keeps them on every rank.
-
-    A group is current from its gather until weights may change: at the end of a backward that reduces gradients, or if an
-    operation writes to this rank's shards. All ranks must change weights at the same places, as optimizers and checkpoints do.
-    So all ranks agree on which gathers send nothing.
-
-    Args:
-        state: holds the copies by parameter name, of the shapes of the whole parameters.
-        field: their field in the state.
-    """
-
-    def __init__(self, state: HookState, field: str) -> None:
-        self._state, self._field = state, field
-        self._period = 0
-        self._seen: dict[int, tuple[int, tuple[int, ...]]] = {}  # by parameter group
-        self._stream: torch.cuda.Stream | None = None  # that wrote the copies last
-
-    def expire(self) -> None:
-        """Let the next gather of every group send again."""
-        self._period += 1
-
-    def note(self, group: ParamGroup) -> None:
-        """Note that a group is gathered now."""
-        self._seen[id(group.torch_group)] = (self._period, group.versions())
-
-    def are_current(self, group: ParamGroup) -> bool:
-        """Return True if the group's weights have not changed since its last gather."""
-        return self._seen.get(id(group.torch_group)) == (self._period, group.versions())
-
-    @torch.no_grad()
-    def fill(self, weights: Weights) -> None:
-        """Write the copies of a group's parameters to ``weights.storage``."""
-        self.wait(weights.device)
-        vectors = weights.vectors()
-        held = self._state.held()
-        for number, param in enumerate(weights.params):
-            if (param.name, self._field) not in held:
-                weights.storage.fill_(float("nan"))  # a failed step has dropped the copies; its backward raises
-                return
-            for rank, piece in enumerate(weights.cut(param, self._state.newest(param.name, self._field))):
-                vectors[rank][number][: piece.numel()].copy_(piece)
-
-    def written(self, device: torch.device) -> None:
-        """Note that the current stream has written copies."""
-        if device.type == "cuda":
-            self._stream = torch.cuda.current_stream(device)
-
-    def wait(self, device: torch.device) -> None:
-        """Let the current stream wait for the copies."""
-        if self._stream is not None:
-            torch.cuda.current_stream(device).wait_stream(self._stream)
 
 
 def exact_by_default(groups: list[ParamGroup], reduction: Reduction) -> dict[str, str]:
@@ -368,8 +282,6 @@ def check(groups: list[ParamGroup], reduction: Reduction, options: AttachOptions
                 "out; give it to the handle of the gradients"
             )
     Gathered.refuse(reduction)
-    if reduction.copies_weights:
-        _check_copies(groups, reduction)
     if not groups:
         raise AttachError("this FSDP2 model has no parameters")
     for group in groups:
@@ -393,19 +305,4 @@ def check(groups: list[ParamGroup], reduction: Reduction, options: AttachOptions
                 f"{group.name} gathers {', '.join(sorted(map(str, set(dtypes.values()))))}, and axis='gather' needs one "
                 "floating dtype for each group. Give fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype=...)), or "
                 "fully_shard the parameters of another dtype apart"
-            )
-
-
-def _check_copies(groups: list[ParamGroup], reduction: Reduction) -> None:
-    """Raise HookNotSupportedError if one state cannot hold the copies of all weights."""
-    if len({g.gather_group.group_name for g in groups if g.gather_group is not None}) > 1:
-        raise HookNotSupportedError(
-            f"{reduction!r} keeps one copy of the weights, and the parameter groups gather over different meshes. Use the "
-            "hook inside alone, such as quant8, or attach to submodules whose groups share a mesh"
-        )
-    for group in groups:
-        if group.tensor_parallel:
-            raise HookNotSupportedError(
-                f"{group.name}: {', '.join(group.tensor_parallel)} are cut by tensor parallelism too, and {reduction!r} "
-                "keeps copies of whole parameters. Use the hook inside alone, such as quant8"
             )

@@ -109,11 +109,6 @@ def attach(
     handle = as_handle(hook, process_group=process_group, state=state, config=config)
     if handle.attached:
         raise AttachError(f"{handle.expr} is attached to a model already; create another handle, or detach() this one")
-    if handle.reduction is not None and handle.reduction.copies_weights and axis != "gather":
-        raise HookNotSupportedError(
-            f"{handle.expr} gathers weights, and cannot average gradients. Give it to attach(axis='gather') of an FSDP2 "
-            "model, and the hook inside to the axis of the gradients"
-        )
     if state is not None:
         if handle.reduction is not None and callable(getattr(state, "reduction", None)) and not callable(hook):
             raise AttachError(

@@ -143,7 +143,7 @@ def attach_axes(
 
     Args:
         model: sharded with `fully_shard`.
-        gather: hook of the weight gathers, such as `"quant8"` or `"difference(quant4)"`.
+        gather: hook of the weight gathers, such as `"quant8"`.
         shard: hook of the gradients' reduce-scatter.
         replicate: hook of the gradients between replicas.
         process_group: group of the replicate axis.

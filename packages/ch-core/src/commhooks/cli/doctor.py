@@ -82,8 +82,6 @@ def _hooks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             row.update(why="FSDP1 hooks are loaded, not run")
         elif spec.kind == "outer":
             row.update(why="outer optimizers are loaded, not run")
-        elif spec.kind == "gather":
-            row.update(why="hooks on FSDP2's weights are loaded, not run")
         elif isinstance(node, str):
             row.update(status="failed", why=node)
         elif absent := [inner["hook"] for inner in nodes_of(node)[1:] if not REGISTRY.list_hooks(inner["hook"])]:

@@ -34,7 +34,6 @@ class Gathered(Scattered):
         super().__init__(inner)
         self.exact = dict(exact or {})
         self.collectives = frozenset({"all_gather"})
-        self.copies_weights = inner.copies_weights
 
     @staticmethod
     def refuse(inner: Reduction) -> None:
@@ -43,8 +42,7 @@ class Gathered(Scattered):
             raise HookNotSupportedError(
                 f"{inner!r} cannot gather weights. Such a hook has gather_weights(), keeps no state (a later gather cannot "
                 "correct an error of an earlier one), and does not round at random (forward and backward need the same "
-                "weights). Use bf16_compress, fp16_compress, quant8, quant4, a policy or two_level of these, or "
-                "difference(quant4)"
+                "weights). Use bf16_compress, fp16_compress, quant8, quant4, or a policy or two_level of these"
             )
 
     def gather_bucket(self, layout: ShardLayout, storage: torch.Tensor, *, index: int = 0) -> Bucket:

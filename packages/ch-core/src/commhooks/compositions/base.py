@@ -95,12 +95,6 @@ class Composite(Reduction):
             raise HookConfigError(
                 f"{self.name} is made of reductions, got {parts!r:.200}; commhooks.composed() takes hook functions, too"
             )
-        copying = [part.name for part in parts if part.copies_weights]
-        if copying:
-            raise HookConfigError(
-                f"{self.name}: {copying[0]} must be the outermost hook. Write difference({self.name}(...)) instead of "
-                f"{self.name}(difference(...))"
-            )
         self.parts, self.inner, self.hook = parts, parts[0], self.name
         self.name = f"{self.hook}({', '.join(part.name for part in parts)})"
         if any(part.granularity == "bucket" for part in parts):

@@ -29,8 +29,6 @@ class GatherEngine(Engine):
         begun = time.perf_counter()
         if not self.in_step:
             self._begin(bucket.device)
-        else:  # weights that changed since an earlier gather of this step, e.g. after an evaluation
-            self.state.reopen({p.name for p in bucket.layout.params}, self.reduction.fields)
         flying = {run.number for run in self.buckets.in_flight}
         # The smallest free number, because scratch memory belongs to numbers.
         self.buckets.count = next(n for n in range(len(flying) + 1) if n not in flying)
@@ -58,13 +56,6 @@ class GatherEngine(Engine):
         except Exception as error:
             self._lose(error)
         self.counters.hook_seconds += time.perf_counter() - begun
-
-    def resolve_step(self, *, force: bool = False) -> bool | None:
-        """Resolve the last step. Copies of gathered weights are final, so the state takes the copies of the running step, too."""
-        resolved = super().resolve_step(force=force)
-        if self.in_step and not self.buckets.in_flight:
-            self.state.keep_staged()
-        return resolved
 
     def abandon(self) -> None:
         """Keep the step. An exception in a forward or backward ends no gather, and there is no state to restore."""

@@ -16,7 +16,7 @@ from commhooks.registry.discovery import load_target
 from commhooks.registry.distributions import not_installed
 from commhooks.registry.expression import Node, canonical, unparse
 from commhooks.registry.registry import REGISTRY, Registry
-from commhooks.registry.spec import WRAPPERS, HookSpec
+from commhooks.registry.spec import HookSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,9 +72,9 @@ def _built(node: Node, kind: str | None, registry: Registry) -> Built:
     inside = "inner" in node or "rules" in node
     spec = registry.spec_of(node, kind)
     registry.refuse_outer([(spec, {})])
-    if inside and spec.kind not in WRAPPERS:
+    if inside and spec.kind != "wrapper":
         raise HookConfigError(f"{spec.name!r} is a {spec.kind}, not a wrapper: it takes no inner hook, only options")
-    if spec.kind in WRAPPERS and not inside:
+    if spec.kind == "wrapper" and not inside:
         raise HookConfigError(f"{spec.name!r} is a wrapper and needs an inner hook, for example {spec.example}")
     config = registry.options_of(spec, node["config"])
     compared = {k: v for k, v in config.items() if not (spec.options and k in spec.options and spec.options[k].local)}

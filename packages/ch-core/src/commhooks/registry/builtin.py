@@ -65,18 +65,6 @@ def commhooks_specs() -> Iterable[HookSpec]:
             when="several nodes with several ranks each, and the links between nodes are the bottleneck",
             loss="that of the hook inside, which rounds sums of a node instead of single gradients",
         ),
-        HookSpec(
-            "difference",
-            "gather",
-            "commhooks.compositions.difference:difference",
-            "gathers FSDP2's weights as their change since the last gather, with error feedback",
-            options={"full_every": Option(500, "steps between gathers of exact weights", at_least=1)},
-            capabilities=frozenset({"stateful", "error_feedback", "checkpointable"}),
-            example="difference(quant4)",
-            paper="https://arxiv.org/abs/2410.15526",
-            when="FSDP2's weight gathers in 4 bits, and each rank has memory for one full copy of the weights",
-            loss="none measured with quant4, which alone costs 0.04 nats on weights",
-        ),
     )
 
 

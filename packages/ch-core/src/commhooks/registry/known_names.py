@@ -51,7 +51,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "bf16_compress": ("ch-ddp", "ch-fsdp"),
     "bf16_compress_wrapper": ("ch-ddp",),
     "bf16_wrapper": ("ch-ddp",),
-    "difference": ("ch-core",),
     "diloco": ("ch-outer",),
     "error_feedback": ("ch-core",),
     "fp16": ("ch-ddp", "ch-fsdp"),

@@ -25,7 +25,7 @@ from commhooks.registry.discovery import Discovery, PluginInfo, discover, load_t
 from commhooks.registry.distributions import how_to_install, normalize, not_installed
 from commhooks.registry.expression import Node, canonical, nodes
 from commhooks.registry.known_names import KNOWN, KNOWN_ADAPTERS
-from commhooks.registry.spec import KINDS, OWN_COMMANDS, WRAPPERS, Command, HookSpec, PluginFailure
+from commhooks.registry.spec import KINDS, OWN_COMMANDS, Command, HookSpec, PluginFailure
 
 LOCAL = "local"
 """Provider of the hooks that `register` added in this process."""
@@ -286,9 +286,9 @@ class Registry:
         A name that several kinds share is a wrapper if it has a hook inside, and of the given kind otherwise.
         """
         provider = node.get("provider")
-        if "inner" in node or "rules" in node:
-            kinds = (one for one in WRAPPERS if self.list_hooks(node["hook"], kind=one, provider=provider))
-            kind = next(kinds, kind)
+        inside = "inner" in node or "rules" in node
+        if inside and self.list_hooks(node["hook"], kind="wrapper", provider=provider):
+            kind = "wrapper"
         return self.resolve(node["hook"], kind=kind, provider=provider)
 
     def options_of(self, spec: HookSpec, given: Mapping[str, Any], *, declared_only: bool = False) -> dict[str, Any]:
@@ -328,7 +328,7 @@ class Registry:
             parameters = list(inspect.signature(target).parameters.values())
         except (TypeError, ValueError):  # some builtins and extension types have no signature
             return dict(given)
-        leading = 1 if foreign or spec.kind in WRAPPERS else 2 if inspect.isgeneratorfunction(target) else 0
+        leading = 1 if foreign or spec.kind == "wrapper" else 2 if inspect.isgeneratorfunction(target) else 0
         options = [p for p in parameters[leading:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             _refuse_unknown_options(spec, given, [p.name for p in options])

@@ -17,9 +17,7 @@ from commhooks.registry.options import Option, Value
 API = 1
 """Version of the plugin interface that this ch-core supports."""
 
-KINDS = ("reduction", "ddp", "fsdp", "wrapper", "gather", "outer")
-WRAPPERS = ("wrapper", "gather")
-"""Kinds that take another hook inside."""
+KINDS = ("reduction", "ddp", "fsdp", "wrapper", "outer")
 
 GROUPS = {
     "exact": "exact averages",
@@ -30,7 +28,6 @@ GROUPS = {
     "local": "averages less often, or never",
     "fsdp": "FSDP1 hook functions: for register_comm_hook, attach does not take them",
     "wrapper": "wrappers: put another hook inside",
-    "gather": "wrappers for axis='gather': FSDP2's weights",
     "outer": "outer optimizers: each rank trains alone between averages",
     "other": "other hooks",
 }
@@ -132,8 +129,8 @@ class HookSpec:
         name: lower case, letters, digits and `_`.
         kind: `"reduction"` (the target is called with the options and returns a Reduction, or it is a generator
             function `(bucket, ctx, **options)`), `"ddp"` (a function `(state, bucket) -> Future`), `"fsdp"` (FSDP1's
-            `(state, grad[, output]) -> None`), `"wrapper"` (called as `wrapper(inner, **options)`), `"gather"` (a
-            wrapper for weights only), or `"outer"` (an outer optimizer, called as `outer(optimizer, model, **options)`).
+            `(state, grad[, output]) -> None`), `"wrapper"` (called as `wrapper(inner, **options)`), or
+            `"outer"` (an outer optimizer, called as `outer(optimizer, model, **options)`).
         target: `"module:attribute"`, imported when the hook is used.
         summary: one line of at most 100 characters.
         hook: `"module:attribute"` of the plain DDP function that `commhooks.get` returns, if it is not the target.
@@ -202,7 +199,7 @@ class HookSpec:
         if "provider" in (self.options or {}):
             raise HookConfigError(f"hook {self.name!r}: expressions reserve 'provider'; rename the option")
         if not self.example:
-            object.__setattr__(self, "example", f"{self.name}(allreduce)" if self.kind in WRAPPERS else self.name)
+            object.__setattr__(self, "example", f"{self.name}(allreduce)" if self.kind == "wrapper" else self.name)
         if not self.group:
             object.__setattr__(self, "group", self.kind if self.kind in GROUPS else "other")
         _one_of(self.name, "group", self.group, list(GROUPS))

@@ -233,11 +233,6 @@ class ParamGroup:
         """Free the parameters that a forward without a backward left gathered. They would hide changes of the shards."""
         self._group.reshard()
 
-    def versions(self) -> tuple[int, ...]:
-        """Return a number for each parameter that grows when an operation writes to this rank's shard."""
-        # Operations on a DTensor count at the DTensor, operations on its local tensor at that one.
-        return tuple(p.sharded_param._version + p._sharded_local_tensor._version for p in self._group.fsdp_params)
-
     def params_by_name(self) -> dict[str, torch.nn.Parameter]:
         """Return name -> this rank's shard of every parameter, trainable or frozen."""
         return {self._fqn(p): p.sharded_param for p in self._group.fsdp_params}

@@ -18,7 +18,7 @@ from commhooks.adapters import ProcessGroupTransport
 from commhooks.report import node_bytes
 
 HOOKS = ("allreduce", "bf16_compress", "quant8", "quant4", "powersgd(rank=4)")
-SHARDED_HOOKS = ("allreduce", "bf16_compress", "quant8", "quant8 / quant4", "difference(quant4) / quant4")
+SHARDED_HOOKS = ("allreduce", "bf16_compress", "quant8", "quant8 / quant4")
 """For FSDP2: weight gathers / gradients."""
 LEVELED = ("bf16_compress", "quant8", "quant4", "powersgd(rank=4)")
 """Hooks that are also predicted inside ``two_level``, on several nodes of several ranks."""

@@ -21,7 +21,6 @@ from torch.distributed.fsdp import fully_shard
 
 import commhooks
 from ch_bench import launch, record
-from ch_bench.fsdp2.quality import DIFFERENCE
 from ch_bench.links import netns
 
 WIDTH, DEPTH, STEPS, LIMIT = 1024, 3, 4, 0.02
@@ -30,7 +29,6 @@ CASES = [
     ("gather", "bf16_compress"),
     ("gather", "quant8"),
     ("gather", "quant4"),
-    ("gather", DIFFERENCE),
     ("shard", "bf16_compress(accumulate='fp32')"),
     ("shard", "quant8"),
     ("shard", "quant4"),

@@ -6,8 +6,8 @@ Gloo processes shard three matrices of 3072 x 3072 in fp32 (37.7 MB each, a grou
 gradients. The program reads the growth of the resident memory since attach (``VmHWM`` after a reset, and ``VmRSS``). It prints
 the largest figures of all ranks and repeats, and the least of torch's own. New processes run for each measurement. Linux only.
 
-The limit is torch's own peak, the codes of one group, and the copy of all weights that a hook of differences keeps. glibc's
-allocator has its defaults, so it keeps freed blocks of up to 32 MB for each thread.
+The limit is torch's own peak and the codes of one group. glibc's allocator has its defaults, so it keeps freed blocks of up to
+32 MB for each thread.
 """
 
 import argparse
@@ -23,26 +23,24 @@ from torch.distributed.fsdp import fully_shard
 import commhooks
 from ch_bench import record
 from ch_bench.cost.memory import resident
-from ch_bench.fsdp2.quality import DIFFERENCE
 from commhooks import BucketLayout, StepContext
 from commhooks.adapters import Gathered
 from commhooks.testing import spawn
 
 WIDTH, DEPTH, FORWARDS = 3072, 3, 3
 OWN = "torch's own"
-HOOKS = ("allreduce", "bf16_compress", "quant8", "quant4", DIFFERENCE)
+HOOKS = ("allreduce", "bf16_compress", "quant8", "quant4")
 
 
-def coded(hook: str, world: int) -> tuple[float, float]:
-    """Return the MB of the codes of one group, 0 for numbers that travel as they are, and of the copies of all groups."""
+def coded(hook: str, world: int) -> float:
+    """Return the MB of the codes of one group, 0 for numbers that travel as they are."""
     if hook in (OWN, "allreduce"):
-        return 0.0, 0.0
+        return 0.0
     layout = BucketLayout.of_shapes({"w": (WIDTH, WIDTH)})
     reduction = commhooks.create(hook).reduction
     assert reduction is not None
-    [[request]] = Gathered(reduction).plan(layout, StepContext(world_size=world, step=1))
-    copies = DEPTH * 4 * WIDTH**2 if reduction.copies_weights else 0
-    return request.payload_bytes / 1e6, copies / 1e6
+    [[request]] = Gathered(reduction).plan(layout, StepContext(world_size=world))
+    return request.payload_bytes / 1e6
 
 
 def worker(rank: int, world: int, hook: str) -> tuple[float, float]:
@@ -74,21 +72,20 @@ def measure(hook: str, world: int, repeats: int = 1) -> list[tuple[float, float]
 def cells(hook: str, world: int, repeats: int, own: float) -> list[str]:
     """Return peak, memory afterwards, and the difference of the peak and its limit."""
     peak, after = (max(column) for column in zip(*measure(hook, world, repeats), strict=True))
-    more = peak - own - sum(coded(hook, world))
+    more = peak - own - coded(hook, world)
     return [f"{peak:.1f}", f"{after:.1f}", f"{more:+.1f}: {'holds' if more <= 0 else 'MISSED'}"]
 
 
 def table(hooks: list[str], worlds: list[int], repeats: int) -> str:
     """Measure all hooks and return the table."""
     own = {world: [min(column) for column in zip(*measure(OWN, world, repeats), strict=True)] for world in worlds}
-    rows = [[OWN, "", "", *(cell for peak, after in own.values() for cell in (f"{peak:.1f}", f"{after:.1f}", ""))]]
+    rows = [[OWN, "", *(cell for peak, after in own.values() for cell in (f"{peak:.1f}", f"{after:.1f}", ""))]]
     for hook in hooks:
-        size = [f"{mb:.1f}" if mb else "" for mb in coded(hook, worlds[0])]
-        rows.append(
-            [f"`{hook}`", *size, *(cell for w in worlds for cell in cells(hook, w, repeats, own[w][0]))],
-        )
+        codes = coded(hook, worlds[0])
+        size = f"{codes:.1f}" if codes else ""
+        rows.append([f"`{hook}`", size, *(cell for w in worlds for cell in cells(hook, w, repeats, own[w][0]))])
     each = ("at the peak", "afterwards", "above the limit")
-    return record.markdown_table(["hook", "codes", "copies", *(f"{e}, {w} ranks" for w in worlds for e in each)], rows)
+    return record.markdown_table(["hook", "codes", *(f"{e}, {w} ranks" for w in worlds for e in each)], rows)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -111,8 +108,7 @@ def main(argv: list[str] | None = None) -> int:
             "MB; three matrices of 37.7 MB, a group each, three forwards without gradients; gloo, "
             f"{' '.join(platform.libc_ver())} with its defaults",
             f"the largest of all ranks and {args.repeats} runs, and the least of torch's own; other programs ran on the machine",
-            "the limit: torch's own peak, codes and copies",
-            "copies: the weights that a hook of differences keeps on every rank. They are not in the limit of the other hooks",
+            "the limit: torch's own peak and codes",
         )
     return 0
 

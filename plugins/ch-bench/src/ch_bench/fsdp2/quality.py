@@ -24,26 +24,22 @@ import torch
 import commhooks
 from ch_bench import record
 from ch_bench.convergence.tasks import SETTINGS, Language
-from commhooks import BucketLayout, HookState, ReduceScatter, ShardLayout, Shards, StepContext, Weights
+from commhooks import BucketLayout, ReduceScatter, ShardLayout, Shards, StepContext, Weights
 from commhooks.simulate import perform
 
 RANKS = 4
 BF16 = torch.bfloat16
-DIFFERENCE = "difference(quant4)"
 PLAIN = "plain FSDP2, bf16"
 ROWS: dict[str, dict[str, str]] = {
     PLAIN: {},
     "quant8 weights": {"gather": "quant8"},
     "quant8 weights, quant4 gradients": {"gather": "quant8", "shard": "quant4"},
-    "4-bit differences, quant4 gradients": {"gather": DIFFERENCE, "shard": "quant4"},
     "quant4 gradients": {"shard": "quant4"},
-    "4-bit differences": {"gather": DIFFERENCE},
     "quant4 weights": {"gather": "quant4"},
 }
 LIMITS = {  # nats above plain FSDP2, on average over the seeds
     "quant8 weights": 0.005,
     "quant8 weights, quant4 gradients": 0.015,
-    "4-bit differences, quant4 gradients": 0.015,
 }
 
 
@@ -63,9 +59,6 @@ class SimulatedFSDP2:
         self.gather, self.shard = made.get("gather"), made.get("shard")
         embeddings = {"symbol.weight", "position.weight"}
         self.exact = embeddings | {name for name, shape in shapes.items() if len(shape) < 2}
-        self.states = [HookState() for _ in range(RANKS)]
-        for state in self.states:
-            state.keep_copies(one=True)
 
     def flat(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the padded parts of all ranks, ``(RANKS * n,)`` bf16."""
@@ -87,10 +80,6 @@ class SimulatedFSDP2:
             found[p.name] = flat[: torch.Size(shape).numel()].view(shape)
         return found
 
-    def context(self, rank: int) -> StepContext:
-        state = self.states[rank]
-        return StepContext(rank, RANKS, state.step, state=state)
-
     def decoded(self) -> dict[str, torch.Tensor]:
         """Return the weights that all ranks compute with, bf16."""
         exact = self.flat(self.params)
@@ -98,14 +87,12 @@ class SimulatedFSDP2:
             return self.whole(exact)
         every = [exact.clone() for _ in range(RANKS)]
         runs = [
-            self.gather.start_gather_weights(Weights(self.cut, storage, rank), self.context(rank), self.exact)
+            self.gather.start_gather_weights(Weights(self.cut, storage, rank), StepContext(rank, RANKS), self.exact)
             for rank, storage in enumerate(every)
         ]
         carry_out(runs)
         if not all(torch.equal(one, every[0]) for one in every):
             raise RuntimeError(f"{self.gather!r}: the ranks have different weights")
-        for state in self.states:
-            state.commit()
         return self.whole(every[0])
 
     def reduced(self, gradients: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -22,12 +22,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import commhooks
 from ch_bench import gpt, launch, record, text
 from ch_bench.cost.bench import CONTEXT, HEADS, LAYERS, WIDTH
-from ch_bench.fsdp2.quality import DIFFERENCE, PLAIN, ROWS
+from ch_bench.fsdp2.quality import PLAIN, ROWS
 from ch_bench.links import netns
 
 WARM_UP, LIMIT = 2, 0.55  # steps; of the time of plain FSDP2 at 200 Mbit/s
-TIMED = (PLAIN, "quant8 weights", "quant8 weights, quant4 gradients", "4-bit differences, quant4 gradients")
-assert ROWS[TIMED[-1]]["gather"] == DIFFERENCE
+TIMED = (PLAIN, "quant8 weights", "quant8 weights, quant4 gradients")
 
 
 def shard(model: gpt.GPT, device: torch.device, world: int) -> gpt.GPT:
