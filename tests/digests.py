@@ -292,11 +292,7 @@ def covered() -> None:
     """Check that some case has every installed reduction and wrapper of this project."""
     text = json.dumps([*HOOKS, *NO_SIMULATION])
     for spec in commhooks.list_hooks():
-        ours = (
-            spec.provider.startswith("ch-")
-            and spec.provider != "ch-template"
-            and spec.kind not in ("fsdp", "outer")
-        )
+        ours = spec.provider.startswith("ch-") and spec.provider != "ch-template" and spec.kind not in ("fsdp", "outer")
         named = any(name in text for name in spec.names) or spec.name == "policy"
         if ours and not named:
             raise SystemExit(f"no case has {spec.id}: add one to HOOKS")

@@ -149,14 +149,15 @@ def body_checkpointed(rank: int, world: int) -> None:
 
 
 class Tied(nn.Module):
-    """An embedding tied to the head, and one block used twice."""
+    """An embedding and a head of one size, tied or not, and one block used twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, tied: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.symbol, self.head = nn.Embedding(33, 32), nn.Linear(32, 33, bias=False)
         self.block = nn.Linear(32, 32)
-        self.head.weight = self.symbol.weight
+        if tied:
+            self.head.weight = self.symbol.weight
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.block(torch.tanh(self.block(self.symbol(x)))))
@@ -164,9 +165,11 @@ class Tied(nn.Module):
 
 
 def body_tied(rank: int, world: int) -> None:
-    model = Tied()
-    fully_shard(model.block, mesh=line(world))
-    run_case(rank, world, fully_shard(model, mesh=line(world)), Tied())
+    for tied in (True, False):  # untied, an exact parameter and a cast one have one size
+        for hook in (HOOK, "bf16_compress"):
+            model = Tied(tied)
+            fully_shard(model.block, mesh=line(world))
+            run_case(rank, world, fully_shard(model, mesh=line(world)), Tied(tied), hook=hook)
 
 
 def body_accumulated(rank: int, world: int) -> None:

@@ -552,7 +552,8 @@ class Reduction(ABC):
         plainly = self.routes(shards.layout.part, ctx.step) if self.lossy or self.fields else {}
         if not plainly:
             return self.run_scatter(shards, ctx)
-        exact = plain_scatter(shards.select(plainly), ctx.scratch)
+        # Both run at once, and may use scratch memory of one name and size.
+        exact = plain_scatter(shards.select(plainly), ctx.child("exact").scratch)
         if len(plainly) == len(shards.params):
             return exact
         return parallel(self.run_scatter(shards.select({p.name for p in shards.params} - plainly.keys()), ctx), exact)
@@ -593,7 +594,9 @@ class Reduction(ABC):
         exact = names.intersection(plainly)
         if not exact:
             return self.gather_weights(weights, ctx)
-        plain = self.gather_exactly(weights.select(exact), ctx)
+        # A cast gathers by the same function. With one context both would write to one piece of scratch memory if their sizes
+        # are equal, and one parameter would get the numbers of another.
+        plain = self.gather_exactly(weights.select(exact), ctx.child("exact"))
         return plain if exact == names else parallel(self.gather_weights(weights.select(names - exact), ctx), plain)
 
     def gather_exactly(self, weights: Weights, ctx: StepContext) -> Stages:

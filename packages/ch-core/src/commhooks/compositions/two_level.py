@@ -168,7 +168,7 @@ class TwoLevel(Composite):
         return Reduction.start_gather_weights(self, weights, ctx, exact)
 
     def gather_exactly(self, weights: Weights, ctx: StepContext) -> Stages:
-        return TwoLevel(Plain()).gather_weights(weights, ctx.child("exact"))
+        return TwoLevel(Plain()).gather_weights(weights, ctx)
 
     def gather_weights(self, weights: Weights, ctx: StepContext) -> Stages:
         """Gather between the ranks with one place, then inside the node."""
