@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import commhooks
+from ch_fsdp.torch_internals.param_groups import param_groups
+from commhooks import HookResultError, RemoteHookError
 from commhooks.testing import spawn
 
 from .fsdp_kit import batch, distance, flat_params, gpt, grads, line, one_backward, shard2, single, square, train
@@ -213,6 +215,71 @@ def body_shard_dim_1(rank: int, world: int) -> None:
     for model in models:
         model(x).sum().backward()
     assert distance(grads(models[0]), grads(models[1])) == 0
+
+
+class Experts(nn.Module):
+    """Three parameters of one size, of which each rank uses others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.each = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, used: tuple[int, ...]) -> torch.Tensor:
+        return sum(self.each[k](x) for k in used).square().mean()  # type: ignore[union-attr]
+
+
+HOOKS = ("allreduce", "bf16_compress", "bf16_compress(accumulate='fp32')", "quant8")
+
+
+def body_experts(rank: int, world: int) -> None:
+    """Parameters without a gradient on some ranks count as zeros, as between replicas."""
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # torch 2.10
+        return
+    x = [torch.randn(8, 256, generator=torch.Generator().manual_seed(other)) for other in range(world)]
+    for hook in HOOKS:
+        model = fully_shard(Experts(), mesh=line(world))
+        handle = commhooks.attach(model, hook)
+        for first in ((0,), (0, 1), (0, 1, 2)):  # of rank 0; the others use the last one
+            used = [first, *[(2,)] * (world - 1)]
+            model.zero_grad()
+            model(x[rank], used[rank]).backward()
+            wanted = {name: torch.zeros(256, 256) for name, _ in model.named_parameters()}
+            for given, which in zip(x, used, strict=True):
+                alone = Experts()
+                alone(given, which).backward()
+                for name, p in alone.named_parameters():
+                    wanted[name] += p.grad / world if p.grad is not None else 0
+            for name, grad in grads(model).items():
+                assert float((grad - wanted[name]).norm()) <= 1e-2 * float(wanted[name].norm()), (hook, first, name)
+        handle.detach()
+        assert not any(group.includes_unused for group in param_groups(model))
+
+
+def body_short(rank: int, world: int) -> None:
+    """Torch before 2.13 leaves parameters without a gradient out. Then all ranks raise, and no rank waits."""
+    for hook in HOOKS:
+        model = fully_shard(Experts(), mesh=line(world))
+        handle = commhooks.attach(model, hook, timeout=20)
+        for group in param_groups(model):
+            group.includes_unused = False
+        for used in ((0,) if rank == 0 else (2,), (0, 1, 2) if rank == 0 else (2,)):
+            with pytest.raises(
+                HookResultError if rank or len(used) == 1 else RemoteHookError, match="some had no gradient"
+            ):
+                model(torch.ones(2, 256), used).backward()
+        model.zero_grad()
+        model(torch.ones(2, 256), (0, 1, 2)).backward()
+        handle.assert_active()
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_parameters_that_some_ranks_do_not_use(world: int) -> None:
+    spawn(body_experts, world, timeout=120)
+
+
+def test_a_torch_that_leaves_unused_parameters_out() -> None:
+    spawn(body_short, 2, timeout=120)
 
 
 def test_accumulation_and_other_placements() -> None:

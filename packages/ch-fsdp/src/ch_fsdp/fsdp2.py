@@ -170,9 +170,8 @@ class FSDP2Binding(Binding):
         """Leave the model as it was before attach."""
         if self._managed is not None:
             self._managed.close()
-        if self._by_name:
-            for group, included in zip(self.groups, self._included, strict=True):
-                group.includes_unused = included
+        for group, included in zip(self.groups, self._included, strict=True):
+            group.includes_unused = included
         for hook in self._hooks:
             hook.remove()
             enable_all_reduce(hook.group)
@@ -230,10 +229,10 @@ class FSDP2Binding(Binding):
         self._comms: list[ShardScatter] = []
         self._hooks: list[ReplicateHook] = []
         self._included = [group.includes_unused for group in self.groups]
-        if self._by_name:
-            # Without it the flat tensor lacks parameters that had no gradient, and a hook cannot find out which.
-            for group in self.groups:
-                group.includes_unused = True
+        # Without it the flat tensor lacks parameters that had no gradient on this rank. A hook cannot find out which, and ranks
+        # would add gradients of different parameters.
+        for group in self.groups:
+            group.includes_unused = True
         if self._order is not None:
             for index, group in enumerate(self.groups):
                 self._hooks.append(ReplicateHook(group, index, self._order, self.steps, self._end, expr))

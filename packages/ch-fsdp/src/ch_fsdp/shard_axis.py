@@ -100,11 +100,6 @@ class _Named:
 
     def bucket(self, group: ParamGroup, parts: torch.Tensor, output: torch.Tensor, op: Any) -> Bucket:
         layout = group.scatter_layout(parts.dtype)
-        if layout.part.numel != output.numel():
-            raise HookResultError(
-                f"{group.name}: FSDP2 gave {output.numel()} elements for each rank, its trainable parameters have "
-                f"{layout.part.numel}: some had no gradient. Call set_reduce_scatter_unused_params(True), or upgrade torch"
-            )
         self.reduction.factor = 1.0 if op == Op.AVG else _factor(op) * (parts.numel() // output.numel())
         return self.reduction.bucket(layout, parts, output)
 
@@ -159,8 +154,11 @@ class ShardScatter(SlotObject):
                 if refusal is not None:
                     raise refusal
             self._axis.called.add(self.group.name)
+            expected = self.group.shards(output_tensor.dtype).numel
+            if output_tensor.numel() != expected:
+                input_tensor, output_tensor = self._fail_short(input_tensor, output_tensor, expected)
             bucket = self._axis.form.bucket(self.group, input_tensor, output_tensor, op)
-        except (AttachError, HookResultError) as error:  # raised from here it would leave the gradients unsharded
+        except (AttachError, HookNotSupportedError) as error:  # raised from here it would leave the gradients unsharded
             self.steps.fail(error)
             self.replaced(output_tensor, input_tensor, group, op, async_op=False)
             return
@@ -168,3 +166,23 @@ class ShardScatter(SlotObject):
             self.steps.run("shard", bucket)
         finally:
             self._axis.form.release()
+
+    def _fail_short(
+        self, parts: torch.Tensor, output: torch.Tensor, expected: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Fail the step if some parameters had no gradient and torch (2.10) left them out.
+
+        Peers may be in a reduce-scatter of all parameters, so this rank joins it with zeros.
+
+        Returns:
+            Input and output of all parameters, ``(W * expected,)`` and ``(expected,)``.
+        """
+        self.steps.fail(
+            HookResultError(
+                f"{self.group.name}: FSDP2 gave {output.numel()} elements for each rank, its trainable parameters have "
+                f"{expected}: some had no gradient. Call set_reduce_scatter_unused_params(True), or upgrade torch"
+            )
+        )
+        output.fill_(float("nan"))
+        world = parts.numel() // output.numel()
+        return parts.new_zeros(world * expected), output.new_zeros(expected)
