@@ -370,3 +370,55 @@ def body_one_mesh(rank: int, world: int) -> None:
 
 def test_one_mesh_over_all_ranks_needs_no_names() -> None:
     spawn(body_one_mesh, 2)
+
+
+class OwnExpert(nn.Module):
+    """A trunk that all ranks share, and an expert of each rank, which FSDP2 does not manage."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(rank)
+        self.trunk, self.norm = nn.Linear(256, 256), nn.BatchNorm1d(256)
+        wide = 64 * (rank + 1)
+        self.expert = nn.Sequential(nn.Linear(256, wide), nn.BatchNorm1d(wide), nn.ReLU(), nn.Linear(wide, 256))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.expert(self.norm(self.trunk(x))).square().mean()
+
+
+def body_ignored(rank: int, world: int) -> None:
+    replicas = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
+    for hook, mesh, axis in (
+        ("quant4(error_feedback=True)", replicas, "replicate"),
+        ("bf16_compress", line(world), "shard"),
+        ("quant8", line(world), "gather"),
+    ):
+        model = OwnExpert(rank)
+        for buffer in (model.norm.running_mean, model.expert[1].running_mean):
+            buffer.fill_(rank)
+        own = {name: tensor.clone() for name, tensor in model.expert.state_dict().items()}
+        fully_shard(model, mesh=mesh, ignored_params=set(model.expert.parameters()))
+        trained = [p for name, p in model.named_parameters() if not name.startswith("expert")]
+        optimizer = torch.optim.SGD(trained, lr=0.1)
+        given = {"optimizer": optimizer} if axis == "replicate" else {}
+        handle = commhooks.attach(model, hook, axis=axis, **given)
+        for name, tensor in model.expert.state_dict().items():
+            assert torch.equal(tensor, own[name]), f"{name} of rank {rank} is no longer its own"
+        if axis != "replicate":
+            handle.detach()
+            continue
+        every = gathered(torch.cat([model.norm.running_mean, *(p.detach().to_local().reshape(-1) for p in trained)]))
+        assert all(torch.equal(one, every[0]) for one in every), "the first replica's trunk and buffers go to all"
+        of_expert = torch.optim.SGD(model.expert.parameters(), lr=0.1)
+        for used in (False, True):
+            model(torch.randn(8, 256)).backward()
+            of_expert.step()  # uses none of the hook's averages
+            if used:
+                optimizer.step()
+            of_expert.zero_grad()
+            optimizer.zero_grad()
+            assert handle.state_dict()["step"] == used
+
+
+def test_parameters_that_fsdp2_ignores_stay_each_ranks_own() -> None:
+    spawn(body_ignored, 2)

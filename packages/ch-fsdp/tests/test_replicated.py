@@ -116,5 +116,5 @@ def test_a_group_that_carries_no_cpu_tensor_gets_those_of_the_accelerator(backen
         mock.patch.object(torch.accelerator, "current_accelerator", moved),
         mock.patch.object(dist, "broadcast", sent),
     ):
-        replicate_axis.broadcast(torch.nn.Linear(2, 2), mock.Mock())
+        replicate_axis.broadcast(torch.nn.Linear(2, 2).parameters(), mock.Mock())
     assert moved.called is moves and sent.call_count == 2

@@ -257,7 +257,7 @@ def body_experts(rank: int, world: int) -> None:
 
 
 def body_short(rank: int, world: int) -> None:
-    """Torch before 2.13 leaves parameters without a gradient out. Then all ranks raise, and no rank waits."""
+    """All ranks raise, and none waits, if torch leaves parameters without a gradient out, as torch 2.10 does."""
     for hook in HOOKS:
         model = fully_shard(Experts(), mesh=line(world))
         handle = commhooks.attach(model, hook, timeout=20)

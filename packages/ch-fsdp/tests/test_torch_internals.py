@@ -1,13 +1,15 @@
 """Compares the private parts of torch that this package reads with the public API. Run it first on a new torch."""
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import ShardingStrategy
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
 
 import ch_fsdp
 import commhooks
@@ -68,6 +70,27 @@ def body_groups(rank: int, world: int) -> None:
     assert not groups["root"].reduces
 
 
+class Sorted(nn.Module):
+    """Lists its parameters in another order than its modules, and shares one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.again = (nn.Linear(4, 4) for _ in range(3))
+        self.again.weight = self.up.weight
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(sorted(super().named_parameters(*args, **kwargs)))
+
+
+def body_names(rank: int, world: int) -> None:
+    model = fully_shard(Sorted(), mesh=line(2))
+    [group] = param_groups(model)
+    params = group.params_by_name()
+    assert params.keys() == {"up.weight", "up.bias", "down.weight", "down.bias", "again.bias"}
+    assert all(params[name] is param for name, param in model.named_parameters())
+    assert sorted(group.positions().values()) == list(range(5))
+
+
 def body_square(rank: int, world: int) -> None:
     assert all(group.native_replicas for group in param_groups(shard2(gpt(), square())))
     hybrid = list(units(shard1(gpt(), ShardingStrategy.HYBRID_SHARD, device_mesh=square())))
@@ -90,6 +113,10 @@ def body_square(rank: int, world: int) -> None:
 
 def test_fsdp2_groups() -> None:
     spawn(body_groups, 2)
+
+
+def test_names_belong_to_parameters_and_not_to_their_places() -> None:
+    spawn(body_names, 2)
 
 
 def test_meshes_and_fsdp1_units() -> None:

@@ -21,12 +21,10 @@ def rows_of(named: Iterable[tuple[str, torch.Tensor]]) -> Rows:
     return [(name, str(tuple(tensor.shape)), str(tensor.dtype)) for name, tensor in named]
 
 
-def rows_of_model(model: torch.nn.Module) -> Rows:
-    """Return a model's parameters as rows to compare, with a mark on frozen ones."""
-    ignored = {
-        f"module.{name}" for name in getattr(model, "parameters_to_ignore", ())
-    }  # DDP's, which may differ between ranks
-    params = [(name, p) for name, p in model.named_parameters() if name not in ignored]
+def rows_of_model(model: torch.nn.Module, binding: Binding) -> Rows:
+    """Return a model's parameters as rows to compare, with a mark on frozen ones. Ranks may differ in ignored ones."""
+    ignored = {f"module.{name}" for name in getattr(model, "parameters_to_ignore", ())}  # DDP's
+    params = [(n, p) for n, p in model.named_parameters() if n not in ignored and id(p) not in binding.ignored]
     frozen = {name for name, p in params if not p.requires_grad}
     return [(name, shape, dtype + (", frozen" if name in frozen else "")) for name, shape, dtype in rows_of(params)]
 

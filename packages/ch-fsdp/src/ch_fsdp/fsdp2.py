@@ -5,7 +5,7 @@ mesh. Axis ``"replicate"`` reduces the shards between replicas. By default casts
 reductions on the replicate axis.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 
 import torch
@@ -19,7 +19,7 @@ from ch_fsdp.shard_axis import ShardAxis, ShardScatter
 from ch_fsdp.steps import Steps
 from ch_fsdp.torch_internals.backward_end import BackwardEnd
 from ch_fsdp.torch_internals.hsdp_mesh import disable_all_reduce, enable_all_reduce
-from ch_fsdp.torch_internals.param_groups import ParamGroup, all_params, param_groups
+from ch_fsdp.torch_internals.param_groups import ParamGroup, all_params, ignored_params, managed_tensors, param_groups
 from commhooks import AttachError, BucketLayout, CommHook, CommHooksError, HookState, ParamLayout, Plain
 from commhooks.adapters import (
     AttachOptions,
@@ -51,6 +51,7 @@ class FSDP2Binding(Binding):
         self.groups = param_groups(model)
         for group in self.groups:
             group.reshard()
+        self.ignored = ignored_params(model, self.groups)
         self.reduction = reduction_of(handle)
         self._model, self._expr, self._timeout = model, handle.expr, options.timeout
         self._shard_group, replicas, axes = self._agree(handle.identity, options)
@@ -75,7 +76,7 @@ class FSDP2Binding(Binding):
         self._trained = self._trainable()
         self._ready = False
         # A managed axis watches the optimizer itself, because the manager votes first.
-        own = watch_optimizer(self.engine, options, model.parameters, model) if self._managed is None else None
+        own = watch_optimizer(self.engine, options, self._parameters, model) if self._managed is None else None
         watch, self._watch = (own if self._managed is None else self._managed.watch), own
         arriving = watch.before_gradient if watch is not None else lambda: None
         self.steps = Steps(engines, self._inspect, relay, self._order, self._due, arriving)
@@ -135,7 +136,7 @@ class FSDP2Binding(Binding):
         for hook in self._hooks:
             hook.keep()
         if self._replicas is not None:
-            broadcast(self._model, self._replicas)
+            broadcast(managed_tensors(self._model, self.groups), self._replicas)
 
     def detach(self) -> None:
         """Give torch its reduce-scatter back, and leave plain averaging between replicas, which would drift apart.
@@ -244,6 +245,9 @@ class FSDP2Binding(Binding):
         self._unverified = {group.name for group in self.groups} if reduces else set()
 
     # -- parameters thawed or frozen after attach
+
+    def _parameters(self) -> Iterable[torch.Tensor]:
+        return all_params(self.groups).values()
 
     def _names_in_state(self) -> set[str]:
         return {name for name, _ in self.engine.state.held()}

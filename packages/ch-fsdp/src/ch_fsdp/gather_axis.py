@@ -19,7 +19,7 @@ from ch_fsdp.axes import check_tensor_parallel, reduction_of
 from ch_fsdp.slot import SlotObject
 from ch_fsdp.steps import Steps
 from ch_fsdp.torch_internals.backward_end import BackwardEnd
-from ch_fsdp.torch_internals.param_groups import ParamGroup, all_params, param_groups
+from ch_fsdp.torch_internals.param_groups import ParamGroup, all_params, ignored_params, param_groups
 from commhooks import (
     AttachError,
     BucketLayout,
@@ -57,6 +57,7 @@ class GatherBinding(Binding):
         self.groups = param_groups(model)
         for group in self.groups:
             group.reshard()
+        self.ignored = ignored_params(model, self.groups)
         self._expr, self._timeout = handle.expr, options.timeout
         reduction = reduction_of(handle)
         over = {g.gather_group.group_name: g.gather_group for g in self.groups if g.gather_group is not None}

@@ -11,7 +11,7 @@ step, in an order that all ranks agreed on. A group that is early or incomplete 
 average is added later.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -288,10 +288,10 @@ def gradients_kept(name: str, before: str) -> AttachError:
 
 
 @torch.no_grad()
-def broadcast(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
-    """Copy parameters and buffers of the group's first rank to all replicas, as DDP does when it wraps a model."""
+def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Copy tensors of the group's first rank to all replicas, as DDP does when it wraps a model."""
     carried = {pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")}  # of "cpu:gloo,cuda:nccl"
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in tensors:
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         if local.numel() == 0:
             continue

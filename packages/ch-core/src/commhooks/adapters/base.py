@@ -1,7 +1,7 @@
 """The options of an adapter and the :class:`Binding` that it returns."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -65,6 +65,7 @@ class Binding(ABC):
             :attr:`group`. Its names are the keys of the hook's state, and ``plan()`` lists them.
         params: parameters whose gradients are reduced, in model order. While they live, the state refuses to serve another
             model. Empty without a model.
+        ignored: identities of parameters that the wrapper leaves alone. Ranks may differ in them.
         group: ranks that must agree on hook, options and shapes before the first step, and on a state before they load it.
             ``None`` if ranks are not compared. Groups under a manager agree in every step.
         other_axes: other groups of a mesh whose ranks load a state together with this one.
@@ -76,6 +77,7 @@ class Binding(ABC):
     treatment: Reduction | None = None
     layout: BucketLayout
     params: Sequence[torch.Tensor] = ()
+    ignored: Collection[int] = ()
     group: dist.ProcessGroup | None = None
     other_axes: Sequence[dist.ProcessGroup] = ()
 

@@ -151,7 +151,7 @@ def attach(
         if verify_ranks:
             facts = {"check_ranks_every, on_drift": [f"{check_ranks_every}, {on_drift}" if check is not None else ""]}
             watched = optimizer is not None or scaler is not None
-            verify(handle, rows_of_model(model), timeout, watched=watched, facts=facts)
+            verify(handle, rows_of_model(model, binding), timeout, watched=watched, facts=facts)
         binding.after_agreement()
     except BaseException:
         handle.detach()

@@ -239,7 +239,7 @@ class ParamGroup:
 
     def positions(self) -> dict[str, int]:
         """Return name -> position of the parameter in the model."""
-        position = {name: number for number, name in enumerate(self._names.values())}
+        position = {name: number for number, name in enumerate(dict.fromkeys(self._names.values()))}
         return {(name := self._fqn(p)): position[name] for p in self._group.fsdp_params}
 
     def shard_positions(self) -> dict[str, int]:
@@ -426,6 +426,33 @@ def all_params(groups: list[ParamGroup]) -> dict[str, torch.nn.Parameter]:
     return {name: p for group in groups for name, p in group.params_by_name().items()}
 
 
+def ignored_params(model: torch.nn.Module, groups: list[ParamGroup]) -> frozenset[int]:
+    """Return the identities of parameters of ``model`` that are in no group (``fully_shard(ignored_params=...)``).
+
+    torch neither shards nor reduces them, and ranks may differ in them. The groups are sharded when it is called.
+    """
+    return frozenset(map(id, model.parameters())).difference(map(id, all_params(groups).values()))
+
+
+def managed_tensors(model: torch.nn.Module, groups: list[ParamGroup]) -> list[torch.Tensor]:
+    """Return the parameters of some groups, and the buffers of ``model`` except those of modules whose parameters are all
+    ignored.
+    """
+    ignored = ignored_params(model, groups)
+    found: dict[int, torch.Tensor] = {id(p): p for p in all_params(groups).values()}
+
+    def add_buffers(module: torch.nn.Module, managed: bool) -> None:
+        params = list(module.parameters())
+        managed = not ignored.issuperset(map(id, params)) if params else managed
+        if managed:
+            found.update({id(buffer): buffer for buffer in module.buffers(recurse=False)})
+        for child in module.children():
+            add_buffers(child, managed)
+
+    add_buffers(model, True)
+    return list(found.values())
+
+
 def param_groups(model: torch.nn.Module) -> list[ParamGroup]:
     """Return every parameter group below ``model`` once, in module order."""
     names = _names(model)
@@ -450,19 +477,15 @@ def _groups_of(module: FSDPModule) -> list[Any]:
 def _names(model: torch.nn.Module) -> dict[tuple[int, str], str]:
     """Return (module id, attribute) -> the parameter's name in ``model.named_parameters()``.
 
-    A wrapper such as ``checkpoint_wrapper`` may shorten these names.
+    A wrapper such as ``checkpoint_wrapper`` may shorten these names, and a model may list them in another order.
     """
-    slots = [
-        (id(module), name)
-        for _, module in model.named_modules(remove_duplicate=False)
-        for name, param in module._parameters.items()
+    public = {id(param): name for name, param in model.named_parameters()}
+    return {
+        (id(module), attribute): public.get(id(param), f"{path}.{attribute}")
+        for path, module in model.named_modules(remove_duplicate=False)
+        for attribute, param in module._parameters.items()
         if param is not None
-    ]
-    public = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    names: dict[tuple[int, str], str] = {}
-    for slot, name in zip(slots, public, strict=True):
-        names.setdefault(slot, name)
-    return names
+    }
 
 
 def coordinate(param: torch.nn.Parameter) -> str:
