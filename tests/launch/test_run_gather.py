@@ -23,9 +23,9 @@ def net() -> torch.nn.Sequential:
     return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
 
 
-def begin(hook: str, gather: str) -> None:
+def begin(hook: str, gather: str, **options: Any) -> None:
     """Begin as ``commhooks run --hook HOOK --gather GATHER`` does."""
-    os.environ.update(Settings(hook, gather=gather, check_ranks_every=2).environ())
+    os.environ.update(Settings(hook, gather=gather, **options).environ())
     if not hook:
         os.environ.pop("COMMHOOKS_HOOK", None)
     watch()
@@ -47,7 +47,7 @@ def train(model: torch.nn.Module) -> None:
 
 
 def body(rank: int, world: int) -> None:
-    begin("quant4(block=16)", "quant8(block=16)")
+    begin("quant4(block=16)", "quant8(block=16)", check_ranks_every=2)
     model = sharded(world)
     train(model)
     models = auto_attach().report()["models"]
@@ -62,12 +62,71 @@ def body(rank: int, world: int) -> None:
     assert not any("--check-ranks-every" in note for note in auto_attach().notes)  # the models say it themselves
     assert "hold different shards" in str(models[0])
 
-    begin("", "quant8(block=16)")
+    begin("", "quant8(block=16)", check_ranks_every=2)
     other = sharded(world)
     train(other)
     [one] = auto_attach().report()["models"]
     assert one["stats"]["gather_payload_bytes"] > 0
     assert any("--check-ranks-every compares nothing" in note for note in auto_attach().notes)
+
+
+def body_teacher(rank: int, world: int) -> None:
+    """A frozen teacher is sharded in a way that the student's hook does not fit. Its weight gathers are coded."""
+    begin("powersgd(rank=2)", "quant8(block=16)")
+    teacher, student = sharded(world).requires_grad_(False), DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    for step in range(3):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+        optimizer.zero_grad()
+        (student(x) - teacher(x)).square().mean().backward()
+        optimizer.step()
+    models = auto_attach().report()["models"]
+    assert sorted(one["hook"] for one in models) == ["powersgd(rank=2)", "quant8(block=16)"]
+    assert all(one["stats"]["wire_bytes"] > 0 for one in models)
+    assert any("no trainable parameters" in note for note in auto_attach().notes)
+
+
+def body_critic(rank: int, world: int) -> None:
+    """A critic is frozen in the half of each step that trains the generator, which comes first."""
+    begin("quant4(block=16)", "quant8(block=16)")
+    critic = sharded(world)
+    optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+    for _ in range(3):
+        critic.requires_grad_(False)
+        critic(torch.randn(4, 64, requires_grad=True)).mean().backward()
+        critic.requires_grad_(True)
+        optimizer.zero_grad()
+        critic(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+    models = auto_attach().report()["models"]
+    assert [one["hook"] for one in models] == ["quant8(block=16)", "quant4(block=16)"]
+    assert models[1]["stats"]["steps"] == 3
+
+
+def body_outer(rank: int, world: int) -> None:
+    begin("", "", outer="diloco(every=2)")
+    teacher, student = sharded(world).requires_grad_(False), DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    for _ in range(4):
+        x = torch.randn(4, 64)
+        optimizer.zero_grad()
+        (student(x) - teacher(x)).square().mean().backward()
+        optimizer.step()
+    [one] = auto_attach().report()["models"]
+    assert one["stats"]["rounds_done"] == 2
+
+
+def test_a_frozen_teacher_needs_no_hook() -> None:
+    spawn(body_teacher, 2, timeout=120)
+
+
+def test_a_frozen_teacher_needs_no_outer_optimizer() -> None:
+    pytest.importorskip("ch_outer")
+    spawn(body_outer, 2, timeout=120)
+
+
+def test_a_model_that_is_frozen_at_first_gets_its_hook_when_it_trains() -> None:
+    spawn(body_critic, 2, timeout=120)
 
 
 def test_weights_and_gradients_are_coded() -> None:

@@ -422,3 +422,34 @@ def body_ignored(rank: int, world: int) -> None:
 
 def test_parameters_that_fsdp2_ignores_stay_each_ranks_own() -> None:
     spawn(body_ignored, 2)
+
+
+def body_frozen(rank: int, world: int) -> None:
+    """A model that is frozen now may train later, such as the critic of a GAN."""
+    for replicas, hooks in (
+        (world, ("allreduce", "quant4(error_feedback=True)", POWERSGD, "warmup(powersgd(rank=2), steps=1)")),
+        (1, ("bf16_compress", "quant4(error_feedback=True)")),
+    ):
+        mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+        for hook in hooks:
+            model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).requires_grad_(False)
+            for part in model:
+                fully_shard(part, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            handle = commhooks.attach(model, hook, optimizer=optimizer)
+            for trains, steps in ((False, 0), (True, 3), (False, 3), (True, 6)):
+                model.requires_grad_(trains)
+                for _ in range(3):
+                    optimizer.zero_grad()
+                    model(torch.randn(4, 64, requires_grad=True)).square().mean().backward()
+                    optimizer.step()
+                assert handle.stats()["steps"] == steps, hook
+                assert handle.state_dict()["step"] == (0 if hook == "bf16_compress" else steps), hook
+                assert handle.report().to_dict()["hook"] == hook
+            handle.assert_active()
+            handle.detach()
+
+
+def test_a_frozen_model_has_a_handle_and_no_steps() -> None:
+    spawn(body_frozen, 2)

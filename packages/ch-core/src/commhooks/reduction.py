@@ -644,10 +644,14 @@ class Reduction(ABC):
     def plan(self, layout: BucketLayout, ctx: StepContext) -> tuple[StagePlan, ...]:
         """Return the requests of every stage, from the layout alone, by running the generator on meta tensors.
 
+        A layout without parameters, of a model that is frozen now, has none.
+
         Raises:
             HookConfigError: the generator cannot run without numbers.
             HookResultError: no transport can carry one of its requests.
         """
+        if not layout.params:
+            return ()
         meta = BucketLayout(layout.params, layout.numel, layout.dtype, "meta")
         bucket = Bucket(meta, torch.empty(layout.numel, dtype=layout.dtype, device="meta"))
         dry = StepContext(ctx.rank, ctx.world_size, ctx.step, participating=ctx.participating, topology=ctx.topology)

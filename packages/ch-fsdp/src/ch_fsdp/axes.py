@@ -78,11 +78,11 @@ def one_shard_group(groups: list[ParamGroup]) -> dist.ProcessGroup | None:
     """Return the process group of all reduce-scatters, or ``None`` for a replicated model (``replicate``).
 
     Raises:
-        AttachError: the model has no trainable parameters.
+        AttachError: the model has no parameters.
         HookNotSupportedError: the parameter groups have different process groups.
     """
-    if not any(group.trainable for group in groups):
-        raise AttachError("this FSDP2 model has no trainable parameters")
+    if not groups:
+        raise AttachError("this FSDP2 model has no parameters")
     return _same_for_all(
         groups,
         lambda group: group.shard_group,

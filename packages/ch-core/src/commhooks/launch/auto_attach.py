@@ -41,6 +41,7 @@ class AutoAttach:
         self.reports = Path(folder) if folder else None
         self.models: list[FoundModel] = []
         self.notes: list[str] = []
+        self._gathering: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         # True on rank 0 after the end if no model got the hook, here or in a process that this one started
         self.unused = False
         self.not_used = ""  # note about the first model that keeps a hook of the script's own
@@ -53,7 +54,8 @@ class AutoAttach:
         """Attach to a model before its first forward with gradients, or note the reason for not attaching.
 
         Returns:
-            False if the model has to be found again in its next forward, because its optimizer is still missing.
+            False if the model has to be found again in its next forward, because its optimizer is still missing, or because it
+            is frozen. A frozen model, such as a teacher, has no gradients, and its wrapper may not fit the hook.
         """
         if dist.is_initialized():  # members of a torchft manager may have no default group
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -69,9 +71,15 @@ class AutoAttach:
                 "attaches it anyway"
             )
             return True
+        trains = any(param.requires_grad for param in model.parameters())
+        ready = trains or not (settings.hook or settings.outer)
+        if not ready:
+            self._note(
+                f"{name} has no trainable parameters, so it has no {settings.hook or settings.outer} until it has some"
+            )
         try:
-            outer = attach_outer(model, name, settings.outer) if settings.outer else None
-            made = [outer] if settings.outer else self._attach(model, name)
+            outer = attach_outer(model, name, settings.outer) if settings.outer and trains else None
+            made = [outer] if settings.outer else self._attach(model, name, trains)
         except SlotTakenError as error:
             note = _not_used(settings.expression, name, error)
             self.not_used = self.not_used or note
@@ -96,22 +104,28 @@ class AutoAttach:
                     self._note(f"--trace: {name} is not traced: {error}")
             # A found model holds the parameters. Dropping it with the user's module frees their memory.
             weakref.finalize(list(inside(model))[-1], _model_gone, weakref.ref(found)).atexit = False
-        return True
+        return ready
 
     def wrapped_again(self, module: torch.nn.Module) -> None:
         """End the training of models whose parameters are about to be wrapped once more, on all ranks."""
         for found in self.models:
             found.end_for(module)
 
-    def _attach(self, model: torch.nn.Module, name: str) -> list[FoundModel | None]:
-        """Attach the hooks of gradients and of weight gathers. Each is a model of the report."""
+    def _attach(self, model: torch.nn.Module, name: str, trains: bool) -> list[FoundModel | None]:
+        """Attach the hooks of gradients and of weight gathers. Each is a model of the report.
+
+        Args:
+            model: the model.
+            name: its name for people.
+            trains: True if it has trainable parameters. A frozen model gathers weights, too, but reduces nothing.
+        """
         settings, made = self.settings, list[FoundModel | None]()
         gathers = bool(settings.gather) and getattr(adapter_for(unwrapped(model)), "gathers_weights", False)
         if settings.gather and not gathers:
             self._note(
                 f"{name} gathers no weights, so --gather {settings.gather}, which is for FSDP2, does nothing for it"
             )
-        if settings.hook:
+        if settings.hook and trains:
             handle = attach(
                 model,
                 settings.hook,
@@ -120,7 +134,8 @@ class AutoAttach:
                 on_drift="raise" if settings.on_drift == "raise" else "warn",
             )
             made.append(HookedModel(name, handle))
-        if gathers:
+        if gathers and model not in self._gathering:
+            self._gathering.add(model)
             if settings.check_ranks_every and not settings.hook:
                 self._note(
                     f"--check-ranks-every compares nothing of {name}: --gather alone attaches no hook to gradients. Give --hook, "
