@@ -34,7 +34,6 @@ RELATIVES = ("topk(density=0.01, bits=2)",)  # costly forms of a hook that is in
 QUICK = {  # the rest belongs to the full set
     "allreduce": ("test_all_ranks", "test_ranks_that_disagree", "test_exception"),
     "quant4(error_feedback=True)": ("test_input_is_sent", "test_each_rank_of_a_node", "test_state_round_trip"),
-    "error_feedback(bf16_compress)": ("test_one_copy",),
     "topk": ("test_each_rank_of_a_node", "test_rollback"),
 }
 

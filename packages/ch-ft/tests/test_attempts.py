@@ -13,7 +13,7 @@ import torch
 import commhooks
 from ch_ft import DistributedDataParallel, OptimizerWrapper, SimulatedCluster, SimulatedManager
 from ch_ft.attempts import attempts_of
-from commhooks.errors import AttachError, HookConfigError, HookNotSupportedError
+from commhooks.errors import AttachError, HookConfigError
 from commhooks.reduction import Plain
 
 from .stages import TwoStage
@@ -258,8 +258,6 @@ def test_refusals() -> None:
             commhooks.attach(model, Plain(), optimizer=optimizer)
         with pytest.raises(HookConfigError, match=r"expected a torch\.optim\.Optimizer"):
             commhooks.attach(model, Plain(), optimizer=net())  # type: ignore[arg-type]
-        with pytest.raises(HookNotSupportedError, match="rollback=False and a manager's vote exclude each other"):
-            commhooks.attach(model, TwoStage(), rollback=False)
         commhooks.attach(model, Plain())  # the refused attaches left nothing behind
 
 

@@ -7,7 +7,7 @@ import torch
 
 import commhooks
 from ch_ft import SimulatedCluster, SimulatedDeath, SimulatedManager
-from commhooks import AttachError, HookConfigError, HookNotSupportedError, RankMismatchError, Reducer
+from commhooks import AttachError, HookConfigError, RankMismatchError, Reducer
 
 from .stages import TwoStage
 
@@ -161,8 +161,6 @@ def test_refusals() -> None:
             Reducer("allreduce", tensors, manager=manager, transport=object())  # type: ignore[arg-type]
         with pytest.raises(HookConfigError, match="its own time-outs"):
             Reducer("allreduce", tensors, manager=manager, timeout=1.0)
-        with pytest.raises(HookNotSupportedError, match="rollback=False and a manager's vote exclude each other"):
-            Reducer(TwoStage(), tensors, manager=manager, rollback=False)
         with pytest.raises(AttachError, match="expected a manager"):
             Reducer("allreduce", tensors, manager=object())
         reducer = Reducer("allreduce", tensors, manager=manager)

@@ -46,7 +46,6 @@ def fingerprint(handle: CommHook, rows: Rows, *, watched: bool = False) -> dict[
         "parameter dtypes": [f"{name}: {dtype}" for name, _, dtype in rows],
         "torch": [torch.__version__],
         "optimizer or scaler given": [str(watched)],
-        "rollback": [""],
         "world size": [""],
         "step": [""],
         "state": [""],
@@ -57,7 +56,6 @@ def fingerprint(handle: CommHook, rows: Rows, *, watched: bool = False) -> dict[
     if engine is not None:
         fields["world size"] = [str(engine.transport.world_size)]
         fields["step"] = [str(engine.state.step)]
-        fields["rollback"] = [str(not engine.state.in_place)]
         steps = (engine.state.step, engine.state.step + LATER)  # now, and when every warm-up is over
         contexts = [place for step in steps for place in engine.context(step).places()]
         plans = [engine.reduction.plan(binding.layout, ctx) for ctx in contexts]

@@ -20,7 +20,7 @@ from commhooks.registry.expression import Node, option_lines, unparse
 from commhooks.report.plan import PlanRow, plan_rows
 from commhooks.report.report import Report, report
 from commhooks.requests import payload_bytes
-from commhooks.state import HookState, refuse_judge
+from commhooks.state import HookState
 from commhooks.trace.session import Trace
 
 ForeignHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
@@ -337,15 +337,9 @@ class CommHook:
         return engine.resolve_step() if engine is not None else None
 
     def rollback(self) -> None:
-        """Undo the state of the last step, because the optimizer did not use its gradients.
-
-        Raises:
-            HookNotSupportedError: attached with `rollback=False`, which keeps one copy of the state.
-        """
+        """Undo the state of the last step, because the optimizer did not use its gradients."""
         engine = self._bound().engine
         if engine is not None:
-            if engine.state.in_place:
-                refuse_judge("handle.rollback()")
             engine.rollback()
 
     def detach(self) -> None:

@@ -136,8 +136,8 @@ class StepContext:
     ) -> torch.Tensor:
         """Return a tensor to fill. It becomes the parameter's state when the step commits.
 
-        Read the old tensor first: with ``rollback=False`` this is the old tensor. If :meth:`read` gives no residual because
-        this rank has no gradient of the parameter, the commit adds the staged residual to the old one.
+        If :meth:`read` gives no residual because this rank has no gradient of the parameter, the commit adds the staged
+        residual to the old one.
         """
         encoding = self._pieces.encoding(name, field, shape) if self._pieces is not None else None
         if not (self._whole or self._takes_part(name, field)):
@@ -319,8 +319,7 @@ class Pieces:
             return entry
         piece = self._owned[name]
         shape = piece.matrix_shape if self._ordered(name, field) else piece.shape
-        # The entry itself if it fits: with one copy of the state, reductions compare it with the staged tensor by identity.
-        return entry if entry.shape == shape or entry.numel() != piece.numel else entry.view(shape)
+        return entry if entry.numel() != piece.numel else entry.view(shape)
 
     def encoding(self, name: str, field: str, shape: Sequence[int]) -> Encoding:
         """Return the encoding of an entry that a reduction of the pieces stages."""

@@ -1,20 +1,19 @@
 """State of a stateful hook: tensors by parameter name and field, staged in a step and committed after it.
 
 A step never overwrites an entry that it may have to restore. It *stages* new tensors, and :meth:`HookState.commit` makes them
-the state. Each entry has two buffers that take turns, so a commit copies nothing. With :attr:`HookState.in_place` there is one
-buffer: a step overwrites it, and a step that does not count leaves no entry.
+the state. Each entry has two buffers that take turns, so a commit copies nothing.
 """
 
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from commhooks.encoding import OWN_ORDER, Encoding, Entries, Key
-from commhooks.errors import HookNotSupportedError, HookResultError, StateError
+from commhooks.errors import StateError
 from commhooks.log import log
 from commhooks.param_table import ParamTable, position_name, refuse_shapes, trained_params, translate
 
@@ -83,9 +82,6 @@ class HookState:
             ``register_comm_hook`` path, which shows no names, a name is position and shape: ``"0:50x50"``.
         buckets: names of the parameters in each of DDP's buckets in the last step; empty if the reduction does not depend
             on the buckets. A resumed process begins with these buckets.
-        in_place: True to keep one copy. A staged tensor is then the committed one, to be overwritten. A step that does not
-            count drops every entry on all ranks, and residuals begin at zero. ``attach(..., rollback=False)`` sets it. On
-            the ``register_comm_hook`` path, set it before the first step.
         scale: loss scale of the gradients that the fields of :attr:`scaled` were made from. :meth:`entries` divides by it.
         scaled: power of the loss scale in each field that follows it: 1 for gradients, 2 for their squares. An engine adds
             the reduction's ``scaled_fields``.
@@ -105,7 +101,6 @@ class HookState:
     """
 
     scaled: Mapping[str, int] = {"residual": 1}
-    in_place = False
 
     def __init__(self) -> None:
         self.step = 0
@@ -141,13 +136,8 @@ class HookState:
         return self._committed.get((name, field))
 
     def before(self, name: str, field: str) -> torch.Tensor | None:
-        """Return the entry from before this step. :attr:`in_place`, refuse it if the tensor is already being overwritten."""
+        """Return the entry from before this step, or from an earlier reduction of it (see :meth:`reopen`)."""
         key = (name, field)
-        if self.in_place and key in self._staged:
-            raise HookResultError(
-                f"{field!r} of {name} is read after it was staged, and with rollback=False the staged tensor is the committed "
-                "one. Call ctx.read() before ctx.stage(), then write number by number: torch.add(gradient, before, out=staged)"
-            )
         if key in self._carried:
             return self._carried[key]
         return None if key in self._dropped else self._committed.get(key)
@@ -225,16 +215,12 @@ class HookState:
     ) -> torch.Tensor:
         """Return an uninitialised tensor that becomes the entry when this step commits. A second call returns the same.
 
-        :attr:`in_place` it is the committed tensor: read the old entry before, or number by number while you write.
-
         ``encoding`` describes the tensor's format; ``None`` keeps the format that :meth:`read_as` set.
         """
         key = (name, field)
         if encoding is not None:
             self._encoded[key] = encoding
-        found = self._staged.get(key)
-        if found is None:
-            found = self._carried.get(key, self._committed.get(key)) if self.in_place else self._spare.pop(key, None)
+        found = self._staged[key] if key in self._staged else self._spare.pop(key, None)
         device = torch.device(device) if isinstance(device, str) else device
         if found is None or found.shape != tuple(shape) or found.dtype != dtype or found.device != device:
             found = torch.empty(tuple(shape), dtype=dtype, device=device)
@@ -253,7 +239,7 @@ class HookState:
         """Return a tensor for an error that :meth:`commit` adds to a residual. ``None`` if the field is not a residual.
 
         A rank without a gradient of the parameter does not send its residual. It may still send other numbers, with a rounding
-        error. The result is never the committed tensor, because :meth:`commit` may have to drop it.
+        error.
         """
         residual = (name, RESIDUAL)
         packed = self._encoded.get(residual, self._committed.encodings.get(residual, OWN_ORDER)).packed
@@ -310,8 +296,6 @@ class HookState:
             dropped: parameters whose average the wrapper did not apply. Their residuals stay as they were.
         """
         self._finish_errors(dropped)
-        if tentative and self.in_place:
-            refuse_judge("a step that waits to be used")
         if tentative and self._base is None:
             self._base = Snapshot(self._committed.copy(), self.step)
         if self._base is not None:
@@ -321,7 +305,7 @@ class HookState:
             if key in self._committed:
                 self._committed.drop(key)
         self._dropped.clear()
-        replaced = {} if self.in_place else {k: self._committed[k] for k in self._staged if k in self._committed}
+        replaced = {k: self._committed[k] for k in self._staged if k in self._committed}
         self._committed.update(self._staged)
         self._committed.encodings.update(self._encoded)
         self._encoded.clear()
@@ -332,7 +316,7 @@ class HookState:
     def _finish_errors(self, dropped: Collection[str]) -> None:
         """Add staged errors to the residuals, and drop the residuals of parameters whose average was not applied."""
         held, errors = self._committed, self._errors
-        if dropped and not self.in_place:
+        if dropped:
             packings = [(name, encoding.packed) for (name, _), encoding in held.encodings.items()]
             scales = {(name, packed.scales) for name, packed in packings if packed is not None}
             errors = errors | {key for key in self._staged if key[1] == RESIDUAL or key in scales}
@@ -379,24 +363,12 @@ class HookState:
         self._spare.update({k: t for k, t in dropped.items() if t is not held.get(k) and t is not base.get(k)})
 
     def rollback(self) -> None:
-        """Drop the staged entries. :attr:`in_place`, drop all entries.
-
-        Ranks fail a step at different places, so entries that the step overwrote would differ between ranks.
-        """
+        """Drop the staged entries."""
         self._carried.clear()
         self._encoded.clear()
         self._dropped.clear()
         self._errors = set()
-        if not self.in_place:
-            self._spare.update(self._staged)
-        elif self._committed:
-            log.warning(
-                "[%s] step %d does not count, because a hook raised or numbers were not finite. rollback=False keeps no second "
-                "copy, so residuals start at zero again",
-                self._place or "a state without a rank",
-                self.step + 1,
-            )
-            self._committed.clear()
+        self._spare.update(self._staged)
         self._staged.clear()
 
     # -- units and devices
@@ -448,11 +420,6 @@ class HookState:
         return self._certain()[1]
 
     def _certain(self) -> tuple[Entries, int]:
-        if self.in_place and (self._staged or self._carried):
-            raise StateError(
-                "a step is running, and with rollback=False it overwrites the state. Save before the first backward of a "
-                "step or after the last"
-            )
         base = self._base
         return (self._committed, self.step) if base is None or base.presumed else (base.entries, base.step)
 
@@ -645,14 +612,15 @@ class HookState:
         Raises:
             StateError: the state was loaded before the process group existed, and belongs to another rank.
         """
-        self.keep_copies(one=self.in_place)
+        self.resolve_step()
+        if self._staged or self._carried:
+            self.rollback()  # the earlier engine's step never ended
+        self.resolve_tentative(False)
         scaled = {**self.scaled, **engine.reduction.scaled_fields}
         if scaled != self.scaled:
             self.rescale(1.0)  # by the powers of the hook before
         self.scaled = scaled
         transport = engine.transport
-        if self.in_place and transport.elastic:
-            refuse_judge("a manager's vote")
         here, there = RankId(transport.rank, transport.world_size), self._place
         self.handed_over, self._written = self._written, True
         self._drop_undeclared(engine.reduction.fields)
@@ -698,16 +666,6 @@ class HookState:
         for key in keys:
             self._committed.drop(key)
 
-    def keep_copies(self, *, one: bool) -> None:
-        """Set :attr:`in_place`. Open steps of the earlier engine end by the rules that they began with."""
-        self.resolve_step()
-        if self._staged or self._carried:
-            self.rollback()  # its step never ended
-        self.resolve_tentative(False)
-        if one != self.in_place:
-            self._spare.clear()  # in place, a spare buffer may be the committed tensor
-        self.in_place = one
-
     @property
     def engine(self) -> StateWriter | None:
         """The engine that writes to this state, while it is alive."""
@@ -724,18 +682,3 @@ _OF_PROCESS = (
     *("_staged", "_carried", "_errors", "_spare", "_base", "_accepted", "_encoded", "_dropped"),
     *("_device", "_engine", "_owners", "drivers", "renames"),
 )
-
-
-def refuse_judge(judge: str) -> NoReturn:
-    """Refuse ``rollback=False`` together with an object that decides after a step if the step counts.
-
-    Args:
-        judge: the object, for the message.
-
-    Raises:
-        HookNotSupportedError: always.
-    """
-    raise HookNotSupportedError(
-        f"rollback=False and {judge} exclude each other. {judge} may undo a step, and with one copy of the state there is no "
-        f"earlier copy to return to. Leave out rollback=False, or {judge}"
-    )

@@ -384,18 +384,6 @@ def test_the_hook_between_nodes_gets_the_same_bucket_in_every_step() -> None:
         assert all(bucket is found[0] for bucket in found)
 
 
-def test_one_copy_of_an_owned_residual() -> None:
-    """``rollback=False`` gives the same bits as two copies of the state."""
-    runs = []
-    for in_place in (False, True):
-        some = ranks("two_level(error_feedback(bf16_compress))", 2, 2)
-        for handle in some.handles:
-            assert handle.hook_state is not None
-            handle.hook_state.in_place = in_place
-        runs.append([some.step(gradients(4, number)).gradients[0] for number in range(3)])
-    assert all(torch.equal(a[n], b[n]) for a, b in zip(*runs, strict=True) for n in LIKE)
-
-
 def test_one_more_parameter_is_noticed_though_all_messages_have_equal_sizes() -> None:
     """Parts of a node have the size of the largest one. So the padding of a smaller part may hide another parameter."""
     like = {"w": torch.zeros(8, 4), "b": torch.zeros(28)}

@@ -19,7 +19,6 @@ from commhooks.reduction import Reduction
 from commhooks.registry.known_names import KNOWN_ADAPTERS
 from commhooks.registry.registry import REGISTRY, class_names
 from commhooks.report.report import never_compresses
-from commhooks.state import refuse_judge
 from commhooks.transport.process_group import group_timeout, refuse_lost
 
 Adapter = Callable[[torch.nn.Module, CommHook, AttachOptions], Binding]
@@ -41,7 +40,6 @@ def attach(
     timeout: float | None = None,
     manager: object | None = None,
     single_process: bool = False,
-    rollback: bool = True,
     check_ranks_every: int | None = None,
     on_drift: Literal["warn", "raise"] = "warn",
     **config: Any,
@@ -67,10 +65,6 @@ def attach(
             groups, which may join and leave (ch-ft). Means are over the groups that take part in a step.
         single_process: True to compress although there is one process. By default a single process trains with exact
             gradients, and the handle's `alone` is True. A foreign function is called in either case.
-        rollback: False stores one copy of the hook's state instead of two, which saves four bytes per parameter with an
-            fp32 residual. All ranks must give the same value. A step that does not count, because a hook raised or values
-            were not finite, then drops the state (residuals start at zero) and logs a warning. It excludes `optimizer=`,
-            `scaler=` and managers, which roll steps back.
         check_ranks_every: steps between two comparisons of all parameters across the ranks, by a digest of their bits and
             one small message. It also compares the state that the hook shares, e.g. the Q of PowerSGD. The first
             difference is named in a warning and in `report()`. It skips parameters that may differ between ranks:
@@ -84,8 +78,8 @@ def attach(
     Raises:
         AttachError: the model is not wrapped. A SlotTakenError if it has a hook already.
         UnknownHookError, HookConfigError: see :func:`commhooks.create`.
-        HookNotSupportedError: `rollback=False` with a foreign function, or with an object that rolls steps back.
-            `check_ranks_every` with FSDP1, weight gathers, or a manager, whose members may differ while they heal.
+        HookNotSupportedError: `check_ranks_every` with FSDP1, weight gathers, or a manager, whose members may differ while
+            they heal.
         RankMismatchError: the ranks do not agree.
         TransportError: a collective over the group failed earlier, or fails now.
 
@@ -116,12 +110,8 @@ def attach(
                 "that belongs to the state: commhooks.attach(model, powerSGD_hook, state=state)"
             )
         handle.state = state
-    if not rollback:
-        judges = {"optimizer=": optimizer, "scaler=": scaler, "manager=": manager}
-        refuse_rollback(handle, next((name for name, given in judges.items() if given is not None), None))
     if handle.hook_state is not None:
         handle.hook_state.refuse_other(model.parameters())
-        handle.hook_state.keep_copies(one=not rollback)
     check = RankCheck(check_ranks_every, on_drift) if check_ranks_every is not None else None
     if timeout is None:
         timeout = group_timeout(process_group or handle.process_group or getattr(model, "process_group", None))
@@ -166,25 +156,6 @@ def attach(
             log.warning("[rank 0] %s", caution)
     log.info("attached %s to %s", handle.expr, type(model).__name__)
     return handle
-
-
-def refuse_rollback(handle: CommHook, judge: str | None) -> None:
-    """Refuse `rollback=False` for hooks and arguments that exclude it.
-
-    Args:
-        handle: not attached yet.
-        judge: name of the argument whose object may roll a step back, or None.
-
-    Raises:
-        HookNotSupportedError: naming the reason.
-    """
-    if judge is not None:
-        refuse_judge(judge)
-    if handle.reduction is None:
-        raise HookNotSupportedError(
-            f"rollback=False: {handle.expr} is a foreign function with its own state, which is never rolled back. Omit "
-            "rollback="
-        )
 
 
 def _check_ranks(handle: CommHook, binding: Binding, check: RankCheck) -> None:

@@ -135,7 +135,6 @@ def attach_axes(
     verify_ranks: bool = True,
     timeout: float | None = None,
     manager: object | None = None,
-    rollback: bool = True,
 ) -> AxesHandle:
     """Put hooks on up to three axes of an FSDP2 model: its weight gathers, reduce-scatters and averages of replicas.
 
@@ -151,9 +150,7 @@ def attach_axes(
         scaler: the `GradScaler`, for the axes of gradients.
         verify_ranks: True to compare the ranks, on all axes.
         timeout: seconds for one collective, on all axes.
-        manager: torchft's Manager, for the replicate axis.
-        rollback: False stores one copy of the state of the axes of gradients. All arguments are those of
-            :func:`commhooks.attach`.
+        manager: torchft's Manager, for the replicate axis. All arguments are those of :func:`commhooks.attach`.
 
     Returns:
         One handle. `stats()` and `report()` have the bytes of each axis, `detach()` gives all collectives back.
@@ -182,7 +179,7 @@ def attach_axes(
     handles: dict[str, CommHook] = {}
     try:
         for axis, hook in chosen.items():
-            of_gradients = {"optimizer": optimizer, "scaler": scaler, "rollback": rollback} if axis != "gather" else {}
+            of_gradients = {"optimizer": optimizer, "scaler": scaler} if axis != "gather" else {}
             between = {"process_group": process_group, "manager": manager} if axis == "replicate" else {}
             options: dict[str, Any] = {**of_gradients, **between, "verify_ranks": verify_ranks, "timeout": timeout}
             handles[axis] = attach(model, hook, axis=axis, **options)

@@ -86,8 +86,7 @@ class Reducer:
 
     It treats any tensors as a hook treats gradients: pseudo-gradients of an outer optimizer, changes of weights for
     samplers, gradients of a hand-written loop. State (residuals, PowerSGD's Q) is stored by name, staged and committed as
-    in training. A round that failed, or whose average was not finite, leaves the state unchanged (with `rollback=False`
-    it drops the state).
+    in training. A round that failed, or whose average was not finite, leaves the state unchanged.
 
     Args:
         hook: an expression, its dict form, a reduction, or an unattached handle.
@@ -102,7 +101,6 @@ class Reducer:
         device: device of the averages, if it is not the device of `tensors`.
         timeout: seconds that one collective may take; by default the process group's. Not with a manager.
         verify_ranks: True to compare expression, versions, names and shapes over all ranks first.
-        rollback: False stores one copy of the state, see :func:`commhooks.attach`.
         facts: further lines by name that must be equal on all ranks.
         rounds: over a manager, maps its committed steps to the rounds of this reducer, if it skips some steps. All members
             need the same function. A warm-up counts rounds.
@@ -145,7 +143,6 @@ class Reducer:
         device: torch.device | str | None = None,
         timeout: float | None = None,
         verify_ranks: bool = True,
-        rollback: bool = True,
         facts: Mapping[str, Sequence[str]] | None = None,
         rounds: Callable[[int], int] | None = None,
     ) -> None:
@@ -163,7 +160,6 @@ class Reducer:
         self._buckets = _buckets(tensors, device)
         state = self.handle.hook_state
         assert state is not None  # noqa: S101 - every reduction has one
-        state.keep_copies(one=not rollback)
         found = {p.name: view for bucket in self._buckets for p, view in bucket.views()}
         self.tensors: dict[str, torch.Tensor] = {name: found[name] for name in tensors}
         layout = BucketLayout.of_tensors(self.tensors, _kinds(self.tensors))

@@ -4,8 +4,8 @@ Rank i sends C(p_i) of ``p_i = g_i + e_i`` and keeps ``e_i' = p_i - C(p_i)``. Ev
 (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847). The residual belongs to this rank, in fp32 for any dtype on the
 wire. Parameters that are averaged exactly have none.
 
-Memory per fp32 parameter: the residual, twice if steps may be rolled back, and a copy of the sent numbers unless the inner
-reduction ``delivers``.
+Memory per fp32 parameter: the residual twice, because a step may be rolled back, and a copy of the sent numbers unless the
+inner reduction ``delivers``.
 """
 
 from collections.abc import Sequence
@@ -109,21 +109,12 @@ class _Kept(NamedTuple):
 
 def _add(part: Sequence[_Kept]) -> None:
     """Write gradient plus residual to the new residuals, and to the gradients."""
-    fresh = [one for one in part if one.wanted is not one.before]  # with rollback=False both are one tensor
-    if fresh:
-        torch._foreach_copy_([one.wanted for one in fresh], [one.gradient for one in fresh])
+    torch._foreach_copy_([one.wanted for one in part], [one.gradient for one in part])
     kept = [one for one in part if one.before is not None]
     if kept:
         wanted = [one.wanted for one in kept]
-        torch._foreach_add_(wanted, [_other(one) for one in kept])
+        torch._foreach_add_(wanted, [one.before for one in kept if one.before is not None])
         torch._foreach_copy_([one.gradient for one in kept], wanted)
-
-
-def _other(one: _Kept) -> torch.Tensor:
-    """Return the term that the new residual's place lacks: the old residual, or the gradient if the place holds that."""
-    if one.before is not None and one.before is not one.wanted:
-        return one.before
-    return one.gradient.to(one.wanted.dtype) if one.gradient.dtype == torch.float64 else one.gradient
 
 
 def _subtract(part: Sequence[_Kept], sent: Sequence[torch.Tensor]) -> None:

@@ -43,7 +43,7 @@ def commhooks_specs() -> Iterable[HookSpec]:
             example="error_feedback(bf16_compress)",
             paper="https://arxiv.org/abs/1901.09847",
             when="the hook inside loses a part of the gradient and has no error feedback",
-            loss="less than the hook inside alone; costs 4 bytes of memory per parameter, or 8 with rollback",
+            loss="less than the hook inside alone; costs 8 bytes of memory per parameter",
         ),
         HookSpec(
             "two_level",

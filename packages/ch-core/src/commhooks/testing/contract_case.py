@@ -228,7 +228,6 @@ class Case:
         like: dict[str, torch.Tensor] | None = None,
         buckets: int = 2,
         wrap: Callable[[Reduction], Reduction] | None = None,
-        in_place: bool = False,
     ) -> SimulatedRanks:
         """Return simulated ranks of fresh handles.
 
@@ -237,15 +236,12 @@ class Case:
             like: tensors like the parameters.
             buckets: number of buckets.
             wrap: put around every rank's reduction.
-            in_place: True for one copy of the state.
         """
 
         def make() -> CommHook:
             handle = self.make()
             if wrap is not None and handle.reduction is not None:
                 handle.built = wrap(handle.reduction)
-            if handle.hook_state is not None:
-                handle.hook_state.in_place = in_place
             return handle
 
         world = self.few if world_size is None else world_size

@@ -79,15 +79,6 @@ class Scattering(Case):
         for name in SHAPES:
             assert torch.equal(troubled[-1][0][name], straight[-1][0][name]), f"{name}: a dropped step left a trace"
 
-    @only_if("scatters", "keeps_state")
-    def test_parts_with_one_copy_of_the_state(self) -> None:
-        """``rollback=False`` gives the same bits as two copies of the state."""
-        given = [all_ranks(self._like(torch.float32), 3, step) for step in range(3)]
-        two, one = self._run(3, given), self._run(3, given, in_place=True)
-        for (mine, _), (theirs, _) in zip(one, two, strict=True):
-            other = [name for name in SHAPES if not torch.equal(mine[name], theirs[name])]
-            assert not other, f"{other}: read an entry (ctx.read) before you write to what is staged for it"
-
     @only_if("scatters_not")
     def test_without_run_scatter_it_is_refused(self) -> None:
         with pytest.raises(HookNotSupportedError, match="run_scatter"):
@@ -101,7 +92,6 @@ class Scattering(Case):
         world: int,
         steps: list[list[dict[str, torch.Tensor]]],
         dropped: int | None = None,
-        in_place: bool = False,
     ) -> list[tuple[dict[str, torch.Tensor], list[HookState]]]:
         """Return, for every step, the whole average, and all ranks' state after the last step."""
         dtype = steps[0][0]["w"].dtype
@@ -113,7 +103,6 @@ class Scattering(Case):
             assert handle.reduction is not None
             assert state is not None
             scattered = Scattered(handle.reduction)
-            state.in_place = in_place
             engine, parts = rank.engine(scattered, state), []
             for number, step in enumerate(steps):
                 output = torch.full((cut.part.numel,), 7.0, dtype=dtype, device="cpu")

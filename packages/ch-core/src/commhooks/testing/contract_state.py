@@ -16,11 +16,6 @@ from commhooks.testing.faulty import WHERE, Faulty, Injected, Where
 from commhooks.testing.gradients import all_ranks, parameters, same_bits
 from commhooks.testing.simulated_ranks import SimulatedRanks, Step
 
-_READ_FIRST = (
-    "with one copy of the state (rollback=False) other numbers: read an entry (ctx.read) before you write to what is staged "
-    "for it, or number by number while you write, as torch.add(gradient, before, out=staged)"
-)
-
 _DRAWS = (
     "after a step that must leave no trace, other numbers than without it. Keep everything that lasts in state fields "
     "(ctx.read, ctx.stage), and draw random numbers from ctx.step: for a hook with state it counts only the steps that were "
@@ -183,26 +178,6 @@ class Surviving(Case):
         dirty.rollback()
         _same_state(dirty.save(), clean.save())
         _same_steps(run(dirty, like, 2, 2), run(clean, like, 2, 2), _DRAWS)
-
-    @only_if("simulates", "keeps_state")
-    def test_one_copy_of_the_state(self) -> None:
-        """``rollback=False`` gives the same bits as two copies; after a failed step all ranks restart from empty state."""
-        for dtype in dict.fromkeys((self.dtypes[-1], self.dtypes[0])):
-            like = parameters(dtype)
-            two, one = self.ranks(self.few, like), self.ranks(self.few, like, in_place=True)
-            for step in range(4):
-                _same_steps(run(one, like, 1, step), run(two, like, 1, step), _READ_FIRST)
-            _same_state(one.save(), two.save())
-        failing = self.ranks(self.few, like, wrap=Faulty, in_place=True)
-        run(failing, like, 2)
-        if self.reduction.collectives:
-            faulty = failing.handles[1].reduction
-            assert isinstance(faulty, Faulty)
-            faulty.arm("between")
-            failing.step(all_ranks(like, self.few, 50))
-            assert not any(saved["entries"] for saved in failing.save())
-            for after in run(failing, like, 2, 2):
-                assert not self.averages or same_bits(after.gradients[0], after.gradients[1]) == []
 
     @only_if("sends")
     @pytest.mark.parametrize("where", WHERE)

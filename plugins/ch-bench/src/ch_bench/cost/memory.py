@@ -34,11 +34,10 @@ class HookMemory(NamedTuple):
     hook: str
     counted: float = 0.0
     tensors: str = ""
-    rollback: bool = True
 
     @property
     def label(self) -> str:
-        return self.hook if self.theirs else f"`{self.hook}`" + ("" if self.rollback else ", `rollback=False`")
+        return self.hook if self.theirs else f"`{self.hook}`"
 
     @property
     def theirs(self) -> bool:
@@ -52,19 +51,14 @@ HOOKS = [
     HookMemory("bf16_compress(accumulate='fp32')", 5, "sent, received, a half of the sums"),
     HookMemory(f"{THEIRS}powersgd(rank=4)", 4, "one residual"),
     HookMemory("powersgd(rank=4)", 8, "two residuals"),
-    HookMemory("powersgd(rank=4)", 4, "one residual", rollback=False),
     HookMemory("powersgd(rank=4, error_feedback=False)"),
     HookMemory("bf16_wrapper(powersgd(rank=4))", 8, "two residuals"),
     HookMemory("batched_powersgd(rank=4)", 12, "two residuals, the matrix"),
-    HookMemory("batched_powersgd(rank=4)", 8, "one residual, the matrix", rollback=False),
     HookMemory("error_feedback(bf16_compress)", 10, "two residuals, the message"),
-    HookMemory("error_feedback(bf16_compress)", 6, "one residual, the message", rollback=False),
     HookMemory("quant8", 2.5, "sent, received, a half of the means, a byte each"),
     HookMemory("quant4(error_feedback=True)", 9.3, "two residuals, messages"),
-    HookMemory("quant4(error_feedback=True)", 5.3, "one residual, messages", rollback=False),
     HookMemory("quant4(error_feedback=True, residual='int8')", 3.3, "two residuals of a byte, messages"),
     HookMemory("topk(density=0.01)", 12, "two residuals, the chunks"),
-    HookMemory("topk(density=0.01)", 8, "one residual, the chunks", rollback=False),
 ]
 
 
@@ -85,7 +79,7 @@ class Training:
         if row is not None and row.theirs:
             attach_pytorch(self.model, row.hook.removeprefix(THEIRS))
         elif row is not None:
-            self.handle = commhooks.attach(self.model, row.hook, rollback=row.rollback)
+            self.handle = commhooks.attach(self.model, row.hook)
         self._batch = torch.randn(4, width, dtype=torch.float32, device="cpu")
 
     def steps(self, count: int) -> None:
