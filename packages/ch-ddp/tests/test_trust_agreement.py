@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from ch_ddp.adapter.result_checks import gradient_checksum
 from commhooks import agreement
 from commhooks.agreement import StoreExchange, agree
 from commhooks.bucket import Bucket
@@ -214,6 +215,16 @@ def drifts(rank: int, world: int) -> list[tuple[str, str, float]]:
     for _ in range(2):
         found.append(told(lambda: model(torch.full((2, 12), float(rank + 1))).sum().backward()))
     return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_are_compared_by_all_their_bits(dtype: torch.dtype) -> None:
+    one = torch.randn(9000, dtype=dtype)
+    signs, swapped = one.clone(), one.clone()
+    signs[:2].neg_()
+    swapped[0], swapped[8191] = one[8191], one[0]
+    sums = [gradient_checksum([made]) for made in (one, one.clone(), signs, swapped)]
+    assert len({tuple(found.tolist()) for found in sums}) == 3 and torch.equal(sums[0], sums[1])
 
 
 def own_way(state: object, bucket: Any) -> Any:

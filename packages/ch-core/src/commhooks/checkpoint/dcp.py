@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 from commhooks.checkpoint.format import Saved, as_dict, read
 from commhooks.checkpoint.save_load import load_obtained, state_dict
 from commhooks.checkpoint.world_change import recut, shard_of
+from commhooks.digest import checksum
 from commhooks.errors import StateError
 from commhooks.state import HookState
 
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
 Kind = tuple[tuple[int, ...], torch.dtype]
 _LARGEST = 1 << 26  # bytes of the JSON text
-_CHUNK = 1 << 20  # bytes per pass of a checksum; each byte takes sixteen of memory
 
 
 def sharded(
@@ -267,31 +267,24 @@ def _parts(
     return [json.loads(text) for text in sorted({json.dumps(part) for part in mine.values()})]
 
 
-def _distinct(bits: Mapping[str, tuple[int, ...]], saving: dist.ProcessGroup | None) -> None:
+def _distinct(bits: Mapping[str, tuple[int, str]], saving: dist.ProcessGroup | None) -> None:
     """Refuse two tensors of one key, because distributed checkpointing would silently keep one of them."""
     every: list[Any] = [None] * dist.get_world_size(saving)
     dist.all_gather_object(every, dict(bits), group=saving)
-    found: dict[tuple[str, int], tuple[int, ...]] = {}
+    found: dict[tuple[str, int], str] = {}
     for rank_bits in every:
-        for name, (row, *numbers) in rank_bits.items():
-            if found.setdefault((name, row), tuple(numbers)) != tuple(numbers):
+        for name, (row, numbers) in rank_bits.items():
+            if found.setdefault((name, row), numbers) != numbers:
                 raise StateError(
                     f"two parts of the model save {name!r} with different numbers, and one would be lost. Give each part "
                     "(pipeline stage) its own key: sharded(handle, key='stage0')"
                 )
 
 
-def _bits(tensor: torch.Tensor) -> tuple[int, ...]:
+def _bits(tensor: torch.Tensor) -> tuple[int, str]:
     """Return the row that a tensor fills, and a checksum of its bits."""
     row = tensor.device_mesh.get_local_rank() if isinstance(tensor, DTensor) else -1
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    numbers = local.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    plain, placed = 0, 0
-    for start in range(0, numbers.numel(), _CHUNK):
-        chunk = numbers[start : start + _CHUNK].to(torch.int64)
-        places = torch.arange(start + 1, start + 1 + chunk.numel(), dtype=torch.int64, device="cpu")
-        plain, placed = plain + int(chunk.sum()), placed + int(places.mul_(chunk).sum())
-    return row, numbers.numel(), plain, placed
+    return row, checksum(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
 def _agreed(saved: Saved, group: dist.ProcessGroup | None) -> dict[tuple[str, str], Kind]:

@@ -15,6 +15,7 @@ import torch
 
 import commhooks.errors
 from commhooks import GradBucket, HookConfigError, HookResultError, RankMismatchError
+from commhooks.adapters import checksum
 
 log = logging.getLogger("commhooks")
 
@@ -112,22 +113,9 @@ def _exception(name: str, text: str) -> BaseException | None:
 
 
 def gradient_checksum(buffers: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return a checksum of gradients, ``(2,)`` int64, that almost surely changes with any flipped bit.
-
-    The first number is the sum of all bit patterns. The second weights each pattern by its position modulo a prime, so
-    that swapped values change it. Each number costs one pass over the gradients.
-    """
-    total = torch.zeros(2, dtype=torch.int64, device="cpu")
-    for number, buffer in enumerate(buffers):
-        flat = (buffer.coalesce().values() if buffer.is_sparse else buffer).detach().reshape(-1)
-        flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-        bits = flat.contiguous().view(_BITS[flat.dtype.itemsize]).to(torch.int64)
-        weights = torch.arange(bits.numel(), dtype=torch.int64, device=bits.device).remainder_(8191).add_(number + 1)
-        total += torch.stack([bits.sum(), (bits * weights).sum()]).cpu()
-    return total
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    """Return the :func:`~commhooks.adapters.checksum` of gradients as a number, and their number, ``(2,)`` int64."""
+    given = list(buffers)
+    return torch.tensor([int(checksum(*given), 16) - 2**63, len(given)], dtype=torch.int64, device="cpu")
 
 
 def mismatch(name: str, checksums: torch.Tensor) -> BaseException | None:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ch_ft
 import commhooks
+from commhooks.adapters import checksum
 
 BUCKET_CAP_MB = 0.0089  # a weight and its bias fill a bucket: three buckets of the model below
 
@@ -82,17 +83,6 @@ def net(seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)
     linear, tanh = torch.nn.Linear, torch.nn.Tanh
     return torch.nn.Sequential(linear(48, 48), tanh(), linear(48, 48), tanh(), linear(48, 48))
-
-
-def checksum(tensors: Any) -> str:
-    """Return the exact text of a float64 sum, weighted by position so that swapped values change it."""
-    total = 0.0
-    for tensor in tensors:
-        flat = (
-            getattr(tensor, "_local_tensor", tensor).detach().double().reshape(-1)
-        )  # of a shard, only this rank's part
-        total += float((flat * torch.arange(1, flat.numel() + 1, dtype=torch.float64, device="cpu")).sum())
-    return total.hex()
 
 
 def dying(local: Any, task: Task, log: Log) -> None:
@@ -256,9 +246,9 @@ def attempt(task: Task, log: Log, model: torch.nn.Module, optimizer: Any, manage
         committed=committed,
         contributed=contributed,
         participants=participants,
-        params=checksum(model.parameters()),
-        q=checksum(t for _, field, t in entries if field == "q"),
-        residual=checksum(t for _, field, t in entries if field == "residual"),
+        params=checksum(*model.parameters()),
+        q=checksum(*(t for _, field, t in entries if field == "q")),
+        residual=checksum(*(t for _, field, t in entries if field == "residual")),
         **counts(model),
     )
 
