@@ -155,8 +155,9 @@ class Weights(Parts):
 
     Attributes:
         layout: division of the parameters into parts.
-        storage: ``(W * n,)``. At first part ``rank`` holds this rank's exact shards and the other parts hold nothing. When the
-            reduction has ended, every part holds the weights that all ranks compute with, equal on every rank.
+        storage: ``(W * n,)``. At first part ``rank`` holds this rank's exact shards, zeros in the padding, and the other parts
+            hold nothing. When the reduction has ended, every part holds the weights that all ranks compute with, equal on
+            every rank. Its padding is ignored.
         rank: this rank in the group.
         index: position in the step, equal on all ranks.
 

@@ -7,11 +7,13 @@ import pytest
 import torch
 
 import commhooks
+from commhooks.api.create import as_handle
 from commhooks.bucket import Bucket, BucketLayout
 from commhooks.checkpoint import merge
+from commhooks.compositions.base import Composite
 from commhooks.compositions.partition import Piece, partition
 from commhooks.compositions.two_level import TwoLevel
-from commhooks.errors import HookConfigError, HookNotSupportedError, RemoteHookError, TransportError
+from commhooks.errors import HookConfigError, HookNotSupportedError, HookResultError, RemoteHookError, TransportError
 from commhooks.reduction import Plain, Reduction, Stages, StepContext
 from commhooks.simulate import SimulatedGroup, SimulatedRank, simulate
 from commhooks.testing.conservation import mean_residuals, unaccounted
@@ -116,6 +118,17 @@ def test_inside_a_node(inside: str) -> None:
     made = some.handles[0].reduction
     assert made is not None
     assert commhooks.create(repr(made)).reduction.config() == made.config()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("inside", ["quant8(rotation='hadamard')", "sign(error_feedback=False)", "quant8"])
+def test_padding_that_a_hook_inside_makes_numbers_of_reaches_no_average(inside: str) -> None:
+    """Rotations, and codes without a zero, decode the padding of a part to numbers, which differ between nodes."""
+    like = {"w": torch.zeros(31, 7), "b": torch.zeros(31)}  # 248 numbers: the second part has 120, and 8 of padding
+    for hook in ("quant8", "powersgd(rank=2, min_compression_rate=1)", "allreduce"):
+        expr = f'two_level({hook}, inside="{inside}")'
+        some = SimulatedRanks(lambda expr=expr: commhooks.create(expr), 4, like, nodes=2, buckets=1)
+        for number in range(2):
+            assert equal(some.step(gradients(4, number, like))), expr
 
 
 @pytest.mark.parametrize("expr", FED)
@@ -232,6 +245,45 @@ def test_a_policy_around_gives_all_places_one_number_of_stages(inner: str) -> No
     step = some.step(given)
     assert step.errors == [None] * 4 and equal(step)
     torch.testing.assert_close(step.gradients[0]["up.bias"].double(), means(given)["up.bias"])
+
+
+@pytest.mark.parametrize("inner", ["powersgd(rank=1)", "randomk(density=0.2)"])
+def test_fp32_sums_around_give_all_places_one_number_of_stages(inner: str) -> None:
+    """A sum becomes two stages. The place that owns no part has no sums, and takes part in both."""
+    like = {"w": torch.zeros(64, 48), "v": torch.zeros(1, 40)}
+    given = gradients(4, like=like)
+    made = [
+        f"bf16_wrapper(two_level({inner}), accumulate='fp32')",
+        f"two_level(bf16_wrapper({inner}, accumulate='fp32'))",
+    ]
+    steps = [SimulatedRanks(lambda e=e: commhooks.create(e), 4, like, nodes=2).step(given) for e in made]  # type: ignore[misc]
+    for step in steps:
+        assert step.errors == [None] * 4 and equal(step)
+    assert all(torch.equal(steps[0].gradients[0][n], steps[1].gradients[0][n]) for n in like)
+
+
+class SkipsEmptyStages(Composite):
+    """Yields no stage in which this rank asks for nothing, so that places plan different numbers of stages."""
+
+    name = "skips"
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
+        for requests in self.inner.start(bucket, ctx):
+            if requests:
+                yield requests
+
+
+def test_places_with_different_numbers_of_stages_are_refused_by_name() -> None:
+    like = {"w": torch.zeros(64, 48), "v": torch.zeros(1, 40)}
+
+    def make() -> commhooks.CommHook:
+        inner = commhooks.create("powersgd(rank=1)").reduction
+        assert inner is not None
+        return as_handle(SkipsEmptyStages(TwoLevel(inner)))
+
+    errors = SimulatedRanks(make, 4, like, nodes=2).step(gradients(4, like=like)).errors
+    assert {type(error) for error in errors} == {HookResultError}
+    assert "same number of stages on all ranks" in str(errors[0])
 
 
 def test_merge_shares_the_entries_that_one_place_owned() -> None:

@@ -110,6 +110,9 @@ class TwoLevel(Composite):
         mine = ctx.scratch("mine", (n,), layout.dtype, device)
         sums = several and bool(self.inner.fields)
         yield from self._reduce_inside(packed, mine, ctx, 1.0 if sums else 1.0 / ranks)
+        # A hook inside may decode padding to numbers, which differ between nodes. In the gather they would share blocks with
+        # averages, and change what other ranks decode.
+        mine[layout.size :].zero_()
         if several:
             depth = self._depth(bucket.layout, parts, topology, ctx.step)
             if layout.params:

@@ -129,11 +129,13 @@ class WireCast(Composite):
                 first.append(shards[-1].exchange())
             else:
                 first.append(self._cast(r))
-        if first:
+        levels = self.inner.levels  # another place of the node may have sums in this stage: both count on all places
+        if first or levels:
             yield tuple(first)
         second = tuple(gather for s in shards if (gather := s.gather()) is not None)
-        if second:
+        if second or levels:
             yield second
+        if second:
             for s in shards:
                 s.finish()
 

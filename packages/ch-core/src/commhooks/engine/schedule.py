@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout
+from commhooks.errors import HookResultError
 from commhooks.reduction import Reduction
 from commhooks.requests import StagePlan, payload_bytes, trip_bytes
 from commhooks.transport.base import Work
@@ -173,6 +174,12 @@ class BucketPlan:
         self.plan = plan
         self.volumes = [(payload_bytes((stage,)), trip_bytes((stage,), ranks_per_node)) for stage in plan]
         plans = (plan, *others)
+        if len(counts := {len(one) for one in plans}) > 1:
+            raise HookResultError(
+                f"the ranks of a node plan {sorted(counts)} stages for one bucket, so their collectives have no common order. A "
+                "composition around two_level must yield the same number of stages on all ranks, with an empty one where a "
+                "rank asks for nothing; or give it to two_level as the hook between nodes"
+            )
         gradient, later = layout.size * layout.dtype.itemsize, max(payload_bytes(one[1:]) for one in plans)
         self.deferred = layout.device.type == "cpu" and later <= tuning.deferred_share * gradient
         stages = [sum(together, ()) for together in zip(*plans, strict=True)]  # requests of all ranks
