@@ -8,16 +8,12 @@ use none. `install` never sets `PIP_FIND_LINKS` or `PIP_NO_INDEX`, which would r
 import os
 import shutil
 import tempfile
+import tomllib
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
 import nox
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10, for which nox brings tomli
-    import tomli as tomllib
 
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "venv"

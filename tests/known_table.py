@@ -5,12 +5,8 @@
 
 import importlib
 import sys
+import tomllib
 from pathlib import Path
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10, for which pytest brings tomli
-    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "packages/ch-core/src/commhooks/registry/known_names.py"

@@ -4,16 +4,12 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from . import known_table
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10, for which pytest brings tomli
-    import tomli as tomllib
 
 ROOT = known_table.ROOT
 PROJECTS = known_table.projects()
@@ -53,7 +49,7 @@ def test_every_package_is_complete(name):
         assert (folder / path).is_file(), f"{name} lacks {path}"
     assert [p.name for p in (folder / "src").iterdir() if p.name != "__pycache__"] == [package.name]
     assert project["license"] == "BSD-3-Clause"
-    assert project["requires-python"] == ">=3.10"
+    assert project["requires-python"] == ">=3.11"
     for requirement in project["dependencies"]:
         if requirement.split(">")[0].strip() in PROJECTS:
             assert "==" not in requirement

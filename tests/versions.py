@@ -37,8 +37,9 @@ because all versions but that of the constraints file are CUDA builds (5.4 GB, r
 `nox -s "versions(newest)" -- --quick`, which leaves out the slow tests and thus all of `tests/frameworks`. `docstring examples`
 are those of all packages.
 
-The packages require `torch>=2.10`. Python 3.10 ends with torch 2.14, because torch 2.15 needs Python 3.11. On torch 2.10 FSDP2
-lacks `set_reduce_scatter_unused_params`, so a step that leaves a parameter of a group without a gradient raises an error.
+The packages require `torch>=2.10` and Python 3.11, because support for Python 3.10 ended in October 2026 and torch 2.15 does not
+run on it. On torch 2.10 FSDP2 lacks `set_reduce_scatter_unused_params`, so a step that leaves a parameter of a group without a
+gradient raises an error.
 
 | torch | Python | tests of | passed | failed | skipped | when | commit |
 | --- | --- | --- | --- | --- | --- | --- | --- |

@@ -9,6 +9,7 @@ import argparse
 import importlib.util
 import json
 import sys
+import tomllib
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -161,10 +162,6 @@ def _node(spec: HookSpec) -> Node | str:
 
 def _uninstalled_entry_points() -> list[str]:
     """Return entry points in the source of an editable install that its installed metadata lacks."""
-    if sys.version_info < (3, 11):
-        return []
-    import tomllib
-
     seen = {(entry.dist, entry.group, entry.name, entry.value.replace(" ", "")) for entry in entries("commhooks")}
     problems = []
     for dist, root in sorted(editable_roots().items()):

@@ -95,8 +95,7 @@ def annotate(error: BaseException, name: str, index: int, advice: str = "") -> B
             original.__cause__ = error
             error = original
     note = f"(raised by {name}, bucket {index}) {advice}".strip()
-    if hasattr(error, "add_note"):
-        error.add_note(note)
+    error.add_note(note)
     log.error("%s: %s %s", type(error).__name__, error, note)
     return error
 
