@@ -22,15 +22,17 @@ gives the reasons. Tests compare the results with those of the full search.
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from commhooks.errors import HookTimeoutError, TransportError
 from commhooks.simulate import perform
+from commhooks.transport.loan import Loan, take_back
 
 Choice = tuple[int, str]
 """A rank, and what happens to it: ``post``, ``ok``, ``lost``, ``timeout``, ``die``.
@@ -70,18 +72,24 @@ class Post:
     done: bool = False
     read: bool = False
     ended: str = ""  # "deliver" or "fail"
-    callbacks: list[Callable[[Any], None]] = field(default_factory=list)
+    future: "Arrival | None" = None
 
-    def value(self) -> None:
-        """Stand in for torch's future of the work."""
-        if self.ended == "fail":
-            raise RuntimeError("connection closed by peer")
+
+class Arrival(torch.futures.Future[None]):
+    """The future of a work. An exception of a callback is a violation; torch would only log it."""
+
+    def __init__(self, violate: Callable[[Exception], None]) -> None:
+        super().__init__()
+        self.violate = violate
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        if self.ended:
-            callback(self)
-        else:
-            self.callbacks.append(callback)
+        def guarded(future: Any) -> None:
+            try:
+                callback(future)
+            except Exception as error:
+                self.violate(error)
+
+        super().add_done_callback(guarded)
 
 
 class Rank:
@@ -157,11 +165,12 @@ class ExplorerWork:
             self.transport.run.complete(rank, number)
         post.done = True
 
-    def future(self) -> Post:
+    def future(self) -> Arrival:
         """Return a future. Its callbacks run on the network's thread, between two calls of the rank."""
-        if self.transport.run.order is None:
+        future = self.transport.me.posts[self.number].future
+        if future is None:
             raise RuntimeError("callbacks of messages need a search of their order")
-        return self.transport.me.posts[self.number]
+        return future
 
 
 class ExplorerTransport:
@@ -236,6 +245,17 @@ class Guard(TorchDispatchMode):
                         self.run.violate(f"rank {self.me.number}: {func} {what} memory of {post.key} in flight")
 
 
+def take_back_unguarded(loans: Iterable[Loan]) -> None:
+    """Act as :func:`take_back`, which copies memory in flight. What it copies there is not used."""
+    guard: Any = _get_current_dispatch_mode()
+    if guard is None:
+        take_back(loans)
+        return
+    guard.off = True
+    take_back(loans)
+    guard.off = False
+
+
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
@@ -291,6 +311,8 @@ class Run:
         if self.order is None or len(tensors) > 1:
             poison(tensors[0])
         me.posts.append(Post(key, tensors, inputs, tensors[0].clone()))
+        if self.order is not None:
+            me.posts[number].future = Arrival(partial(self._callback_raised, me))
         if self.order is not None and not self.reads:
             self.read(me, number)
         if guard is not None:
@@ -323,13 +345,15 @@ class Run:
         post = me.posts[number]
         post.ended = how
         me.past.append(f"{how} {number}")
+        assert post.future is not None
         if how == "deliver":
             self.write(me, number)
-        for callback in post.callbacks:
-            try:
-                callback(post)
-            except Exception as error:
-                self.violate(f"rank {me.number}: a callback raised {type(error).__name__}: {error}")
+            post.future.set_result(None)
+        else:
+            post.future.set_exception(RuntimeError("connection closed by peer"))
+
+    def _callback_raised(self, me: Rank, error: Exception) -> None:
+        self.violate(f"rank {me.number}: a callback raised {type(error).__name__}: {error}")
 
     def write(self, me: Rank, number: int) -> None:
         """Write the result of a collective to a rank's tensor."""

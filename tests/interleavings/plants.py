@@ -193,9 +193,9 @@ PLANTS = [
     Plant(
         "a message is decoded before it has arrived",
         COLLECTIVES,
-        "Stage.wait",
-        "self.tuning.wait(work, output, timeout)\n        if decode is not None:\n            decode()",
-        "if decode is not None:\n            decode()\n        self.tuning.wait(work, output, timeout)",
+        "Message.wait",
+        "tuning.wait(self._work, self._output, timeout)",
+        "self._finish()",
         three(tuning="held"),
         "in flight",
     ),
@@ -289,6 +289,18 @@ PLANTS = [
         Scenario("one_stage", steps=1, drive="hook"),
         "before it is the average",
         {"order": "nccl", "reads": False},
+    ),
+    Plant(
+        "the second half of a message decodes the first",
+        COLLECTIVES,
+        "Stage._reduce",
+        "work: Work = SeveralWorks([transport.all_reduce(half, op) for half in sent.chunk(2)])",
+        "ahead, sent = sent.chunk(2)\n"
+        "        self._messages.append(Message(transport.all_reduce(ahead, op), ahead, lambda: None))\n"
+        "        work = transport.all_reduce(sent, op)",
+        Scenario("cast_once", buckets=1, steps=1, drive="hook", tuning="halved", free=True),
+        "wrong average",
+        {"order": "gloo", "reads": False, "limit": 150},
     ),
     Plant(
         "a future is completed twice",

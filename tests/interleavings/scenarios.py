@@ -23,7 +23,7 @@ from commhooks.errors import CommHooksError, HookTimeoutError, TransportError
 from commhooks.requests import Wire
 from commhooks.state import HookState
 
-from .explorer import Explorer, ExplorerTransport, Fault, Found, Rank
+from .explorer import Explorer, ExplorerTransport, Fault, Found, Rank, take_back_unguarded
 
 NUMEL = 12  # of a bucket: divisible by 2 stages and by 1, 2 and 3 ranks
 
@@ -118,6 +118,15 @@ class Cast(Reduction):
             yield AllReduce(part, wire=Wire(torch.bfloat16))
 
 
+class CastOnce(Reduction):
+    """One stage of integers that travel as bf16. The message that ends a hook's future is decoded."""
+
+    name, lossy, delivers = "cast_once", True, True
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
+        yield AllReduce(bucket.buffer, wire=Wire(torch.bfloat16))
+
+
 class Scattered(Moved):
     """Exchanges the same parts by reduce-scatter and all-gather."""
 
@@ -148,10 +157,11 @@ REDUCTIONS: dict[str, Callable[[], Reduction]] = {
     "moved": Moved,
     "scattered": Scattered,
     "cast": Cast,
+    "cast_once": CastOnce,
 }
 
 
-STATELESS = ("plain", "cast")
+STATELESS = ("plain", "cast", "cast_once")
 
 
 class Raising(Reduction):
@@ -221,8 +231,9 @@ class Scenario:
         world_size, buckets, steps: bounds.
         drive: ``submit``, ``run`` (FSDP2, each bucket to its end), ``advance`` (other work between the buckets), ``ddp`` (the
             driver of ch_ddp in a real backward), ``hook`` (the same inside a user's hook).
-        tuning: ``off``, ``tuned``, ``held`` (small first stages are sent together, nothing else).
-        free: True if all-reduces may become direct exchanges.
+        tuning: ``off``, ``tuned``, ``held`` (small first stages are sent together, nothing else), ``halved`` (each message of the
+            last bucket goes in halves).
+        free: True if all-reduces may become direct exchanges or halves.
         late: True if the host reads a status one step later, as on a GPU.
         callback: True if a callback uses each average at once.
         raises: step, rank, bucket and stage in which the reduction raises; step -1 for never.
@@ -286,6 +297,7 @@ TUNINGS = {
     "off": CpuTuning.off,
     "tuned": CpuTuning,
     "held": lambda: replace(CpuTuning.off(), deferred_share=1.0, coalesced_bytes=2.0 * 4 * NUMEL),
+    "halved": lambda: replace(CpuTuning.off(), halved_from=2.0 * NUMEL),  # not the status
 }
 
 
@@ -678,6 +690,7 @@ def summary(rank: Rank) -> Any:
 def explore(scenario: Scenario, **options: Any) -> Found:
     """Search all orders of a scenario."""
     with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(engine_module, "take_back", take_back_unguarded))
         if scenario.late:
             for module in (engine_module, outcome_module):
                 patches.enter_context(mock.patch.object(module, "is_asynchronous", return_value=True))

@@ -122,6 +122,15 @@ def test_every_delivery_to_a_users_hook(order: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("reduction", ["plain", "cast_once"])
+def test_some_deliveries_of_halves_to_a_users_hook(reduction: str) -> None:
+    """A search of all of them takes hours. The planted bug of halves is found within as many runs."""
+    for fault in (Fault(), Fault("message", number=0), Fault("message", number=1)):
+        scenario = Scenario(reduction, buckets=1, steps=1, drive="hook", tuning="halved", free=True, fault=fault)
+        assert not explore(scenario, order="gloo", reads=False, limit=150).violations
+
+
+@pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("order", ["gloo", "nccl"])
 def test_every_read_and_delivery(order: str) -> None:

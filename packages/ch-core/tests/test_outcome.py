@@ -509,7 +509,7 @@ def events(
         return starting(self, requests)
 
     def wait(self: Stage, timeout: float | None) -> None:
-        if self._works:
+        if self._messages:
             log[self.transport.rank].append("wait")
         waiting(self, timeout)
 

@@ -111,10 +111,10 @@ class BucketRun:
             self.generator.close()
 
     def _wait(self, pending: Stage, timeout: float | None, counters: Counters) -> None:
-        self.pending = None
         begun = time.perf_counter()
         with _profiled(self.outcome.name, "wait", self.stage):
             pending.wait(timeout)
+        self.pending = None  # after a failed wait the step is dropped, and messages of the stage may still write
         ended = time.perf_counter()
         counters.wait_seconds += ended - begun
         if counters.trace is not None:

@@ -1,12 +1,13 @@
 """Starts requests on a transport, waits for them and decodes results. All transports share these rules.
 
-:class:`Stage` is one batch of requests in flight. :class:`Sender` is the only way from an engine to its transport.
-:func:`void_requests` makes the requests of a failed reduction, so that no peer waits for them.
+:class:`Stage` is one batch of requests in flight, and :class:`Message` one of its messages. :class:`Sender` is the only way from
+an engine to its transport. :func:`void_requests` makes the requests of a failed reduction, so that no peer waits for them.
 """
 
 import math
 import threading
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -22,11 +23,73 @@ from commhooks.rounding import encode
 from commhooks.scratch import Scratch
 from commhooks.topology import Topology
 from commhooks.transport.arrival import call_on_arrival, is_lost
-from commhooks.transport.base import LeveledTransport, Transport, Work
+from commhooks.transport.base import LeveledTransport, SeveralWorks, Transport, Work, has_ended
+from commhooks.transport.loan import Loan
 
 Decode = Callable[[], None] | None
-Message = tuple[Any, torch.Tensor, Decode]
-"""A collective in flight, the tensor that receives its result, and the function that decodes it."""
+
+
+class Message:
+    """One request in flight, or several merged ones. It completes once, and its result is decoded once.
+
+    Args:
+        work: completes after all collectives that carry the message.
+        output: receives the result.
+        decode: writes the result to the tensors of the requests; ``None`` if it is there.
+        loan: memory of a request that the collective writes to in place; ``None`` if the message has its own memory.
+    """
+
+    __slots__ = ("_decode", "_decoded", "_dropped", "_error", "_loan", "_lock", "_output", "_work")
+
+    def __init__(self, work: Work, output: torch.Tensor, decode: Decode, loan: Loan | None = None) -> None:
+        self._work: Any = work
+        self._output, self._decode, self._loan = output, decode, loan
+        self._decoded: threading.Event | None = None  # set by the thread that receives the result, if it decodes
+        self._error: BaseException | None = None
+        self._lock, self._dropped = threading.Lock(), False
+
+    def wait(self, tuning: CpuTuning, timeout: float | None) -> None:
+        """Wait for the result and decode it."""
+        tuning.wait(self._work, self._output, timeout)
+        if self._decoded is None:
+            self._finish()
+            return
+        self._decoded.wait()
+        if self._error is not None:
+            raise self._error
+
+    def decode_on_arrival(self, action: Callable[[], None]) -> None:
+        """Decode on the thread that receives the result, then call ``action``. A lost result is not decoded."""
+        self._decoded = decoded = threading.Event()
+
+        def arrived(future: Any) -> None:
+            try:
+                with self._lock, torch.no_grad():  # the thread that receives would record gradients
+                    if not self._dropped and not is_lost(future):
+                        self._finish()
+            except BaseException as error:
+                self._error = error
+            decoded.set()
+            action()
+
+        call_on_arrival(self._work.future(), arrived)
+
+    def drop(self) -> Loan | None:
+        """Decode nothing from now on. Return the loan if the collective may still write to it."""
+        with self._lock:  # the receiving thread may be decoding
+            self._dropped = True
+        work, self._work = self._work, None  # a work refers to its callback, which refers to this message
+        if not self._output.is_cpu:
+            with suppress(Exception):  # a lost group raises
+                work.wait(None)  # the current stream waits, not the host
+            return None
+        return None if has_ended(work) else self._loan
+
+    def _finish(self) -> None:
+        if self._decode is not None:
+            self._decode()
+        if self._loan is not None:
+            self._loan.receive()
 
 
 @dataclass(slots=True)
@@ -56,7 +119,7 @@ class Stage:
     any_order: bool = False
     tuning: CpuTuning = TUNED
     newest: bool = True
-    _works: list[Message] = field(default_factory=list)
+    _messages: list[Message] = field(default_factory=list)
     reduced: list[torch.Tensor] = field(default_factory=list)
     wire_bytes: float = 0.0
     between_bytes: float = 0.0
@@ -83,12 +146,10 @@ class Stage:
         return self
 
     def wait(self, timeout: float | None) -> None:
-        """Wait for every collective and write the results into the tensors of the requests."""
-        for work, output, decode in self._works:
-            self.tuning.wait(work, output, timeout)
-            if decode is not None:
-                decode()
-        self._works.clear()
+        """Wait for every message and write the results into the tensors of the requests."""
+        for message in self._messages:
+            message.wait(self.tuning, timeout)
+        self._messages.clear()
 
     def on_decoded(self, action: Callable[[], None]) -> None:
         """Decode each result as soon as it arrives, and call ``action`` after the last one.
@@ -96,8 +157,26 @@ class Stage:
         Both happen on the threads that receive the results. :meth:`wait` then only waits for them. A lost result counts as
         arrived, so ``action`` is always called.
         """
-        delivery = _Delivery(action, len(self._works))
-        self._works = [delivery.decoding_on_arrival(*message) for message in self._works]
+        if not self._messages:  # an empty bucket
+            action()
+        left, lock = len(self._messages), threading.Lock()
+
+        def count_down() -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                last = left == 0
+            if last:
+                action()
+
+        for message in self._messages:
+            message.decode_on_arrival(count_down)
+
+    def drop(self) -> list[Loan]:
+        """Decode nothing from now on. Return the memory of requests that messages in flight may still write to."""
+        loans = [message.drop() for message in self._messages]
+        self._messages.clear()
+        return [loan for loan in loans if loan is not None]
 
     # -- all-reduce
 
@@ -149,15 +228,20 @@ class Stage:
         """
         size, op, transport = flat.nbytes, _sum(like.op), self._among(like.scope)
         free = transport.free and flat.is_cpu
+        halved = False
         if free and (self.any_order or transport.world_size == 2 or like.wire is not None):
             if op == "sum" and flat.is_floating_point() and self.tuning.direct(size, transport.world_size):
                 self._exchange_directly(number, flat, decode, like.scope)
                 return
-            if self.newest and size >= self.tuning.halved_from:
-                ahead, flat = flat.chunk(2)
-                self._works.append((transport.all_reduce(ahead, op), ahead, None))
+            halved = self.newest and size >= self.tuning.halved_from
         self._count(2 * size, like.scope, ring=True)
-        self._works.append((transport.all_reduce(flat, op), flat, decode))
+        loan = Loan(flat) if decode is None else None  # merged tensors are scratch, which a dropped step leaves
+        sent = flat if loan is None else loan.message
+        if halved:
+            work: Work = SeveralWorks([transport.all_reduce(half, op) for half in sent.chunk(2)])
+        else:
+            work = transport.all_reduce(sent, op)
+        self._messages.append(Message(work, flat, decode, loan))
 
     def _exchange_directly(self, number: int, flat: torch.Tensor, decode: Decode, scope: Scope) -> None:
         """All-reduce few numbers in one message: send them to all ranks, and add the received rows in rank order."""
@@ -178,7 +262,8 @@ class Stage:
                 decode()
 
         self._count(sent.nbytes, scope)
-        self._works.append((transport.all_to_all(received.view(-1), sent.view(-1)), received, add_rows))
+        work = transport.all_to_all(received.view(-1), sent.view(-1))
+        self._messages.append(Message(work, received, add_rows))
 
     def _sparse(self, request: AllReduce) -> None:
         transport = self._among(request.scope)
@@ -187,7 +272,10 @@ class Stage:
         # gloo and NCCL gather indices and values
         nbytes = transport.world_size * (request.tensor._indices().nbytes + request.tensor._values().nbytes)
         self._count(nbytes, request.scope, ring=True)
-        self._works.append((transport.all_reduce(request.tensor, _sum(request.op)), request.tensor, None))
+        # gloo replaces the indices and values of the tensor that it gets. A dropped message must not do so later.
+        received = request.tensor.detach()
+        work = transport.all_reduce(received, _sum(request.op))
+        self._messages.append(Message(work, received, partial(_copy, request.tensor, received)))
 
     # -- the other collectives
 
@@ -197,7 +285,11 @@ class Stage:
         """Start a collective that only moves numbers, cast to the wire's dtype if the request names one."""
         sent, received, wire = request.input, request.output, request.wire
         decode: Decode = None
-        if wire is not None:
+        loan: Loan | None = None
+        if wire is None:
+            loan = Loan(received)
+            received = loan.message
+        else:
             name, device = f"stage {request.kind} {number}", sent.device
             sent = self.scratch.get(self.owner, name + " input", sent.shape, wire.dtype, device)
             received = self.scratch.get(self.owner, name + " output", received.shape, wire.dtype, device)
@@ -207,7 +299,7 @@ class Stage:
             request.sent.copy_(sent)
         gathers = request.kind == "all_gather"
         self._count((received if gathers else sent).nbytes, request.scope, ring=gathers)
-        self._works.append((collective(received, sent), received, decode))
+        self._messages.append(Message(collective(received, sent), received, decode, loan))
 
     def _reduce_scatter(self, number: int, request: ReduceScatter) -> None:
         scale, wire, transport = self._scale(request.op, request.scope), request.wire, self._among(request.scope)
@@ -216,8 +308,9 @@ class Stage:
             if scale != 1.0:
                 request.input.mul_(scale)
             self._count(request.input.nbytes, request.scope, ring=True)
-            work = transport.reduce_scatter(request.output, request.input, _sum(request.op))
-            self._works.append((work, request.output, None))
+            loan = Loan(request.output)
+            work = transport.reduce_scatter(loan.message, request.input, _sum(request.op))
+            self._messages.append(Message(work, request.output, None, loan))
             return
         device, owner = request.input.device, self.owner
         name = f"stage reduce-scatter {number}"
@@ -226,7 +319,7 @@ class Stage:
         encode(request.input, sent, scale, wire)
         self._count(sent.nbytes, request.scope, ring=True)
         work = transport.reduce_scatter(received, sent, _sum(request.op))
-        self._works.append((work, received, partial(_copy, request.output, received)))
+        self._messages.append(Message(work, received, partial(_copy, request.output, received)))
 
     def _among(self, scope: Scope) -> Transport:
         """Return the transport among the ranks of a scope."""
@@ -255,52 +348,6 @@ def _sum(op: str) -> str:
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
-
-
-# -- results that complete a hook's future
-
-
-class _Delivery:
-    """Decodes the results of a stage on the threads that receive them, and calls an action after the last one.
-
-    Args:
-        action: called once.
-        count: number of results.
-    """
-
-    def __init__(self, action: Callable[[], None], count: int) -> None:
-        self._action, self._left, self._lock = action, count, threading.Lock()
-        if not count:  # an empty bucket
-            action()
-
-    def decoding_on_arrival(self, work: Any, output: torch.Tensor, decode: Decode) -> Message:
-        """Return a message like this one. Its decode function waits until the result is decoded, and raises its error."""
-        decoded, errors = threading.Event(), list[BaseException]()
-
-        def arrived(future: Any) -> None:
-            try:
-                if not is_lost(future) and decode is not None:
-                    with torch.no_grad():  # the thread that receives would record gradients
-                        decode()
-            except BaseException as error:
-                errors.append(error)
-            decoded.set()
-            self._count_down()
-
-        def wait_until_decoded() -> None:
-            decoded.wait()
-            if errors:
-                raise errors[0]
-
-        call_on_arrival(work.future(), arrived)
-        return work, output, wait_until_decoded
-
-    def _count_down(self) -> None:
-        with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            self._action()
 
 
 # -- the way from an engine to its transport

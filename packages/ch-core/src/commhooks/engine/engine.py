@@ -35,6 +35,7 @@ from commhooks.scratch import Scratch
 from commhooks.state import HookState
 from commhooks.topology import Topology
 from commhooks.transport.base import LeveledTransport, Transport
+from commhooks.transport.loan import take_back
 
 T = TypeVar("T")
 
@@ -90,7 +91,9 @@ class StepBuckets:
         self.count = 0
 
     def abandon(self) -> None:
-        """Close all runs of a step that never finishes."""
+        """Close all runs of a step that never finishes. Messages in flight keep the memory that they write to."""
+        pending = [run.pending for run in self.in_flight if run.pending is not None]
+        take_back(loan for stage in pending for loan in stage.drop())
         for run in self.in_flight:
             run.close()
         self.in_flight = []
@@ -579,7 +582,12 @@ class StatelessEngine:
         """Leave the average in the bucket, or in the tensors where the reduction puts it."""
         ctx = StepContext(transport.rank, transport.world_size, scratch=self._scratch)
         for requests in reduction.start(bucket, ctx):
-            stage = Stage(transport, self._scratch, reduction.name).start(as_tuple(requests))
-            stage.wait(None)
+            stage = Stage(transport, self._scratch, reduction.name)
+            try:
+                stage.start(as_tuple(requests)).wait(None)
+            except BaseException:
+                take_back(stage.drop())
+                self._scratch = Scratch()
+                raise
             if stage.error is not None:  # only now, because the collectives write to memory of this step
                 raise stage.error

@@ -1,6 +1,8 @@
 """The protocol between an engine and its transport: raw collectives on flat tensors."""
 
-from typing import Protocol, runtime_checkable
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -9,7 +11,11 @@ from commhooks.topology import Nodes, Topology
 
 
 class Work(Protocol):
-    """A collective in flight. If it also has ``is_completed()``, the engine polls it for a short time before it waits."""
+    """A collective in flight.
+
+    It may have two further methods. ``is_completed()`` lets the engine poll it for a short time before it waits. ``future()``
+    returns torch's future of the work, which lets the thread that receives a result decode it.
+    """
 
     def wait(self, timeout: float | None) -> None:
         """Return when the collective is done.
@@ -18,6 +24,36 @@ class Work(Protocol):
             HookTimeoutError: it was not done after ``timeout`` seconds.
             TransportError: it failed, because a peer was lost or sizes did not match.
         """
+
+
+def has_ended(work: Work) -> bool:
+    """True if a collective writes to its memory no more. False if it cannot tell."""
+    completed: Any = getattr(work, "is_completed", None)
+    return completed is not None and bool(completed())
+
+
+class SeveralWorks:
+    """Works that carry one message. They count as one work, with one deadline."""
+
+    __slots__ = ("_works",)
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self, timeout: float | None) -> None:
+        """See :meth:`.Work.wait`."""
+        ends = None if timeout is None else time.monotonic() + timeout
+        for work in self._works:
+            work.wait(None if ends is None else max(ends - time.monotonic(), 0.001))
+
+    def future(self) -> Any:
+        """Return a future that completes with the last work, and fails if one of them failed."""
+        works: Any = self._works
+        return torch.futures.collect_all([work.future() for work in works])
+
+    def is_completed(self) -> bool:
+        """True if all works are done."""
+        return all(map(has_ended, self._works))
 
 
 class Transport(Protocol):

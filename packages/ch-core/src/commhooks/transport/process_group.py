@@ -1,7 +1,7 @@
 """Collectives over a ``torch.distributed`` process group, and a register of groups that must not be used again."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from commhooks.agreement import StoreExchange
 from commhooks.errors import HookTimeoutError, TransportError
 from commhooks.requests import Scope
 from commhooks.topology import Nodes, Topology, learn
-from commhooks.transport.base import Work
+from commhooks.transport.base import SeveralWorks, Work
 
 # torch 2.13 renames the flat collectives and warns about the old names at every call.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
@@ -77,29 +77,6 @@ class ProcessGroupWork:
     def is_completed(self) -> bool:
         """True if the work is done."""
         return self._work.is_completed()
-
-
-class SeveralWorks:
-    """Works that count as one, with one deadline."""
-
-    __slots__ = ("_works",)
-
-    def __init__(self, works: Sequence[ProcessGroupWork]) -> None:
-        self._works = works
-
-    def wait(self, timeout: float | None) -> None:
-        """See :meth:`.Work.wait`."""
-        ends = None if timeout is None else time.monotonic() + timeout
-        for work in self._works:
-            work.wait(None if ends is None else max(ends - time.monotonic(), 0.001))
-
-    def future(self) -> Any:
-        """Return a future that completes with the last work, and fails if one of them fails."""
-        return torch.futures.collect_all([work.future() for work in self._works])
-
-    def is_completed(self) -> bool:
-        """True if all works are done."""
-        return all(work.is_completed() for work in self._works)
 
 
 class ProcessGroupTransport:
