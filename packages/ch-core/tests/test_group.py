@@ -8,7 +8,7 @@ import torch
 
 from commhooks import AllReduce, Bucket, Plain, Reduction
 from commhooks.adapters import Engine, EngineGroup
-from commhooks.errors import RemoteHookError
+from commhooks.errors import HookTimeoutError, RemoteHookError
 from commhooks.simulate import SimulatedGroup, SimulatedRank, SimulatedTransport, simulate
 
 
@@ -64,6 +64,20 @@ def test_an_error_on_one_axis_is_raised_and_rolled_back_on_every_rank_of_the_rel
         assert (kept, steps) == ([True, False, True], 2)
     else:
         assert (others, kept, steps) == ([None] * 3, [True] * 3, 3), "without a relay the ranks would drift apart"
+
+
+def test_a_relay_that_lost_a_message_is_given_up() -> None:
+    ranks = SimulatedGroup(2)
+    engine = Engine(Plain(), own_column(), timeout=0.05)
+    group = EngineGroup({"replicate": engine}, SimulatedTransport(ranks, 0))
+    relay = group._relay
+    assert relay is not None
+    scratch = relay.scratch
+    group.run("replicate", bucket())
+    with pytest.raises(HookTimeoutError, match=r"ranks \[1\] did not take part"):
+        group.finish()
+    assert ranks.aborted == "rank 0 gave up"
+    assert relay.scratch is not scratch, "the next status would use memory of a message in flight"
 
 
 def test_an_error_from_outside_is_made_known_along_every_axis() -> None:

@@ -52,7 +52,14 @@ class EngineGroup:
         for engine in self.engines.values():
             if engine.in_step or error is not None:
                 error = engine.finish(outside=error) or error
-        return error if self._relay is None else self._pass_on(error, self._relay)
+        if self._relay is None:
+            return error
+        try:
+            return self._pass_on(error, self._relay)
+        except Exception:  # a late rank would match this status with a later one, and write into its scratch
+            self._relay.forget()
+            self._relay.transport.abort()
+            raise
 
     def abandon(self) -> None:
         """Drop a step that never finishes."""
