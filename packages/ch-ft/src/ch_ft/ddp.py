@@ -28,7 +28,7 @@ from ch_ft.fail_fast import FailFast
 from ch_ft.manager import Abortable, Manager, Membership, Reducer, Work
 from ch_ft.used_params import GroupOfOne, UsedParams
 from commhooks import AttachError, CommHook, GradBucket, HookConfigError, HookNotSupportedError, Reduction
-from commhooks.adapters import backward_id
+from commhooks.adapters import Loan, backward_id, take_back
 
 _OVER_A_FIXED_GROUP = ("broadcast_buffers", "forward_sync_buffers", "delay_all_reduce_named_params")
 _NEEDED_BY_HOOKS = (
@@ -205,6 +205,7 @@ class PureDistributedDataParallel(nn.Module):
         backward = backward_id()
         if backward != self._backward:
             self._backward = backward
+            self.averaging.forget()  # leftovers of a backward that raised
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         if parameter.grad is not None:
             self.averaging.start(parameter.grad)
@@ -227,26 +228,28 @@ class Averaging:
     def __init__(self, manager: Reducer, fail_fast: FailFast) -> None:
         self.manager = manager
         self.fail_fast = fail_fast
-        self._in_flight: list[Work] = []
+        self._in_flight: list[tuple[Work, Loan]] = []
 
     def start(self, tensor: torch.Tensor) -> None:
         """Start to average a tensor in place. All members must call it in the same order."""
         if tensor.dtype == torch.float16:
             tensor.mul_(1.0 / max(cast(Membership, self.manager).num_participants(), 1))
-            self._in_flight.append(self.manager.allreduce(tensor, reduce_op=ReduceOp.SUM))
+        loan = Loan(tensor)
+        if tensor.dtype == torch.float16:
+            work = self.manager.allreduce(loan.message, reduce_op=ReduceOp.SUM)
         else:
-            self._in_flight.append(self.manager.allreduce(tensor))
+            work = self.manager.allreduce(loan.message)
+        self._in_flight.append((work, loan))
 
     def finish(self) -> bool:
         """Wait for all averages and return True if none failed. After a failure the step will not be committed."""
-        works, self._in_flight = self._in_flight, []
-        failed = False
-        while works and not failed:
-            failed = works.pop(0).wait() is False or self.manager.errored() is not None
-        if failed:
-            works.clear()
-            self.fail_fast(None)
-        return not failed
+        while self._in_flight:
+            if self._in_flight[0][0].wait() is False or self.manager.errored() is not None:
+                self.forget()
+                self.fail_fast(None)
+                return False
+            self._in_flight.pop(0)[1].receive()
+        return True
 
     def participating(self) -> bool:
         """Return True if this member's gradients count; False as well if the manager cannot tell."""
@@ -254,7 +257,8 @@ class Averaging:
         return asks is not None and bool(asks())
 
     def forget(self) -> None:
-        """Drop the averages of an interrupted backward."""
+        """Drop the averages in flight. A manager cannot tell which of them still write to their memory."""
+        take_back(loan for _, loan in self._in_flight)
         self._in_flight.clear()
 
 

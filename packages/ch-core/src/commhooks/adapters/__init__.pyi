@@ -39,5 +39,7 @@ from commhooks.topology import Topology as Topology
 from commhooks.transport.arrival import call_on_arrival as call_on_arrival
 from commhooks.transport.base import Transport as Transport
 from commhooks.transport.base import Work as Work
+from commhooks.transport.loan import Loan as Loan
+from commhooks.transport.loan import take_back as take_back
 from commhooks.transport.process_group import ProcessGroupTransport as ProcessGroupTransport
 from commhooks.transport.process_group import ProcessGroupWork as ProcessGroupWork
