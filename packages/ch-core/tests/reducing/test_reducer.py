@@ -1,5 +1,6 @@
 """A Reducer averages plain tensors, as an engine averages gradients in a backward."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -260,3 +261,66 @@ def test_a_rank_that_cannot_contribute_fails_the_round_on_all_ranks(kind: str) -
 
     own = "NotImplementedError" if kind == "no data" else "HookConfigError"
     assert simulate(2, body) == [("RemoteHookError", [0.5, 0.5]), (own, [0.5, 0.5])]
+
+
+# -- rounds that are dropped while their messages are in flight
+
+MANY = 3_000_000  # numbers, so that a message is still in flight when the next round begins
+
+
+def dropped_rounds(rank: int, world: int, hook: str, how: str) -> list[int]:
+    """Drop a round on all ranks, then average other numbers. Rank 1 is late in the dropped one. Return the wrong rounds."""
+    store = dist.distributed_c10d._get_default_store()
+    groups, wrong = [dist.new_group(list(range(world))) for _ in range(4)], []
+    reducer = Reducer(hook, {"w": torch.zeros(MANY)}, process_group=groups.pop())
+    view = reducer.tensors["w"][:7]
+    for turn in range(3):
+        if rank == 1:
+            store.wait([f"filled {turn}"])
+        reducer.start({"w": torch.full((MANY,), 64.0 * (rank + 1))})
+        if how == "move":
+            reducer.move(groups.pop())
+        else:
+            reducer.abandon()
+        reducer.tensors["w"].fill_(rank + 1.0)
+        store.set(f"filled {turn}", "")
+        mean = reducer.start().wait()["w"]
+        if not (mean.eq(1.5).all() and view.eq(1.5).all()):
+            wrong.append(turn)
+    return wrong
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("how", ["abandon", "move"])
+@pytest.mark.parametrize("hook", ["allreduce", pytest.param("bf16_compress", marks=pytest.mark.full)])
+def test_a_dropped_round_writes_nothing_into_the_next_one(hook: str, how: str) -> None:
+    assert spawn(dropped_rounds, 2, hook, how) == [[], []]
+
+
+def late_peer(rank: int, world: int, hook: str) -> bool:
+    """Rank 2 sends its message of a lost round when the others have filled their memory for a round without it."""
+    store = dist.distributed_c10d._get_default_store()
+    reducer = Reducer(hook, {"w": torch.zeros(MANY)}, timeout=1.5, verify_ranks=False)
+    lost = torch.full((MANY,), 2.0**20)
+    if rank == 2:
+        store.wait(["filled 0", "filled 1"])
+        right = bool(reducer.average({"w": lost})["w"].eq(2.0**20).all())
+        store.set("sent", "")
+        return right
+    with pytest.raises(HookTimeoutError):
+        reducer.average({"w": lost})
+    reducer.move(dist.new_group([0, 1], use_local_synchronization=True))
+    reducer.tensors["w"].fill_(rank + 1.0)
+    store.set(f"filled {rank}", "")
+    store.wait(["sent"])
+    time.sleep(0.3)  # this rank's part of the lost message ends, too
+    return bool(reducer.start().wait()["w"].eq(1.5).all())
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("hook", ["allreduce", pytest.param("bf16_compress", marks=pytest.mark.full)])
+def test_a_late_peer_writes_nothing_into_a_round_of_the_survivors(hook: str) -> None:
+    """Nor do the survivors change what they send to it: the average of the late peer is right."""
+    assert spawn(late_peer, 3, hook) == [True] * 3
