@@ -303,6 +303,15 @@ PLANTS = [
         {"order": "gloo", "reads": False, "limit": 150},
     ),
     Plant(
+        "a dropped step shares memory with the next one",
+        ENGINE,
+        "StepBuckets.abandon",
+        "take_back(",
+        "list(",
+        Scenario("plain", drive="ddp", stops_in=0),
+        "in flight",
+    ),
+    Plant(
         "a future is completed twice",
         FUTURES,
         "Promise.complete",

@@ -504,10 +504,8 @@ class Reducer:
                 _Backward.apply(x, backward).backward()
             except Planted as planted:
                 if str(planted) == "the backward stops":
-                    made = [
-                        Bucket(bucket.layout, copy.clone(), bucket.index, bucket.is_last)
-                        for bucket, copy in zip(made, copies, strict=True)
-                    ]
+                    for bucket, copy in zip(made, copies, strict=True):
+                        bucket.storage.copy_(copy)
                     futures.clear()
                     continue
                 error = planted

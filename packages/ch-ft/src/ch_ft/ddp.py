@@ -28,7 +28,7 @@ from ch_ft.fail_fast import FailFast
 from ch_ft.manager import Abortable, Manager, Membership, Reducer, Work
 from ch_ft.used_params import GroupOfOne, UsedParams
 from commhooks import AttachError, CommHook, GradBucket, HookConfigError, HookNotSupportedError, Reduction
-from commhooks.adapters import Loan, backward_id, take_back
+from commhooks.adapters import Loan, backward_id, if_interrupted, take_back
 
 _OVER_A_FIXED_GROUP = ("broadcast_buffers", "forward_sync_buffers", "delay_all_reduce_named_params")
 _NEEDED_BY_HOOKS = (
@@ -205,7 +205,7 @@ class PureDistributedDataParallel(nn.Module):
         backward = backward_id()
         if backward != self._backward:
             self._backward = backward
-            self.averaging.forget()  # leftovers of a backward that raised
+            if_interrupted(self.averaging.forget)
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         if parameter.grad is not None:
             self.averaging.start(parameter.grad)

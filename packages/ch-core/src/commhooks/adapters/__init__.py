@@ -25,7 +25,8 @@ in which each rank needs its part of the average only, put :class:`Scattered` ar
 runs a :class:`Gathered` in a :class:`GatherEngine`.
 
 **End of a backward.** :func:`backward_id` identifies the running backward (:data:`NO_BACKWARD` if none runs).
-:func:`at_end_of_backward` and :func:`after_backward` call a function before and after the wrapper's own callback.
+:func:`at_end_of_backward` and :func:`after_backward` call a function before and after the wrapper's own callback,
+:func:`if_interrupted` if an exception ends the backward.
 
 **Outcome of a step.** ``engine.outcome`` is a :class:`StepOutcome`. It says if a rank failed and if the numbers are finite. A
 :class:`StepJudge` says if the step was used. :func:`watch_optimizer` makes one of the optimizer and scaler given to
@@ -38,7 +39,8 @@ that are equal on all ranks, and sets it on the engine of these ranks.
 :class:`ProcessGroupWork` gives torch's works a deadline and typed errors. A transport that also carries requests inside nodes has
 their :class:`Topology`. :class:`CpuTuning` controls how an engine sends messages of a CPU. :data:`TUNED` is its default, and
 ``TUNED.wait`` waits for a collective as an engine does. :func:`call_on_arrival` calls a function on the thread that receives a
-message, and makes the end of the process wait for it.
+message, and makes the end of the process wait for it. A collective that no engine starts writes to the memory of a :class:`Loan`, and
+:func:`take_back` takes the memory from a dropped one.
 
 **Managers** (``attach(manager=)``). Groups of ranks may join and leave. An adapter of a model inside one group asks
 :func:`manager_adapter` for the :class:`ManagerAdapter` of the manager's class, passes the :data:`Layouts` of its model, and

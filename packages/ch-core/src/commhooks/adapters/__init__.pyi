@@ -7,6 +7,7 @@ from commhooks.adapters.backward import NO_BACKWARD as NO_BACKWARD
 from commhooks.adapters.backward import after_backward as after_backward
 from commhooks.adapters.backward import at_end_of_backward as at_end_of_backward
 from commhooks.adapters.backward import backward_id as backward_id
+from commhooks.adapters.backward import if_interrupted as if_interrupted
 from commhooks.adapters.backward import raise_after_backward as raise_after_backward
 from commhooks.adapters.base import AttachOptions as AttachOptions
 from commhooks.adapters.base import Binding as Binding

@@ -33,6 +33,37 @@ def at_end_of_backward(action: Callable[[], None]) -> None:
     _queue(end)
 
 
+class _Interruption:
+    """Callback of a backward. Calls an action if torch drops it, as it does if an exception ends the backward."""
+
+    __slots__ = ("action",)
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self.action: Callable[[], None] | None = action
+
+    def __call__(self) -> None:
+        self.action = None
+
+    def __del__(self) -> None:
+        if self.action is not None:
+            self.action()
+
+
+def if_interrupted(action: Callable[[], None]) -> None:
+    """Run ``action`` if an exception ends the running backward, before ``backward()`` raises the exception.
+
+    >>> x = torch.ones(1, requires_grad=True)
+    >>> def arrive(gradient):
+    ...     if_interrupted(lambda: print("interrupted"))
+    ...     raise ArithmeticError("in a backward")
+    >>> handle = x.register_hook(arrive)
+    >>> (x * 2).backward()
+    Traceback (most recent call last):
+    ArithmeticError: in a backward
+    """
+    _queue(_Interruption(action))
+
+
 def after_backward(action: Callable[[], None]) -> None:
     """Run ``action`` after DDP has finished the running backward; at once if no backward runs.
 

@@ -26,6 +26,7 @@ from commhooks.adapters import (
     after_backward,
     at_end_of_backward,
     backward_id,
+    if_interrupted,
 )
 
 TensorFuture = torch.futures.Future[torch.Tensor]
@@ -126,8 +127,10 @@ class DDPDriver:
         begins = self.begins_step(index, behind)
         if begins:
             self._begin_step()
-        if (begins or task != self._task) and task != NO_BACKWARD and (behind or self._hook is not None):
-            at_end_of_backward(partial(self._end_backward, buffer))  # a last bucket may never arrive
+        if (begins or task != self._task) and task != NO_BACKWARD:
+            if_interrupted(self._interrupt)
+            if behind or self._hook is not None:
+                at_end_of_backward(partial(self._end_backward, buffer))  # a last bucket may never arrive
         self.index, self._task = index, task
         future = future_for(buffer) if self._hook is None else HookFuture.of(buffer, self._hook)
         self._futures.append((future, buffer))
@@ -199,6 +202,12 @@ class DDPDriver:
             except Exception as lost:
                 error = _typed(lost)
             self._complete(error)
+
+    def _interrupt(self) -> None:
+        """Drop the step of a backward that an exception ends, before the user writes to gradients again."""
+        if self.index is not None and self.engine.in_step:
+            self.engine.abandon()
+        self.index = None
 
     def _close_step(self) -> None:
         """Let the next bucket begin a step."""
