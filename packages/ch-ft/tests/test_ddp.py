@@ -1,6 +1,7 @@
 """Manager-backed models over the simulator: means, commits and rollbacks, heals, refusals."""
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -395,3 +396,43 @@ def test_attach_refuses() -> None:
 def test_transport_without_a_quorum_names_the_missing_call() -> None:
     with SimulatedCluster() as cluster, pytest.raises(AttachError, match="start_quorum"):
         ManagerTransport(cluster.join("a")).begin()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "pure", "attached"])
+def test_a_late_member_writes_nothing_into_gradients_after_a_dropped_attempt(kind: str) -> None:
+    """Member a fails when some of its messages are in flight, and zeroes its gradients. Then member b sends its part of them."""
+    dropped, sent = threading.Event(), threading.Event()
+
+    def fail(manager: SimulatedManager, number: int) -> None:
+        if manager.name == "a" and number == 3:
+            manager.report_error(ArithmeticError("bad data"))
+
+    def body(manager: SimulatedManager) -> float:
+        manager.start_quorum()
+        if kind == "pure":
+            model: torch.nn.Module = PureDistributedDataParallel(manager, net())
+        else:
+            options: dict[str, Any] = {"bucket_cap_mb": CAP, "gradient_as_bucket_view": True}
+            model = DistributedDataParallel(manager, net(), hook=None if kind == "ddp" else Plain(), **options)
+        if manager.name == "b":
+            asks = manager.allreduce
+
+            def allreduce(tensor: torch.Tensor, *given: Any, **named: Any) -> Any:
+                if manager.number == 2:  # member a waits for the first messages before it notices its failure
+                    assert dropped.wait(20.0)
+                return asks(tensor, *given, **named)
+
+            manager.allreduce = allreduce  # type: ignore[method-assign]
+        model(data(manager.name)).pow(2).mean().backward()
+        if manager.name == "b":
+            sent.set()
+            return 0.0
+        assert manager.errored() is not None
+        model.zero_grad(set_to_none=False)
+        dropped.set()
+        assert sent.wait(20.0)
+        return float(grads(model).abs().sum())
+
+    with SimulatedCluster() as cluster:
+        cluster.on_collective = fail
+        assert cluster.run({"a": body, "b": body}) == {"a": 0.0, "b": 0.0}

@@ -39,8 +39,8 @@ that are equal on all ranks, and sets it on the engine of these ranks.
 :class:`ProcessGroupWork` gives torch's works a deadline and typed errors. A transport that also carries requests inside nodes has
 their :class:`Topology`. :class:`CpuTuning` controls how an engine sends messages of a CPU. :data:`TUNED` is its default, and
 ``TUNED.wait`` waits for a collective as an engine does. :func:`call_on_arrival` calls a function on the thread that receives a
-message, and makes the end of the process wait for it. A collective that no engine starts writes to the memory of a :class:`Loan`, and
-:func:`take_back` takes the memory from a dropped one.
+message, and makes the end of the process wait for it. A collective that no engine starts writes to the memory of a
+:class:`Loan`, and :func:`take_back` takes that memory from dropped collectives.
 
 **Managers** (``attach(manager=)``). Groups of ranks may join and leave. An adapter of a model inside one group asks
 :func:`manager_adapter` for the :class:`ManagerAdapter` of the manager's class, passes the :data:`Layouts` of its model, and
