@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -151,3 +152,62 @@ def test_survivors_lose_one_round_at_most_and_have_the_same_start_and_momentum(
     states = survivors[0][2]
     assert len(states) == (2 if world == 2 else 3)
     assert len({tuple(state) for state in states}) == len(states)
+
+
+def late_peer(rank: int, world: int) -> list[float]:
+    """Rank 2 sends its part of a lost round when the others, without it, have filled their memory for another round.
+
+    Returns:
+        The least and greatest move of the start in that round.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    model = nn.Linear(2000, 1000, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = OuterOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        model,
+        every=2,
+        overlap=1,
+        mix="carry",
+        timeout=60.0 if rank == 2 else 1.5,
+        outer=lambda params: torch.optim.SGD(params, lr=1.0),
+    )
+
+    def inner() -> None:
+        model.weight.grad = torch.full_like(model.weight, (1.0, 3.0, 2.0**10)[rank])
+        optimizer.step()
+
+    inner()
+    if rank == 2:
+        store.wait(["filled 0", "filled 1"])
+        inner()
+        inner()
+        store.set("sent", "")
+        return [4.0, 4.0]
+    inner()
+    with pytest.raises(HookTimeoutError):
+        inner()
+    optimizer.move(dist.new_group([0, 1], use_local_synchronization=True))
+    fragment = optimizer._fragments[0]
+    filling, exchanges = fragment.fill, list[int]()
+
+    def fill() -> Exception | None:
+        error = filling()
+        exchanges.append(optimizer.count)
+        if len(exchanges) == 2:  # the first exchange also makes the moves of the lost one
+            store.set(f"filled {rank}", "")
+            store.wait(["sent"])
+            time.sleep(0.3)  # this rank's part of the lost message ends, too
+        return error
+
+    fragment.fill = fill  # type: ignore[method-assign]
+    starts = []
+    while len(exchanges) < 2 or optimizer.under_way:
+        starts.append(fragment.starts["weight"].clone())
+        inner()
+    moved = starts[-1] - fragment.starts["weight"]
+    return [moved.min().item(), moved.max().item()]
+
+
+def test_a_late_peer_writes_nothing_into_a_round_of_the_survivors() -> None:
+    assert spawn(late_peer, 3) == [[4.0, 4.0]] * 3
