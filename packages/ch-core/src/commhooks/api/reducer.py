@@ -108,7 +108,9 @@ class Reducer:
     Attributes:
         handle: the :class:`~commhooks.CommHook`, for `stats()`, `plan()` and checkpoints.
         tensors: live views by name of the memory that is averaged in place. Fill them and call :meth:`start` without
-            arguments to avoid a copy.
+            arguments to avoid a copy. They stay live after :meth:`abandon` and :meth:`move`, also views that you made of
+            them. If messages are in flight then, all these views get other memory, so their contents are undefined, and a
+            NumPy array made of them shows the old memory.
 
     Raises:
         HookConfigError: a bad expression, no tensors, or tensors of several devices.
@@ -241,7 +243,11 @@ class Reducer:
         return self.start(tensors).wait()
 
     def abandon(self) -> None:
-        """Drop the average in flight, on all ranks, e.g. after an exception in the loop around it."""
+        """Drop the average in flight, on all ranks, e.g. after an exception in the loop around it.
+
+        Its messages may still arrive, also much later. They write nothing into :attr:`tensors`, whose contents are
+        undefined until they are filled again.
+        """
         if self._engine.in_step:
             self._engine.abandon()
         if self._running is not None:
@@ -276,8 +282,8 @@ class Reducer:
     def move(self, process_group: dist.ProcessGroup) -> None:
         """Switch to another group of ranks, after a loss or a join. Every rank of the new group must make this call.
 
-        It drops the average in flight. Each rank keeps its state, whose shared fields may now differ: load one state with
-        :meth:`load_state_dict` on all ranks before the next round.
+        It drops the average in flight, as :meth:`abandon` does. Each rank keeps its state, whose shared fields may now differ:
+        load one state with :meth:`load_state_dict` on all ranks before the next round.
 
         Raises:
             HookConfigError: over a manager, which changes its ranks itself.
