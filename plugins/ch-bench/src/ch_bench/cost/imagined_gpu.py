@@ -492,6 +492,7 @@ def races(
             "behind_backward": lambda: False,
             "backward_id": lambda: 1,
             "at_end_of_backward": lambda action: None,
+            "if_interrupted": lambda action: None,
         }.items():
             patches.enter_context(mock.patch(driven + name, stand_in))
         ranks = SilentGroup(gpu, 2 * (ranks_per_node or 1), ranks_per_node=ranks_per_node)
