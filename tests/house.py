@@ -30,7 +30,7 @@ ORDER = (  # ch-core: a module may import from its own line and from the lines b
     "state fsdp_states encoding param_table",
     "transport rounding",
     "digest numerics scratch shards agreement topology",
-    "bucket device requests errors log typing _lazy",
+    "bucket device requests errors log sizes typing _lazy",
 )
 PACKAGES = (
     "ch_bench",

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from commhooks.errors import HookTimeoutError, TransportError
+from commhooks.sizes import SIZES
 from commhooks.testing import spawn
-from commhooks.transport.process_group import BROADCAST_FROM, PART_BYTES, PIECE_BYTES, PIECES, ProcessGroupTransport
+from commhooks.transport.process_group import ProcessGroupTransport
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(120)]
 
@@ -25,8 +26,9 @@ def gathers(rank: int, world: int, where: str) -> list[tuple[str, int, bool, int
     transport = ProcessGroupTransport(where=where)
     found = []
     for dtype in DTYPES:
-        sizes = [BROADCAST_FROM - 64 * world, PIECES.start // 2, PIECES.start, 3 * PIECES.start + 160 * world]
-        for nbytes in (*sizes, PIECES.stop) if dtype == torch.uint8 else sizes:
+        begin, end = SIZES.pieces_from, SIZES.pieces_below
+        sizes = [SIZES.broadcast_from - 64 * world, begin // 2, begin, 3 * begin + 160 * world]
+        for nbytes in (*sizes, end) if dtype == torch.uint8 else sizes:
             count = -(-nbytes // world // dtype.itemsize)
             mine = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8).view(dtype)
             wanted, output = (torch.zeros(world * count, dtype=dtype) for _ in range(2))
@@ -50,13 +52,13 @@ def test_a_long_gather_has_the_bits_of_torchs(world: int, where: str) -> None:
         assert all(one == row[0] for one in row), "ranks start the same collectives"
         assert same, (dtype, nbytes)
         if where:
-            assert (broadcasts, pieces) == (world * (nbytes >= BROADCAST_FROM), 0), (dtype, nbytes)
-        elif nbytes not in PIECES:
+            assert (broadcasts, pieces) == (world * (nbytes >= SIZES.broadcast_from), 0), (dtype, nbytes)
+        elif not SIZES.pieces_from <= nbytes < SIZES.pieces_below:
             assert (broadcasts, pieces) == (0, 0), (dtype, nbytes)
         else:
             assert broadcasts == 0
-            assert pieces >= nbytes / PIECE_BYTES or nbytes / world / pieces < 2 * PART_BYTES
-            assert nbytes / world / pieces >= PART_BYTES / 2
+            assert pieces >= nbytes / SIZES.piece_bytes or nbytes / world / pieces < 2 * SIZES.part_bytes
+            assert nbytes / world / pieces >= SIZES.part_bytes / 2
 
 
 def resident() -> int:
@@ -88,7 +90,7 @@ def test_gloos_copies_of_a_long_output_do_not_stay(world: int) -> None:
 def lost(rank: int, world: int) -> tuple[str, float]:
     """Return the error of a long gather whose last rank dies before it takes part, and the seconds until then."""
     transport = ProcessGroupTransport()
-    mine = torch.ones(2 * PIECES.start // world, dtype=torch.uint8)
+    mine = torch.ones(2 * SIZES.pieces_from // world, dtype=torch.uint8)
     output = torch.empty(world * len(mine), dtype=torch.uint8)
     transport.all_gather(output, mine).wait(30.0)
     if rank == world - 1:

@@ -15,11 +15,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-_ROW = 1 << 12  # words that have weights of their own
-_ROWS_CPU, _ROWS = (
-    1 << 6,
-    1 << 10,
-)  # rows in one operation: products of 2 MiB fit a core's cache, and a GPU wants few kernels
+from commhooks.sizes import SIZES
+
+_ROW = SIZES.digest_row_words
 
 
 @torch.no_grad()
@@ -99,7 +97,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 def _row_sums(words: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
     """Return the weighted sums of the rows, in vectors. The last row may be shorter."""
     whole = words.numel() // _ROW * _ROW
-    together = (_ROWS_CPU if words.is_cpu else _ROWS) * _ROW
+    together = (SIZES.digest_rows if words.is_cpu else 1 << 10) * _ROW  # a GPU wants few kernels
     sums = [(block.view(-1, _ROW) * weights).sum(1) for block in words[:whole].split(together) if whole]
     rest = words[whole:]
     return [*sums, (rest * weights[: rest.numel()]).sum(0, keepdim=True)] if rest.numel() else sums

@@ -9,10 +9,10 @@ import torch
 
 from commhooks.bucket import ParamLayout, contiguous_stride
 from commhooks.device import record_use
+from commhooks.sizes import SIZES
 
 _LEVELS = 127
 _SMALLEST = 1e-36  # a scale whose reciprocal is finite
-_TOGETHER = 1 << 18  # numbers per pass: they fit a core's caches
 Key = tuple[str, str]
 """Parameter name and field of an entry."""
 _EMPTY: Mapping[Any, Any] = MappingProxyType({})
@@ -99,7 +99,9 @@ class Packed:
     ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Return live views of blocks ``(rows, block)`` and their scales ``(rows, 1)``. The last block may be shorter."""
         whole = numbers.numel() // self.block * self.block
-        step = max(1, _TOGETHER // self.block) * self.block if numbers.device.type == "cpu" else max(whole, 1)
+        step = (
+            max(1, SIZES.packed_elements // self.block) * self.block if numbers.device.type == "cpu" else max(whole, 1)
+        )
         cuts = [(a, min(a + step, whole), self.block) for a in range(0, whole, step)]
         if whole < numbers.numel():
             cuts.append((whole, numbers.numel(), numbers.numel() - whole))

@@ -3,9 +3,7 @@
 import torch
 
 from commhooks.requests import Wire
-
-# fp32 elements per pass: few enough for a CPU's cache, many enough to be worth two calls.
-_BLOCK = 1 << 19
+from commhooks.sizes import SIZES
 
 
 def encode(source: torch.Tensor, target: torch.Tensor, scale: float, wire: Wire | None) -> None:
@@ -31,8 +29,9 @@ def encode(source: torch.Tensor, target: torch.Tensor, scale: float, wire: Wire 
 
 def _scale_and_cast(source: torch.Tensor, target: torch.Tensor, scale: float) -> None:
     """Scale and cast block by block on a CPU. ``torch.mul`` into another dtype would take twice as long."""
-    scaled = torch.empty(min(_BLOCK, source.numel()), dtype=source.dtype, device=source.device)
-    for part, out in zip(source.split(_BLOCK), target.split(_BLOCK), strict=True):
+    count = SIZES.cast_elements
+    scaled = torch.empty(min(count, source.numel()), dtype=source.dtype, device=source.device)
+    for part, out in zip(source.split(count), target.split(count), strict=True):
         out.copy_(torch.mul(part, scale, out=scaled[: part.numel()]))
 
 

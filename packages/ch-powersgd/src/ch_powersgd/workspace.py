@@ -16,19 +16,16 @@ from itertools import groupby
 import torch
 
 from ch_powersgd.orthonormal import Columns
+from ch_powersgd.sizes import SIZES
 from commhooks import Bucket, ParamLayout
 from commhooks.numerics import cut, seeded_normals
-
-_BLOCK = 1 << 17  # elements per block of rows on a CPU: half of a core's cache
-_CACHE_LINES = 1 << 14  # smaller blocks load in no time, or are still in the cache
-_SMALL = 1 << 20  # elements of a matrix whose passes over memory take no longer than a kernel launch
 
 Make = Callable[..., torch.Tensor]
 
 
 def prefers_batches(device: torch.device, numel: int) -> bool:
     """Return True if a kernel launch costs more than a copy of ``numel`` elements into a batch."""
-    return device.type != "cpu" and numel < _SMALL
+    return device.type != "cpu" and numel < SIZES.batched_below
 
 
 def load_into_cache(block: torch.Tensor) -> None:
@@ -36,7 +33,7 @@ def load_into_cache(block: torch.Tensor) -> None:
 
     A skinny product of an uncached block waits for every cache line. Without this line it takes up to 1.5 times longer.
     """
-    if block.device.type == "cpu" and block.numel() >= _CACHE_LINES:
+    if block.device.type == "cpu" and block.numel() >= SIZES.loaded_from:
         block.sum()
 
 
@@ -69,7 +66,9 @@ class Stack:
 
     def block_rows(self, device: torch.device) -> list[int]:
         """Return the number of rows of each block, as even as possible. Other devices than CPUs use one block."""
-        block = _BLOCK * 3 // 2 if self.rank == 1 else _BLOCK  # matrix-vector products are faster: fewer calls
+        block = SIZES.block_elements
+        if self.rank == 1:  # matrix-vector products are faster: fewer calls
+            block = block * 3 // 2
         wanted = round(self.rows * self.cols / block) if device.type == "cpu" else 1
         n = -(-self.rows // min(max(wanted, 1), self.rows))
         return [min(n, self.rows - start) for start in range(0, self.rows, n)]

@@ -36,10 +36,10 @@ from typing import Literal
 
 import torch
 
+from ch_quant.sizes import SIZES
 from commhooks import StepContext
 
 WIDTHS = (8, 4, 3, 2, 1)
-CHUNK = 1 << 18  # numbers in a chunk: a core's caches hold it, and it is large against the overhead of a torch call
 LARGEST = 1e36  # of a scale's reciprocal; without the limit the reciprocals of smaller scales are infinite
 UP = 1.0 + 2.0**-7  # more than bf16 may round a scale down
 TWO_BITS = 0.7  # half a step of 2 bits, in mean magnitudes
@@ -82,7 +82,7 @@ class Codec:
     @property
     def chunk(self) -> int:
         """Blocks in a chunk."""
-        return max(1, CHUNK // self.block)
+        return max(1, SIZES.chunk_elements // self.block)
 
     def bytes(self, rows: int) -> int:
         """Return the bytes of a message of ``rows`` blocks, an even number, so that the next message is aligned."""

@@ -9,6 +9,7 @@ from ch_quant.codec import Codec
 from ch_quant.exchange import TwoStageExchange, all_reduce, check_kernel, reduce_scatter
 from ch_quant.feedback import RELEASED, Feedback, PackedFeedback
 from ch_quant.options import FED, PRESETS, QuantOptions
+from ch_quant.sizes import SIZES
 from commhooks import Bucket, BucketLayout, Packed, ParamLayout, Reduction, Shards, Stages, StepContext, Weights
 
 FIELD = "residual"
@@ -40,7 +41,7 @@ class Quantized(QuantOptions, Reduction):
     fields: dict[str, Literal["local", "shared"]]
     collectives = frozenset({"all_to_all", "all_gather"})
     lossy = True
-    piece_bytes = 4 << 20
+    piece_bytes = SIZES.piece_bytes
     splits = "elements"
 
     def __post_init__(self) -> None:

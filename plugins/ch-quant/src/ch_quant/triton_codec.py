@@ -14,11 +14,10 @@ from threading import Lock
 import torch
 
 from ch_quant.codec import LARGEST, Codec, Workspace
+from ch_quant.sizes import SIZES
 from ch_quant.triton_kernels import INTERPRETED, decode, encode
 from commhooks import HookConfigError, StepContext
 
-LARGEST_BLOCK = 4096  # numbers: a program holds a block in its registers
-PROGRAM = 1024  # numbers of each lane that a program treats
 # The interpreter keeps its position in globals, so threads (simulated ranks) would run each other's programs.
 _LAUNCH = Lock()
 
@@ -33,8 +32,8 @@ def check_codec(codec: Codec) -> None:
     if codec.bits not in (8, 4) or codec.rounding != "nearest":
         given = f"bits={codec.bits}, rounding={codec.rounding!r}"
         raise HookConfigError(f"kernel='triton' with {given}: there are kernels for bits=8 and 4, 'nearest'; {instead}")
-    if codec.block > LARGEST_BLOCK:
-        raise HookConfigError(f"kernel='triton' with block={codec.block}: {LARGEST_BLOCK} at most; or {instead}")
+    if codec.block > SIZES.triton_block:
+        raise HookConfigError(f"kernel='triton' with block={codec.block}: {SIZES.triton_block} at most; or {instead}")
 
 
 def check_device(device: torch.device) -> None:
@@ -61,7 +60,7 @@ class TritonWorkspace(Workspace):
         lanes = 8 // self.codec.bits
         piece = self.codec.block // lanes
         width = 1 << (piece - 1).bit_length()  # Triton counts in powers of two
-        self._pieces = max(1, PROGRAM // width)
+        self._pieces = max(1, SIZES.triton_lane // width)
         self.shape = {"PIECE": piece, "LANES": lanes, "PIECES": self._pieces, "WIDTH": width}
 
     def encode(

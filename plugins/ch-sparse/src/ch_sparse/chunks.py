@@ -2,9 +2,8 @@
 
 import torch
 
+from ch_sparse.sizes import SIZES
 from commhooks import BucketLayout
-
-_CACHED = 1 << 18  # fp32 elements that a core's cache holds between passes
 
 
 class Chunks:
@@ -67,7 +66,7 @@ def largest(grid: torch.Tensor, k: int) -> torch.Tensor:
     """
     if grid.device.type != "cpu":
         return _largest(grid, k)
-    return torch.cat([_largest(rows, k) for rows in grid.split(max(1, _CACHED // grid.shape[1]))])
+    return torch.cat([_largest(rows, k) for rows in grid.split(max(1, SIZES.cached_elements // grid.shape[1]))])
 
 
 def _largest(grid: torch.Tensor, k: int) -> torch.Tensor:
@@ -94,6 +93,6 @@ def _block(chunk: int, k: int) -> int:
     >>> _block(4096, 41), _block(4096, 2048), _block(4093, 41)
     (8, 1, 1)
     """
-    sizes = [size for size in range(2, 65) if chunk % size == 0 and chunk // size >= k]
+    sizes = [size for size in range(2, SIZES.largest_block + 1) if chunk % size == 0 and chunk // size >= k]
     best = min(sizes, key=lambda size: chunk // size + size * k, default=1)
     return best if chunk // best + best * k < 0.7 * chunk else 1

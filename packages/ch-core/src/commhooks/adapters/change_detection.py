@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from commhooks.bucket import dense
-
-_SAMPLE = 64  # elements of a tensor that are compared
+from commhooks.sizes import SIZES
 
 
 class ParameterSnapshot:
@@ -61,10 +60,10 @@ def any_nonzero_gradient(params: list[torch.Tensor]) -> bool:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of at most 64 elements from the middle of the tensor's memory; empty if its memory has gaps."""
+    """Return a view of a few elements from the middle of the tensor's memory; empty if its memory has gaps."""
     if not dense(tensor):
         return tensor.new_empty(0)
-    count = min(tensor.numel(), _SAMPLE)
+    count = min(tensor.numel(), SIZES.sample_elements)
     return tensor.as_strided((count,), (1,), tensor.storage_offset() + (tensor.numel() - count) // 2)
 
 

@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride
+from commhooks.sizes import SIZES
 
 # Measured in docs/measured/two-level.md, "Limits of the partition".
 TOLERATED = 1.25  # largest load of a rank over the mean load
 EXTRA = 1.5  # largest size of the factors of a bucket with cuts over their size without
 MOST = 2.0  # largest load of a rank over the mean load if cuts would exceed EXTRA
-_ALIGNED = 16  # elements: a part starts at a cache line
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Partition:
     def __init__(self, layout: BucketLayout, owned: Sequence[Sequence[Piece]]) -> None:
         self.owned = tuple(tuple(part) for part in owned)
         largest = max(sum(piece.numel for piece in part) for part in self.owned)
-        self.numel = -(-largest // _ALIGNED) * _ALIGNED if largest > _ALIGNED * len(self.owned) else max(largest, 1)
+        self.numel = max(_aligned(largest, len(self.owned)), 1)
         dtype = torch.float64 if layout.dtype == torch.float64 else torch.float32
         made, runs = [], []
         for place, part in enumerate(self.owned):
@@ -130,11 +130,15 @@ def partition(layout: BucketLayout, ranks: int, splits: str) -> Partition:
     return Partition(layout, owned)
 
 
+def _aligned(numel: int, ranks: int) -> int:
+    """Return the size of a part, rounded up to a whole cache line unless that would leave a rank with little or nothing."""
+    line = SIZES.aligned_elements
+    return -(-numel // line) * line if numel > line * ranks else numel
+
+
 def _by_elements(params: Sequence[ParamLayout], ranks: int) -> list[list[Piece]]:
     total = sum(p.numel for p in params)
-    share = -(-total // ranks)
-    if share > _ALIGNED * ranks:
-        share = -(-share // _ALIGNED) * _ALIGNED
+    share = _aligned(-(-total // ranks), ranks)
     owned: list[list[Piece]] = [[] for _ in range(ranks)]
     at = 0
     for p in params:

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from commhooks.agreement import StoreExchange
 from commhooks.errors import HookTimeoutError, TransportError
 from commhooks.requests import Scope
+from commhooks.sizes import SIZES
 from commhooks.topology import Nodes, Topology, learn
 from commhooks.transport.base import SeveralWorks, Work
 
@@ -23,12 +24,6 @@ _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or getattr(d
 
 
 _WHERE: dict[Scope, str] = {"node": "inside the node", "peers": "between the nodes"}
-# gloo's all-gather receives into new memory, copies it to the output and frees it. glibc keeps freed blocks of less than 32 MiB,
-# several for each of gloo's two threads. So gathers of such lengths are broadcasts into the output inside a node, or pieces.
-BROADCAST_FROM = 1 << 18  # bytes of an all-gather inside a node; for shorter ones the number of messages matters
-PIECES = range(1 << 21, 1 << 25)  # bytes of other all-gathers; a shorter one leaves little memory
-PIECE_BYTES = 1 << 20  # of the output; twice as long pieces left up to 34 MB
-PART_BYTES = 1 << 17  # at least for each rank in a piece, so that many ranks wait for the link and not for its latency
 
 
 def gather_pieces(nbytes: int, world_size: int) -> int:
@@ -41,7 +36,9 @@ def gather_pieces(nbytes: int, world_size: int) -> int:
     >>> [gather_pieces(nbytes, 2) for nbytes in (1 << 19, 1 << 20, 1 << 23, 1 << 24)]
     [1, 2, 16, 1]
     """
-    return -(-nbytes // max(PIECE_BYTES // world_size, PART_BYTES)) if nbytes * world_size in PIECES else 1
+    if not SIZES.pieces_from <= nbytes * world_size < SIZES.pieces_below:
+        return 1
+    return -(-nbytes // max(SIZES.piece_bytes // world_size, SIZES.part_bytes))
 
 
 class ProcessGroupWork:
@@ -119,7 +116,7 @@ class ProcessGroupTransport:
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         if self._gloo and output.is_cpu and self.world_size > 1:
-            if self._inside and output.nbytes >= BROADCAST_FROM:
+            if self._inside and output.nbytes >= SIZES.broadcast_from:
                 return self._gather_by_broadcasts(output, input)
             count = gather_pieces(input.nbytes, self.world_size)
             if count > 1:
