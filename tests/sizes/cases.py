@@ -116,8 +116,9 @@ def _rank(rank: int, world: int, cases: Sequence[Case], simulated: bool) -> list
             return outcomes
         outcome.seconds = time.perf_counter() - begun
     for number, (done, outcome) in enumerate(zip(runs, outcomes, strict=True)):
-        same_order = world == 2 or done.case.row.in_rank_order
-        if simulated and same_order and done.case.row.equal and number % world == rank:
+        row = done.case.row
+        comparable = row.equal and not row.drawn and (world == 2 or row.in_rank_order)
+        if simulated and comparable and number % world == rank:
             outcome.wrong += _simulated(done)
     return outcomes
 
@@ -129,6 +130,10 @@ def _exchanged(mine: Sequence[object], group: dist.ProcessGroup) -> list[object]
 
 
 # -- the ways of attaching
+
+
+def _nothing() -> None:
+    """Leave a hook to the end of its model."""
 
 
 @dataclass
@@ -147,7 +152,7 @@ class Attached:
     average: Callable[[list[torch.Tensor]], list[torch.Tensor]]
     buckets: Callable[[], list[list[int]]]
     state: HookState | None
-    close: Callable[[], None] = lambda: None
+    close: Callable[[], None] = _nothing
 
 
 def attached(row: Row, way: str, world: int, shapes: Sequence[Shape]) -> Attached:
@@ -164,7 +169,7 @@ def attached(row: Row, way: str, world: int, shapes: Sequence[Shape]) -> Attache
         return Attached(names, average, lambda: everything, reducer.handle.hook_state, reducer.close)
     model = wrapped(shapes)
     state: object
-    close: Callable[[], None] = lambda: None
+    close = _nothing
     if way == ATTACH:
         handle = commhooks.attach(model, row.expression(world))
         state, close = handle.hook_state, handle.detach
@@ -323,7 +328,7 @@ class _Run:
             pad = -len(error) % len(answer.turn)
             rows = torch.nn.functional.pad(error, (0, pad)).view(-1, len(answer.turn))
             error = (rows @ answer.turn.t()).view(-1)[: len(error)]
-        gap = torch.minimum(error.abs(), (error - answer.other).abs())
+        gap = torch.minimum(error.abs(), (error - answer.others).abs().view(-1, len(error)).amin(0))
         checks["average"].add(gap, answer.unit, ref.TOLERANCES[answer.tolerance](world))
         if after is None or answer.owed is None:
             return
@@ -357,9 +362,11 @@ class _Check:
         """Return a line if numbers are wrong."""
         tolerance = self.tolerance
         if self.over:
-            return f"{self.where}: {self.over} of {self.numel} numbers are off by up to {self.worst:.3g} units, allowed {tolerance.bound:.3g}"
+            most = f"{self.worst:.3g} units, allowed {tolerance.bound:.3g}"
+            return f"{self.where}: {self.over} of {self.numel} numbers are off by up to {most}"
         if self.off > tolerance.few + tolerance.share * self.numel:
-            return f"{self.where}: {self.off} of {self.numel} numbers are off by more than {tolerance.usual:.3g} units, up to {self.worst:.3g}"
+            usual = f"{tolerance.usual:.3g} units, up to {self.worst:.3g}"
+            return f"{self.where}: {self.off} of {self.numel} numbers are off by more than {usual}"
         return ""
 
 

@@ -68,11 +68,11 @@ TOLERANCES: dict[str, Callable[[int], Tolerance]] = {
     # Unit: the step of the block's mean plus the mean step of the ranks' blocks. A number decodes to a code times its scale of
     # 8 bits, which is exact. x / s is off by 127 * 2**-23 of a step at most; a scale is rounded to bf16 the other way with a
     # chance of 2**-14, and then all numbers of its block differ. Then the mean is off by a mean step, and its code by that,
-    # by one step, and by what the other scale changes, which is no more than the first. Means of a few levels have few bits.
-    # So they often lie exactly between two levels (`Answer.other`), and their seventh between two scales, one in 2**10.
-    "blocks": lambda world: Tolerance(2.0, 2.0**-18, 2.0**-9, 256),
+    # by one step, and by what the other scale changes, which is no more than the first. A mean of a few levels has few bits, so
+    # it often lies exactly between two levels, or a seventh of it between two scales: `Answer.others`.
+    "blocks": lambda world: Tolerance(2.0, 2.0**-18, 2.0**-13 * (world + 1), 256),
     # The rotation back rounds numbers of up to some steps in fp32. It may join all errors of a block in one number.
-    "blocks, rotated": lambda world: Tolerance(4.0, 2.0**-16, 2.0**-9, 256),
+    "blocks, rotated": lambda world: Tolerance(4.0, 2.0**-16, 2.0**-12 * (world + 1), 256),
     # Random rounding errs by less than a step, at both stages.
     "blocks, random": lambda world: Tolerance(1.0),
     # Unit: steps that follow from the largest magnitude within a block's length on either side, because two_level's parts
@@ -91,9 +91,9 @@ TOLERANCES: dict[str, Callable[[int], Tolerance]] = {
     "kept, bf16": lambda world: Tolerance(2.1 * BF16, 4 * FP32, 2.0**-13, 2),
     "kept, fp16": lambda world: Tolerance(2.1 * FP16, 4 * FP32, 2.0**-10, 2),
     # Unit: a step of the rank's own block plus W steps of the mean's block. fp32 rounds residuals of up to 127 steps.
-    "kept, blocks": lambda world: Tolerance(2.0, 2.0**-13, 2.0**-9, 256),
+    "kept, blocks": lambda world: Tolerance(2.0, 2.0**-13, 2.0**-13 * (world + 1), 256),
     # A residual of a few steps is rounded twice to a 254th of the largest of its block.
-    "kept, packed blocks": lambda world: Tolerance(2.0, 2.0**-4, 2.0**-9, 256),
+    "kept, packed blocks": lambda world: Tolerance(2.0, 2.0**-4, 2.0**-13 * (world + 1), 256),
     # Unit: |p| plus the chunk's threshold.
     "kept, topk": lambda world: Tolerance(1.01, 4 * FP32, 2.0**-15, 4),
 }
@@ -158,7 +158,7 @@ class Answer:
         mean: ``(n,)``, or ``(world, n)`` if ranks get different numbers.
         unit: of the tolerance, broadcast to the mean.
         tolerance: its name.
-        other: distance from the mean to another right result; zeros if there is none.
+        others: distances from the mean to other right results, ``(count, n)``.
         turn: ``(block, block)``, multiplies the errors of each block before they are judged.
         sent: each rank's contribution as its peers receive it, ``(world, n)``, if the method reports one.
         owed: numbers that a rank sends or keeps; ``None`` if it keeps nothing.
@@ -173,7 +173,7 @@ class Answer:
     mean: torch.Tensor
     unit: torch.Tensor
     tolerance: str
-    other: torch.Tensor = NONE
+    others: torch.Tensor = NONE
     turn: torch.Tensor | None = None
     sent: torch.Tensor | None = None
     owed: torch.Tensor | None = None
@@ -348,12 +348,16 @@ class Blocks(Method):
             step = _reach(p, self.block) / (2 ** (self.bits - 1) - 1) * 1.02
             later = (_reach(p, self.block).mean(0) + step.mean(0)) / (2 ** (self.bits - 1) - 1) * 1.02
             return Answer(p.mean(0), step.mean(0) + later, "blocks, random")
-        sent, first, _ = self._coded(p)
+        sent, first, *_ = self._coded(p)
         mean = sent.mean(0, keepdim=True)
-        coded, second, other = self._coded(mean)
+        coded, second, level, tie = self._coded(mean)
+        others = [tie]
+        for nudge in (1.0 - 2.0**-21, 1.0 + 2.0**-21):
+            *_, nudged, tie = self._coded(mean, nudge)
+            others += [nudged - level, nudged + tie - level]
         name = "blocks, rotated" if self.rotated else "blocks"
         turn = _hadamard(self.block) if self.rotated else None
-        answer = Answer(coded[0], first.mean(0) + second[0], name, other[0], turn)
+        answer = Answer(coded[0], first.mean(0) + second[0], name, torch.cat(others), turn)
         if not self.feedback:
             return answer
         kept = before + part.gradients - sent
@@ -361,7 +365,7 @@ class Blocks(Method):
         return replace(
             answer,
             owed=part.gradients + before,
-            kept=(kept, owner, owner - part.world * other),
+            kept=(kept, owner, *(owner - part.world * other for other in others)),
             kept_unit=first + part.world * second,
             kept_tolerance="kept, packed blocks" if self.packed else "kept, blocks",
             forgotten=_reach(torch.maximum(kept.abs(), owner.abs()), self.block).mean(0) / 120.0
@@ -369,22 +373,26 @@ class Blocks(Method):
             else NONE,
         )
 
-    def _coded(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the decoded numbers, the step of each element, and the distance to a level that is as near."""
+    def _coded(
+        self, x: torch.Tensor, nudge: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the decoded numbers and the step of each, its level before it is turned back, and the distance to one as near.
+
+        ``nudge`` multiplies the scales before they are rounded.
+        """
         rows, n = x.shape
         blocks = torch.nn.functional.pad(x, (0, -n % self.block)).view(rows, -1, self.block)
         turn = _hadamard(self.block) if self.rotated else None
-        decoded, step, other = _levels(blocks @ turn.t() if turn is not None else blocks, self.bits)
-        if turn is not None:
-            decoded = decoded @ turn
-        decoded, step, other = (one.reshape(rows, -1)[:, :n] for one in (decoded, step.expand_as(blocks), other))
-        return decoded, step, other
+        level, step, tie = _levels(blocks @ turn.t() if turn is not None else blocks, self.bits, nudge)
+        made = level @ turn if turn is not None else level, step.expand_as(blocks), level, tie
+        decoded, step, level, tie = (one.reshape(rows, -1)[:, :n] for one in made)
+        return decoded, step, level, tie
 
 
-def _levels(blocks: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _levels(blocks: torch.Tensor, bits: int, nudge: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return blocks at the nearest of their levels, the distance between two levels, and that to a level as near or zero."""
     if bits <= 2:  # levels at odd multiples of h
-        h = _bf16(blocks.abs().mean(-1, keepdim=True) * (0.7 if bits == 2 else 1.0))
+        h = _bf16(blocks.abs().mean(-1, keepdim=True) * (0.7 if bits == 2 else 1.0) * nudge)
         scale, last = 2 * h, 2 ** (bits - 1)
         at = blocks / scale - 0.5
         code = torch.floor(at + 0.5).clamp(-last, last - 1)
@@ -397,7 +405,7 @@ def _levels(blocks: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor
         else:  # one more level on the side that reaches farther; the scale is negative if that is the positive one
             scale = torch.maximum(torch.maximum(high, low) / (last + 1), torch.minimum(high, low) / last)
             scale = torch.where(low >= high, scale, -scale)
-        scale = _bf16(scale)
+        scale = _bf16(scale * nudge)
         at = blocks / scale
         code = torch.round(at)
         found = code * scale
