@@ -9,6 +9,7 @@ import ch_ddp
 import ch_powersgd
 import ch_quant
 import commhooks
+from ch_sparse.sizes import SIZES
 
 from . import reference as ref
 
@@ -56,7 +57,7 @@ class Row:
 
 def nodes(world: int) -> int:
     """Return the ranks of a node: two nodes of two ranks, one of three, or two of one."""
-    return {2: 1, 3: 3, 4: 2}[world]
+    return world // 2 if world % 2 == 0 else world
 
 
 def part(world: int) -> int:
@@ -162,7 +163,13 @@ ROWS = (
     _row("two_level(quant4, inside=quant8, nodes=NODES)", ref.BlocksOnLevels(4, inside=True), in_rank_order=True),
     _row("two_level(powersgd(rank=2), nodes=NODES)", ref.Conserved(), in_rank_order=True),
 )
-BY_EXPR = {row.expr: row for row in ROWS}
+BLOCK = SIZES.largest_block
+VARIANTS = tuple(
+    _row(f"topk(density=0.0003, chunk={chunk})", ref.TopK(0.0003, chunk), in_rank_order=True)
+    for chunk in ((BLOCK - 1) ** 2, BLOCK**2, (BLOCK + 1) ** 2)
+)
+"""Hooks for the sizes of one package. One entry of a chunk is found fastest with blocks of the root of the chunk."""
+BY_EXPR = {row.expr: row for row in (*ROWS, *VARIANTS)}
 
 
 def cases() -> list[tuple[Row, str, int]]:

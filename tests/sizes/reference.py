@@ -438,28 +438,25 @@ def _hadamard(n: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class BlocksOnLevels(Method):
-    """A bound for quantized blocks whose begin depends on the partition of a bucket over the ranks of a node."""
+    """A bound for quantized blocks whose begin depends on the partition of a bucket over the ranks of a node.
+
+    Inside a node, blocks of 8 bits hold numbers of several parameters, in the order of the bucket.
+    """
 
     bits: int
     inside: bool = False
     block: int = 128
-
-    def of(self, param: Param, step: int) -> Method:
-        return self
+    grain = 0
 
     @property
-    def grain(self) -> int:  # type: ignore[override]
-        return 0
+    def whole_bucket(self) -> bool:  # type: ignore[override]
+        return self.inside
 
     def __call__(self, part: Part) -> Answer:
         g = part.gradients
         reach = _reach(g, self.block, 1).mean(0)
-        unit = (
-            reach / (2 ** (self.bits - 1) - 1) * 1.02
-            + reach * (2 / 127 if self.inside else 0.0)
-            + g.abs().mean(0) * FP32 * 8
-        )
-        return Answer(g.mean(0), unit, "blocks, two levels")
+        unit = reach / (2 ** (self.bits - 1) - 1) * 1.02 + reach * (2 / 127 if self.inside else 0.0)
+        return Answer(g.mean(0), unit + 8 * FP32 * g.abs().mean(0), "blocks, two levels")
 
 
 @dataclass(frozen=True)
