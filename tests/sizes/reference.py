@@ -342,12 +342,16 @@ class Blocks(Method):
         return Exact() if self.exempt and (len(param.memory) < 2 or param.numel < self.block) else self
 
     def __call__(self, part: Part) -> Answer:
-        before = part.residuals if part.residuals is not None else torch.zeros_like(part.gradients)
-        p = part.gradients + 0.25 * before if self.feedback else part.gradients
+        """Zeros pad the last block. Without a level at zero they decode to other numbers, which count in the second stage."""
+        n = part.gradients.shape[1]
+        g = torch.nn.functional.pad(part.gradients, (0, -n % self.block))
+        e = torch.nn.functional.pad(part.residuals, (0, -n % self.block)) if part.residuals is not None else 0.0 * g
+        p = g + 0.25 * e if self.feedback else g
         if self.random:
-            step = _reach(p, self.block) / (2 ** (self.bits - 1) - 1) * 1.02
-            later = (_reach(p, self.block).mean(0) + step.mean(0)) / (2 ** (self.bits - 1) - 1) * 1.02
-            return Answer(p.mean(0), step.mean(0) + later, "blocks, random")
+            last = 2 ** (self.bits - 1) - 1
+            first = _reach(p, self.block).mean(0) / last * 1.02
+            second = _reach(p, self.block).mean(0) / last * 1.02 + first / last * 1.02
+            return Answer(p.mean(0)[:n], (first + second)[:n], "blocks, random")
         sent, first, *_ = self._coded(p)
         mean = sent.mean(0, keepdim=True)
         coded, second, level, tie = self._coded(mean)
@@ -355,38 +359,37 @@ class Blocks(Method):
         for nudge in (1.0 - 2.0**-21, 1.0 + 2.0**-21):
             *_, nudged, tie = self._coded(mean, nudge)
             others += [nudged - level, nudged + tie - level]
-        name = "blocks, rotated" if self.rotated else "blocks"
-        turn = _hadamard(self.block) if self.rotated else None
-        answer = Answer(coded[0], first.mean(0) + second[0], name, torch.cat(others), turn)
+        answer = Answer(
+            coded[0, :n],
+            (first.mean(0) + second[0])[:n],
+            "blocks, rotated" if self.rotated else "blocks",
+            torch.cat(others)[:, :n],
+            _hadamard(self.block) if self.rotated else None,
+        )
         if not self.feedback:
             return answer
-        kept = before + part.gradients - sent
+        kept = e + g - sent
         owner = kept + part.world * (mean - coded)
+        reach = _reach(torch.maximum(kept.abs(), owner.abs()), self.block).mean(0)
         return replace(
             answer,
-            owed=part.gradients + before,
-            kept=(kept, owner, *(owner - part.world * other for other in others)),
-            kept_unit=first + part.world * second,
+            owed=(g + e)[:, :n],
+            kept=tuple(one[:, :n] for one in (kept, owner, *(owner - part.world * other for other in others))),
+            kept_unit=(first + part.world * second)[:, :n],
             kept_tolerance="kept, packed blocks" if self.packed else "kept, blocks",
-            forgotten=_reach(torch.maximum(kept.abs(), owner.abs()), self.block).mean(0) / 120.0
-            if self.packed
-            else NONE,
+            forgotten=reach[:n] / 120.0 if self.packed else NONE,
         )
 
-    def _coded(
-        self, x: torch.Tensor, nudge: float = 1.0
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the decoded numbers and the step of each, its level before it is turned back, and the distance to one as near.
+    def _coded(self, x: torch.Tensor, nudge: float = 1.0) -> tuple[torch.Tensor, ...]:
+        """Return the decoded numbers, the step of each, its level before it is turned back, and the distance to one as near.
 
         ``nudge`` multiplies the scales before they are rounded.
         """
-        rows, n = x.shape
-        blocks = torch.nn.functional.pad(x, (0, -n % self.block)).view(rows, -1, self.block)
+        blocks = x.view(len(x), -1, self.block)
         turn = _hadamard(self.block) if self.rotated else None
         level, step, tie = _levels(blocks @ turn.t() if turn is not None else blocks, self.bits, nudge)
-        made = level @ turn if turn is not None else level, step.expand_as(blocks), level, tie
-        decoded, step, level, tie = (one.reshape(rows, -1)[:, :n] for one in made)
-        return decoded, step, level, tie
+        decoded = level @ turn if turn is not None else level
+        return tuple(one.reshape(x.shape) for one in (decoded, step.expand_as(blocks), level, tie))
 
 
 def _levels(blocks: torch.Tensor, bits: int, nudge: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
