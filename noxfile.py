@@ -212,6 +212,13 @@ def campaign(session: nox.Session) -> None:
 
 
 @nox.session
+def sizes(session: nox.Session) -> None:
+    """Run every hook on models of 5 to 28 million parameters, and around every size of a message. `-- --seed N --case K`."""
+    install(session, *PROJECTS, tools=TEST_TOOLS)
+    session.run("python", "-m", "tests.sizes", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
 @nox.parametrize("torch", [nox.param(None, id="newest"), nox.param("2.13", id="2.13"), nox.param("2.10", id="2.10")])
 def versions(session: nox.Session, torch: str | None) -> None:
     """Run every package's tests on one torch and update docs/versions.md. Downloads gigabytes of CUDA builds except for 2.13."""

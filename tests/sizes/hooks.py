@@ -15,6 +15,7 @@ from . import reference as ref
 
 BF16, FP16 = torch.bfloat16, torch.float16
 ATTACH, REGISTER, REDUCER = WAYS = ("attach", "register", "reducer")
+WORLDS = (2, 3, 4)
 Function = tuple[Callable[..., object], object]
 """A hook of PyTorch's signature, and its state."""
 
@@ -174,4 +175,4 @@ BY_EXPR = {row.expr: row for row in (*ROWS, *VARIANTS)}
 
 def cases() -> list[tuple[Row, str, int]]:
     """Return every hook with each way and number of ranks."""
-    return [(row, way, world) for row in ROWS for way in row.ways for world in (2, 3, 4)]
+    return [(row, way, world) for row in ROWS for way in row.ways for world in WORLDS]

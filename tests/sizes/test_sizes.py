@@ -4,7 +4,6 @@ import ast
 import importlib
 import importlib.util
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -21,10 +20,11 @@ from commhooks.checkpoint import dcp
 from commhooks.registry.expression import canonical, nodes
 from commhooks.sizes import SIZES
 from commhooks.testing import spawn
+from tests.sizes.__main__ import drawn
 from tests.sizes.cases import Case, Outcome, run
 from tests.sizes.crossings import BY_TEST, NO_SIZE, Crossing, crossings, names
 from tests.sizes.drift import drifting
-from tests.sizes.hooks import ATTACH, REDUCER, REGISTER, ROWS, cases
+from tests.sizes.hooks import ATTACH, REDUCER, REGISTER, ROWS
 from tests.sizes.models import MODELS, OBJECTS, Shape
 from tests.sizes.plants import PLANTS
 
@@ -78,11 +78,9 @@ def test_every_size_is_crossed() -> None:
 QUICK = (
     ("allreduce", ATTACH),
     ("bf16_compress", REGISTER),
-    ("fp16_compress", ATTACH),
     ("quant8(error_feedback=True, residual='int8')", ATTACH),
     ("quant4", REGISTER),
-    ("sign", REDUCER),
-    ("quantize_per_channel", ATTACH),
+    ("quantize_per_tensor", REDUCER),
     ("powersgd(rank=4)", REDUCER),
     ("powersgd(rank=2, start_iter=2)", REGISTER),
     ("randomk", ATTACH),
@@ -100,14 +98,11 @@ def test_two_ranks_in_five_million_parameters() -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_sample(world: int) -> None:
     """Other cases by ``COMMHOOKS_SIZES_SEED``, which a failure prints with each case."""
-    rng = random.Random(f"{SEED} {world}")
-    chosen = rng.sample([(row.expr, way) for row, way, ranks in cases() if ranks == world], 16)
-    sizes = rng.choices(list(MODELS), [3, 1, 0], k=len(chosen))
     print(f"COMMHOOKS_SIZES_SEED={SEED}")
-    listed = [
-        Case(hook, way, world, size, rng.randrange(10**6)) for (hook, way), size in zip(chosen, sizes, strict=True)
-    ]
-    judged(run(listed, world, timeout=850.0))
+    small, large = (
+        [case for case in drawn(SEED) if (case.world, case.size) == (world, size)] for size in list(MODELS)[:2]
+    )
+    judged(run([*small[:12], *large[:4]], world, timeout=850.0))
 
 
 # -- around sizes
