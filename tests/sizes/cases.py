@@ -1,5 +1,6 @@
 """Runs cases on the ranks of one gloo group: real steps, the reference, and the same steps on simulated ranks."""
 
+import os
 import random
 import time
 import traceback
@@ -99,6 +100,7 @@ def run(
         plant: name of a mistake in :data:`.plants.PLANTS` that all ranks make.
         timeout: seconds for all cases.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler prints lines of its own otherwise
     every = spawn(_rank, world, list(cases), simulated, plant, timeout=timeout, group_timeout=TIMEOUT)
     joined = []
     for outcomes in zip(*every, strict=True):
