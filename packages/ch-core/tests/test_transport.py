@@ -95,46 +95,6 @@ def test_numbers_are_added_in_the_order_of_the_ranks() -> None:
     assert got[0].tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("world", "size", "kinds"),
-    [
-        (2, TUNED.direct_bytes, ["all_to_all"]),
-        (2, TUNED.direct_bytes + 8, ["all_reduce"]),
-        (4, TUNED.direct_extra_bytes // 2, ["all_to_all"]),
-        (4, TUNED.direct_extra_bytes // 2 + 8, ["all_reduce"]),
-        (2, int(TUNED.halved_from), ["all_reduce", "all_reduce"]),  # gloo uses one thread for each half
-        (4, int(TUNED.halved_from), ["all_reduce", "all_reduce"]),
-    ],
-)
-def test_small_messages_go_directly_and_large_ones_in_halves(world: int, size: int, kinds: list[str]) -> None:
-    """``size`` gives the bytes of each of the two stages."""
-    _, messages = averaged(Twice(), torch.ones(world, 2 * size // 4), free=True)
-    assert [kind for kind, _ in messages[: len(kinds)]] == kinds
-    assert len(messages) == 2 * len(kinds) + 1
-
-
-def test_only_the_last_bucket_goes_in_halves() -> None:
-    """Messages of earlier buckets already keep gloo's threads busy."""
-    numel = int(TUNED.halved_from) // 2
-
-    def body(rank: SimulatedRank) -> list[int]:
-        rank.transport.free, sizes = True, []
-        send = rank.transport.all_reduce
-
-        def record(tensor: torch.Tensor, op: str) -> Any:
-            sizes.append(tensor.numel())
-            return send(tensor, op)
-
-        rank.transport.all_reduce = record  # type: ignore[method-assign]
-        engine = rank.engine(WireCast(Plain(), "bf16"))
-        for index in range(3):
-            engine.submit(Bucket.from_tensors({f"w{index}": torch.ones(numel)}, index=index, is_last=index == 2))
-        assert engine.finish() is None
-        return sizes
-
-    assert simulate(2, body)[0] == [numel, numel, numel // 2, numel // 2]
-
-
 @pytest.mark.parametrize("numel", [100, int(TUNED.halved_from) // 2])
 def test_switched_off_every_message_is_one_all_reduce_and_the_average_the_same(numel: int) -> None:
     gradients = torch.randn(2, numel)
