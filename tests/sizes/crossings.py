@@ -26,7 +26,7 @@ FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20
 """DDP's own sizes, in bytes."""
 FEW = 2
 """Steps of a case that has no buckets of DDP."""
-RACING = 6
+RACING = 5
 """Steps of a case that looks for a result that arrives too late: one in ten was wrong."""
 
 

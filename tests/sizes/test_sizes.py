@@ -80,11 +80,10 @@ QUICK = (
     ("bf16_compress", REGISTER),
     ("quant8(error_feedback=True, residual='int8')", ATTACH),
     ("quant4", REGISTER),
-    ("quantize_per_tensor", REDUCER),
     ("powersgd(rank=4)", REDUCER),
     ("powersgd(rank=2, start_iter=2)", REGISTER),
     ("randomk", ATTACH),
-    ("topk(bits=2)", REDUCER),
+    ("topk", REDUCER),
     ("error_feedback(bf16_compress)", REGISTER),
     ("two_level(quant4, nodes=NODES)", ATTACH),
 )
