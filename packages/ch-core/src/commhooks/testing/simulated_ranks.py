@@ -75,6 +75,7 @@ class SimulatedRanks:
         buckets: number of buckets; as in DDP the last parameters come first.
         timeout: seconds after which a rank that waits for another raises.
         nodes: ranks per node, or the ranks of each node; ``None`` for one rank per node.
+        transport: makes the transport of a rank, such as ``lambda group, rank: LateTransport(group, rank, seed=1)``.
 
     Example:
         >>> import torch
@@ -95,17 +96,18 @@ class SimulatedRanks:
         buckets: int = 2,
         timeout: float = 30.0,
         nodes: Nodes | None = None,
+        transport: Callable[[SimulatedGroup, int], CountingTransport] = CountingTransport,
     ) -> None:
         self.world_size, self.buckets, self.like = world_size, buckets, like
         self.group = SimulatedGroup(world_size, nodes)
-        self.transports = [CountingTransport(self.group, rank) for rank in range(world_size)]
+        self.transports = [transport(self.group, rank) for rank in range(world_size)]
         self.handles = [make() for _ in range(world_size)]
         self.engines: list[Engine] = []
         self._dropped: frozenset[str] = frozenset()  # no rank used them in the last step
         layout = BucketLayout.of_tensors(like)
-        for handle, transport in zip(self.handles, self.transports, strict=True):
+        for handle, carries in zip(self.handles, self.transports, strict=True):
             assert handle.reduction is not None, f"{handle.expr} is not a reduction, so it cannot be simulated"
-            engine = Engine(handle.reduction, transport, handle.state, timeout=timeout)  # type: ignore[arg-type]
+            engine = Engine(handle.reduction, carries, handle.state, timeout=timeout)  # type: ignore[arg-type]
             engine.open_levels()
             engine.set_dropped(lambda: self._dropped)
             handle.bind(SimulatedBinding(engine, layout))
