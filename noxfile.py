@@ -219,6 +219,13 @@ def sizes(session: nox.Session) -> None:
 
 
 @nox.session
+def orders(session: nox.Session) -> None:
+    """Complete collectives in random orders under every hook and adapter, and print a table. `-- --seed N --seeds K --only WORD`."""
+    install(session, *PROJECTS, tools=[*TEST_TOOLS, *FT_TOOLS])
+    session.run("python", "-m", "tests.orders", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
 @nox.parametrize("torch", [nox.param(None, id="newest"), nox.param("2.13", id="2.13"), nox.param("2.10", id="2.10")])
 def versions(session: nox.Session, torch: str | None) -> None:
     """Run every package's tests on one torch and update docs/versions.md. Downloads gigabytes of CUDA builds except for 2.13."""
