@@ -220,7 +220,7 @@ def sizes(session: nox.Session) -> None:
 
 @nox.session
 def orders(session: nox.Session) -> None:
-    """Complete collectives in random orders under every hook and adapter, and print a table. `-- --seed N --seeds K --only WORD`."""
+    """Complete collectives in random orders under every hook, and print a table. `-- --seed N --seeds K --only WORD`."""
     install(session, *PROJECTS, tools=[*TEST_TOOLS, *FT_TOOLS])
     session.run("python", "-m", "tests.orders", *session.posargs, env=ONE_THREAD)
 

@@ -99,15 +99,22 @@ def _run_some(cases: Sequence[Case], seeds: Sequence[int]) -> list[Verdict]:
     kind, world, size = _place(cases[0])
     if kind != "processes":
         alone = simulated if kind == "simulated" else _managed
-        return [judge(cases[0], list(zip(*(alone(cases[0], seed) for seed in (None, *seeds)), strict=True)))]
+        try:
+            return [judge(cases[0], list(zip(*(alone(cases[0], seed) for seed in (None, *seeds)), strict=True)))]
+        except Exception as error:
+            return [_failed(cases[0], seeds, error)]
     limit = (60.0 if size == "small" else 120.0) + 6.0 * len(cases) * (1 + len(seeds))
     try:
         ranks = spawn(worker, world, list(cases), list(seeds), timeout=limit, group_timeout=45.0)
     except (WorkerError, TimeoutError) as error:
         if len(cases) > 1:
             return _run_some(cases[:1], seeds)
-        return [Verdict(cases[0], len(seeds), dict.fromkeys(seeds, str(error)[-1500:]))]
+        return [_failed(cases[0], seeds, error)]
     return [judge(case, runs) for case, *runs in zip(cases, *ranks, strict=False)]
+
+
+def _failed(case: Case, seeds: Sequence[int], error: Exception) -> Verdict:
+    return Verdict(case, len(seeds), dict.fromkeys(seeds, f"{type(error).__name__}: {error}"[-1500:]))
 
 
 def _managed(case: Case, seed: int | None) -> list[Run]:

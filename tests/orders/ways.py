@@ -7,6 +7,7 @@ ranks, while messages are in flight.
 import hashlib
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -209,6 +210,7 @@ def ddp_stopped(case: Case, rank: int) -> Seen:
         with model.no_sync():  # its gradients lie in DDP's buckets
             model.zero_grad(set_to_none=False)
             model(given(shapes, rank, 95)).backward()
+        time.sleep(0.2 * turn)  # in the second turn the messages end now, in the first one later
         model(given(shapes, rank, 96)).backward()
         note(seen, f"after stop {turn}", ((name, p.grad) for name, p in model.named_parameters()))
     return finished(seen, handle)
