@@ -48,6 +48,7 @@ def every() -> list[Case]:
         found += [Case(way, hook, world) for hook in METHODS for world in (2, 3)]
     found += [Case(way, hook) for way in ("register_comm_hook", "inside a user's hook") for hook in FUNCTIONS]
     found += [Case("local SGD", "post_local_sgd(start_iter=2, subgroup_size=PART)", world) for world in (2, 4)]
+    found += [Case("AllGatherGrad", "", world) for world in (2, 3)]
     found += [Case("simulated Reducer, dropped rounds", hook, world) for hook in METHODS for world in (2, 3)]
     for world in (2, 3):
         quantized = ("quant8", "quant4(error_feedback=True)")

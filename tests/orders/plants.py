@@ -1,12 +1,13 @@
 """Defects that are put back into the library. Late runs must find each of them."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
 
+from commhooks.simulate import SimulatedTransport
 from commhooks.transport.process_group import ProcessGroupTransport, SeveralWorks
 
 
@@ -28,15 +29,21 @@ class _Hasty:
         return self._work.future()
 
 
-def decodes_too_early() -> AbstractContextManager[Any]:
+@contextmanager
+def decodes_too_early() -> Iterator[None]:
     """Decode packed numbers that are gathered before they have arrived, as of ``quant4``."""
-    real = ProcessGroupTransport.all_gather
+    with ExitStack() as patches:
+        for transport in (ProcessGroupTransport, SimulatedTransport):
+            patches.enter_context(mock.patch.object(transport, "all_gather", _hasty(transport.all_gather)))
+        yield
 
-    def hasty(self: ProcessGroupTransport, output: torch.Tensor, input: torch.Tensor) -> Any:
+
+def _hasty(real: Callable[..., Any]) -> Callable[..., Any]:
+    def all_gather(self: object, output: torch.Tensor, input: torch.Tensor) -> Any:
         work = real(self, output, input)
         return _Hasty(work) if output.dtype == torch.uint8 else work
 
-    return mock.patch.object(ProcessGroupTransport, "all_gather", hasty)
+    return all_gather
 
 
 PLANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {

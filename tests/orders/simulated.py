@@ -10,6 +10,7 @@ from commhooks.testing.late import LateTransport
 from commhooks.testing.simulated_ranks import CountingTransport, SimulatedRanks, split
 
 from .models import given, like, small_limits
+from .plants import PLANTS
 from .ways import Case, Seen, note, note_state
 from .worker import Run
 
@@ -30,7 +31,7 @@ def simulated(case: Case, seed: int | None) -> list[Run]:
         return LateTransport(group, rank, seed=seed or 0)
 
     make: Transports = late if seed is not None else FreeTransport
-    with small_limits():
+    with small_limits(), PLANTS[case.plant]():
         seen, transports = (_rounds if "Reducer" in case.way else _steps)(case, make)
     if seed is None:
         return [Run(None, one) for one in seen]

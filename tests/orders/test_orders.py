@@ -71,8 +71,9 @@ def test_late_runs_of_a_sample_equal_plain_runs() -> None:
     [
         Case("register_comm_hook", "bf16_compress", plant="the last half decides"),
         Case("attach to DDP", FEEDBACK, plant="decodes too early"),
+        Case("simulated", FEEDBACK, plant="decodes too early"),
     ],
-    ids=lambda case: case.plant,
+    ids=lambda case: f"{case.way}, {case.plant}",
 )
 def test_a_planted_defect_is_found_within_a_few_seeds(case: Case) -> None:
     [verdict] = run([case], list(range(SEED, SEED + 6)))

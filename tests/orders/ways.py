@@ -239,17 +239,31 @@ def optimizer_in_backward(case: Case, rank: int) -> Seen:
 
 
 def local_sgd(case: Case, rank: int) -> Seen:
-    """Averages of parameters, after the hook's warm-up."""
+    """Averages of gradients in subgroups, and of parameters, after the hook's warm-up."""
     model, shapes = wrapped(case)
-    state = ch_ddp.PostLocalSGDState(None, None, 1, subgroup_size=case.world)
+    part, levels = (2, {1: 2, 4: 4}) if case.world == 4 else (1, {2: case.world})
+    state = ch_ddp.PostLocalSGDState(None, None, 1, subgroup_size=part)
     model.register_comm_hook(state, ch_ddp.post_localSGD_hook)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer, seen = ch_ddp.PostLocalSGDOptimizer(inner, ch_ddp.PeriodicModelAverager(2, 1)), Seen()
+    optimizer, seen = ch_ddp.PostLocalSGDOptimizer(inner, ch_ddp.HierarchicalModelAverager(levels, 1)), Seen()
     for step in range(6):
         optimizer.zero_grad()
         model(given(shapes, rank, step)).backward()
         optimizer.step()
-    note(seen, "end", model.named_parameters())
+        for name, p in model.named_parameters():
+            seen[f"step {step} {name}"] = digest(p)
+    return seen
+
+
+def all_gather_grad(case: Case, rank: int) -> Seen:
+    """A differentiable all-gather."""
+    seen = Seen()
+    for name, tensor in given(like(case.size), rank, 0).items():
+        mine = tensor.requires_grad_()
+        every = ch_ddp.AllGatherGrad.apply(mine, None)
+        (every * (1.0 + rank)).sum().backward()
+        note(seen, "gathered", [(name, every)])
+        seen[f"gradient {name}"] = digest(mine.grad)
     return seen
 
 
@@ -466,6 +480,7 @@ WAYS: dict[str, Callable[[Case, int], Seen]] = {
     "replicate()": replicated,
     "OverlappedOptimizer": optimizer_in_backward,
     "local SGD": local_sgd,
+    "AllGatherGrad": all_gather_grad,
     "register_comm_hook": function,
     "inside a user's hook": users_function,
     "FSDP2, shard": lambda case, rank: fsdp2(case, rank, shards=case.world, axis="shard"),
