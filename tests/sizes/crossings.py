@@ -15,8 +15,8 @@ from .models import OBJECTS, Shape
 
 NO_SIZE = {"commhooks.engine.schedule.spin_seconds": "a time", "commhooks.engine.schedule.cuts": "off or on"}
 BY_TEST = {
-    "commhooks.sizes.digest_elements": "test_a_digest_sees_every_bit_around_its_chunk",
-    "commhooks.sizes.checksum_bytes": "test_a_checksum_has_the_same_value_whatever_its_passes",
+    "commhooks.sizes.digest_row_words": "test_a_digest_sees_every_bit_around_its_rows",
+    "commhooks.sizes.digest_rows": "test_a_digest_sees_every_bit_around_its_rows",
     "commhooks.sizes.sample_elements": "test_a_sample_is_the_middle_of_a_parameter",
     "ch_powersgd.sizes.batched_below": "test_a_gpu_batches_small_matrices",
     "ch_quant.sizes.triton_block": "test_triton_has_torchs_bits_around_its_sizes",

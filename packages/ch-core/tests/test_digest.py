@@ -7,15 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commhooks import digest
 from commhooks.digest import checksum, digests, folded
+from commhooks.sizes import SIZES
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.int64),
     *(torch.bool, torch.complex64, torch.complex128),
 )
-ROW = digest._ROW
-BLOCK = digest._ROWS_CPU * ROW
+ROW = SIZES.digest_row_words
+BLOCK = SIZES.digest_rows * ROW
 BITS = (1 << 64) - 1
 
 
@@ -170,7 +170,7 @@ def test_the_host_reads_nothing_of_a_device() -> None:
 @pytest.mark.nccl
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_gives_the_same_digests_without_a_wait_of_the_host() -> None:
-    tensors = [drawn(count, dtype) for dtype in DTYPES for count in (0, 3, ROW + 1, digest._ROWS * ROW + 5)]
+    tensors = [drawn(count, dtype) for dtype in DTYPES for count in (0, 3, ROW + 1, (1 << 10) * ROW + 5)]
     there = [tensor.cuda() for tensor in tensors]
     torch.cuda.set_sync_debug_mode("error")
     try:

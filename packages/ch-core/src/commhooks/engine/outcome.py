@@ -94,7 +94,9 @@ class Status:
         self.rank, self.world, self._buckets = rank, world, buckets
         mine = code + _CODES * (0 if clock is None else 1 + (clock + buckets) % _CLOCKS)
         self.vector = torch.zeros(world + 1, dtype=torch.float32, device=device)
-        self.vector[rank].fill_(mine)  # an assignment by index copies from pageable memory: the host would wait for a GPU
+        self.vector[rank].fill_(
+            mine
+        )  # an assignment by index copies from pageable memory: the host would wait for a GPU
         unread = [s.to(device) for s in sums if isinstance(s, torch.Tensor)]
         if unread:  # 0, or NaN
             torch.sum(torch.stack(unread).mul_(0.0), 0, dtype=torch.float32, out=self.vector[world])
