@@ -13,35 +13,51 @@ from commhooks.device import HostCopy, SideStream, device_of_backend, is_asynchr
 class Tensor:
     """Stands for a tensor on an accelerator that this machine lacks."""
 
-    is_cpu = False
+    is_cpu, shape, dtype = False, (1,), torch.float32
 
-    def __init__(self, kind: str) -> None:
-        self.device = torch.device(kind, 0)
+    def __init__(self, kind: str, index: int = 0) -> None:
+        self.device = torch.device(kind, index)
         self.recorded: list[Any] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0]  # a copy from this device
 
     def record_stream(self, stream: Any) -> None:
         self.recorded.append(stream)
 
 
 class Module:
-    """The parts of ``torch.cuda``, ``torch.xpu`` and others that the engine uses."""
+    """The parts of ``torch.cuda``, ``torch.xpu`` and others that the engine uses. Device 0 is current."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
+        self.current = 0
         module = self
+
+        class Event:
+            def record(self, stream: Any = None) -> None:
+                module.log.append(f"records on {(stream or module.current_stream()).device}")
 
         class Stream:
             def __init__(self, device: torch.device) -> None:
+                self.device = device
                 module.log.append(f"stream of {device.type}")
 
             def wait_stream(self, other: Any) -> None:
                 module.log.append("waits")
 
-        self.Stream = Stream
-        self.here = Stream(torch.device("cpu"))
+        self.Stream, self.Event = Stream, Event
 
-    def current_stream(self, device: torch.device) -> Any:
-        return self.here
+    def current_stream(self, device: torch.device | None = None) -> Any:
+        stream = object.__new__(self.Stream)
+        stream.device = device if device is not None else torch.device("cuda", self.current)
+        return stream
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self.current = self.current, device.index
+        yield
+        self.current = before
 
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
@@ -50,7 +66,7 @@ class Module:
         self.log.append("leaves")
 
     def is_current_stream_capturing(self) -> bool:
-        return True
+        return self.current == 1
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "mtia"])
@@ -66,7 +82,17 @@ def test_any_module_of_torch_provides_the_side_stream(kind: str, monkeypatch: py
     side.join(tensor)  # type: ignore[arg-type]
     assert module.log[-1] == "waits"
     assert is_asynchronous(tensor.device)
-    assert is_capturing(tensor.device)
+
+
+def test_a_stream_is_of_the_tensors_device_and_not_of_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model on ``cuda:1`` does not make it the current device."""
+    module, tensor = Module(), Tensor("cuda", 1)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch, "empty", lambda shape, dtype, device, pin_memory: torch.zeros(shape, dtype=dtype))
+    HostCopy(tensor)  # type: ignore[arg-type]
+    assert module.log == ["records on cuda:1"]
+    assert [is_capturing(torch.device("cuda", index)) for index in range(2)] == [False, True]
+    assert module.current == 0
 
 
 def test_a_device_with_one_queue_has_no_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ step. A scaler sees NaN and skips the step. With ``optimizer=`` the error comes 
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -126,6 +127,7 @@ def test_a_capture_is_refused(model: DistributedDataParallel, monkeypatch: pytes
     engine = handle.binding.engine if handle.binding is not None else None
     assert engine is not None
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
     with pytest.raises(HookNotSupportedError, match="CUDA graph"):
         engine._begin(torch.device("cuda"))
     engine._begin(torch.device("cpu"))

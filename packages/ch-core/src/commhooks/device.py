@@ -9,6 +9,7 @@ CPU tests cannot detect a breach of these rules:
 - The side stream waits for the hook's stream before any encoding and at each resume.
 - The engine waits for collectives inside ``with side.on(tensor):`` only.
 - Memory that a stream did not allocate is recorded on it (:func:`record_use`), or it could be reused too early.
+- A stream is asked for by the device of the tensor. The current device may be another one.
 - Futures are made for the device and completed under the side stream.
 - Host code never reads numbers of the running step.
 """
@@ -37,8 +38,11 @@ def is_capturing(device: torch.device) -> bool:
     """True if the current stream of the device records a graph, such as a CUDA graph."""
     if not is_asynchronous(device):
         return False
-    capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-    return capturing is not None and bool(capturing())
+    module = torch.get_device_module(device)
+    if not hasattr(module, "is_current_stream_capturing"):
+        return False
+    with module.device(device):  # torch asks the stream of the current device, which may be another one
+        return bool(module.is_current_stream_capturing())
 
 
 def device_names() -> list[str]:
@@ -150,8 +154,11 @@ class HostCopy:
         # Name dtype and device: the user's defaults may differ. torch caches pinned memory, so this allocates once.
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         self._host.copy_(tensor, non_blocking=True)
-        self._event = torch.get_device_module(tensor.device).Event()
-        self._event.record()
+        module: Any = torch.get_device_module(tensor.device)
+        self._event = module.Event()
+        # Without a stream, an event takes the current device's. The copy is on the stream of the tensor's device.
+        streams = (module.current_stream(tensor.device),) if hasattr(module, "current_stream") else ()
+        self._event.record(*streams)
 
     def arrived(self) -> bool:
         """True if the host can read the numbers without waiting."""

@@ -10,7 +10,7 @@ memory that no wait between streams puts in order (:mod:`ch_bench.cost.stream_or
 import pkgutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -285,6 +285,7 @@ def _streams(gpu: ImaginedGPU) -> dict[str, Any]:
         "stream": stream,
         "current_stream": lambda device=None: next(one for one in streams if one.name == gpu.stream),
         "is_current_stream_capturing": lambda: False,
+        "device": lambda device: nullcontext(),  # there is one
     }
 
 
