@@ -201,6 +201,8 @@ class BucketLayout:
     def of_tensors(tensors: Mapping[str, torch.Tensor], kinds: Mapping[str, str] | None = None) -> "BucketLayout":
         """Lay parameters one after another as one virtual bucket, each as :meth:`ParamLayout.of` does.
 
+        Its dtype and device are those of the last tensor. For tensors of several see :meth:`by_dtype`.
+
         Args:
             tensors: name -> parameter, in model order.
             kinds: name -> kind of each parameter that is not ``"dense"``, see :class:`ParamLayout`.
@@ -215,6 +217,19 @@ class BucketLayout:
             offset += tensor.numel()
             dtype, device = tensor.dtype, tensor.device
         return BucketLayout(params, offset, dtype, device)
+
+    @staticmethod
+    def by_dtype(tensors: Mapping[str, torch.Tensor], kinds: Mapping[str, str] | None = None) -> "list[BucketLayout]":
+        """Return one virtual bucket for each dtype and device of the parameters, as :meth:`of_tensors` lays them.
+
+        >>> layouts = BucketLayout.by_dtype({"w": torch.ones(2, 3), "h": torch.ones(2).bfloat16(), "b": torch.ones(3)})
+        >>> [(layout.dtype, [p.name for p in layout.params]) for layout in layouts]
+        [(torch.float32, ['w', 'b']), (torch.bfloat16, ['h'])]
+        """
+        groups: dict[object, dict[str, torch.Tensor]] = {}
+        for name, tensor in tensors.items():
+            groups.setdefault((tensor.dtype, tensor.device), {})[name] = tensor
+        return [BucketLayout.of_tensors(group, kinds) for group in groups.values()]
 
     @staticmethod
     def of_shapes(

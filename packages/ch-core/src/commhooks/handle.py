@@ -18,7 +18,7 @@ from commhooks.errors import AttachError, HookNotSupportedError
 from commhooks.reduction import Plain, Reduction
 from commhooks.registry.expression import Node, option_lines, unparse
 from commhooks.report.plan import PlanRow, plan_rows
-from commhooks.report.report import Report, report
+from commhooks.report.report import Report, cautions, report
 from commhooks.requests import payload_bytes
 from commhooks.state import HookState
 from commhooks.trace.session import Trace
@@ -255,13 +255,13 @@ class CommHook:
         engine, treatment = self._bound().engine, self._bound().treatment or self.reduction
         if engine is None or treatment is None:
             return []
-        return treatment.cautions(self._bound().layout, world_size or engine.compressing_ranks)
+        return cautions(treatment, self._bound().layouts, world_size or engine.compressing_ranks)
 
     def payload_per_step(self) -> int:
         """Return the bytes given to collectives per rank in one step, computed from the shapes.
 
         After the first step the bytes are exact for its buckets, including the padding of buckets that all ranks share
-        equally. Before, they assume one bucket of all parameters.
+        equally. Before, they assume one bucket for all parameters of a dtype.
 
         Raises:
             AttachError: not attached, or a foreign hook, whose bytes are unknown.
@@ -271,7 +271,7 @@ class CommHook:
             raise AttachError(
                 f"{self.expr} is a foreign hook, whose collectives cannot be planned. Measure its bytes on the network"
             )
-        plans = [engine.plan(layout) for layout in engine.buckets.layouts or [self._bound().layout]]
+        plans = [engine.plan(layout) for layout in engine.buckets.layouts or self._bound().layouts]
         return sum(map(payload_bytes, plans))
 
     def assert_active(self) -> None:

@@ -263,6 +263,18 @@ def test_a_rank_that_cannot_contribute_fails_the_round_on_all_ranks(kind: str) -
     assert simulate(2, body) == [("RemoteHookError", [0.5, 0.5]), (own, [0.5, 0.5])]
 
 
+def test_the_bytes_of_a_round_follow_from_each_tensors_own_dtype() -> None:
+    def body(rank: SimulatedRank) -> tuple[float, float, bool]:
+        tensors = {"body": torch.ones(64, 64), "head": torch.ones(64, 2, dtype=torch.bfloat16)}
+        reducer = Reducer("bf16_compress", tensors, transport=rank.transport)
+        planned, warned = reducer.handle.payload_per_step(), reducer.handle.report().warnings
+        reducer.average(tensors)
+        return planned, reducer.stats()["payload_bytes"], any("never compresses" in line for line in warned)
+
+    numbers = 64 * 64 + 64 * 2
+    assert simulate(2, body) == [(2 * numbers, 2 * numbers, False)] * 2
+
+
 # -- rounds that are dropped while their messages are in flight
 
 MANY = 3_000_000  # numbers, so that a message is still in flight when the next round begins

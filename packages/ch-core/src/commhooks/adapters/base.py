@@ -62,7 +62,8 @@ class Binding(ABC):
         engine: runs the reduction; ``None`` for a foreign function.
         treatment: the reduction that ``plan()`` lists, if the adapter narrows the attached one; ``None`` otherwise.
         layout: all gradients that the hook reduces as one virtual bucket, in model order, equal on every rank of
-            :attr:`group`. Its names are the keys of the hook's state, and ``plan()`` lists them.
+            :attr:`group`. Its names are the keys of the hook's state, and ``plan()`` lists them. A model may have several
+            dtypes, so bytes follow from :attr:`layouts`.
         params: parameters whose gradients are reduced, in model order. While they live, the state refuses to serve another
             model. Empty without a model.
         ignored: identities of parameters that the wrapper leaves alone. Ranks may differ in them.
@@ -85,6 +86,11 @@ class Binding(ABC):
     def engines(self) -> Mapping[str, Engine]:
         """The engines by axis of a mesh; one without a name for a single axis; none for a foreign function."""
         return {} if self.engine is None else {"": self.engine}
+
+    @property
+    def layouts(self) -> Sequence[BucketLayout]:
+        """The same gradients as one virtual bucket for each dtype and device, because no bucket has several."""
+        return [self.layout]
 
     @property
     def sums(self) -> bool:

@@ -25,10 +25,20 @@ class _ReducerBinding(Binding):
     """Binding of a :class:`Reducer`: no model, one engine."""
 
     def __init__(
-        self, engine: Engine, layout: BucketLayout, group: dist.ProcessGroup | None, axis: ManagedAxis | None
+        self,
+        engine: Engine,
+        layout: BucketLayout,
+        buckets: Sequence[Bucket],
+        group: dist.ProcessGroup | None,
+        axis: ManagedAxis | None,
     ) -> None:
         self.engine, self.layout, self.group, self.axis = engine, layout, group, axis
+        self._buckets = buckets
         self.rounds = 0
+
+    @property
+    def layouts(self) -> Sequence[BucketLayout]:
+        return [bucket.layout for bucket in self._buckets]
 
     @property
     def calls(self) -> int:
@@ -181,7 +191,7 @@ class Reducer:
             if timeout is None:
                 timeout = group_timeout(group) if group is not None else 60.0
             self._engine = Engine(self.handle.reduction, transport, state, timeout=timeout)
-        self._binding = _ReducerBinding(self._engine, layout, group, axis)
+        self._binding = _ReducerBinding(self._engine, layout, self._buckets, group, axis)
         self.handle.bind(self._binding)
         if verify_ranks and axis is None:
             self.handle.agreement_timeout = timeout

@@ -15,6 +15,8 @@ from commhooks.report.plan import NodeBytes, PlanRow, grouped, node_bytes, patte
 from commhooks.report.text import as_html, as_text
 from commhooks.requests import LATER, RequestPlan, StagePlan, trip_bytes
 
+_LESS = 1.02  # times fewer bytes than plain averaging, from which on a hook compresses
+
 
 @dataclass(frozen=True, slots=True)
 class ReportRow:
@@ -110,9 +112,9 @@ def report(
     drift = () if check is None or check.drift is None else (f"ranks have drifted apart. {check.drift}",)
     checks = "" if check is None else _checks(check)
     if engine is None or reduction is None:
-        made = tuple(_foreign(binding.layout, group) for group in grouped(rows))
+        made = tuple(_foreign(binding.layouts, group) for group in grouped(rows))
         return Report(hook, 0, 0, stats, made, _total(made, None, None), drift, None, checks)
-    layouts = engine.buckets.layouts or [binding.layout]
+    layouts = engine.buckets.layouts or binding.layouts
     held = engine.residual_norms()
     made = tuple(_row(engine, layouts, group, held) for group in grouped(rows))
     total = _total(made, ratio_of(engine, layouts), combined(held, held))
@@ -147,6 +149,8 @@ def _sent(engine: Engine, requests: Sequence[RequestPlan]) -> float:
 def never_compresses(hook: str, binding: Binding) -> str | None:
     """Return why a lossy hook never sends less than plain averaging on this model, even after its warm-up.
 
+    A model may have a few parameters of a wider dtype, which the hook shortens. That does not count as less below 2 %.
+
     Returns:
         A sentence derived from the shapes and the nodes, or None if the hook sends less.
     """
@@ -159,8 +163,8 @@ def never_compresses(hook: str, binding: Binding) -> str | None:
             f"{hook} has nothing to send between nodes: all {topology.world_size} ranks are on one node. It pays on several "
             "nodes. Use the hook inside it on this node, or tell the nodes by nodes="
         )
-    ratio = ratio_of(engine, [binding.layout], LATER)
-    if ratio is None or ratio > 1:
+    ratio = ratio_of(engine, binding.layouts, LATER)
+    if ratio is None or ratio > _LESS:
         return None
     plainly = [row for row in plan_rows(engine.reduction, binding.layout, LATER) if row.reason]
     all_plain = len(plainly) == len(binding.layout.params)
@@ -204,10 +208,15 @@ def _row(
     )
 
 
-def _foreign(layout: BucketLayout, group: Sequence[PlanRow]) -> ReportRow:
-    part = layout.select(frozenset(row.name for row in group))
+def _foreign(layouts: Sequence[BucketLayout], group: Sequence[PlanRow]) -> ReportRow:
+    names = frozenset(row.name for row in group)
+    parts = [layout.select(names) for layout in layouts]
     return ReportRow(
-        group[0].treatment, "", tuple(row.name for row in group), part.size, part.size * part.dtype.itemsize
+        group[0].treatment,
+        "",
+        tuple(row.name for row in group),
+        sum(part.size for part in parts),
+        sum(part.size * part.dtype.itemsize for part in parts),
     )
 
 
@@ -242,8 +251,13 @@ def _warnings(hook: str, binding: Binding, engine: Engine, stats: Mapping[str, f
         found.append(never)
     elif not stats.get("steps"):
         found.append("no step yet: bytes and ratio are planned from the shapes, errors are unknown")
-    elif ratio_of(engine, [binding.layout], LATER) is None:
+    elif ratio_of(engine, binding.layouts, LATER) is None:
         pass  # nothing is ever sent, so no step is a compressed one
     elif engine.reduction.lossy and not stats.get("compressed_steps"):
         found.append(f"none of {stats['steps']:.0f} steps was compressed: the warm-up is not over, or was rolled back")
-    return (*found, *engine.reduction.cautions(binding.layout, engine.compressing_ranks))
+    return (*found, *cautions(engine.reduction, binding.layouts, engine.compressing_ranks))
+
+
+def cautions(reduction: Reduction, layouts: Sequence[BucketLayout], world_size: int) -> list[str]:
+    """Return the warnings of a reduction on a model over ``world_size`` ranks, each once."""
+    return list(dict.fromkeys(line for layout in layouts for line in reduction.cautions(layout, world_size)))
