@@ -1,6 +1,7 @@
 """State of PowerSGD's plain hooks, with the argument names and defaults of PyTorch's ``PowerSGDState``."""
 
 import logging
+import weakref
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -106,7 +107,7 @@ class _Counted(PowerSGD):
 
     def __init__(self, state: PowerSGDState) -> None:
         super().__init__(**state.options())
-        self._state = state
+        self._state: PowerSGDState = weakref.proxy(state)  # the state keeps the engine that has this reduction
         self._sent: dict[BucketLayout, int] = {}
 
     def start(self, bucket: Bucket, ctx: StepContext) -> Stages:

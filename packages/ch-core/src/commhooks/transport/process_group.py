@@ -109,7 +109,8 @@ class ProcessGroupTransport:
         self._where = f" {where}" if where else ""
         self._free = free
         self._inside = where == _WHERE["node"]
-        self._scoped: dict[Scope, ProcessGroupTransport] = {"all": self}
+        # None stands for this transport. A reference to itself would keep the group until a garbage collection.
+        self._scoped: dict[Scope, ProcessGroupTransport | None] = {"all": None}
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
         return self._start("all-reduce", dist.all_reduce, tensor, op=self._OPS[op])
@@ -158,7 +159,7 @@ class ProcessGroupTransport:
     def abort(self) -> None:
         """Refuse all further collectives over the group. Its owner destroys it."""
         for one in self._scoped.values():
-            give_up(one.group)
+            give_up((one or self).group)
 
     def open_levels(self, nodes: Nodes | None, timeout: float | None) -> None:
         """Learn the topology and open a group for the ranks of this node, and one for the peers.
@@ -175,12 +176,12 @@ class ProcessGroupTransport:
         for scope, where in _WHERE.items():
             group = groups[scope]
             self._scoped[scope] = (
-                self if group is self.group else ProcessGroupTransport(group, free=self._free, where=where)
+                None if group is self.group else ProcessGroupTransport(group, free=self._free, where=where)
             )
 
     def scoped(self, scope: Scope) -> "ProcessGroupTransport":
         """Return the transport among the ranks of a scope. Only ``"all"`` works without :meth:`open_levels`."""
-        return self._scoped[scope]
+        return self._scoped[scope] or self
 
     def _start(
         self, what: str, collective: Callable[..., dist.Work], *tensors: torch.Tensor, **kwargs: object
