@@ -107,5 +107,5 @@ def everything(rank: int, world: int) -> tuple[dict[str, float], str, str]:
 def test_nothing_is_lost_refused_or_taken_on_trust() -> None:
     for lost, saved, refused in spawn(everything, 2):
         assert all(part < 1e-5 for part in lost.values()), lost
-        assert saved == "a"
+        assert saved == "a, b"  # DDP averages what was trainable when it wrapped the model
         assert "the state of 'b', field 'residual', is [16, 64]" in refused

@@ -75,8 +75,9 @@ def watched(rank: int, world: int) -> dict[str, str]:
     commhooks.attach(outer, Plain())
     found["nested"] = raised(lambda: both(outer(x)).backward())
     model = wrapped()
-    model.reducer._remove_autograd_hooks()
-    found["without DDP's own hooks"] = raised(lambda: both(model(x)).backward())
+    model(x)
+    again = DistributedDataParallel(model.module)
+    found["wrapped again"] = raised(lambda: both(again(x)).backward())
 
     # gradients that DDP does not average
     for head in (0, 1):
@@ -90,13 +91,21 @@ def watched(rank: int, world: int) -> dict[str, str]:
     found["the first of two"] = raised(first.backward)
     found["the module"] = raised(lambda: both(model.module(x)).backward())
     found["create_graph"] = raised(lambda: both(model(x)).backward(create_graph=True))
+    model = wrapped()
+    model.reducer._remove_autograd_hooks()
+    found["without DDP's own hooks"] = raised(lambda: both(model(x)).backward())
     return {name: kind for name, kind in found.items() if kind}
 
 
 def test_legal_backwards_raise_nothing_and_unaveraged_gradients_raise() -> None:
-    wrong = dict.fromkeys(
-        ("again through head 0", "again through head 1", "the first of two", "the module"), "AttachError"
+    missed = (
+        "again through head 0",
+        "again through head 1",
+        "the first of two",
+        "the module",
+        "without DDP's own hooks",
     )
+    wrong = dict.fromkeys(missed, "AttachError")
     assert spawn(watched, 2) == [{**wrong, "create_graph": "HookNotSupportedError"}] * 2
 
 

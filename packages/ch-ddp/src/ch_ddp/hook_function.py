@@ -72,7 +72,7 @@ class BareHook:
             found = None  # the model was wrapped again over another group, or uses several groups
         if found is None:
             found = self._running(state, bucket) or self._new(state, params[0])
-        self._open = [one for one in self._open if one.index is not None and one is not found]
+        self._open = [one for one in self._open if one.limits.open and one is not found]
         if not bucket.is_last():
             self._open.append(found)
         if not behind_backward() or found.engine.reduction.fields:  # behind a backward, two models look equal
@@ -82,9 +82,8 @@ class BareHook:
 
     def _running(self, state: object, bucket: GradBucket) -> DDPDriver | None:
         """Return the driver whose running step this bucket belongs to."""
-        behind = behind_backward()
         for one in self._open:
-            if one.uses_group(state) and not one.begins_step(bucket.index(), behind):
+            if one.uses_group(state) and not one.limits.begins(bucket.index()):
                 return one
         return None
 
@@ -98,7 +97,8 @@ class BareHook:
         # First, because this function gives the best message for a wrong state.
         made = self.reduction if isinstance(self.reduction, Reduction) else self.reduction(state)
         if isinstance(state, HookState):
-            group, kept = getattr(state, "process_group", None), state
+            # The state keeps the driver. A strong reference back would be a cycle, and both would outlive the model.
+            group, kept = getattr(state, "process_group", None), weakref.proxy(state)
         elif state is None or isinstance(state, dist.ProcessGroup):
             group, kept = state, HookState()
         else:

@@ -1,16 +1,16 @@
 """Attach a hook to :class:`ch_ft.DistributedDataParallel`: an engine over the manager, driven by DDP's buckets."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ch_ddp.adapter import DDPDriver, Finalizer, acquire_slot, averaged_params, model_layout, raise_finalized
+from ch_ddp.adapter import DDPDriver, Finalizer, acquire_slot, averaged_params, model_layouts, raise_finalized
 from ch_ft import fingerprints, healing
 from ch_ft.attempts import ManagedSteps
 from ch_ft.ddp import DistributedDataParallel
 from ch_ft.transport import ManagerTransport, collectives_for
 from ch_ft.used_params import UsedParams
-from commhooks import AttachError, Bucket, CommHook, HookNotSupportedError, TransportError
+from commhooks import AttachError, Bucket, BucketLayout, CommHook, HookNotSupportedError, TransportError
 from commhooks.adapters import AttachOptions, Binding, Engine, Work
 
 
@@ -94,17 +94,22 @@ class ManagedBinding(Binding):
         if handle.hook_state is None:
             raise AttachError(f"the state of {handle.expr} must be a HookState; got {type(handle.state).__name__}")
         self.model = model
-        self.layout, self.params = model_layout(model), [p for _, p in averaged_params(model)]
+        named = averaged_params(model)
+        (self.layout, self._layouts), self.params = model_layouts(model, named), [p for _, p in named]
         manager = model.full_manager()
         self._transport = ManagerTransport(manager, model.fail_fast, collectives_for(handle.reduction, manager))
         self.engine = Engine(handle.reduction, self._transport, handle.hook_state, timeout=None)
-        plan = self.engine.plan(self.layout)  # its errors are raised here and not in the first backward
+        plans = [
+            self.engine.plan(layout) for layout in self._layouts
+        ]  # errors are raised here, not in the first backward
         self.steps = ManagedSteps(self.engine, self._transport, manager, options, model.module.parameters)
         self.fingerprint = {
             **fingerprints.of_handle(handle),
-            "collectives": fingerprints.short_hash(repr(plan)),
+            "collectives": fingerprints.short_hash(repr(plans)),
             "parameters": f"{len(self.layout.params)} tensors, {self.layout.size} numbers, "
-            + fingerprints.short_hash(repr([(p.name, p.shape) for p in self.layout.params]) + str(self.layout.dtype)),
+            + fingerprints.short_hash(
+                repr([(p.name, p.shape, str(one.dtype)) for one in self._layouts for p in one.params])
+            ),
             "bucket_cap_mb": f"{model.bucket_bytes_cap / 2**20:g}",
         }
         names = {id(p): name for name, p in model.module.named_parameters()}
@@ -116,6 +121,10 @@ class ManagedBinding(Binding):
         self._slot.driver, self._slot.expr = self._driver, handle.expr
         self._transferred = healing.transferred(model, manager)
         self._transferred.serve(self.engine, self.fingerprint)
+
+    @property
+    def layouts(self) -> Sequence[BucketLayout]:
+        return self._layouts
 
     @property
     def calls(self) -> int:

@@ -20,14 +20,18 @@ def backward_id() -> int:
     return torch._C._current_graph_task_id()
 
 
-def at_end_of_backward(action: Callable[[], None]) -> None:
+def at_end_of_backward(action: Callable[[], None], *, nested: Callable[[], bool] | None = None) -> None:
     """Run ``action`` at the end of the running backward, before DDP waits for the futures of its hooks.
 
     It does not run at the end of a nested backward, because the outer one continues.
+
+    Args:
+        action: the action.
+        nested: asked at the end of a nested backward. True runs the action there.
     """
 
     def end() -> None:
-        if torch._C._current_autograd_node() is None:
+        if torch._C._current_autograd_node() is None or (nested is not None and nested()):
             action()
 
     _queue(end)

@@ -97,11 +97,7 @@ def state_dict(hook: "CommHook | HookState") -> dict[str, Any]:
     state.resolve_step()
     entries: dict[str, dict[str, torch.Tensor]] = {}
     fields, place = target.fields, target.place or RankId(0, 1)
-    by_name = target.reduction is not None and target.reduction.granularity == "tensor"
-    trained = {name for name, _ in target.params} if by_name else set()
     for name, field, tensor in state.entries():
-        if trained and name not in trained:
-            continue  # frozen between wrapping and attach: still in DDP's buckets, but unused
         if target.reduction is not None and not target.reduction.fields:
             continue  # of an earlier hook: this one would refuse to load it
         entries.setdefault(name, {})[field] = tensor.detach().clone()
@@ -333,8 +329,7 @@ def fit_to(state: HookState, reduction: Reduction, layout: BucketLayout, world_s
         StateError: see :func:`fits`.
     """
     state.read_as(reduction.encodings(layout, max(state.step - 1, 0)))
-    known = {name for name, _ in state.params}  # parameters frozen before attach are still in DDP's buckets
-    entries = {(name, field): tensor for name, field, tensor in state.entries() if name in known}
+    entries = {(name, field): tensor for name, field, tensor in state.entries()}
     if state.handed_over and reduction.granularity == "tensor":
         unfit = _unexpected(entries, reduction, layout, state.step, world_size)
         _cast_to_legal(state, entries, unfit)

@@ -1,7 +1,7 @@
 """Binding and adapter of ``DistributedDataParallel``. :func:`commhooks.attach` calls the adapter."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -11,11 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ch_ddp.adapter.driver import DDPDriver
 from ch_ddp.adapter.finalization import Finalizer
-from ch_ddp.adapter.foreign import Control, ForeignDriver
-from ch_ddp.adapter.layout import averaged_params, model_layout
+from ch_ddp.adapter.foreign import ForeignDriver
+from ch_ddp.adapter.layout import averaged_params, held_params, model_layouts, skips_after
 from ch_ddp.adapter.slot import acquire_slot
 from ch_ddp.adapter.unsynced_backward import UnsyncedBackwardWatch
-from commhooks import AttachError, Bucket, CommHook, Plain
+from commhooks import AttachError, Bucket, BucketLayout, CommHook, Plain
 from commhooks.adapters import (
     AttachOptions,
     Binding,
@@ -47,21 +47,35 @@ class DDPBinding(Binding):
         module: torch.nn.Module | None = None,
     ) -> None:
         self.names = names if names is not None else {id(p): name for name, p in model.module.named_parameters()}
-        self.layout, self.params = model_layout(model, self.names), [p for _, p in averaged_params(model)]
-        self.group: dist.ProcessGroup = options.process_group or model.process_group
+        named = averaged_params(model, self.names)
+        (self.layout, self._layouts), self.params = model_layouts(model, named), [p for _, p in named]
         self.engine: Engine | None = None
-        self._timeout = options.timeout
-        self._model = weakref.ref(model)
+        self._timeout, self._given, self._model = options.timeout, options.process_group, weakref.ref(model)
+        self._group: dist.ProcessGroup = model.process_group
+        self._skips_after = partial(_skips_after, self._model) if model.skip_all_reduce_unused_params else None
         self._finalizer = Finalizer.of(model)
         self._slot = acquire_slot(model, self.plain)
         self._driver = self._make(handle)
         self._driver.finalizer = self._finalizer
-        if isinstance(self._driver, DDPDriver):
-            self._driver.set_model(model)
         self._watch = watch_optimizer(self.engine, options, model.module.parameters, model.module)
+        self._unsynced = UnsyncedBackwardWatch(model, self.params, handle.expr, module)
+        if isinstance(self._driver, DDPDriver):
+            self._driver.set_model(model, self._unsynced.arrivals)
+        # The model keeps the driver, so these must not reference the binding, which references the model's parameters.
+        self._driver.on_begin = None if self._given is not None else partial(_follow_group, self._model)
+        self._driver.on_end = self._unsynced.averaged
         self._slot.driver, self._slot.expr = self._driver, handle.expr
-        self._slot.watch = UnsyncedBackwardWatch(model, handle.expr, module)
-        self._slot.update_group = self._update_group if options.process_group is None else None
+
+    @property
+    def group(self) -> dist.ProcessGroup:  # type: ignore[override]  # read-only, because _update_process_group changes it
+        model = self._model()
+        if model is not None:
+            self._group = model.process_group
+        return self._given if self._given is not None else self._group
+
+    @property
+    def layouts(self) -> Sequence[BucketLayout]:
+        return self._layouts
 
     @property
     def calls(self) -> int:
@@ -72,22 +86,18 @@ class DDPBinding(Binding):
 
     def after_agreement(self) -> None:
         """Open the control channel of a foreign hook, after all ranks agreed."""
-        if isinstance(self._driver, ForeignDriver) and dist.get_world_size(self.group) > 1:
-            self._driver.control = Control(self.group, self._timeout)
+        if isinstance(self._driver, ForeignDriver):
+            self._driver.open_control()
 
     def verify_gradients(self, every: int) -> None:
         self._driver.check_every = every
 
     def check_ranks(self, check: RankCheck) -> None:
-        check.watch(self._equal_params, lambda: dist.get_process_group_ranks(self.group))
+        check.watch(partial(_equal_params, self._model, self.names), partial(_ranks, self._given, self._model))
         if isinstance(self._driver, ForeignDriver):
             self._driver.rank_check = check
         else:
             self._driver.engine.rank_check = check
-
-    def _equal_params(self) -> list[tuple[str, torch.nn.Parameter]]:
-        model = self._model()
-        return averaged_params(model, self.names, frozen=True) if model is not None else []
 
     def on_reduced(self, callback: Callable[[Bucket], None] | None) -> None:
         """Call ``callback`` with every bucket as soon as the bucket holds the average.
@@ -101,42 +111,19 @@ class DDPBinding(Binding):
             self._driver.engine.set_on_reduced(callback)
 
     def detach(self) -> None:
-        plain = self._slot.driver = self.plain()
-        self._slot.expr = None
-        self._slot.update_group = partial(
-            _move_to_group_of, self._model, plain
-        )  # references nothing of the detached handle
-        if self._slot.watch is not None:
-            self._slot.watch.close()
-            self._slot.watch = None
+        self._slot.driver, self._slot.expr = self.plain(), None
+        self._unsynced.close()
         if self._watch is not None:
             self._watch.close()
         self._driver.close()
-
-    def _update_group(self) -> None:
-        """Move the driver to the model's current group, which ``_update_process_group`` may have changed."""
-        model = self._model()
-        if model is None or model.process_group is self.group:
-            return
-        self.group = model.process_group
-        if isinstance(self._driver, ForeignDriver):
-            self._driver.close()
-            self.after_agreement()
-            if self._driver.rank_check is not None:
-                self._driver.rank_check.restart()
-        else:
-            _move_to_group_of(self._model, self._driver)
-
-    def _give_up(self) -> None:
-        ProcessGroupTransport(self.group).abort()
 
     def plain(self) -> DDPDriver:
         """Return a driver that averages over the model's group with the same messages as DDP without a hook."""
         model = self._model()
         group = self.group if model is None else model.process_group
         engine = Engine(Plain(), ProcessGroupTransport(group), timeout=self._timeout, sends_status=False)
-        driver = DDPDriver(engine, self.names)
-        driver.finalizer = self._finalizer
+        driver = DDPDriver(engine, self.names, skips_after=self._skips_after)
+        driver.finalizer, driver.on_begin = self._finalizer, partial(_follow_group, self._model)
         return driver
 
     def _make(self, handle: CommHook) -> Driver:
@@ -144,9 +131,10 @@ class DDPBinding(Binding):
             use_group = getattr(handle.state, "use_group", None)
             if callable(use_group):  # a state without a group takes the model's
                 use_group(self.group)
-            driver = ForeignDriver(cast(Any, handle.built), handle.state, handle.expr, self._timeout)
-            driver.give_up = self._give_up
-            return driver
+            hook = cast(Any, handle.built)
+            return ForeignDriver(
+                hook, handle.state, handle.expr, self._timeout, self.group, skips_after=self._skips_after
+            )
         if handle.hook_state is None:
             raise AttachError(f"{handle.expr} needs a HookState as its state, not a {type(handle.state).__name__}")
         transport = ProcessGroupTransport(self.group, free=True)
@@ -154,13 +142,32 @@ class DDPBinding(Binding):
         # With lazy allocation DDP frees its buckets after each backward. Kept buckets would hold that memory.
         if not getattr(self._model(), "lazy_bucket_allocation", False):
             self.engine.keep_buckets()
-        return DDPDriver(self.engine, self.names)
+        return DDPDriver(self.engine, self.names, skips_after=self._skips_after)
 
 
-def _move_to_group_of(model_ref: "weakref.ref[DistributedDataParallel]", driver: DDPDriver) -> None:
-    model, engine = model_ref(), driver.engine
+ModelRef = weakref.ref[DistributedDataParallel]
+
+
+def _follow_group(model_ref: ModelRef, driver: Driver) -> None:
+    """Move a driver to the model's current group, which ``_update_process_group`` may have changed."""
+    model = model_ref()
     if model is not None and not driver.uses_group(model.process_group):
-        engine.move(ProcessGroupTransport(model.process_group, free=engine.transport.free))
+        driver.move(model.process_group)
+
+
+def _skips_after(model_ref: ModelRef, index: int) -> bool:
+    model = model_ref()
+    return model is not None and skips_after(model, index)
+
+
+def _equal_params(model_ref: ModelRef, names: Mapping[int, str]) -> list[tuple[str, torch.nn.Parameter]]:
+    model = model_ref()
+    return held_params(model, names) if model is not None else []
+
+
+def _ranks(group: dist.ProcessGroup | None, model_ref: ModelRef) -> Sequence[int]:
+    model = model_ref()
+    return dist.get_process_group_ranks(group if group is not None or model is None else model.process_group)
 
 
 def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) -> DDPBinding:

@@ -1,7 +1,4 @@
-"""Driver of one DDP model: turns DDP's hook calls into steps of one engine.
-
-Also detects the parameters that a backward did not use.
-"""
+"""Driver of one DDP model: turns DDP's hook calls into steps of one engine."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -11,12 +8,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ch_ddp.adapter.arrivals import Arrivals
 from ch_ddp.adapter.finalization import Finalizer, raise_finalized
 from ch_ddp.adapter.futures import HookFuture, Promise, behind_backward, future_for
-from ch_ddp.adapter.layout import averaged_params, bucket_layout, models_of, named_by_position
+from ch_ddp.adapter.layout import averaged_params, bucket_layout, held_params, models_of, named_by_position
 from ch_ddp.adapter.result_checks import gradient_checksum, mismatch
 from ch_ddp.adapter.saved_buckets import SavedBuckets
-from commhooks import Bucket, BucketLayout, CommHooksError, GradBucket, TransportError
+from ch_ddp.adapter.step_limits import StepLimits
+from commhooks import AttachError, Bucket, BucketLayout, CommHooksError, GradBucket, TransportError
 from commhooks.adapters import (
     NO_BACKWARD,
     BucketRun,
@@ -24,36 +23,42 @@ from commhooks.adapters import (
     ProcessGroupTransport,
     SideStream,
     after_backward,
-    at_end_of_backward,
     backward_id,
-    if_interrupted,
 )
 
 TensorFuture = torch.futures.Future[torch.Tensor]
 
 
 class DDPDriver:
-    """Turns the hook calls of one DDP model into steps of one engine.
-
-    DDP does not announce a step, so the driver derives its limits from the hook calls:
-
-    - A step begins with a call after the end of the last step. It also begins if the index of the bucket does not grow: then an
-      earlier backward raised before its last bucket. See :meth:`begins_step`.
-    - A step ends with the bucket that DDP marks as the last. In the first iteration of a static graph no bucket is marked, and
-      a user's hook may keep the last bucket for itself. Then the step ends with the backward (:meth:`_end_backward`).
+    """Turns the hook calls of one DDP model into steps of one engine. :class:`StepLimits` tells their limits.
 
     Args:
         engine: engine to drive.
         names: ``id(parameter)`` -> name. None names parameters by their position in their model.
         hook: name of a hook function that users may call inside their own hooks. Such a user may wait for the future,
             and may pass only some of the buckets.
+        skips_after: see :class:`StepLimits`; None if DDP skips no bucket.
+
+    Attributes:
+        on_begin: called with this driver when a step begins, before the engine gets its first bucket.
+        on_end: called when a step has ended, before DDP writes the averages.
     """
 
-    def __init__(self, engine: Engine, names: Mapping[int, str] | None = None, *, hook: str | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        names: Mapping[int, str] | None = None,
+        *,
+        hook: str | None = None,
+        skips_after: Callable[[int], bool] | None = None,
+    ) -> None:
         self.engine = engine
         self.calls = self.check_every = 0
         self.finalizer: Finalizer | None = None
-        self.index: int | None = None  # index of the newest bucket; None between steps
+        self.on_begin: Callable[[DDPDriver], None] | None = None
+        self.on_end: Callable[[], None] | None = None
+        may_miss_last = skips_after is not None or hook is not None
+        self.limits = StepLimits(may_miss_last=may_miss_last, skips_after=skips_after)
         self._names: Mapping[int, str] = names if names is not None else {}
         self._by_position = names is None
         self._layouts: dict[tuple[int, ...], BucketLayout] = {}
@@ -68,24 +73,39 @@ class DDPDriver:
         by_bucket = engine.reduction.granularity == "bucket" and not engine.transport.elastic
         self._saved = SavedBuckets(engine.state) if by_bucket else None
         self._hook, self._delivers = hook, hook is not None and engine.reduction.delivers
-        self._task = NO_BACKWARD  # id of the backward of the newest bucket
         self._side = SideStream()
-        self._used: UsedParameters | None = None
+        self._arrivals: Arrivals | None = None  # None if ``.grad is None`` tells if a parameter is used
         self._has_local_state = "local" in engine.reduction.fields.values()
         self._model_unknown = self._has_local_state  # then the first bucket searches for the model
         self._model: weakref.ref[DistributedDataParallel] | None = None
-        self._absent: dict[str, tuple[torch.Tensor, bool]] = {}  # of this step: parameter, and if it had a gradient
+        self._places: list[int] = []  # id of each parameter in the order of DDP's own list, once it is needed
+        self._absent: dict[str, tuple[int, bool]] = {}  # of this step: id of the parameter, and if it had a gradient
         self._dropped: list[str] = []  # parameters whose average DDP dropped in the last finished step
         if self._has_local_state:
             engine.set_dropped(self._dropped.copy)
 
-    def set_model(self, model: DistributedDataParallel) -> None:
-        """Set the model whose gradients are averaged. Without this call the first bucket searches for the model."""
-        if self._model_unknown:
-            self._watch([model], whole=True)
+    def set_model(self, model: DistributedDataParallel, arrivals: Arrivals | None = None) -> None:
+        """Set the model whose gradients are averaged. Without this call the first bucket searches for the model.
 
-    def _watch(self, models: Sequence[DistributedDataParallel], *, whole: bool) -> None:
-        self._model_unknown, self._used = False, watch_used_parameters(models, whole=whole)
+        Args:
+            model: DDP model.
+            arrivals: record of its gradients, if there is one.
+        """
+        if self._model_unknown:
+            self._watch([model], arrivals, whole=True)
+
+    def _watch(
+        self, models: Sequence[DistributedDataParallel], arrivals: Arrivals | None = None, *, whole: bool
+    ) -> None:
+        self._model_unknown = False
+        for model in models:
+            if model.find_unused_parameters and not model.static_graph:
+                # A static graph uses a parameter in every step or in none, so ``.grad is None`` suffices there.
+                if arrivals is None:
+                    arrivals = Arrivals(whole=whole)
+                    arrivals.watch(p for _, p in held_params(model))
+                self._arrivals = arrivals
+                break
         ends = [model for model in models if model.find_unused_parameters or model.static_graph]
         self._model = weakref.ref(ends[0]) if ends else None
 
@@ -100,20 +120,23 @@ class DDPDriver:
         if model is None:
             return
         used = model.reducer._get_local_used_map().tolist()
-        places = {id(p): place for place, (_, p) in enumerate(averaged_params(model))}
-        if len(used) != len(places):  # a parameter was frozen or thawed after the model was wrapped
-            return
+        if not self._places:
+            try:
+                self._places = [id(p) for _, p in averaged_params(model)]
+            except AttachError:  # the user has replaced a parameter
+                return
+        unused = {place for place, count in zip(self._places, used, strict=True) if not count}
         self._dropped[:] = [
             name
             for name, (param, present) in absent.items()
-            if id(param) in places and not used[places[id(param)]] and not (present and model.gradient_as_bucket_view)
+            if param in unused and not (present and model.gradient_as_bucket_view)
         ]
 
     def close(self) -> None:
         """Remove all hooks from the model's parameters."""
-        if self._used is not None:
-            self._used.close()
-            self._used = None
+        if self._arrivals is not None:
+            self._arrivals.close()
+            self._arrivals = None
 
     def __call__(self, grad_bucket: GradBucket) -> TensorFuture:
         """Submit one bucket to the engine.
@@ -123,20 +146,14 @@ class DDPDriver:
             hook it completes with the bucket's own message if that message is the last work on the bucket.
         """
         self.calls += 1
-        index, behind, task, buffer = grad_bucket.index(), behind_backward(), backward_id(), grad_bucket.buffer()
-        begins = self.begins_step(index, behind)
-        if begins:
+        buffer = grad_bucket.buffer()
+        if self.limits.enter(grad_bucket, partial(self._end_backward, buffer), self._interrupt):
             self._begin_step()
-        if (begins or task != self._task) and task != NO_BACKWARD:
-            if_interrupted(self._interrupt)
-            if behind or self._hook is not None:
-                at_end_of_backward(partial(self._end_backward, buffer))  # a last bucket may never arrive
-        self.index, self._task = index, task
         future = future_for(buffer) if self._hook is None else HookFuture.of(buffer, self._hook)
         self._futures.append((future, buffer))
         with self._side.on(buffer):
             try:
-                self._take(self._bucket(grad_bucket, buffer), behind)
+                self._take(self._bucket(grad_bucket, buffer), behind_backward())
                 if grad_bucket.is_last():
                     self._complete(self._finish_engine())
             except Exception as error:  # the transport failed; an exception here would leave DDP unusable
@@ -151,15 +168,9 @@ class DDPDriver:
         wanted = group if group is not None else dist.group.WORLD
         return isinstance(transport, ProcessGroupTransport) and transport.group is wanted
 
-    def begins_step(self, index: int, behind: bool) -> bool:
-        """Return True if a bucket of this index is the first of a step.
-
-        The first index is not always 0, because a user's hook may send some buckets elsewhere. All buckets of a call after the
-        graph (``behind``) have index 0, so the id of the backward tells them apart.
-        """
-        if self.index is None:
-            return True
-        return index <= self.index and not (behind and self._task == backward_id())
+    def move(self, group: dist.ProcessGroup) -> None:
+        """Reduce over another process group from the next step on."""
+        self.engine.move(ProcessGroupTransport(group, free=self.engine.transport.free))
 
     def _take(self, bucket: Bucket, behind: bool) -> None:
         if behind:  # DDP waits for this future before its next call
@@ -192,7 +203,7 @@ class DDPDriver:
 
     def _end_backward(self, buffer: torch.Tensor) -> None:
         """End the step with the backward, if this driver got no last bucket."""
-        if self.index is None:
+        if not self.limits.open:
             return
         self._close_step()
         with self._side.on(buffer):
@@ -205,18 +216,19 @@ class DDPDriver:
 
     def _interrupt(self) -> None:
         """Drop the step of a backward that an exception ends, before the user writes to gradients again."""
-        if self.index is not None and self.engine.in_step:
+        if self.limits.leave() and self.engine.in_step:
             self.engine.abandon()
-        self.index = None
 
     def _close_step(self) -> None:
         """Let the next bucket begin a step."""
-        self.index = None
+        self.limits.leave()
         self._dropped.clear()
         if self._absent and self._model is not None and backward_id() != NO_BACKWARD:
             after_backward(self._read_dropped)
-        if self._used is not None:
-            self._used.begin_step()
+        if self.on_end is not None:
+            self.on_end()
+        if self._arrivals is not None:
+            self._arrivals.begin_step()
 
     def _finish_engine(self) -> BaseException | None:
         """Finish the engine's step, and return its error."""
@@ -242,6 +254,8 @@ class DDPDriver:
         """
         if self.engine.in_step:
             self.engine.abandon()  # an earlier backward raised before its last bucket
+        if self.on_begin is not None:
+            self.on_begin(self)
         self._futures.clear()
         self._promises.clear()
         self._absent = {}
@@ -268,7 +282,7 @@ class DDPDriver:
         unused = frozenset(self._unused(layout, params)) if self._has_local_state else frozenset[str]()
         if unused:
             rows = zip(layout.params, params, strict=True)
-            self._absent.update({p.name: (param, param.grad is not None) for p, param in rows if p.name in unused})
+            self._absent.update({p.name: (id(param), param.grad is not None) for p, param in rows if p.name in unused})
         index, is_last = self._count, grad_bucket.is_last()
         self._count += 1
         found = self._buckets.get(index)
@@ -287,10 +301,10 @@ class DDPDriver:
 
         DDP drops the average of a parameter that no rank used. A residual inside that average would be lost.
         """
-        used = self._used
-        if used is None:
+        arrivals = self._arrivals
+        if arrivals is None:
             return [entry.name for entry, p in zip(layout.params, params, strict=True) if p.grad is None]
-        return [entry.name for entry, p in zip(layout.params, params, strict=True) if used.is_unused(p)]
+        return [entry.name for entry, p in zip(layout.params, params, strict=True) if arrivals.unused(p)]
 
     def _compare(self) -> BaseException | None:
         """Compare the reduced gradients of all ranks every :attr:`check_every` steps. Return the error to raise."""
@@ -320,65 +334,3 @@ def _typed(error: Exception) -> CommHooksError:
     lost = TransportError(f"{type(error).__name__}: {error}")
     lost.__cause__ = error
     return lost
-
-
-class UsedParameters:
-    """Detects which parameters a step used, by DDP's definition.
-
-    A parameter is used if a gradient was added to its ``.grad`` since the last averaged backward, under ``no_sync()``
-    too. The value of ``.grad`` proves nothing, because ``zero_grad(set_to_none=False)`` leaves zeros in it.
-
-    Args:
-        model: DDP model.
-        whole: True if the watch starts before the first step.
-    """
-
-    def __init__(self, model: DistributedDataParallel, *, whole: bool) -> None:
-        self._whole = whole
-        self._arrived: set[int] = set()
-        trained = [p for _, p in averaged_params(model) if p.requires_grad]
-        self._watched = {id(p) for p in trained}
-        arrive = _adder(self._arrived)
-        self._hooks = [p.register_post_accumulate_grad_hook(arrive) for p in trained]
-        weakref.finalize(self, _remove, self._hooks).atexit = False
-
-    def is_unused(self, param: torch.Tensor) -> bool:
-        """Return True if the parameter got no gradient in this step."""
-        if param.grad is None:
-            return True
-        return self._whole and id(param) in self._watched and id(param) not in self._arrived
-
-    def begin_step(self) -> None:
-        """Begin the next step. The backward of the last one was averaged."""
-        self._arrived.clear()
-        self._whole = True
-
-    def close(self) -> None:
-        """Remove all hooks from the parameters."""
-        _remove(self._hooks)
-
-
-def watch_used_parameters(models: Sequence[DistributedDataParallel], *, whole: bool) -> UsedParameters | None:
-    """Watch the first model that may leave parameters without a gradient. Return None if there is no such model.
-
-    A static graph uses a parameter in every step or in none, so ``.grad is None`` suffices there.
-    """
-    for model in models:
-        if model.find_unused_parameters and not model.static_graph:
-            return UsedParameters(model, whole=whole)
-    return None
-
-
-def _adder(arrived: set[int]) -> Callable[[torch.Tensor], None]:
-    """Return the hook of every parameter. It references the set only, so that a dropped driver is freed."""
-
-    def arrive(param: torch.Tensor) -> None:
-        arrived.add(id(param))
-
-    return arrive
-
-
-def _remove(hooks: list[torch.utils.hooks.RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
-    hooks.clear()

@@ -27,6 +27,7 @@ from ch_ddp.adapter.finalization import Finalizer, raise_finalized
 from ch_ddp.adapter.futures import behind_backward, future_for
 from ch_ddp.adapter.layout import bucket_layout
 from ch_ddp.adapter.result_checks import annotate, checked, gradient_checksum, mismatch, refuse_annotations
+from ch_ddp.adapter.step_limits import StepLimits
 from commhooks import (
     AttachError,
     Bucket,
@@ -40,10 +41,10 @@ from commhooks import (
 from commhooks.adapters import (
     NO_BACKWARD,
     TUNED,
+    ProcessGroupTransport,
     ProcessGroupWork,
     RankCheck,
     StoreExchange,
-    at_end_of_backward,
     backward_id,
     call_on_arrival,
 )
@@ -75,16 +76,32 @@ class ForeignDriver:
         state: first argument of the hook.
         name: hook's name, for errors.
         timeout: seconds until every rank raises an error if a future never completes or a peer hangs.
+        group: process group of the hook. It is given up if ranks started different collectives.
+        skips_after: see :class:`.StepLimits`; None if DDP skips no bucket.
+
+    Attributes:
+        on_begin, on_end: see :class:`~ch_ddp.adapter.DDPDriver`.
     """
 
-    def __init__(self, hook: Callable[[Any, Any], Any], state: object, name: str, timeout: float) -> None:
+    def __init__(
+        self,
+        hook: Callable[[Any, Any], Any],
+        state: object,
+        name: str,
+        timeout: float,
+        group: dist.ProcessGroup,
+        *,
+        skips_after: Callable[[int], bool] | None = None,
+    ) -> None:
         refuse_annotations(hook, name)
-        self.hook, self.state, self.name, self.timeout = hook, state, name, timeout
+        self.hook, self.state, self.name, self.timeout, self.group = hook, state, name, timeout, group
         self.on_reduced: Callable[[Bucket], None] | None = None  # called with each bucket's result before DDP reads it
         self.names: Mapping[int, str] = {}
         self.control: Control | None = None  # None in a group of one rank
         self.finalizer: Finalizer | None = None
-        self.give_up: Callable[[], None] | None = None  # called if ranks started different collectives
+        self.on_begin: Callable[[ForeignDriver], None] | None = None
+        self.on_end: Callable[[], None] | None = None
+        self.limits = StepLimits(may_miss_last=skips_after is not None, skips_after=skips_after)
         self.calls = self.steps = self.check_every = 0
         self.rank_check: RankCheck | None = None
         self.error: BaseException | None = None  # permanent: the handle refuses all further steps
@@ -92,17 +109,14 @@ class ForeignDriver:
         self._refused = False  # True if the current step is refused
         self._pending: list[_Pending] = []
         self._warned: set[str] = set()
-        self._task = NO_BACKWARD  # id of the backward that the pending buckets belong to
 
     def __call__(self, bucket: GradBucket) -> TensorFuture:
         self.calls += 1
-        behind, task = behind_backward(), backward_id()
-        if bucket.index() == 0 and not (behind and self._pending and task == self._task):
+        if self.limits.enter(bucket, self._finish):
             self._pending.clear()  # an earlier backward did not reach its end
             self._refused = self.error is not None
-            if behind:
-                at_end_of_backward(self._finish)  # no bucket is marked as the last
-        self._task = task
+            if self.on_begin is not None:
+                self.on_begin(self)
         buffer = bucket.buffer()
         one = _Pending(bucket.index(), buffer, future_for(buffer))
         if self.on_reduced is not None:
@@ -113,7 +127,7 @@ class ForeignDriver:
                 one.theirs = self._future(self.hook(self.state, bucket), one.index)
             except BaseException as error:  # an exception here would leave DDP unusable
                 self._fail(error, one.index)
-        if behind:  # DDP waits for this future before its next call
+        if behind_backward():  # DDP waits for this future before its next call
             self._await_all([one])
             one.ours.set_result(one.buffer if one.value is None else one.value)
         if bucket.is_last():
@@ -131,6 +145,23 @@ class ForeignDriver:
             self.control.close()
             self.control = None
 
+    def open_control(self) -> None:
+        """Open the control channel over :attr:`group`. All ranks of the group must call it."""
+        if dist.get_world_size(self.group) > 1:
+            self.control = Control(self.group, self.timeout)
+
+    def uses_group(self, group: dist.ProcessGroup) -> bool:
+        """Return True if the hook reduces over this process group."""
+        return self.group is group
+
+    def move(self, group: dist.ProcessGroup) -> None:
+        """Use another group of ranks. All ranks of the group must call it."""
+        self.close()
+        self.group = group
+        self.open_control()
+        if self.rank_check is not None:
+            self.rank_check.restart()
+
     # -- one step
 
     def _future(self, result: object, index: int) -> Any:
@@ -143,6 +174,10 @@ class ForeignDriver:
 
     def _finish(self) -> None:
         """Wait for the hook's futures, agree with all ranks on the outcome, and complete DDP's futures."""
+        if not self.limits.leave():
+            return  # the last bucket has ended the step
+        if self.on_end is not None:
+            self.on_end()
         if self.finalizer is not None:
             self.finalizer.last_bucket_arrived()
         if self._refused:
@@ -159,8 +194,8 @@ class ForeignDriver:
         self._complete(good=self.error is None)
         self.steps += 1
         if self.error is not None:
-            if self._unmatched and self.give_up is not None:
-                self.give_up()
+            if self._unmatched:
+                ProcessGroupTransport(self.group).abort()
             raise_finalized(self.error)
         elif wrong is not None:
             raise_finalized(wrong)

@@ -12,8 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ch_ddp.adapter.driver import TensorFuture
-from ch_ddp.adapter.futures import behind_backward
-from ch_ddp.adapter.unsynced_backward import UnsyncedBackwardWatch
 from commhooks import AttachError, GradBucket, HookNotSupportedError, SlotTakenError
 
 
@@ -35,15 +33,11 @@ class Slot:
     Attributes:
         driver: called with every bucket.
         expr: expression of the attached handle, or None.
-        watch: detects backwards that DDP does not synchronise.
-        update_group: called at the first bucket of a step; moves the engine to a changed process group.
     """
 
     def __init__(self, driver: SlotDriver | None = None) -> None:
         self.driver = driver
         self.expr: str | None = None
-        self.watch: UnsyncedBackwardWatch | None = None
-        self.update_group: Callable[[], None] | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
         return (Slot, ())
@@ -64,10 +58,6 @@ def trampoline(state: object, bucket: GradBucket) -> torch.futures.Future[torch.
             "GradBucket. Hooks do not work under torch._dynamo.config.optimize_ddp='python_reducer'. Use torch.compile's "
             "default DDP mode"
         )
-    if state.update_group is not None and bucket.index() == 0:
-        state.update_group()
-    if state.watch is not None and (bucket.is_last() or behind_backward()):
-        state.watch.synchronised()
     return state.driver(bucket)
 
 
@@ -81,6 +71,12 @@ def acquire_slot(model: DistributedDataParallel, plain: Callable[[], SlotDriver]
     Raises:
         SlotTakenError: another handle or a foreign hook occupies the slot.
     """
+    if any(hasattr(p, "_in_backward_optimizers") for p in model._module_parameters):
+        raise SlotTakenError(
+            "an optimizer steps in the backward of this model (_apply_optimizer_in_backward). DDP takes the hook slot for it in "
+            "the first forward. Wrap the model without it, attach, and make ch_ddp.OverlappedOptimizer(optimizer, handle)",
+            by="_apply_optimizer_in_backward",
+        )
     slot: Slot | None = _SLOTS.get(model)
     if slot is not None:
         if slot.expr is not None:

@@ -487,15 +487,16 @@ def races(
     assert handle.reduction is not None
     last = len(buckets) - 1
     with ImaginedGPU() as gpu, planned_apart(gpu), ExitStack() as patches:
-        driven = "ch_ddp.adapter.driver."
         for name, stand_in in {
-            "future_for": lambda buffer: _Future(gpu),
-            "behind_backward": lambda: False,
-            "backward_id": lambda: 1,
-            "at_end_of_backward": lambda action: None,
-            "if_interrupted": lambda action: None,
+            "driver.future_for": lambda buffer: _Future(gpu),
+            "driver.behind_backward": lambda: False,
+            "driver.backward_id": lambda: 1,
+            "step_limits.behind_backward": lambda: False,
+            "step_limits.backward_id": lambda: 1,
+            "step_limits.at_end_of_backward": lambda action: None,
+            "step_limits.if_interrupted": lambda action: None,
         }.items():
-            patches.enter_context(mock.patch(driven + name, stand_in))
+            patches.enter_context(mock.patch(f"ch_ddp.adapter.{name}", stand_in))
         ranks = SilentGroup(gpu, 2 * (ranks_per_node or 1), ranks_per_node=ranks_per_node)
         engine = Engine(handle.reduction, ranks, handle.state if isinstance(handle.state, HookState) else None)
         if not frees:
