@@ -1,6 +1,8 @@
 """If some members leave a parameter unused, all members get the members' mean, as over torch's DDP."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -272,3 +274,28 @@ def test_buffers_reach_no_other_member() -> None:
 
     found = in_cluster({"a": body, "b": body})
     assert found["a"] != found["b"]
+
+
+def test_buckets_that_ddp_skips_are_refused() -> None:
+    with SimulatedCluster() as cluster, pytest.raises(HookConfigError, match="skip the last bucket"):
+        DistributedDataParallel(cluster.join("a"), nn.Linear(2, 2), skip_all_reduce_unused_params=True)
+
+
+@pytest.mark.parametrize("hook", [None, "powersgd(rank=1)"])
+def test_a_dropped_model_is_freed_without_a_garbage_collection(hook: str | None) -> None:
+    def dropped(manager: SimulatedManager) -> list[weakref.ref[Any]]:
+        model = DistributedDataParallel(manager, nn.Linear(8, 8), hook=hook)
+        manager.start_quorum()
+        model(torch.ones(1, 8)).sum().backward()
+        assert manager.should_commit()
+        return [weakref.ref(part) for part in (model, model.module.weight, model.handle) if part is not None]
+
+    with SimulatedCluster() as cluster:
+        manager = cluster.join("a")
+        dropped(manager)
+        gc.collect()
+        gc.disable()
+        try:
+            assert [reference() for reference in dropped(manager)] == [None] * (3 if hook else 2)
+        finally:
+            gc.enable()

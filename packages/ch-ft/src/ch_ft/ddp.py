@@ -65,7 +65,7 @@ class DistributedDataParallel(TorchDDP):
     Raises:
         HookConfigError: ``static_graph=True`` or ``find_unused_parameters=False``, under which buckets change from
             one iteration to the next; ``broadcast_buffers=True`` or ``delay_all_reduce_named_params``, which go over
-            a process group of fixed ranks.
+            a process group of fixed ranks; ``skip_all_reduce_unused_params=True``, under which a step has no last bucket.
         HookNotSupportedError: the hook needs a collective that the manager does not carry.
 
     A parameter that is thawed or added after wrapping raises ``AttachError`` in the next forward.
@@ -104,6 +104,11 @@ class DistributedDataParallel(TorchDDP):
                 f"{', '.join(refused)}: DDP does this over its own process group, which reaches no other member here, so "
                 "buffers or gradients would differ between members. Leave it out; a healing member receives buffers in "
                 "the state dict that its manager transfers"
+            )
+        if kwargs.get("skip_all_reduce_unused_params"):
+            raise HookConfigError(
+                "skip_all_reduce_unused_params=True lets DDP skip the last bucket, with which a step ends here. Its parameters "
+                "must be unused on all members, and members do not compare them. Leave it out"
             )
         group = GroupOfOne()
         super().__init__(module, process_group=group, find_unused_parameters=True, **kwargs)

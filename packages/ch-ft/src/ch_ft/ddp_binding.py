@@ -1,6 +1,8 @@
 """Attach a hook to :class:`ch_ft.DistributedDataParallel`: an engine over the manager, driven by DDP's buckets."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -93,7 +95,7 @@ class ManagedBinding(Binding):
             )
         if handle.hook_state is None:
             raise AttachError(f"the state of {handle.expr} must be a HookState; got {type(handle.state).__name__}")
-        self.model = model
+        self._model = weakref.ref(model)  # the model has the handle, so a reference would be a cycle
         named = averaged_params(model)
         (self.layout, self._layouts), self.params = model_layouts(model, named), [p for _, p in named]
         manager = model.full_manager()
@@ -114,13 +116,16 @@ class ManagedBinding(Binding):
         }
         names = {id(p): name for name, p in model.module.named_parameters()}
         self._slot = acquire_slot(model, model.plain)
-        agreement = self._agree if options.verify_ranks else lambda: None
+        agreement = (
+            partial(fingerprints.agree, self._transport, self.fingerprint) if options.verify_ranks else lambda: None
+        )
         self._driver = ManagedDriver(self.engine, self.steps, names, model.used, agreement)
         self._driver.finalizer = Finalizer.of(model)
         self._driver.set_model(model)
         self._slot.driver, self._slot.expr = self._driver, handle.expr
         self._transferred = healing.transferred(model, manager)
         self._transferred.serve(self.engine, self.fingerprint)
+        weakref.finalize(model, self._transferred.serve, None, {}).atexit = False  # the manager may outlive the model
 
     @property
     def layouts(self) -> Sequence[BucketLayout]:
@@ -134,13 +139,12 @@ class ManagedBinding(Binding):
         self._driver.check()
 
     def detach(self) -> None:
-        self._slot.driver, self._slot.expr = self.model.plain(), None
+        model, self._slot.expr = self._model(), None
+        if model is not None:
+            self._slot.driver = model.plain()
         self._driver.close()
         self._transferred.serve(None, {})
         self.steps.close()
-
-    def _agree(self) -> None:
-        fingerprints.agree(self._transport, self.fingerprint)
 
 
 def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) -> ManagedBinding:
