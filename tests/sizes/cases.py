@@ -357,7 +357,8 @@ class _Run:
         # Input = sent + residual, but for the rounding of the sum over ranks, which no rank knows, and fp32's of all terms.
         gap = (answer.owed.mean(0) - applied - after.mean(0)).abs()
         size = (gradients.abs() + after.abs() + (before.abs() if before is not None else 0.0)).mean(0) + applied.abs()
-        allowed = ((world - 1) * answer.rounding + 32 * ref.FP32) * size + answer.forgotten
+        law = ref.TOLERANCES["law"](world).bound
+        allowed = ((world - 1) * answer.rounding + law) * size + answer.forgotten
         checks["sent + residual"].add(gap, allowed, ref.Tolerance(1.0))
 
 

@@ -58,8 +58,6 @@ TOLERANCES: dict[str, Callable[[int], Tolerance]] = {
     # Random rounding errs by up to a whole step, twice as much.
     "bf16, random": lambda world: Tolerance(_roundings(2 * BF16, 1) + _roundings(BF16, world)),
     "fp16, random, fp32 sum": lambda world: Tolerance(_roundings(2 * FP16, 2) + 4 * FP32),
-    # An all-gather in 16 bits rounds each message once; the sum is in fp32.
-    "bf16, gathered": lambda world: Tolerance(BF16 + 4 * FP32),
     # two_level in 16 bits rounds twice inside the node, and once for each addend between the nodes.
     "bf16, two levels": lambda world: Tolerance(_roundings(BF16, world + 2)),
     # Unit: mean step (range / 255) of the ranks. fp32 rounds numbers of up to 255 steps four times. x / s is off by at most
@@ -81,10 +79,12 @@ TOLERANCES: dict[str, Callable[[int], Tolerance]] = {
     # Unit: threshold of the ranks' chunks over W. Entries whose magnitudes agree within fp32's rounding may change places.
     # A value is rounded to bf16, or to one of two levels of its chunk, which follow from sums.
     "topk": lambda world: Tolerance(1.01, 2.0**-16, 2.0**-15, 4),
-    # Unit: largest magnitude of the average's matrix. A product adds up to some thousand numbers in fp32, with an error of
-    # sqrt(n) roundings. The factors of gradients that are noise are well conditioned, so three products keep that.
+    # Unit: largest magnitude of the average's matrix. A product adds up to 40 000 numbers in fp32, whose roundings make 2**-16
+    # of the sum if they are independent. There are three products, and factors of gradients that are noise have condition
+    # numbers below 3.
     "low rank": lambda world: Tolerance(2.0**-13),
-    # P and Q travel in bf16: each is off by W roundings, of numbers that are up to the size of the whole row.
+    # P and Q travel in bf16, each off by W roundings. P counts twice in P P^T D, and orthonormal columns spread an error of one
+    # column over the others.
     "low rank, bf16": lambda world: Tolerance(4.0 * _roundings(BF16, world)),
     # Residuals. Unit: |p|, which fp32 rounds before it is cast, and again when the sent number is subtracted. A number within
     # that of the middle between two numbers of 16 bits may go either way, by a whole step.
@@ -96,6 +96,9 @@ TOLERANCES: dict[str, Callable[[int], Tolerance]] = {
     "kept, packed blocks": lambda world: Tolerance(2.0, 2.0**-4, 2.0**-13 * (world + 1), 256),
     # Unit: |p| plus the chunk's threshold.
     "kept, topk": lambda world: Tolerance(1.01, 4 * FP32, 2.0**-15, 4),
+    # Input minus sent and residual. Unit: all terms of the sum. Each passes a dozen operations in fp32 on two or more ranks. The
+    # method adds the rounding of the messages' sum (`Answer.rounding`), and what it forgets.
+    "law": lambda world: Tolerance(32 * FP32),
 }
 """The only tolerances, by name. They depend on the number of ranks."""
 
@@ -191,12 +194,10 @@ class Method:
     Attributes:
         grain: 0 if a parameter, or with ``whole_bucket`` a bucket, cannot be cut.
         whole_bucket: True if the result depends on the other parameters of the bucket.
-        fields: fields of state beside the residual that a part needs.
     """
 
     grain: int = 1
     whole_bucket: bool = False
-    fields: tuple[str, ...] = ()
 
     def __call__(self, part: Part) -> Answer:
         raise NotImplementedError
@@ -501,7 +502,6 @@ class LowRank(Method):
     bucket: bool = False
     wire: torch.dtype | None = None
     grain = 0
-    fields = ("q",)
 
     @property
     def whole_bucket(self) -> bool:  # type: ignore[override]
