@@ -42,9 +42,7 @@ class StepLimits:
             return True
         return index <= self._index and not (behind_backward() and self._task == backward_id())
 
-    def enter(
-        self, bucket: GradBucket, end: Callable[[], None], interrupt: Callable[[], None] | None = None
-    ) -> bool:
+    def enter(self, bucket: GradBucket, end: Callable[[], None], interrupt: Callable[[], None] | None = None) -> bool:
         """Take the next bucket. Return True if it begins a step.
 
         Args:
