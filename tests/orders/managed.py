@@ -12,7 +12,7 @@ os.environ.setdefault("RUST_LOG", "error")  # before the import of torchft, whic
 
 import ch_ft
 import commhooks
-from commhooks.testing.late import late_collectives
+from tests.orders.late import late_collectives
 
 from . import ways
 from .models import Given, Like, given, like, small_limits

@@ -6,8 +6,8 @@ import torch
 
 import commhooks
 from commhooks.simulate import SimulatedGroup, together
-from commhooks.testing.late import LateTransport
 from commhooks.testing.simulated_ranks import CountingTransport, SimulatedRanks, split
+from tests.orders.late import LateTransport
 
 from .models import given, like, small_limits
 from .plants import PLANTS

@@ -30,7 +30,7 @@ import ch_powersgd
 import commhooks
 from ch_outer import OuterOptimizer
 from commhooks import CommHook
-from commhooks.testing.late import LateCollectives
+from tests.orders.late import LateCollectives
 from tests.sizes.hooks import ROWS
 
 from .models import Given, Like, given, like

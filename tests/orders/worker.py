@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.errors import CommHooksError
-from commhooks.testing.late import late_collectives
+from tests.orders.late import late_collectives
 
 from . import ways
 from .models import small_limits
@@ -25,7 +25,7 @@ class Run:
     Attributes:
         seed: of the delays; ``None`` for the plain run.
         seen: digests.
-        started, overtaken, violations: see :class:`~commhooks.testing.late.LateCollectives`.
+        started, overtaken, violations: see :class:`~tests.orders.late.LateCollectives`.
     """
 
     seed: int | None

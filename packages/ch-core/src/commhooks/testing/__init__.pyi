@@ -10,9 +10,6 @@ from commhooks.testing.contract import HookContract as HookContract
 from commhooks.testing.contract_fsdp1 import FlatHookContract as FlatHookContract
 from commhooks.testing.faulty import Faulty as Faulty
 from commhooks.testing.faulty import Injected as Injected
-from commhooks.testing.late import LateCollectives as LateCollectives
-from commhooks.testing.late import LateTransport as LateTransport
-from commhooks.testing.late import late_collectives as late_collectives
 from commhooks.testing.simulated_ranks import SimulatedRanks as SimulatedRanks
 from commhooks.testing.spawn import RankResult as RankResult
 from commhooks.testing.spawn import Ranks as Ranks

@@ -75,7 +75,7 @@ class SimulatedRanks:
         buckets: number of buckets; as in DDP the last parameters come first.
         timeout: seconds after which a rank that waits for another raises.
         nodes: ranks per node, or the ranks of each node; ``None`` for one rank per node.
-        transport: makes the transport of a rank, such as ``lambda group, rank: LateTransport(group, rank, seed=1)``.
+        transport: makes the transport of a rank, given the group and the rank.
 
     Example:
         >>> import torch

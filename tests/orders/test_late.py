@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from commhooks.simulate import SimulatedGroup, together
-from commhooks.testing import LateTransport, late_collectives, spawn
+from commhooks.testing import spawn
+from tests.orders.late import LateTransport, late_collectives
 
 pytestmark = pytest.mark.timeout(120)
 
