@@ -163,10 +163,13 @@ class DDPDriver:
         return future
 
     def uses_group(self, group: object) -> bool:
-        """Return True if the engine reduces over this process group. None means the current default group."""
+        """Return False if the engine reduces over another process group. None means the current default group.
+
+        A transport of another kind stays: a caller of :meth:`.Engine.move` has chosen it.
+        """
         transport = self.engine.transport
         wanted = group if group is not None else dist.group.WORLD
-        return isinstance(transport, ProcessGroupTransport) and transport.group is wanted
+        return not isinstance(transport, ProcessGroupTransport) or transport.group is wanted
 
     def move(self, group: dist.ProcessGroup) -> None:
         """Reduce over another process group from the next step on."""
