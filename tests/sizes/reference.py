@@ -46,8 +46,8 @@ TOLERANCES: dict[str, Callable[[int], Tolerance]] = {
     # Unit: mean magnitude of the ranks. Each g / W is rounded once, and W - 1 sums are, none of which is larger than the sum
     # of the magnitudes. fp32's own roundings of the same numbers at other places of a composition fit into the last one.
     "exact": lambda world: Tolerance(_roundings(FP32, world + 1)),
-    # The same with messages of 16 bits, which gloo adds in 16 bits. fp16's numbers below 2**-14 have an absolute error
-    # instead, so the unit has 2**-14 more.
+    # The same with messages of 16 bits, which gloo adds in 16 bits. fp16's numbers below 2**-14 have an absolute error of
+    # 2**-25 instead, in each rank's message and in each sum, so the unit has W 2**-14 more.
     "bf16": lambda world: Tolerance(_roundings(BF16, world)),
     "fp16": lambda world: Tolerance(_roundings(FP16, world)),
     # The template rounds before it divides.
@@ -240,7 +240,7 @@ class Cast(Method):
         g = part.gradients
         unit = g.abs().mean(0)
         if self.dtype == torch.float16:
-            unit = unit + 2.0**-14
+            unit = unit + part.world * 2.0**-14
         sent = (g / part.world).to(self.dtype).double() * part.world
         rounding = BF16 if self.dtype == torch.bfloat16 else FP16
         small = torch.tensor(part.world * 2.0**-14 if self.dtype == torch.float16 else 0.0, dtype=torch.float64)
