@@ -6,8 +6,8 @@
 
 Each case gives a digest of the gradients of each step and rank, one of the saved state, the collectives in the order in
 which they were started (kind, elements, dtype), and `stats()` without its times. Cases are hooks, wrappers and compositions
-on 1 to 4 simulated ranks, and on two gloo processes over DDP (attached and registered), FSDP2's replicate and shard axis and
-FSDP1. The program uses public names of commhooks only, so that it serves commits whose modules have other names.
+on 1 to 4 simulated ranks, and on two gloo processes over DDP (attached and registered) and FSDP2's replicate and shard axis.
+The program uses public names of commhooks only, so that it serves commits whose modules have other names.
 """
 
 import argparse
@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -260,17 +259,6 @@ def on_reducer(what: Any) -> dict[str, Any]:
     return {"steps": steps, "messages": messages, "state": state_of(reducer.handle), "stats": figures(reducer)}
 
 
-def on_fsdp1(strategy: str, what: Any) -> dict[str, Any]:
-    model = FullyShardedDataParallel(
-        net(),
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        sharding_strategy=ShardingStrategy[strategy],
-        device_id=torch.device("cpu"),
-        use_orig_params=False,
-    )
-    return trained(model, commhooks.attach(model, what))
-
-
 def process(rank: int, world: int, only: str) -> dict[str, Any]:
     """Run all cases of one rank."""
     cases: dict[str, Callable[[], dict[str, Any]]] = {}
@@ -283,8 +271,6 @@ def process(rank: int, world: int, only: str) -> dict[str, Any]:
         cases[f"registered {name}"] = lambda name=name: registered(name)
     for what in ("allreduce", "bf16_compress", "fp16_compress", "bf16_compress(accumulate='fp32')"):
         cases[f"shard axis {what}"] = lambda what=what: on_shard_axis(what)
-        for strategy in ("NO_SHARD", "FULL_SHARD"):
-            cases[f"fsdp1 {strategy} {what}"] = lambda what=what, strategy=strategy: on_fsdp1(strategy, what)
     return {name: guarded(body) for name, body in cases.items() if only in name}
 
 

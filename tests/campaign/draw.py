@@ -56,7 +56,6 @@ KINDS = {
     "ddp": 52,
     "simulated": 24,
     "fsdp2": 14,
-    "fsdp1": 3,
     "outer": 8,
     "members": 6,
     "levels": 10,
@@ -84,7 +83,7 @@ class Case:
     """One run. Fields that a kind of model does not use keep their defaults.
 
     Attributes:
-        kind: ``ddp``, ``fsdp1``, ``fsdp2``, ``simulated``, ``outer`` (an outer optimizer), ``members`` (ch-ft), ``levels`` and
+        kind: ``ddp``, ``fsdp2``, ``simulated``, ``outer`` (an outer optimizer), ``members`` (ch-ft), ``levels`` and
             ``levels_simulated`` (DDP and simulated ranks with ``two_level``) or ``gather`` (FSDP2 with a hook on its weights).
         door: ``attach``, or ``register`` (``register_comm_hook`` with the function of PyTorch's form).
         cap: ``bucket_cap_mb``; simulated: the number of buckets.
@@ -218,7 +217,6 @@ def draw(seed: str, number: int, kinds: tuple[str, ...] = tuple(KINDS), hook: st
     makers = {
         "ddp": _ddp,
         "fsdp2": _fsdp2,
-        "fsdp1": _fsdp1,
         "simulated": _simulated,
         "outer": _outer,
         "members": _members,
@@ -307,17 +305,6 @@ def _fsdp2(rng: random.Random) -> dict[str, object]:
         "poisoned": _now_and_then(rng, 0.1, steps),
         "resumed": _now_and_then(rng, 0.2, steps),
         "thawed": _now_and_then(rng, 0.4, steps),
-    }
-
-
-def _fsdp1(rng: random.Random) -> dict[str, object]:
-    return {
-        "model": rng.choice(["mlp", "gpt", "frozen", "double_use", "non_reentrant"]),
-        "world": rng.choice([2, 2, 3]),
-        "hook": _hook(rng, "fsdp1"),
-        "accumulate": rng.choice(["no", "no_sync"]),
-        "shards": rng.choice([0, 1, 2]),  # NO_SHARD, SHARD_GRAD_OP, FULL_SHARD
-        "steps": 3,
     }
 
 

@@ -4,20 +4,12 @@ residuals of shards.
 
 import copy
 import io
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    FullyShardedDataParallel,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import commhooks
@@ -266,51 +258,3 @@ def _closed(loop: Sharded) -> dict[str, float]:
         ):
             raise Wrong("torch's own gather after detach", "weights are still decoded")
     return {key: stats[key] for key in ("steps", "compressed_steps") if key in stats}
-
-
-STRATEGIES = (ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD)
-
-
-def run1(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
-    """Run one ``FullyShardedDataParallel`` case and compare flat gradients with and without the hook."""
-    notes.phase("the same loop without a hook")
-    plain, model = _flat(case), _flat(case)
-    handle = commhooks.attach(model, make(case.hook), timeout=20.0)
-    entry = entry_of(case.hook)
-    for step in range(case.steps):
-        notes.phase(f"step {step}")
-        wanted, found = _flat_gradients(plain, case, step), _flat_gradients(model, case, step)
-        for number, (a, b) in enumerate(zip(wanted, found, strict=True)):
-            allowed = 8 * (world + 2) * (2.0**-24 + entry.wire) * float(a.norm()) + 1e-6
-            if not float((a - b).norm()) <= allowed:
-                raise Wrong("near the average", f"flat parameter {number}: {float((a - b).norm()):.3g} off")
-        with torch.no_grad():
-            for mine, theirs, grad in zip(plain.parameters(), model.parameters(), found, strict=True):
-                theirs.sub_(grad.view_as(theirs), alpha=0.05)
-                mine.copy_(theirs)
-        dist.barrier()
-    handle.check()
-    handle.assert_active()
-    handle.detach()
-    return {}
-
-
-def _flat(case: Case) -> FullyShardedDataParallel:
-    net = models.build(case.model, "float32")
-    strategy = STRATEGIES[case.shards]
-    if case.model == "frozen":
-        net.layers[1] = FullyShardedDataParallel(net.layers[1], sharding_strategy=strategy, device_id=_cpu())
-    return FullyShardedDataParallel(net, sharding_strategy=strategy, device_id=_cpu(), use_orig_params=False)
-
-
-def _cpu() -> torch.device:
-    return torch.device("cpu")
-
-
-def _flat_gradients(model: Any, case: Case, step: int) -> list[torch.Tensor]:
-    model.zero_grad()
-    for micro, loss_of in enumerate(losses(case, step)):
-        quiet = case.accumulate == "no_sync" and micro == 0
-        with model.no_sync() if quiet else nullcontext():
-            loss_of(model).backward()
-    return [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in model.parameters()]

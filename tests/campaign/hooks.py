@@ -33,12 +33,11 @@ class Entry:
     bits: bool = False
 
 
-ALL = ("ddp", "simulated", "replicate", "shard", "fsdp1")
 DDP = ("ddp",)
 SHARDABLE = ("ddp", "simulated", "replicate", "shard")
 
 HOOKS = [
-    Entry("allreduce", "exact", places=ALL, bits=True),
+    Entry("allreduce", "exact", places=SHARDABLE, bits=True),
     Entry("warmup(powersgd(rank=2), steps=100)", "exact"),
     Entry("powersgd(rank=2, start_iter=100)", "exact"),
     Entry('policy({"*.bias": allreduce, "*": allreduce})', "exact"),
@@ -47,8 +46,8 @@ HOOKS = [
     Entry("torch:bf16_compress_wrapper", "wire", BF16, places=DDP),
     Entry("noop", "silent", places=("ddp", "simulated")),
     Entry("reduce_scatter", "exact", places=("shard",)),
-    Entry("fp16_compress", "wire", FP16, places=ALL),
-    Entry("bf16_compress", "wire", BF16, places=ALL),
+    Entry("fp16_compress", "wire", FP16, places=SHARDABLE),
+    Entry("bf16_compress", "wire", BF16, places=SHARDABLE),
     Entry('bf16_compress(accumulate="fp32")', "wire", BF16, places=("ddp", "simulated", "replicate", "shard")),
     Entry('fp16_compress(accumulate="fp32")', "wire", FP16),
     Entry('bf16_compress(rounding="stochastic")', "wire", 2 * BF16),

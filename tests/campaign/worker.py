@@ -10,7 +10,6 @@ from tests.campaign.notes import Notes
 
 KINDS = {
     "ddp": ddp.run,
-    "fsdp1": fsdp.run1,
     "fsdp2": fsdp.run2,
     "simulated": simulated.run,
     "outer": outer.run,

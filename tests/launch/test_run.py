@@ -69,6 +69,27 @@ def test_a_registered_hook_wins(tmp_path: Path) -> None:
     assert "fp16_compress_hook" in note
 
 
+FSDP1 = """
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+dist.init_process_group("gloo")
+teacher = FullyShardedDataParallel(torch.nn.Linear(8, 8), device_id=torch.device("cpu")).requires_grad_(False)
+teacher(torch.ones(2, 8, requires_grad=True)).sum().backward()
+print("the teacher ran", file=__import__("sys").stderr)
+model = FullyShardedDataParallel(torch.nn.Linear(8, 8), device_id=torch.device("cpu"))
+model(torch.ones(2, 8)).sum().backward()
+print("the model trained", file=__import__("sys").stderr)
+"""
+
+
+def test_an_fsdp1_model_that_trains_is_refused_before_its_first_step(tmp_path: Path) -> None:
+    done = run(tmp_path, FSDP1, hook="bf16_compress", check=False)
+    assert done.code != 0
+    assert "the teacher ran" in done.err and "the model trained" not in done.err
+    assert "HookNotSupportedError" in done.err and "fully_shard (FSDP2)" in done.err
+    assert not done.report.get("models")
+
+
 @pytest.mark.parametrize("door", [False, True], ids=["command", "environment"])
 @pytest.mark.parametrize(
     ("hook", "word"), [("powersdg", "did you mean"), ("powersgd(rnk=4)", "rank"), ("powersgd(", "^")]

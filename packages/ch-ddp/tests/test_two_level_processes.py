@@ -7,11 +7,10 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.errors import CommHooksError, HookNotSupportedError, RankMismatchError, RemoteHookError
+from commhooks.errors import CommHooksError, RankMismatchError, RemoteHookError
 from commhooks.testing import spawn
 
 pytestmark = pytest.mark.full
@@ -310,16 +309,3 @@ def several_dtypes(rank: int, world: int) -> list[bool]:
 
 def test_parameters_of_several_dtypes() -> None:
     assert spawn(several_dtypes, 4) == [[True] * 6] * 4
-
-
-def on_fsdp1(rank: int, world: int) -> str:
-    model = FullyShardedDataParallel(net(), device_id=torch.device("cpu"), use_orig_params=True)
-    with pytest.raises(HookNotSupportedError) as found:
-        commhooks.attach(model, "two_level(quant4, nodes=2)")
-    return str(found.value)
-
-
-def test_fsdp1_refuses_two_levels_by_name() -> None:
-    for text in spawn(on_fsdp1, 2):
-        assert text.startswith("two_level(quant4")
-        assert "needs each parameter's own shape, and FSDP1 gives a hook one flat vector. Use FSDP2" in text

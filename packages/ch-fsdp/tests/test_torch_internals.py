@@ -9,15 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import ShardingStrategy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 import ch_fsdp
 import commhooks
-from ch_fsdp.torch_internals.fsdp1_units import units
 from ch_fsdp.torch_internals.param_groups import param_groups, premultiplier
 from commhooks.testing import spawn
 
-from .fsdp_kit import batch, gpt, line, shard1, shard2, square
+from .fsdp_kit import batch, gpt, line, shard2, square
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.gloo]
 
@@ -93,22 +92,6 @@ def body_names(rank: int, world: int) -> None:
 
 def body_square(rank: int, world: int) -> None:
     assert all(group.native_replicas for group in param_groups(shard2(gpt(), square())))
-    hybrid = list(units(shard1(gpt(), ShardingStrategy.HYBRID_SHARD, device_mesh=square())))
-    assert [(u.group.size(), u.replicas.size(), u.sharded) for u in hybrid] == [(2, 2, True)] * 3
-    assert dist.get_process_group_ranks(hybrid[0].group) == [rank // 2 * 2, rank // 2 * 2 + 1]
-    assert dist.get_process_group_ranks(hybrid[0].replicas) == [rank % 2, rank % 2 + 2]
-    model = shard1(gpt(), ShardingStrategy.FULL_SHARD)
-
-    def hook(state: object, grad: torch.Tensor, output: torch.Tensor) -> None:
-        sizes.append(grad.numel())
-
-    sizes: list[int] = []
-    model.register_comm_hook("state", hook)
-    found = list(units(model))
-    assert [u.name for u in found] == ["root", "_fsdp_wrapped_module.blocks.0", "_fsdp_wrapped_module.blocks.1"]
-    assert all(u.hook is hook and u.hook_state == "state" and u.replicas is None for u in found)
-    model(*batch(0, rank)).backward()
-    assert sorted(sizes) == sorted(u.numel() for u in found)
 
 
 def test_fsdp2_groups() -> None:
@@ -119,7 +102,7 @@ def test_names_belong_to_parameters_and_not_to_their_places() -> None:
     spawn(body_names, 2)
 
 
-def test_meshes_and_fsdp1_units() -> None:
+def test_a_2d_mesh_has_replicas() -> None:
     spawn(body_square, 4)
 
 

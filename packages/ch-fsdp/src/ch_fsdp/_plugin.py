@@ -56,9 +56,8 @@ def commhooks_specs() -> Iterable[HookSpec]:
 
 @hookimpl
 def commhooks_adapter() -> Iterable[tuple[str, str]]:
-    """Return the adapters of FSDP1's wrapper class and of the class that ``fully_shard`` mixes into modules (FSDP2)."""
+    """Return the adapter of the class that ``fully_shard`` mixes into modules (FSDP2)."""
     return (
-        ("torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel", "ch_fsdp.fsdp1:adapter"),
         ("torch.distributed.fsdp.FSDPModule", "ch_fsdp.fsdp2:adapter"),
         ("torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule", "ch_fsdp.fsdp2:adapter"),
     )
@@ -75,8 +74,5 @@ def commhooks_local_gradients() -> Iterable[tuple[str, str]]:
 
 @hookimpl
 def commhooks_wraps() -> Iterable[str]:
-    """Return FSDP1's class and FSDP2's function."""
-    return (
-        "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel",
-        "torch.distributed.fsdp._fully_shard._fully_shard:fully_shard",
-    )
+    """Return FSDP2's function."""
+    return ("torch.distributed.fsdp._fully_shard._fully_shard:fully_shard",)

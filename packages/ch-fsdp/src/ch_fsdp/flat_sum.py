@@ -1,4 +1,4 @@
-"""The sum of a flat gradient, whole or scattered: plain averaging and its casts for FSDP1 and FSDP2's shard axis.
+"""The sum of a flat gradient, whole or scattered: plain averaging and its casts for FSDP1's hooks and FSDP2's shard axis.
 
 ``result = (premultiply * g_1 + ... + premultiply * g_W) / divide``. Each rank keeps the whole result (FSDP1's
 ``NO_SHARD``) or its own W-th (every sharded strategy, FSDP2). FSDP1 multiplies by a power of two before the sum and divides

@@ -5,8 +5,8 @@ divides the gradient by ``state.gradient_predivide_factor``, casts it, sums it, 
 ``state.gradient_postdivide_factor``. PyTorch casts before it divides, and divides a second time in 16 bits. Here a value
 fits fp16 if the divided value fits, and the last division has the parameter's precision.
 
-The hooks are stateless. Give one to ``model.register_comm_hook(state, hook)``, or call ``commhooks.attach``. PyTorch's own
-``DefaultState`` and ``LowPrecisionState`` also work.
+The hooks are stateless. Give one to ``model.register_comm_hook(state, hook)``. PyTorch's own ``DefaultState`` and
+``LowPrecisionState`` also work.
 """
 
 from typing import Protocol
@@ -82,7 +82,7 @@ _PLAIN: Reduction = Plain()
 _FP16 = WireCast(Plain(), "fp16", name="fp16_compress")
 _BF16 = WireCast(Plain(), "bf16", name="bf16_compress")
 
-# commhooks.attach runs these reductions instead of the functions.
+# commhooks.attach runs these reductions on FSDP2 if it gets a function, or the name "reduce_scatter", which only FSDP1 has.
 allreduce_hook.reduction = reduce_scatter_hook.reduction = _PLAIN  # type: ignore[attr-defined]
 fp16_compress_hook.reduction = _FP16  # type: ignore[attr-defined]
 bf16_compress_hook.reduction = _BF16  # type: ignore[attr-defined]
@@ -97,7 +97,7 @@ class Factors(Protocol):
 
 
 def set_factors(flat: FlatSum, state: Factors) -> None:
-    """Take the factors before and after the sum from an FSDP1 state. The first is a power of two, and so exact."""
+    """Take the factors before and after the sum from a state. The first is a power of two, and so exact."""
     flat.premultiply = 1.0 / state.gradient_predivide_factor
     flat.divide = state.gradient_postdivide_factor
 

@@ -1,4 +1,4 @@
-"""The step of an FSDP model. Its engines run each bucket at once, and end together when FSDP ends a backward.
+"""The step of an FSDP2 model. Its engines run each bucket at once, and end together when FSDP ends a backward.
 
 FSDP calls no hook last: the root's group may be ready before the first layer's, and the order depends on the graph. One
 backward may also contain several passes of autograd. So the adapter calls :meth:`Steps.end` when FSDP ends a backward.
@@ -39,7 +39,7 @@ class Steps:
         inspect: called at the end of each step. The ranks of all axes hear of an error that it returns.
         relay: the shard axis, if no engine ends a step there last. Errors between the replicas of one shard travel along
             it, so that every rank of the mesh raises.
-        deferred: reductions between replicas that wait for the end of the step (FSDP2).
+        deferred: reductions between replicas that wait for the end of the step.
         due: returns True if this backward is a step even without a call.
         before_gradient: :meth:`.OptimizerWatch.before_gradient`.
 

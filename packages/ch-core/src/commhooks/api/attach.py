@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from commhooks.handle import CommHook
 from commhooks.log import log
 from commhooks.reduction import Reduction
 from commhooks.registry.known_names import KNOWN_ADAPTERS
-from commhooks.registry.registry import REGISTRY, class_names
+from commhooks.registry.registry import FSDP1, REGISTRY, class_names
 from commhooks.report.report import never_compresses
 from commhooks.transport.process_group import group_timeout, refuse_lost
 
@@ -47,7 +47,7 @@ def attach(
     """Put a hook on a wrapped model.
 
     Args:
-        model: a `DistributedDataParallel`, FSDP or manager-backed model. The model object stays the same. `attach` finds it
+        model: a `DistributedDataParallel`, FSDP2 or manager-backed model. The model object stays the same. `attach` finds it
             inside the wrappers of `torch.compile` and of frameworks, e.g. Fabric's module.
         hook: an expression, its dict form, a `(state, bucket)` function, a reduction, or an unattached handle.
         state: initial state, a :class:`~commhooks.HookState`; for a foreign function its own state.
@@ -78,8 +78,8 @@ def attach(
     Raises:
         AttachError: the model is not wrapped. A SlotTakenError if it has a hook already.
         UnknownHookError, HookConfigError: see :func:`commhooks.create`.
-        HookNotSupportedError: `check_ranks_every` with FSDP1, weight gathers, or a manager, whose members may differ while
-            they heal.
+        HookNotSupportedError: the model is an FSDP1 model, or `check_ranks_every` with weight gathers or a manager, whose
+            members may differ while they heal.
         RankMismatchError: the ranks do not agree.
         TransportError: a collective over the group failed earlier, or fails now.
 
@@ -202,7 +202,7 @@ _INSIDE = ("_forward_module", "_orig_mod", "module")
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """Return the outermost model with an adapter inside the wrappers of `torch.compile` and frameworks, or the model."""
-    claimed = {*REGISTRY.adapters(), *KNOWN_ADAPTERS}
+    claimed = {*REGISTRY.adapters(), *KNOWN_ADAPTERS, ".".join(FSDP1)}
     return next((part for part in inside(model) if claimed.intersection(class_names(part))), model)
 
 
@@ -237,8 +237,10 @@ def adapter_for(model: object) -> Adapter:
     Raises:
         AttachError: no class has an adapter. The model is not wrapped, or the adapter's package is not installed.
     """
-    kind = type(model).__name__
-    found: Adapter | None = REGISTRY.adapter_of(class_names(model), f"support for {kind}")
+    kind, names = type(model).__name__, class_names(model)
+    if ".".join(FSDP1) in names:
+        return _refuse_fsdp1
+    found: Adapter | None = REGISTRY.adapter_of(names, f"support for {kind}")
     if found is not None:
         return found
     if isinstance(model, torch.nn.DataParallel):
@@ -251,4 +253,13 @@ def adapter_for(model: object) -> Adapter:
     raise AttachError(
         f"cannot attach to {kind}: it is not wrapped for data parallelism. Wrap it before attach(): "
         f"model = torch.nn.parallel.DistributedDataParallel(model){also}"
+    )
+
+
+def _refuse_fsdp1(model: torch.nn.Module, handle: CommHook, options: AttachOptions) -> NoReturn:
+    """Refuse an FSDP1 model, as its adapter, so that `commhooks run` still accepts models that never train."""
+    raise HookNotSupportedError(
+        f"attach() cannot put {handle.expr} on FullyShardedDataParallel (FSDP1), which PyTorch has deprecated. Shard the "
+        "model with fully_shard (FSDP2) and attach to that. Or keep FSDP1 and register a hook function in PyTorch's form: "
+        "model.register_comm_hook(LowPrecisionState(group), bf16_compress_hook)"
     )

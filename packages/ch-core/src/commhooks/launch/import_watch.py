@@ -88,7 +88,7 @@ def _torch_imported(_: ModuleType) -> None:
     """
     from commhooks.errors import CommHooksError
     from commhooks.launch.first_forward import watch_wrapper
-    from commhooks.registry.registry import REGISTRY
+    from commhooks.registry.registry import FSDP1, REGISTRY
 
     try:
         Settings.of().check()
@@ -97,10 +97,9 @@ def _torch_imported(_: ModuleType) -> None:
         raise SystemExit(f"{variables}: {type(error).__name__}: {error}") from None
     if Settings.of().outer:
         _WATCH.when_imported(OPTIMIZERS, live_optimizers.watch_optimizers)
-    for _plugin, targets in REGISTRY.ask("commhooks_wraps"):
-        for target in targets:
-            module, _, attribute = target.partition(":")
-            _WATCH.when_imported(module, functools.partial(watch_wrapper, attribute=attribute))
+    wraps = [target.split(":") for _plugin, targets in REGISTRY.ask("commhooks_wraps") for target in targets]
+    for module, attribute in [*wraps, FSDP1]:  # without FSDP1 its models would train without the hook, and no error
+        _WATCH.when_imported(module, functools.partial(watch_wrapper, attribute=attribute))
 
 
 def from_environment() -> None:

@@ -89,7 +89,6 @@ KNOWN_ADAPTERS: dict[str, str] = {
     "torch.distributed._composable.replicate.DDP": "ch-ddp",
     "torch.distributed.fsdp.FSDPModule": "ch-fsdp",
     "torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule": "ch-fsdp",
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "ch-fsdp",
     "torch.nn.parallel.distributed.DistributedDataParallel": "ch-ddp",
     "torchft.manager.Manager": "ch-ft",
 }

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from ch_bench.gpu_kit import models
 from ch_bench.gpu_kit.device import KitDevice
@@ -51,15 +51,6 @@ def _replicate(kit: KitDevice, device: torch.device, hook: str) -> tuple[nn.Modu
     return module, models.attach(module, hook)
 
 
-def _fsdp1(kit: KitDevice, device: torch.device, hook: str) -> tuple[nn.Module, Any]:
-    if hook not in ("allreduce", "bf16_compress"):
-        raise Skipped("FSDP1 accepts only hooks of kind fsdp")
-    model = FullyShardedDataParallel(
-        models.net(kit, device), sharding_strategy=ShardingStrategy.NO_SHARD, device_id=device, use_orig_params=True
-    )
-    return model, models.attach(model, hook)
-
-
 def _shard(kit: KitDevice, device: torch.device, hook: str) -> tuple[nn.Module, Any]:
     if hook not in ("allreduce", "bf16_compress"):
         raise Skipped("FSDP2's shard axis accepts plain averaging and casts")
@@ -86,7 +77,6 @@ def _fsdp2(kit: KitDevice, device: torch.device, hook: str, axis: str) -> tuple[
 
 ADAPTERS: dict[str, Callable[[KitDevice, torch.device, str], tuple[nn.Module, Any]]] = {
     "replicate()": _replicate,
-    "FSDP1 NO_SHARD": _fsdp1,
     "FSDP2 shard": _shard,
     "FSDP2 replicate": _across,
 }
