@@ -368,7 +368,7 @@ def ft_versions(session: nox.Session, version: str) -> None:
 def bench(session: nox.Session) -> None:
     """Compare the cost of hooks with PyTorch's, interleaved step by step. `-- --link 1gbit` shapes a link (needs root)."""
     install(session, *PROJECTS, tools=["matplotlib>=3.8"])
-    session.run("python", "-m", "ch_bench.cost.bench", *session.posargs, env=ONE_THREAD)
+    session.run("python", "-m", "commhooks", "bench", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from . import known_table
-
-ROOT = known_table.ROOT
-PROJECTS = known_table.projects()
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = [path.parent for path in sorted(ROOT.glob("p*/*/pyproject.toml"))]  # packages/ and plugins/
+PROJECTS = {tomllib.loads((path / "pyproject.toml").read_text())["project"]["name"]: path for path in FOLDERS}
 IMPORTS = {name: "commhooks" if name == "ch-core" else name.replace("-", "_") for name in PROJECTS}
 
 
@@ -123,9 +122,23 @@ def test_nothing_of_one_machine_is_written_down():
             assert found is None, f"{path.relative_to(ROOT)}: {found and found[0]}"
 
 
-def test_the_table_of_known_names_is_fresh():
-    advice = "run: python tests/known_table.py --write"
-    assert known_table.TARGET.read_text() == known_table.table(), advice
+def test_the_table_of_packages_holds_what_they_register():
+    from commhooks.registry import packages
+    from commhooks.registry.registry import REGISTRY
+
+    ours = PROJECTS.keys() - {"ch-template"}  # a template to copy, never installed under its own name
+    rows = [(spec.provider, name) for spec in REGISTRY.specs() for name in spec.names]
+    assert {(dist, name) for dist, name in rows if dist in ours} == pairs(packages.HOOKS)
+    rows = [(command.provider, command.name) for command in REGISTRY.commands()]
+    assert {(dist, name) for dist, name in rows if dist in ours} == pairs(packages.COMMANDS)
+    answers = REGISTRY.ask("commhooks_adapter")
+    rows = [(plugin.partition(":")[0], cls) for plugin, served in answers for cls, _ in served]
+    assert {(dist, cls) for dist, cls in rows if dist in ours} == pairs(packages.ADAPTERS)
+    assert ours == set(packages.PACKAGES)
+
+
+def pairs(table: dict[str, str]) -> set[tuple[str, str]]:
+    return {(dist, name) for dist, names in table.items() for name in names.split()}
 
 
 def test_every_entry_point_resolves():
@@ -135,7 +148,6 @@ def test_every_entry_point_resolves():
 
     assert not [failure for failure in commhooks.failures() if failure.dist in PROJECTS]
     ours = [spec for spec in commhooks.list_hooks() if spec.provider in PROJECTS]
-    assert {name for name, dists in known_table_names().items() if dists} <= {n for s in ours for n in s.names}
     for spec in ours:
         REGISTRY.target(spec)
     for command in REGISTRY.commands():
@@ -143,12 +155,6 @@ def test_every_entry_point_resolves():
         for target in filter(None, (spec.hook, spec.state)):
             REGISTRY.load(target, spec)
         assert commhooks.describe(spec.id, spec.kind)
-
-
-def known_table_names() -> dict[str, tuple[str, ...]]:
-    from commhooks.registry.known_names import KNOWN
-
-    return KNOWN
 
 
 def test_ci_is_the_readme_command():

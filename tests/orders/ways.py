@@ -29,7 +29,8 @@ import ch_fsdp
 import ch_powersgd
 import commhooks
 from ch_outer import OuterOptimizer
-from commhooks import CommHook
+from commhooks import CommHook, checkpoint
+from commhooks.trace import Trace
 from tests.orders.late import LateCollectives
 from tests.sizes.hooks import ROWS
 
@@ -175,7 +176,7 @@ def ddp_traced(case: Case, rank: int) -> Seen:
     if rank == 0:
         names = [tempfile.mkdtemp(prefix="commhooks-")]
     dist.broadcast_object_list(names)
-    with handle.trace(Path(names[0], "trace.json")):
+    with Trace(handle, Path(names[0], "trace.json")):
         train(case, model, shapes, rank, seen)
     dist.barrier()
     shutil.rmtree(names[0], ignore_errors=True)
@@ -300,7 +301,7 @@ def function(case: Case, rank: int) -> Seen:
     seen = Seen()
     train(case, model, shapes, rank, seen)
     if isinstance(state, commhooks.HookState):
-        note_state(seen, state.state_dict())
+        note_state(seen, checkpoint.state_dict(state))
     return seen
 
 

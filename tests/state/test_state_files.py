@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import commhooks
-from commhooks import HookState, StateError
+from commhooks import HookState, StateError, checkpoint
 from commhooks.checkpoint import merge
 from commhooks.testing import SimulatedRanks
 
@@ -158,7 +158,7 @@ def test_positions_and_names_are_translated(pair):
     pair.handles[0].load_state_dict(bare)
     assert snapshot(pair.handles[0]) == before
     state = HookState()
-    state.load_state_dict(bare | {"fields": saved["fields"]})
+    checkpoint.load_state_dict(state, bare | {"fields": saved["fields"]})
     state.bind_params([(name, tuple(t.shape)) for name, t in LIKE.items()])
     assert {n for n, _, _ in state.entries()} == {"w", "v"}
     with pytest.raises(StateError, match="does not fit"):

@@ -68,6 +68,54 @@ def test_list_and_env_with_a_broken_plugin(tmp_path, publish):
     assert commhooks("describe", "line_hook", **environ).returncode == 0
 
 
+SEVERAL = """
+def first(bucket, ctx):
+    '''Send the first entries. Keep the others.
+
+    More.
+    '''
+    yield
+
+def second(bucket, ctx):
+    "Send LONG"
+    yield
+
+def third(bucket, ctx): yield
+"""
+
+
+def test_a_line_is_listed_by_its_docstring_or_as_broken(tmp_path, publish):
+    targets = {name: f"acme_several:{name}" for name in ("first", "second", "third", "missing")}
+    lines = {**targets, "exits": "acme_exits:f", "lost": "acme_no_such_module:f"}
+    source = SEVERAL.replace("LONG", "x" * 60 + " " + "y" * 60)
+    publish("acme", {"commhooks.reduction": lines}, acme_several=source, acme_exits="raise SystemExit(0)")
+    environ = {"PYTHONPATH": str(tmp_path), "COMMHOOKS_PLUGINS": "acme"}
+    run = commhooks("list", "--json", **environ)
+    found = json.loads(run.stdout)
+    assert run.returncode == 1
+    summaries = {hook["name"]: hook["summary"] for hook in found["hooks"] if hook["provider"] == "acme"}
+    assert summaries == {"first": "Send the first entries", "second": f"Send {'x' * 60} ...", "third": "(no summary)"}
+    broken = {failure["entry"]: failure["error"] for failure in found["failures"]}
+    assert broken.keys() == {f"commhooks.reduction: {name}" for name in ("missing", "exits", "lost")}
+    assert "acme_no_such_module" in broken["commhooks.reduction: lost"]
+    text = commhooks("list", "acme", **environ).stdout
+    assert "failed acme 1.0 (commhooks.reduction: lost, import): " in text
+    assert commhooks("describe", "first", **environ).stdout.startswith(
+        "first (reduction): Send the first entries. Keep"
+    )
+    assert "PluginLoadError: acme 1.0 (hook 'lost')" in commhooks("describe", "lost", **environ).stderr
+
+
+def test_list_describe_and_help_load_no_torch_and_no_rich():
+    code = (
+        "import sys\nfrom commhooks.cli import main\nfor words in (['list'], ['describe', 'powersgd']): main(words)\n"
+    )
+    code += "try: main(['--help'])\nexcept SystemExit: pass\nassert not {'torch', 'rich'} & {*sys.modules}"
+    environ = {**os.environ, "COMMHOOKS_DISABLE": "ch-template"}  # its line has no summary, so `list` imports it
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=environ)
+    assert run.returncode == 0, run.stderr
+
+
 def test_all_is_well_without_strangers():
     assert commhooks("list").returncode == 0
     run = commhooks("env", "--json")
@@ -97,6 +145,14 @@ def test_without_a_command_it_prints_help_with_an_example_and_the_docs():
     assert run.returncode == 0
     assert "commhooks run --hook" in run.stdout
     assert "documentation: https://" in run.stdout
+
+
+def test_a_command_of_ours_says_which_package_to_install():
+    run = commhooks("advise", COMMHOOKS_DISABLE="ch-bench")
+    assert run.returncode == 2
+    assert "the command 'advise' comes with ch-bench, not installed here" in run.stderr
+    assert "pip install ch-bench" in run.stderr
+    assert "did you mean 'advise'" in commhooks("advice", COMMHOOKS_DISABLE="ch-bench").stderr
 
 
 def test_help_summarises_each_command_of_a_package():
@@ -238,49 +294,70 @@ def test_doctor_tries_adapters_and_wrappers(tmp_path, publish):
 
 
 COMMAND = """
-import sys
+import warnings
 from commhooks.errors import HookConfigError
 
-def main(words):
-    print(sys.argv[0], words)
-    if "raise" in words:
+def greet(parser):
+    '''Greet by name.'''
+    parser.add_argument("--name")
+    parser.add_argument("--json", action="store_true")
+    return run
+
+def script(parser):
+    parser.set_defaults(runs_script=True, name="raise")
+    return run
+
+def run(arguments):
+    warnings.warn("heard")
+    print("hello", arguments.name)
+    if arguments.name == "raise":
         raise HookConfigError("given raise")
-    return 3 if words else None
+    return 3 if arguments.name else None
 """
-LINES = {"commhooks.commands": {"greet": "acme_greet:main"}}
+LINES = {"commhooks.commands": {"greet": "acme_greet:greet"}}
 
 
 def test_a_package_adds_a_command(tmp_path, publish):
     publish("acme", LINES, acme_greet=COMMAND)
     environ = {"PYTHONPATH": str(tmp_path), "COMMHOOKS_PLUGINS": "acme"}
     assert commhooks("greet", **environ).returncode == 0
-    run = commhooks("greet", "--blocks", "3", "--help", **environ)
-    assert run.returncode == 3
-    assert run.stdout == "commhooks greet ['--blocks', '3', '--help']\n"
-    run = commhooks("greet", "raise", "--json", **environ)
+    run = commhooks("greet", "--name", "Ada", **environ)
+    assert (run.returncode, run.stdout, run.stderr) == (3, "hello Ada\n", "")
+    run = commhooks("greet", "--nam", **environ)
+    assert run.returncode == 2
+    assert run.stderr.startswith("usage: commhooks greet ")
+    assert "Greet by name." in commhooks("greet", "--help", **environ).stdout
+    run = commhooks("greet", "--name", "raise", "--json", **environ)
     assert run.returncode == 1
     assert json.loads(run.stdout.splitlines()[-1]) == {"error": "HookConfigError", "message": "given raise"}
-    helped = commhooks("--help", **environ)
-    assert "    greet     acme here" in helped.stdout
+    assert "    greet     Greet by name." in commhooks("--help", **environ).stdout
     assert commhooks("greet", **environ, COMMHOOKS_DISABLE="acme").returncode == 2
 
 
-def test_commands_are_listed_without_loading_anything(tmp_path, publish):
-    publish("acme", LINES, acme_greet="import torch")
-    code = "import sys; from commhooks.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
-    code += "assert not {'torch', 'acme_greet'} & {*sys.modules}"
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=environ)
-    assert run.returncode == 0, run.stderr
-    assert "greet" in run.stdout
+def test_exceptions_and_warnings_of_a_script_pass_through(tmp_path, publish):
+    publish("acme", {"commhooks.commands": {"script": "acme_greet:script"}}, acme_greet=COMMAND)
+    run = commhooks("script", PYTHONPATH=str(tmp_path), COMMHOOKS_PLUGINS="acme")
+    assert run.returncode == 1
+    assert "UserWarning: heard" in run.stderr
+    assert "Traceback" in run.stderr and run.stderr.endswith("HookConfigError: given raise\n")
+
+
+def test_a_command_that_fails_to_import_leaves_the_others_in_the_help(tmp_path, publish):
+    points = {"commhooks.commands": {"greet": "acme_greet:greet", "broken": "acme_broken:f"}}
+    publish("acme", points, acme_greet=COMMAND, acme_broken="raise SystemExit(4)")
+    run = commhooks("--help", PYTHONPATH=str(tmp_path), COMMHOOKS_PLUGINS="acme")
+    assert run.returncode == 0
+    assert "Greet by name." in run.stdout and "Run a training script" in run.stdout
+    said = " ".join(run.stdout.split())
+    assert "broken failed: acme 1.0 (command 'broken'): 'acme_broken:f' failed to load: SystemExit: 4" in said
 
 
 @pytest.mark.full
 def test_a_broken_command_is_a_recorded_failure(tmp_path, publish):
     points = {
         "missing": "acme_no_such_module:main",
-        "list": "acme_greet:main",
-        "Bad": "acme_greet:main",
+        "list": "acme_greet:greet",
+        "Bad": "acme_greet:greet",
         "bare": "acme",
     }
     publish("acme", {"commhooks.commands": points}, acme_greet=COMMAND)
@@ -288,10 +365,10 @@ def test_a_broken_command_is_a_recorded_failure(tmp_path, publish):
     run = commhooks("missing", **environ)
     assert run.returncode == 1
     assert "PluginLoadError: acme 1.0 (command 'missing'): 'acme_no_such_module:main' failed to load" in run.stderr
-    found = json.loads(commhooks("list", "--json", **environ).stdout)  # the command shows ch-core's list
+    found = json.loads(commhooks("list", "--json", **environ).stdout)  # the command shows commhooks' list
     said = {failure["entry"].split(": ")[1]: failure["error"] for failure in found["failures"]}
     assert set(said) == {"list", "Bad", "bare"}
-    assert "'list' of acme has the name of one of ch-core's own" in said["list"]
+    assert "'list' of acme has the name of one of commhooks' own" in said["list"]
     run = commhooks("doctor", "--json", "--no-smoke", **environ)
     assert run.returncode == 1
     [row] = [row for row in json.loads(run.stdout)["commands"] if row["id"] == "acme/missing"]
@@ -313,7 +390,7 @@ def test_two_packages_with_one_command_are_refused_by_name(tmp_path, publish):
     assert {row["status"] for row in rows if row["id"].endswith("/greet")} == {"failed"}
 
 
-def test_own_commands_are_those_that_the_parser_has():
+def test_own_commands_are_in_the_help():
     usage = commhooks("--help").stdout
     assert all(f"\n    {name} " in usage for name in OWN_COMMANDS)
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 import torch
 
-from commhooks import HookState
+from commhooks import HookState, checkpoint
 from commhooks.bucket import Bucket
 from commhooks.compositions.wire_cast import WireCast
 from commhooks.engine.collectives import Stage
@@ -180,7 +180,7 @@ def test_steps_that_wait_are_used_or_undone_together() -> None:
             says.answer = answer
             assert engine.resolve_step() is answer
             if answer is None:
-                assert engine.state.state_dict()["step"] == engine.state.certain_step
+                assert checkpoint.state_dict(engine.state)["step"] == engine.state.certain_step
             seen.append((engine.state.step, total(engine), engine.state.certain_step))
         return seen
 
@@ -255,7 +255,7 @@ def test_a_joined_rank_saves_a_presumed_step_and_takes_it_back_if_it_was_skipped
             assert one_step(engine, joined=joined) is None
             says.answer = used if not joined else None
             says.steps += used and not joined
-            saved.append(engine.state.state_dict()["step"])
+            saved.append(checkpoint.state_dict(engine.state)["step"])
         assert one_step(engine) is None
         return [*saved, engine.state.step, says.steps]
 
@@ -375,11 +375,11 @@ def test_a_step_that_is_open_when_another_state_is_loaded_is_no_part_of_it(befor
         engine.set_judge(says)
         for _ in range(2):
             assert one_step(engine) is None
-        saved = engine.state.state_dict()
+        saved = checkpoint.state_dict(engine.state)
         says.answer = None
         for _ in range(before + 1):
             assert one_step(engine) is None
-        engine.state.load_state_dict(saved)
+        checkpoint.load_state_dict(engine.state, saved)
         says.answer = True
         assert one_step(engine) is None
         engine.resolve_step()

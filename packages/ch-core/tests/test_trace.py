@@ -5,6 +5,7 @@ import time
 import weakref
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,12 +105,12 @@ def gloo_body(rank: int, world: int, folder: str) -> dict[str, float]:
         model(torch.randn(8, 64)).square().mean().backward()
     before = handle.stats()
     untraced = hooks_of(model)
-    with handle.trace(Path(folder) / "trace.json") as running:
+    with trace.Trace(handle, Path(folder) / "trace.json") as running:
         for _ in range(5):
             model(torch.randn(8, 64)).square().mean().backward()
         after = handle.stats()
         with pytest.raises(commhooks.HookNotSupportedError, match="traced already"):
-            handle.trace(Path(folder) / "other.json")
+            trace.Trace(handle, Path(folder) / "other.json")
     model(torch.randn(8, 64)).square().mean().backward()
     assert running.close() is None  # closed already
     engine = handle.binding.engine
@@ -118,7 +119,7 @@ def gloo_body(rank: int, world: int, folder: str) -> dict[str, float]:
     assert hooks_of(model) == untraced
     assert handle.stats()["steps"] == after["steps"] + 1
     with pytest.raises(ValueError, match="at least 1"):
-        handle.trace(Path(folder) / "other.json", limit=0)
+        trace.Trace(handle, Path(folder) / "other.json", limit=0)
     return {key: after[key] - before[key] for key in after}
 
 
@@ -246,7 +247,7 @@ def test_a_limit_drops_the_oldest_events(tmp_path: Path) -> None:
     def body(rank: Any) -> None:
         reducer = Reducer(Plain(), {"w": torch.zeros(8)}, transport=rank.transport)
         if rank.rank == 0:
-            with reducer.handle.trace(tmp_path / "trace.json", limit=10) as running:
+            with trace.Trace(reducer.handle, tmp_path / "trace.json", limit=10) as running:
                 for _ in range(20):
                     reducer.average()
             assert running.final.dropped > 0
@@ -268,7 +269,8 @@ def test_a_trace_changes_no_message_and_no_number() -> None:
     def body(rank: Any, traced: bool, folder: Path) -> list[float]:
         torch.manual_seed(rank.rank)
         engine = rank.engine(Plain())
-        recorder = trace.Trace(folder / "t.json", {"": engine}, hook="allreduce") if traced else None
+        source = SimpleNamespace(trace_source=lambda: commhooks.TraceSource({"": engine}, "allreduce"))
+        recorder = trace.Trace(source, folder / "t.json") if traced else None
         found = []
         for _ in range(3):
             buckets = [Bucket.from_tensors({str(i): torch.randn(64)}, index=i, is_last=i == 2) for i in range(3)]

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import commhooks
 from ch_fsdp.torch_internals.param_groups import param_groups
-from commhooks import HookConfigError, HookNotSupportedError
+from commhooks import HookConfigError, HookNotSupportedError, checkpoint
 from commhooks.testing import spawn
 
 from .fsdp_kit import batch, flat_params, gpt, line, shard2, square, train
@@ -49,12 +49,12 @@ def body_thawed(rank: int, world: int, expr: str, axis: str) -> None:
     names = {name for name, _ in held}
     assert any(name.startswith("1.weight") for name in names)
     saved = handle.state_dict()
-    assert set(saved["entries"]) == names == set(handle.state.state_dict()["entries"])
+    assert set(saved["entries"]) == names == set(checkpoint.state_dict(handle.state)["entries"])
     assert {row.name.partition("[")[0] for row in handle.plan()} == {n for n, _ in model.named_parameters()}
 
     handle.load_state_dict(saved)
     assert handle.state.held() == held
-    handle.state.load_state_dict(saved)
+    checkpoint.load_state_dict(handle.state, saved)
     assert handle.state.held() == held
 
     for frozen in (False, True):  # built with all parameters, or thawed again before it loads
@@ -74,7 +74,7 @@ def body_thawed(rank: int, world: int, expr: str, axis: str) -> None:
     step(model, rank, 4)
     handle.commit()
     assert set(handle.state_dict()["entries"]) == names
-    assert set(handle.state.state_dict()["entries"]) == names
+    assert set(checkpoint.state_dict(handle.state)["entries"]) == names
     handle.load_state_dict(handle.state_dict())
     assert handle.state.held() == held
     handle.detach()

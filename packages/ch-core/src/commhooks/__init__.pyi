@@ -45,6 +45,7 @@ from commhooks.errors import UnknownHookError as UnknownHookError
 from commhooks.fsdp_states import DefaultState as DefaultState
 from commhooks.fsdp_states import LowPrecisionState as LowPrecisionState
 from commhooks.handle import CommHook as CommHook
+from commhooks.handle import TraceSource as TraceSource
 from commhooks.reduction import Plain as Plain
 from commhooks.reduction import Reduction as Reduction
 from commhooks.reduction import Stages as Stages

@@ -4,8 +4,8 @@ One class serves every kind of model. The differences between DDP, FSDP and a ma
 :class:`~commhooks.adapters.Binding`.
 """
 
-from collections.abc import Callable, Mapping
-from os import PathLike
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from commhooks.adapters.base import Binding
 from commhooks.engine.drift import RankCheck
+from commhooks.engine.engine import Engine
 from commhooks.engine.stats import residual_figures
 from commhooks.errors import AttachError, HookNotSupportedError
 from commhooks.reduction import Plain, Reduction
@@ -21,9 +22,29 @@ from commhooks.report.plan import PlanRow, plan_rows
 from commhooks.report.report import Report, cautions, report
 from commhooks.requests import payload_bytes
 from commhooks.state import HookState
-from commhooks.trace.session import Trace
 
 ForeignHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSource:
+    """What a trace records of a handle or an outer optimizer.
+
+    Args:
+        engines: engines to trace, by axis.
+        hook: expression of the handle.
+        groups: process groups of the handle, one for each axis of a mesh. Empty if ranks have no store to agree over.
+        timeout: seconds to wait for a rank.
+        model: model whose forward is traced, or ``None``.
+        during: the work that hides the messages of a step: ``"backward"``, or ``"inner steps"`` of an outer optimizer.
+    """
+
+    engines: Mapping[str, Engine]
+    hook: str
+    groups: Sequence[dist.ProcessGroup] = ()
+    timeout: float = 60.0
+    model: torch.nn.Module | None = None
+    during: str = "backward"
 
 
 class CommHook:
@@ -205,36 +226,12 @@ class CommHook:
         """
         return report(self.expr, self._bound(), self.plan(), self.reduction, self.rank_check)
 
-    def trace(self, path: "str | PathLike[str]", *, limit: int = 100_000) -> Trace:
-        """Record forward, backward, encode, messages, decode and waits of all ranks until the trace is closed.
-
-        The file is in the Trace Event Format, which https://ui.perfetto.dev opens. Every rank must make this call, and close
-        the trace, between the same two steps. Times are host times. On a GPU they are the times of launches, and the ends
-        of messages are unknown.
-
-        Args:
-            path: file to write, e.g. `trace.json`.
-            limit: number of events that each engine keeps. The oldest are dropped. A bucket makes about six in a step.
+    def trace_source(self) -> TraceSource:
+        """Return what a trace records of this hook.
 
         Raises:
             AttachError: not attached.
-            HookNotSupportedError: a foreign hook (its messages are unknown), a manager (its members change), or a
-                handle that is traced already.
-            HookTimeoutError: another rank did not make this call.
-
-        Example:
-            >>> import commhooks, os, tempfile, torch, torch.distributed as dist
-            >>> from torch.nn.parallel import DistributedDataParallel
-            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            >>> model = DistributedDataParallel(torch.nn.Linear(64, 64))
-            >>> handle = commhooks.attach(model, "powersgd(rank=4)", single_process=True)
-            >>> path = os.path.join(tempfile.mkdtemp(), "trace.json")
-            >>> with handle.trace(path) as trace:
-            ...     for _ in range(3):
-            ...         model(torch.randn(8, 64)).sum().backward()
-            >>> os.path.exists(path), trace.final.steps
-            (True, 2)
-            >>> dist.destroy_process_group()
+            HookNotSupportedError: a foreign hook, whose messages are unknown.
         """
         binding = self._bound()
         if not binding.engines:
@@ -244,7 +241,7 @@ class CommHook:
         groups = [group for group in (binding.group, *binding.other_axes) if group is not None]
         timeout = self.agreement_timeout or 60.0
         model = self.model()
-        return Trace(path, binding.engines, hook=self.expr, groups=groups, timeout=timeout, limit=limit, model=model)
+        return TraceSource(binding.engines, self.expr, groups, timeout, model)
 
     def cautions(self, world_size: int | None = None) -> list[str]:
         """Return sentences on costs of this hook with this model. `attach` logs those for its own group.

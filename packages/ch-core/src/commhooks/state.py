@@ -455,18 +455,6 @@ class HookState:
             self.params = params
         self.buckets = buckets or self.buckets
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return tensors and plain values for :meth:`load_state_dict`; see :mod:`commhooks.checkpoint`."""
-        from commhooks.checkpoint import state_dict
-
-        return state_dict(self)
-
-    def load_state_dict(self, saved: Mapping[str, Any], *, world_change: str = "error") -> None:
-        """Load the result of :meth:`state_dict`, all or nothing. See :func:`commhooks.checkpoint.load_state_dict`."""
-        from commhooks.checkpoint import load_state_dict
-
-        load_state_dict(self, saved, world_change=world_change)
-
     def __getstate__(self) -> dict[str, Any]:
         """Return the committed state, without process group, model or buffers."""
         self.resolve_step()

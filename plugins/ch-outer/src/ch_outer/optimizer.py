@@ -40,10 +40,9 @@ from ch_outer.state import (
 from ch_outer.step_watch import Followed
 from ch_outer.telemetry import COLUMNS, Recorder
 from ch_outer.unequal_rounds import UnequalRounds
-from commhooks import HookConfigError, HookNotSupportedError, Reducer, StateError
+from commhooks import HookConfigError, HookNotSupportedError, Reducer, StateError, TraceSource
 from commhooks.adapters import Transport
 from commhooks.telemetry import Writer, csv_file
-from commhooks.trace import Trace
 
 
 class OuterOptimizer(InnerOptimizer):
@@ -534,17 +533,11 @@ class OuterOptimizer(InnerOptimizer):
         whole = float(self.landed // len(self._fragments))
         return {key: sum(row[key] for row in rows) for key in rows[0]} | {"rounds_done": whole}
 
-    def trace(self, path: "str | PathLike[str]", *, limit: int = 100_000) -> Trace:
-        """Record the rounds of all ranks, as :meth:`commhooks.CommHook.trace` records the steps of a hook.
-
-        Every rank must make this call, and close the trace, between the same two steps.
-
-        Args:
-            path: file to write.
-            limit: number of events that each fragment keeps.
+    def trace_source(self) -> TraceSource:
+        """Return what a :class:`commhooks.trace.Trace` records: the rounds of all ranks.
 
         Raises:
-            HookNotSupportedError: a manager, whose members come and go; rounds that end by time; or it is traced already.
+            HookNotSupportedError: rounds that end by time.
         """
         if self._unequal is not None:
             raise HookNotSupportedError("rounds that end by time cannot be traced: use every=")
@@ -556,7 +549,7 @@ class OuterOptimizer(InnerOptimizer):
                 groups = [binding.group, *shard_groups(self._exchanged.values())] if binding.group is not None else []
         expr = self._fragments[0].reducer.handle.expr
         hook = f"outer optimizer, exchange={expr}"
-        return Trace(path, engines, hook=hook, groups=groups, limit=limit, model=self._model, during="inner steps")
+        return TraceSource(engines, hook, groups, model=self._model, during="inner steps")
 
     def record(self, to: "Writer | str | PathLike[str]", *, every: int = 1, rank: int | None = 0) -> Recorder:
         """Record figures of exchanges over time, as :func:`commhooks.telemetry.record` does for the steps of a hook.

@@ -16,7 +16,7 @@ from commhooks.fingerprint import rows_of_model, verify
 from commhooks.handle import CommHook
 from commhooks.log import log
 from commhooks.reduction import Reduction
-from commhooks.registry.known_names import KNOWN_ADAPTERS
+from commhooks.registry.packages import ADAPTERS, all_names
 from commhooks.registry.registry import FSDP1, REGISTRY, class_names
 from commhooks.report.report import never_compresses
 from commhooks.transport.process_group import group_timeout, refuse_lost
@@ -202,7 +202,7 @@ _INSIDE = ("_forward_module", "_orig_mod", "module")
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """Return the outermost model with an adapter inside the wrappers of `torch.compile` and frameworks, or the model."""
-    claimed = {*REGISTRY.adapters(), *KNOWN_ADAPTERS, ".".join(FSDP1)}
+    claimed = {*REGISTRY.adapters(), *all_names(ADAPTERS), ".".join(FSDP1)}
     return next((part for part in inside(model) if claimed.intersection(class_names(part))), model)
 
 

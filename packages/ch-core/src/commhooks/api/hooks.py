@@ -112,9 +112,10 @@ def describe_spec(spec: HookSpec, given: Mapping[str, Any] | None = None) -> str
         "paper": spec.paper,
         "docs": spec.docs,
     }
-    lines = [f"{spec.name} ({spec.kind}): {spec.summary}"]
-    if spec.options is None:
-        facts = {"docstring": _docstring(spec), **facts}
+    docstring = _docstring(spec) if spec.options is None else ""
+    lines = [f"{spec.name} ({spec.kind}): {spec.summary or docstring or '(no summary)'}"]
+    if spec.summary:
+        facts = {"docstring": docstring, **facts}
     lines += [f"  {label:<9} {value}" for label, value in facts.items() if value]
     if not spec.options:
         options = "none" if spec.options is not None else _signature(spec)
@@ -130,11 +131,20 @@ def describe_spec(spec: HookSpec, given: Mapping[str, Any] | None = None) -> str
 
 
 def _docstring(spec: HookSpec) -> str:
-    """Return the first paragraph of the target's docstring in one line, or an empty string."""
+    """Return :func:`docstring`, or an empty string if the target cannot be imported."""
     try:
-        found = inspect.getdoc(REGISTRY.target(spec)) or ""
-    except CommHooksError:  # `doctor` shows it
+        return docstring(spec)
+    except CommHooksError:  # `list` and `doctor` show it
         return ""
+
+
+def docstring(spec: HookSpec) -> str:
+    """Return the first paragraph of the docstring of a hook's target in one line. Imports the target.
+
+    Raises:
+        PluginLoadError: the target cannot be imported.
+    """
+    found = inspect.cleandoc(REGISTRY.target(spec).__doc__ or "")  # getdoc() would show that of a base class
     return " ".join(found.partition("\n\n")[0].split())
 
 

@@ -45,13 +45,13 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         StateError: a state is malformed, a rank is missing or present twice, or they are not of one checkpoint.
 
     Example:
-        >>> import commhooks, torch
+        >>> import commhooks.checkpoint, torch
         >>> from commhooks import HookState
         >>> def saved(rank):
         ...     state = HookState()
         ...     _ = state.stage("w", "residual", (2,)).fill_(float(rank))
         ...     state.commit()
-        ...     return state.state_dict() | {"world_size": 2, "rank": rank, "fields": {"residual": "local"}}
+        ...     return commhooks.checkpoint.state_dict(state) | {"world_size": 2, "rank": rank, "fields": {"residual": "local"}}
         >>> merge([saved(0), saved(1)])["entries"]["w"]["residual"]
         tensor([0.5000, 0.5000])
     """

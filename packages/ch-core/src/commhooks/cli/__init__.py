@@ -1,49 +1,43 @@
-"""The command line: `commhooks list | describe NAME | env | doctor | run`, and the commands that packages add.
+"""The command line: `commhooks list | describe NAME | env`, and the commands that packages add.
 
-Exit status 0 means success, 1 a problem, 2 a bad command line. `list`, `describe`, `env` and `doctor` take `--json`.
-`list` and `describe` load no torch, and every command works while a plugin is broken.
+A command is a :data:`~commhooks.registry.spec.SetUp` function in the entry-point group `commhooks.commands`. Exit status 0 means
+success, 1 a problem, 2 a bad command line. `list` and `describe` load no torch unless a hook has no summary, and every command
+works while a plugin is broken.
 """
 
 import argparse
+import inspect
 import json
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
-from commhooks.cli.terminal import HelpFormatter
+from commhooks.cli import env, listing
+from commhooks.cli.text import HelpFormatter
 from commhooks.errors import CommHooksError, UnknownHookError
 from commhooks.log import wrapped_on_terminal
 from commhooks.registry.distributions import version
-from commhooks.registry.docstrings import first_line
 from commhooks.registry.registry import REGISTRY
-from commhooks.registry.spec import OWN_COMMANDS, Command
+from commhooks.registry.spec import OWN_COMMANDS, SetUp
 
 DOCS = "https://github.com/commhooks/commhooks/tree/main/docs"
 EXAMPLE = "torchrun --nproc-per-node 2 -m commhooks run --hook quant4 train.py"
+OWN: dict[str, SetUp] = dict(zip(OWN_COMMANDS, (listing.list_, listing.describe, env.env), strict=True))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["run"]:  # exceptions and exit status of the script pass through
-        from commhooks.launch.command import main as run
-
-        return run(words[1:])
     try:
-        if words and not words[0].startswith("-") and words[0] not in OWN_COMMANDS:
-            return _run_added_command(words[0], words[1:])
         with _other_libraries_silent():
-            parser = _parser()
-            if not words:
-                parser.print_help()
-                return 0
-            arguments = parser.parse_args(words)
-            status: int = arguments.run(arguments)
-        return status
+            if not words or words[0].startswith("-"):
+                return _overview(words)
+            run, arguments = _parse(words[0], words[1:])
+            if not getattr(arguments, "runs_script", False):
+                return run(arguments) or 0
     except CommHooksError as error:
         if "--json" in words:
             print(json.dumps({"error": type(error).__name__, "message": str(error)}))
@@ -53,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `commhooks list | head`; the interpreter flushes once more when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    return run(arguments) or 0  # out here, exceptions and warnings of a script pass through
 
 
 @contextmanager
@@ -71,22 +66,22 @@ def _other_libraries_silent() -> Iterator[None]:
                 last.setLevel(level)
 
 
-def _run_added_command(name: str, words: list[str]) -> int:
-    """Run a command of a package with the words after its name."""
+def _parse(name: str, words: list[str]) -> tuple[Callable[[argparse.Namespace], int | None], argparse.Namespace]:
+    """Return the function of a command and its parsed options."""
     try:
-        run = REGISTRY.command(name)
+        set_up = OWN.get(name) or REGISTRY.command(name)
     except UnknownHookError as error:
         print(f"commhooks: {error}\n  commhooks --help describes each command", file=sys.stderr)
-        return 2
-    before = sys.argv
-    sys.argv = [f"commhooks {name}", *words]  # argparse shows this name in the usage line
-    try:
-        return run(words) or 0
-    finally:
-        sys.argv = before
+        raise SystemExit(2) from None
+    parser = argparse.ArgumentParser(
+        prog=f"commhooks {name}", description=inspect.getdoc(set_up), formatter_class=HelpFormatter
+    )
+    run = set_up(parser)
+    return run, parser.parse_args(words)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _overview(words: list[str]) -> int:
+    """Answer `--help`, `--version`, and a command line without a command."""
     parser = argparse.ArgumentParser(
         prog="commhooks",
         description="Gradient communication hooks for PyTorch data parallelism, by name.",
@@ -94,39 +89,28 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"commhooks {version('ch-core')}")
-    commands = parser.add_subparsers(required=True, title="commands", metavar="COMMAND")
-
-    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text, description=text, formatter_class=HelpFormatter)
-        sub.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-        sub.set_defaults(run=run)
-        return sub
-
-    from commhooks.cli import doctor, env, listing
-
-    sub = command("list", listing.run_list, "List the installed hooks by use, and plugins that failed.")
-    sub.add_argument(
-        "word", nargs="?", default="*", help="part of a name or summary, a package, or a shell pattern of names"
-    )
-    sub.add_argument("--kind", help="reduction, ddp, fsdp, wrapper or outer")
-    sub = command("describe", listing.run_describe, "Describe a hook: use, cost, options, requirements.")
-    sub.add_argument("name", help="name, alias, provider/name, or an expression")
-    sub.add_argument("--kind", help="reduction, ddp, fsdp, wrapper or outer")
-    command("env", env.run, "Print versions and plugins, as a block for an issue.")
-    sub = command("doctor", doctor.run, "Load everything, try each hook on one gloo rank, report problems.")
-    sub.add_argument("name", nargs="?", help="try this hook or expression only")
-    sub.add_argument("-v", "--verbose", action="store_true", help="print tracebacks")
-    sub.add_argument("--timeout", type=float, default=60.0, help="seconds allowed for one hook (default 60)")
-    sub.add_argument("--no-smoke", action="store_true", help="load only; start no process group")
-    commands.add_parser("run", help="Run a training script, unchanged, with a hook on its models.", add_help=False)
-    added = REGISTRY.commands()
-    names = [each.name for each in added]
-    for each in added:  # only for the help text: main() runs them
-        shown = each.id if names.count(each.name) > 1 else each.name
-        commands.add_parser(shown, help=_summary(each).replace("%", "%%"), add_help=False)
-    return parser
+    shown = parser.add_subparsers(required=True, title="commands", metavar="COMMAND")
+    for name, text in {**{name: _help(own) for name, own in OWN.items()}, **_added()}.items():
+        shown.add_parser(name, help=text.replace("%", "%%"), add_help=False)
+    if words:
+        parser.parse_args(words)
+    parser.print_help()
+    return 0
 
 
-def _summary(command: Command) -> str:
-    """Return the first line of the docstring of a command's module, or the summary of its package without one."""
-    return first_line(command.target.partition(":")[0]) or command.summary
+def _added() -> dict[str, str]:
+    """Return the commands that packages add, each with its help, or with the error of its import."""
+    commands = REGISTRY.commands()
+    names = [command.name for command in commands]
+    found = {}
+    for command in commands:
+        shown = command.id if names.count(command.name) > 1 else command.name
+        try:
+            found[shown] = _help(REGISTRY.command(command.id))
+        except CommHooksError as error:
+            found[shown] = f"failed: {error}"
+    return found
+
+
+def _help(set_up: SetUp) -> str:
+    return (inspect.getdoc(set_up) or "").partition("\n")[0]

@@ -11,6 +11,7 @@ import json
 import sys
 import tomllib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,19 @@ from commhooks.registry.discovery import load_target
 from commhooks.registry.distributions import editable_roots, entries
 from commhooks.registry.expression import Node, parse, unparse
 from commhooks.registry.expression import nodes as nodes_of
-from commhooks.registry.known_names import KNOWN_ADAPTERS
+from commhooks.registry.packages import ADAPTERS, package_of
 from commhooks.registry.registry import REGISTRY
 from commhooks.registry.spec import HookSpec
+
+
+def set_up(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    """Add the options of the command."""
+    parser.add_argument("name", nargs="?", help="try this hook or expression only")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print tracebacks")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds allowed for one hook (default 60)")
+    parser.add_argument("--no-smoke", action="store_true", help="load only; start no process group")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    return run
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -88,7 +99,9 @@ def _hooks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         elif absent := [inner["hook"] for inner in nodes_of(node)[1:] if not REGISTRY.list_hooks(inner["hook"])]:
             row.update(why=f"its example needs {', '.join(absent)}, which is not installed")
         elif smoke.MODEL not in REGISTRY.adapters():
-            row.update(why=f"not run: {KNOWN_ADAPTERS[smoke.MODEL]}, which has the adapter for it, is not installed")
+            row.update(
+                why=f"not run: {package_of(ADAPTERS, smoke.MODEL)}, which has the adapter for it, is not installed"
+            )
         elif not arguments.no_smoke:
             tried.append(row)
             nodes.append(node)

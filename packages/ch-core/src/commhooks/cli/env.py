@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import platform
+from collections.abc import Callable
 from typing import Any
 
 from commhooks.registry.distributions import first_party
@@ -50,6 +51,12 @@ def _torch() -> dict[str, Any]:
     found["cuda"] = torch.version.cuda
     found["devices"] = device_names()
     return found
+
+
+def env(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    """Print versions and plugins, as a block for an issue."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    return run
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,31 +1,72 @@
-"""`list` and `describe`. They import no hook and no torch."""
+"""`list` and `describe`. They import only hooks that declare nothing but a line of an entry point."""
 
 import argparse
 import json
-from dataclasses import asdict
+import textwrap
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
-from rich.markup import escape
-
 from commhooks.api import hooks
-from commhooks.cli.terminal import block, console, hanging, width
+from commhooks.cli.text import block, hanging, width
+from commhooks.errors import PluginLoadError
 from commhooks.registry.registry import REGISTRY
-from commhooks.registry.spec import GROUPS, HookSpec
+from commhooks.registry.spec import GROUPS, HookSpec, PluginFailure
+
+Run = Callable[[argparse.Namespace], int]
 
 
-def found_by(word: str, kind: str | None) -> list[HookSpec]:
+def list_(parser: argparse.ArgumentParser) -> Run:
+    """List the installed hooks by use, and plugins that failed."""
+    help = "part of a name or summary, a package, or a shell pattern of names"
+    parser.add_argument("word", nargs="?", default="*", help=help)
+    _add_common(parser)
+    return run_list
+
+
+def describe(parser: argparse.ArgumentParser) -> Run:
+    """Describe a hook: use, cost, options, requirements."""
+    parser.add_argument("name", help="name, alias, provider/name, or an expression")
+    _add_common(parser)
+    return run_describe
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--kind", help="reduction, ddp, fsdp, wrapper or outer")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def summarised(specs: list[HookSpec]) -> tuple[list[HookSpec], list[PluginFailure]]:
+    """Return the hooks with a summary, that of a line by the docstring of its target, and the lines that fail to load."""
+    shown, failures = [], []
+    for spec in specs:
+        if not spec.summary:
+            try:
+                text = hooks.docstring(spec)
+            except PluginLoadError as error:
+                entry = spec.origin.partition(" = ")[0]
+                failures.append(PluginFailure(spec.provider, spec.version, entry, "import", str(error)))
+                continue
+            first = text.partition(". ")[0].removesuffix(".")
+            spec = replace(spec, summary=textwrap.shorten(first, 100, placeholder=" ...") or "(no summary)")
+        shown.append(spec)
+    return shown, failures
+
+
+def found_by(word: str, kind: str | None) -> tuple[list[HookSpec], list[PluginFailure]]:
     """Return the hooks that match a shell pattern of names, contain a word, or come from the package of this name.
 
-    A word is looked for in names, aliases and summaries.
+    A word is looked for in names, aliases and summaries. The failures are those of :func:`summarised`.
     """
     if any(sign in word for sign in "*?["):
-        return hooks.list_hooks(word, kind=kind)
+        return summarised(hooks.list_hooks(word, kind=kind))
     word = word.lower()
+    specs, failures = summarised(hooks.list_hooks(kind=kind))
     return [
         spec
-        for spec in hooks.list_hooks(kind=kind)
+        for spec in specs
         if word == spec.provider.lower() or any(word in text.lower() for text in (*spec.names, spec.summary))
-    ]
+    ], failures
 
 
 def by_use(specs: list[HookSpec]) -> list[tuple[str, list[HookSpec]]]:
@@ -43,7 +84,8 @@ def run_list(arguments: argparse.Namespace) -> int:
     Returns:
         1 if no hook matches or a plugin failed, else 0.
     """
-    specs, failures = found_by(arguments.word, arguments.kind), hooks.failures()
+    specs, broken = found_by(arguments.word, arguments.kind)
+    failures = [*hooks.failures(), *broken]
     skipped = REGISTRY.snapshot().skipped
     status = 1 if failures or not specs else 0
     if arguments.json:
@@ -54,15 +96,14 @@ def run_list(arguments: argparse.Namespace) -> int:
         }
         print(json.dumps(found, indent=2))
         return status
-    out = console()
     if not specs:
         kind = f" of kind {arguments.kind}" if arguments.kind else ""
-        out.print(f"no hook{kind} matches {arguments.word!r}; commhooks list shows all", markup=False)
+        print(f"no hook{kind} matches {arguments.word!r}; commhooks list shows all")
     names = max((len(spec.name) for spec in specs), default=0)
     providers = max((len(spec.provider) for spec in specs), default=0)
     indent = min(2 + names + 2 + providers + 2, width() // 2)  # one column of summaries for all groups
     for heading, some in by_use(specs):
-        out.print(f"[bold]{heading}[/]")
+        print(heading)
         for spec in some:
             also = f" (also {', '.join(spec.aliases)})" if spec.aliases else ""
             star = "*" if spec.recommended else " "
@@ -76,9 +117,9 @@ def run_list(arguments: argparse.Namespace) -> int:
         )
         print(hanging(closing, 0))
     for failure in failures:
-        out.print(f"[red]failed[/] {escape(str(failure))}", soft_wrap=True)
+        print(f"failed {failure}")  # not broken into lines, because users paste it into issues
     for dist in skipped:
-        out.print(f"[dim]left out by the environment: {escape(dist)}[/]")
+        print(f"left out by the environment: {dist}")
     return status
 
 

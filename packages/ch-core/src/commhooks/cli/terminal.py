@@ -1,64 +1,12 @@
-"""Width of the terminal, text that fits into it, and tables."""
+"""The console and tables of `doctor`, by rich."""
 
-import argparse
-import os
-import re
-import shutil
-import sys
-import textwrap
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-PIPE = 160  # columns of a file or a pipe
-
-
-def width() -> int:
-    """Return the columns of the terminal. In a file or a pipe COLUMNS decides, and PIPE without it."""
-    columns = os.environ.get("COLUMNS", "")
-    if columns.isdigit() and int(columns) > 0:
-        return int(columns)
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE
-
-
-def hanging(line: str, indent: int, most: int | None = None) -> str:
-    """Break a long line between words and indent its continuation.
-
-    Args:
-        line: text.
-        indent: columns before the continuation.
-        most: columns at most; by default the terminal's.
-
-    >>> print(hanging("rank=4  of P and of Q", 8, 16))
-    rank=4  of P and
-            of Q
-    """
-    columns = min(width(), most or width())
-    broken = textwrap.wrap(
-        line, columns, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
-    )
-    return "\n".join(broken) or line
-
-
-def block(text: str) -> str:
-    """Break the long lines of a text of labels and values. Continuations hang under the values."""
-    return "\n".join(hanging(line, _value_column(line)) for line in text.splitlines())
-
-
-def _value_column(line: str) -> int:
-    """Return the column of a line's value, or its own indent and four if it has no label."""
-    found = re.match(r"\s*\S.*?\s{2,}(?=\S)", line)
-    return found.end() if found else len(line) - len(line.lstrip()) + 4
-
-
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Help text of at most 80 columns. Description and epilog keep their line breaks."""
-
-    def __init__(self, prog: str) -> None:
-        columns = shutil.get_terminal_size().columns
-        super().__init__(prog, max_help_position=22, width=min(80, columns))
+from commhooks.cli.text import width
 
 
 def console() -> Console:

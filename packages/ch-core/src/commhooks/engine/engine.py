@@ -194,8 +194,8 @@ class Engine:
         Errors of the reduction are raised by :meth:`finish` on all ranks.
 
         Returns:
-            The run of the bucket, or of its first piece that is not done. ``None`` only from an engine that skips the step,
-            as ch-ft's does after a loss.
+            The run of the bucket, or of its first piece that is not done. ``None`` only from an engine of a manager,
+            which skips the step after a loss.
 
         Raises:
             TransportError: the transport is lost.

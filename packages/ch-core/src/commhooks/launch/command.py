@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.machinery import PathFinder
 from typing import Any
@@ -59,80 +59,84 @@ class _Expression(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options. Words after the script's name belong to the script."""
-    made = argparse.ArgumentParser(
-        prog="commhooks run",
-        usage="commhooks run [options] script.py [arguments of the script]",
-        description="Run a training script, unchanged, with a hook on each model that it wraps\n"
-        "for data parallelism, or with an outer optimizer that averages less often.",
-        epilog=EPILOG,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
-            prog, max_help_position=26, width=min(80, shutil.get_terminal_size().columns)
-        ),
+def set_up(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    """Add the options of the command. Words after the script's name belong to the script."""
+    parser.usage = "commhooks run [options] script.py [arguments of the script]"
+    parser.description = (
+        "Run a training script, unchanged, with a hook on each model that it wraps\n"
+        "for data parallelism, or with an outer optimizer that averages less often."
     )
-    default = Settings.of()
+    parser.epilog = EPILOG
+    parser.formatter_class = _formatter
+    parser.set_defaults(runs_script=True)
+    try:
+        default = Settings.of()
+    except ValueError as error:  # of a variable
+        _complain(f"ValueError: {error}")
+        parser.exit(2)
     for option, value, text in (
         ("--hook", default.hook, "hook expression, e.g. 'powersgd(rank=4)'"),
         ("--outer", default.outer, "outer optimizer instead, e.g. 'diloco(every=30)'"),
         ("--gather", default.gather, "hook on FSDP2's weight gathers, e.g. 'quant8'"),
     ):
-        made.add_argument(option, action=_Expression, default=value, metavar="EXPR", help=text)
-    made.add_argument("--report", default=default.report, metavar="FILE", help="write the report there, as JSON")
-    made.add_argument("--state", default=default.state, metavar="DIR", help="write the hook's state there; resume it")
-    made.add_argument(
+        parser.add_argument(option, action=_Expression, default=value, metavar="EXPR", help=text)
+    parser.add_argument("--report", default=default.report, metavar="FILE", help="write the report there, as JSON")
+    parser.add_argument("--state", default=default.state, metavar="DIR", help="write the hook's state there; resume it")
+    parser.add_argument(
         "--state-every",
         type=int,
         default=default.state_every,
         metavar="N",
         help="optimizer steps between two snapshots of the state (1)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--module-pattern",
         default=default.module_pattern,
         metavar="GLOB",
         help="class names of the models that get the hook (*)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--single-process", action="store_true", default=default.single_process, help="compress in one process, too"
     )
-    made.add_argument(
+    parser.add_argument(
         "--check-ranks-every",
         type=int,
         default=default.check_ranks_every,
         metavar="N",
         help="compare the parameters of all ranks every N steps",
     )
-    made.add_argument(
+    parser.add_argument(
         "--on-drift",
         choices=("warn", "raise"),
         default=default.on_drift,
         help="what to do if they differ (warn)",
     )
-    made.add_argument("--trace", default=default.trace, metavar="DIR", help="write a trace of each model there")
-    made.add_argument(
+    parser.add_argument("--trace", default=default.trace, metavar="DIR", help="write a trace of each model there")
+    parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved expression and planned bytes; run nothing"
     )
-    made.add_argument(
+    parser.add_argument(
         "--must-attach",
         action="store_true",
         help=f"end with exit status {NOT_ATTACHED} if no model of the script got the hook",
     )
-    made.add_argument("-m", dest="module", action="store_true", help="script is a module name, as for python -m")
-    made.add_argument("script", help="path of the script")
-    rest = made.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+    parser.add_argument("-m", dest="module", action="store_true", help="script is a module name, as for python -m")
+    parser.add_argument("script", help="path of the script")
+    rest = parser.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
     rest.required = False  # otherwise the error for a missing script asks for these, too
-    return made
+    return run
 
 
-def main(words: list[str]) -> int:
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    return argparse.RawDescriptionHelpFormatter(
+        prog, max_help_position=26, width=min(80, shutil.get_terminal_size().columns)
+    )
+
+
+def run(given: argparse.Namespace) -> int:
     """Check the expression, then run the script. Its exceptions and its exit status pass through."""
-    if not words:
-        parser().print_help()
-        return 0
     try:
-        given = parser().parse_args(words)
-        others = ("script", "words", "module", "dry_run", "must_attach")
+        others = ("script", "words", "module", "dry_run", "must_attach", "runs_script")
         settings = Settings(**{name: value for name, value in vars(given).items() if name not in others})
         for name in Settings.variables():
             os.environ.pop(name, None)  # options of the command line win, and so do their defaults

@@ -99,7 +99,7 @@ class HookedModel(FoundModel):
 
     def begin_trace(self, path: str) -> Trace:
         assert self.handle is not None  # noqa: S101
-        return self.handle.trace(path)
+        return Trace(self.handle, path)
 
     def kept(self) -> Kept:
         assert self.handle is not None  # noqa: S101

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
-from commhooks.trace.session import Trace
+from commhooks.handle import TraceSource
 
 
 class Outer(Protocol):
@@ -38,8 +38,8 @@ class Outer(Protocol):
     def stats(self) -> dict[str, float]:
         """Return cumulative figures by name."""
 
-    def trace(self, path: str) -> Trace:
-        """Record the rounds of all ranks in a file."""
+    def trace_source(self) -> TraceSource:
+        """Return what a trace records."""
 
     def report(self) -> dict[str, Any]:
         """Return figures for people: `exchange_share`, `apart` by exchange, `apart_growth`, and perhaps `workers`.

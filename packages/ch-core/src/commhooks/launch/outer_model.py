@@ -60,7 +60,7 @@ class OuterModel(FoundModel):
         return {**found, **self.outer.report()}
 
     def begin_trace(self, path: str) -> Trace:
-        return self.outer.trace(path)
+        return Trace(self.outer, path)
 
     def kept(self) -> Kept:
         model = self._model()

@@ -15,10 +15,8 @@ import difflib
 import importlib
 import os
 import sys
-import textwrap
 import time
 import traceback
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import ModuleType
@@ -29,8 +27,7 @@ import pluggy
 from commhooks.errors import HookConfigError, PluginLoadError
 from commhooks.registry import hookspecs
 from commhooks.registry.distributions import Entry, entries, normalize
-from commhooks.registry.docstrings import first_line
-from commhooks.registry.known_names import FIRST_PARTY
+from commhooks.registry.packages import PACKAGES
 from commhooks.registry.spec import API, KINDS, Command, HookSpec, PluginFailure
 
 GROUP = hookspecs.PROJECT
@@ -79,7 +76,6 @@ def discover(environ: Mapping[str, str] = os.environ) -> Discovery:
     manager.add_hookspecs(hookspecs)
     found = Discovery(manager)
     installed = entries(GROUP)
-    hooks = Counter(entry.dist for entry in installed if entry.group != COMMANDS)
     for entry in installed:
         if not _allowed(entry.dist, environ):
             if entry.dist not in found.skipped:
@@ -89,7 +85,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> Discovery:
         elif entry.group == COMMANDS:
             _add_command(found, entry)
         else:
-            _add_line(found, entry, alone=hooks[entry.dist] == 1)
+            _add_line(found, entry)
     found.specs.sort(key=HookSpec.sort_key)
     if found.failures and environ.get("COMMHOOKS_STRICT", "") not in ("", "0"):
         first = found.failures[0]
@@ -103,7 +99,7 @@ def _allowed(dist: str, environ: Mapping[str, str]) -> bool:
 
     if dist in names("COMMHOOKS_DISABLE"):
         return False
-    return "COMMHOOKS_PLUGINS" not in environ or dist in FIRST_PARTY or dist in names("COMMHOOKS_PLUGINS")
+    return "COMMHOOKS_PLUGINS" not in environ or dist in PACKAGES or dist in names("COMMHOOKS_PLUGINS")
 
 
 def _load_module(found: Discovery, entry: Entry) -> None:
@@ -168,21 +164,14 @@ def _add(found: Discovery, entry: Entry, spec: HookSpec) -> None:
 
 def _add_command(found: Discovery, entry: Entry) -> None:
     """Add a subcommand. Imports nothing of it."""
-    target, summary = entry.value.replace(" ", ""), entry.summary or f"from {entry.dist}"
     try:
-        found.commands.append(Command(entry.name, target, entry.dist, entry.version, summary))
+        found.commands.append(Command(entry.name, entry.value.replace(" ", ""), entry.dist, entry.version))
     except HookConfigError as error:
         found.fail(entry, "name", error)
 
 
-def _add_line(found: Discovery, entry: Entry, *, alone: bool) -> None:
-    """Add the hook of a line. Imports nothing of it.
-
-    Args:
-        found: the scan.
-        entry: the line.
-        alone: True if the package has no other line for hooks. The summary of the package then is that of the hook.
-    """
+def _add_line(found: Discovery, entry: Entry) -> None:
+    """Add the hook of a line. Imports nothing of it, so it has no summary. `list` reads its docstring."""
     if entry.group not in _GROUPS:
         close = difflib.get_close_matches(entry.group, _GROUPS, 1, 0.5)
         hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -190,13 +179,8 @@ def _add_line(found: Discovery, entry: Entry, *, alone: bool) -> None:
             entry, "group", f"{entry.group!r} is not an entry-point group of commhooks: {', '.join(_GROUPS)}{hint}"
         )
     kind, target = entry.group.removeprefix(f"{GROUP}."), entry.value.replace(" ", "")
-    if alone:
-        summary = entry.summary or f"from {entry.dist}"
-    else:
-        described = textwrap.shorten(first_line(target).removesuffix("."), 100, placeholder=" ...")
-        summary = described or "(no summary)"
     try:
-        spec = HookSpec(entry.name, kind, target, summary)
+        spec = HookSpec(entry.name, kind, target, summary="")
     except HookConfigError as error:
         return found.fail(entry, "name", error)
     _add(found, entry, spec)
@@ -221,6 +205,6 @@ def load_target(target: str, owner: str = "the target") -> Any:
         found: Any = importlib.import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a module that exits at import must not end its host
         raise PluginLoadError(f"{owner}: {target!r} failed to load: {type(error).__name__}: {error}") from error
     return found

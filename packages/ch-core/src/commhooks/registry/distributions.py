@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from commhooks.registry.known_names import FIRST_PARTY
+from commhooks.registry.packages import PACKAGES
 
 if sys.version_info >= (3, 12):
     from importlib import metadata
@@ -28,7 +28,6 @@ class Entry(NamedTuple):
     group: str
     value: str
     version: str
-    summary: str
 
 
 def normalize(name: str) -> str:
@@ -57,7 +56,7 @@ def entries(prefix: str) -> list[Entry]:
     The order of the file system differs between machines, and ranks must agree on the order of hooks.
     """
     found = [
-        Entry(name, point.name, point.group, point.value, dist.version, dist.metadata.get("Summary") or "")
+        Entry(name, point.name, point.group, point.value, dist.version)
         for name, dist in _distributions()
         for point in dist.entry_points
         if point.group == prefix or point.group.startswith(prefix + ".")
@@ -75,7 +74,7 @@ def version(dist: str) -> str | None:
 
 def first_party() -> dict[str, str]:
     """Return the installed distributions of this project, each with its version."""
-    return {name: found for name in sorted(FIRST_PARTY) if (found := version(name)) is not None}
+    return {name: found for name in PACKAGES if (found := version(name)) is not None}
 
 
 def how_to_install(dist: str) -> str:
@@ -83,10 +82,9 @@ def how_to_install(dist: str) -> str:
 
     Example:
         >>> how_to_install("ch-powersgd")
-        'pip install ch-powersgd, or in a clone: pip install ./packages/ch-ddp ./packages/ch-powersgd'
+        'pip install ch-powersgd, or in a clone: pip install ./packages/* ./plugins/ch-*'
     """
-    cloned = " ".join(FIRST_PARTY.get(dist, ()))
-    return f"pip install {dist}" + (f", or in a clone: pip install {cloned}" if cloned else "")
+    return f"pip install {dist}, or in a clone: pip install ./packages/* ./plugins/ch-*"
 
 
 def not_installed(dist: str) -> str:

@@ -24,8 +24,8 @@ from commhooks.log import log
 from commhooks.registry.discovery import Discovery, PluginInfo, discover, load_target
 from commhooks.registry.distributions import how_to_install, normalize, not_installed
 from commhooks.registry.expression import Node, canonical, nodes
-from commhooks.registry.known_names import KNOWN, KNOWN_ADAPTERS
-from commhooks.registry.spec import KINDS, OWN_COMMANDS, Command, HookSpec, PluginFailure
+from commhooks.registry.packages import ADAPTERS, COMMANDS, HOOKS, all_names, package_of
+from commhooks.registry.spec import KINDS, OWN_COMMANDS, Command, HookSpec, PluginFailure, SetUp
 
 LOCAL = "local"
 """Provider of the hooks that `register` added in this process."""
@@ -136,16 +136,13 @@ class Registry:
         if other_kinds:
             lines.append("the name exists as " + ", ".join(f"{spec.id} ({spec.kind})" for spec in other_kinds))
         else:
-            similar = [] if name in KNOWN or name in names else _similar(name, names)
-            suggested = similar[0] if similar else None
-            head += f"; did you mean {', '.join(map(repr, similar))}?" if similar else ""
-            wanted = name if name in KNOWN else suggested
-            if wanted in KNOWN and wanted not in names:
-                packages = " or ".join(KNOWN[wanted])
-                lines.append(
-                    f"{wanted!r} comes with {packages}, not installed here: {how_to_install(KNOWN[wanted][0])}"
-                )
-            elif wanted is None or name in names:
+            known = names | all_names(HOOKS)
+            wanted = name if name in known else next(iter(difflib.get_close_matches(name, known, 1)), None)
+            head += f"; did you mean {wanted!r}?" if wanted not in (None, name) else ""
+            package = package_of(HOOKS, wanted) if wanted is not None and wanted not in names else None
+            if package is not None:
+                lines.append(f"{wanted!r} comes with {package}, not installed here: {how_to_install(package)}")
+            elif wanted is None or wanted == name:
                 others = ", ".join(spec.id for spec in self.specs() if name in spec.names)
                 lines.append(f"the name exists as {others}" if others else _wrapped("installed", sorted(names)))
         broken = self.failures()
@@ -344,7 +341,7 @@ class Registry:
         """Return the subcommands that packages add, ordered by name, then provider. Imports none."""
         return sorted(self.snapshot().commands, key=lambda command: (command.name, command.provider))
 
-    def command(self, asked: str) -> Callable[[list[str]], int | None]:
+    def command(self, asked: str) -> SetUp:
         """Import the function of a subcommand.
 
         Args:
@@ -357,8 +354,10 @@ class Registry:
         """
         found = [command for command in self.commands() if asked in (command.name, command.id)]
         if not found:
+            if package := package_of(COMMANDS, asked):
+                raise UnknownHookError(f"the command {asked!r} comes with {package}, {not_installed(package)}")
             names = [*OWN_COMMANDS, *sorted({command.name for command in self.commands()})]
-            close = difflib.get_close_matches(asked, names, 1)
+            close = difflib.get_close_matches(asked, [*names, *all_names(COMMANDS)], 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise UnknownHookError(f"unknown command {asked!r}{hint}\n  installed: {', '.join(names)}")
         if len(found) > 1:
@@ -368,11 +367,10 @@ class Registry:
                 "remove one of the packages"
             )
         owner = f"{found[0].provider} {found[0].version} (command {found[0].name!r})"
-        main = load_target(found[0].target, owner)
-        if not callable(main):
-            raise PluginLoadError(f"{owner}: {found[0].target!r} is a {type(main).__name__}, not callable")
-        loaded: Callable[[list[str]], int | None] = main
-        return loaded
+        set_up: SetUp = load_target(found[0].target, owner)
+        if not callable(set_up):
+            raise PluginLoadError(f"{owner}: {found[0].target!r} is a {type(set_up).__name__}, not callable")
+        return set_up
 
     def adapters(self) -> dict[str, str]:
         """Return the adapter (`"module:attribute"`) of each class that a plugin serves, by the class's full name.
@@ -411,8 +409,8 @@ class Registry:
             if name in adapters:
                 return load_target(adapters[name])
         for name in names:
-            if name in KNOWN_ADAPTERS:
-                raise AttachError(f"{subject} comes with {KNOWN_ADAPTERS[name]}, {not_installed(KNOWN_ADAPTERS[name])}")
+            if package := package_of(ADAPTERS, name):
+                raise AttachError(f"{subject} comes with {package}, {not_installed(package)}")
         return None
 
 
@@ -423,16 +421,6 @@ FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedData
 def class_names(served: object) -> list[str]:
     """Return the full names of an object's class and its bases, in method resolution order."""
     return [f"{cls.__module__}.{cls.__qualname__}" for cls in type(served).__mro__]
-
-
-def _similar(name: str, names: set[str]) -> list[str]:
-    """Return the closest name of a hook, installed or of this project, then other similar names."""
-    likeness = {each: difflib.SequenceMatcher(None, each, name).ratio() for each in names | set(KNOWN)}
-    best = max(likeness, key=lambda each: (likeness[each], each))
-    if likeness[best] < 0.6:
-        return []
-    near = [each for each in sorted(names) if each != best and likeness[each] >= max(0.6, likeness[best] - 0.1)]
-    return [best, *near[:3]]
 
 
 def _wrapped(label: str, names: list[str]) -> str:

@@ -4,10 +4,11 @@ A spec names its object by a string `"module:attribute"`. Plugins return specs f
 `provider`, `version` and `origin`, which a plugin cannot choose.
 """
 
+import argparse
 import importlib.util
 import keyword
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from commhooks.errors import HookConfigError
@@ -45,8 +46,15 @@ CAPABILITIES = {
 }
 """Capabilities of hooks, with the words of `describe`."""
 
-OWN_COMMANDS = ("list", "describe", "env", "doctor", "run")
-"""Commands of ch-core. No package may take their names."""
+OWN_COMMANDS = ("list", "describe", "env")
+"""Commands of commhooks itself. No package may take their names."""
+
+SetUp = Callable[[argparse.ArgumentParser], Callable[[argparse.Namespace], int | None]]
+"""A command: a function that adds its options to a parser and returns the function that runs with the parsed options.
+
+The first line of its docstring is the command's help. The run returns an exit status; None is 0. `commhooks` prints a
+CommHooksError of the run in one line, and hides the warnings of other libraries. A command that runs a user's script calls
+`parser.set_defaults(runs_script=True)`, because exceptions and warnings of the script must pass through."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 _COMMAND = re.compile(r"[a-z][a-z0-9_-]*\Z")
@@ -132,7 +140,7 @@ class HookSpec:
             `(state, grad[, output]) -> None`), `"wrapper"` (called as `wrapper(inner, **options)`), or
             `"outer"` (an outer optimizer, called as `outer(optimizer, model, **options)`).
         target: `"module:attribute"`, imported when the hook is used.
-        summary: one line of at most 100 characters.
+        summary: one line of at most 100 characters. `list` shows the docstring's first line if it is empty.
         hook: `"module:attribute"` of the plain DDP function that `commhooks.get` returns, if it is not the target.
         state: `"module:attribute"` of the state class with PyTorch's signature, if the hook takes one.
         options: by name. `None` reads them from the target's signature when the hook is created.
@@ -242,30 +250,28 @@ class Command:
 
     Args:
         name: lower case, letters, digits, `-` and `_`.
-        target: `"module:function"`. The function takes the words after the command and returns an exit status.
+        target: `"module:function"` of a :data:`SetUp` function.
         provider, version: of the distribution.
-        summary: one line.
 
     Raises:
-        HookConfigError: name or target is malformed, or ch-core has a command of this name.
+        HookConfigError: name or target is malformed, or commhooks itself has a command of this name.
 
     Example:
-        >>> Command("list", "acme.show:main", "acme-hooks", "1.0", "")
+        >>> Command("list", "acme.show:main", "acme-hooks", "1.0")
         Traceback (most recent call last):
         ...
-        commhooks.errors.HookConfigError: the command 'list' of acme-hooks has the name of one of ch-core's own ...
+        commhooks.errors.HookConfigError: the command 'list' of acme-hooks has the name of one of commhooks' own ...
     """
 
     name: str
     target: str
     provider: str
     version: str
-    summary: str
 
     def __post_init__(self) -> None:
         if self.name in OWN_COMMANDS:
             raise HookConfigError(
-                f"the command {self.name!r} of {self.provider} has the name of one of ch-core's own "
+                f"the command {self.name!r} of {self.provider} has the name of one of commhooks' own "
                 f"({', '.join(OWN_COMMANDS)}); rename the entry point"
             )
         if not _COMMAND.match(self.name):
@@ -275,7 +281,7 @@ class Command:
         if not _TARGET.match(self.target):
             raise HookConfigError(
                 f"command {self.name!r}: bad target {self.target!r}; write 'package.module:function', a function that "
-                "takes the list of words after the command and returns an exit status"
+                "adds options to an argparse parser and returns the function to run"
             )
 
     @property

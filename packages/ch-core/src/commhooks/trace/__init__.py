@@ -1,6 +1,6 @@
 """Traces of all ranks: computation, messages and waits of a hook on one time line.
 
-:meth:`.CommHook.trace` starts a trace. The file is in the Trace Event Format, which https://ui.perfetto.dev and
+:class:`Trace` starts one. The file is in the Trace Event Format, which https://ui.perfetto.dev and
 ``chrome://tracing`` open.
 """
 

@@ -5,12 +5,12 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from commhooks.agreement import StoreExchange
 from commhooks.engine.engine import Engine
 from commhooks.errors import CommHooksError, HookNotSupportedError
+from commhooks.handle import TraceSource
 from commhooks.log import log
 from commhooks.trace.chrome import write
 from commhooks.trace.rank_part import EnginePart, Part
@@ -29,49 +30,61 @@ _PATIENCE = 5.0  # seconds for which the lowest rank waits for the parts of rank
 _ROUNDS = 3  # agreements of all ranks at the begin, which also align the clocks
 
 
+class Traced(Protocol):
+    """A :class:`~commhooks.CommHook`, or an outer optimizer."""
+
+    def trace_source(self) -> TraceSource: ...
+
+
 class Trace(AbstractContextManager["Trace"]):
-    """A running trace, as :meth:`.CommHook.trace` returns it. Close it, or leave its ``with`` block, to write the file.
+    """Records forward, backward, encode, messages, decode and waits of all ranks until it is closed.
+
+    The file is in the Trace Event Format, which https://ui.perfetto.dev opens. Every rank must make this call, and close the
+    trace or leave its ``with`` block, between the same two steps. Times are host times. On a GPU they are the times of
+    launches, and the ends of messages are unknown.
 
     Every rank writes its part to the folder ``PATH.parts``. The lowest rank, or the last one to write, merges the parts and
     removes them. If a part is missing, because a rank was lost or the ranks share no disk, the trace has the other ranks, and
     the parts stay. :func:`commhooks.trace.merge` merges them later.
 
     Args:
-        path: file to write.
-        engines: engines to trace, by axis.
-        hook: expression of the handle.
-        groups: process groups of the handle, one for each axis of a mesh. Empty if ranks have no store to agree over.
-        timeout: seconds to wait for a rank.
-        limit: number of events that each engine keeps. The oldest are dropped.
-        model: model whose forward is traced, or ``None``.
-        during: the work that hides the messages of a step: ``"backward"``, or ``"inner steps"`` of an outer optimizer.
+        traced: an attached handle, or an outer optimizer.
+        path: file to write, e.g. `trace.json`.
+        limit: number of events that each engine keeps. The oldest are dropped. A bucket makes about six in a step.
 
     Raises:
-        HookNotSupportedError: the members of an engine's group come and go.
-        HookTimeoutError: a rank did not start its trace.
+        AttachError: not attached.
+        HookNotSupportedError: a foreign hook (its messages are unknown), a manager (its members change), or a handle
+            that is traced already.
+        HookTimeoutError: another rank did not make this call.
+
+    Example:
+        >>> import commhooks, os, tempfile, torch, torch.distributed as dist
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = DistributedDataParallel(torch.nn.Linear(64, 64))
+        >>> handle = commhooks.attach(model, "powersgd(rank=4)", single_process=True)
+        >>> path = os.path.join(tempfile.mkdtemp(), "trace.json")
+        >>> with Trace(handle, path) as trace:
+        ...     for _ in range(3):
+        ...         model(torch.randn(8, 64)).sum().backward()
+        >>> os.path.exists(path), trace.final.steps
+        (True, 2)
+        >>> dist.destroy_process_group()
     """
 
-    def __init__(
-        self,
-        path: "str | PathLike[str]",
-        engines: Mapping[str, Engine],
-        *,
-        hook: str,
-        groups: Sequence[dist.ProcessGroup] = (),
-        timeout: float = 60.0,
-        limit: int = 100_000,
-        model: torch.nn.Module | None = None,
-        during: str = "backward",
-    ) -> None:
+    def __init__(self, traced: Traced, path: "str | PathLike[str]", *, limit: int = 100_000) -> None:
         if limit < 1:
             raise ValueError(f"limit={limit}: expected a number of events, at least 1")
+        source = traced.trace_source()
+        engines, hook, groups = source.engines, source.hook, source.groups
         if any(engine.transport.elastic for engine in engines.values()):
             raise HookNotSupportedError(
                 f"{hook} runs under a manager whose members come and go, so the messages of its ranks cannot be matched. "
-                "trace() supports fixed groups. Use torch.profiler, which shows the ranges commhooks::*"
+                "A trace supports fixed groups. Use torch.profiler, which shows the ranges commhooks::*"
             )
-        self.path, self._groups, self._timeout, self._limit = Path(path), groups, timeout, limit
-        self._during = during
+        self.path, self._groups, self._timeout, self._limit = Path(path), groups, source.timeout, limit
+        self._during = source.during
         first = next(iter(engines.values()))
         alone = first.transport.rank
         rank = dist.get_rank() if groups else alone
@@ -86,7 +99,7 @@ class Trace(AbstractContextManager["Trace"]):
             self._part.token = self._meet(f"begin {number}", os.urandom(TOKEN_BYTES).hex(), number == 0)
         for engine in engines.values():
             self._refuse_traced(engine)  # before hooks are left on the model
-        self._watch = _ModelWatch(model)
+        self._watch = _ModelWatch(source.model)
         self._traces: dict[str, EngineTrace] = {}
         self._closed = False
         for name, engine in engines.items():

@@ -191,7 +191,7 @@ class ProcessGroupTransport:
         if self.group is not None and self.group.size() != self.world_size:  # a mean would divide by the old number
             raise TransportError(
                 f"the process group had {self.world_size} ranks when the hook was attached and has {self.group.size()} now. "
-                "If members come and go, give torchft's Manager to ch_ft.DistributedDataParallel, and no group of it"
+                "Members that come and go need a manager, which makes new groups. Give the manager, and no group of it"
             )
         try:
             work = collective(*tensors, group=self.group, async_op=True, **kwargs)

@@ -24,6 +24,7 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -50,9 +51,9 @@ PARTS = (
 WHERE = {"all": "", "node": " inside a node", "peers": " between nodes"}
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+def set_up(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    """Add the options of the command."""
+    parser.description, parser.formatter_class = __doc__, HelpFormatter
     parser.add_argument("--model", default="gpt", help=f"module:callable, or one of {', '.join(MODELS)} (default gpt)")
     parser.add_argument(
         "--hooks",
@@ -66,7 +67,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--nodes", metavar="NxL", help="N nodes of L ranks without a launcher, as in 2x4")
     parser.add_argument("--link", metavar="RATE", help="shape the network between these ranks or nodes, as in 200mbit")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    args = parser.parse_args(argv)
+    return lambda args: run(_checked(args, parser))
+
+
+def _checked(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argparse.Namespace:
     try:
         netns.parse_rate(args.link or "1gbit")
     except ValueError as error:
@@ -83,13 +87,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str] | None = None) -> int:
+def run(args: argparse.Namespace) -> int:
     """Probe, predict and print on rank 0.
 
     Raises:
         CommHooksError: unknown model or hook.
     """
-    args = parse(argv)
     check(args.model, args.hooks or HOOKS)
     if launch.under_torchrun():
         launch.run_here(worker, vars(args), None)

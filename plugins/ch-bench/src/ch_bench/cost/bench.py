@@ -19,6 +19,7 @@ import json
 import os
 import random
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -77,9 +78,9 @@ CANDIDATES = [
 ]  # fmt: skip
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+def set_up(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    """Add the options of the command."""
+    parser.description, parser.formatter_class = __doc__, HelpFormatter
     parser.add_argument("--blocks", metavar="N", type=int, default=15, help="blocks, one ratio each (default 15)")
     parser.add_argument(
         "--steps",
@@ -107,7 +108,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--record", metavar="SECTION", help="write the output to this section of docs/measured/bench.md"
     )
-    args = parser.parse_args(argv)
+    return lambda args: run(_checked(args, parser))
+
+
+def _checked(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argparse.Namespace:
     try:
         args.rates = [rate for rate in args.link.split(",") if netns.parse_rate(rate)] if args.link else [None]
     except ValueError as error:
@@ -119,13 +123,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str] | None = None) -> int:
+def run(args: argparse.Namespace) -> int:
     """Measure on every link and report. Return 1 only if a rank failed; a lost claim is a result.
 
     Raises:
         CommHooksError: unknown model or hook.
     """
-    args = parse(argv)
     check(args.model or "gpt", args.hooks or [])
     console = Console(record=True, width=None if sys.stdout.isatty() else 120)
     if args.link and netns.why_not():
@@ -145,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     bench_tables.write(results, console, args.out)
     if args.record:
-        made_by = record.command("ch_bench.cost.bench", argv)
+        made_by = record.command("commhooks bench", sys.argv[2:])
         print(f"recorded: {record.write('bench', args.record, made_by, record.printed(console))}")
     return 0
 
@@ -272,7 +275,3 @@ def model_worker(
         numel = sum(p.numel() for p in work.parameters())
         about = {"model": args["model"] or "gpt", "parameters": numel, "world": world, "device": str(device)}
         path.write_text(json.dumps({**about, "rounds": rounds}))
-
-
-if __name__ == "__main__":
-    record.run_main(main)

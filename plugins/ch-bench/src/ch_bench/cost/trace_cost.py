@@ -37,6 +37,7 @@ from ch_bench.links.netns import Network
 from ch_bench.record import command, interval, markdown_table, run_main, write
 from commhooks import CommHook
 from commhooks.adapters import RankCheck
+from commhooks.trace import Trace
 
 VARIANTS = ("off", "off again", "trace", "alarm in every step")
 MODELS = ("gpt", "mlp")
@@ -139,7 +140,7 @@ def variant(name: str, loop: Loop, folder: str) -> Iterator[None]:
     binding = loop.handle.binding
     assert binding is not None and binding.engine is not None
     if name == "trace":
-        with loop.handle.trace(Path(folder) / "trace.json"):
+        with Trace(loop.handle, Path(folder) / "trace.json"):
             yield
         return
     if name.startswith("alarm"):
@@ -228,7 +229,7 @@ def truth_worker(rank: int, world: int, device: torch.device, hook: str, steps: 
     silent, loop = Loop("wide", "noop", 25.0), Loop("wide", hook, 25.0)
     loop.steps(2)
     silent.steps(2)
-    with loop.handle.trace(Path(out) / "trace.json") as trace:
+    with Trace(loop.handle, Path(out) / "trace.json") as trace:
         pairs = [(silent.steps(steps), loop.steps(steps)) for _ in range(3)]
     if rank == 0:
         final = trace.final
