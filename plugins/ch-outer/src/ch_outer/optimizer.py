@@ -25,7 +25,6 @@ from ch_outer.parameters import (
     write,
 )
 from ch_outer.round_figures import Progress
-from ch_outer.round_length import Pace
 from ch_outer.round_votes import FixedRounds, ManagedRounds, Manager, Rounds
 from ch_outer.schedule import Schedule
 from ch_outer.state import (
@@ -39,8 +38,7 @@ from ch_outer.state import (
 )
 from ch_outer.step_watch import Followed
 from ch_outer.telemetry import COLUMNS, Recorder
-from ch_outer.unequal_rounds import UnequalRounds
-from commhooks import HookConfigError, HookNotSupportedError, Reducer, StateError
+from commhooks import HookConfigError, Reducer, StateError
 from commhooks.adapters import Transport
 from commhooks.telemetry import Writer, csv_file
 from commhooks.trace import Trace
@@ -66,14 +64,6 @@ class OuterOptimizer(InnerOptimizer):
             optimizers one after another, and wrap the last. The model is plain, in DDP, or sharded by FSDP2. Shards are
             exchanged with the same shards of other groups.
         every: inner steps between two exchanges of one parameter.
-        seconds: length of a round in seconds, instead of ``every``, for ranks of unequal speed. Each rank makes as many inner
-            steps as fit, and counts in the average by its tokens (integer inputs of two dimensions), samples, or steps. Ranks end
-            at different times, so each calls :meth:`finish`. A thread sends the messages, over a process group of its own.
-        tokens: tokens or samples of all ranks together in a round, instead of ``seconds``. The first round gives each rank an
-            equal part. Later rounds turn the number into seconds by the measured speeds.
-        grace: part of a round's length that the others wait for a late rank. A rank that is later keeps its moves for the next
-            round.
-        late: rounds in a row that may end without a rank. The next round waits for it.
         exchange: averages the pseudo-gradients: any reduction (expression, dict or object).
         outer: makes the outer optimizer of the starts. The default is ``nesterov(1.0, 0.3)``, which suits short runs. More
             momentum needs more rounds (:func:`.rounds_needed`).
@@ -99,7 +89,6 @@ class OuterOptimizer(InnerOptimizer):
         count: inner steps done, skipped ones included.
         landed: exchanges that have moved a start.
         schedule: times of the exchanges.
-        must_finish: True if ranks end at different times, so that :meth:`finish` has to follow the last step.
 
     Raises:
         HookConfigError: an option is out of range, or the inner optimizer steps a tensor that is not a parameter of the model.
@@ -127,11 +116,7 @@ class OuterOptimizer(InnerOptimizer):
         optim: Optimizer,
         model: torch.nn.Module,
         *,
-        every: int | None = None,
-        seconds: float = 0.0,
-        tokens: int = 0,
-        grace: float = 0.1,
-        late: int = 1,
+        every: int,
         exchange: Any = "allreduce",
         outer: OuterFactory | None = None,
         fragments: int | Sequence[Sequence[str]] = 1,
@@ -147,23 +132,11 @@ class OuterOptimizer(InnerOptimizer):
     ) -> None:
         params = trained(model, optim)
         parts = divide(params, fragments)
-        pace = Pace(seconds, tokens, grace, late) if every is None else None
-        if every is not None and (seconds or tokens):
-            raise HookConfigError(
-                f"every={every} excludes seconds={seconds} and tokens={tokens}: give one length of a round"
-            )
-        if pace is not None:
-            _refuse_unequal(fragments=len(parts) > 1, overlap=overlap > 0, mix=mix != 0.0, manager=manager is not None)
-            if shard_groups(params.values()):
-                raise HookNotSupportedError(
-                    "rounds that end by time cannot train a sharded model, because one part of a model could miss a round and "
-                    "another part take part in it. Use every="
-                )
-        self.schedule = Schedule(1 if every is None else every, len(parts), overlap)
+        self.schedule = Schedule(every, len(parts), overlap)
         super().__init__(optim)
         starts = {name: start_of(param) for name, param in params.items()}
         self.outer = (outer or default_outer())(list(starts.values()))
-        if steps is not None and outer is not None and every is not None:
+        if steps is not None and outer is not None:
             warn_of_short_run(self.outer, steps // every)
         self.count, self.landed = 0, 0
         self._model, self._exchanged, self._warns = model, params, steps is None and outer is not None
@@ -174,15 +147,11 @@ class OuterOptimizer(InnerOptimizer):
         self._finishing = False
         self._goal: int | None = None  # committed rounds after which `finish` ends, equal on all ranks
         self._takeovers = 0  # how often this member received the state of a peer
-        if pace is not None and transport is None:
-            # The thread's messages must not mix with those of the script.
-            ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-            process_group = dist.new_group(ranks, use_local_synchronization=True)
         where: dict[str, Any] = {"process_group": process_group, "transport": transport, "manager": manager}
         where |= {"timeout": timeout, "verify_ranks": verify_ranks}
         fixed = manager is None  # a manager sends its members equal values, so only fixed ranks compare values
         facts = facts_of(model, starts, parameters_of(model)[1], buffers, values=verify_ranks and fixed)
-        facts["outer step"] = [f"{pace or self.schedule}, mix={mix}, buffers={buffers}", *options_of(self.outer)]
+        facts["outer step"] = [f"{self.schedule}, mix={mix}, buffers={buffers}", *options_of(self.outer)]
         self._rounds: Rounds = FixedRounds()
         if manager is not None:
             self._rounds = ManagedRounds(manager, self.schedule, facts=facts, verify_ranks=verify_ranks)
@@ -195,12 +164,6 @@ class OuterOptimizer(InnerOptimizer):
         self._buffers = Buffers(model, buffers, **where)
         if manager is not None:
             manager.register_state_dict_fn("ch_outer", self._take_over, self._hand_over)
-        self._unequal: UnequalRounds | None = None
-        if pace is not None:
-            self._unequal = UnequalRounds(
-                self._fragments[0], self._buffers, self.outer, pace, model, self._obstacle, self._count_round, **where
-            )
-        self.must_finish = pace is not None
 
     # -- steps
 
@@ -225,9 +188,6 @@ class OuterOptimizer(InnerOptimizer):
             True if this rank has just taken over the start of a peer. Its gradients then belong to other parameters.
         """
         self._progress.began()
-        if self._unequal is not None:
-            self._unequal.begin()
-            return False
         with torch.no_grad():
             took_over = self._meet()
             self._goal = None  # peers may finish, this rank does not
@@ -242,9 +202,6 @@ class OuterOptimizer(InnerOptimizer):
         failed = None
         self.count += 1
         with torch.no_grad(), self._progress.exchange():
-            if self._unequal is not None:
-                self._unequal.after_step()
-                return
             try:
                 self._advance_exchanges()
             except Exception as error:  # any type, because a reduction raises its own
@@ -346,10 +303,6 @@ class OuterOptimizer(InnerOptimizer):
         self._buffers.put(buffers)
         return True
 
-    def _count_round(self, apart: float) -> None:
-        self.landed += 1
-        self._note(apart)
-
     def _note(self, apart: float) -> None:
         """Note an exchange that has landed."""
         self._progress.landed(apart)
@@ -424,10 +377,6 @@ class OuterOptimizer(InnerOptimizer):
             HookConfigError: under a manager, which does this itself.
             RankMismatchError: the optimizers do not belong together.
         """
-        if self._unequal is not None:
-            raise HookNotSupportedError(
-                "move() has no meaning for rounds that end by time. Use every=, or make another optimizer"
-            )
         if isinstance(self._rounds, ManagedRounds):
             raise HookConfigError("there is no move() under a manager, whose members come and go by themselves")
         with torch.no_grad():
@@ -462,10 +411,6 @@ class OuterOptimizer(InnerOptimizer):
         Raises:
             CommHooksError: as :meth:`step` does.
         """
-        if self._unequal is not None:
-            with torch.no_grad(), self._progress.exchange():
-                self._unequal.finish()
-            return
         with torch.no_grad():
             for _, index in self._in_flight():
                 self._land(index)
@@ -522,11 +467,7 @@ class OuterOptimizer(InnerOptimizer):
         A shared value is the start of a parameter (of its shard, under FSDP2) or the last average of a buffer.
         """
         pairs = [(f.params[name], start) for f in self._fragments for name, start in f.starts.items()]
-        pairs += self._buffers.places()
-        if self._unequal is None:
-            return pairs
-        with self._unequal.hold():  # a thread moves the starts
-            return [(mine, shared.clone()) for mine, shared in pairs]
+        return pairs + self._buffers.places()
 
     def stats(self) -> dict[str, float]:
         """Return the sum of all exchanges' figures (see :meth:`commhooks.CommHook.stats`), and ``rounds_done``."""
@@ -544,10 +485,8 @@ class OuterOptimizer(InnerOptimizer):
             limit: number of events that each fragment keeps.
 
         Raises:
-            HookNotSupportedError: a manager, whose members come and go; rounds that end by time; or it is traced already.
+            HookNotSupportedError: a manager, whose members come and go; or it is traced already.
         """
-        if self._unequal is not None:
-            raise HookNotSupportedError("rounds that end by time cannot be traced: use every=")
         engines, groups = {}, []
         for index, fragment in enumerate(self._fragments):
             binding = fragment.reducer.handle.binding
@@ -601,15 +540,9 @@ class OuterOptimizer(InnerOptimizer):
         ``exchange_share`` is the share of this rank's time in which steps waited for exchanges. ``apart`` has, for each exchange,
         the distance of this rank's parameters from the mean of all ranks, divided by the parameters' norm. ``apart_growth``
         compares the latest distances with the first. ``steps_alone`` counts the latest inner steps that no other rank has yet.
-        Rounds that end by time add ``unit`` and ``workers``, whose goodput is the work per second.
         """
-        found = self._progress.figures()
-        if self._unequal is None:
-            found["steps_alone"] = self.count - min(map(self._shared_until, range(len(self._fragments))))
-        else:
-            workers = [{"rank": rank, **one.as_dict()} for rank, one in enumerate(self._unequal.workers)]
-            found |= {"unit": self._unequal.unit, "workers": workers}
-        return found
+        alone = self.count - min(map(self._shared_until, range(len(self._fragments))))
+        return {**self._progress.figures(), "steps_alone": alone}
 
     def _reducers(self) -> list[Reducer]:
         return [*(fragment.reducer for fragment in self._fragments), *self._buffers.reducers]
@@ -625,7 +558,6 @@ class OuterOptimizer(InnerOptimizer):
         Raises:
             RuntimeError: under a manager, if an exchange is under way, because the vote on it is open.
         """
-        _refuse_state(self._unequal)
         if self.under_way and isinstance(self._rounds, ManagedRounds):
             raise RuntimeError(
                 "an exchange is under way, and the vote on it is open. Save where optimizer.under_way is 0"
@@ -650,7 +582,6 @@ class OuterOptimizer(InnerOptimizer):
         Raises:
             StateError: the state is of another class, model, schedule or sharding.
         """
-        _refuse_state(self._unequal)
         check_checkpoint(
             state_dict, str(self.schedule), self._fragments, self._buffers, inner=self.optim, outer=self.outer
         )
@@ -663,19 +594,3 @@ class OuterOptimizer(InnerOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("an OuterOptimizer holds a process group and cannot be copied. Save its state_dict() instead")
-
-
-def _refuse_unequal(**given: bool) -> None:
-    """Refuse options that belong to rounds of a fixed number of steps."""
-    if odd := [name for name, is_given in given.items() if is_given]:
-        raise HookNotSupportedError(
-            f"{', '.join(odd)}= needs rounds of a fixed number of steps: give every=, or leave it out"
-        )
-
-
-def _refuse_state(unequal: UnequalRounds | None) -> None:
-    if unequal is not None:
-        raise HookNotSupportedError(
-            "rounds that end by time cannot be resumed to the bit, so they have no state. Save the model, whose state_dict() "
-            "under commhooks run or global_parameters() is the model of the last round, and begin a new round from it"
-        )

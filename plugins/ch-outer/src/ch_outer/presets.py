@@ -17,8 +17,6 @@ from commhooks import HookConfigError
 def _preset(name: str, optim: torch.optim.Optimizer, model: torch.nn.Module, options: dict[str, Any]) -> OuterOptimizer:
     """Return an outer optimizer with the values of a paper, where the caller gives no others."""
     given = {**NAMES[name], **{key: value for key, value in options.items() if value is not None}}
-    if given.get("seconds") or given.get("tokens"):
-        given.pop("every")
     rate, momentum = given.pop("rate"), given.pop("momentum")
     steps = given.get("steps")
     if steps is not None and (type(steps) is not int or steps < 1):
