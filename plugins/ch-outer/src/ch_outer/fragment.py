@@ -18,9 +18,8 @@ import torch
 from torch.optim import Optimizer
 
 from ch_outer.parameters import local
+from ch_outer.schedule import CARRY
 from commhooks import HookConfigError, PendingAverage, Reducer, StateError
-
-CARRY = "carry"  # a value of mix=
 
 
 def start_of(param: torch.Tensor) -> torch.Tensor:
@@ -74,16 +73,13 @@ class Fragment:
         params: parameters by name, in model order.
         starts: their starts, which the outer optimizer moves.
         reducer: averages tensors of the shapes of the starts.
-        mix: share of a rank's own parameters that stays on arrival, or :data:`CARRY`.
+        mix: see :class:`.Schedule`.
         fixed: True if the ranks stay. A rank that is alone then knows that no other rank receives the average.
 
     Attributes:
         since: number of inner steps at the start of the exchange under way, or ``None``.
         settled: number of inner steps at the start of the last exchange, if it left the parameters at the start, or ``None``.
         landed: number of inner steps at the start of the last exchange that has arrived, or ``None`` if that is not known.
-
-    Raises:
-        HookConfigError: ``mix`` is out of range.
     """
 
     def __init__(
@@ -95,8 +91,6 @@ class Fragment:
         *,
         fixed: bool = True,
     ) -> None:
-        if mix != CARRY and (isinstance(mix, str) or not 0.0 <= mix <= 1.0):
-            raise HookConfigError(f"mix={mix!r}: expected a share of a rank's own parameters, 0 to 1, or {CARRY!r}")
         self.params, self.starts, self.reducer, self.mix = dict(params), dict(starts), reducer, mix
         self.since: int | None = None
         self.settled: int | None = None
@@ -274,12 +268,8 @@ class Fragment:
         """Refuse a state of other parameters.
 
         Raises:
-            StateError: names a parameter that differs, or asks for the ``mix`` of a saved exchange.
+            StateError: names a parameter that differs.
         """
-        if self.mix == CARRY and saved["mean"] and not saved["left"]:
-            raise StateError(
-                f"the state was saved with an exchange under way and without mix={CARRY!r}. Load it with the mix= that it had"
-            )
         for key in ("start", "mean", "left", "rest"):
             own = saved["rest"].keys() & self.starts.keys() if key == "rest" else self.starts.keys()
             for name in saved[key].keys() ^ own if saved[key] else ():
