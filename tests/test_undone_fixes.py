@@ -130,8 +130,8 @@ TABLE = [
     Undone(
         "OuterOptimizer: a parameter added later is never exchanged",
         OUTER,
-        "ch_outer/optimizer.py",
-        "            check_parameters(self._model, self.optim, self._exchanged)\n",
+        "ch_outer/shared_model.py",
+        "        check_parameters(self.model, self._inner, self.params)\n",
         "",
         "plugins/ch-outer/tests/test_optimizer.py be_exchanged",
     ),

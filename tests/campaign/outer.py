@@ -41,14 +41,14 @@ def outer_sgd(starts: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
 
 def run(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
     """One case; raise the first check that fails."""
-    from ch_outer import OuterOptimizer
+    from ch_outer import FixedRanks, OuterOptimizer, Schedule
 
     notes.phase("construct")
     model = Cached(models.build(case.model, case.dtype))
     by_hand = copy.deepcopy(model)
     inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
     optimizer = OuterOptimizer(
-        inner, model, every=case.every, exchange=case.expr, outer=outer_sgd, fragments=1, timeout=20.0
+        inner, model, Schedule(case.every), exchange=case.expr, outer=outer_sgd, ranks=FixedRanks(timeout=20.0)
     )
     hand = _ByHand(by_hand, case.every)
     refused, every = "", [""] * world

@@ -34,7 +34,7 @@ def keep(when: str, **more: Any) -> None:
     if os.environ.get("COMMHOOKS_OUTER"):
         [found] = auto_attach.auto_attach().models
         more["outer"] = {"count": found.outer.count, "landed": found.outer.landed}
-        more["weights"] = [local(p).clone() for p in found.outer._model.parameters()]
+        more["weights"] = [local(p).clone() for p in found.outer.rounds.shared.model.parameters()]
     rank = os.environ.get("RANK", "0")  # a worker of Ray's learns its rank late
     torch.save({"state": state, **more}, Path(os.environ["OBSERVED_OUT"], f"{when}-{rank}.pt"))
 

@@ -515,29 +515,11 @@ def test_the_report_tells_of_steps_that_no_other_rank_has() -> None:
     assert "2.5 times as far apart as the first" in outer_text({**row, "apart_growth": 2.5})
 
 
-@pytest.mark.full
-def test_rounds_that_end_by_time_need_the_end_of_the_script(tmp_path: Path) -> None:
-    done = run(tmp_path, "ddp_loop", outer="diloco(seconds=0.2)", check=False)
-    assert done.code != 0 and "Give steps=" in done.err
-    done = run(tmp_path, "ddp_loop", outer="diloco(seconds=0.2, steps=8)")
-    [model] = done.report["models"]
-    assert model["steps"] == 8 and [one["work"] for one in model["workers"]] == [64, 64]
-    assert "samples/s" in done.err and "rank 1:" in done.err
-
-
-@pytest.mark.parametrize("length", ["seconds=2", "tokens=100"])
-def test_rounds_that_end_by_time_have_no_state(length: str) -> None:
-    with pytest.raises(commhooks.HookConfigError, match=f"--state does not fit --outer .*{length}.* Use every="):
-        Settings("", outer=f"diloco({length}, steps=8)", state="state").check()
-    Settings("", outer="diloco(every=2, steps=8)", state="state").check()
-
-
 @pytest.mark.parametrize(
     ("outer", "said"),
     [
         ("diloco(every=30, steps=60)", "30 optimizer steps; after step 60 all ranks take one model"),  # ends a round
         ("diloco(every=30, steps=61)", "30 optimizer steps; after step 61 all ranks take one model"),
-        ("diloco(seconds=2, steps=60)", "2 seconds; after step 60 all ranks take one model"),
         ("diloco(every=30)", "30 optimizer steps; steps after the last whole round reach no other rank (give steps=N,"),
     ],
 )

@@ -240,21 +240,6 @@ def test_it_refuses_by_name() -> None:
     assert spawn(refused, 2, timeout=120) == [[]] * 2
 
 
-def timed(rank: int, world: int) -> str:
-    watching("diloco(seconds=1.0, steps=5)")
-    model = sharded(init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES))
-    optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(commhooks.HookNotSupportedError) as raised:
-        loss_of(model, rank, 0)
-    del optimizer
-    return str(raised.value)
-
-
-@pytest.mark.full
-def test_rounds_by_time_are_refused_because_a_part_of_a_model_may_be_late() -> None:
-    assert all("cannot train a sharded model" in text for text in spawn(timed, 4, timeout=120))
-
-
 # -- kill and resume
 
 

@@ -28,7 +28,7 @@ import ch_ddp
 import ch_fsdp
 import ch_powersgd
 import commhooks
-from ch_outer import OuterOptimizer
+from ch_outer import OuterOptimizer, Schedule
 from commhooks import CommHook, checkpoint
 from commhooks.trace import Trace
 from tests.orders.late import LateCollectives
@@ -456,7 +456,7 @@ def outer(case: Case, rank: int, *, moves: bool = False) -> Seen:
     model, seen = Given(shapes), Seen()
     model.register_buffer("statistic", torch.zeros(5, dtype=torch.float32, device="cpu"))
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = OuterOptimizer(inner, model, every=4, overlap=2, mix="carry", fragments=2, exchange=case.expr)
+    optimizer = OuterOptimizer(inner, model, Schedule(every=4, fragments=2, overlap=2, mix="carry"), exchange=case.expr)
     for step in range(14):
         optimizer.zero_grad()
         model(given(shapes, rank, step)).backward()

@@ -40,7 +40,7 @@ def test_a_model_over_a_manager_is_refused_with_the_way_to_train_it() -> None:
 
     with SimulatedCluster() as cluster:
         [text] = cluster.run({"a": body}).values()
-    assert "vote on every round" in text and "manager=manager" in text
+    assert "vote on every round" in text and "ranks=ch_outer.Members(manager)" in text
 
 
 def test_so_is_a_model_of_torchft() -> None:
@@ -48,4 +48,4 @@ def test_so_is_a_model_of_torchft() -> None:
     from torchft.ddp import DistributedDataParallel as Managed
 
     manager: Any = object()  # it is not called before the first backward
-    assert "manager=manager" in forward(Managed(manager, torch.nn.Linear(3, 1)))
+    assert "ranks=ch_outer.Members(manager)" in forward(Managed(manager, torch.nn.Linear(3, 1)))

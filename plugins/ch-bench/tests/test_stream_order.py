@@ -20,6 +20,7 @@ from ch_bench.cost.imagined_gpu import ImaginedGPU, races
 from ch_bench.cost.imagined_training import fsdp2_races, outer_races
 from ch_bench.cost.stream_order import StreamOrder
 from ch_bench.gpu_kit.models import COMPOSITIONS
+from ch_outer import Schedule
 from commhooks.device import record_use
 from commhooks.encoding import Encoding, Entries
 
@@ -82,10 +83,14 @@ def test_no_hook_has_a_race_with_fsdp2(axis: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("options", [{}, {"mix": 0.5}, {"mix": "carry"}, {"fragments": 1, "overlap": 4}])
-def test_no_hook_has_a_race_in_an_outer_exchange(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "schedule",
+    [Schedule(4, 2, 2), Schedule(4, 2, 2, mix=0.5), Schedule(4, 2, 2, mix="carry"), Schedule(4, overlap=4)],
+    ids=["drop", "mix", "carry", "one fragment"],
+)
+def test_no_hook_has_a_race_in_an_outer_exchange(schedule: Schedule) -> None:
     for hook in HOOKS:
-        assert outer_races(hook, **options) == [], hook
+        assert outer_races(hook, schedule=schedule) == [], hook
 
 
 @contextmanager

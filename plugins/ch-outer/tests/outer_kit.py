@@ -1,10 +1,13 @@
 """A small model, its batches and its training, shared by the tests of this package."""
 
 import threading
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import nn
 
+from ch_outer import OuterOptimizer, Schedule
 from commhooks.simulate import SimulatedGroup, SimulatedTransport
 
 BUILDING = threading.Lock()  # ranks are threads in some tests, and torch has one generator for all
@@ -18,6 +21,12 @@ def make(seed: int = 0) -> nn.Module:
 
 def alone() -> SimulatedTransport:
     return SimulatedTransport(SimulatedGroup(1), 0)
+
+
+def by_options(inner: torch.optim.Optimizer, model: nn.Module, **options: Any) -> OuterOptimizer:
+    """Return an outer optimizer from one dict of options, which also has those of its schedule."""
+    schedule = {field.name: options.pop(field.name) for field in fields(Schedule) if field.name in options}
+    return OuterOptimizer(inner, model, Schedule(**schedule), **options)
 
 
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:

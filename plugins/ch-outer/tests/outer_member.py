@@ -11,7 +11,7 @@ import torch
 
 import ch_ft
 from ch_ft.testing import member
-from ch_outer import OuterOptimizer
+from ch_outer import Members, OuterOptimizer, Schedule
 from commhooks.adapters import checksum
 
 from .outer_kit import adam, batch, make
@@ -54,7 +54,9 @@ def rounds(task: member.Task, log: member.Log) -> None:
         quorum_timeout=30,
         use_async_quorum=task.async_quorum,
     )
-    optimizer = OuterOptimizer(adam(model), model, every=EVERY, exchange=task.hook, manager=local.manager)
+    optimizer = OuterOptimizer(
+        adam(model), model, Schedule(every=EVERY), exchange=task.hook, ranks=Members(local.manager)
+    )
     if task.die == "inside":
         dying(local, task, log, optimizer)
     folder = Path(task.folder)

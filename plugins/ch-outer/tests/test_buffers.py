@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ch_outer import OuterOptimizer
+from ch_outer import FixedRanks, OuterOptimizer, Schedule
 from ch_outer.buffers import ExactMean
 from commhooks import HookConfigError, Reducer, RemoteHookError
 from commhooks.simulate import SimulatedRank, simulate
@@ -59,7 +59,9 @@ class Growing(nn.Module):
 def test_a_buffer_that_changes_on_one_rank_is_an_error_on_all(change: str) -> None:
     def body(rank: SimulatedRank) -> list[str]:
         model = make() if change == "first" else Growing()
-        optimizer = OuterOptimizer(adam(model), model, every=2, transport=rank.transport, timeout=5.0)
+        optimizer = OuterOptimizer(
+            adam(model), model, Schedule(every=2), ranks=FixedRanks(transport=rank.transport, timeout=5.0)
+        )
         errors = []
         for step in range(6):
             if step == 2 and rank.rank == 1:

@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ch_outer import OuterOptimizer, Schedule, nesterov, plain_sgd
+from ch_outer import FixedRanks, Schedule, nesterov, plain_sgd
 from ch_outer.fragment import divide
 from commhooks import Plain
 from commhooks.simulate import SimulatedRank, simulate
 from commhooks.testing import spawn
 
-from .outer_kit import adam, alone, make, same, train, values
+from .outer_kit import adam, alone, by_options, make, same, train, values
 
 pytestmark = pytest.mark.timeout(90)
 Mean = Callable[[torch.Tensor], torch.Tensor]
@@ -84,8 +84,13 @@ def hand_options(options: dict[str, Any]) -> tuple[int, list[list[str]], int, fl
 def test_it_is_the_loop_written_by_hand_over_simulated_ranks(case: str, world: int) -> None:
     def ours(rank: SimulatedRank) -> list[torch.Tensor]:
         model = make()
-        optimizer = OuterOptimizer(
-            adam(model), model, exchange=Plain(), outer=nesterov(), transport=rank.transport, **CASES[case]
+        optimizer = by_options(
+            adam(model),
+            model,
+            ranks=FixedRanks(transport=rank.transport),
+            exchange=Plain(),
+            outer=nesterov(),
+            **CASES[case],
         )
         train(model, optimizer, rank.rank, range(17))
         return values(model)
@@ -111,7 +116,9 @@ def over_gloo(rank: int, world: int) -> list[str]:
     wrong = []
     for case, options in CASES.items():
         model = make()
-        optimizer = OuterOptimizer(adam(model), model, exchange="allreduce", outer=nesterov(), timeout=20.0, **options)
+        optimizer = by_options(
+            adam(model), model, ranks=FixedRanks(timeout=20.0), exchange="allreduce", outer=nesterov(), **options
+        )
         train(model, optimizer, rank, range(17))
         if not same(values(model), by_hand(rank, mean, 17, *hand_options(options))):
             wrong.append(case)
@@ -138,8 +145,8 @@ def test_one_worker_at_rate_1_without_momentum_is_the_inner_optimizer(options: d
         with torch.no_grad():
             model[0].weight[0, :3] = torch.tensor([1e-3, 1e-9, 5.0])
     inner, outer = adam(plain), plain_sgd(1.0)
-    optimizer = OuterOptimizer(
-        adam(wrapped), wrapped, every=3, exchange=Plain(), outer=outer, transport=alone(), **options
+    optimizer = by_options(
+        adam(wrapped), wrapped, ranks=FixedRanks(transport=alone()), every=3, exchange=Plain(), outer=outer, **options
     )
     rounds_that_round = 0
     start = values(plain)

@@ -8,7 +8,7 @@ import torch
 
 import ch_outer
 import commhooks
-from ch_outer import OuterOptimizer
+from ch_outer import FixedRanks, OuterOptimizer, Schedule
 from commhooks.registry.registry import REGISTRY
 
 from .outer_kit import adam, alone, make, same, train, values
@@ -68,6 +68,16 @@ def test_an_outer_optimizer_is_no_hook() -> None:
 def test_the_options_import_no_torch() -> None:
     text = "import sys, commhooks; commhooks.describe('diloco(every=3)'); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", text], check=True, timeout=60)
+
+
+def test_a_preset_takes_its_ranks_whole_or_by_name() -> None:
+    model = make()
+    ranks = FixedRanks(transport=alone(), timeout=5.0)
+    whole = ch_outer.local_sgd(adam(model), model, ranks=ranks)
+    by_name = ch_outer.local_sgd(adam(model), model, transport=alone(), timeout=5.0)
+    assert whole.schedule == by_name.schedule == Schedule(8)
+    with pytest.raises(TypeError, match="timeout"):
+        ch_outer.local_sgd(adam(model), model, ranks=ranks, timeout=5.0)
 
 
 def test_a_bad_number_of_steps_is_refused() -> None:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ch_outer import OuterOptimizer
+from ch_outer import FixedRanks, OuterOptimizer, Schedule
 from commhooks.testing import spawn
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(110)]
@@ -47,7 +47,10 @@ def train(rank: int, world: int, kind: str) -> tuple[list[list[float]], list[lis
         wrapped = DistributedDataParallel(model, process_group=mesh["inside"].get_group())
     inner = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
     optimizer = OuterOptimizer(
-        inner, wrapped, every=3, fragments=2, overlap=1, process_group=mesh["between"].get_group(), timeout=30.0
+        inner,
+        wrapped,
+        Schedule(every=3, fragments=2, overlap=1),
+        ranks=FixedRanks(process_group=mesh["between"].get_group(), timeout=30.0),
     )
     for step in range(7):
         optimizer.zero_grad()
@@ -59,7 +62,7 @@ def train(rank: int, world: int, kind: str) -> tuple[list[list[float]], list[lis
         optimizer.zero_grad()
         wrapped(batch(rank, step)).square().mean().backward()
         optimizer.step()
-    sizes = [start.numel() for f in optimizer._fragments for start in f.starts.values()]
+    sizes = [start.numel() for f in optimizer.rounds.shared.fragments for start in f.starts.values()]
     dist.barrier()
     return end, whole(wrapped), optimizer.stats()["payload_bytes"], sizes
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ch_outer import OuterOptimizer
+from ch_outer import FixedRanks, OuterOptimizer, Schedule
 from commhooks import AllReduce, Bucket, HookTimeoutError, Reduction, StepContext, TransportError
 from commhooks.adapters import checksum
 from commhooks.testing import spawn
@@ -83,7 +83,7 @@ def over(folder: str, name: str, rank: int, world: int) -> dist.ProcessGroup:
 def worker(rank: int, world: int, place: str, folder: str) -> tuple[int, list[int], list[list[str]]]:
     model, reduction = make(), InTwoStages()
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-    optimizer = OuterOptimizer(inner, model, every=EVERY, exchange=reduction, timeout=8.0)
+    optimizer = OuterOptimizer(inner, model, Schedule(every=EVERY), exchange=reduction, ranks=FixedRanks(timeout=8.0))
     losses, found, landed = 0, [], []
     while optimizer.count < 4 * EVERY:
         at = optimizer.count
@@ -116,7 +116,11 @@ def worker(rank: int, world: int, place: str, folder: str) -> tuple[int, list[in
         other = make(9)
         over(folder, f"alone {rank}", 0, 1)
         late = OuterOptimizer(
-            torch.optim.AdamW(other.parameters(), lr=0.01), other, every=EVERY, exchange=InTwoStages(), timeout=8.0
+            torch.optim.AdamW(other.parameters(), lr=0.01),
+            other,
+            Schedule(every=EVERY),
+            exchange=InTwoStages(),
+            ranks=FixedRanks(timeout=8.0),
         )
         late.move(over(folder, "with newcomer", 1, 2))
         for _ in range(EVERY):
@@ -166,11 +170,9 @@ def late_peer(rank: int, world: int) -> list[float]:
     optimizer = OuterOptimizer(
         torch.optim.SGD(model.parameters(), lr=1.0),
         model,
-        every=2,
-        overlap=1,
-        mix="carry",
-        timeout=60.0 if rank == 2 else 1.5,
+        Schedule(every=2, overlap=1, mix="carry"),
         outer=lambda params: torch.optim.SGD(params, lr=1.0),
+        ranks=FixedRanks(timeout=60.0 if rank == 2 else 1.5),
     )
 
     def inner() -> None:
@@ -188,7 +190,7 @@ def late_peer(rank: int, world: int) -> list[float]:
     with pytest.raises(HookTimeoutError):
         inner()
     optimizer.move(dist.new_group([0, 1], use_local_synchronization=True))
-    fragment = optimizer._fragments[0]
+    fragment = optimizer.rounds.shared.fragments[0]
     filling, exchanges = fragment.fill, list[int]()
 
     def fill() -> Exception | None:

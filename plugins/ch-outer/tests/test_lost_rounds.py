@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ch_outer import OuterOptimizer, plain_sgd
+from ch_outer import FixedRanks, Members, OuterOptimizer, Schedule, plain_sgd
 from commhooks import AllReduce, Bucket, HookConfigError, Plain, Reduction, StepContext
 from commhooks.adapters import checksum
 from commhooks.simulate import SimulatedRank, simulate
 
-from .outer_kit import make, same, train
+from .outer_kit import by_options, make, same, train
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -27,12 +27,10 @@ def test_a_checkpoint_in_the_middle_of_an_exchange_counts_nothing_twice(fails: b
         optimizer = OuterOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1),
             model,
-            every=4,
-            overlap=2,
-            mix="carry",
+            Schedule(every=4, overlap=2, mix="carry"),
             exchange="quant2(exempt=False)",
             outer=plain_sgd(1.0),
-            transport=rank.transport,
+            ranks=FixedRanks(transport=rank.transport),
         )
         sent = torch.zeros_like(model[0].weight)
 
@@ -43,19 +41,19 @@ def test_a_checkpoint_in_the_middle_of_an_exchange_counts_nothing_twice(fails: b
 
         for _ in range(8):
             step()
-        fragment = optimizer._fragments[0]
+        fragment = optimizer.rounds.shared.fragments[0]
         before = fragment.starts["0.weight"].clone()
         optimizer.state_dict()
         assert fragment.waiting
         mean = fragment.reducer.tensors["0.weight"].clone()
         if fails:
-            average = optimizer._buffers.average
+            average = optimizer.rounds.shared.buffers.average
 
             def once() -> dict[str, torch.Tensor]:
-                optimizer._buffers.average = average
+                optimizer.rounds.shared.buffers.average = average
                 raise ArithmeticError("a cosmic ray")
 
-            optimizer._buffers.average = once
+            optimizer.rounds.shared.buffers.average = once
             step()
             with pytest.raises(ArithmeticError):
                 step()
@@ -83,8 +81,8 @@ def test_move_drops_exchanges_in_flight_and_lands_those_of_a_checkpoint(save: bo
             "exchange": "quant2(exempt=False)",
             "outer": plain_sgd(1.0),
         }
-        optimizer = OuterOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
-        fragment = optimizer._fragments[0]
+        optimizer = by_options(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
+        fragment = optimizer.rounds.shared.fragments[0]
 
         def steps(count: int) -> None:
             for _ in range(count):
@@ -122,10 +120,10 @@ def test_buffers_that_cannot_be_averaged_stop_no_exchange() -> None:
         optimizer = OuterOptimizer(
             torch.optim.SGD(model.parameters(), lr=1.0),
             model,
-            every=2,
+            Schedule(every=2),
             exchange=Plain(),
             outer=plain_sgd(1.0),
-            transport=rank.transport,
+            ranks=FixedRanks(transport=rank.transport),
         )
         model.cache = torch.zeros(2)  # the buffer has grown on all ranks
         found = []
@@ -164,7 +162,11 @@ def test_a_member_comes_back_in_a_round_in_which_every_reduction_raises(async_qu
     def live(manager: Any, again: bool = False) -> dict[int, str]:
         model, reduction = make(5 if again else 0), Breaks()
         optimizer = OuterOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model, manager=manager, every=2, exchange=reduction
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model,
+            Schedule(every=2),
+            exchange=reduction,
+            ranks=Members(manager),
         )
         reduction.armed = again
         found, broken = {}, False
@@ -175,7 +177,7 @@ def test_a_member_comes_back_in_a_round_in_which_every_reduction_raises(async_qu
                 train(model, optimizer, ord(manager.name), range(optimizer.count, optimizer.count + 1))
             except ValueError:
                 found[-1] = "raised"
-            found[manager.current_step()] = checksum(optimizer._fragments[0].starts["0.weight"])
+            found[manager.current_step()] = checksum(optimizer.rounds.shared.fragments[0].starts["0.weight"])
         return found
 
     def body(manager: Any) -> dict[int, str]:

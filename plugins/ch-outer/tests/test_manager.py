@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from ch_outer import OuterOptimizer
-from commhooks import AllReduce, HookConfigError, HookNotSupportedError, RankMismatchError, Reduction
+from ch_outer import FixedRanks, Members, OuterOptimizer, Schedule
+from ch_outer.members import MemberRounds
+from commhooks import AllReduce, HookConfigError, HookNotSupportedError, RankMismatchError, Reduction, StateError
 from commhooks.adapters import checksum
 from commhooks.simulate import SimulatedRank, simulate
 
-from .outer_kit import adam, make, same, train, values
+from .outer_kit import adam, by_options, make, same, train, values
 
 ch_ft = pytest.importorskip("ch_ft")
 pytestmark = pytest.mark.timeout(60)
@@ -42,14 +43,14 @@ def net(seed: int = 0) -> nn.Module:
 
 def shared(optimizer: OuterOptimizer) -> list[str]:
     """Return the values that all members share between two rounds: digests of start, momentum and shared state."""
-    starts = [s for fragment in optimizer._fragments for s in fragment.starts.values()]
+    starts = [s for fragment in optimizer.rounds.shared.fragments for s in fragment.starts.values()]
     momentum = [one["momentum_buffer"] for one in optimizer.outer.state.values()]
-    for fragment in optimizer._fragments:
+    for fragment in optimizer.rounds.shared.fragments:
         fragment.reducer.commit()  # over fixed ranks, the last round is resolved when the next begins
-    kept = [one for fragment in optimizer._fragments for one in fragment.reducer.handle.state.entries()]
+    kept = [one for fragment in optimizer.rounds.shared.fragments for one in fragment.reducer.handle.state.entries()]
     q = [tensor for _, field, tensor in kept if field == "q"]
-    whole = optimizer.landed % len(optimizer._fragments) == 0
-    buffers = list(optimizer._buffers.live().values()) if whole else []  # averaged with the last fragment
+    whole = optimizer.landed % len(optimizer.rounds.shared.fragments) == 0
+    buffers = list(optimizer.rounds.shared.buffers.live().values()) if whole else []  # averaged with the last fragment
     return [str((optimizer.count, optimizer.landed)), *map(checksum, [*starts, *momentum, *q, *buffers])]
 
 
@@ -73,7 +74,7 @@ def test_without_failures_it_equals_training_over_fixed_ranks(case: str, names: 
 
     def managed(manager: Any) -> Any:
         model = net()
-        optimizer = OuterOptimizer(adam(model), model, manager=manager, **options)
+        optimizer = by_options(adam(model), model, ranks=Members(manager), **options)
         train(model, optimizer, letter(manager), range(15))
         found = values(model)
         optimizer.finish()
@@ -81,7 +82,7 @@ def test_without_failures_it_equals_training_over_fixed_ranks(case: str, names: 
 
     def fixed(rank: SimulatedRank) -> Any:
         model = net()
-        optimizer = OuterOptimizer(adam(model), model, transport=rank.transport, **options)
+        optimizer = by_options(adam(model), model, ranks=FixedRanks(transport=rank.transport), **options)
         train(model, optimizer, rank.rank, range(15))
         found = values(model)
         optimizer.finish()
@@ -100,7 +101,9 @@ def test_alone_at_rate_1_it_stays_near_the_inner_optimizer() -> None:
     def body(manager: Any) -> float:
         plain, model = make(), make()
         inner = adam(plain)
-        outer = OuterOptimizer(adam(model), model, every=2, manager=manager, outer=lambda p: torch.optim.SGD(p, lr=1.0))
+        outer = OuterOptimizer(
+            adam(model), model, Schedule(every=2), outer=lambda p: torch.optim.SGD(p, lr=1.0), ranks=Members(manager)
+        )
         train(plain, inner, 0, range(6))
         train(model, outer, 0, range(6))
         return max((a - b).abs().max().item() for a, b in zip(values(plain), values(model), strict=True))
@@ -118,7 +121,7 @@ class Log:
     def train(self, manager: Any, until: int, seed: int = 0, **options: Any) -> None:
         """Train until a number of rounds have landed."""
         model = net(seed)
-        optimizer = OuterOptimizer(adam(model), model, manager=manager, **options)
+        optimizer = by_options(adam(model), model, ranks=Members(manager), **options)
         mine = self.rounds.setdefault(manager.name, {})
         while optimizer.landed < until:
             before, attempts = optimizer.landed, optimizer.under_way
@@ -192,8 +195,12 @@ def test_a_lost_round_leaves_everything_as_it_was() -> None:
 
     def body(manager: Any) -> None:
         model = make()
-        optimizer = OuterOptimizer(adam(model), model, manager=manager, every=3, exchange=QUANT)
-        residual = lambda: [t.clone() for _, _, t in optimizer._fragments[0].reducer.handle.state.entries()]  # noqa: E731
+        optimizer = OuterOptimizer(adam(model), model, Schedule(every=3), exchange=QUANT, ranks=Members(manager))
+        fragment = optimizer.rounds.shared.fragments[0]
+
+        def residual() -> list[torch.Tensor]:
+            return [tensor.clone() for _, _, tensor in fragment.reducer.handle.state.entries()]
+
         for _ in range(4):
             before = shared(optimizer)[1:], residual()
             train(model, optimizer, letter(manager), range(optimizer.count, optimizer.count + 3))
@@ -202,7 +209,7 @@ def test_a_lost_round_leaves_everything_as_it_was() -> None:
                 assert before[0] == after[0]
                 assert same(before[1], after[1])
                 assert residual()
-                delta = [s - p for s, p in zip(optimizer._fragments[0].starts.values(), values(model), strict=True)]
+                delta = [s - p for s, p in zip(fragment.starts.values(), values(model), strict=True)]
                 assert max(d.abs().max().item() for d in delta) > 0.02, "three steps of rate 0.01 have moved it"
         starts[manager.name] = [optimizer.landed, *shared(optimizer)]
 
@@ -222,7 +229,7 @@ def test_an_error_of_one_member_is_raised_there_and_the_round_counts_nowhere() -
 
     def body(manager: Any) -> tuple[int, int, list[str]]:
         model = make()
-        optimizer = OuterOptimizer(adam(model), model, manager=manager, every=2, exchange=Breaks())
+        optimizer = OuterOptimizer(adam(model), model, Schedule(every=2), exchange=Breaks(), ranks=Members(manager))
         raised = 0
         for _ in range(6):
             try:
@@ -244,7 +251,11 @@ def test_members_that_differ_get_an_error() -> None:
     def body(manager: Any) -> str:
         model = make()
         optimizer = OuterOptimizer(
-            adam(model), model, manager=manager, every=2, exchange="allreduce", mix=0.5 if manager.name == "b" else 0.0
+            adam(model),
+            model,
+            Schedule(every=2, mix=0.5 if manager.name == "b" else 0.0),
+            exchange="allreduce",
+            ranks=Members(manager),
         )
         with pytest.raises(RankMismatchError) as caught:
             train(model, optimizer, 0, range(2))
@@ -257,14 +268,12 @@ def test_refusals() -> None:
     def body(manager: Any) -> None:
         model = make()
         with pytest.raises(HookConfigError, match="votes on one round after another"):
-            OuterOptimizer(adam(model), model, manager=manager, every=6, fragments=3, overlap=3)
-        with pytest.raises(HookConfigError, match="exclude each other"):
-            OuterOptimizer(adam(model), model, manager=manager, every=6, transport=object())
-        with pytest.raises(HookConfigError, match="its own time-outs"):
-            OuterOptimizer(adam(model), model, manager=manager, every=6, timeout=3.0)
+            OuterOptimizer(adam(model), model, Schedule(every=6, fragments=3, overlap=3), ranks=Members(manager))
         with pytest.raises(HookNotSupportedError, match="DDP"):
-            OuterOptimizer(adam(model), model, manager=manager, every=6, exchange=lambda state, bucket: bucket)
-        optimizer = OuterOptimizer(adam(model), model, manager=manager, every=3, overlap=2)
+            OuterOptimizer(
+                adam(model), model, Schedule(every=6), exchange=lambda state, bucket: bucket, ranks=Members(manager)
+            )
+        optimizer = OuterOptimizer(adam(model), model, Schedule(every=3, overlap=2), ranks=Members(manager))
         with pytest.raises(HookConfigError, match="no move"):
             optimizer.move(None)
         train(model, optimizer, 0, range(4))
@@ -282,7 +291,7 @@ def test_all_members_resume_from_their_files_to_the_bit(stop: int) -> None:
 
     def through(manager: Any) -> Any:
         model = make()
-        optimizer = OuterOptimizer(adam(model), model, manager=manager, **options)
+        optimizer = by_options(adam(model), model, ranks=Members(manager), **options)
         train(model, optimizer, letter(manager), range(stop))
         disk = model.state_dict(), optimizer.state_dict(), manager.current_step()
         disk = copy.deepcopy(disk)
@@ -294,7 +303,7 @@ def test_all_members_resume_from_their_files_to_the_bit(stop: int) -> None:
     def resumed(manager: Any) -> Any:
         (weights, state, step), _, _ = first[manager.name]
         model = make(seed=3)
-        optimizer = OuterOptimizer(adam(model), model, manager=manager, **options)
+        optimizer = by_options(adam(model), model, ranks=Members(manager), **options)
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)
         manager._step = step  # torchft: manager.load_state_dict()
@@ -320,7 +329,7 @@ def test_all_end_after_the_same_round_with_the_same_parameters(case: str, async_
 
     def ends(manager: Any, until: int) -> list[Any]:
         model = net()
-        optimizer = OuterOptimizer(adam(model), model, manager=manager, **CASES[case])
+        optimizer = by_options(adam(model), model, ranks=Members(manager), **CASES[case])
         while optimizer.landed < until:
             train(model, optimizer, letter(manager), range(optimizer.count, optimizer.count + 1))
         optimizer.finish()
@@ -335,3 +344,36 @@ def test_all_end_after_the_same_round_with_the_same_parameters(case: str, async_
     found = run(body, "abc", dies, async_quorum=async_quorum)
     assert dead
     assert found["a"] == found["b"] == found["c"]
+
+
+@pytest.mark.parametrize("landed", [0, 3], ids=["as far", "behind"])
+@pytest.mark.parametrize("kind", ["buffers", "starts"])
+def test_the_state_of_another_model_names_the_difference_and_changes_nothing(kind: str, landed: int) -> None:
+    def body(manager: Any) -> None:
+        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+        rounds = OuterOptimizer(adam(model), model, Schedule(every=2), ranks=Members(manager)).rounds
+        assert isinstance(rounds, MemberRounds)
+        given = {**rounds.hand_over(), "landed": landed, "goal": 7}
+        name, where = ("1.running_mean", given["buffers"]) if kind == "buffers" else ("0.bias", given["starts"][0])
+        for other in ({name: torch.ones(5)}, {name: torch.ones(1)}, {}):  # other shapes, one that broadcasts, and none
+            where.pop(name)
+            where |= other
+            before = values(model)
+            with pytest.raises(StateError, match=f"'{name}'"):
+                rounds.take_over(given)
+            assert same(values(model), before)
+            assert rounds.hand_over()["goal"] is None
+
+    run(body, "a")
+
+
+def test_a_peer_with_another_schedule_is_refused() -> None:
+    def body(manager: Any) -> None:
+        model = make()
+        rounds = OuterOptimizer(adam(model), model, Schedule(every=2), ranks=Members(manager)).rounds
+        assert isinstance(rounds, MemberRounds)
+        given = rounds.hand_over()
+        with pytest.raises(StateError, match=r"the peers use .*'every': 3.* Give the same every="):
+            rounds.take_over({**given, "schedule": {**given["schedule"], "every": 3}})
+
+    run(body, "a")

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from ch_outer import OuterOptimizer
+from ch_outer import FixedRanks, Members, OuterOptimizer
 from commhooks.simulate import SimulatedRank, simulate
 
-from .outer_kit import adam, make, same, train, values
+from .outer_kit import adam, by_options, make, same, train, values
 
 pytest.importorskip("torchft")
 ch_ft = pytest.importorskip("ch_ft")
@@ -124,12 +124,14 @@ def test_without_failures_it_equals_training_over_fixed_ranks(exchange: str) -> 
 
     def fixed(rank: SimulatedRank) -> list[torch.Tensor]:
         model = make()
-        return body(OuterOptimizer(adam(model), model, transport=rank.transport, **options), model, rank.rank)
+        return body(
+            by_options(adam(model), model, ranks=FixedRanks(transport=rank.transport), **options), model, rank.rank
+        )
 
     def managed(rank: int) -> list[torch.Tensor]:
         model = make()
         with ch_ft.local(lighthouse=address, replica=f"replica_{rank}", min_replicas=2, quorum_timeout=15) as member:
-            return body(OuterOptimizer(adam(model), model, manager=member.manager, **options), model, rank)
+            return body(by_options(adam(model), model, ranks=Members(member.manager), **options), model, rank)
 
     wanted = simulate(2, fixed)
     with (

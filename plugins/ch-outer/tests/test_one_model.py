@@ -9,14 +9,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.two_tensor import TwoTensor
 
-from ch_outer import OuterOptimizer, plain_sgd
+from ch_outer import FixedRanks, OuterOptimizer, Schedule, plain_sgd
 from ch_outer.parameters import buffers_of, parameters_of
 from commhooks import HookConfigError, Plain, RankMismatchError, StateError
 from commhooks.adapters import checksum
 from commhooks.simulate import SimulatedRank, simulate
 from commhooks.testing import spawn
 
-from .outer_kit import adam, alone, make, same, train, values
+from .outer_kit import adam, alone, by_options, make, same, train, values
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -32,7 +32,9 @@ def evaluated(rank: int, world: int) -> tuple[list[float], list[float], list[flo
         model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
         fully_shard(model, mesh=mesh["inside"])
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = OuterOptimizer(inner, model, every=4, process_group=mesh["between"].get_group())
+        optimizer = OuterOptimizer(
+            inner, model, Schedule(every=4), ranks=FixedRanks(process_group=mesh["between"].get_group())
+        )
         losses, seen = [], []
         x = torch.ones(4, 6)
 
@@ -80,7 +82,7 @@ def test_parameters_of_16_bits_lose_no_move_to_their_grid(overlap: dict[str, Any
         nn.init.ones_(model.weight)
         inner = torch.optim.SGD(model.parameters(), lr=2**-7)
         options: dict[str, Any] = {"every": 1, "exchange": Plain(), "outer": plain_sgd(1.0), **overlap}
-        optimizer = OuterOptimizer(inner, model, transport=rank.transport, **options)
+        optimizer = by_options(inner, model, ranks=FixedRanks(transport=rank.transport), **options)
 
         def steps(optimizer: OuterOptimizer, param: torch.Tensor) -> None:
             for _ in range(20):
@@ -90,13 +92,13 @@ def test_parameters_of_16_bits_lose_no_move_to_their_grid(overlap: dict[str, Any
         steps(optimizer, model.weight)
         again = nn.Linear(1, 1, bias=False).to(dtype)  # resumed in the middle
         nn.init.ones_(again.weight)
-        resumed = OuterOptimizer(
-            torch.optim.SGD(again.parameters(), lr=2**-7), again, transport=rank.transport, **options
+        resumed = by_options(
+            torch.optim.SGD(again.parameters(), lr=2**-7), again, ranks=FixedRanks(transport=rank.transport), **options
         )
         resumed.load_state_dict(optimizer.state_dict())
         again.load_state_dict(model.state_dict())
         steps(resumed, again.weight)
-        return next(start.item() for f in resumed._fragments for start in f.starts.values())
+        return next(start.item() for f in resumed.rounds.shared.fragments for start in f.starts.values())
 
     wanted = simulate(4, lambda rank: body(rank, torch.float32))[0]
     found = simulate(4, lambda rank: body(rank, torch.bfloat16))[0]
@@ -114,13 +116,20 @@ def test_a_model_that_is_converted_to_fp32_leaves_its_rounding_behind(how: str) 
             model.weight.data = (torch.arange(16.0) + 1.0).repeat(16, 1).to(dtype)
             inner = torch.optim.SGD(model.parameters(), lr=2**-7)
             outer = plain_sgd(1.0)
-            return model, OuterOptimizer(inner, model, every=1, exchange=Plain(), outer=outer, transport=rank.transport)
+            return model, OuterOptimizer(
+                inner,
+                model,
+                Schedule(every=1),
+                exchange=Plain(),
+                outer=outer,
+                ranks=FixedRanks(transport=rank.transport),
+            )
 
         def steps(model: nn.Module, optimizer: OuterOptimizer, scale: float) -> torch.Tensor:
             for _ in range(4):
                 model.weight.grad = torch.full_like(model.weight, scale * (1 + rank.rank))
                 optimizer.step()
-            return next(iter(optimizer._fragments[0].starts.values())).clone()
+            return next(iter(optimizer.rounds.shared.fragments[0].starts.values())).clone()
 
         model, optimizer = make(torch.bfloat16)
         steps(model, optimizer, 0.3)
@@ -164,7 +173,9 @@ def test_only_a_wrapper_s_name_is_taken_from_the_parameters_names() -> None:
     def body(rank: SimulatedRank) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = Wrapper()
-        optimizer = OuterOptimizer(adam(model), model, every=2, exchange=Plain(), transport=rank.transport)
+        optimizer = OuterOptimizer(
+            adam(model), model, Schedule(every=2), exchange=Plain(), ranks=FixedRanks(transport=rank.transport)
+        )
         for _ in range(2):
             optimizer.zero_grad()
             model(torch.full((2, 4), 1.0 + rank.rank)).square().sum().backward()
@@ -178,7 +189,9 @@ def test_the_shared_model_has_the_shared_buffers() -> None:
     def body(rank: SimulatedRank) -> list[list[torch.Tensor]]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-        optimizer = OuterOptimizer(adam(model), model, every=2, exchange=Plain(), transport=rank.transport)
+        optimizer = OuterOptimizer(
+            adam(model), model, Schedule(every=2), exchange=Plain(), ranks=FixedRanks(transport=rank.transport)
+        )
         train(model, optimizer, rank.rank, range(2))
         at_once = [b.clone() for b in buffers_of(model).values()]
         train(model, optimizer, rank.rank, range(2, 3))
@@ -205,7 +218,11 @@ def test_frozen_parameters_are_compared_and_stay_frozen() -> None:
         with torch.no_grad():
             model[0].weight.fill_(float(seed)).requires_grad_(False)
         optimizer = OuterOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model, every=2, exchange=Plain(), transport=rank.transport
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model,
+            Schedule(every=2),
+            exchange=Plain(),
+            ranks=FixedRanks(transport=rank.transport),
         )
         model[0].weight.requires_grad_(True)
         with pytest.raises(HookConfigError, match=r"0\.weight"):
@@ -220,28 +237,18 @@ def test_buffers_that_are_averaged_are_equal_at_the_start() -> None:
     def body(rank: SimulatedRank, buffers: str) -> None:
         model = make()
         model.register_buffer("seen", torch.full((1,), float(rank.rank)))
-        OuterOptimizer(adam(model), model, every=2, exchange=Plain(), buffers=buffers, transport=rank.transport)
+        OuterOptimizer(
+            adam(model),
+            model,
+            Schedule(every=2),
+            exchange=Plain(),
+            buffers=buffers,
+            ranks=FixedRanks(transport=rank.transport),
+        )
 
     simulate(2, lambda rank: body(rank, "local"))
     with pytest.raises(RankMismatchError, match="buffers at the start"):
         simulate(2, lambda rank: body(rank, "average"))
-
-
-@pytest.mark.parametrize("landed", [0, 3], ids=["as far", "behind"])
-@pytest.mark.parametrize("kind", ["buffers", "starts"])
-def test_loading_another_model_names_the_difference_and_changes_nothing(kind: str, landed: int) -> None:
-    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
-    optimizer = OuterOptimizer(adam(model), model, every=2, exchange=Plain(), transport=alone())
-    given = {**optimizer._hand_over(), "landed": landed, "goal": 7}
-    name, where = ("1.running_mean", given["buffers"]) if kind == "buffers" else ("0.bias", given["starts"][0])
-    for other in ({name: torch.ones(5)}, {name: torch.ones(1)}, {}):  # other shapes, one that broadcasts, and none
-        where.pop(name)
-        where |= other
-        before = values(model)
-        with pytest.raises(StateError, match=f"'{name}'"):
-            optimizer._take_over(given)
-        assert same(values(model), before)
-        assert optimizer._goal is None
 
 
 def test_frozen_weights_of_a_wrapper_subclass_are_compared_by_their_inner_tensors() -> None:
@@ -252,7 +259,9 @@ def test_frozen_weights_of_a_wrapper_subclass_are_compared_by_their_inner_tensor
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     weight = model[0].weight.detach()
     model[0].weight = nn.Parameter(TwoTensor(weight, weight), requires_grad=False)
-    optimizer = OuterOptimizer(adam(model), model, every=2, exchange=Plain(), transport=alone())
+    optimizer = OuterOptimizer(
+        adam(model), model, Schedule(every=2), exchange=Plain(), ranks=FixedRanks(transport=alone())
+    )
     assert optimizer.count == 0
 
 
@@ -260,12 +269,12 @@ def test_a_state_of_another_inner_optimizer_is_refused_and_changes_nothing() -> 
     def of(model: nn.Module, groups: int) -> OuterOptimizer:
         params: Any = [{"params": [p]} for p in model.parameters()] if groups > 1 else model.parameters()
         inner = torch.optim.SGD(params, lr=0.1)
-        return OuterOptimizer(inner, model, every=2, exchange=Plain(), transport=alone())
+        return OuterOptimizer(inner, model, Schedule(every=2), exchange=Plain(), ranks=FixedRanks(transport=alone()))
 
     model = make()
     optimizer, other = of(model, 2), of(make(), 1)
     train(model, optimizer, 0, range(4))
-    before = [start.clone() for f in other._fragments for start in f.starts.values()]
+    before = [start.clone() for f in other.rounds.shared.fragments for start in f.starts.values()]
     with pytest.raises(StateError, match="inner optimizer"):
         other.load_state_dict(optimizer.state_dict())
-    assert same(before, [start for f in other._fragments for start in f.starts.values()])
+    assert same(before, [start for f in other.rounds.shared.fragments for start in f.starts.values()])

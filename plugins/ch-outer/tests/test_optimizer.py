@@ -8,11 +8,21 @@ import torch
 from torch import nn
 
 import commhooks
-from ch_outer import OuterOptimizer, diloco, muloco, nesterov, plain_sgd, sparseloco, streaming_diloco
+from ch_outer import (
+    FixedRanks,
+    OuterOptimizer,
+    Schedule,
+    diloco,
+    muloco,
+    nesterov,
+    plain_sgd,
+    sparseloco,
+    streaming_diloco,
+)
 from commhooks import HookConfigError, Plain, RankMismatchError, StateError
 from commhooks.simulate import SimulatedRank, simulate
 
-from .outer_kit import BUILDING, adam, alone, batch, make, same, train, values
+from .outer_kit import BUILDING, adam, alone, batch, by_options, make, same, train, values
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -33,7 +43,7 @@ def test_it_resumes_to_the_bit_at_any_step(exchange: str, mix: float | str, stop
 
     def body(rank: SimulatedRank, save: bool) -> list[list[torch.Tensor]]:
         model = make()
-        optimizer = OuterOptimizer(adam(model), model, transport=rank.transport, **options)
+        optimizer = by_options(adam(model), model, ranks=FixedRanks(transport=rank.transport), **options)
         train(model, optimizer, rank.rank, range(stop))
         saved = copy.deepcopy((model.state_dict(), optimizer.state_dict())) if save else None
         if saved is not None and exchange != "allreduce" and stop > 4:
@@ -45,7 +55,7 @@ def test_it_resumes_to_the_bit_at_any_step(exchange: str, mix: float | str, stop
         if saved is not None:
             again = make(seed=5)
             again.load_state_dict(make().state_dict())
-            resumed = OuterOptimizer(adam(again), again, transport=rank.transport, **options)
+            resumed = by_options(adam(again), again, ranks=FixedRanks(transport=rank.transport), **options)
             again.load_state_dict(saved[0])
             resumed.load_state_dict(saved[1])
             assert resumed.count == stop
@@ -64,7 +74,7 @@ def test_another_number_of_ranks_continues_from_one_rank_s_state() -> None:
 
     def save(rank: SimulatedRank) -> tuple[Any, Any]:
         model = make()
-        optimizer = OuterOptimizer(adam(model), model, transport=rank.transport, **options)
+        optimizer = by_options(adam(model), model, ranks=FixedRanks(transport=rank.transport), **options)
         train(model, optimizer, rank.rank, range(6))
         return model.state_dict(), optimizer.state_dict()
 
@@ -72,7 +82,7 @@ def test_another_number_of_ranks_continues_from_one_rank_s_state() -> None:
 
     def resume(rank: SimulatedRank) -> tuple[int, list[torch.Tensor]]:
         model = make()
-        optimizer = OuterOptimizer(adam(model), model, transport=rank.transport, **options)
+        optimizer = by_options(adam(model), model, ranks=FixedRanks(transport=rank.transport), **options)
         model.load_state_dict(weights)
         with pytest.raises(StateError):
             optimizer.load_state_dict(copy.deepcopy(state))
@@ -88,25 +98,25 @@ def test_another_number_of_ranks_continues_from_one_rank_s_state() -> None:
 
 def test_a_state_of_something_else_is_refused_and_changes_nothing() -> None:
     model = make()
-    optimizer = OuterOptimizer(adam(model), model, every=2, exchange=Plain(), transport=alone())
+    optimizer = OuterOptimizer(
+        adam(model), model, Schedule(every=2), exchange=Plain(), ranks=FixedRanks(transport=alone())
+    )
     train(model, optimizer, 0, range(3))
     saved, before = optimizer.state_dict(), values(model)
     with pytest.raises(StateError, match="not the state of an OuterOptimizer"):
         optimizer.load_state_dict(optimizer.optim.state_dict())
-    other = OuterOptimizer(adam(model), model, every=3, exchange=Plain(), transport=alone())
+    other = OuterOptimizer(adam(model), model, Schedule(every=3), exchange=Plain(), ranks=FixedRanks(transport=alone()))
     with pytest.raises(StateError, match="same every="):
         other.load_state_dict(saved)
-    late = {"every": 3, "overlap": 2, "exchange": Plain(), "transport": alone()}
-    dropping = OuterOptimizer(adam(model), model, **late)
-    train(model, dropping, 0, range(3))
-    dropped = dropping.state_dict()
-    dropped["fragments"][0]["left"] = {}  # as saved by several ranks
+    carrying = Schedule(every=2, mix="carry")  # needs each parameter as it was when an exchange under way started
     with pytest.raises(StateError, match="mix="):
-        OuterOptimizer(adam(model), model, mix="carry", **late).load_state_dict(dropped)
+        OuterOptimizer(adam(model), model, carrying, ranks=FixedRanks(transport=alone())).load_state_dict(saved)
     before = values(model)
     small = nn.Linear(6, 2)
     with pytest.raises(StateError, match="differ in"):
-        OuterOptimizer(adam(small), small, every=2, exchange=Plain(), transport=alone()).load_state_dict(saved)
+        OuterOptimizer(
+            adam(small), small, Schedule(every=2), exchange=Plain(), ranks=FixedRanks(transport=alone())
+        ).load_state_dict(saved)
     assert same(values(model), before)
     with pytest.raises(TypeError, match="state_dict"):
         copy.deepcopy(optimizer)
@@ -123,7 +133,7 @@ def test_a_damaged_state_changes_nothing_in_the_middle_of_an_exchange() -> None:
 
     def body(rank: SimulatedRank, disturbed: bool) -> list[torch.Tensor]:
         model = make()
-        optimizer = OuterOptimizer(adam(model), model, transport=rank.transport, **options)
+        optimizer = by_options(adam(model), model, ranks=FixedRanks(transport=rank.transport), **options)
         train(model, optimizer, rank.rank, range(7))
         saved = copy.deepcopy(optimizer.state_dict())
         train(model, optimizer, rank.rank, range(7, 13))
@@ -145,7 +155,9 @@ def test_a_skipped_step_of_a_scaler_counts_so_that_ranks_stay_together() -> None
     def body(rank: SimulatedRank) -> tuple[int, list[torch.Tensor], float]:
         model = make()
         inner = adam(model)
-        optimizer = OuterOptimizer(inner, model, every=2, exchange=Plain(), transport=rank.transport)
+        optimizer = OuterOptimizer(
+            inner, model, Schedule(every=2), exchange=Plain(), ranks=FixedRanks(transport=rank.transport)
+        )
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         for step in range(4):
@@ -174,7 +186,9 @@ def test_unscaling_inside_is_the_scaler_s_own() -> None:
         inner = adam(model)
         optimizer: torch.optim.Optimizer = inner
         if wrap:
-            optimizer = OuterOptimizer(inner, model, every=50, exchange=Plain(), transport=alone())
+            optimizer = OuterOptimizer(
+                inner, model, Schedule(every=50), exchange=Plain(), ranks=FixedRanks(transport=alone())
+            )
         scaler = torch.amp.GradScaler("cpu", init_scale=3.0)
         for step in range(3):
             optimizer.zero_grad()
@@ -190,7 +204,11 @@ def test_a_closure_and_several_inner_optimizers() -> None:
     """LBFGS needs a closure. Muon takes matrices, and another optimizer, which steps first, takes the rest."""
     model = make()
     optimizer = OuterOptimizer(
-        torch.optim.LBFGS(model.parameters()), model, every=1, exchange=Plain(), transport=alone()
+        torch.optim.LBFGS(model.parameters()),
+        model,
+        Schedule(every=1),
+        exchange=Plain(),
+        ranks=FixedRanks(transport=alone()),
     )
 
     def closure() -> torch.Tensor:
@@ -226,7 +244,12 @@ def test_buffers_are_averaged_or_stay() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
         optimizer = OuterOptimizer(
-            adam(model), model, every=2, fragments=2, exchange=Plain(), buffers=buffers, transport=rank.transport
+            adam(model),
+            model,
+            Schedule(every=2, fragments=2),
+            exchange=Plain(),
+            buffers=buffers,
+            ranks=FixedRanks(transport=rank.transport),
         )
         train(model, optimizer, rank.rank, range(2))
         return model[1].running_mean.tolist(), int(model[1].num_batches_tracked)
@@ -257,7 +280,12 @@ def test_a_failed_exchange_is_made_up_for_by_the_next() -> None:
     def body(rank: SimulatedRank) -> tuple[int, list[torch.Tensor], list[torch.Tensor]]:
         model = make()
         optimizer = OuterOptimizer(
-            adam(model), model, every=2, exchange=Once(), outer=plain_sgd(1.0), transport=rank.transport
+            adam(model),
+            model,
+            Schedule(every=2),
+            exchange=Once(),
+            outer=plain_sgd(1.0),
+            ranks=FixedRanks(transport=rank.transport),
         )
         failures = 0
         for step in range(6):
@@ -285,15 +313,20 @@ def test_refusals_and_ranks_that_differ() -> None:
         {"every": 2, "buffers": "sum"}, {"every": 2, "fragments": [["0.weight"]]}, {"every": 50, "fragments": 7},
     ):  # fmt: skip
         with pytest.raises(HookConfigError):
-            OuterOptimizer(inner, model, exchange=Plain(), transport=single, **wrong)
+            by_options(inner, model, ranks=FixedRanks(transport=single), exchange=Plain(), **wrong)
     with pytest.raises(HookConfigError, match="not parameters of the model"):
-        OuterOptimizer(inner, make(), every=2, exchange=Plain(), transport=single)
+        OuterOptimizer(inner, make(), Schedule(every=2), exchange=Plain(), ranks=FixedRanks(transport=single))
 
     def differs(rank: SimulatedRank, seed: int, rate: float) -> str:
         model = make(seed)
         with pytest.raises(RankMismatchError) as caught:
             OuterOptimizer(
-                adam(model), model, every=2, exchange=Plain(), outer=nesterov(rate), transport=rank.transport
+                adam(model),
+                model,
+                Schedule(every=2),
+                exchange=Plain(),
+                outer=nesterov(rate),
+                ranks=FixedRanks(transport=rank.transport),
             )
         return str(caught.value)
 
@@ -311,7 +344,9 @@ def test_bf16_parameters_have_an_fp32_start() -> None:
             optimizer.zero_grad()
             model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
             optimizer.step()
-        return model.weight.dtype, [s.item() for f in optimizer._fragments for s in f.starts["weight"].flatten()]
+        return model.weight.dtype, [
+            s.item() for f in optimizer.rounds.shared.fragments for s in f.starts["weight"].flatten()
+        ]
 
     for dtype, start in simulate(2, body):
         assert dtype == torch.bfloat16
@@ -370,7 +405,9 @@ def test_a_second_finish_changes_nothing(steps: int, options: dict[str, Any]) ->
 
     def body(rank: SimulatedRank) -> bool:
         model, outer = make(), nesterov(0.7, 0.9)
-        optimizer = OuterOptimizer(adam(model), model, every=4, outer=outer, transport=rank.transport, **options)
+        optimizer = by_options(
+            adam(model), model, ranks=FixedRanks(transport=rank.transport), every=4, outer=outer, **options
+        )
         train(model, optimizer, rank.rank, range(steps))
         optimizer.finish()
         first, rounds = values(model), optimizer.landed
@@ -384,13 +421,23 @@ def test_finish_after_a_round_leaves_the_model_of_that_round() -> None:
     def body(rank: SimulatedRank) -> bool:
         model = make()
         optimizer = OuterOptimizer(
-            adam(model), model, every=4, exchange=Plain(), outer=nesterov(0.7, 0.9), transport=rank.transport
+            adam(model),
+            model,
+            Schedule(every=4),
+            exchange=Plain(),
+            outer=nesterov(0.7, 0.9),
+            ranks=FixedRanks(transport=rank.transport),
         )
         train(model, optimizer, rank.rank, range(8))
         after = values(model)
         resumed, saved = make(), optimizer.state_dict()
         again = OuterOptimizer(
-            adam(resumed), resumed, every=4, exchange=Plain(), outer=nesterov(0.7, 0.9), transport=rank.transport
+            adam(resumed),
+            resumed,
+            Schedule(every=4),
+            exchange=Plain(),
+            outer=nesterov(0.7, 0.9),
+            ranks=FixedRanks(transport=rank.transport),
         )
         resumed.load_state_dict(model.state_dict())
         again.load_state_dict(saved)
@@ -405,7 +452,11 @@ def test_finish_exchanges_moves_that_a_failed_round_left() -> None:
     def body(rank: SimulatedRank) -> list[torch.Tensor]:
         model = make()
         optimizer = OuterOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model, every=4, outer=plain_sgd(1.0), transport=rank.transport
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model,
+            Schedule(every=4),
+            outer=plain_sgd(1.0),
+            ranks=FixedRanks(transport=rank.transport),
         )
         train(model, optimizer, rank.rank, range(3))
         shape = model[0].bias.data
@@ -462,7 +513,10 @@ def test_a_parameter_that_would_not_be_exchanged_is_an_error_on_all_ranks(kind: 
         model = make()
         model[4].weight.requires_grad_(False)
         optimizer = OuterOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model, every=2, transport=rank.transport, timeout=5.0
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model,
+            Schedule(every=2),
+            ranks=FixedRanks(transport=rank.transport, timeout=5.0),
         )
         errors = []
         for step in range(4):
@@ -488,7 +542,11 @@ def test_an_outer_step_that_fails_on_one_rank_reaches_the_peers_in_the_next_roun
     def body(rank: SimulatedRank) -> list[str]:
         model = make()
         optimizer = OuterOptimizer(
-            adam(model), model, every=1, outer=plain_sgd(1.0), transport=rank.transport, timeout=5.0
+            adam(model),
+            model,
+            Schedule(every=1),
+            outer=plain_sgd(1.0),
+            ranks=FixedRanks(transport=rank.transport, timeout=5.0),
         )
         errors = []
         for step in range(3):

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from ch_outer import OuterOptimizer, diloco, nesterov, plain_sgd
+from ch_outer import FixedRanks, OuterOptimizer, Schedule, diloco, nesterov, plain_sgd
 from ch_outer.outer_sgd import momentum_of, rounds_needed
 
-from .outer_kit import adam, alone, make, train
+from .outer_kit import adam, alone, by_options, make, train
 
 
 def test_the_default_has_little_momentum() -> None:
     model = make()
-    optimizer = OuterOptimizer(adam(model), model, every=8, transport=alone())
+    optimizer = OuterOptimizer(adam(model), model, Schedule(every=8), ranks=FixedRanks(transport=alone()))
     group = optimizer.outer.param_groups[0]
     assert (group["lr"], group["momentum"], group["nesterov"]) == (1.0, 0.3, True)
 
@@ -29,7 +29,7 @@ def test_too_few_rounds_for_the_momentum_are_warned_of(options: Any, warns: bool
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = make()
-        optimizer = OuterOptimizer(adam(model), model, every=8, transport=alone(), steps=steps, **options)
+        optimizer = by_options(adam(model), model, ranks=FixedRanks(transport=alone()), every=8, steps=steps, **options)
         early = len(caught)
         train(model, optimizer, 0, range(32))
         optimizer.finish()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ch_outer import OuterOptimizer
+from ch_outer import FixedRanks, OuterOptimizer, Schedule
 from commhooks.simulate import SimulatedRank, simulate
 
 from .outer_kit import adam, alone, make, train
@@ -18,7 +18,9 @@ def test_each_exchange_is_recorded_on_one_rank(tmp_path: Path) -> None:
 
     def body(rank: SimulatedRank) -> tuple[list[float], float]:
         model = make()
-        optimizer = OuterOptimizer(adam(model), model, every=2, fragments=2, transport=rank.transport)
+        optimizer = OuterOptimizer(
+            adam(model), model, Schedule(every=2, fragments=2), ranks=FixedRanks(transport=rank.transport)
+        )
         with optimizer.record(path):
             train(model, optimizer, rank.rank, range(4))
         train(model, optimizer, rank.rank, range(4, 6))
@@ -36,7 +38,7 @@ def test_each_exchange_is_recorded_on_one_rank(tmp_path: Path) -> None:
 
 def test_steps_that_no_other_rank_has_are_those_of_the_loaded_run() -> None:
     model = make()
-    optimizer = OuterOptimizer(adam(model), model, every=4, transport=alone())
+    optimizer = OuterOptimizer(adam(model), model, Schedule(every=4), ranks=FixedRanks(transport=alone()))
     train(model, optimizer, 0, range(5))
     assert optimizer.report()["steps_alone"] == 1
     saved = copy.deepcopy(optimizer.state_dict())
@@ -47,7 +49,7 @@ def test_steps_that_no_other_rank_has_are_those_of_the_loaded_run() -> None:
     train(model, optimizer, 0, range(5, 7))
     optimizer.finish()
     resumed = make()
-    later = OuterOptimizer(adam(resumed), resumed, every=4, transport=alone())
+    later = OuterOptimizer(adam(resumed), resumed, Schedule(every=4), ranks=FixedRanks(transport=alone()))
     later.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert optimizer.report()["steps_alone"] == later.report()["steps_alone"] == 0
 
@@ -62,7 +64,7 @@ def test_a_writer_that_raises_ends_the_recording_and_not_the_training(caplog: py
 
     def body(rank: SimulatedRank) -> int:
         model = make()
-        optimizer = OuterOptimizer(adam(model), model, every=1, transport=rank.transport)
+        optimizer = OuterOptimizer(adam(model), model, Schedule(every=1), ranks=FixedRanks(transport=rank.transport))
         recorder = optimizer.record(write, every=2)
         train(model, optimizer, rank.rank, range(7))
         recorder.close()
@@ -76,4 +78,6 @@ def test_a_writer_that_raises_ends_the_recording_and_not_the_training(caplog: py
 
 def _record_never(rank: SimulatedRank) -> None:
     model = make()
-    OuterOptimizer(adam(model), model, every=1, transport=rank.transport).record(print, every=0)
+    OuterOptimizer(adam(model), model, Schedule(every=1), ranks=FixedRanks(transport=rank.transport)).record(
+        print, every=0
+    )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ch_outer import OuterOptimizer, nesterov
+from ch_outer import OuterOptimizer, Schedule, nesterov
 from commhooks.testing import spawn
 
 from .outer_kit import adam, make, train, values
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.full]
 
 def body(rank: int, world: int, exchange: str) -> tuple[list[list[float]], float]:
     model = make()
-    optimizer = OuterOptimizer(adam(model), model, every=4, exchange=exchange, outer=nesterov(0.7))
+    optimizer = OuterOptimizer(adam(model), model, Schedule(every=4), exchange=exchange, outer=nesterov(0.7))
     train(model, optimizer, rank, range(12))
     stats = optimizer.stats()
     return [p.flatten().tolist() for p in values(model)], stats.get("between_bytes", -1.0)

@@ -16,5 +16,5 @@ def refuse(model: torch.nn.Module) -> NoReturn:
     raise HookNotSupportedError(
         f"--outer cannot train {type(model).__name__} over a manager: the script has the manager vote on every step, and an "
         "outer optimizer has it vote on every round. Make the optimizer in the script, on the plain module and without "
-        "OptimizerWrapper: ch_outer.OuterOptimizer(optimizer, module, every=30, exchange='quant4', manager=manager)"
+        "OptimizerWrapper: ch_outer.OuterOptimizer(optimizer, module, ch_outer.Schedule(30), ranks=ch_outer.Members(manager))"
     )

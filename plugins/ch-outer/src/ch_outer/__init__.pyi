@@ -3,6 +3,8 @@
 Type checkers read this file. `lazy` reads it, too, and imports a name when it is first used.
 """
 
+from ch_outer.fixed_ranks import FixedRanks as FixedRanks
+from ch_outer.members import Members as Members
 from ch_outer.optimizer import OuterOptimizer as OuterOptimizer
 from ch_outer.outer_sgd import nesterov as nesterov
 from ch_outer.outer_sgd import plain_sgd as plain_sgd

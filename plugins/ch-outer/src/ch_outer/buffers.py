@@ -95,18 +95,15 @@ class Buffers:
                 "Make another OuterOptimizer on all ranks, or give buffers='local'"
             )
 
-    def average(self, *, live: bool = True) -> dict[str, torch.Tensor]:
+    def average(self) -> dict[str, torch.Tensor]:
         """Return the average over the ranks, without writing it anywhere.
-
-        Args:
-            live: True to contribute the model's buffers, False to contribute the last average.
 
         Raises:
             HookConfigError: on all ranks, if a buffer of one rank has another shape than at construction.
         """
         if not self.reducers:
             return {}
-        own, error = self.live() if live else self.shared, None
+        own, error = self.live(), None
         for name, shared in self.shared.items():
             if name not in own or own[name].shape != shared.shape:
                 shape = tuple(own[name].shape) if name in own else None

@@ -18,9 +18,8 @@ import torch
 from torch.optim import Optimizer
 
 from ch_outer.parameters import local
+from ch_outer.schedule import CARRY
 from commhooks import HookConfigError, PendingAverage, Reducer, StateError
-
-CARRY = "carry"  # a value of mix=
 
 
 def start_of(param: torch.Tensor) -> torch.Tensor:
@@ -74,17 +73,13 @@ class Fragment:
         params: parameters by name, in model order.
         starts: their starts, which the outer optimizer moves.
         reducer: averages tensors of the shapes of the starts.
-        mix: share of a rank's own parameters that stays on arrival, or :data:`CARRY`.
+        mix: see :class:`.Schedule`.
         fixed: True if the ranks stay. A rank that is alone then knows that no other rank receives the average.
 
     Attributes:
         since: number of inner steps at the start of the exchange under way, or ``None``.
         settled: number of inner steps at the start of the last exchange, if it left the parameters at the start, or ``None``.
         landed: number of inner steps at the start of the last exchange that has arrived, or ``None`` if that is not known.
-        device: of the starts.
-
-    Raises:
-        HookConfigError: ``mix`` is out of range.
     """
 
     def __init__(
@@ -96,13 +91,10 @@ class Fragment:
         *,
         fixed: bool = True,
     ) -> None:
-        if mix != CARRY and (isinstance(mix, str) or not 0.0 <= mix <= 1.0):
-            raise HookConfigError(f"mix={mix!r}: expected a share of a rank's own parameters, 0 to 1, or {CARRY!r}")
         self.params, self.starts, self.reducer, self.mix = dict(params), dict(starts), reducer, mix
         self.since: int | None = None
         self.settled: int | None = None
         self.landed: int | None = None
-        self.device = next(iter(self.starts.values())).device
         self._exchange: PendingAverage | None = None
         self._fixed = fixed
         self._sent_from: dict[str, torch.Tensor] = {}  # this rank's parameters when the exchange started, if needed
@@ -143,7 +135,8 @@ class Fragment:
 
     def apart(self) -> float:
         """Return the distance of this rank's parameters from the received mean, divided by the norm of the start."""
-        squares = [torch.zeros((), dtype=torch.float64, device=self.device) for _ in range(2)]
+        device = next(iter(self.starts.values())).device
+        squares = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(2)]
         for name, start in self.starts.items():
             here = self._sent_from[name] if name in self._sent_from else self._position(name)
             squares[0] += (start - here - self.reducer.tensors[name]).square().sum()
@@ -182,7 +175,11 @@ class Fragment:
         since, self.since = self.since, None
         self.landed = since
         exact = {name: self._exact_end(name) for name in self._sent_from} if self._alone else {}
-        self.move_start(outer)
+        for name, start in self.starts.items():
+            start.grad = self.reducer.tensors[name]
+        outer.step()
+        for start in self.starts.values():
+            start.grad = None
         for name, start in self.starts.items():
             if name in exact:
                 end, place = exact[name]
@@ -190,19 +187,6 @@ class Fragment:
             self._arrive(name, 0.0 if healed else self.mix)
         self._sent_from.clear()
         self.settled = since if self.mix in (0.0, CARRY) else None
-
-    def move_start(self, outer: Optimizer) -> None:
-        """Move the start by the received average. The parameters stay."""
-        for name, start in self.starts.items():
-            start.grad = self.reducer.tensors[name]
-        outer.step()
-        for start in self.starts.values():
-            start.grad = None
-
-    def carry(self, base: Mapping[str, torch.Tensor]) -> None:
-        """Move the parameters as the start has moved away from ``base``. This rank's own moves stay."""
-        for name, start in self.starts.items():
-            self._move_to(name, self._position(name) + (start - base[name]))
 
     def _arrive(self, name: str, mix: float | str) -> None:
         target, here = self.starts[name], self._position(name)
@@ -284,12 +268,8 @@ class Fragment:
         """Refuse a state of other parameters.
 
         Raises:
-            StateError: names a parameter that differs, or asks for the ``mix`` of a saved exchange.
+            StateError: names a parameter that differs.
         """
-        if self.mix == CARRY and saved["mean"] and not saved["left"]:
-            raise StateError(
-                f"the state was saved with an exchange under way and without mix={CARRY!r}. Load it with the mix= that it had"
-            )
         for key in ("start", "mean", "left", "rest"):
             own = saved["rest"].keys() & self.starts.keys() if key == "rest" else self.starts.keys()
             for name in saved[key].keys() ^ own if saved[key] else ():

@@ -15,12 +15,6 @@ NAMES: dict[str, dict[str, float]] = {
 
 _COMMON = {
     "every": Option(1, "inner steps between two exchanges of one parameter", at_least=1),
-    "seconds": Option(
-        0.0, "seconds of a round, instead of every=, for ranks of unequal speed; 0 for none", at_least=0.0
-    ),
-    "tokens": Option(0, "tokens or samples of all ranks in a round, instead of every=; 0 for none", at_least=0),
-    "grace": Option(0.1, "with seconds or tokens: part of a round that the others wait for a late rank", at_least=0.0),
-    "late": Option(1, "with seconds or tokens: rounds in a row that may end without a rank", at_least=0),
     "exchange": Option("allreduce", "averages the pseudo-gradients: any reduction", hook=True),
     "rate": Option(1.0, "learning rate of the outer optimizer", above=0.0),
     "momentum": Option(0.0, "Nesterov momentum of the outer optimizer", at_least=0.0, at_most=1.0),

@@ -62,12 +62,6 @@ def reshard(model: torch.nn.Module) -> None:
             module.reshard()
 
 
-def settle(device: torch.device) -> None:
-    """Wait for the work of this thread's stream, before another thread uses its results. Each thread has its own stream."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 @torch.no_grad()
 def write(model: torch.nn.Module, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy each ``(tensor, value)`` into parameters and buffers of a model."""

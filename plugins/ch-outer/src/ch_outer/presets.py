@@ -4,27 +4,35 @@ Each preset takes an inner optimizer, its model and options, and returns an oute
 the presets by name.
 """
 
+from dataclasses import fields
 from typing import Any
 
 import torch
 
+from ch_outer.fixed_ranks import FixedRanks
 from ch_outer.optimizer import OuterOptimizer
 from ch_outer.options import NAMES
 from ch_outer.outer_sgd import nesterov, plain_sgd
+from ch_outer.schedule import Schedule
 from commhooks import HookConfigError
 
 
 def _preset(name: str, optim: torch.optim.Optimizer, model: torch.nn.Module, options: dict[str, Any]) -> OuterOptimizer:
     """Return an outer optimizer with the values of a paper, where the caller gives no others."""
-    given = {**NAMES[name], **{key: value for key, value in options.items() if value is not None}}
-    if given.get("seconds") or given.get("tokens"):
-        given.pop("every")
+    given: dict[str, Any] = {**NAMES[name], **{key: value for key, value in options.items() if value is not None}}
+
+    def take(made: type[Schedule] | type[FixedRanks]) -> Any:
+        return made(**{field.name: given.pop(field.name) for field in fields(made) if field.name in given})
+
+    schedule = take(Schedule)
+    if "ranks" not in given:
+        given["ranks"] = take(FixedRanks)
     rate, momentum = given.pop("rate"), given.pop("momentum")
     steps = given.get("steps")
     if steps is not None and (type(steps) is not int or steps < 1):
         raise HookConfigError(f"steps={steps!r}: expected the number of inner steps of the run, at least 1")
     given.setdefault("outer", nesterov(rate, momentum) if momentum else plain_sgd(rate))
-    return OuterOptimizer(optim, model, **given)
+    return OuterOptimizer(optim, model, schedule, **given)
 
 
 def diloco(optim: torch.optim.Optimizer, model: torch.nn.Module, **options: Any) -> OuterOptimizer:
@@ -35,7 +43,8 @@ def diloco(optim: torch.optim.Optimizer, model: torch.nn.Module, **options: Any)
     Args:
         optim: the inner optimizer.
         model: the model whose parameters it steps.
-        **options: options of :class:`OuterOptimizer`, or the outer ``rate`` and ``momentum``, instead of the paper's.
+        **options: options of :class:`OuterOptimizer`, :class:`Schedule` and :class:`FixedRanks` by name, or the outer ``rate``
+            and ``momentum``, instead of the paper's.
 
     Example:
         >>> import torch
@@ -79,7 +88,7 @@ def sparseloco(
         model: the model whose parameters it steps.
         density: part of the entries that is sent.
         decay: factor of the residual per round. Old entries come from weights that have moved since.
-        **options: options of :class:`OuterOptimizer`, instead of the paper's.
+        **options: as in :func:`diloco`.
     """
     exchange = {"hook": "topk", "config": {"density": density, "decay": decay, "bits": 2}}
     return _preset("sparse_loco", optim, model, {"exchange": exchange, **options})

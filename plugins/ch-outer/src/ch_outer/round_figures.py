@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
@@ -22,11 +22,12 @@ class Progress:
         apart: of the latest rounds, the distance of this rank's parameters from the mean of all ranks at its arrival, divided by
             the norm of the start. A lossy exchange adds its error.
         exchanging: seconds in which steps waited for exchanges.
+        watchers: called with number and distance of each exchange that has landed.
 
     Example:
         >>> progress = Progress()
         >>> for distance in [0.1] * 5 + [0.3] * 5:
-        ...     progress.landed(distance)
+        ...     progress.landed(1, distance)
         >>> progress.figures()["apart_growth"]
         3.0
     """
@@ -34,6 +35,7 @@ class Progress:
     def __init__(self) -> None:
         self.apart: deque[float] = deque(maxlen=ROUNDS)
         self.exchanging = 0.0
+        self.watchers: list[Callable[[int, float], None]] = []
         self._began: float | None = None
         self._first: list[float] = []
         self._warned = False
@@ -62,9 +64,11 @@ class Progress:
         if self._began is None:
             self._began = time.perf_counter()
 
-    def landed(self, apart: float) -> None:
-        """Note the distance of one round, and warn once if distances have grown. NaN stands for a round without this rank."""
+    def landed(self, number: int, apart: float) -> None:
+        """Note the distance of one exchange, and warn once if distances have grown. It is NaN if parameters are not finite."""
         self.apart.append(apart)
+        for watcher in list(self.watchers):
+            watcher(number, apart)
         if apart != apart:
             return
         if len(self._first) < FEW:

@@ -10,7 +10,7 @@ from commhooks.telemetry import Writer
 log = logging.getLogger("commhooks")
 
 COLUMNS = ("inner_steps", "apart", "exchange_seconds", "payload_bytes", "wire_bytes")
-"""Figures of an exchange. There is no ``apart`` of an exchange that ended without this rank."""
+"""Figures of an exchange."""
 
 
 class Recorder(AbstractContextManager["Recorder"]):
@@ -20,7 +20,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         write: receives the number of an exchange and its figures.
         every: exchanges from one record to the next.
         read: returns figures of the run so far.
-        stop: takes this recorder off the optimizer.
+        watchers: call :meth:`landed`.
     """
 
     def __init__(
@@ -28,9 +28,9 @@ class Recorder(AbstractContextManager["Recorder"]):
         write: Writer,
         every: int,
         read: Callable[[], Mapping[str, float]],
-        stop: Callable[["Recorder"], None],
+        watchers: list[Callable[[int, float], None]],
     ) -> None:
-        self._write, self._every, self._read, self._stop = write, every, read, stop
+        self._write, self._every, self._read, self._watchers = write, every, read, watchers
         self._before = dict(read())
         self._closed = False
 
@@ -42,9 +42,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         since = {name: value - self._before[name] for name, value in now.items()}
         self._before = now
         try:
-            self._write(
-                number, {**since, "inner_steps": now["inner_steps"], **({"apart": apart} if apart == apart else {})}
-            )
+            self._write(number, {**since, "inner_steps": now["inner_steps"], "apart": apart})
         except Exception:  # the writer is the user's
             log.exception("telemetry of an outer optimizer ends, because its writer raised")
             self.close()
@@ -54,7 +52,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         if self._closed:
             return
         self._closed = True
-        self._stop(self)
+        if self.landed in self._watchers:
+            self._watchers.remove(self.landed)
         close = getattr(self._write, "close", None)
         if callable(close):
             close()

@@ -295,13 +295,7 @@ def plan(settings: Settings, script: str) -> str:
 
 def _round_text(options: Mapping[str, Any]) -> str:
     """Return the length of a round, and the end of the run."""
-    steps, every = options.get("steps"), options.get("every")
-    if options.get("seconds"):
-        length = f"{options['seconds']:g} seconds"
-    elif options.get("tokens"):
-        length = f"{options['tokens']} tokens or samples of all ranks"
-    else:
-        length = f"{every} optimizer steps"
+    steps, length = options.get("steps"), f"{options.get('every')} optimizer steps"
     if steps is not None:
         return f"{length}; after step {steps} all ranks take one model"  # without an average if a round has just ended
     return (

@@ -15,11 +15,9 @@ class Outer(Protocol):
 
     Attributes:
         count: inner steps done.
-        must_finish: True if ranks end at different times, so that `finish` has to follow the last step.
     """
 
     count: int
-    must_finish: bool
 
     def follow(self, *others: torch.optim.Optimizer, finish_after: int | None = None) -> Callable[[], None]:
         """Make outer steps whenever the inner optimizer itself steps. Return a function that ends this.
@@ -42,9 +40,9 @@ class Outer(Protocol):
         """Return what a trace records."""
 
     def report(self) -> dict[str, Any]:
-        """Return figures for people: `exchange_share`, `apart` by exchange, `apart_growth`, and perhaps `workers`.
+        """Return figures for people: `exchange_share`, `apart` by exchange, and `apart_growth`.
 
-        `steps_alone` counts the latest inner steps that no other rank has received yet, if rounds have a number of steps.
+        `steps_alone` counts the latest inner steps that no other rank has received yet.
         """
 
     def state_dict(self) -> dict[str, Any]:

@@ -45,11 +45,6 @@ class OuterModel(FoundModel):
         self._model: weakref.ref[torch.nn.Module] = weakref.ref(model)
         self._optims = list(optims)
         _, options = REGISTRY.outer(expression)
-        if outer.must_finish and not options.get("steps"):
-            raise HookConfigError(
-                f"{expression}: ranks of unequal speed end at different times, and each has to take part until all have ended. "
-                "Give steps=, the number of optimizer steps after which the script of a rank ends"
-            )
         self._closers = [
             share_checkpoints(model, outer.shared),
             outer.follow(*optims[:-1], finish_after=options.get("steps")),
@@ -197,11 +192,6 @@ def outer_text(row: Mapping[str, Any]) -> str:
         lines.append(
             f"ranks apart at the end of a round: {apart[0]:.2g} of the parameters' norm at first, {apart[-1]:.2g} at last"
             f"{warning if grown > APART_GROWN else ''}"
-        )
-    for one in row.get("workers", ()):
-        lines.append(
-            f"rank {one['rank']}: {one['goodput']:.4g} {row['unit']}/s, {one['busy_share']:.0%} of the time in steps, "
-            f"{one['steps']} steps, {one['missed']} of {one['missed'] + one['rounds']} rounds missed"
         )
     if alone := row.get("steps_alone"):
         steps = row["steps"]

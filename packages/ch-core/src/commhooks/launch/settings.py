@@ -123,12 +123,7 @@ class Settings:
                 "outer optimizer itself compares them at its start. Leave it out"
             )
         if self.outer:
-            _, options = REGISTRY.outer(self.outer, declared_only=True)
-            if self.state and (options.get("seconds") or options.get("tokens")):
-                raise HookConfigError(
-                    f"--state does not fit --outer {self.outer!r}: rounds that end by time cannot be resumed to the bit, so they "
-                    "have no state. Use every=, or leave out --state. The script's checkpoints hold the model of the last round"
-                )
+            REGISTRY.outer(self.outer, declared_only=True)
         elif self.hook:
             REGISTRY.refuse_outer(REGISTRY.levels(self.hook, declared_only=True))
         elif not self.gather:

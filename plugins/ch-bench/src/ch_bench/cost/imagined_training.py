@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import commhooks
 from ch_bench.cost.imagined_gpu import DEVICE, ImaginedGPU, SilentGroup, planned_apart
-from ch_outer import OuterOptimizer
+from ch_outer import FixedRanks, OuterOptimizer, Schedule
 from commhooks.adapters import Engine
 
 WIDTHS = (64, 128, 128, 32)
@@ -138,15 +138,13 @@ def fsdp2_races(
         return list(gpu.order.races)
 
 
-def outer_races(exchange: str, count: int = 12, *, overlap: int = 2, fragments: int = 2, **options: Any) -> list[str]:
+def outer_races(exchange: str, count: int = 12, schedule: Schedule | None = None) -> list[str]:
     """Return accesses that no wait puts in order, in ``count`` inner steps of an outer optimizer.
 
     Args:
         exchange: hook that exchanges the pseudo-gradients.
         count: number of inner steps.
-        overlap: inner steps that an exchange has to arrive.
-        fragments: number of fragments, each of which has an exchange under way.
-        **options: of :class:`~ch_outer.OuterOptimizer`.
+        schedule: of the exchanges; by default two fragments, and two inner steps for an exchange to arrive.
 
     Example:
         >>> outer_races("allreduce", 6)
@@ -157,10 +155,9 @@ def outer_races(exchange: str, count: int = 12, *, overlap: int = 2, fragments: 
             *(nn.Linear(*sizes, device=DEVICE) for sizes in pairwise(WIDTHS)), nn.BatchNorm1d(WIDTHS[-1]).to(DEVICE)
         )
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = OuterOptimizer(
-            inner, model, every=4, overlap=overlap, fragments=fragments, exchange=exchange,
-            transport=SilentGroup(gpu), verify_ranks=False, **options,
-        )  # fmt: skip
+        schedule = schedule or Schedule(every=4, fragments=2, overlap=2)
+        ranks = FixedRanks(transport=SilentGroup(gpu), verify_ranks=False)
+        optimizer = OuterOptimizer(inner, model, schedule, exchange=exchange, ranks=ranks)
         for _ in range(count):
             x = torch.zeros(4, WIDTHS[0], dtype=torch.float32, device=DEVICE)
             torch.autograd.backward(model(x).sum())

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from ch_bench.pytorch_hooks import LABELS, attach_pytorch
-from ch_outer import OuterOptimizer
+from ch_outer import OuterOptimizer, Schedule
 
 SPARSE = "topk(density=0.02, bits=2, decay=0.95)"
 FOUR_BITS = "quant4"
@@ -83,17 +83,8 @@ class Method:
         def sgd(starts: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
             return torch.optim.SGD(list(starts), lr=self.rate, momentum=self.momentum, nesterov=self.momentum > 0)
 
-        return OuterOptimizer(
-            inner,
-            net,
-            every=self.every,
-            exchange=self.exchange,
-            outer=sgd,
-            fragments=self.fragments,
-            overlap=self.overlap,
-            mix=self.mix,
-            **options,
-        )
+        schedule = Schedule(self.every, self.fragments, self.overlap, self.mix)
+        return OuterOptimizer(inner, net, schedule, exchange=self.exchange, outer=sgd, **options)
 
 
 RACE = [
