@@ -235,7 +235,7 @@ def versions(session: nox.Session, torch: str | None) -> None:
     else:  # by name, without the constraints file: pip fails where there is no such torch
         paths = [str(folder) for folder in PROJECTS.values()]
         session.install("--upgrade", f"torch=={torch}.*" if torch else "torch", *paths, *tools)
-    session.run("python", "tests/versions.py", *session.posargs, env=ONE_THREAD)
+    session.run("python", "tests/tools/versions.py", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -268,11 +268,11 @@ def docs_install(session: nox.Session) -> None:
     session.install(*install_line[2:])  # after "pip install"
     for command in commands:
         session.run(*command)
-    session.run("python", "tests/pages.py", "docs/tutorial.md", "docs/checkpointing.md", env=ONE_THREAD)
+    session.run("python", "tests/tools/pages.py", "docs/tutorial.md", "docs/checkpointing.md", env=ONE_THREAD)
     # No page needs ch-bench.
     install(session, *(name for name in PROJECTS if name not in {"ch-template", "ch-bench"}))
     session.run("python", "-m", "commhooks", "doctor", env=ONE_THREAD)
-    session.run("python", "tests/pages.py", env=ONE_THREAD)
+    session.run("python", "tests/tools/pages.py", env=ONE_THREAD)
 
 
 def tutorial_commands() -> list[str]:

@@ -5,7 +5,6 @@ The blocks run as in an environment with the documented install alone. Other pac
 `pages.ELSEWHERE` lists pages that need more than a test machine has, with the test that runs them.
 """
 
-import importlib.util
 import json
 import os
 import re
@@ -17,12 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from .tools import pages
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 FILE = re.compile(r"^`(acme-hooks/\S+)`:\n\n```\w+\n(.*?)^```", re.MULTILINE | re.DOTALL)
-_spec = importlib.util.spec_from_file_location("pages", ROOT / "tests" / "pages.py")
-pages = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(pages)
 pytestmark = pytest.mark.timeout(120)
 
 

@@ -1,6 +1,6 @@
 """Time hooks of two installations of commhooks against each other, in turns in one run.
 
-    python tests/hook_costs.py --before OLD_VENV/bin/python --after NEW_VENV/bin/python --blocks 40
+    python tests/tools/hook_costs.py --before OLD_VENV/bin/python --after NEW_VENV/bin/python --blocks 40
 
 Each installation runs two gloo processes over loopback. A block times three backward passes of every hook in each
 installation, in random order. The model has 10.7 M parameters in the shapes of a GPT and a backward that costs almost

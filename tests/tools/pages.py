@@ -2,7 +2,7 @@
 
 A page's blocks run in order in one namespace and one process, which is forked from a process that has imported torch. A
 page that starts a process group uses one gloo rank. This module needs the standard library and our packages. `python
-tests/pages.py` runs the pages without pytest, for `nox -s docs-install`. `tests/test_docs.py` runs them under pytest, and
+tests/tools/pages.py` runs the pages without pytest, for `nox -s docs-install`. `tests/test_docs.py` runs them under pytest, and
 forbids imports of packages that the pages do not install.
 """
 
@@ -15,7 +15,7 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SHELL = re.compile(r"^```\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -1,4 +1,4 @@
-"""Check imports and rules of the source: `python tests/house.py` prints every breach of a rule.
+"""Check imports and rules of the source: `python tests/tools/house.py` prints every breach of a rule.
 
 The program reads the sources and imports no module. An import counts everywhere, also in a function or under
 TYPE_CHECKING. A name of a face (an `__init__.py` that re-exports) counts as a name of the module that defines it.
@@ -249,7 +249,7 @@ RULES = ("against_the_order", "circles", "unexported", "path_edits", "default_fa
 
 
 def main() -> int:
-    house = House(Path(__file__).resolve().parent.parent)
+    house = House(Path(__file__).resolve().parents[2])
     breaches = [(rule, breach) for rule in RULES for breach in getattr(house, rule)()]
     for rule, breach in breaches:
         print(f"{rule}: {breach.split(': the order is')[0]}")

@@ -1,10 +1,10 @@
 """Run every package's tests on the torch of this environment and record the results: ``nox -s versions``.
 
-    python tests/versions.py                      # every suite; writes docs/measured/versions.json and docs/versions.md
-    python tests/versions.py --only ch-core       # some suites; the other rows stay unchanged
-    python tests/versions.py --quick              # the quick set alone; its rows stand next to those of the whole suites
-    python tests/versions.py --failed             # repeat the failures of this torch, after a fix
-    python tests/versions.py --page               # only the page, from the record
+    python tests/tools/versions.py                      # every suite; writes docs/measured/versions.json and docs/versions.md
+    python tests/tools/versions.py --only ch-core       # some suites; the other rows stay unchanged
+    python tests/tools/versions.py --quick              # the quick set alone; its rows stand next to those of the whole suites
+    python tests/tools/versions.py --failed             # repeat the failures of this torch, after a fix
+    python tests/tools/versions.py --page               # only the page, from the record
 
 The suite `docstring examples` runs the examples of all packages. A suite that does not end in time has a row that says so.
 """
@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RECORD, PAGE = ROOT / "docs" / "measured" / "versions.json", ROOT / "docs" / "versions.md"
 MARKS = "not soak and not nccl and not packaging and not campaign"
 LIMIT = 3600.0  # seconds per suite
