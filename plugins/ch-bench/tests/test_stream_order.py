@@ -14,9 +14,6 @@ import pytest
 import torch
 
 import commhooks
-from ch_bench.cost.imagined_gpu import ImaginedGPU, races
-from ch_bench.cost.imagined_training import fsdp2_races, outer_races
-from ch_bench.cost.stream_order import StreamOrder
 from ch_bench.gpu_kit.models import COMPOSITIONS
 from ch_fsdp.replicate_axis import GroupOrder
 from ch_fsdp.steps import Steps
@@ -25,6 +22,9 @@ from commhooks.encoding import Encoding, Entries
 from commhooks.engine import bucket_run
 from commhooks.engine.collectives import Message, Sender, Stage
 from commhooks.engine.outcome import StepOutcome
+from programs.cost.imagined_gpu import ImaginedGPU, races
+from programs.cost.imagined_training import fsdp2_races, outer_races
+from programs.cost.stream_order import StreamOrder
 
 Plant = Callable[[], AbstractContextManager[Any]]
 NET = [{f"{i}.weight": (64, 64), f"{i}.bias": (64,)} for i in range(3)]
@@ -296,7 +296,7 @@ def test_a_planted_race_of_a_training_is_found(name: str) -> None:
 
 
 def test_a_bucket_read_before_its_future_is_found() -> None:
-    with mock.patch("ch_bench.cost.imagined_gpu._Future.wait", return_value=None):
+    with mock.patch("programs.cost.imagined_gpu._Future.wait", return_value=None):
         assert any("stream main" in text for text in races("allreduce", NET))
 
 

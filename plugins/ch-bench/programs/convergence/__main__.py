@@ -1,6 +1,6 @@
 """Training with every hook compared with a bf16 all-reduce, at equal steps and at equal bytes.
 
-    python -m ch_bench.convergence [--tasks cnn gpt gpt_cosine] [--seeds 3] [--jobs N] [--minutes M] [--record]
+    python -m programs.convergence [--tasks cnn gpt gpt_cosine] [--seeds 3] [--jobs N] [--minutes M] [--record]
 
 The study trains on real data (`tasks.py`) with four simulated ranks and every installed gradient reduction. Each finished run
 is kept in OUT/results.json; a study that was interrupted continues from there.
@@ -29,9 +29,9 @@ from rich.console import Console
 
 import commhooks
 from ch_bench import record
-from ch_bench.convergence.report import Report, draw
-from ch_bench.convergence.runs import BASELINE, TrainingRun, runs
-from ch_bench.convergence.tasks import SETTINGS
+from programs.convergence.report import Report, draw
+from programs.convergence.runs import BASELINE, TrainingRun, runs
+from programs.convergence.tasks import SETTINGS
 
 TITLE = "Training with every hook"
 
@@ -39,7 +39,7 @@ TITLE = "Training with every hook"
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m ch_bench.convergence",
+        prog="python -m programs.convergence",
         description=__doc__.splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     picture = draw(report, folder / "convergence.png")
     minutes = f"sum of the runs' times: {report.seconds / 60:.1f} minutes, --jobs at a time"
     notes = [f"date: {date.today().isoformat()}", minutes, "raw records: convergence.json"]
-    head = [f"    {record.command('ch_bench.convergence', argv)}", ""]
+    head = [f"    {record.command('programs.convergence', argv)}", ""]
     head += [f"- {item}" for item in (*(f"{key}: {value}" for key, value in record.machine().items()), *notes)]
     page = folder / "convergence.md"
     old = page.read_text() if args.record and page.exists() else f"# {TITLE}\n"

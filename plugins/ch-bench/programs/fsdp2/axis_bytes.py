@@ -1,6 +1,6 @@
 """Bytes of FSDP2's three collectives, as the engine counts them and as the network interface does.
 
-    sudo python -m ch_bench.fsdp2.axis_bytes [--record]
+    sudo python -m programs.fsdp2.axis_bytes [--record]
 
 Each collective runs alone between network namespaces: weight gathers in forwards without a backward, reduce-scatters in
 backwards with weights that stay gathered, and averages of replicas in backwards of a model whose shards have one rank. The
@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
     shown = table({world: count(world) for world in args.worlds})
     print(shown)
     if args.record:
-        made_by = record.command("ch_bench.fsdp2.axis_bytes", argv)
+        made_by = record.command("programs.fsdp2.axis_bytes", argv)
         record.write("fsdp2-gather", "Bytes of each collective", made_by, shown)
     return 0
 

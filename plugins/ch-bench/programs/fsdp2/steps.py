@@ -1,6 +1,6 @@
 """Time of a step of FSDP2 with hooks on weights and gradients, compared with plain FSDP2 in bf16, on shaped links.
 
-    sudo python -m ch_bench.fsdp2.steps [--worlds 2 4] [--links 200mbit 1gbit] [--rounds 8] [--record]
+    sudo python -m programs.fsdp2.steps [--worlds 2 4] [--links 200mbit 1gbit] [--rounds 8] [--record]
 
 The model is a GPT of 10.7 M parameters (width 384, 6 layers, batch 1 x 64 characters), in bf16 with AdamW. Rows take turns
 step by step in one run. The slowest rank's time counts, and the ratio to plain FSDP2 is formed in each round.
@@ -22,8 +22,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import commhooks
 from ch_bench import gpt, launch, record, text
 from ch_bench.cost.bench import CONTEXT, HEADS, LAYERS, WIDTH
-from ch_bench.fsdp2.quality import PLAIN, ROWS
 from ch_bench.links import netns
+from programs.fsdp2.quality import PLAIN, ROWS
 
 WARM_UP, LIMIT = 2, 0.55  # steps; of the time of plain FSDP2 at 200 Mbit/s
 TIMED = (PLAIN, "quant8 weights", "quant8 weights, quant4 gradients")
@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     shown = table(found)
     print(shown)
     if args.record:
-        made_by = record.command("ch_bench.fsdp2.steps", argv)
+        made_by = record.command("programs.fsdp2.steps", argv)
         record.write("fsdp2-gather", "Time of a step, 10.7 M parameters", made_by, shown)
     return 0
 

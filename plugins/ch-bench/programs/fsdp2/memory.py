@@ -1,6 +1,6 @@
 """Resident memory of a gather of FSDP2 weights, with torch's own all-gather and with hooks.
 
-    python -m ch_bench.fsdp2.memory [HOOK ...] [--ranks N] [--repeats N] [--record]
+    python -m programs.fsdp2.memory [HOOK ...] [--ranks N] [--repeats N] [--record]
 
 Gloo processes shard three matrices of 3072 x 3072 in fp32 (37.7 MB each, a group each), and run three forwards without
 gradients. The program reads the growth of the resident memory since attach (``VmHWM`` after a reset, and ``VmRSS``). It prints
@@ -22,10 +22,10 @@ from torch.distributed.fsdp import fully_shard
 
 import commhooks
 from ch_bench import record
-from ch_bench.cost.memory import resident
 from commhooks import BucketLayout, StepContext
 from commhooks.adapters import Gathered
 from commhooks.testing import spawn
+from programs.cost.memory import resident
 
 WIDTH, DEPTH, FORWARDS = 3072, 3, 3
 OWN = "torch's own"
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     shown = table(args.hooks, args.ranks, args.repeats)
     print(shown)
     if args.record:
-        made_by = record.command("ch_bench.fsdp2.memory", argv)
+        made_by = record.command("programs.fsdp2.memory", argv)
         record.write(
             "fsdp2-gather",
             "Memory of a gather",

@@ -1,6 +1,6 @@
 """Time and processor time of one long all-gather over shaped links, in the ways that gloo offers.
 
-    sudo python -m ch_bench.fsdp2.long_gathers [--rounds N] [--record]
+    sudo python -m programs.fsdp2.long_gathers [--rounds N] [--record]
 
 *whole* is gloo's own all-gather, a ring. *here* is the transport's. *broadcasts* has one broadcast from each rank into the
 output. Ways take turns. A round lasts from the start of the last rank to the end of the last rank. Each way runs with ranks that
@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     shown = table(found)
     print(shown)
     if args.record:
-        made_by = record.command("ch_bench.fsdp2.long_gathers", argv)
+        made_by = record.command("programs.fsdp2.long_gathers", argv)
         record.write(
             "fsdp2-gather",
             "Time of a long gather",

@@ -1,6 +1,6 @@
 """Held-out loss of FSDP2 with hooks on weight gathers and gradients, compared with plain FSDP2 in bf16.
 
-    python -m ch_bench.fsdp2.quality [--steps 600] [--seeds 3] [--out FOLDER] [--record]
+    python -m programs.fsdp2.quality [--steps 600] [--seeds 3] [--out FOLDER] [--record]
 
 A small GPT learns the text of Python's documentation on four simulated ranks (AdamW, warm-up, cosine to a tenth of the rate).
 Each step codes the shards of all ranks with the hook's own ``gather_weights``, computes every rank's loss and gradients with
@@ -23,9 +23,9 @@ import torch
 
 import commhooks
 from ch_bench import record
-from ch_bench.convergence.tasks import SETTINGS, Language
 from commhooks import BucketLayout, ReduceScatter, ShardLayout, Shards, StepContext, Weights
 from commhooks.simulate import perform
+from programs.convergence.tasks import SETTINGS, Language
 
 RANKS = 4
 BF16 = torch.bfloat16
@@ -203,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
     shown = table(finished.runs, args.seeds)
     print(shown)
     if args.record:
-        made_by = record.command("ch_bench.fsdp2.quality", argv)
+        made_by = record.command("programs.fsdp2.quality", argv)
         record.write("fsdp2-gather", f"Loss after {args.steps} steps", made_by, shown)
     return 0
 

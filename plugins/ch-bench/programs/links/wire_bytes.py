@@ -1,6 +1,6 @@
 """Bytes counted by the engine compared with bytes counted by the network interface.
 
-    sudo python -m ch_bench.links.wire_bytes [--link 200mbit] [--width 1024] [--json] [--record]
+    sudo python -m programs.links.wire_bytes [--link 200mbit] [--width 1024] [--json] [--record]
 
 Every hook trains a few steps between network namespaces with one rank each, so that no other program uses the interface. The
 engine counts ``wire_bytes``: bytes that a rank sends round a ring or in a direct exchange, with the status. Two kinds of bytes
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     found = f"Bytes per rank and step, {args.nproc} ranks, {args.link or 'no'} limit, {size}\n\n{table(counts)}"
     print(found)
     if args.record:
-        made_by = record.command("ch_bench.links.wire_bytes", argv)
+        made_by = record.command("programs.links.wire_bytes", argv)
         record.write("wire-bytes", "Process groups on shaped links", made_by, found)
     return 0
 

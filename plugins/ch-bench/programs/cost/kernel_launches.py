@@ -1,6 +1,6 @@
 """Operations that a hook starts in a step; on a GPU each one is a kernel launch.
 
-    python -m ch_bench.cost.kernel_launches [EXPR ...] [--record]
+    python -m programs.cost.kernel_launches [EXPR ...] [--record]
 
 The reduction runs on meta tensors with the shapes of GPT-2 small (124 M parameters), all buckets of a step at once. A fused
 operation over many tensors counts once, and views do not count. The engine's own operations are not included.
@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None) -> None:
     found = table(chosen.hooks)
     print(found)
     if chosen.record:
-        made_by = command("ch_bench.cost.kernel_launches", argv)
+        made_by = command("programs.cost.kernel_launches", argv)
         write("cost-table", "Operations per step, counted on meta tensors", made_by, found)
 
 

@@ -1,6 +1,6 @@
 """Bytes per parameter that each hook holds beyond the model, at rest between steps and at the peak inside one.
 
-    OMP_NUM_THREADS=1 python -m ch_bench.cost.memory --record
+    OMP_NUM_THREADS=1 python -m programs.cost.memory --record
 
 Two gloo processes train twelve bias-free 2048 x 2048 layers (50.3 M parameters, fp32), with new processes for each hook. The
 program reads the resident memory (``VmRSS``, and ``VmHWM`` after a reset of the peak), which includes memory that the
@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = [row for row in HOOKS if chosen.only in row.hook]
     found = f"{table(rows)}\n\n### Over 1 000 steps\n\n{growth(rows)}"
     if chosen.record:
-        made_by = command("ch_bench.cost.memory", argv, environment="OMP_NUM_THREADS=1")
+        made_by = command("programs.cost.memory", argv, environment="OMP_NUM_THREADS=1")
         write("cost-table", "Memory held", made_by, found, "2 gloo processes")
 
 

@@ -12,8 +12,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ch_bench.convergence.runs import BASELINE, LEFT_OUT, PANELS, POWERSGD, Record, TrainingRun
-from ch_bench.convergence.tasks import TASKS
+from programs.convergence.runs import BASELINE, LEFT_OUT, PANELS, POWERSGD, Record, TrainingRun
+from programs.convergence.tasks import TASKS
 
 WORSE, BETTER, MIXED = "worse", "better", "mixed"
 NAMES = {"cnn": "MNIST-5k CNN", "gpt": "text GPT", "gpt_cosine": "text GPT, AdamW and cosine"}

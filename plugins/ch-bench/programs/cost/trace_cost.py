@@ -1,7 +1,7 @@
 """Cost of a trace and of the drift alarm, and a trace compared with the time that a shaped link must take.
 
-    python -m ch_bench.cost.trace_cost overhead
-    python -m ch_bench.cost.trace_cost truth --rate 200mbit   # needs root and iproute2
+    python -m programs.cost.trace_cost overhead
+    python -m programs.cost.trace_cost truth --rate 200mbit   # needs root and iproute2
 
 ``overhead`` trains one model in short blocks, each with one of four settings in random order: off, off again, traced, and a
 comparison of the ranks in every step. The alarm at every 100 steps costs a hundredth of the last. It compares the time of a
@@ -278,7 +278,7 @@ def truth(rate: str, hooks: list[str], steps: int, connections: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m ch_bench.cost.trace_cost", description=(__doc__ or "").split("\n\n")[0]
+        prog="python -m programs.cost.trace_cost", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("what", choices=["overhead", "truth"])
     parser.add_argument("--seconds", type=float, default=240.0, help="of measured blocks")
@@ -289,14 +289,14 @@ def main() -> None:
     given = parser.parse_args()
     if given.what == "overhead":
         made = write(
-            "trace", "Overhead", command("ch_bench.cost.trace_cost"), overhead(given.seconds), "2 gloo processes"
+            "trace", "Overhead", command("programs.cost.trace_cost"), overhead(given.seconds), "2 gloo processes"
         )
     else:
         text = truth(given.rate, given.hooks, given.steps, given.connections)
         title = f"Compared with a link of {given.rate}"
         title += "" if given.connections == 1 else f", {given.connections} connections"
         made = write(
-            "trace", title, command("ch_bench.cost.trace_cost"), text, "2 gloo processes, each in a network namespace"
+            "trace", title, command("programs.cost.trace_cost"), text, "2 gloo processes, each in a network namespace"
         )
     sys.stdout.write(made.read_text())
 

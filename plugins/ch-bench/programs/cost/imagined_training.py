@@ -18,9 +18,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import commhooks
-from ch_bench.cost.imagined_gpu import DEVICE, ImaginedGPU, SilentGroup, planned_apart
 from ch_outer import OuterOptimizer
 from commhooks.adapters import Engine
+from programs.cost.imagined_gpu import DEVICE, ImaginedGPU, SilentGroup, planned_apart
 
 WIDTHS = (64, 128, 128, 32)
 """Input of the first layer and output of each layer. Layers of one size would never replace scratch memory of another."""

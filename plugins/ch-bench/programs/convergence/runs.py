@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import commhooks
-from ch_bench.convergence.tasks import SETTINGS, TASKS, Setting, Task, measured_at
 from commhooks.testing import SimulatedRanks
+from programs.convergence.tasks import SETTINGS, TASKS, Setting, Task, measured_at
 
 BASELINE = "bf16_compress"
 PANELS = (("cnn", "iid"), ("cnn", "sorted"), ("gpt", "iid"), ("gpt_cosine", "iid"))  # task, shards

@@ -1,11 +1,11 @@
 """Flat hooks and ``two_level`` on nodes of several ranks: bytes at each node's interface, times, CPU time and residuals.
 
-    sudo python -m ch_bench.links.nodes bytes
-    sudo python -m ch_bench.links.nodes times --nodes 2x4 --work exchange
-    sudo python -m ch_bench.links.nodes times --nodes 2x4 --work train
-    sudo python -m ch_bench.links.nodes cpu --nodes 2x4
-    python -m ch_bench.links.nodes arithmetic --nodes 2x4
-    python -m ch_bench.links.nodes plan
+    sudo python -m programs.links.nodes bytes
+    sudo python -m programs.links.nodes times --nodes 2x4 --work exchange
+    sudo python -m programs.links.nodes times --nodes 2x4 --work train
+    sudo python -m programs.links.nodes cpu --nodes 2x4
+    python -m programs.links.nodes arithmetic --nodes 2x4
+    python -m programs.links.nodes plan
 
 A node is a network namespace with an uplink of a given rate. Its ranks reach each other over loopback. The gradient is that of
 a GPT of 10.7 M parameters (width 384, 6 layers). An *exchange* has no arithmetic of a model: the backward hands over given
@@ -20,7 +20,7 @@ the bytes of GPT-2 small (124 M parameters) on nodes of eight ranks.
 
 ``cpu`` runs without a limit of the link, and separates the CPU time of the thread that runs the engine from that of all other
 threads of the process, which carry gloo's messages. ``arithmetic`` needs no network: it measures the engine's thread without
-messages, for a flat hook and for each place of a node with ``two_level`` (:mod:`ch_bench.links.arithmetic`).
+messages, for a flat hook and for each place of a node with ``two_level`` (:mod:`programs.links.arithmetic`).
 """
 
 import argparse
@@ -39,10 +39,11 @@ import torch.distributed as dist
 
 import commhooks
 from ch_bench import gpt, launch, record, shapes, training
-from ch_bench.links import arithmetic, netns
+from ch_bench.links import netns
 from ch_bench.pytorch_hooks import LABELS, PyTorchHook, attach_pytorch, reduction_of
 from commhooks import BucketLayout, Topology
 from commhooks.report import node_bytes
+from programs.links import arithmetic
 
 WIDTH, LAYERS, HEADS, CONTEXT, VOCAB = 384, 6, 6, 64, 128
 BASES = ["bf16_compress", "quant8", "quant4", "quant4(error_feedback=True)", "powersgd(rank=4)", "topk(density=0.01)"]
@@ -385,7 +386,7 @@ def main(argv: list[str] | None = None) -> int:
         print(table)
         if args.record:
             title = "MB that leave a node of eight ranks, planned"
-            record.write("two-level", title, record.command("ch_bench.links.nodes", argv), table)
+            record.write("two-level", title, record.command("programs.links.nodes", argv), table)
         return 0
     if args.what == "arithmetic":
         sizes = shapes.gpt_shapes(LAYERS, WIDTH, VOCAB, CONTEXT)
@@ -395,7 +396,7 @@ def main(argv: list[str] | None = None) -> int:
             body, title = arithmetic.table(found), f"Arithmetic of {hook}, {nodes}{_buckets(args.bucket_mb)}"
             print(f"{title}\n\n{body}\n", flush=True)
             if args.record:
-                command = record.command("ch_bench.links.nodes", argv)
+                command = record.command("programs.links.nodes", argv)
                 record.write("two-level", title, command, body, *arithmetic.NOTES)
         return 0
     if args.what == "cpu":
@@ -424,7 +425,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{title}\n\n{body}\n", flush=True)
         if args.record:
             note = "all ranks of all nodes share the cores of one machine"
-            record.write("two-level", title, record.command("ch_bench.links.nodes", argv), body, note)
+            record.write("two-level", title, record.command("programs.links.nodes", argv), body, note)
     return 0
 
 

@@ -3,7 +3,7 @@
 Meta tensors that claim to be CUDA tensors pass through the whole engine, in a group of two with empty messages. The
 program counts kernels and copies, events that the host waits for, and other operations that make the host wait
 (``.item()``, a copy to or from pageable memory, a result whose size depends on numbers). It also finds accesses to
-memory that no wait between streams puts in order (:mod:`ch_bench.cost.stream_order`). The GPU kit measures a real GPU
+memory that no wait between streams puts in order (:mod:`programs.cost.stream_order`). The GPU kit measures a real GPU
 (``docs/cuda.md``).
 """
 
@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 import commhooks
-from ch_bench.cost.kernel_launches import launches_kernel
-from ch_bench.cost.stream_order import HOST, StreamOrder, accesses
 from ch_bench.pytorch_hooks import reduction_of
 from ch_ddp.adapter import DDPDriver
 from commhooks import Bucket, BucketLayout, HookState, Reduction, Topology
 from commhooks.adapters import Engine
+from programs.cost.kernel_launches import launches_kernel
+from programs.cost.stream_order import HOST, StreamOrder, accesses
 
 DEVICE, META = torch.device("cuda", 0), torch.device("meta")
 _NUMBERS = frozenset(["_local_scalar_dense", "equal", "nonzero", "_unique2", "unique_dim", "masked_select", "bincount"])

@@ -1,6 +1,6 @@
 """Race against the clock: which method is first at the loss of all-reduce, over a slow link.
 
-    python -m ch_bench.outer.race --link 50mbit,200mbit,1gbit [--steps 1000] [--seeds 3] [--record]
+    python -m programs.outer.race --link 50mbit,200mbit,1gbit [--steps 1000] [--seeds 3] [--record]
 
 Two processes in network namespaces with shaped uplinks (needs root and iproute2) train the demo's GPT (0.85 M parameters) on
 text, with equal batches for every method. The learning rate is a warm-up followed by the inverse square root of the step.
@@ -40,9 +40,9 @@ from matplotlib.figure import Figure
 
 from ch_bench import gpt, launch, record, text
 from ch_bench.links import netns
-from ch_bench.outer.methods import RACE, REFERENCE, Method, Running, start
 from commhooks import HookNotSupportedError
 from commhooks.testing import WorkerError
+from programs.outer.methods import RACE, REFERENCE, Method, Running, start
 
 VARIABLE = "COMMHOOKS_OUTER"
 LOCAL_STEPS = 5  # steps without communication at every evaluation
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
         (record.measured() / "race.json").write_text(record.json_lines(found))
         body = "\n\n".join(["<!-- tables -->", shown, *(f"![{path.stem}]({path.name})" for path in pictures)])
         title = "Seconds to the loss of all-reduce over slow links"
-        record.write("race", title, record.command("ch_bench.outer.race", argv), body, "raw records: race.json")
+        record.write("race", title, record.command("programs.outer.race", argv), body, "raw records: race.json")
     return failed
 
 

@@ -1,6 +1,6 @@
 """Training with ``two_level`` compared with the flat hook at equal steps, on simulated nodes.
 
-    python -m ch_bench.convergence.levels [--nodes 2x4] [--steps 200] [--seeds 3] [--record]
+    python -m programs.convergence.levels [--nodes 2x4] [--steps 200] [--seeds 3] [--record]
 
 A small GPT learns the text of Python's documentation (task ``gpt_cosine`` of the convergence study) on simulated ranks. A seed
 decides weights and batches, and flat hook and ``two_level`` see the same. The *spread* is the largest minus the smallest final
@@ -25,8 +25,8 @@ import torch
 
 import commhooks
 from ch_bench import record
-from ch_bench.convergence.runs import train
-from ch_bench.convergence.tasks import SETTINGS
+from programs.convergence.runs import train
+from programs.convergence.tasks import SETTINGS
 
 HOOKS = ["quant4", "quant4(error_feedback=True)", "powersgd(rank=4)"]
 
@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     print(shown)
     if args.record:
         title = f"Training, {args.nodes}"
-        path = record.write("two-level", title, record.command("ch_bench.convergence.levels", argv), shown)
+        path = record.write("two-level", title, record.command("programs.convergence.levels", argv), shown)
         path.with_name("two-level-training.json").write_text(record.json_lines(finished.runs))
     return 0 if all(key(expr, seed, ranks, args.steps) in finished.runs for expr, seed in todo) else 3
 
