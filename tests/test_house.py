@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .house import RULES, House
+from .tools.house import RULES, House
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = "packages/ch-core/src/commhooks"

@@ -1,22 +1,30 @@
 """Bugs that are planted in the library on purpose. The search must find each of them.
 
-A plant replaces one piece of the source of one function. If the piece is not there exactly once, the plant no longer applies,
-and its test fails.
+A plant replaces methods while a search runs. If a method has gone, `mock.patch.object` raises, and the test of the plant fails.
 """
 
-import inspect
-import sys
-import textwrap
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
 from typing import Any
 from unittest import mock
 
-from .explorer import Fault
+from ch_ddp.adapter.driver import DDPDriver
+from ch_ddp.adapter.futures import Promise
+from commhooks import AllReduce
+from commhooks.engine import bucket_run, outcome
+from commhooks.engine import engine as engine_module
+from commhooks.engine.bucket_run import BucketRun
+from commhooks.engine.collectives import Message, Stage
+from commhooks.engine.engine import Engine
+from commhooks.engine.outcome import BETWEEN, Commits, Status, StepOutcome
+from commhooks.transport.process_group import SeveralWorks
+
+from .explorer import ExplorerTransport, Fault
 from .scenarios import Scenario
+
+Patch = AbstractContextManager[Any]
 
 
 @dataclass(frozen=True)
@@ -25,317 +33,358 @@ class Plant:
 
     Attributes:
         name: effect of the bug.
-        module: dotted name of the module.
-        target: function, or class and method, in it.
-        old, new: the piece of source, and its replacement.
+        planted: puts the bug into the library while a block runs.
         scenario: the scenario that shows the bug.
         finds: part of the text of the broken rule.
         options: options of the search.
     """
 
     name: str
-    module: str
-    target: str
-    old: str
-    new: str
+    planted: Callable[[], Patch]
     scenario: Scenario
     finds: str
     options: dict[str, Any] = field(default_factory=dict)
 
-    @contextmanager
-    def planted(self) -> Iterator[None]:
-        """Replace the source while the block runs.
 
-        Raises:
-            LookupError: the plant no longer applies.
-        """
-        module = sys.modules[self.module]
-        *owners, name = self.target.split(".")
-        owner: Any = attrgetter(".".join(owners))(module) if owners else module
-        original = inspect.getattr_static(owner, name)
-        source = textwrap.dedent(inspect.getsource(original.fget if isinstance(original, property) else original))
-        if source.count(self.old) != 1:
-            raise LookupError(
-                f"{self.name}: {self.target} has {source.count(self.old)} times {self.old!r}, expected once"
-            )
-        made: dict[str, Any] = {}
-        exec(compile(source.replace(self.old, self.new), f"<planted {self.name}>", "exec"), vars(module), made)
-        with ExitStack() as patches:
-            users = [owner] if owners else [m for m in list(sys.modules.values()) if vars(m).get(name) is original]
-            for user in users:
-                patches.enter_context(mock.patch.object(user, name, made[name]))
-            yield
+def replaced(owner: object, name: str, make: Callable[[Any], Any]) -> Callable[[], Patch]:
+    """Replace an attribute of a class or module by ``make(attribute)``."""
+    return lambda: mock.patch.object(owner, name, make(getattr(owner, name)))
 
 
-ENGINE, RUN = "commhooks.engine.engine", "commhooks.engine.bucket_run"
-OUTCOME, COLLECTIVES = "commhooks.engine.outcome", "commhooks.engine.collectives"
-SCHEDULE, DRIVER, FUTURES = "commhooks.engine.schedule", "ch_ddp.adapter.driver", "ch_ddp.adapter.futures"
+def without(owner: type, method: str, call: str) -> Callable[[], Patch]:
+    """Let a method run without one of the calls in it, as ``transport.abort`` of the object."""
+    *path, last = call.split(".")
+
+    def make(real: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: Any, *args: Any, **options: Any) -> Any:
+            called = self
+            for name in path:
+                called = getattr(called, name)
+            with mock.patch.object(called, last, return_value=None):
+                return real(self, *args, **options)
+
+        return run
+
+    return replaced(owner, method, make)
+
+
+# -- plants that need more than a line
+
+
+def stops_sending(real: Any) -> Any:
+    def advance(self: BucketRun, *args: Any) -> Any:
+        requests = real(self, *args)
+        return None if self.failed else requests
+
+    return advance
+
+
+def half_as_long(real: Any) -> Any:
+    def void_requests(*args: Any) -> Any:
+        made = real(*args)
+        return tuple(
+            AllReduce(r.tensor[: r.tensor.numel() // 2], r.op, r.wire, scope=r.scope) if isinstance(r, AllReduce) else r
+            for r in made
+        )
+
+    return void_requests
+
+
+def lets_interrupts_pass(real: Any) -> Any:
+    def fail(self: BucketRun, error: BaseException) -> None:
+        if not isinstance(error, Exception):
+            raise error
+        real(self, error)
+
+    return fail
+
+
+def silent_if_failed(real: Any) -> Any:
+    def send_status(self: Engine) -> None:
+        with mock.patch.object(self, "_sends_status", self._sends_status and not self.outcome.failed):
+            real(self)
+
+    return send_status
+
+
+def drops_late_errors(real: Any) -> Any:
+    def begin(self: Engine, *args: Any) -> None:
+        self.outcome.take_error()
+        real(self, *args)
+
+    return begin
+
+
+def before_the_last_decoding(_: Any) -> Any:
+    return lambda self: all(run.due is None for run in self.buckets.in_flight)
+
+
+def despite_callbacks(_: Any) -> Any:
+    return lambda self: (
+        self.reduction.delivers
+        and not self.transport.elastic
+        and all(run.due is None for run in self.buckets.in_flight)
+    )
+
+
+def of_one_owner(real: Any) -> Any:
+    return lambda *args, owner, **options: real(*args, owner=0, **options)
+
+
+def of_one_stage(real: Any) -> Any:
+    return lambda transport, scratch, owner, *args: real(transport, scratch, 0, *args)
+
+
+def never_waited_for(real: Any) -> Any:
+    class Unwaited(real):  # type: ignore[misc]
+        __slots__ = ()
+
+        def wait(self, timeout: float | None) -> None:
+            """Return too early."""
+
+    return Unwaited
+
+
+def keeps_to_itself_what_lies_between(real: Any) -> Any:
+    def send(self: StepOutcome, *args: Any) -> None:
+        error = self._error
+        if error is not None and error[1] == BETWEEN:
+            self._error = None
+        real(self, *args)
+        self._error = error
+
+    return send
+
+
+def with_one_row_too_few(real: Any) -> Any:
+    def exchange(self: Stage, number: int, flat: Any, decode: Any, scope: Any) -> None:
+        def decode_less() -> None:
+            flat.sub_(message._output[-1])
+            if decode is not None:
+                decode()
+
+        real(self, number, flat, decode_less, scope)
+        message = self._messages[-1]
+
+    return exchange
+
+
+def always_delivers(real: Any) -> Any:
+    def init(self: DDPDriver, *args: Any, **options: Any) -> None:
+        real(self, *args, **options)
+        self._delivers = self._hook is not None
+
+    return init
+
+
+def without_futures(real: Any) -> Any:
+    def complete(self: DDPDriver, error: BaseException | None) -> None:
+        self._futures.clear()
+        real(self, error)
+
+    return complete
+
+
+def drops_no_loans(real: Any) -> Any:
+    def drop(self: Stage) -> list[Any]:
+        real(self)
+        return []
+
+    return drop
+
+
+@contextmanager
+def the_last_half_stands_for_both() -> Iterator[None]:
+    """Complete a message that two works carry with the second work."""
+    with mock.patch.object(SeveralWorks, "future", lambda self: self._works[-1].future()):
+        yield
+
+
 three = partial(Scenario, world_size=3, buckets=3)
 
 PLANTS = [
     Plant(
         "a failed reduction stops sending",
-        RUN,
-        "BucketRun.advance",
-        "return None if due is None else void_requests(due, self.outcome.world_size, self.bucket.device, topology)",
-        "return None",
+        replaced(BucketRun, "advance", stops_sending),
         three(raises=(0, 1, 1, 1)),
         "collective 5",
     ),
     Plant(
         "a failed reduction sends a message of half the size",
-        COLLECTIVES,
-        "void_requests",
-        "made.append(AllReduce(void, p.op, p.wire",
-        "made.append(AllReduce(void[: p.numel // 2], p.op, p.wire",
+        replaced(bucket_run, "void_requests", half_as_long),
         Scenario(raises=(0, 1, 1, 1)),
         "rank 1 posts",
     ),
     Plant(
         "an interrupt leaves the hook",
-        RUN,
-        "BucketRun.advance",
-        "except BaseException as error:",
-        "except Exception as error:",
+        replaced(BucketRun, "fail", lets_interrupts_pass),
         Scenario(raises=(0, 1, 1, 1), interrupt=True),
         "wait for ever",
     ),
     Plant(
         "a failed bucket passes for an average",
-        RUN,
-        "BucketRun.fail",
-        "self.outcome.fail_bucket(error, where, self.bucket.index)",
-        "pass",
+        replaced(StepOutcome, "fail_bucket", lambda _: lambda *args: None),
         Scenario(raises=(0, 1, 0, 2)),
         "expected an error",
     ),
     Plant(
         "a failed rank sends no status",
-        ENGINE,
-        "Engine._send_status",
-        "and self.counters.communicated",
-        "and self.counters.communicated and not self.outcome.failed",
+        replaced(Engine, "_send_status", silent_if_failed),
         three(raises=(0, 2, 0, 0)),
         "collective 6",
     ),
     Plant(
         "the status is sent before the last decoding",
-        ENGINE,
-        "Engine._may_send_status_before_drain",
-        "if not self.reduction.delivers or self._on_reduced is not None or self.transport.elastic:",
-        "if False:",
+        replaced(Engine, "_may_send_status_before_drain", before_the_last_decoding),
         Scenario("one_stage", raises=(0, 1, 1, 1)),
         "disagree on the outcome",
     ),
     Plant(
         "an early status although callbacks follow",
-        ENGINE,
-        "Engine._may_send_status_before_drain",
-        " or self._on_reduced is not None",
-        "",
+        replaced(Engine, "_may_send_status_before_drain", despite_callbacks),
         Scenario("plain", callback=True, callback_raises=(0, 1)),
         "disagree on the outcome",
     ),
     Plant(
         "a lost transport is not given up",
-        ENGINE,
-        "Engine._lose",
-        "self.transport.abort()",
-        "pass",
+        replaced(ExplorerTransport, "abort", lambda _: lambda self: None),
         three(steps=1, fault=Fault("message", number=1)),
         "wait for ever",
     ),
     Plant(
         "a lost step keeps its buckets",
-        ENGINE,
-        "Engine._lose",
-        "self.abandon()",
-        "pass",
+        without(Engine, "_lose", "abandon"),
         Scenario(fault=Fault("message", number=1)),
         "is left with",
     ),
     Plant(
         "an abandoned step keeps its staged state",
-        ENGINE,
-        "Engine.abandon",
-        "if unfinished:",
-        "if False:",
+        without(Engine, "abandon", "state.rollback"),
         Scenario(fault=Fault("die", 1)),
         "staged entries",
     ),
     Plant(
         "late errors are dropped",
-        ENGINE,
-        "Engine._begin",
-        "late = self.outcome.take_error()",
-        "late = None",
+        replaced(Engine, "_begin", drops_late_errors),
         Scenario(late=True, raises=(0, 1, 1, 1)),
         "expected an error",
     ),
     Plant(
         "buckets share scratch memory",
-        ENGINE,
-        "Engine._add",
-        "owner=run.number",
-        "owner=0",
+        replaced(engine_module, "StepContext", of_one_owner),
         Scenario(),
         "in flight",
     ),
     Plant(
         "stages share memory for merged messages",
-        RUN,
-        "RequestBatch.start",
-        "owner, newest = (first.number, first.stage), runs[-1].bucket.is_last",
-        "owner, newest = 0, runs[-1].bucket.is_last",
+        replaced(bucket_run, "Stage", of_one_stage),
         Scenario("cast", buckets=3),
         "in flight",
     ),
     Plant(
         "a message is decoded before it has arrived",
-        COLLECTIVES,
-        "Message.wait",
-        "tuning.wait(self._work, self._output, timeout)",
-        "self._finish()",
+        replaced(Message, "wait", lambda _: lambda self, tuning, timeout: self._finish()),
         three(tuning="held"),
         "in flight",
     ),
     Plant(
         "a stage is not waited for",
-        RUN,
-        "BucketRun._wait",
-        "pending.wait(timeout)",
-        "pass",
+        replaced(bucket_run, "Stage", never_waited_for),
         Scenario(),
         "in flight",
     ),
     Plant(
         "NaN and Inf are committed",
-        OUTCOME,
-        "Status.good",
-        "bad == 0 and math.isfinite(bad)",
-        "True",
+        replaced(Status, "good", lambda _: lambda self: not self.failed and len(set(self.clocks.values())) <= 1),
         Scenario(infinite=(0, 1)),
         "committed",
     ),
     Plant(
         "a failed step is committed",
-        OUTCOME,
-        "Status.good",
-        "not self._failed and",
-        "",
+        replaced(Status, "good", lambda real: lambda self: real(self) or bool(self.failed)),
         Scenario(raises=(0, 1, 0, 2)),
         "committed",
     ),
     Plant(
         "the failed rank sends no text",
-        OUTCOME,
-        "Status.error",
-        "if self.world > 1 and carry_out is not None",
-        "if self.world > 1 and carry_out is not None and own is None",
+        replaced(
+            Status,
+            "error",
+            lambda real: lambda self, name, own, carry_out: real(self, name, own, carry_out if own is None else None),
+        ),
         three(raises=(0, 1, 1, 1)),
         "rank",
     ),
     Plant(
         "errors between collectives are not sent",
-        OUTCOME,
-        "StepOutcome.send",
-        "if self._error is not None else 0",
-        "if self._error is not None and self._error[1] != BETWEEN else 0",
+        replaced(StepOutcome, "send", keeps_to_itself_what_lies_between),
         Scenario(raises=(0, 1, 1, 1)),
         "disagree on the outcome",
     ),
     Plant(
         "ranks at different steps are not noticed",
-        OUTCOME,
-        "Status.error",
-        "if len(set(clocks.values())) > 1",
-        "if False",
+        replaced(outcome, "_out_of_step", lambda _: lambda *args: None),
         Scenario(steps=3, judged=(0, 0)),
         "expected an error",
     ),
     Plant(
         "a skipped step is committed",
-        OUTCOME,
-        "Commits.resolve_step",
-        "and used is not False",
-        "",
+        replaced(Commits, "_used", lambda real: lambda self: None if real(self) is None else True),
         Scenario(steps=3, judged=(0, -1)),
         "state",
     ),
     Plant(
         "a joined rank does not ask its peers",
-        OUTCOME,
-        "Commits.begin",
-        "common.incomplete()",
-        "common.incomplete() and self._can_judge",
+        replaced(
+            Commits,
+            "_exchange_answers",
+            lambda real: lambda self, *args: real(self, *args) if self._can_judge else None,
+        ),
         Scenario(steps=3, joined=(1, 1), judged=(-1, -1)),
         "rank",
     ),
     Plant(
         "a direct exchange adds one row too few",
-        COLLECTIVES,
-        "Stage._exchange_directly",
-        "for row in others:",
-        "for row in others[1:]:",
+        replaced(Stage, "_exchange_directly", with_one_row_too_few),
         three(tuning="tuned", free=True),
         "wrong average",
     ),
     Plant(
         "a bucket's own message delivers a number that is not decoded",
-        DRIVER,
-        "DDPDriver.__init__",
-        "hook is not None and engine.reduction.delivers",
-        "hook is not None",
+        replaced(DDPDriver, "__init__", always_delivers),
         Scenario("one_stage", steps=1, drive="hook"),
         "before it is the average",
         {"order": "nccl", "reads": False},
     ),
     Plant(
         "the second half of a message decodes the first",
-        COLLECTIVES,
-        "Stage._reduce",
-        "work: Work = SeveralWorks([transport.all_reduce(half, op) for half in sent.chunk(2)])",
-        "ahead, sent = sent.chunk(2)\n"
-        "        self._messages.append(Message(transport.all_reduce(ahead, op), ahead, lambda: None))\n"
-        "        work = transport.all_reduce(sent, op)",
+        the_last_half_stands_for_both,
         Scenario("cast_once", buckets=1, steps=1, drive="hook", tuning="halved", free=True),
         "wrong average",
         {"order": "gloo", "reads": False, "limit": 150},
     ),
     Plant(
         "a dropped step shares memory with the next one",
-        ENGINE,
-        "StepBuckets.abandon",
-        "take_back(",
-        "list(",
+        replaced(Stage, "drop", drops_no_loans),
         Scenario("plain", drive="ddp", stops_in=0),
         "in flight",
     ),
     Plant(
         "a future is completed twice",
-        FUTURES,
-        "Promise.complete",
-        "if first:",
-        "if True:",
+        replaced(Promise, "complete", lambda _: lambda self: self.future.set_result(self.buffer)),
         Scenario("plain", buckets=1, steps=1, drive="hook"),
         "",
         {"order": "nccl", "reads": False},
     ),
     Plant(
         "the error of a step is not raised",
-        DRIVER,
-        "DDPDriver._complete",
-        "if error is not None:",
-        "if False:",
+        replaced(DDPDriver, "_complete", lambda real: lambda self, error: real(self, None)),
         Scenario(drive="ddp", raises=(0, 1, 1, 1)),
         "expected an error",
     ),
     Plant(
         "the futures of a step are never completed",
-        DRIVER,
-        "DDPDriver._complete",
-        "future.set_result(buffer)",
-        "pass",
+        replaced(DDPDriver, "_complete", without_futures),
         Scenario("plain", drive="ddp"),
         "waits for ever for the future",
     ),

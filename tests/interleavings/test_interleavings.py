@@ -106,11 +106,6 @@ def test_a_planted_bug_is_found(plant: Plant) -> None:
     assert all("rank" in schedule for schedule in found.violations.values())
 
 
-def test_a_plant_that_no_longer_applies_is_refused() -> None:
-    with pytest.raises(LookupError, match="expected once"), replace(PLANTS[0], old="no such line").planted():
-        pass
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("order", ["gloo", "nccl"])
 def test_every_delivery_to_a_users_hook(order: str) -> None:

@@ -16,6 +16,7 @@ from ch_bench.advise.workload import WRAPPER, Workload
 from commhooks import Bucket, HookConfigError, Reduction, Topology, create, get, list_hooks
 from commhooks.adapters import Engine
 
+BENCH = Path(__file__).resolve().parents[2] / "plugins" / "ch-bench"  # its programs are not installed
 SECOND = 1e6  # bytes
 CURVE = Curve((0.0, SECOND, 2 * SECOND), (0.5, 1.5, 2.5), (0.0, 0.0, 0.0))  # half a second, and one for a megabyte
 
@@ -361,14 +362,14 @@ def test_a_wrong_name_is_one_error_with_the_remedy(words: tuple[str, ...], messa
     ("words", "message"),
     [
         (
-            ("ch_bench.cost.kernel_launches", "post_local_sgd"),
+            ("programs.cost.kernel_launches", "post_local_sgd"),
             "HookNotSupportedError: post_local_sgd is a foreign hook",
         ),
-        (("ch_bench.links.wire_bytes", "--hooks", "nothing"), "UnknownHookError: unknown hook 'nothing'"),
+        (("programs.links.wire_bytes", "--hooks", "nothing"), "UnknownHookError: unknown hook 'nothing'"),
     ],
 )
 def test_programs_refuse_a_wrong_hook_with_one_error(words: tuple[str, ...], message: str) -> None:
-    run = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=100)
+    run = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=100, cwd=BENCH)
     assert run.returncode == 1
     assert message in run.stderr
     assert "Traceback" not in run.stderr

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from ch_bench.links import netns
 from ch_bench.pytorch_hooks import reduction_of
 from commhooks import BucketLayout, StepContext
 
+BENCH = Path(__file__).resolve().parents[2] / "plugins" / "ch-bench"  # its programs are not installed
 REASON = netns.why_not()
 WORKERS, BATCH, IMAGES = 16, 128, 50_000
 STEPS = IMAGES // (WORKERS * BATCH)  # per epoch
@@ -62,9 +64,9 @@ def test_the_paper_data_column_from_shapes_alone() -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_counted_bytes_agree_with_the_interface(world: int) -> None:
     hooks = ["allreduce", "bf16_compress", "quant4", "powersgd(rank=32)"]
-    words = [sys.executable, "-m", "ch_bench.links.wire_bytes", "--json", "--nproc", str(world), "--hooks", *hooks]
+    words = [sys.executable, "-m", "programs.links.wire_bytes", "--json", "--nproc", str(world), "--hooks", *hooks]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100, env=env)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, env=env, cwd=BENCH)
     assert done.returncode == 0, done.stderr
     answer = done.stdout[done.stdout.index("{") :]  # torch 2.10 prints gloo's connections
     for hook, (engine, stream, interface, packets) in json.loads(answer).items():

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import commhooks
-from ch_bench.convergence import __main__ as study
-from ch_bench.convergence import report, runs, tasks
+from programs.convergence import __main__ as study
+from programs.convergence import report, runs, tasks
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(100)]
 TINY = ["--tasks", "gpt", "--steps", "3", "--seeds", "1", "--jobs", "1", "--hooks", "allreduce", "powersgd(rank=1)"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ch_bench.links import netns
-from ch_bench.outer import race
+from programs.outer import race
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(110)]
 TINY = ["--width", "32", "--layers", "1", "--batch", "2", "--context", "16"]

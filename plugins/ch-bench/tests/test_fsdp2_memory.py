@@ -4,7 +4,7 @@ import platform
 
 import pytest
 
-from ch_bench.fsdp2.memory import OWN, coded, measure
+from programs.fsdp2.memory import OWN, coded, measure
 
 pytestmark = [pytest.mark.gloo, pytest.mark.full, pytest.mark.timeout(600)]
 

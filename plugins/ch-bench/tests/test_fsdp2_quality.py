@@ -1,4 +1,4 @@
-"""The simulated ranks of ``ch_bench.fsdp2.quality`` train as ``fully_shard`` does on gloo processes."""
+"""The simulated ranks of ``programs.fsdp2.quality`` train as ``fully_shard`` does on gloo processes."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import commhooks
-from ch_bench.fsdp2 import quality
 from commhooks.testing import spawn
+from programs.fsdp2 import quality
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(240)]
 

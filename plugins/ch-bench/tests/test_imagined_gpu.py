@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import commhooks
-from ch_bench.cost.imagined_gpu import ImaginedGPU, steps
 from ch_bench.gpu_kit.models import COMPOSITIONS
 from commhooks import AllReduce, Bucket, HookResultError, HookState, Reduction, StepContext
 from commhooks.simulate import simulate
+from programs.cost.imagined_gpu import ImaginedGPU, steps
 
 NET = [{f"{i}.weight": (256, 256), f"{i}.bias": (256,)} for i in range(3)]  # three layers, each a bucket
 MOST = {  # launches of a step, with messages and the engine's own operations, counted once

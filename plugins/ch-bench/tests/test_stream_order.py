@@ -3,12 +3,10 @@
 Hooks run behind ch-ddp's driver, with two levels, on each axis of FSDP2, and in overlapped exchanges of an outer optimizer.
 """
 
-import importlib
-import inspect
 import logging
-import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,14 +14,20 @@ import pytest
 import torch
 
 import commhooks
-from ch_bench.cost.imagined_gpu import ImaginedGPU, races
-from ch_bench.cost.imagined_training import fsdp2_races, outer_races
-from ch_bench.cost.stream_order import StreamOrder
 from ch_bench.gpu_kit.models import COMPOSITIONS
+from ch_fsdp.replicate_axis import GroupOrder
+from ch_fsdp.steps import Steps
 from ch_outer import Schedule
-from commhooks.device import record_use
+from commhooks.device import HostCopy, SideStream, record_use
 from commhooks.encoding import Encoding, Entries
+from commhooks.engine import bucket_run
+from commhooks.engine.collectives import Message, Sender, Stage
+from commhooks.engine.outcome import StepOutcome
+from programs.cost.imagined_gpu import ImaginedGPU, races
+from programs.cost.imagined_training import fsdp2_races, outer_races
+from programs.cost.stream_order import StreamOrder
 
+Plant = Callable[[], AbstractContextManager[Any]]
 NET = [{f"{i}.weight": (64, 64), f"{i}.bias": (64,)} for i in range(3)]
 HOOKS = list(
     dict.fromkeys([*(spec.example or spec.name for spec in commhooks.list_hooks(kind="reduction")), *COMPOSITIONS])
@@ -93,78 +97,94 @@ def test_no_hook_has_a_race_in_an_outer_exchange(schedule: Schedule) -> None:
         assert outer_races(hook, schedule=schedule) == [], hook
 
 
+def forget_use(tensor: torch.Tensor) -> None:
+    """Do nothing. A mock would keep the tensor alive, so that its memory would never be handed back."""
+
+
 @contextmanager
-def planted(module: str, target: str, old: str, new: str) -> Iterator[None]:
-    """Replace a piece of the source of one method."""
-    scope = vars(importlib.import_module(module))
-    owner_name, name = target.split(".")
-    owner = scope[owner_name]
-    original = inspect.getattr_static(owner, name)
-    source = textwrap.dedent(inspect.getsource(original))
-    assert source.count(old) == 1, f"{target} has {source.count(old)} times {old!r}: the plant no longer applies"
-    made: dict[str, Any] = {}
-    exec(compile(source.replace(old, new), "<planted>", "exec"), scope, made)
-    with mock.patch.object(owner, name, made[name]):
+def on_without_wait(self: SideStream, tensor: torch.Tensor) -> Iterator[None]:
+    side = self._streams.setdefault(tensor.device, torch.cuda.Stream(tensor.device))
+    with torch.cuda.stream(side):
+        record_use(tensor)
         yield
 
 
-DEVICE, COLLECTIVES, RUN = "commhooks.device", "commhooks.engine.collectives", "commhooks.engine.bucket_run"
-OUTCOME = "commhooks.engine.outcome"
-PLANTS = {
-    "no wait_stream": (
-        (DEVICE, "SideStream._on", "side.wait_stream(module.current_stream(device))", "pass"),
-        {},
-        "main",
-    ),
-    "no record_stream": (
-        (DEVICE, "SideStream._on", "record_use(tensor)", "pass"),
+class Unwaited(Stage):
+    __slots__ = ()
+
+    def wait(self, timeout: float | None) -> None:
+        """Return too early."""
+
+
+def decoded_first(self: Message, tuning: Any, timeout: float | None) -> None:
+    self._finish()
+    tuning.wait(self._work, self._output, timeout)
+
+
+def of_one_owner(transport: Any, scratch: Any, owner: object, *args: Any) -> Stage:
+    return Stage(transport, scratch, 0, *args)
+
+
+def before(owner: type, name: str, action: Callable[[Any], None]) -> Plant:
+    """Do something to an object before one of its methods runs."""
+    real = getattr(owner, name)
+
+    def run(self: Any, *args: Any, **options: Any) -> Any:
+        action(self)
+        return real(self, *args, **options)
+
+    return lambda: mock.patch.object(owner, name, run)
+
+
+def event_first(self: HostCopy, tensor: torch.Tensor, made: Any = HostCopy.__init__) -> None:
+    event = torch.cuda.Event()
+    event.record()
+    made(self, tensor)
+    self._event = self._event and event
+
+
+def drop_message(outcome: StepOutcome) -> None:
+    outcome._stage = None
+
+
+def forget_streams(owner: Any) -> None:
+    owner._streams.clear()
+
+
+def nothing(*args: Any) -> None:
+    """Do nothing."""
+
+
+@contextmanager
+def dropped(other: AbstractContextManager[Any]) -> Iterator[None]:
+    """Plant a second mistake. Alone it does nothing, because the current stream waits for the messages of a dropped step."""
+    with other, mock.patch.object(Message, "drop", nothing):
+        yield
+
+
+WITHOUT_WAIT = partial(mock.patch.object, SideStream, "_on", on_without_wait)
+NOT_AWAITED = partial(mock.patch.object, bucket_run, "Stage", Unwaited)
+EARLY = partial(mock.patch.object, Message, "wait", decoded_first)
+SHARED = partial(mock.patch.object, bucket_run, "Stage", of_one_owner)
+PLANTS: dict[str, tuple[Plant, dict[str, Any], str]] = {
+    "no wait_stream": (WITHOUT_WAIT, {}, "main"),
+    "no record_stream, and dropped messages that are not waited for": (
+        partial(dropped, mock.patch("commhooks.device.record_use", forget_use)),
         {"stops": True},
         "handed back",
     ),
-    "a stage that is not waited for": (
-        (RUN, "BucketRun._wait", "pending.wait(timeout)", "pass"),
-        {},
-        "collectives",
-    ),
-    "a result decoded before it has arrived": (
-        (
-            COLLECTIVES,
-            "Stage.wait",
-            "self.tuning.wait(work, output, timeout)\n        if decode is not None:\n            decode()",
-            "if decode is not None:\n            decode()\n        self.tuning.wait(work, output, timeout)",
-        ),
-        {},
-        "collectives",
-    ),
-    "a status that is not waited for": (
-        (OUTCOME, "StepOutcome.decide", "stage.wait(timeout)", "pass"),
-        {},
-        "collectives",
-    ),
+    "a stage that is not waited for": (NOT_AWAITED, {}, "collectives"),
+    "a result decoded before it has arrived": (EARLY, {}, "collectives"),
+    "a status that is not waited for": (before(StepOutcome, "decide", drop_message), {}, "collectives"),
     "a host that does not wait for its copy": (
-        (DEVICE, "HostCopy.tensor", "self._event.synchronize()", "pass"),
+        partial(mock.patch.object, HostCopy, "tensor", lambda self: self._host),
         {},
         "host reads",
     ),
-    "an event before the copy": (
-        (
-            DEVICE,
-            "HostCopy.__init__",
-            "self._host.copy_(tensor, non_blocking=True)\n    self._event = "
-            "torch.get_device_module(tensor.device).Event()\n    self._event.record()",
-            "self._event = torch.get_device_module(tensor.device).Event()\n    self._event.record()\n    "
-            "self._host.copy_(tensor, non_blocking=True)",
-        ),
-        {},
-        "host reads",
-    ),
-    "stages that share memory for casts": (
-        (RUN, "RequestBatch.start", "owner, newest = (first.number, first.stage),", "owner, newest = 0,"),
-        {},
-        "collectives",
-    ),
-    "an abandoned step that leaves its scratch memory": (
-        (COLLECTIVES, "Sender.forget", "self.scratch = Scratch()", "pass"),
+    "an event before the copy": (partial(mock.patch.object, HostCopy, "__init__", event_first), {}, "host reads"),
+    "stages that share memory for casts": (SHARED, {}, "collectives"),
+    "a dropped step that leaves its scratch memory, and messages that are not waited for": (
+        partial(dropped, mock.patch.object(Sender, "forget", nothing)),
         {"stops": True},
         "collectives",
     ),
@@ -175,10 +195,10 @@ PLANTS = {
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_race_is_found(name: str) -> None:
-    change, how, told = PLANTS[name]
+    plant, how, told = PLANTS[name]
     logging.disable(logging.CRITICAL)
     try:
-        with planted(*change):
+        with plant():
             found = [
                 text
                 for hook in ("bf16_wrapper(powersgd(rank=4))", "powersgd(rank=4)")
@@ -189,12 +209,9 @@ def test_a_planted_race_is_found(name: str) -> None:
     assert any(told in text for text in found), found
 
 
-WAIT = (RUN, "BucketRun._wait", "pending.wait(timeout)", "pass")
-EARLY = PLANTS["a result decoded before it has arrived"][0]
-REPLICATE = "ch_fsdp.replicate_axis"
-MORE_PLANTS: dict[str, tuple[tuple[str, str, str, str], Callable[[], list[str]], str]] = {
+MORE_PLANTS: dict[str, tuple[Plant, Callable[[], list[str]], str]] = {
     "two levels: a stage that is not waited for": (
-        WAIT,
+        NOT_AWAITED,
         lambda: races("two_level(quant4)", NET, ranks_per_node=2),
         "collectives of peers",
     ),
@@ -204,75 +221,63 @@ MORE_PLANTS: dict[str, tuple[tuple[str, str, str, str], Callable[[], list[str]],
         "collectives of peers",
     ),
     "two levels: stages that share memory for casts": (
-        PLANTS["stages that share memory for casts"][0],
+        SHARED,
         lambda: races("two_level(quant4, inside=bf16_compress)", NET, ranks_per_node=2),
         "collectives of node",
     ),
-    "shard axis: a stage that is not waited for": (WAIT, lambda: fsdp2_races("quant4", "shard"), "collectives of"),
+    "shard axis: a stage that is not waited for": (
+        NOT_AWAITED,
+        lambda: fsdp2_races("quant4", "shard"),
+        "collectives of",
+    ),
     "shard axis: a result decoded before it has arrived": (
         EARLY,
         lambda: fsdp2_races("bf16_compress", "shard"),
         "collectives of",
     ),
     "shard axis: a status that does not wait for the reductions": (
-        (
-            "ch_fsdp.steps",
-            "Steps._end",
-            "torch.cuda.current_stream(stream.device).wait_stream(stream)",
-            "pass",
-        ),
+        before(Steps, "_end", forget_streams),
         lambda: fsdp2_races("quant2", "shard", micro=2),
         "stack on stream main",
     ),
-    "gather axis: a stage that is not waited for": (WAIT, lambda: fsdp2_races("quant8", "gather"), "collectives of"),
+    "gather axis: a stage that is not waited for": (
+        NOT_AWAITED,
+        lambda: fsdp2_races("quant8", "gather"),
+        "collectives of",
+    ),
     "gather axis: a result decoded before it has arrived": (
         EARLY,
         lambda: fsdp2_races("bf16_compress", "gather"),
         "collectives of",
     ),
     "replicate axis: a stage that is not waited for": (
-        WAIT,
+        NOT_AWAITED,
         lambda: fsdp2_races("powersgd(rank=4)", "replicate"),
         "collectives of",
     ),
     "replicate axis: a shard that is not recorded": (
-        (
-            REPLICATE,
-            "ReplicateHook.__call__",
-            "record_use(shard)",
-            "pass",
-        ),
+        partial(mock.patch, "ch_fsdp.replicate_axis.record_use", forget_use),
         lambda: fsdp2_races("bf16_compress", "replicate", bf16=True),
         "handed back",
     ),
     "replicate axis: scratch memory that is not recorded": (
-        ("commhooks.scratch", "Scratch.get", "record_use(found)", "pass"),
+        partial(mock.patch, "commhooks.scratch.record_use", forget_use),
         lambda: fsdp2_races("topk(density=0.1)", "replicate"),
         "handed back",
     ),
     "replicate axis: a late average that does not wait for torch": (
-        (
-            REPLICATE,
-            "GroupOrder.finish",
-            "torch.cuda.current_stream(stream.device).wait_stream(stream)",
-            "pass",
-        ),
+        before(GroupOrder, "finish", forget_streams),
         lambda: fsdp2_races("powersgd(rank=4)", "replicate", seldom=True, micro=2),
         "stream main",
     ),
-    "overlap: a stage that is not waited for": (WAIT, lambda: outer_races("quant4"), "collectives"),
+    "overlap: a stage that is not waited for": (NOT_AWAITED, lambda: outer_races("quant4"), "collectives"),
     "overlap: an exchange that does not wait for the inner step": (
-        PLANTS["no wait_stream"][0],
+        WITHOUT_WAIT,
         lambda: outer_races("quant4"),
         "stream main",
     ),
     "overlap: a start that moves before the average has arrived": (
-        (
-            DEVICE,
-            "SideStream.join",
-            "torch.get_device_module(tensor.device).current_stream(tensor.device).wait_stream(side)",
-            "pass",
-        ),
+        partial(mock.patch.object, SideStream, "join", nothing),
         lambda: outer_races("quant4"),
         "stream main",
     ),
@@ -283,10 +288,10 @@ MORE_PLANTS: dict[str, tuple[tuple[str, str, str, str], Callable[[], list[str]],
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", MORE_PLANTS)
 def test_a_planted_race_of_a_training_is_found(name: str) -> None:
-    change, check, told = MORE_PLANTS[name]
+    plant, check, told = MORE_PLANTS[name]
     logging.disable(logging.CRITICAL)
     try:
-        with planted(*change):
+        with plant():
             found = check()
         clean = check()
     finally:
@@ -296,7 +301,7 @@ def test_a_planted_race_of_a_training_is_found(name: str) -> None:
 
 
 def test_a_bucket_read_before_its_future_is_found() -> None:
-    with mock.patch("ch_bench.cost.imagined_gpu._Future.wait", return_value=None):
+    with mock.patch("programs.cost.imagined_gpu._Future.wait", return_value=None):
         assert any("stream main" in text for text in races("allreduce", NET))
 
 
@@ -318,10 +323,6 @@ def test_memory_used_on_another_stream_is_handed_back_too_early() -> None:
             gpu.order.races.clear()
             again = torch.zeros(4, dtype=torch.float32, device="cuda")
             assert again.is_cuda and gpu.order.races == []
-
-
-def forget_use(tensor: torch.Tensor) -> None:
-    """Do nothing. A mock would keep the tensor alive, so that its memory would never be handed back."""
 
 
 def test_memory_of_a_hook_that_fsdp2_calls_on_two_streams_is_not_handed_back_too_early() -> None:

@@ -62,8 +62,8 @@ def machine() -> dict[str, Any]:
 def command(module: str, argv: Sequence[str] | None = None, *, environment: str = "") -> str:
     """Return the command line of a program, without folders of this machine.
 
-    >>> command("ch_bench.cost.memory", ["--out", "x", "topk(bits=2)"], environment="OMP_NUM_THREADS=1")
-    "OMP_NUM_THREADS=1 python -m ch_bench.cost.memory 'topk(bits=2)'"
+    >>> command("programs.cost.memory", ["--out", "x", "topk(bits=2)"], environment="OMP_NUM_THREADS=1")
+    "OMP_NUM_THREADS=1 python -m programs.cost.memory 'topk(bits=2)'"
     """
     words = list(sys.argv[1:] if argv is None else argv)
     kept = [word for i, word in enumerate(words) if word != "--out" and (i == 0 or words[i - 1] != "--out")]

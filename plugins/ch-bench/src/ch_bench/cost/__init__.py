@@ -1,1 +1,1 @@
-"""Costs of hooks: time, operations and memory."""
+"""The command `bench`: costs of hooks compared with PyTorch's."""

@@ -1,1 +1,1 @@
-"""Shaped links, and the bytes that cross them."""
+"""Shaped links between processes of this machine."""

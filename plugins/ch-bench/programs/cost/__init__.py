@@ -1,0 +1,1 @@
+"""Costs of hooks: time, operations and memory."""

@@ -1,0 +1,1 @@
+"""Shaped links, and the bytes that cross them."""
