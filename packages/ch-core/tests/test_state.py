@@ -41,16 +41,3 @@ def test_nothing_grows_with_the_steps(expr: str) -> None:
     for _ in range(40):
         made.step(every)
     assert alive() <= before
-
-
-def test_an_error_is_not_added_to_a_residual_that_the_step_has_taken() -> None:
-    """The numbers taken may be those of other elements, as many as this rank's own."""
-    state = commhooks.HookState()
-    state.stage("w", "residual", (2,)).fill_(5.0)
-    state.commit()
-    state.drop("w", "residual")
-    error = state.stage_error("w", "residual", (2,), torch.float32, "cpu")
-    assert error is not None
-    error.fill_(1.0)
-    state.commit()
-    assert torch.equal(state.numbers("w", "residual"), torch.ones(2))

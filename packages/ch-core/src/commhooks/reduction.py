@@ -229,21 +229,36 @@ class StepContext:
             one.rank = rank
         return made if self.topology.place(self.rank) else [self, *made[1:]]
 
-    def take_unowned(self, name: str, field: str, pieces: "Pieces") -> torch.Tensor | None:
-        """Remove an entry of other elements than this rank's piece, and return its numbers in the parameter's own order.
+    def is_foreign(self, name: str, field: str, pieces: "Pieces") -> bool:
+        """True if the state has an entry of other elements than this rank's piece.
 
-        Return ``None`` if there is no such entry. An entry that is zero outside of the piece, as after a load on the same
-        nodes, is cut to the piece, so that a resumed run continues to the bit.
+        Such entries come from a loaded state, or from an earlier partition.
         """
         found = self._state.before(name, field)
-        if found is None or pieces.fits(name, field, self._state.encoding(name, field)):
-            return None
+        return found is not None and not pieces.fits(name, field, self._state.encoding(name, field))
+
+    def adopt(self, name: str, field: str, pieces: "Pieces") -> bool:
+        """Cut a foreign entry to this rank's piece if all other elements are zeros, as after a load on the same nodes.
+
+        Returns:
+            True if it is this rank's piece now.
+        """
+        found = pieces.encode(name, field, self._state.decoded(name, field))
+        return found is not None and self._state.re_encode(name, field, *found)
+
+    def take_foreign(self, name: str, field: str) -> torch.Tensor:
+        """Remove a foreign entry, and return its numbers in the parameter's own order. It goes when the step commits."""
         numbers = self._state.decoded(name, field)
-        mine = pieces.encode(name, field, numbers)
-        if mine is not None and self._state.re_encode(name, field, *mine):
-            return None
         self._state.drop(name, field)
         return numbers
+
+    def keep_foreign(self, name: str, field: str, pieces: "Pieces") -> None:
+        """Add the entry that this step has staged for this rank's piece to the foreign entry, and stage the sum."""
+        if self._state.staged(name, field):
+            whole = self._state.decoded(name, field)
+            whole = whole.to(torch.float32, copy=True) if not whole.is_floating_point() else whole.clone()
+            whole += pieces.decode(name, field, self._state.take_staged(name, field)).view(whole.shape)
+            self._state.stage(name, field, whole.shape, whole.dtype, whole.device, OWN_ORDER).copy_(whole)
 
     def sends(self, name: str) -> bool:
         """Return True if this rank has a gradient of the parameter to send."""
@@ -312,6 +327,10 @@ class Pieces:
         if field not in self._local or math.prod(shape) != stop - start:
             return OWN_ORDER
         return self._encoding(name, field)
+
+    def decode(self, name: str, field: str, numbers: torch.Tensor) -> torch.Tensor:
+        """Return numbers of the owned part as the whole parameter in its own order, zeros elsewhere."""
+        return replace(self._encoding(name, field), packed=None).decode(numbers)
 
     def encode(self, name: str, field: str, numbers: torch.Tensor) -> tuple[torch.Tensor, Encoding] | None:
         """Return the owned part of a whole parameter as a separate entry; ``None`` if other elements are not zeros."""

@@ -172,6 +172,20 @@ class HookState:
         self._carried.pop(key, None)
         self._dropped.add(key)
 
+    def staged(self, name: str, field: str) -> bool:
+        """True if this step has staged the entry."""
+        return (name, field) in self._staged
+
+    def take_staged(self, name: str, field: str) -> torch.Tensor:
+        """Remove the staged tensor of an entry from this step, with its scales. Return its numbers, in the order of its hook."""
+        encodings = {**self._committed.encodings, **self._encoded}
+        numbers = Entries(self._staged, encodings).numbers((name, field))
+        packed = encodings.get((name, field), OWN_ORDER).packed
+        for key in ((name, field), (name, packed.scales if packed is not None else "")):
+            self._staged.pop(key, None)
+            self._errors.discard(key)  # otherwise the commit would add it to the entry
+        return numbers
+
     def _encoding(self, key: Key, staged: bool) -> Encoding | None:
         committed = self._committed.encodings.get(key)
         return self._encoded.get(key, committed) if staged else committed
@@ -288,7 +302,7 @@ class HookState:
             self._base.presumed = presumed
         self._fold_carried()
         for key in self._dropped:
-            if key in self._committed and key[0] not in dropped:  # its numbers were in an average that was not applied
+            if key in self._committed:
                 self._committed.drop(key)
         self._dropped.clear()
         replaced = {k: self._committed[k] for k in self._staged if k in self._committed}
@@ -312,7 +326,7 @@ class HookState:
                 self._encoded.pop(key, None)  # the committed entry keeps its own
         for key in self._errors:
             new, old = self._staged.get(key), held.get(key)
-            if key[1] != RESIDUAL or new is None or old is None or key in self._dropped:
+            if key[1] != RESIDUAL or new is None or old is None:
                 continue
             packed = held.encodings.get(key, OWN_ORDER).packed
             if packed is not None and new.dtype == torch.int8:

@@ -16,8 +16,8 @@ node. A shard enters each node once.
 
 A reduction with state gets the sum over the node, not the mean. Its residual then has the unit of a rank's own residual:
 ``applied + mean of residuals over all ranks = sum of the averages``, as without two levels. A residual of elements that this
-rank does not own goes into this rank's gradient at the next step, and the node's sum carries it to the owner. A rank has such a
-residual after DDP has rebuilt its buckets, and after a load from other nodes or from the flat hook.
+rank does not own, from another partition, another topology or the flat hook, goes into this rank's gradient at the next step.
+The node's sum carries it to the owner, so nothing is lost.
 """
 
 from collections.abc import Collection, Hashable, Mapping
@@ -92,11 +92,13 @@ class TwoLevel(Composite):
         splits = self.inner.splits
         parts = self._partition(bucket.layout, ranks, splits)
         pieces = self._owned(bucket.layout, parts, ranks, place, ctx.step)
-        self._send_unowned(bucket, ctx, pieces)
+        waiting = self._take_foreign(bucket, ctx, pieces)
         if ranks == 1:
             yield from self._between(bucket, ctx, pieces, bucket.unused, "all")
         else:
             yield from self._levels(bucket, ctx, topology, parts, place, pieces)
+        for name, field in waiting:
+            ctx.keep_foreign(name, field, pieces)
 
     def _levels(
         self, bucket: Bucket, ctx: StepContext, topology: Topology | None, parts: Partition, place: int, pieces: Pieces
@@ -297,16 +299,24 @@ class TwoLevel(Composite):
             self._pieces[key] = Pieces(whole, params, owned, self.inner, step, self._divided)
         return self._pieces[key]
 
-    def _send_unowned(self, bucket: Bucket, ctx: StepContext, pieces: Pieces) -> None:
-        """Add residuals of elements that this rank does not own to its gradient. The node's sum carries them to the owners.
+    def _take_foreign(self, bucket: Bucket, ctx: StepContext, pieces: Pieces) -> list[tuple[str, str]]:
+        """Add residuals of elements that this rank does not own to its gradient.
 
-        Every DDP run needs this once, because DDP rebuilds its buckets after the first step, and the owners change with them.
+        Returns:
+            Residuals of parameters that this rank has no gradient for. They wait for a step that has one.
         """
+        waiting = []
         for p in bucket.params:
             for field in self._owed:
-                found = ctx.take_unowned(p.name, field, pieces)
-                if found is not None and found.numel() == p.numel:
+                if not ctx.is_foreign(p.name, field, pieces) or ctx.adopt(p.name, field, pieces):
+                    continue
+                if not ctx.sends(p.name):
+                    waiting.append((p.name, field))
+                    continue
+                found = ctx.take_foreign(p.name, field)
+                if found.numel() == p.numel:
                     bucket.view(p).add_(found.view(p.shape))
+        return waiting
 
     # -- description
 
