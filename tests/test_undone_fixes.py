@@ -49,24 +49,24 @@ class Undone:
 DEBT = (
     CORE,
     "commhooks/reduction.py",
-    "            error = self._state.stage_error(name, field, shape, dtype, device, encoding) if self._owes else None",
-    "            error = None",
+    "        if self._owes and field == RESIDUAL:",
+    "        if False:",
 )
 TABLE = [
     Undone(
         "warmup: codes of an 8-bit residual are read as numbers",
         CORE,
         "commhooks/encoding.py",
-        "        return self.packed.unpack(tensor, scales)",
-        "        return tensor.float()",
+        "        return self.tensor if packed is None or scales is None else packed.unpack(self.tensor, scales)",
+        "        return self.tensor.float()",
         PAIRS,
     ),
     Undone(
         "attach(state=): codes of an 8-bit residual are added as numbers",
         CORE,
         "commhooks/encoding.py",
-        "        if self.packed is None or scales is None or tensor.dtype != torch.int8:",
-        "        if True:",
+        "        return self.tensor if packed is None or scales is None else packed.unpack(self.tensor, scales)",
+        "        return self.tensor",
         PAIRS,
     ),
     Undone(
@@ -88,9 +88,9 @@ TABLE = [
     Undone(
         "FSDP2: a unit that is reduced twice in a step loses or doubles its residual",
         CORE,
-        "commhooks/state.py",
-        "                self._carried[key] = self._staged.pop(key)",
-        "                pass",
+        "commhooks/entries.py",
+        "            self.begin(self.merged())",
+        "            pass",
         "packages/ch-core/tests/test_engine.py twice",
     ),
     Undone(

@@ -17,7 +17,7 @@ POWER = {"rank": 2, "start_iter": 2, "min_compression_rate": 1}
 
 def saved(run: Run, state: Any) -> str:
     path = f"{run.folder}/state{run.rank}"
-    torch.save(state.state_dict() if run.ours else state, path)
+    torch.save(commhooks.state_dict(state) if run.ours else state, path)
     dist.barrier()
     return path
 
@@ -30,7 +30,7 @@ def load_defaults(run: Run) -> str:
         run.step(model, seed)
     loaded = torch.load(saved(run, state))
     if run.ours:
-        state.load_state_dict(loaded)
+        commhooks.load_state_dict(state, loaded)
     return "right"
 
 
@@ -79,7 +79,7 @@ def swapped(run: Run) -> str:
     saved(run, state)
     other = torch.load(f"{run.folder}/state{run.rank ^ 1}", weights_only=run.ours)
     if run.ours:
-        state.load_state_dict(other)
+        commhooks.load_state_dict(state, other)
     raise Silent("each rank has the other's residual")
 
 

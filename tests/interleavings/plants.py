@@ -155,13 +155,13 @@ PLANTS = [
         "is left with",
     ),
     Plant(
-        "an abandoned step keeps its staged state",
+        "an abandoned step keeps its draft",
         ENGINE,
         "Engine.abandon",
         "if unfinished:",
         "if False:",
         Scenario(fault=Fault("die", 1)),
-        "staged entries",
+        "a draft of",
     ),
     Plant(
         "late errors are dropped",

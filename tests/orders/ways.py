@@ -300,7 +300,7 @@ def function(case: Case, rank: int) -> Seen:
     seen = Seen()
     train(case, model, shapes, rank, seen)
     if isinstance(state, commhooks.HookState):
-        note_state(seen, state.state_dict())
+        note_state(seen, commhooks.state_dict(state))
     return seen
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import commhooks
 from commhooks import Bucket, BucketLayout, HookConfigError, HookState, ParamLayout, Reduction
-from commhooks.checkpoint import merge
+from commhooks.checkpoint import load_state_dict, merge, state_dict
 from commhooks.compositions.policy import policy
 from commhooks.simulate import SimulatedRank, simulate
 
@@ -89,7 +89,7 @@ def lost(first: str, second: str, route: str, layouts: tuple[BucketLayout, Bucke
         if route == "pickled":
             return copy.deepcopy(state)
         fields = {"residual": "local", "q": "shared"}
-        saved = state.state_dict()
+        saved = state_dict(state)
         saved["entries"] = {n: {f: t for f, t in row.items() if f == "residual"} for n, row in saved["entries"].items()}
         saved |= {"fields": fields, "world_size": 2, "rank": rank.rank}
         made = HookState()
@@ -98,9 +98,9 @@ def lost(first: str, second: str, route: str, layouts: tuple[BucketLayout, Bucke
             with rank.transport.group.waiting(rank.rank):
                 while len(folders) < 2:
                     pass
-            made.load_state_dict(merge([folders[0], folders[1]]), world_change="mean")
+            load_state_dict(made, merge([folders[0], folders[1]]), world_change="mean")
         else:
-            made.load_state_dict(saved)
+            load_state_dict(made, saved)
         return made
 
     ranks = simulate(2, body)

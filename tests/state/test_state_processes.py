@@ -254,12 +254,12 @@ def own_pickle(rank: int, world: int) -> None:
         assert all(map(torch.equal, step(model, number), step(other, number)))
     # state saved by position loads by name, and the reverse
     handle = commhooks.attach(DistributedDataParallel(SimpleModel()), "powersgd(start_iter=2, min_compression_rate=1)")
-    handle.load_state_dict(state.state_dict())
+    handle.load_state_dict(commhooks.state_dict(state))
     assert {n for n, _ in entries(handle.state_dict())} == {"fc1.weight", "fc2.weight"}
-    again.load_state_dict(handle.state_dict())
-    assert equal(again.state_dict(), state.state_dict())
+    commhooks.load_state_dict(again, handle.state_dict())
+    assert equal(commhooks.state_dict(again), commhooks.state_dict(state))
     state.bind(model)
-    assert {n for n, _ in entries(state.state_dict())} == {"fc1.weight", "fc2.weight"}
+    assert {n for n, _ in entries(commhooks.state_dict(state))} == {"fc1.weight", "fc2.weight"}
     again.step = state.step
     assert all(map(torch.equal, step(model, 9), step(other, 9)))
 
