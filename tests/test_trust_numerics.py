@@ -187,7 +187,7 @@ def figures(rank: int, world: int) -> dict[str, float]:
         model(data(rank, step)).pow(2).sum().backward()
     detail = handle.stats(detail=True)
     assert set(handle.stats()) < set(detail)
-    residual = handle.state.newest("a.weight", "residual")
+    residual = handle.state.draft.newest()["a.weight", "residual"].numbers()
     whole = model.module.a.weight.grad + residual.view_as(model.module.a.weight)
     detail["expected"] = float(residual.norm() / whole.norm())
     return detail

@@ -75,7 +75,7 @@ class Forgetful(Reduction):
     def run(self, bucket: Bucket, ctx: Any) -> Any:
         for param, gradient in bucket.views():
             gradient.mul_(0.5)
-            ctx.stage(param.name, "residual", param.shape, device=bucket.device).copy_(gradient)
+            ctx.write(param.name, "residual", param.shape, device=bucket.device).copy_(gradient)
         yield AllReduce(bucket.buffer)
 
 

@@ -11,14 +11,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks import checkpoint
 
 POWER = {"rank": 2, "start_iter": 2, "min_compression_rate": 1}
 
 
 def saved(run: Run, state: Any) -> str:
     path = f"{run.folder}/state{run.rank}"
-    torch.save(checkpoint.state_dict(state) if run.ours else state, path)
+    torch.save(commhooks.state_dict(state) if run.ours else state, path)
     dist.barrier()
     return path
 
@@ -31,7 +30,7 @@ def load_defaults(run: Run) -> str:
         run.step(model, seed)
     loaded = torch.load(saved(run, state))
     if run.ours:
-        checkpoint.load_state_dict(state, loaded)
+        commhooks.load_state_dict(state, loaded)
     return "right"
 
 
@@ -80,7 +79,7 @@ def swapped(run: Run) -> str:
     saved(run, state)
     other = torch.load(f"{run.folder}/state{run.rank ^ 1}", weights_only=run.ours)
     if run.ours:
-        checkpoint.load_state_dict(state, other)
+        commhooks.load_state_dict(state, other)
     raise Silent("each rank has the other's residual")
 
 

@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import commhooks
-from commhooks import checkpoint
 from commhooks.testing import mean_residuals, unaccounted
 
 THIN = {
@@ -180,7 +179,7 @@ def accumulate(run: Run) -> str:
             model(run.data(10 * seed)).pow(2).mean().backward()
         model(run.data(10 * seed + 1)).pow(2).mean().backward()
         run.expect(gradient(model), mean, 0.9)
-    steps = checkpoint.state_dict(state)["step"] if run.ours else state.iter
+    steps = commhooks.state_dict(state)["step"] if run.ours else state.iter
     if steps != 4:
         raise Silent(f"{steps} steps counted instead of 4")
     return "right"

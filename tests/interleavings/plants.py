@@ -258,10 +258,10 @@ PLANTS = [
         "is left with",
     ),
     Plant(
-        "an abandoned step keeps its staged state",
-        without(Engine, "abandon", "state.rollback"),
+        "an abandoned step keeps its draft",
+        without(Engine, "abandon", "state.versions.abandon"),
         Scenario(fault=Fault("die", 1)),
-        "staged entries",
+        "a draft of",
     ),
     Plant(
         "late errors are dropped",

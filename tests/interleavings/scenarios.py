@@ -51,17 +51,17 @@ class Feedback(Reduction):
         residual, basis = ctx.read(name, "residual", (NUMEL,)), ctx.read(name, "basis", (1,))
         total = bucket.buffer + residual if residual is not None else bucket.buffer.clone()
         sent = torch.floor(total / 2) * 2
-        torch.sub(total, sent, out=ctx.stage(name, "residual", (NUMEL,), device=bucket.device))
+        torch.sub(total, sent, out=ctx.write(name, "residual", (NUMEL,), device=bucket.device))
         shift = basis.clone() if basis is not None else torch.zeros(1, dtype=torch.float32, device=bucket.device)
         parts = sent.chunk(self.stages)
-        staged = ctx.stage(name, "basis", (1,), device=bucket.device)
+        written = ctx.write(name, "basis", (1,), device=bucket.device)
         for number, part in enumerate(parts):
             moved = ctx.scratch(f"part {number}", (part.numel(),), device=bucket.device)
             torch.add(part, shift, out=moved)
             yield self.request(moved, ctx)
             bucket.buffer.narrow(0, number * part.numel(), part.numel()).copy_(moved.sub_(shift))
             shift = moved[:1] % 8
-        staged.copy_(shift)
+        written.copy_(shift)
 
     def request(self, moved: torch.Tensor, ctx: StepContext) -> Any:
         return AllReduce(moved)
@@ -100,7 +100,7 @@ class Moved(Reduction):
             ctx.scratch("received", (NUMEL,), device=bucket.device),
         )
         torch.floor(total / 2, out=sent).mul_(2)
-        torch.sub(total, sent, out=ctx.stage(name, "residual", (NUMEL,), device=bucket.device))
+        torch.sub(total, sent, out=ctx.write(name, "residual", (NUMEL,), device=bucket.device))
         yield AllToAll(sent, received)
         mine = received.view(world, -1).mean(0)
         everything = ctx.scratch("everything", (NUMEL,), device=bucket.device)
@@ -142,7 +142,7 @@ class Scattered(Moved):
             ctx.scratch("mine", (NUMEL // world,), device=bucket.device),
         )
         torch.floor(total / 2, out=sent).mul_(2)
-        torch.sub(total, sent, out=ctx.stage(name, "residual", (NUMEL,), device=bucket.device))
+        torch.sub(total, sent, out=ctx.write(name, "residual", (NUMEL,), device=bucket.device))
         yield ReduceScatter(sent, mine)
         everything = ctx.scratch("everything", (NUMEL,), device=bucket.device)
         yield AllGather(mine, everything)
@@ -361,14 +361,14 @@ def body(scenario: Scenario, rank: int, transport: ExplorerTransport) -> Record:
         armed.now = number
         record.steps.append(_step(scenario, engine, number, rank, transport, delivered, drive))
     engine.resolve_step()
-    if engine.state.tentative:
+    if engine.state.versions.tentative:
         engine.resolve_step(force=True)
     record.count = engine.state.step
     record.entries = {(name, field): tensor.clone() for name, field, tensor in engine.state.entries()}
     if engine.buckets.in_flight:
         record.left.append(f"{len(engine.buckets.in_flight)} buckets in flight")
-    if engine.state._staged:
-        record.left.append(f"staged entries {sorted(engine.state._staged)}")
+    if engine.state.draft.written:
+        record.left.append(f"a draft of {sorted(engine.state.draft.written)}")
     if engine.in_step:
         record.left.append("a running step")
     return record

@@ -29,7 +29,7 @@ import ch_fsdp
 import ch_powersgd
 import commhooks
 from ch_outer import OuterOptimizer, Schedule
-from commhooks import CommHook, checkpoint
+from commhooks import CommHook
 from commhooks.trace import Trace
 from tests.orders.late import LateCollectives
 from tests.sizes.hooks import ROWS
@@ -301,7 +301,7 @@ def function(case: Case, rank: int) -> Seen:
     seen = Seen()
     train(case, model, shapes, rank, seen)
     if isinstance(state, commhooks.HookState):
-        note_state(seen, checkpoint.state_dict(state))
+        note_state(seen, commhooks.state_dict(state))
     return seen
 
 

@@ -266,8 +266,8 @@ class _Run:
         before = self._gathered(self._mine, ranks)
         self._mine = {}
         for number, (name, shape) in enumerate(zip(self.names, self.shapes, strict=True)):
-            if state is not None and state.before(name, "residual") is not None:
-                self._mine[number] = shape.flat(state.decoded(name, "residual")).clone()
+            if state is not None and (name, "residual") in state.draft.found:
+                self._mine[number] = shape.flat(state.draft.found[name, "residual"].decoded()).clone()
         after = self._gathered(self._mine, ranks)
         wrong = []
         for (method, numbers), rank in zip(parts, owner, strict=True):

@@ -32,19 +32,19 @@ def lost_chunk() -> None:
 
 def forgotten_residual() -> None:
     """A residual of the step before the last one is taken for the last one."""
-    from commhooks.state import HookState
+    from commhooks.entries import Versions
 
-    original = HookState.commit
+    original = Versions.commit
     commits = [0]
 
-    def commit(self: HookState, **options: Any) -> None:
+    def commit(self: Versions, **options: Any) -> None:
         commits[0] += 1
         if commits[0] == 2:
-            for key in [key for key in self._staged if key[1] == "residual"][:1]:
-                self._staged[key].copy_(self._committed[key])
+            for key in [key for key in self.draft.written if key[1] == "residual"][:1]:
+                self.draft.written[key].tensor.copy_(self.committed[key].tensor)
         original(self, **options)
 
-    HookState.commit = commit  # type: ignore[method-assign]
+    Versions.commit = commit  # type: ignore[method-assign]
 
 
 def one_rank() -> None:

@@ -126,8 +126,8 @@ def test_a_residual_of_another_shape_is_refused_after_a_hand_over_too() -> None:
     old.handles[0].detach()
     state = old.handles[0].state
     assert isinstance(state, commhooks.HookState)
-    state.stage("a.weight", "residual", (3, 3)).zero_()
-    state.commit()
+    state.draft.write(("a.weight", "residual"), (3, 3)).tensor.zero_()
+    state.versions.commit()
     handle = commhooks.create("topk(density=0.1)")
     handle.state = state
     with pytest.raises(commhooks.StateError, match=r"field 'residual', is \[3, 3\]"):
@@ -152,7 +152,7 @@ def test_a_cast_keeps_the_loss_scale_of_a_residual() -> None:
     old.resolve_step()
     old.handles[0].detach()
     state = old.handles[0].hook_state
-    assert state is not None and state.scale == 1024.0
+    assert state is not None and state.units.scale == 1024.0
     before = state.read("a.weight", "residual").clone()
     handle = commhooks.create("topk(density=0.2, bits=2)")
     handle.state = state

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import commhooks
-from commhooks import HookState, StateError, checkpoint
+from commhooks import HookState, StateError
 from commhooks.checkpoint import merge
 from commhooks.testing import SimulatedRanks
 
@@ -158,11 +158,11 @@ def test_positions_and_names_are_translated(pair):
     pair.handles[0].load_state_dict(bare)
     assert snapshot(pair.handles[0]) == before
     state = HookState()
-    checkpoint.load_state_dict(state, bare | {"fields": saved["fields"]})
-    state.bind_params([(name, tuple(t.shape)) for name, t in LIKE.items()])
+    commhooks.load_state_dict(state, bare | {"fields": saved["fields"]})
+    state.identity.bind([(name, tuple(t.shape)) for name, t in LIKE.items()])
     assert {n for n, _, _ in state.entries()} == {"w", "v"}
     with pytest.raises(StateError, match="does not fit"):
-        state.bind_params([("w", (24, 17))])
+        state.identity.bind([("w", (24, 17))])
 
 
 def test_state_is_copied_and_pickled_without_a_process_group(pair):
@@ -171,7 +171,7 @@ def test_state_is_copied_and_pickled_without_a_process_group(pair):
     for again in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
         found, wanted = ([(n, f, t.tolist()) for n, f, t in s.entries()] for s in (again, state))
         assert found == wanted
-        assert (again.step, again.params, again.engine) == (state.step, state.params, None)
+        assert (again.step, again.identity.params, again.engine) == (state.step, state.identity.params, None)
 
 
 def test_one_state_serves_one_model():
@@ -181,7 +181,7 @@ def test_one_state_serves_one_model():
     with pytest.raises(StateError, match="another model"):
         state.bind(second)
     state.bind(first)
-    state.unbind()
+    state.identity.unbind()
     state.bind(second)
 
 

@@ -13,7 +13,7 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks import HookTimeoutError, RankMismatchError, StateError, checkpoint
+from commhooks import HookTimeoutError, RankMismatchError, StateError
 from commhooks.checkpoint import dcp, merge
 from commhooks.testing import spawn
 
@@ -254,12 +254,12 @@ def own_pickle(rank: int, world: int) -> None:
         assert all(map(torch.equal, step(model, number), step(other, number)))
     # state saved by position loads by name, and the reverse
     handle = commhooks.attach(DistributedDataParallel(SimpleModel()), "powersgd(start_iter=2, min_compression_rate=1)")
-    handle.load_state_dict(checkpoint.state_dict(state))
+    handle.load_state_dict(commhooks.state_dict(state))
     assert {n for n, _ in entries(handle.state_dict())} == {"fc1.weight", "fc2.weight"}
-    checkpoint.load_state_dict(again, handle.state_dict())
-    assert equal(checkpoint.state_dict(again), checkpoint.state_dict(state))
+    commhooks.load_state_dict(again, handle.state_dict())
+    assert equal(commhooks.state_dict(again), commhooks.state_dict(state))
     state.bind(model)
-    assert {n for n, _ in entries(checkpoint.state_dict(state))} == {"fc1.weight", "fc2.weight"}
+    assert {n for n, _ in entries(commhooks.state_dict(state))} == {"fc1.weight", "fc2.weight"}
     again.step = state.step
     assert all(map(torch.equal, step(model, 9), step(other, 9)))
 

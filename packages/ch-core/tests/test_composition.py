@@ -40,7 +40,7 @@ class RowMean(Reduction):
                 ctx.sent.matrix(p).copy_(o.unsqueeze(1).expand(p.matrix_shape))
         for p, m in zip(bucket.params, means, strict=True):
             bucket.matrix(p).copy_(m.unsqueeze(1).expand(p.matrix_shape))
-            ctx.stage(p.name, "last", m.shape, device=m.device).copy_(m)
+            ctx.write(p.name, "last", m.shape, device=m.device).copy_(m)
         yield AllReduce(ctx.scratch("nothing", (1,), device=bucket.device).zero_(), "sum")
 
 
@@ -57,7 +57,7 @@ class Gathered(Reduction):
         yield AllGather(bucket.buffer, everyone)
         bucket.buffer = everyone.view(ctx.world_size, -1).mean(0)
         for p, view in bucket.views():
-            ctx.stage(p.name, "last", p.shape, device=bucket.device).copy_(view)
+            ctx.write(p.name, "last", p.shape, device=bucket.device).copy_(view)
 
 
 def gradients(rank: int, step: int = 0) -> dict[str, torch.Tensor]:

@@ -73,7 +73,7 @@ class Momentum(Reduction):
         kept = []
         for p, gradient in bucket.views():
             before = [ctx.read(p.name, field) for field in ("velocity", "residual")]
-            parts = [ctx.stage(p.name, field, p.shape, device=bucket.device) for field in ("velocity", "residual")]
+            parts = [ctx.write(p.name, field, p.shape, device=bucket.device) for field in ("velocity", "residual")]
             velocity, residual = parts
             velocity.copy_(gradient.float() + (0 if before[0] is None else 0.5 * before[0]))
             residual.copy_(velocity + (0 if before[1] is None else before[1]))
@@ -100,7 +100,7 @@ class CoarseParts(Coarse):
             whole = shards.whole(p)
             before, after = (
                 ctx.read(p.name, "residual"),
-                ctx.stage(p.name, "residual", whole.shape, device=shards.device),
+                ctx.write(p.name, "residual", whole.shape, device=shards.device),
             )
             kept.append((p, shards.cut(p, before) if before is not None and self.keeps else None, shards.cut(p, after)))
         for r, part in enumerate(shards.vectors()):
@@ -246,7 +246,7 @@ class Leaky(Coarse):
         kept = []
         for p, gradient in bucket.views():
             before = ctx.read(p.name, "residual")
-            after = ctx.stage(p.name, "residual", p.shape, device=bucket.device)
+            after = ctx.write(p.name, "residual", p.shape, device=bucket.device)
             after.copy_(gradient.float() + (0 if before is None else before))
             gradient.copy_(after.round())
             after.sub_(gradient)

@@ -17,7 +17,7 @@ from commhooks.engine.engine import Engine, StatelessEngine
 from commhooks.engine.schedule import TUNED, CpuTuning
 from commhooks.engine.stats import Recording
 from commhooks.errors import HookConfigError, HookResultError, HookTimeoutError, RemoteHookError, TransportError
-from commhooks.reduction import Plain, Reduction, StepContext
+from commhooks.reduction import Plain, Reduction, Stages, StepContext
 from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Wire
 from commhooks.simulate import SimulatedGroup, SimulatedRank, SimulatedTransport, simulate
 
@@ -34,7 +34,7 @@ class TwoStage(Reduction):
         yield AllReduce(mean)
         yield AllReduce(bucket.buffer)
         for p in bucket.params:
-            ctx.stage(p.name, "last", p.shape, device=bucket.device).copy_(bucket.view(p))
+            ctx.write(p.name, "last", p.shape, device=bucket.device).copy_(bucket.view(p))
 
 
 def buckets(rank: int, count: int = 3, value: float | None = None) -> list[Bucket]:
@@ -408,7 +408,7 @@ class BadResidual(Reduction):
     fields: ClassVar[dict[str, Literal["local", "shared"]]] = {"residual": "local"}
 
     def run(self, bucket: Bucket, ctx: Any) -> Iterator[Any]:
-        ctx.stage("w", "residual", (3,), device=bucket.device).fill_(1.0)
+        ctx.write("w", "residual", (3,), device=bucket.device).fill_(1.0)
         yield AllReduce(bucket.buffer)
 
 
@@ -561,6 +561,43 @@ def test_a_bucket_that_runs_twice_in_a_step_continues_from_its_first_residual() 
     for total, unchanged in simulate(2, two_steps):
         assert total == pytest.approx(2 * 3.011, abs=1e-6)
         assert unchanged
+
+
+class Rounded(Reduction):
+    """Sends integers, whose sums are exact."""
+
+    name, lossy, reports_sent = "rounded", True, True
+
+    def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
+        bucket.buffer.round_()
+        if ctx.sent is not None:
+            ctx.sent.buffer.copy_(bucket.buffer)
+        yield AllReduce(bucket.buffer)
+
+
+@pytest.mark.parametrize("absent", range(3))
+def test_a_bucket_that_runs_twice_keeps_its_residual_if_one_run_has_no_gradient(absent: int) -> None:
+    """Rank 0 has no gradient in one of the runs of a step, and then has only an error to keep."""
+
+    def one_step(rank: SimulatedRank) -> tuple[float, float]:
+        engine = rank.engine(ErrorFeedback(Rounded()))
+        applied = 0.0
+        for step in range(2):
+            for number, part in enumerate((1.25, 2.375, 0.4375)):
+                unused = step == 1 and number == absent and rank.rank == 0
+                bucket = Bucket.from_tensors({"w": torch.tensor([0.0 if unused else part])})
+                bucket.unused = frozenset({"w"} if unused else ())
+                engine.run(bucket)
+                applied += bucket.buffer.item()
+            assert engine.finish() is None
+            engine.resolve_step()
+        residual = engine.state.read("w", "residual")
+        assert residual is not None
+        return applied, residual.item()
+
+    ranks = simulate(2, one_step)
+    wanted = 2 * 4.0625 - (1.25, 2.375, 0.4375)[absent] / 2
+    assert ranks[0][0] + (ranks[0][1] + ranks[1][1]) / 2 == pytest.approx(wanted, abs=1e-6)
 
 
 def test_a_transport_lost_between_steps_keeps_the_finished_step(monkeypatch: pytest.MonkeyPatch) -> None:

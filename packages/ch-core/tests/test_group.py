@@ -22,7 +22,7 @@ class Fails(Reduction):
         self.here, self.steps = here, 0
 
     def run(self, bucket: Bucket, ctx: Any) -> Iterator[Any]:
-        ctx.stage("w", "last", (1,), device=bucket.device).fill_(1.0)
+        ctx.write("w", "last", (1,), device=bucket.device).fill_(1.0)
         yield AllReduce(bucket.buffer)
         if not bucket.buffer.is_meta:
             self.steps += 1

@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Literal
 import pytest
 import torch
 
-from commhooks import HookState, checkpoint
+from commhooks import HookState
 from commhooks.bucket import Bucket
+from commhooks.checkpoint import load_state_dict, state_dict
 from commhooks.compositions.wire_cast import WireCast
 from commhooks.engine.collectives import Stage
 from commhooks.engine.outcome import Progress, finiteness
@@ -26,8 +27,8 @@ def test_an_entry_of_another_shape_reads_as_none() -> None:
     state = HookState()
     ctx = StepContext(state=state)
     assert ctx.read("w", "q", (2, 3)) is None
-    ctx.stage("w", "q", (2, 3)).fill_(1.0)
-    state.commit()
+    ctx.write("w", "q", (2, 3)).fill_(1.0)
+    state.versions.commit()
     kept = ctx.read("w", "q")
     assert kept is not None
     assert ctx.read("w", "q", (2, 3)) is kept
@@ -35,8 +36,8 @@ def test_an_entry_of_another_shape_reads_as_none() -> None:
     assert ctx.read("w", "q", (1, 3)) is None
 
 
-def staged(state: HookState, value: float) -> None:
-    state.stage("w", "residual", (2,)).fill_(value)
+def write(state: HookState, value: float) -> None:
+    state.draft.write(("w", "residual"), (2,)).tensor.fill_(value)
 
 
 def held(state: HookState) -> float | None:
@@ -47,32 +48,34 @@ def held(state: HookState) -> float | None:
 @pytest.mark.parametrize("used", [True, False])
 def test_tentative_steps_are_kept_or_undone_together(used: bool) -> None:
     state = HookState()
-    staged(state, 1.0)
-    state.commit()
+    write(state, 1.0)
+    state.versions.commit()
     for value in (2.0, 3.0, 4.0):
-        staged(state, value)
-        state.commit(tentative=True)
+        write(state, value)
+        state.versions.commit(tentative=True)
         assert held(state) == value
-        assert (state.certain_step, [float(t[0]) for _, _, t in state.entries()]) == (1, [1.0])
-    assert (state.tentative, state.step) == (True, 4)
-    state.rescale(8.0)
+        assert (state.versions.certain.step, [float(t[0]) for _, _, t in state.entries()]) == (1, [1.0])
+    assert (state.versions.tentative, state.step) == (True, 4)
+    state.units.rescale(8.0)
     assert held(state) == 32.0
-    state.resolve_tentative(used)
-    assert (state.tentative, state.step, held(state)) == (False, 4 if used else 1, 32.0 if used else 8.0)
+    state.versions.resolve_tentative(used)
+    assert (state.versions.tentative, state.step, held(state)) == (False, 4 if used else 1, 32.0 if used else 8.0)
     kept = state.read("w", "residual")
     for value in (5.0, 6.0):  # the buffers alternate again, and none of them holds the current residual
-        staged(state, value)
+        write(state, value)
         assert state.read("w", "residual") is kept
-        state.rollback()
-    assert len({id(t) for t in (kept, *state._committed.values(), *state._spare.values())}) == 2
+        state.versions.rollback()
+    buffers = [*state.versions.committed.values(), *state.draft.spare.values()]
+    assert {id(entry.tensor) for entry in buffers} > {id(kept)}
+    assert len(buffers) == 2
 
 
 def test_new_entries_of_a_tentative_step_vanish_when_it_is_undone() -> None:
     state = HookState()
-    staged(state, 1.0)
-    state.commit(tentative=True)
+    write(state, 1.0)
+    state.versions.commit(tentative=True)
     assert held(pickle.loads(pickle.dumps(state))) is None
-    state.resolve_tentative(False)
+    state.versions.resolve_tentative(False)
     assert (held(state), state.step) == (None, 0)
 
 
@@ -90,7 +93,7 @@ def test_a_field_declares_how_it_follows_the_loss_scale() -> None:
         def run(self, bucket: Bucket, ctx: Any) -> Iterator[Any]:
             for p, gradient in bucket.views():
                 for field, power in (("owed", 1), ("square", 2), ("count", 0)):
-                    target = ctx.stage(p.name, field, p.shape, device=bucket.device).copy_(gradient.pow(power))
+                    target = ctx.write(p.name, field, p.shape, device=bucket.device).copy_(gradient.pow(power))
                     before = ctx.read(p.name, field)
                     if before is not None:
                         target.add_(before)
@@ -122,7 +125,7 @@ class Counts(Reduction):
 
     def run(self, bucket: Bucket, ctx: Any) -> Iterator[Any]:
         before = ctx.read("w", "sum")
-        target = ctx.stage("w", "sum", (1,), device=bucket.device)
+        target = ctx.write("w", "sum", (1,), device=bucket.device)
         if before is None:
             target.fill_(1.0)
         else:
@@ -180,8 +183,8 @@ def test_steps_that_wait_are_used_or_undone_together() -> None:
             says.answer = answer
             assert engine.resolve_step() is answer
             if answer is None:
-                assert checkpoint.state_dict(engine.state)["step"] == engine.state.certain_step
-            seen.append((engine.state.step, total(engine), engine.state.certain_step))
+                assert state_dict(engine.state)["step"] == engine.state.versions.certain.step
+            seen.append((engine.state.step, total(engine), engine.state.versions.certain.step))
         return seen
 
     expected = [(1, 1.0, 1), (1, 1.0, 1), (2, 2.0, 1), (4, 4.0, 4), (4, 4.0, 4), (4, 4.0, 4), (5, 5.0, 5)]
@@ -197,7 +200,7 @@ def test_a_rollback_undoes_all_that_waits() -> None:
             assert one_step(engine) is None
         engine.rollback()
         assert engine.resolve_step() is False
-        assert not engine.state.tentative
+        assert not engine.state.versions.tentative
         return engine.state.step, total(engine)
 
     assert simulate(2, body) == [(0, 0.0)] * 2
@@ -255,7 +258,7 @@ def test_a_joined_rank_saves_a_presumed_step_and_takes_it_back_if_it_was_skipped
             assert one_step(engine, joined=joined) is None
             says.answer = used if not joined else None
             says.steps += used and not joined
-            saved.append(checkpoint.state_dict(engine.state)["step"])
+            saved.append(state_dict(engine.state)["step"])
         assert one_step(engine) is None
         return [*saved, engine.state.step, says.steps]
 
@@ -304,10 +307,10 @@ def test_an_outcome_has_one_life(ends: bool) -> None:
         life.append(outcome.progress)
         one_step(engine)  # a second step while the first is pending
         life.append(outcome.progress)
-        tentative = [engine.state.tentative]
+        tentative = [engine.state.versions.tentative]
         says.answer = ends
         assert engine.resolve_step() is ends
-        tentative.append(engine.state.tentative)
+        tentative.append(engine.state.versions.tentative)
         return [*life, outcome.progress, engine.outcome.progress], tentative, engine.state.step
 
     life = [Progress.OPEN] * 2 + [Progress.DECIDED] * 2 + [Progress.RESOLVED] * 4
@@ -375,11 +378,11 @@ def test_a_step_that_is_open_when_another_state_is_loaded_is_no_part_of_it(befor
         engine.set_judge(says)
         for _ in range(2):
             assert one_step(engine) is None
-        saved = checkpoint.state_dict(engine.state)
+        saved = state_dict(engine.state)
         says.answer = None
         for _ in range(before + 1):
             assert one_step(engine) is None
-        checkpoint.load_state_dict(engine.state, saved)
+        load_state_dict(engine.state, saved)
         says.answer = True
         assert one_step(engine) is None
         engine.resolve_step()

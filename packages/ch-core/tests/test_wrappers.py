@@ -75,7 +75,7 @@ class Kept(Reduction):
     def run(self, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
         yield from Plain().run(bucket, ctx)
         for p, view in bucket.views():
-            ctx.stage(p.name, "last", p.shape, device=bucket.device).copy_(view)
+            ctx.write(p.name, "last", p.shape, device=bucket.device).copy_(view)
 
 
 class Gathered(Reduction):

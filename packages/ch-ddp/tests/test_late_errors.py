@@ -150,7 +150,7 @@ def test_the_scale_is_sent_for_when_the_forward_begins(
         scale = ask()
         scaler.scale(model(torch.randn(4, 8)).square().sum()).backward()
         assert isinstance(handle.state, commhooks.HookState)
-        assert handle.state.scale == scale
+        assert handle.state.units.scale == scale
         scales.append(scale)
         scaler.step(optimizer)
         scaler.update()

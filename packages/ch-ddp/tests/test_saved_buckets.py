@@ -118,7 +118,7 @@ def names(buckets: list[Bucket]) -> list[str]:
 
 def test_the_first_step_runs_on_the_saved_buckets_and_the_next_on_its_own() -> None:
     state = HookState()
-    state.buckets = (("a",), ("c", "b"), ("d",))
+    state.identity.buckets = (("a",), ("c", "b"), ("d",))
     saved = SavedBuckets(state)
     given = [bucket("a"), bucket("bd", 1), bucket("c", 2)]
     given[1].unused = frozenset({"b"})
@@ -132,24 +132,24 @@ def test_the_first_step_runs_on_the_saved_buckets_and_the_next_on_its_own() -> N
     saved.finish()
     assert torch.equal(given[1].buffer, -bucket("bd").buffer)
     assert torch.equal(given[2].buffer, -bucket("c").buffer)
-    assert state.buckets == (("a",), ("c", "b"), ("d",))
+    assert state.identity.buckets == (("a",), ("c", "b"), ("d",))
     saved.begin()
     assert [saved.hold(one) for one in given] == [False] * 3
     assert saved.release() == []
     saved.finish()
-    assert state.buckets == (("a",), ("b", "d"), ("c",))
+    assert state.identity.buckets == (("a",), ("b", "d"), ("c",))
 
 
 def test_buckets_of_other_parameters_run_as_they_are() -> None:
     state = HookState()
-    state.buckets = (("a", "x"), ("b",))
+    state.identity.buckets = (("a", "x"), ("b",))
     saved = SavedBuckets(state)
     saved.begin()
     given = [bucket("b"), bucket("a", 1)]
     assert [saved.hold(one) for one in given] == [True, True]
     assert saved.release() == given
     saved.finish()
-    assert state.buckets == (("b",), ("a",))
+    assert state.identity.buckets == (("b",), ("a",))
 
 
 def test_a_load_in_mid_run_does_not_hide_the_buckets_of_later_steps() -> None:
@@ -162,4 +162,4 @@ def test_a_load_in_mid_run_does_not_hide_the_buckets_of_later_steps() -> None:
         saved.begin()
         assert [saved.hold(one) for one in given] == [False, False]
         saved.finish()
-        assert state.buckets == (("a",), ("b",))
+        assert state.identity.buckets == (("a",), ("b",))

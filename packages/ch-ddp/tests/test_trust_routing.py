@@ -39,7 +39,7 @@ class Exact(Reduction):
         bucket.buffer = buffer
         for p in bucket.params:
             old = ctx.read(p.name, "count")
-            ctx.stage(p.name, "count", (1,), device=bucket.device).copy_(1 if old is None else old + 1)
+            ctx.write(p.name, "count", (1,), device=bucket.device).copy_(1 if old is None else old + 1)
 
     def route(self, param: Any, step: int) -> str | None:
         return "small" if param.numel < 5 else None

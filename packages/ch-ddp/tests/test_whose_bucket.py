@@ -35,7 +35,7 @@ class Twice(Reduction):
         yield AllReduce(one)
         for param in bucket.params:
             before = ctx.read(param.name, "seen")
-            seen = ctx.stage(param.name, "seen", (1,), device=bucket.device)
+            seen = ctx.write(param.name, "seen", (1,), device=bucket.device)
             seen.copy_(before) if before is not None else seen.zero_()
             seen.add_(1.0)
         yield AllReduce(bucket.buffer.mul_(one))
@@ -318,7 +318,7 @@ def positions(rank: int, world: int) -> list[list[str]]:
                     model.register_comm_hook(state, twice_hook)
                 model.zero_grad()
                 model(torch.ones(2, 6)).sum().backward()
-            names = state.names()
+            names = state.identity.names()
             found.append([names[id(p)] for p in model.parameters()])
     return found
 

@@ -44,7 +44,7 @@ class Counting(commhooks.Reduction):
     def run(self, bucket: commhooks.Bucket, ctx: commhooks.StepContext) -> Any:
         for p in bucket.params:
             before = ctx.read(p.name, "calls")
-            ctx.stage(p.name, "calls", (1,), device=bucket.device).fill_(1.0).add_(0.0 if before is None else before)
+            ctx.write(p.name, "calls", (1,), device=bucket.device).fill_(1.0).add_(0.0 if before is None else before)
         yield commhooks.AllReduce(bucket.storage)
 
 

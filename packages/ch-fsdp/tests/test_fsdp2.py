@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import commhooks
 from ch_fsdp.torch_internals.param_groups import param_groups
-from commhooks import HookConfigError, HookNotSupportedError, checkpoint
+from commhooks import HookConfigError, HookNotSupportedError
 from commhooks.testing import spawn
 
 from .fsdp_kit import batch, flat_params, gpt, line, shard2, square, train
@@ -45,24 +45,24 @@ def body_thawed(rank: int, world: int, expr: str, axis: str) -> None:
     for number in (1, 2):
         step(model, rank, number)
     handle.commit()
-    held = handle.state.held()
+    held = set(handle.state.draft.newest())
     names = {name for name, _ in held}
     assert any(name.startswith("1.weight") for name in names)
     saved = handle.state_dict()
-    assert set(saved["entries"]) == names == set(checkpoint.state_dict(handle.state)["entries"])
+    assert set(saved["entries"]) == names == set(commhooks.state_dict(handle.state)["entries"])
     assert {row.name.partition("[")[0] for row in handle.plan()} == {n for n, _ in model.named_parameters()}
 
     handle.load_state_dict(saved)
-    assert handle.state.held() == held
-    checkpoint.load_state_dict(handle.state, saved)
-    assert handle.state.held() == held
+    assert set(handle.state.draft.newest()) == held
+    commhooks.load_state_dict(handle.state, saved)
+    assert set(handle.state.draft.newest()) == held
 
     for frozen in (False, True):  # built with all parameters, or thawed again before it loads
         again = two_layers(mesh, frozen=frozen)
         other = commhooks.attach(again, expr, axis=axis)
         again[1].requires_grad_(True)
         other.load_state_dict(saved)
-        assert other.state.held() == held
+        assert set(other.state.draft.newest()) == held
         for one in (model, again):
             step(one, rank, 3)
         for mine, same in zip(model.parameters(), again.parameters(), strict=True):
@@ -74,11 +74,11 @@ def body_thawed(rank: int, world: int, expr: str, axis: str) -> None:
     step(model, rank, 4)
     handle.commit()
     assert set(handle.state_dict()["entries"]) == names
-    assert set(checkpoint.state_dict(handle.state)["entries"]) == names
+    assert set(commhooks.state_dict(handle.state)["entries"]) == names
     handle.load_state_dict(handle.state_dict())
-    assert handle.state.held() == held
+    assert set(handle.state.draft.newest()) == held
     handle.detach()
-    assert commhooks.attach(model, expr, axis=axis, state=handle.state).state.held() == held
+    assert commhooks.attach(model, expr, axis=axis, state=handle.state).state.draft.newest().keys() == held
 
 
 @pytest.mark.full

@@ -185,7 +185,7 @@ def body_conserved(rank: int, world: int, mesh: DeviceMesh, expr: str) -> None:
                 way(model, same * (rank + 1) if way is not more_and_more else same)
                 total[at] = total[at] + model.block.weight.grad.full_tensor()
         handle.commit()
-        residual = handle.state.numbers("block.weight", "residual").view(32, 32).clone()
+        residual = handle.state.draft.newest()["block.weight", "residual"].numbers().view(32, 32).clone()
         assert residual.any()
         dist.all_reduce(residual)
         torch.testing.assert_close(total[0] + residual / world, total[1], atol=1e-6, rtol=1e-4, msg=way.__name__)

@@ -24,12 +24,12 @@ class TwoStage(Reduction):
         for p, gradient in bucket.views():
             kept = ctx.read(p.name, "residual")
             whole = gradient if kept is None else gradient.add_(kept)
-            rest = ctx.stage(p.name, "residual", p.shape, bucket.dtype, bucket.device)
+            rest = ctx.write(p.name, "residual", p.shape, bucket.dtype, bucket.device)
             torch.sub(whole, whole.floor(), out=rest)
             whole.sub_(rest)
         yield tuple(AllReduce(run) for run in bucket.segments())
         for p, received in bucket.views():
-            ctx.stage(p.name, "seen", p.shape, bucket.dtype, bucket.device).copy_(received)
+            ctx.write(p.name, "seen", p.shape, bucket.dtype, bucket.device).copy_(received)
         check = ctx.scratch("check", (1,), bucket.dtype, bucket.device)
         check.copy_(bucket.buffer.sum().reshape(1))
         yield AllReduce(check)

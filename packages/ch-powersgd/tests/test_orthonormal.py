@@ -140,7 +140,7 @@ def test_the_average_and_the_residual_are_exact_products(allowed: str) -> None:
         assert backend.fp32_precision == allowed
     finally:
         backend.fp32_precision = before
-    state.commit()
+    state.versions.commit()
     assert [precision for name, precision in found if name == "addmm"] == ["ieee"]  # e = D - P Q^T
     assert [precision for name, precision in found if name == "mm"] == [allowed, allowed, "ieee"]  # P, Q, and P Q^T
     residual = state.read("w", "residual")

@@ -50,14 +50,14 @@ def test_values_out_of_range_are_named(field: str, value: Any) -> None:
 
 def test_pickles_without_a_process_group() -> None:
     state = PowerSGDState(None, matrix_approximation_rank=3, random_seed=5)
-    state.stage("w", "q", (3, 4)).fill_(2.0)
-    state.commit()
-    state.stage("w", "q", (3, 4)).fill_(9.0)  # staged by a step that never finished
+    state.draft.write(("w", "q"), (3, 4)).tensor.fill_(2.0)
+    state.versions.commit()
+    state.draft.write(("w", "q"), (3, 4)).tensor.fill_(9.0)  # of a step that never finished
     copy = pickle.loads(pickle.dumps(state))
     assert copy.process_group is None
     assert copy.reduction().config() == state.reduction().config()
     assert torch.equal(copy.read("w", "q"), torch.full((3, 4), 2.0))
-    copy.commit()  # the copy has no staged values, so commit() changes nothing
+    copy.versions.commit()  # the copy has no draft, so commit() changes nothing
     assert torch.equal(copy.read("w", "q"), torch.full((3, 4), 2.0))
 
 

@@ -34,9 +34,9 @@ class InTwoStages(Reduction):
             if before is not None:
                 view.add_(before)
             kept = view.to(torch.bfloat16).to(view.dtype)
-            torch.sub(view, kept, out=ctx.stage(p.name, "residual", p.shape, device=bucket.device))
+            torch.sub(view, kept, out=ctx.write(p.name, "residual", p.shape, device=bucket.device))
             view.copy_(kept)
-            ctx.stage(p.name, "seen", (1,), device=bucket.device).fill_(float(ctx.step))
+            ctx.write(p.name, "seen", (1,), device=bucket.device).fill_(float(ctx.step))
         half = bucket.buffer.numel() // 2
         yield AllReduce(bucket.buffer[:half])
         if self.dies and not bucket.buffer.is_meta:

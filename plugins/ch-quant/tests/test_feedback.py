@@ -24,7 +24,7 @@ def ranks_of(expr: str, world: int = 3) -> SimulatedRanks:
 
 
 def held(state: HookState) -> int:
-    return sum(t.numel() * t.element_size() for t in state._committed.values())
+    return sum(t.nbytes for entry in state.versions.committed.values() for t in entry.tensors)
 
 
 def test_it_takes_a_quarter_of_fp32_and_is_seen_as_fp32() -> None:
@@ -74,11 +74,9 @@ def test_a_loss_scale_multiplies_the_scales_alone() -> None:
     ranks.resolve_step()
     state = ranks.engines[0].state
     before = [tensor.clone() for _, _, tensor in state.entries()]
-    codes, scales = state.read("w", "residual"), state.read("w", "residual_scale")
-    assert codes is not None
-    assert scales is not None
+    codes, scales = state.versions.committed["w", "residual"].tensors
     was = codes.clone(), scales.clone()
-    state.rescale(64.0)
+    state.units.rescale(64.0)
     assert torch.equal(codes, was[0])
     assert torch.equal(scales, 64.0 * was[1])
     assert [torch.equal(a, b) for a, (_, _, b) in zip(before, state.entries(), strict=True)] == [True]
@@ -127,7 +125,7 @@ def test_the_owner_of_a_part_keeps_its_error_without_a_gradient(expr: str, joine
         wanted += sum(one["w"] for one in given if one["w"] is not None) / world
         applied += ranks.step(given, joined=[absent] if joined else []).gradients[0]["w"]
     ranks.resolve_step()
-    owed = [engine.state.numbers("w", "residual") for engine in ranks.engines]
+    owed = [engine.state.versions.committed["w", "residual"].numbers() for engine in ranks.engines]
     total = applied + sum(one.view(SHAPE) for one in owed if one is not None) / world
     lost = float((total - wanted).norm() / wanted.norm())
     assert lost < (1e-2 if "int8" in expr else 1e-5), f"{lost:.3g} of the gradients is lost"

@@ -24,6 +24,8 @@ from commhooks.bucket import Bucket as Bucket
 from commhooks.bucket import BucketLayout as BucketLayout
 from commhooks.bucket import ParamLayout as ParamLayout
 from commhooks.bucket import per_layout as per_layout
+from commhooks.checkpoint import load_state_dict as load_state_dict
+from commhooks.checkpoint import state_dict as state_dict
 from commhooks.compositions.base import Composite as Composite
 from commhooks.compositions.base import composed as composed
 from commhooks.compositions.wire_cast import WireCast as WireCast

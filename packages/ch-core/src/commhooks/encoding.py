@@ -1,9 +1,7 @@
-"""Encodings of state entries: the order of their numbers, and 8-bit codes with a scale for each block."""
+"""Entries of a state: numbers and their encoding, which is an order, and 8-bit codes with a scale for each block."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Protocol
 
 import torch
 
@@ -15,41 +13,28 @@ _LEVELS = 127
 _SMALLEST = 1e-36  # a scale whose reciprocal is finite
 Key = tuple[str, str]
 """Parameter name and field of an entry."""
-_EMPTY: Mapping[Any, Any] = MappingProxyType({})
-
-
-class FieldAccess(Protocol):
-    """Reads and stages entries, as :class:`~commhooks.StepContext` does."""
-
-    def read(self, name: str, field: str, /) -> torch.Tensor | None: ...
-
-    def stage(
-        self, name: str, field: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, /
-    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
 class Packed:
     """Format of a field in 8 bits: ``x = code * scale``, off by at most ``max|x| / 254`` of its block.
 
-    The field is int8 and has the shape that it would have in fp32. ``scales`` names a second field, fp32, ``(blocks,)``. A
-    reduction declares this in :attr:`Reduction.packed_fields <commhooks.Reduction.packed_fields>`, and reads and stages the
-    field with :meth:`held` and :meth:`stage`. Checkpoints, reports and other hooks read fp32. A loss scale multiplies the
-    scales alone.
+    The codes are int8 and have the shape that the field would have in fp32. The scales are fp32, ``(blocks,)``. A reduction
+    declares this in :attr:`Reduction.packed_fields <commhooks.Reduction.packed_fields>`, and uses the field with
+    :meth:`.StepContext.read_packed` and :meth:`.StepContext.write_packed`. Checkpoints, reports and other hooks read fp32. A
+    loss scale multiplies the scales alone.
 
     Args:
-        scales: name of the second field. It belongs to the first field, and is not declared in ``fields``.
         block: numbers that share a scale, in the order of memory.
 
     Example:
-        >>> packed = Packed("residual_scale", block=4)
+        >>> packed = Packed(block=4)
         >>> codes, scales = torch.empty(6, dtype=torch.int8), torch.empty(packed.blocks(6))
         >>> packed.pack(torch.tensor([1.0, -0.5, 0.0, 0.25, 2.54, 1.27]), codes, scales)
         >>> codes.tolist(), [round(x, 3) for x in packed.unpack(codes, scales).tolist()]
         ([127, -64, 0, 32, 127, 64], [1.0, -0.504, 0.0, 0.252, 2.54, 1.28])
     """
 
-    scales: str
     block: int = 128
 
     def blocks(self, numel: int) -> int:
@@ -77,23 +62,6 @@ class Packed:
             torch.mul(there, factor, out=numbers)
         return found
 
-    def held(self, ctx: FieldAccess, name: str, field: str) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Return a parameter's committed codes and scales, or ``None``.
-
-        Without scales the first tensor holds numbers: from a checkpoint, or from another hook.
-        """
-        codes = ctx.read(name, field)
-        if codes is None:
-            return None
-        return codes, ctx.read(name, self.scales) if codes.dtype == torch.int8 else None
-
-    def stage(
-        self, ctx: FieldAccess, name: str, field: str, shape: Sequence[int], device: torch.device | str = "cpu"
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return codes and scales to fill. They become the parameter's field when the step commits."""
-        codes = ctx.stage(name, field, shape, torch.int8, device)
-        return codes, ctx.stage(name, self.scales, (self.blocks(codes.numel()),), torch.float32, device)
-
     def _chunks(
         self, numbers: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -118,8 +86,8 @@ class Packed:
 class Encoding:
     """Format in which an entry of state holds the numbers of a parameter.
 
-    Every entry carries one. A reader that expects another encoding receives converted numbers, so that a hook never takes
-    codes for numbers, or one order for another.
+    Every :class:`Entry` carries one. A reader that expects another encoding receives converted numbers, so that a hook never
+    takes codes for numbers, or one order for another.
 
     Attributes:
         memory: layout of the parameter if the entry lies in the order of the parameter's memory, in its ``matrix_shape``.
@@ -144,17 +112,9 @@ class Encoding:
         """Return the encoding of a field of ``param``; encodings of one shape and stride are equal."""
         return Encoding(ParamLayout("", param.shape, param.stride, 0) if in_memory else None, packed)
 
-    def numbers(self, tensor: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-        """Return the numbers of an entry in the entry's own order; fp32 if it holds codes."""
-        if self.packed is None or scales is None or tensor.dtype != torch.int8:
-            return tensor
-        return self.packed.unpack(tensor, scales)
-
-    def decode(self, tensor: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the numbers of an entry in the parameter's shape and order. An entry of another
-        shape stays unchanged.
-        """
-        numbers, memory = self.numbers(tensor, scales), self.memory
+    def decode(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return unpacked numbers in the parameter's shape and order. Numbers of another shape stay unchanged."""
+        memory = self.memory
         if memory is not None and self.part is not None:
             start, stop = self.part
             whole = numbers.new_zeros(memory.numel)
@@ -182,80 +142,70 @@ def _belongs(numbers: torch.Tensor, memory: ParamLayout) -> bool:
 OWN_ORDER = Encoding()
 
 
-class Entries(dict[Key, torch.Tensor]):
-    """Tensors of a state by ``(parameter name, field)``, and the encoding of each.
+@dataclass(slots=True, eq=False)
+class Entry:
+    """Numbers of one field of one parameter, and their encoding.
 
     Attributes:
-        encodings: encoding by key. An entry without one has the encoding of its first reader.
+        tensor: the numbers, or their int8 codes.
+        encoding: format of the numbers.
+        scales: scales of the codes; ``None`` if ``tensor`` holds numbers.
+        is_error: True in a draft if the numbers are an error, which is added to the residual that the draft found.
+
+    Example:
+        >>> turned = Encoding(ParamLayout("", (2, 3), (1, 2), 0))
+        >>> entry = Entry(torch.tensor([[0, 3], [1, 4], [2, 5]]), turned)
+        >>> entry.convert(OWN_ORDER)
+        >>> entry.tensor
+        tensor([[0, 1, 2],
+                [3, 4, 5]])
     """
 
-    def __init__(
-        self, tensors: Mapping[Key, torch.Tensor] = _EMPTY, encodings: Mapping[Key, Encoding] = _EMPTY
-    ) -> None:
-        super().__init__(tensors)
-        self.encodings = dict(encodings)
+    tensor: torch.Tensor
+    encoding: Encoding = OWN_ORDER
+    scales: torch.Tensor | None = None
+    is_error: bool = False
 
-    @staticmethod
-    def of(tensors: Mapping[Key, torch.Tensor]) -> "Entries":
-        """Return ``tensors``, or a copy of a plain mapping, which a pickle of version 0.1.0 has."""
-        return tensors if isinstance(tensors, Entries) else Entries(tensors)
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that hold the entry."""
+        return (self.tensor,) if self.scales is None else (self.tensor, self.scales)
 
-    def copy(self) -> "Entries":
-        """Return the same tensors in another mapping."""
-        return Entries(self, self.encodings)
+    def fits(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
+        """Return True if numbers or codes of this shape fit into the tensor."""
+        found = self.tensor
+        return found.shape == tuple(shape) and found.dtype == dtype and found.device == device
 
-    def numbers(self, key: Key) -> torch.Tensor:
-        """Return an entry unpacked, in its own order. Raises KeyError if there is none."""
-        encoding = self.encodings.get(key, OWN_ORDER)
-        return encoding.numbers(self[key], self._scales(key, encoding))
+    def numbers(self) -> torch.Tensor:
+        """Return the numbers in the entry's own order; fp32 if it holds codes."""
+        packed, scales = self.encoding.packed, self.scales
+        return self.tensor if packed is None or scales is None else packed.unpack(self.tensor, scales)
 
-    def decoded(self) -> Iterator[tuple[Key, torch.Tensor]]:
-        """Yield each entry unpacked, in the parameter's own shape and order. Scales do not count as entries."""
-        parts = self.scale_fields()
-        for key in sorted(self):
-            if key not in parts:
-                encoding = self.encodings.get(key, OWN_ORDER)
-                yield key, encoding.decode(self[key], self._scales(key, encoding))
+    def decoded(self) -> torch.Tensor:
+        """Return the numbers in the parameter's shape and order."""
+        return self.encoding.decode(self.numbers())
 
-    def scale_fields(self) -> dict[Key, str]:
-        """Return the keys of scales, and the field of the codes that each belongs to."""
-        pairs = [(key, encoding.packed) for key, encoding in self.encodings.items() if key in self]
-        return {(name, packed.scales): field for (name, field), packed in pairs if packed is not None}
+    def convert(self, wanted: Encoding) -> None:
+        """Hold the numbers in another encoding, unpacked. The tensor is new, because a reader may still have the old one."""
+        if self.encoding != wanted:
+            old = self.tensors
+            self.tensor, self.scales = wanted.encode(self.decoded()).clone(), None
+            self.encoding = wanted
+            for tensor in old:
+                record_use(tensor)  # it is freed now, and this stream still reads it
 
-    def read_as(self, wanted: Mapping[Key, Encoding]) -> bool:
-        """Convert the entries that are encoded otherwise; returns True if there were any.
+    def add(self, other: "Entry") -> None:
+        """Add the numbers of another entry in place, unless it has another size."""
+        if other.tensor.numel() != self.tensor.numel():
+            return
+        numbers = other.numbers() if other.encoding == self.encoding else self.encoding.encode(other.decoded())
+        packed, scales = self.encoding.packed, self.scales
+        if packed is not None and scales is not None:
+            packed.pack(self.numbers().add_(numbers.view(self.tensor.shape)), self.tensor, scales)
+        else:
+            self.tensor.add_(numbers.view(self.tensor.shape))
 
-        An entry that already has an encoding keeps its numbers. Converted tensors are new, because a snapshot may hold
-        the old ones.
-        """
-        found = False
-        for key, encoding in wanted.items():
-            present = self.encodings.get(key)
-            if present is not None and present != encoding:
-                found = True
-                if key in self:
-                    codes, scales = self[key], self._scales(key, present)
-                    self[key] = encoding.encode(present.decode(codes, scales)).clone()
-                    for old in (codes,) if scales is None else (codes, scales):
-                        record_use(old)  # it is freed now, and this stream still reads it
-                if present.packed is not None:
-                    self.pop((key[0], present.packed.scales), None)
-            self.encodings[key] = encoding
-        return found
-
-    def drop(self, key: Key) -> None:
-        """Remove an entry together with its scales, which would otherwise pass for an entry of their own."""
-        packed = self.encodings.get(key, OWN_ORDER).packed
-        if packed is not None:
-            self.pop((key[0], packed.scales), None)
-        del self[key]
-
-    def rename(self, names: Mapping[str, str]) -> None:
-        """Give parameters other names."""
-        for store in (self, self.encodings):
-            moved = {(names.get(name, name), field): value for (name, field), value in store.items()}
-            store.clear()
-            store.update(moved)  # type: ignore[arg-type]
-
-    def _scales(self, key: Key, encoding: Encoding) -> torch.Tensor | None:
-        return self.get((key[0], encoding.packed.scales)) if encoding.packed is not None else None
+    def to(self, device: torch.device) -> None:
+        """Move the entry to a device."""
+        self.tensor = self.tensor.to(device)
+        self.scales = self.scales.to(device) if self.scales is not None else None

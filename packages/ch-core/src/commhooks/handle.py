@@ -103,7 +103,7 @@ class CommHook:
 
     @property
     def hook_state(self) -> HookState | None:
-        """The staged state of a reduction; None for a foreign hook, which may have any state."""
+        """The state of a reduction; None for a foreign hook, which may have any state."""
         return self.state if isinstance(self.state, HookState) else None
 
     @property
@@ -135,7 +135,7 @@ class CommHook:
             if self.reduction is not None:
                 self.reduction.check(binding.layout)
             if self.hook_state is not None:
-                self.hook_state.bind_params([(p.name, p.shape) for p in binding.layout.params], binding.params)
+                self.hook_state.identity.bind([(p.name, p.shape) for p in binding.layout.params], binding.params)
                 self._fit(self.hook_state, binding)
         except Exception:
             binding.detach()  # otherwise the model could neither train nor be attached to
@@ -347,7 +347,7 @@ class CommHook:
         self._binding.detach()
         if self.hook_state is not None:
             self.hook_state.resolve_step()
-            self.hook_state.unbind()
+            self.hook_state.identity.unbind()
         self._binding = self.rank_check = None
         self.alone = False
 

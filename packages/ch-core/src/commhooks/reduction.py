@@ -19,7 +19,8 @@ from typing import Any, Literal, cast
 import torch
 
 from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride
-from commhooks.encoding import OWN_ORDER, Encoding, Packed
+from commhooks.encoding import OWN_ORDER, Encoding, Entry, Key, Packed
+from commhooks.entries import RESIDUAL
 from commhooks.errors import HookConfigError, HookNotSupportedError, HookResultError
 from commhooks.requests import (
     BF16_BYTES,
@@ -52,10 +53,11 @@ class StepContext:
         step: number of committed steps before this one. Steps that were rolled back do not count. A reduction with state
             does not count steps whose reduced numbers were not finite. A stateless one has nothing to undo, and counts
             them.
-        participating: False on a rank that only joins the collectives (out of data, healing, spare). Its staged tensors
-            are dropped, except fields that are the same on all ranks.
+        participating: False on a rank that only joins the collectives (out of data, healing, spare). Its tensors of
+            the draft are dropped, except fields that are the same on all ranks.
         sent: bucket to fill with this rank's contribution, or ``None`` (see :attr:`Reduction.reports_sent`).
         topology: the nodes of the group's ranks; ``None`` if the reduction does not ask for them.
+        encodings: encodings of the entries that the reduction writes (:meth:`Reduction.encodings`).
     """
 
     __slots__ = (
@@ -67,6 +69,7 @@ class StepContext:
         "_shared",
         "_state",
         "_whole",
+        "encodings",
         "participating",
         "rank",
         "sent",
@@ -90,6 +93,7 @@ class StepContext:
         absent: frozenset[str] = frozenset(),
         topology: Topology | None = None,
         owes: bool = True,
+        encodings: Mapping[Key, Encoding] = MappingProxyType({}),
     ) -> None:
         self.rank, self.world_size, self.step, self.participating = rank, world_size, step, participating
         self.sent, self.topology = sent, topology
@@ -99,6 +103,7 @@ class StepContext:
         self._shared = shared
         self._absent = absent  # parameters without a gradient on this rank
         self._owes = owes  # False if this rank's errors do not count: a manager averages over the participants alone
+        self.encodings = encodings
         self._whole = participating and not absent
         self._pieces: Pieces | None = None  # this rank owns parts of parameters only
 
@@ -115,18 +120,31 @@ class StepContext:
 
         A joined rank sends zeros and commits nothing. Its local fields read as ``None`` and stay unchanged. The same holds
         for a parameter that this rank has not used, because DDP drops the average if no rank used it. :meth:`as_owner`
-        reads and stages these fields.
+        reads and writes these fields.
         """
+        entry = self._entry(name, field)
+        if entry is None:
+            return None
+        found = entry.tensor if self._pieces is None else self._pieces.shaped(name, field, entry.tensor)
+        return found if shape is None or found.shape == tuple(shape) else None
+
+    def read_packed(self, name: str, field: str) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Return a parameter's committed codes and scales (see :class:`~commhooks.Packed`), or ``None``.
+
+        Without scales the first tensor holds numbers: from a checkpoint, or from another hook.
+        """
+        entry = self._entry(name, field)
+        return None if entry is None else (entry.tensor, entry.scales)
+
+    def _entry(self, name: str, field: str) -> Entry | None:
         if not (self._whole or self._takes_part(name, field)):
             return None
-        found = self._state.before(name, field)
-        if self._pieces is not None and found is not None:
-            if not self._pieces.fits(name, field, self._state.encoding(name, field)):
-                return None  # of another part of the parameter
-            found = self._pieces.shaped(name, field, found)
-        return found if found is None or shape is None or found.shape == tuple(shape) else None
+        found = self._state.draft.found.get((name, field))
+        if self._pieces is None or found is None or self._pieces.fits(name, field, found.encoding):
+            return found
+        return None  # of another part of the parameter
 
-    def stage(
+    def write(
         self,
         name: str,
         field: str,
@@ -136,16 +154,52 @@ class StepContext:
     ) -> torch.Tensor:
         """Return a tensor to fill. It becomes the parameter's state when the step commits.
 
-        If :meth:`read` gives no residual because this rank has no gradient of the parameter, the commit adds the staged
+        If :meth:`read` gives no residual because this rank has no gradient of the parameter, the commit adds the written
         residual to the old one.
         """
-        encoding = self._pieces.encoding(name, field, shape) if self._pieces is not None else None
-        if not (self._whole or self._takes_part(name, field)):
-            error = self._state.stage_error(name, field, shape, dtype, device, encoding) if self._owes else None
-            if error is not None:
-                return error
-            return self._scratch.get((self._owner, name), "staged " + field, shape, dtype, torch.device(device))
-        return self._state.stage(name, field, shape, dtype, device, encoding)
+        return self._written(name, field, shape, dtype, device, OWN_ORDER).tensor
+
+    def write_packed(
+        self, name: str, field: str, shape: Sequence[int], packed: Packed, device: torch.device | str = "cpu"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return codes and scales to fill, as :meth:`write` returns a tensor."""
+        entry = self._written(name, field, shape, torch.int8, device, Encoding(packed=packed))
+        if entry.scales is None:
+            raise HookConfigError(
+                f"codes are written to the field {field!r} of {name!r}, which is not packed: return its format in packed_fields "
+                "or packing()"
+            )
+        return entry.tensor, entry.scales
+
+    def _written(
+        self,
+        name: str,
+        field: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        encoding: Encoding,
+    ) -> Entry:
+        """Return an entry of the draft, or scratch memory if this rank must not change the entry.
+
+        Neither the pieces nor the engine name its encoding if a test calls the reduction itself. It is then ``encoding``.
+        """
+        if self._pieces is not None:
+            encoding = self._pieces.encoding(name, field, shape)
+        else:
+            encoding = self.encodings.get((name, field), encoding)
+        draft = self._state.draft
+        if self._whole or self._takes_part(name, field):
+            return draft.write((name, field), shape, dtype, device, encoding)
+        if self._owes and field == RESIDUAL:
+            # Without a gradient of the parameter it does not send the residual. It may still round other numbers.
+            return draft.write((name, field), shape, dtype, device, encoding, is_error=True)
+        owner, device = (self._owner, name), torch.device(device)
+        made = Entry(self._scratch.get(owner, "written " + field, shape, dtype, device), encoding)
+        if encoding.packed is not None and dtype == torch.int8:
+            blocks = encoding.packed.blocks(made.tensor.numel())
+            made.scales = self._scratch.get(owner, "scales of " + field, (blocks,), torch.float32, device)
+        return made
 
     def scratch(
         self,
@@ -177,6 +231,7 @@ class StepContext:
             absent=self._absent,
             topology=self.topology,
             owes=self._owes,
+            encodings=self.encodings,
         )
         made._pieces = self._pieces
         return made
@@ -234,8 +289,8 @@ class StepContext:
 
         Such entries come from a loaded state, or from an earlier partition.
         """
-        found = self._state.before(name, field)
-        return found is not None and not pieces.fits(name, field, self._state.encoding(name, field))
+        found = self._state.draft.found.get((name, field))
+        return found is not None and not pieces.fits(name, field, found.encoding)
 
     def adopt(self, name: str, field: str, pieces: "Pieces") -> bool:
         """Cut a foreign entry to this rank's piece if all other elements are zeros, as after a load on the same nodes.
@@ -243,22 +298,28 @@ class StepContext:
         Returns:
             True if it is this rank's piece now.
         """
-        found = pieces.encode(name, field, self._state.decoded(name, field))
-        return found is not None and self._state.re_encode(name, field, *found)
+        entry = self._state.draft.found[name, field]
+        piece = pieces.cut(name, field, entry.decoded())
+        if piece is not None:
+            entry.tensor, entry.encoding, entry.scales = piece.tensor, piece.encoding, None
+        return piece is not None
 
     def take_foreign(self, name: str, field: str) -> torch.Tensor:
         """Remove a foreign entry, and return its numbers in the parameter's own order. It goes when the step commits."""
-        numbers = self._state.decoded(name, field)
-        self._state.drop(name, field)
+        draft = self._state.draft
+        numbers = draft.found[name, field].decoded()
+        draft.drop((name, field))
         return numbers
 
-    def keep_foreign(self, name: str, field: str, pieces: "Pieces") -> None:
-        """Add the entry that this step has staged for this rank's piece to the foreign entry, and stage the sum."""
-        if self._state.staged(name, field):
-            whole = self._state.decoded(name, field)
+    def keep_foreign(self, name: str, field: str) -> None:
+        """Add the entry that this step has written for this rank's piece to the foreign entry, and write the sum."""
+        draft = self._state.draft
+        piece = draft.written.pop((name, field), None)
+        if piece is not None:
+            whole = draft.found[name, field].decoded()
             whole = whole.to(torch.float32, copy=True) if not whole.is_floating_point() else whole.clone()
-            whole += pieces.decode(name, field, self._state.take_staged(name, field)).view(whole.shape)
-            self._state.stage(name, field, whole.shape, whole.dtype, whole.device, OWN_ORDER).copy_(whole)
+            whole += piece.decoded().view(whole.shape)
+            draft.write((name, field), whole.shape, whole.dtype, whole.device).tensor.copy_(whole)
 
     def sends(self, name: str) -> bool:
         """Return True if this rank has a gradient of the parameter to send."""
@@ -303,16 +364,14 @@ class Pieces:
         self._inner, self._step = inner, step
         self._made: dict[tuple[str, str], Encoding] = {}
 
-    def fits(self, name: str, field: str, encoding: Encoding | None) -> bool:
+    def fits(self, name: str, field: str, encoding: Encoding) -> bool:
         """True if an entry of this encoding covers exactly the owned part of a parameter, or its field has no parts."""
-        if field not in self._local:
-            return True
-        return encoding is not None and name in self._parts and encoding == self._encoding(name, field)
+        return field not in self._local or (name in self._parts and encoding == self._encoding(name, field))
 
     def shaped(self, name: str, field: str, entry: torch.Tensor) -> torch.Tensor:
         """Return an entry of the owned part in the shape that the reduction of this step gives the field.
 
-        Another reduction may have staged it in the shape of the parameter, or in the shape of its matrix. The numbers have
+        Another reduction may have written it in the shape of the parameter, or in the shape of its matrix. The numbers have
         the same order in both.
         """
         if field not in self._local or name not in self._owned or self._encoding(name, field).packed is not None:
@@ -322,17 +381,13 @@ class Pieces:
         return entry if entry.numel() != piece.numel else entry.view(shape)
 
     def encoding(self, name: str, field: str, shape: Sequence[int]) -> Encoding:
-        """Return the encoding of an entry that a reduction of the pieces stages."""
+        """Return the encoding of an entry that a reduction of the pieces writes."""
         start, stop = self._parts.get(name, (0, 0))
         if field not in self._local or math.prod(shape) != stop - start:
             return OWN_ORDER
         return self._encoding(name, field)
 
-    def decode(self, name: str, field: str, numbers: torch.Tensor) -> torch.Tensor:
-        """Return numbers of the owned part as the whole parameter in its own order, zeros elsewhere."""
-        return replace(self._encoding(name, field), packed=None).decode(numbers)
-
-    def encode(self, name: str, field: str, numbers: torch.Tensor) -> tuple[torch.Tensor, Encoding] | None:
+    def cut(self, name: str, field: str, numbers: torch.Tensor) -> Entry | None:
         """Return the owned part of a whole parameter as a separate entry; ``None`` if other elements are not zeros."""
         if name not in self._parts or numbers.numel() != self._whole[name].numel:
             return None
@@ -341,7 +396,7 @@ class Pieces:
         others = numbers.numel() > piece.numel and torch.count_nonzero(numbers) > torch.count_nonzero(mine)
         if others:
             return None
-        return mine.reshape(piece.matrix_shape if self._ordered(name, field) else piece.shape).clone(), encoding
+        return Entry(mine.reshape(piece.matrix_shape if self._ordered(name, field) else piece.shape).clone(), encoding)
 
     def _ordered(self, name: str, field: str) -> bool:
         return field in self._inner.memory_order(self._whole[name], self._step)

@@ -44,7 +44,7 @@ class Packed(Reduction):
         yield AllGather(own, everything)
         bucket.storage.copy_(everything[: bucket.layout.numel])
         for p in bucket.params:
-            ctx.stage(p.name, "last", p.shape, device=bucket.device).copy_(bucket.view(p))
+            ctx.write(p.name, "last", p.shape, device=bucket.device).copy_(bucket.view(p))
 
 
 class Whole(Packed):

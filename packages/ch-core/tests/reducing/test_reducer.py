@@ -37,7 +37,7 @@ class TwoStages(Reduction):
     def run(self, bucket: Bucket, ctx: Any) -> Iterator[Any]:
         for p, view in bucket.views():
             before = ctx.read(p.name, "residual")
-            kept = ctx.stage(p.name, "residual", p.shape, bucket.dtype, bucket.device)
+            kept = ctx.write(p.name, "residual", p.shape, bucket.dtype, bucket.device)
             kept.fill_(1.0)
             if before is not None:
                 kept.add_(before)

@@ -250,7 +250,7 @@ class FSDP2Binding(Binding):
         return all_params(self.groups).values()
 
     def _names_in_state(self) -> set[str]:
-        return {name for name, _ in self.engine.state.held()}
+        return {name for name, _ in self.engine.state.draft.newest()}
 
     def _trainable(self) -> list[bool]:
         return [p.requires_grad for group in self.groups for p in group.params]
@@ -260,7 +260,7 @@ class FSDP2Binding(Binding):
         trained = self._trainable()
         if trained != self._trained and self._by_name:
             self._trained = trained
-            self.engine.state.replace_params(tuple((p.name, p.shape) for p in self.layout.params), self.params)
+            self.engine.state.identity.replace_params(tuple((p.name, p.shape) for p in self.layout.params), self.params)
 
     # -- the end of a step
 

@@ -31,14 +31,19 @@ def save(engine: Engine, fingerprint: Fingerprint) -> dict[str, Any]:
     for name, field, tensor in engine.state.entries():
         if field in shared:
             params.setdefault(name, {})[field] = tensor.detach().clone()
-    return {"format": FORMAT, "fingerprint": dict(fingerprint), "step": engine.state.certain_step, "params": params}
+    return {
+        "format": FORMAT,
+        "fingerprint": dict(fingerprint),
+        "step": engine.state.versions.certain.step,
+        "params": params,
+    }
 
 
 def load(engine: Engine, fingerprint: Fingerprint, saved: dict[str, Any]) -> None:
-    """Load a snapshot. State that this member staged in the current step stays on top of it.
+    """Load a snapshot. State that this member wrote in the current step stays on top of it.
 
     With an asynchronous quorum the snapshot is from before the step, but arrives after the step's collectives. The
-    vote then commits shared fields that the step staged. That is right if they follow from reduced values, as
+    vote then commits shared fields that the step wrote. That is right if they follow from reduced values, as
     PowerSGD's Q does. A field that depends on its own old value needs ``use_async_quorum=False``.
 
     Raises:

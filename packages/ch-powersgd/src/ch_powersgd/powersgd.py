@@ -161,7 +161,7 @@ class _BucketStep:
 
     def __init__(self, config: PowerSGDConfig, workspace: Workspace, bucket: Bucket, ctx: StepContext) -> None:
         self.config, self.workspace, self.bucket, self.ctx = config, workspace, bucket, ctx
-        self._stage = partial(ctx.stage, dtype=workspace.dtype, device=workspace.device)
+        self._write = partial(ctx.write, dtype=workspace.dtype, device=workspace.device)
         self._scratch = partial(ctx.scratch, dtype=workspace.dtype, device=workspace.device)
         self._factors = self.p, self.q, self.own_q = workspace.factors(self._scratch)
         self._matrices: list[Matrix] = []
@@ -195,10 +195,10 @@ class _BucketStep:
             self._matrices.append(matrix)
 
     def _copy_d(self, number: int, stack: Stack) -> torch.Tensor:
-        """Return ``D = G + e`` outside the bucket: in the staged residual if the stack is one parameter, else in scratch."""
+        """Return ``D = G + e`` outside the bucket: in the new residual if the stack is one parameter, else in scratch."""
         residuals = [self._residual(param) for param in stack.params]
-        staged = stack.is_one_param and self.config.error_feedback
-        copy = self._staged_residual(stack.params[0]) if staged else self._scratch(f"d {number}", (stack.numel,))
+        separate = stack.is_one_param and self.config.error_feedback
+        copy = self._new_residual(stack.params[0]) if separate else self._scratch(f"d {number}", (stack.numel,))
         for (param, d), e in zip(stack.pieces(copy), residuals, strict=True):
             if e is not None:
                 torch.add(self.bucket.matrix(param), e, out=d)
@@ -213,18 +213,18 @@ class _BucketStep:
             matrix.project_back()
 
     def store_q(self) -> None:
-        """Stage Q for the next step."""
-        staged = [self._stage(key, "q", shape) for key, shape in self.workspace.q_shapes.items()]
-        torch._foreach_copy_(staged, self.q.matrices)
+        """Write Q for the next step."""
+        written = [self._write(key, "q", shape) for key, shape in self.workspace.q_shapes.items()]
+        torch._foreach_copy_(written, self.q.matrices)
 
     def decode(self) -> None:
-        """Write ``P Q^T`` over G, and stage ``e = D - P Q_i^T`` (or D minus the average)."""
+        """Write ``P Q^T`` over G, and write ``e = D - P Q_i^T`` (or D minus the average)."""
         for matrix in self._matrices:
             subtracted = matrix.q if self._averaged else matrix.own_q
             if not matrix.in_place:
                 self._decode_copy(matrix, subtracted)
                 continue
-            e = self._staged_residual(matrix.stack.params[0]) if self.config.error_feedback else None
+            e = self._new_residual(matrix.stack.params[0]) if self.config.error_feedback else None
             for (d, p), residual in zip(matrix.blocks, matrix.rows_of(e), strict=True):
                 if residual is not None:
                     matrix.less_product(d, p, subtracted, out=residual)  # (n, cols) - (n, rank) (rank, cols)
@@ -233,7 +233,7 @@ class _BucketStep:
     def _decode_copy(self, matrix: Matrix, subtracted: torch.Tensor) -> None:
         """Decode a matrix that lies outside the bucket.
 
-        The average overwrites D, unless D is still needed or lies in the staged residual.
+        The average overwrites D, unless D is still needed or lies in the new residual.
         """
         stack, d, feedback = matrix.stack, matrix.d, self.config.error_feedback
         p = matrix.p.mT
@@ -254,11 +254,11 @@ class _BucketStep:
                 self._keep(param, one.sub_(self.bucket.matrix(param)))
 
     def _keep(self, param: ParamLayout, e: torch.Tensor) -> None:
-        """Stage a residual ``(rows, cols)``. Of a parameter without a gradient it is this rank's share of the error."""
-        self._staged_residual(param).copy_(e)
+        """Write a residual ``(rows, cols)``. Of a parameter without a gradient it is this rank's share of the error."""
+        self._new_residual(param).copy_(e)
 
     def _residual(self, param: ParamLayout) -> torch.Tensor | None:
         return self.ctx.read(param.name, "residual", param.matrix_shape) if self.config.error_feedback else None
 
-    def _staged_residual(self, param: ParamLayout) -> torch.Tensor:
-        return self._stage(param.name, "residual", param.matrix_shape)
+    def _new_residual(self, param: ParamLayout) -> torch.Tensor:
+        return self._write(param.name, "residual", param.matrix_shape)

@@ -94,13 +94,6 @@ class PowerSGDState(HookState):
         """Return the reduction that ``powerSGD_hook`` (or ``batched_powerSGD_hook``) runs."""
         return (_CountedBatched if batched else _Counted)(self)
 
-    def __setstate__(self, pickled: dict[str, Any]) -> None:
-        config = pickled.pop("config", None)  # pickles of earlier versions store the options there
-        options = (
-            {argument: getattr(config, option) for argument, option in _OPTION_OF.items()} if config is not None else {}
-        )
-        super().__setstate__({**pickled, **options})
-
 
 class _Counted(PowerSGD):
     """Counts the elements of compressed buckets in the state, and logs the totals at the chosen frequency."""

@@ -149,7 +149,7 @@ class Matrix:
     def rows_of(self, whole: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
         """Return ``d`` or a residual in blocks of rows.
 
-        The committed and the staged residual alternate between steps. The matrix remembers the views of both.
+        The committed and the new residual alternate between steps. The matrix remembers the views of both.
         """
         if whole is None or len(self.blocks) == 1:
             return [whole] * len(self.blocks)

@@ -103,7 +103,7 @@ def operations(hook: str, buckets: list[dict[str, tuple[int, ...]]]) -> Counter[
         live = [reduction.start(bucket, ctx) for bucket, ctx in zip(made, contexts, strict=True)]
         while live:
             live = [one for one in live if next(one, None) is not None]
-        state.commit()
+        state.versions.commit()
 
     step()
     step()

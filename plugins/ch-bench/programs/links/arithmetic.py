@@ -110,7 +110,7 @@ class Rank:
     def residual(self) -> int:
         """Bytes of the residuals."""
         state = self.engine.state
-        return sum(state.newest(name, field).nbytes for name, field in state.held() if field == "residual")
+        return sum(entry.numbers().nbytes for (_, field), entry in state.draft.newest().items() if field == "residual")
 
 
 @torch.no_grad()

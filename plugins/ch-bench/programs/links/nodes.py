@@ -139,7 +139,9 @@ class Bench:
             made_turn = self._measure(hook, rate, steps, self.own, handle.stats, plan)
             state = handle.hook_state
             if state is not None:
-                sizes = [state.newest(name, f).nbytes for name, f in state.held() if f == "residual"]
+                sizes = [
+                    entry.numbers().nbytes for (_, field), entry in state.draft.newest().items() if field == "residual"
+                ]
                 made_turn.residual = max(self._everywhere(sum(sizes)))
             return made_turn
         finally:

@@ -48,7 +48,7 @@ class Quantized(QuantOptions, Reduction):
         super().__post_init__()
         self.codec = Codec(self.bits, self.block, self.rounding)
         check_kernel(self.kernel, self.codec)
-        self.packed = Packed("residual_scale", self.block) if self.residual == "int8" else None
+        self.packed = Packed(self.block) if self.residual == "int8" else None
         self.packed_fields = {FIELD: self.packed} if self.packed is not None else {}
         # The parts of a bucket decide which rank owes the error of the second rounding, and the draws.
         self.granularity = "bucket" if self.error_feedback or self.rounding == "stochastic" else "tensor"
@@ -115,7 +115,7 @@ class Quantized(QuantOptions, Reduction):
         for p, (_, new), pieces in zip(shards.params, kept, after, strict=True):
             shards.join(p, pieces, new)
             if self.packed is not None:
-                self.packed.pack(new, *self.packed.stage(ctx, p.name, FIELD, new.shape, new.device))
+                self.packed.pack(new, *ctx.write_packed(p.name, FIELD, new.shape, self.packed, new.device))
 
     def gather_weights(self, weights: Weights, ctx: StepContext) -> Stages:
         """Send this rank's shards in blocks. Every rank decodes the same bytes (ZeRO++'s qwZ, arXiv:2306.10209)."""
@@ -134,7 +134,7 @@ class Quantized(QuantOptions, Reduction):
     def _draw(self, params: Iterable[ParamLayout], ctx: StepContext, device: torch.device) -> None:
         if DRAWN in self.fields:
             for p in params:
-                ctx.stage(p.name, DRAWN, (1,), torch.int64, device).fill_(ctx.step + 1)
+                ctx.write(p.name, DRAWN, (1,), torch.int64, device).fill_(ctx.step + 1)
 
     def _feedback(self, bucket: Bucket, ctx: StepContext, exchange: TwoStageExchange) -> Feedback | PackedFeedback:
         """Return the residuals of a bucket's parameters, of their shapes in memory.
@@ -150,12 +150,12 @@ class Quantized(QuantOptions, Reduction):
             released.append(0.0 if owes else RELEASED)
         if packed is None:
             old = [c.read(p.name, FIELD) for p, c in contexts]
-            new = [c.stage(p.name, FIELD, p.matrix_shape, device=bucket.device) for p, c in contexts]
+            new = [c.write(p.name, FIELD, p.matrix_shape, device=bucket.device) for p, c in contexts]
             return Feedback([e.view(-1) if e is not None else None for e in old], [e.view(-1) for e in new], released)
         return PackedFeedback(
             packed,
-            [packed.held(c, p.name, FIELD) for p, c in contexts],
-            [packed.stage(c, p.name, FIELD, p.matrix_shape, bucket.device) for p, c in contexts],
+            [c.read_packed(p.name, FIELD) for p, c in contexts],
+            [c.write_packed(p.name, FIELD, p.matrix_shape, packed, bucket.device) for p, c in contexts],
             released,
         )
 
@@ -168,11 +168,11 @@ class Quantized(QuantOptions, Reduction):
         """
         packed = self.packed
         if packed is None:
-            return [(ctx.read(p.name, FIELD), ctx.stage(p.name, FIELD, p.matrix_shape, device=device)) for p in params]
+            return [(ctx.read(p.name, FIELD), ctx.write(p.name, FIELD, p.matrix_shape, device=device)) for p in params]
         room = ctx.scratch("residuals", (sum(p.numel for p in params),), device=device)
         found: list[tuple[torch.Tensor | None, torch.Tensor]] = []
         for p, flat in zip(params, room.split([p.numel for p in params]), strict=True):
-            held, place = packed.held(ctx, p.name, FIELD), flat.view(p.matrix_shape)
+            held, place = ctx.read_packed(p.name, FIELD), flat.view(p.matrix_shape)
             if held is not None and held[1] is not None:
                 packed.unpack(held[0], held[1], place)
             elif held is not None:

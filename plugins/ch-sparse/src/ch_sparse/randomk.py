@@ -68,7 +68,7 @@ class RandomK(RandomKOptions, Sparse):
         if not self.feedback:
             values.mul_(self.size)
             for p in bucket.params:
-                ctx.stage(p.name, DRAWN, (1,), torch.int64, bucket.device).fill_(ctx.step + 1)
+                ctx.write(p.name, DRAWN, (1,), torch.int64, bucket.device).fill_(ctx.step + 1)
         sent = ctx.scratch("sent", (keys.numel(),), device=bucket.device) if self.feedback else None
         yield AllReduce(values, sent=sent)
 

@@ -53,9 +53,9 @@ class Sparse(SparseOptions, Reduction):
                 place[: p.numel].add_(before.view(-1), alpha=self.decay)
 
     def keep(self, places: Places, ctx: StepContext, device: torch.device) -> None:
-        """Stage the parameters' places as the residual of the next step."""
+        """Write the parameters' places as the residual of the next step."""
         for p, place in places:
-            ctx.stage(p.name, FIELD, p.matrix_shape, device=device).view(-1).copy_(place[: p.numel])
+            ctx.write(p.name, FIELD, p.matrix_shape, device=device).view(-1).copy_(place[: p.numel])
 
 
 def fill(bucket: Bucket, places: Places) -> None:

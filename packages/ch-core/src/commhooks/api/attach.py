@@ -111,7 +111,7 @@ def attach(
             )
         handle.state = state
     if handle.hook_state is not None:
-        handle.hook_state.refuse_other(model.parameters())
+        handle.hook_state.identity.refuse_other(model.parameters())
     check = RankCheck(check_ranks_every, on_drift) if check_ranks_every is not None else None
     if timeout is None:
         timeout = group_timeout(process_group or handle.process_group or getattr(model, "process_group", None))

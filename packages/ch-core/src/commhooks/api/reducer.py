@@ -95,7 +95,7 @@ class Reducer:
     """Averages a dict of tensors over the ranks of a group, with any reduction of the registry.
 
     It treats any tensors as a hook treats gradients: pseudo-gradients of an outer optimizer, changes of weights for
-    samplers, gradients of a hand-written loop. State (residuals, PowerSGD's Q) is stored by name, staged and committed as
+    samplers, gradients of a hand-written loop. State (residuals, PowerSGD's Q) is stored by name, written and committed as
     in training. A round that failed, or whose average was not finite, leaves the state unchanged.
 
     Args:

@@ -12,8 +12,7 @@ Format 2. Every key is required, and no other is allowed::
      "fields": {field: "local" | "shared"},    # "local" differs from rank to rank: save every rank's
      "entries": {name: {field: Tensor}}}
 
-A field with a number for each element of the parameter has the parameter's own shape and order. In format 1 (version 0.1.0)
-it has the order in which the hook keeps it, and there are no buckets.
+A field with a number for each element of the parameter has the parameter's own shape and order.
 
 ``torch.load(weights_only=True)`` reads it. A load checks everything before it changes anything. It never imports, calls or
 allocates by a value that it read.

@@ -8,11 +8,10 @@ import torch
 
 from commhooks.encoding import Key
 from commhooks.errors import StateError
+from commhooks.identity import BucketNames
 from commhooks.param_table import ParamTable
-from commhooks.state import BucketNames
 
 FORMAT = 2
-_FORMATS = (1, 2)
 _KEYS = ("format", "expr", "config", "world_size", "rank", "step", "params", "buckets", "fields", "entries")
 _OPTIONAL = ("nodes",)
 _LOCALITIES = ("local", "shared", "owned")
@@ -34,7 +33,6 @@ class Saved:
     fields: dict[str, str]
     entries: dict[Key, torch.Tensor]
     buckets: BucketNames = ()
-    format: int = FORMAT
     nodes: tuple[tuple[int, ...], ...] = ()  # ranks of each node, if a hook with two levels saved the state
 
 
@@ -46,15 +44,13 @@ def read(saved: object) -> Saved:
     """
     if not isinstance(saved, Mapping):
         raise StateError(f"the state of a hook is a dict, as handle.state_dict() makes it; got {type(saved).__name__}")
-    if type(saved.get("format")) is int and saved["format"] == 1:
-        saved = {**saved, "buckets": []}  # format 1 has none
     missing = [key for key in _KEYS if key not in saved]
     if missing:
         raise StateError(f"this is not the state of a hook: {', '.join(missing)} {_are(missing)} missing")
-    if type(saved["format"]) is not int or saved["format"] not in _FORMATS:
+    if type(saved["format"]) is not int or saved["format"] != FORMAT:
         raise StateError(
-            f"state format {shown(saved['format'])}; this version of commhooks reads formats {', '.join(map(str, _FORMATS))}. "
-            "Load it with the version that saved it, or a later one"
+            f"state format {shown(saved['format'])}; this version of commhooks reads format {FORMAT}. Load it with the version "
+            "that saved it"
         )
     unknown = [key for key in saved if type(key) is not str or key not in (*_KEYS, *_OPTIONAL)]
     if unknown:
@@ -74,7 +70,6 @@ def read(saved: object) -> Saved:
         fields=fields,
         entries=_entries(saved["entries"], fields),
         buckets=_buckets(saved["buckets"]),
-        format=saved["format"],
         nodes=_nodes(saved.get("nodes", [])),
     )
 
@@ -82,7 +77,7 @@ def read(saved: object) -> Saved:
 def as_dict(saved: Saved, entries: Mapping[str, Mapping[str, torch.Tensor]], rank: int | None = None) -> dict[str, Any]:
     """Return the dict that :func:`read` reads."""
     made = {
-        "format": saved.format,
+        "format": FORMAT,
         "expr": saved.expr,
         "config": saved.config,
         "world_size": saved.world_size,
@@ -93,8 +88,6 @@ def as_dict(saved: Saved, entries: Mapping[str, Mapping[str, torch.Tensor]], ran
         "fields": saved.fields,
         "entries": entries,
     }
-    if saved.format == 1:
-        del made["buckets"]
     if saved.nodes:
         made["nodes"] = [list(node) for node in saved.nodes]
     return made

@@ -1,7 +1,7 @@
 """Saves and loads the state of a handle, attached or not, or of a bare :class:`HookState`.
 
 A load checks everything before it changes anything. The generator of a reduction runs on meta tensors, and the check looks at
-the tensors that it stages. No hook has to declare shapes.
+the tensors that it writes. No hook has to declare shapes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,13 +14,14 @@ import torch.distributed as dist
 from commhooks.bucket import Bucket, BucketLayout
 from commhooks.checkpoint.format import Saved, alike, as_dict, read, shown
 from commhooks.checkpoint.world_change import for_rank
-from commhooks.encoding import Entries, Key
+from commhooks.encoding import OWN_ORDER, Key
 from commhooks.errors import CommHooksError, StateError
 from commhooks.fingerprint import verify_state
+from commhooks.identity import BucketNames, RankId
 from commhooks.log import log
 from commhooks.param_table import ParamTable, translate
 from commhooks.reduction import Reduction, StepContext
-from commhooks.state import BucketNames, HookState, RankId, StateWriter
+from commhooks.state import HookState, StateWriter
 
 if TYPE_CHECKING:
     from commhooks.handle import CommHook
@@ -57,7 +58,7 @@ class CheckpointTarget:
     def params(self) -> ParamTable:
         if self.layout is not None:
             return tuple((p.name, p.shape) for p in self.layout.params)
-        return self.state.params
+        return self.state.identity.params
 
     @property
     def fields(self) -> dict[str, str]:
@@ -66,17 +67,12 @@ class CheckpointTarget:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A saved state that fits, copied to the device of its model.
-
-    Attributes:
-        ordered: True if entries have the parameters' own order.
-    """
+    """A saved state that fits, copied to the device of its model."""
 
     entries: dict[Key, torch.Tensor]
     step: int
     table: ParamTable
     place: RankId | None
-    ordered: bool
     buckets: BucketNames
 
 
@@ -102,9 +98,18 @@ def state_dict(hook: "CommHook | HookState") -> dict[str, Any]:
             continue  # of an earlier hook: this one would refuse to load it
         entries.setdefault(name, {})[field] = tensor.detach().clone()
         fields.setdefault(field, "local")  # an unknown field: keep every rank's own
-    step, ranks, rank = state.certain_step, place.world_size, place.rank
+    step, ranks, rank = state.versions.certain.step, place.world_size, place.rank
     made = Saved(
-        target.expr, target.config, ranks, rank, step, target.params, fields, {}, state.buckets, nodes=target.nodes
+        target.expr,
+        target.config,
+        ranks,
+        rank,
+        step,
+        target.params,
+        fields,
+        {},
+        state.identity.buckets,
+        nodes=target.nodes,
     )
     return as_dict(made, entries, rank)
 
@@ -146,7 +151,7 @@ def load_obtained(
         state.resolve_step()  # open steps belong to the old state
         if state.engine is not None:
             state.engine.forget_unresolved()
-        state.replace(made.entries, made.step, made.table, made.place, ordered=made.ordered, buckets=made.buckets)
+        state.replace(made.entries, made.step, made.table, made.place, buckets=made.buckets)
 
 
 def _prepared(target: CheckpointTarget, saved: Mapping[str, Any], world_change: str) -> Loaded:
@@ -161,10 +166,6 @@ def _prepared(target: CheckpointTarget, saved: Mapping[str, Any], world_change: 
         for (name, field), tensor in for_rank(found, lasting, world_change).items()
         if found.fields[field] != "owned" or found.nodes == target.nodes  # otherwise only some ranks would have it
     }
-    ordered = found.format > 1
-    if not ordered and target.reduction is not None and target.layout is not None:
-        encodings = target.reduction.encodings(target.layout, max(found.step - 1, 0))
-        entries, ordered = dict(Entries(entries, encodings).decoded()), True
     table = target.params or found.params
     world = lasting.world_size if lasting is not None else found.world_size
     fits(entries, table, found.step, target.reduction, target.layout, world)
@@ -174,7 +175,7 @@ def _prepared(target: CheckpointTarget, saved: Mapping[str, Any], world_change: 
     if place is None and found.rank is not None and world_change != "reset":
         place = RankId(found.rank, found.world_size, loaded=True)  # attach() verifies it
     buckets = tuple(tuple(translation.get(name, name) for name in names) for names in found.buckets)
-    return Loaded(copied, found.step, table, place, ordered, buckets)
+    return Loaded(copied, found.step, table, place, buckets)
 
 
 def _share(found: Saved, target: CheckpointTarget) -> dict[str, float]:
@@ -328,16 +329,16 @@ def fit_to(state: HookState, reduction: Reduction, layout: BucketLayout, world_s
     Raises:
         StateError: see :func:`fits`.
     """
-    state.read_as(reduction.encodings(layout, max(state.step - 1, 0)))
     entries = {(name, field): tensor for name, field, tensor in state.entries()}
     if state.handed_over and reduction.granularity == "tensor":
         unfit = _unexpected(entries, reduction, layout, state.step, world_size)
         _cast_to_legal(state, entries, unfit)
         gone = [key for key in unfit if key[1] in reduction.shared_fields]
-        state.drop_unfit(gone)
-        for key in gone:
-            del entries[key]
-    fits(entries, state.params, state.step, reduction, layout, world_size)
+        state.versions.drop(gone)
+        for name, field in gone:
+            log.info("%s of %s starts again, because the previous hook kept it in another shape", field, name)
+            del entries[name, field]
+    fits(entries, state.identity.params, state.step, reduction, layout, world_size)
 
 
 def _cast_to_legal(state: HookState, entries: dict[Key, torch.Tensor], unfit: dict[Key, set[Shape]]) -> None:
@@ -348,8 +349,10 @@ def _cast_to_legal(state: HookState, entries: dict[Key, torch.Tensor], unfit: di
         if not (dtypes and tensor.is_floating_point()):
             continue
         dtype = max(dtypes, key=lambda dtype: dtype.itemsize)
-        state.cast(*key, dtype)
         entries[key] = tensor.to(dtype)
+        entry = state.versions.committed[key]
+        entry.convert(OWN_ORDER)
+        entry.tensor = entry.tensor.to(dtype)
         del unfit[key]
 
 
@@ -394,11 +397,12 @@ def _conditions(dtype: torch.dtype, step: int) -> Iterator[tuple[int, torch.dtyp
 def expected(
     reduction: Reduction, layout: BucketLayout, step: int, dtype: torch.dtype, world_size: int
 ) -> dict[Key, torch.Tensor]:
-    """Return the entries that one step stages, as meta tensors; empty if the generator cannot run without numbers."""
+    """Return the entries that one step writes, as meta tensors; empty if the generator cannot run without numbers."""
     meta = BucketLayout(layout.params, layout.numel, dtype, "meta")
     bucket = Bucket(meta, torch.empty(layout.numel, dtype=dtype, device="meta"))
     state = HookState()
-    stages = reduction.start(bucket, StepContext(0, world_size, step, state=state))
+    encodings = reduction.encodings(meta, step)
+    stages = reduction.start(bucket, StepContext(0, world_size, step, state=state, encodings=encodings))
     try:
         for _ in stages:
             pass
@@ -406,6 +410,5 @@ def expected(
         return {}
     finally:
         stages.close()
-    state.commit()
-    state.read_as(reduction.encodings(meta, step))
+    state.versions.commit()
     return {(name, field): tensor for name, field, tensor in state.entries()}

@@ -19,7 +19,7 @@ import torch
 from commhooks.checkpoint.format import Saved, alike, as_dict, read, shown
 from commhooks.encoding import Key
 from commhooks.errors import StateError
-from commhooks.state import RankId
+from commhooks.identity import RankId
 
 POLICIES = ("error", "mean", "reset")
 Read = Callable[[str, str], torch.Tensor]
@@ -45,13 +45,11 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         StateError: a state is malformed, a rank is missing or present twice, or they are not of one checkpoint.
 
     Example:
-        >>> import commhooks.checkpoint, torch
-        >>> from commhooks import HookState
+        >>> import commhooks, torch
         >>> def saved(rank):
-        ...     state = HookState()
-        ...     _ = state.stage("w", "residual", (2,)).fill_(float(rank))
-        ...     state.commit()
-        ...     return commhooks.checkpoint.state_dict(state) | {"world_size": 2, "rank": rank, "fields": {"residual": "local"}}
+        ...     state = commhooks.HookState()
+        ...     state.replace({("w", "residual"): torch.full((2,), float(rank))}, step=1)
+        ...     return commhooks.state_dict(state) | {"world_size": 2, "rank": rank, "fields": {"residual": "local"}}
         >>> merge([saved(0), saved(1)])["entries"]["w"]["residual"]
         tensor([0.5000, 0.5000])
     """
@@ -60,7 +58,7 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         raise StateError("merge needs at least one state: give handle.state_dict() of every rank")
     first = ranks[0]
     for other in ranks[1:]:
-        for key in ("format", "expr", "world_size", "step", "params", "fields"):
+        for key in ("expr", "world_size", "step", "params", "fields"):
             if getattr(other, key) != getattr(first, key) and not (key == "expr" and _same_hook(other, first)):
                 raise StateError(
                     f"these are not states of one checkpoint: {key} of rank {first.rank}{_value(getattr(first, key))} differs "
@@ -241,7 +239,7 @@ def _rows(
     mine = torch.cat(rows)[start : start + (shape[0] if shape else 1)]  # (rows of this shard, width)
     if like.ndim == len(shape):
         return mine.reshape(shape)
-    return mine.reshape(-1) if like.ndim == 1 else mine.reshape(mine.shape[0], -1)  # as format 1 has it
+    return mine.reshape(-1) if like.ndim == 1 else mine.reshape(mine.shape[0], -1)
 
 
 def _undefined(name: str, shape: tuple[int, ...], pieces: list[str], shapes: list[tuple[int, ...]]) -> StateError:

@@ -17,10 +17,10 @@ import torch
 
 from commhooks.bucket import Bucket, ParamLayout
 from commhooks.compositions.base import Composite, composed
+from commhooks.entries import RESIDUAL
 from commhooks.errors import HookConfigError
 from commhooks.reduction import Reduction, Stages, StepContext
 from commhooks.requests import AllReduce, as_tuple
-from commhooks.state import RESIDUAL
 
 
 class ErrorFeedback(Composite):
@@ -63,7 +63,7 @@ class ErrorFeedback(Composite):
         kept = []
         for p, gradient in bucket.views():
             before = ctx.read(p.name, RESIDUAL)
-            kept.append(_Kept(p, gradient, before, ctx.stage(p.name, RESIDUAL, p.shape, device=bucket.device)))
+            kept.append(_Kept(p, gradient, before, ctx.write(p.name, RESIDUAL, p.shape, device=bucket.device)))
         for part in self._parts(kept):
             _add(part)  # p = g + e
         if self.inner.delivers:  # the bucket itself holds the sent numbers until the average arrives

@@ -98,7 +98,7 @@ class TwoLevel(Composite):
         else:
             yield from self._levels(bucket, ctx, topology, parts, place, pieces)
         for name, field in waiting:
-            ctx.keep_foreign(name, field, pieces)
+            ctx.keep_foreign(name, field)
 
     def _levels(
         self, bucket: Bucket, ctx: StepContext, topology: Topology | None, parts: Partition, place: int, pieces: Pieces

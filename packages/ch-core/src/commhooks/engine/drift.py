@@ -245,10 +245,9 @@ def _kept_equal(named: Named, reduction: Reduction) -> list[tuple[str, torch.Ten
 def _shared(state: HookState, reduction: Reduction) -> list[tuple[str, torch.Tensor]]:
     shared = reduction.shared_fields
     found = []
-    for name, field in sorted(state.held()):
-        tensor = state.read(name, field) if field in shared and reduction.keeps_equal(name) else None
-        if tensor is not None:
-            found.append((f"{name} ({field} of the hook's state)", tensor))
+    for name, field in sorted(state.versions.committed):
+        if field in shared and reduction.keeps_equal(name):
+            found.append((f"{name} ({field} of the hook's state)", state.versions.committed[name, field].tensor))
     return found
 
 

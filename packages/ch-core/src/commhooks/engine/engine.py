@@ -137,7 +137,7 @@ class Engine:
         self.counters = Counters()
         self.sender = Sender(transport, self.counters, timeout, tuning)
         self.outcome = StepOutcome(reduction.name, transport, progress=Progress.RESOLVED)  # no step has run yet
-        self.commits = Commits(self.state)
+        self.commits = Commits(self.state.versions)
         self.failure: BaseException | None = None
         self.participating = True
         self.buckets = StepBuckets()
@@ -308,10 +308,10 @@ class Engine:
         """Take a bucket and drain it. FSDP2 uses each average as soon as its call returns.
 
         A unit may be reduced several times in one step, if a forward uses a module twice or the loss comes in chunks. Each
-        reduction starts from the state that the previous one staged.
+        reduction starts from the state that the previous one wrote.
         """
         if self.in_step:
-            self.state.reopen({p.name for p in bucket.layout.params}, self.reduction.fields)
+            self.state.draft.reopen({p.name for p in bucket.layout.params}, self.reduction.fields)
         self.submit(bucket)
         begun = time.perf_counter()
         try:
@@ -322,10 +322,10 @@ class Engine:
         self.counters.hook_seconds += time.perf_counter() - begun
 
     def abandon(self) -> None:
-        """Drop an unfinished step and its staged state, for example after a backward that raised.
+        """Drop an unfinished step and its draft, for example after a backward that raised.
 
         If only this rank started a collective, the transport's timeout ends it. Between steps it drops nothing, because
-        the staged state belongs to the last finished step, which may still be committed.
+        the draft belongs to the last finished step, which may still be committed.
         """
         unfinished = self.in_step
         self.sender.forget()
@@ -336,7 +336,7 @@ class Engine:
         if self.rank_check is not None:
             self.rank_check.abandon()
         if unfinished:
-            self.state.rollback()
+            self.state.versions.abandon()
 
     # -- between steps
 
@@ -448,9 +448,9 @@ class Engine:
             self.outcome.fail(doubt, ENCODE)
         scale = self._loss_scale
         if scale is not None and stateful:
-            self._local(lambda: self.state.rescale(scale()))
+            self._local(lambda: self.state.units.rescale(scale()))
         self.buckets.begin()
-        self._local(partial(self.state.bring, device))
+        self._local(partial(self.state.units.bring, device))
         if self.sampler.recordings:  # the status of the last step has been read, so its sample is complete
             self._local(partial(self.sampler.begin, self.reduction, self.state, self.counters))
         self.counters.begin()
@@ -498,7 +498,8 @@ class Engine:
         try:  # the plan follows from layout and step, so its errors are the same on every rank
             run.plan = self.sender.plan_of(self.reduction, bucket.layout, ctx)
             if self.reduction.fields:  # another hook may have written the state, or another memory format
-                self.state.read_as(self.reduction.encodings(bucket.layout, self.state.step))
+                ctx.encodings = self.reduction.encodings(bucket.layout, self.state.step)
+                self.state.draft.read_as(ctx.encodings)
             if self.sampler.recordings and self.participating:
                 ctx.sent = self._local(partial(self.sampler.take, bucket, self.reduction, self.state))
             run.generator = self.reduction.start(bucket, ctx)  # a run() that is not a generator function may raise here

@@ -25,10 +25,10 @@ import torch
 from commhooks.bucket import Bucket
 from commhooks.device import HostCopy, is_asynchronous
 from commhooks.engine.collectives import Stage
+from commhooks.entries import Versions
 from commhooks.errors import CommHooksError, RankMismatchError, RemoteHookError
 from commhooks.log import log
 from commhooks.requests import AllGather, AllReduce, Request
-from commhooks.state import HookState
 from commhooks.transport.base import Transport
 
 T = TypeVar("T")
@@ -224,7 +224,7 @@ class Progress(Enum):
 
     OPEN = auto()  # buckets arrive, and failures are noted
     SENT = auto()  # this rank has sent its part of the status, so nothing can be added
-    DECIDED = auto()  # all parts have arrived; the state still holds the step as staged
+    DECIDED = auto()  # all parts have arrived; the step is still a draft of the state
     RESOLVED = auto()  # the state has committed the step, or rolled it back
 
 
@@ -407,7 +407,7 @@ _ANSWERS = (True, False, None)  # used, skipped, waiting, as ranks send them
 class Commits:
     """Commits finished steps to the state, or rolls them back.
 
-    A finished step is staged in the state until it is resolved, at the latest when the next step begins. Resolving asks the
+    A finished step is a draft of the state until it is resolved, at the latest when the next step begins. Resolving asks the
     judge if the step was used:
 
     ==========  ===============================================  ============================================
@@ -421,15 +421,15 @@ class Commits:
     A step that is not good (:meth:`StepOutcome.good`) is always rolled back.
 
     Args:
-        state: receives the commits.
+        versions: entries of the state that receives the commits.
 
     Attributes:
         judge: tells if finished steps were used. Without a judge every finite step was.
         dropped: returns the parameters whose average the wrapper did not apply in the last finished step.
     """
 
-    def __init__(self, state: HookState) -> None:
-        self.state = state
+    def __init__(self, versions: Versions) -> None:
+        self.versions = versions
         self.judge: StepJudge | None = None
         self.dropped: Callable[[], Collection[str]] = tuple
         self._last: StepOutcome | None = None  # of the last finished step
@@ -467,7 +467,7 @@ class Commits:
             True if the state kept the last step, False if it did not, ``None`` if the step still waits or none is unresolved.
         """
         last = self._unresolved
-        if last is None and not self.state.tentative:
+        if last is None and not self.versions.tentative:
             return None
         used = self._used()
         if used is None and self._can_judge and not force:
@@ -476,18 +476,18 @@ class Commits:
         kept = last is not None and last.good() and used is not False
         if kept:
             # A rank that cannot judge presumes that the step is used. The next step brings the answer of its peers.
-            self.state.commit(tentative=used is None, presumed=not force, dropped=self.dropped())
+            self.versions.commit(tentative=used is None, presumed=not force, dropped=self.dropped())
         else:
-            self.state.rollback()
+            self.versions.rollback()
         if last is not None:
             last.progress = Progress.RESOLVED
         if used is not None:
-            self.state.resolve_tentative(used)
+            self.versions.resolve_tentative(used)
         return kept
 
     def rollback(self) -> None:
         """Treat the last finished step, and earlier tentative ones, as not used."""
-        if self.state.tentative or self._unresolved is not None:
+        if self.versions.tentative or self._unresolved is not None:
             self._veto = True
 
     def forget(self) -> None:
@@ -536,7 +536,7 @@ class Commits:
         doubt = judge.doubt() if self._can_judge else None
         if self._peers is not None:
             judge.set_clock(self._peers[1])
-        if not self.state.tentative:
+        if not self.versions.tentative:
             judge.begin_period()
         return doubt
 

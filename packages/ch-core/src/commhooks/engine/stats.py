@@ -9,9 +9,10 @@ import torch
 
 from commhooks.bucket import Bucket, ParamLayout
 from commhooks.device import HostCopy
+from commhooks.entries import RESIDUAL
 from commhooks.log import log
 from commhooks.reduction import Reduction
-from commhooks.state import RESIDUAL, HookState
+from commhooks.state import HookState
 
 # -- counters
 
@@ -220,7 +221,7 @@ class Sampler:
             self._flush(counters)
             due = [recording for recording in self.recordings if recording.due()]
             if due and self._sample is None:
-                self._sample = _Sample(due, _with_trips(counters), state.scale, reduction.trips)
+                self._sample = _Sample(due, _with_trips(counters), state.units.scale, reduction.trips)
         except Exception:
             self._stop()
 
@@ -245,7 +246,7 @@ class Sampler:
             return None
 
     def finish(self, reduction: Reduction, state: HookState) -> None:
-        """Compute the figures. All buckets hold their averages, and new residuals are staged."""
+        """Compute the figures. All buckets hold their averages, and new residuals are written."""
         sample = self._sample
         if sample is None or not sample.buckets:
             return
@@ -308,10 +309,10 @@ def _take(sample: _Sample, bucket: Bucket, reduction: Reduction, state: HookStat
         sent = Bucket(bucket.layout, torch.zeros_like(bucket.storage), bucket.index, bucket.is_last)
     elif RESIDUAL in reduction.fields:
         for p in bucket.params:
-            residual = state.numbers(p.name, RESIDUAL)
+            residual = state.draft.found.get((p.name, RESIDUAL))
             if residual is not None:
                 gradient = _as_residual(before, p, reduction, state.step)
-                gradient.add_(residual.view_as(gradient))
+                gradient.add_(residual.numbers().view_as(gradient))
     else:
         return None  # neither a residual nor a report says which part was not sent
     sample.buckets.append(_SampledBucket(bucket, before, sent))
@@ -321,16 +322,16 @@ def _take(sample: _Sample, bucket: Bucket, reduction: Reduction, state: HookStat
 def _products(one: _SampledBucket, reduction: Reduction, state: HookState) -> list[tuple[torch.Tensor, ...]]:
     """Return <p, p>, <r, r> and <p, r>, 0-d each, for every parameter whose r is known."""
     found: list[tuple[torch.Tensor, ...]] = []
-    residuals = state.held() if one.sent is None else frozenset()
+    newest = state.draft.newest() if one.sent is None else {}
     for p in one.bucket.params:
         if not p.numel:
             continue
         if one.sent is not None:
             wanted = one.before.matrix(p)
             unsent = wanted - one.sent.matrix(p)
-        elif (p.name, RESIDUAL) in residuals:
+        elif (p.name, RESIDUAL) in newest:
             wanted = _as_residual(one.before, p, reduction, state.step)
-            unsent = state.newest(p.name, RESIDUAL).view_as(wanted)
+            unsent = newest[p.name, RESIDUAL].numbers().view_as(wanted)
         else:
             continue
         a, b = wanted.reshape(-1).float(), unsent.reshape(-1).float()
@@ -393,8 +394,9 @@ def residual_norms(
     """
     found = {}
     available = {p.name: (bucket, p) for bucket in buckets for p in bucket.params}
-    for name in sorted({name for name, kind in state.held() if kind == RESIDUAL}):
-        residual = state.newest(name, RESIDUAL)
+    residuals = {name: entry for (name, field), entry in state.draft.newest().items() if field == RESIDUAL}
+    for name in sorted(residuals):
+        residual = residuals[name].numbers()
         norm = torch.linalg.vector_norm(residual.double()).item()
         total = None
         if name in available and residual.numel() == available[name][1].numel:  # not only a part of the parameter
@@ -403,8 +405,8 @@ def residual_norms(
             # The user zeroed the gradient in place, or nothing was sent. In both cases the share is unknown.
             if norm == 0 or gradient.any():
                 both = gradient + residual.double().reshape(gradient.shape)
-                total = torch.linalg.vector_norm(both).item() / state.scale
-        found[name] = ResidualNorm(norm / state.scale, total)
+                total = torch.linalg.vector_norm(both).item() / state.units.scale
+        found[name] = ResidualNorm(norm / state.units.scale, total)
     return found
 
 

@@ -19,7 +19,7 @@ from commhooks.testing.simulated_ranks import SimulatedRanks, Step
 _DRAWS = (
     "after a step that must leave no trace, other numbers than without it. Keep everything that lasts in state fields "
     "(ctx.read, ctx.stage), and draw random numbers from ctx.step: for a hook with state it counts only the steps that were "
-    "used. A hook with nothing else to keep declares a counter, fields = {'drawn': 'shared'}, and stages it in every step. "
+    "used. A hook with nothing else to keep declares a counter, fields = {'drawn': 'shared'}, and writes it in every step. "
     "Numbers that differ are in"
 )
 

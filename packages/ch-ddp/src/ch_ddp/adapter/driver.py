@@ -63,7 +63,7 @@ class DDPDriver:
         self._by_position = names is None
         self._layouts: dict[tuple[int, ...], BucketLayout] = {}
         self._buckets: dict[int, Bucket] = {}  # by index, reused from step to step
-        self._renames = engine.state.renames
+        self._renames = engine.state.identity.renames
         self._count = 0  # buckets of the current step so far
         self._futures: list[
             tuple[TensorFuture, torch.Tensor]
@@ -265,8 +265,8 @@ class DDPDriver:
         self._count = 0
         if self._saved is not None:
             self._saved.begin()
-        if self._by_position and self._renames is not self.engine.state.renames:
-            self._renames = self.engine.state.renames  # the user called state.bind(model) after the first step
+        if self._by_position and self._renames is not self.engine.state.identity.renames:
+            self._renames = self.engine.state.identity.renames  # the user called state.bind(model) after the first step
             self._names = {}
             self._layouts.clear()
         # Under DDP.join a rank without input calls the hook outside of any backward.

@@ -147,11 +147,11 @@ def named_by_position(state: HookState, params: Sequence[torch.Tensor]) -> dict[
     Raises:
         StateError: no model or several different models have these parameters, or the state belongs to another model.
     """
-    bound = state.names()
+    bound = state.identity.names()
     if all(id(p) in bound for p in params):
         return bound
-    state.bind_by_position(_trained_with(params, state))
-    return state.names()
+    state.identity.bind_by_position(_trained_with(params, state))
+    return state.identity.names()
 
 
 def _trained_with(params: Sequence[torch.Tensor], state: HookState) -> list[torch.nn.Parameter]:

@@ -37,7 +37,7 @@ class SavedBuckets:
         """Return True if ``bucket`` waits until all have come, because the checkpoint has other buckets from here on."""
         number = len(self._layouts)
         self._layouts.append(bucket.layout)
-        saved = self._state.buckets[number : number + 1]
+        saved = self._state.identity.buckets[number : number + 1]
         if self._held or (self._open and saved and saved[0] != _names(bucket.layout)):
             self._held.append(bucket)
             return True
@@ -56,7 +56,7 @@ class SavedBuckets:
         if not held:
             return []
         first = len(self._layouts) - len(held)
-        groups = self._state.buckets[first:]
+        groups = self._state.identity.buckets[first:]
         places = {p.name: (p, bucket) for bucket in held for p in bucket.params}
         if sorted(places) != sorted(name for group in groups for name in group):
             return held
@@ -64,7 +64,7 @@ class SavedBuckets:
         if not all(_one_bucket(group) or _fit_together(group) for group in filled):
             return held
         self._layouts = []  # the state has these buckets already
-        last = len(self._state.buckets) - 1
+        last = len(self._state.identity.buckets) - 1
         return [self._made(group, number, number == last) for number, group in enumerate(filled, first)]
 
     def finish(self) -> None:
@@ -74,12 +74,12 @@ class SavedBuckets:
         self._open, self._pairs = False, []
         layouts, self._layouts = self._layouts, []
         if layouts and (
-            self._state.buckets is not self._recorded
+            self._state.identity.buckets is not self._recorded
             or len(layouts) != len(self._last)
             or any(a is not b for a, b in zip(layouts, self._last, strict=True))
         ):
             self._last = layouts
-            self._state.buckets = self._recorded = tuple(map(_names, layouts))
+            self._state.identity.buckets = self._recorded = tuple(map(_names, layouts))
 
     def _made(self, places: Places, index: int, is_last: bool) -> Bucket:
         unused = frozenset(p.name for p, bucket in places if p.name in bucket.unused)
