@@ -97,7 +97,7 @@ def pytest(session: nox.Session, *arguments: str, names: Iterable[str] = ()) -> 
     module.
     """
     chosen = chosen_paths(session)
-    imports = ["commhooks" if name == "ch-core" else name.replace("-", "_") for name in names]
+    imports = [name.replace("-", "_") for name in names]
     folders = [PROJECTS[name] / "tests" for name in names]
     own = [str(folder) for folder in folders if folder.is_dir()]
     # The longest modules are in tests/. They begin first, because a module runs in one process.

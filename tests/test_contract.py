@@ -7,8 +7,9 @@ it runs three checks on gloo processes, and the full set runs the whole contract
 import pytest
 
 import commhooks
-from commhooks.registry.expression import canonical, nodes
-from commhooks.testing import FlatHookContract, HookContract
+from ch_testing import FlatHookContract, HookContract
+from commhooks import canonical
+from commhooks.registry.expression import nodes
 
 STEPS = {"topk": 50, "randomk": 50}  # steps until most of a gradient has been sent
 NOISE = {"quant": 0.5, "quant4": 0.2}  # in one step with 3 and 4 bits, without feedback

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import commhooks
-from commhooks.registry.expression import canonical, nodes
-from commhooks.testing import HookContract
+from ch_testing import HookContract
+from commhooks import canonical
+from commhooks.registry.expression import nodes
 from tests.test_contract import NOISE, STEPS, hooks
 
 REFUSED = {  # hook -> text of the refusal

@@ -13,14 +13,9 @@ import pytest
 import torch
 
 import commhooks
-from commhooks.adapters import Gathered, GatherEngine, Scattered
-from commhooks.bucket import BucketLayout
-from commhooks.errors import CommHooksError
-from commhooks.reduction import Reduction
-from commhooks.shards import ShardLayout
-from commhooks.simulate import SimulatedRank, simulate
-from commhooks.state import HookState
-from commhooks.testing import SimulatedRanks
+from ch_core import Gathered, GatherEngine, Scattered, SimulatedRank, simulate
+from ch_testing import SimulatedRanks
+from commhooks import BucketLayout, CommHooksError, HookState, Reduction, ShardLayout
 
 OPTIONS = (  # forms that decode zeros to numbers, draw random numbers, or have other stages than the examples
     "bf16_compress(accumulate='fp32')",

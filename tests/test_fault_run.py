@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import commhooks
-from commhooks.handle import CommHook
-from commhooks.testing import Faulty, SimulatedRanks
-from commhooks.testing.faulty import WHERE
+from ch_testing import Faulty, SimulatedRanks
+from ch_testing.faulty import WHERE
+from commhooks import CommHook
 
 pytestmark = pytest.mark.full
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from commhooks.testing import spawn
-from commhooks.testing.contract_processes import (
+from ch_testing import spawn
+from ch_testing.contract_processes import (
     Order,
     accumulated,
     attached,

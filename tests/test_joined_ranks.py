@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import commhooks
-from commhooks.testing import SimulatedRanks
-from commhooks.testing.gradients import all_ranks, distance
+from ch_testing import SimulatedRanks
+from ch_testing.gradients import all_ranks, distance
 
 EXPRESSIONS = [
     "powersgd(rank=1)",

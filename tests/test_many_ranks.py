@@ -6,10 +6,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import commhooks
-from commhooks import BucketLayout, CommHook
-from commhooks.reduction import Reduction, StepContext
-from commhooks.testing import SimulatedRanks
-from commhooks.testing.gradients import all_ranks, average, distance, same_bits
+from ch_testing import SimulatedRanks
+from ch_testing.gradients import all_ranks, average, distance, same_bits
+from commhooks import BucketLayout, CommHook, Reduction, StepContext
 
 EXPRESSIONS = list(
     dict.fromkeys(spec.example for kind in ("reduction", "wrapper") for spec in commhooks.list_hooks(kind=kind))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.testing import spawn
+from ch_testing import spawn
 
 GPUS = torch.cuda.device_count()
 pytestmark = [

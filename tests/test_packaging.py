@@ -81,7 +81,7 @@ def test_a_wheel_holds_one_package(wheels):
 
 
 def test_the_door_is_shut_unless_a_hook_is_asked_for(python, tmp_path):
-    code = "import sys; print('commhooks' in sys.modules, 'commhooks.launch.import_watch' in sys.modules, 'torch' in sys.modules)"
+    code = "import sys; print('commhooks' in sys.modules, 'ch_run.import_watch' in sys.modules, 'torch' in sys.modules)"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("COMMHOOKS_")}
     for hook, told in (({}, "False False False"), ({"COMMHOOKS_HOOK": "powersgd"}, "True True False")):
         command = [str(python), "-c", code]

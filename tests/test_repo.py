@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = [path.parent for path in sorted(ROOT.glob("p*/*/pyproject.toml"))]  # packages/ and plugins/
 PROJECTS = {tomllib.loads((path / "pyproject.toml").read_text())["project"]["name"]: path for path in FOLDERS}
-IMPORTS = {name: "commhooks" if name == "ch-core" else name.replace("-", "_") for name in PROJECTS}
+IMPORTS = {name: name.replace("-", "_") for name in PROJECTS}
 
 
 def meta(name: str) -> dict:

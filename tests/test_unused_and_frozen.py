@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from ch_powersgd import PowerSGDState, powerSGD_hook
-from commhooks.testing import spawn
+from ch_testing import spawn
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.gloo]
 

@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import commhooks
 from ch_bench import gpt, launch, text, training
-from commhooks.testing import WorkerError
+from ch_testing import WorkerError
 
 DEFAULT_HOOKS = ["allreduce", "bf16_compress", "quant4", "powersgd(rank=4)", "bf16_wrapper(powersgd(rank=4))"]
 NOOP_EVERY = 2  # the time reference needs a good median, and not every step

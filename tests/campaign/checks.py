@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from commhooks.testing import readings, unaccounted
+from ch_testing import readings, unaccounted
 from tests.campaign.hooks import FP16, ROUNDING, Entry
 
 Grads = Mapping[str, torch.Tensor | None]

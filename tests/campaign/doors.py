@@ -10,8 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks import CommHook
-from commhooks.checkpoint import load_state_dict, state_dict
+from commhooks import CommHook, load_state_dict, state_dict
 from tests.campaign.draw import Case
 from tests.campaign.plants import make
 

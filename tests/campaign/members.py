@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ch_ft import DistributedDataParallel, OptimizerWrapper, SimulatedCluster
+from ch_ft import DistributedDataParallel, OptimizerWrapper
+from ch_testing import SimulatedCluster
 from tests.campaign import models
 from tests.campaign.checks import Bounds, Exact, Oracle, Wrong, flat64
 from tests.campaign.draw import Case

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from commhooks.testing.spawn import spawn
+from ch_testing.processes import spawn
 from tests.campaign.draw import SLOW, Case
 from tests.campaign.refusals import refusal
 from tests.campaign.worker import main

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import commhooks
+from ch_testing import SimulatedRanks, mean_residuals
 from commhooks import CommHook
-from commhooks.testing import SimulatedRanks, mean_residuals
 from tests.campaign.ambient import ambient
 from tests.campaign.checks import Bounds, Exact, Oracle, Sums, Wrong, digest, flat64
 from tests.campaign.draw import Case

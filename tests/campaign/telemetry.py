@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from commhooks import CommHook, telemetry
+import ch_trace
+from commhooks import CommHook
 from tests.campaign.checks import Wrong
 
 
@@ -31,7 +32,7 @@ class Recorders:
     def __init__(self, handle: CommHook | None, count: int, fails: bool) -> None:
         on = count if handle is not None and handle.reduction is not None else 0
         self.writers = [Writer(k + 1, fails and k == 0) for k in range(on)]
-        self.recorders = [telemetry.record(handle, w, every=w.every, rank=None) for w in self.writers if handle]
+        self.recorders = [ch_trace.record(handle, w, every=w.every, rank=None) for w in self.writers if handle]
 
     def close(self) -> None:
         """Close all recorders and check the steps that each writer got."""

@@ -33,7 +33,18 @@ import commhooks
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 RECORD = DOCS / "measured" / "compare.json"
 FORK = multiprocessing.get_context("fork")
-VERSIONS = ("torch", "lightning", "torchft", "ch-core", "ch-ddp", "ch-powersgd", "ch-fsdp", "ch-ft", "ch-quant")
+VERSIONS = (
+    "torch",
+    "lightning",
+    "torchft",
+    "commhooks",
+    "ch-core",
+    "ch-ddp",
+    "ch-powersgd",
+    "ch-fsdp",
+    "ch-ft",
+    "ch-quant",
+)
 
 
 def public(module: str) -> set[str]:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import commhooks
-from commhooks.testing import mean_residuals, unaccounted
+from ch_testing import mean_residuals, unaccounted
 
 THIN = {
     "powersgd": 1e-3,

@@ -20,10 +20,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import commhooks
-from ch_ddp.frameworks import TrainerHook
+from ch_ddp import TrainerHook
+from ch_run import auto_attach
+from ch_run.outer_state import OuterKept
 from commhooks.checkpoint import dcp
-from commhooks.launch import auto_attach
-from commhooks.launch.outer_state import OuterKept
 
 attached: list[tuple[torch.nn.Module, commhooks.CommHook]] = []
 steps = 0

@@ -30,9 +30,9 @@ from typing import Any, Literal
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from commhooks.errors import HookTimeoutError, TransportError
-from commhooks.simulate import perform
-from commhooks.transport.loan import Loan, take_back
+from ch_core import perform
+from ch_core.transport.loan import Loan, take_back
+from commhooks import HookTimeoutError, TransportError
 
 Choice = tuple[int, str]
 """A rank, and what happens to it: ``post``, ``ok``, ``lost``, ``timeout``, ``die``.
@@ -406,7 +406,7 @@ class Explorer:
             broken rules.
         summary: reduces a record to the part that runs are compared by.
         fault: the fault of the network.
-        free: see :class:`commhooks.transport.base.Transport`.
+        free: see :class:`ch_core.transport.base.Transport`.
         reduced: explore persistent sets only.
         order: ``None``: the time at which a message is read and delivered cannot matter, and ``guard`` proves it. Otherwise
             explore these times too: ``gloo`` (each rank has two threads, which take messages in order) or ``nccl`` (one

@@ -10,16 +10,16 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+from ch_core.engine import bucket_run, outcome
+from ch_core.engine import engine as engine_module
+from ch_core.engine.bucket_run import BucketRun
+from ch_core.engine.collectives import Message, Stage
+from ch_core.engine.engine import Engine
+from ch_core.engine.outcome import BETWEEN, Commits, Status, StepOutcome
+from ch_core.transport.base import SeveralWorks
 from ch_ddp.adapter.driver import DDPDriver
 from ch_ddp.adapter.futures import Promise
 from commhooks import AllReduce
-from commhooks.engine import bucket_run, outcome
-from commhooks.engine import engine as engine_module
-from commhooks.engine.bucket_run import BucketRun
-from commhooks.engine.collectives import Message, Stage
-from commhooks.engine.engine import Engine
-from commhooks.engine.outcome import BETWEEN, Commits, Status, StepOutcome
-from commhooks.transport.process_group import SeveralWorks
 
 from .explorer import ExplorerTransport, Fault
 from .scenarios import Scenario

@@ -13,15 +13,26 @@ from unittest import mock
 
 import torch
 
+from ch_core.engine import engine as engine_module
+from ch_core.engine import outcome as outcome_module
+from ch_core.engine.engine import Engine
+from ch_core.engine.schedule import CpuTuning
 from ch_ddp.adapter.driver import DDPDriver
-from commhooks import AllGather, AllReduce, AllToAll, Bucket, Plain, ReduceScatter, Reduction, StepContext
-from commhooks.engine import engine as engine_module
-from commhooks.engine import outcome as outcome_module
-from commhooks.engine.engine import Engine
-from commhooks.engine.schedule import CpuTuning
-from commhooks.errors import CommHooksError, HookTimeoutError, TransportError
-from commhooks.requests import Wire
-from commhooks.state import HookState
+from commhooks import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Bucket,
+    CommHooksError,
+    HookState,
+    HookTimeoutError,
+    Plain,
+    ReduceScatter,
+    Reduction,
+    StepContext,
+    TransportError,
+    Wire,
+)
 
 from .explorer import Explorer, ExplorerTransport, Fault, Found, Rank, take_back_unguarded
 

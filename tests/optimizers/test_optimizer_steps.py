@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.testing import spawn
+from ch_testing import spawn
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.gloo]
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer, lr_scheduler, swa_utils
 
 import ch_ddp
 import ch_ft
+import ch_testing
 import commhooks
 
 STEPS = 8
@@ -31,7 +32,7 @@ def wrap(request: pytest.FixtureRequest) -> Iterator[Callable[[Optimizer, torch.
     if request.param == "PostLocalSGDOptimizer":
         yield lambda optimizer, model: ch_ddp.PostLocalSGDOptimizer(optimizer, Counting())
     elif request.param == "OptimizerWrapper":
-        with ch_ft.SimulatedCluster() as cluster:
+        with ch_testing.SimulatedCluster() as cluster:
             yield lambda optimizer, model: ch_ft.OptimizerWrapper(cluster.join("a"), optimizer)
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -23,10 +23,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from commhooks.requests import Scope
-from commhooks.simulate import SimulatedGroup, SimulatedTransport
-from commhooks.testing.simulated_ranks import CountingTransport
-from commhooks.transport.base import Work
+from ch_core import SimulatedGroup, SimulatedTransport
+from ch_core.requests import Scope
+from ch_core.transport.base import Work
+from ch_testing.simulated_ranks import CountingTransport
 
 Tensors = Sequence[torch.Tensor]
 
@@ -386,7 +386,7 @@ class LateTransport(CountingTransport):
 
     Example:
         >>> import torch
-        >>> from commhooks.simulate import together
+        >>> from ch_core import together
         >>> group = SimulatedGroup(2)
         >>> def body(rank):
         ...     transport, numbers = LateTransport(group, rank, seed=1), torch.ones(2)

@@ -9,9 +9,9 @@ from torch import nn
 
 import ch_quant
 import ch_quant.sizes
-from commhooks.adapters import TUNED
-from commhooks.sizes import SIZES
-from commhooks.testing.gradients import gradients, parameters
+from ch_core import TUNED
+from ch_core.sizes import SIZES
+from ch_testing.gradients import gradients, parameters
 
 Like = Mapping[str, torch.Tensor]
 

@@ -7,8 +7,9 @@ from unittest import mock
 
 import torch
 
-from commhooks.simulate import SimulatedTransport
-from commhooks.transport.process_group import ProcessGroupTransport, SeveralWorks
+from ch_core import SimulatedTransport
+from ch_core.transport.base import SeveralWorks
+from ch_core.transport.process_group import ProcessGroupTransport
 
 
 def last_half_decides() -> AbstractContextManager[Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from commhooks.testing import WorkerError, spawn
+from ch_testing import WorkerError, spawn
 
 from .cases import every
 from .simulated import simulated

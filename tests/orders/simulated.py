@@ -5,8 +5,8 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 import commhooks
-from commhooks.simulate import SimulatedGroup, together
-from commhooks.testing.simulated_ranks import CountingTransport, SimulatedRanks, split
+from ch_core import SimulatedGroup, together
+from ch_testing.simulated_ranks import CountingTransport, SimulatedRanks, split
 from tests.orders.late import LateTransport
 
 from .models import given, like, small_limits

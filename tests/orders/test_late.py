@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from commhooks.simulate import SimulatedGroup, together
-from commhooks.testing import spawn
+from ch_core import SimulatedGroup, together
+from ch_testing import spawn
 from tests.orders.late import LateTransport
 from tests.orders.late_ranks import compared, lost, touched
 

@@ -5,7 +5,8 @@ import os
 import pytest
 
 import commhooks
-from commhooks.registry.expression import canonical, nodes
+from commhooks import canonical
+from commhooks.registry.expression import nodes
 from tests.orders.cases import every, sample
 from tests.orders.run import run
 from tests.orders.ways import FUNCTIONS, Case

@@ -29,8 +29,8 @@ import ch_fsdp
 import ch_powersgd
 import commhooks
 from ch_outer import OuterOptimizer, Schedule
+from ch_trace import Trace
 from commhooks import CommHook
-from commhooks.trace import Trace
 from tests.orders.late import LateCollectives
 from tests.sizes.hooks import ROWS
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from commhooks.errors import CommHooksError
+from commhooks import CommHooksError
 from tests.orders.late import late_collectives
 
 from . import ways

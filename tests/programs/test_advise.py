@@ -13,8 +13,8 @@ from ch_bench.advise.network import Curve, Message, Network
 from ch_bench.advise.predict import Prediction, recommend
 from ch_bench.advise.replay import EmulatedTransport, Note, Recorder, Replay
 from ch_bench.advise.workload import WRAPPER, Workload
+from ch_core import Engine
 from commhooks import Bucket, HookConfigError, Reduction, Topology, create, get, list_hooks
-from commhooks.adapters import Engine
 
 BENCH = Path(__file__).resolve().parents[2] / "plugins" / "ch-bench"  # its programs are not installed
 SECOND = 1e6  # bytes

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-
-import commhooks
 from programs.convergence import __main__ as study
 from programs.convergence import report, runs, tasks
+
+import commhooks
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(100)]
 TINY = ["--tasks", "gpt", "--steps", "3", "--seeds", "1", "--jobs", "1", "--hooks", "allreduce", "powersgd(rank=1)"]

@@ -93,7 +93,7 @@ def test_hook_that_never_compresses_fails_the_demo(tmp_path: Path) -> None:
 FAILING = """
 import sys
 from ch_bench import launch
-from commhooks.testing import WorkerError
+from ch_testing import WorkerError
 import torch, torch.distributed as dist
 
 def worker(rank, world, device):

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from programs.outer import race
 
 from ch_bench.links import netns
-from programs.outer import race
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(110)]
 TINY = ["--width", "32", "--layers", "1", "--batch", "2", "--context", "16"]

@@ -18,10 +18,10 @@ def sleep(rank, world, *rest):
     time.sleep(100)
 
 if __name__ == "__main__":
-    from commhooks.testing import spawn
+    from ch_testing import spawn
     spawn(sleep, 2, sys.argv[1])
 """
-LAUNCHED = SLEEPER.replace("from commhooks.testing import spawn", "from ch_bench import launch")
+LAUNCHED = SLEEPER.replace("from ch_testing import spawn", "from ch_bench import launch")
 LAUNCHED = LAUNCHED.replace("spawn(sleep, 2, sys.argv[1])", "launch.launch(sleep, 2, sys.argv[1])")
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import commhooks
+from ch_core import SimulatedRank, simulate
+from ch_testing import SimulatedRanks
 from commhooks import Reducer
-from commhooks.simulate import SimulatedRank, simulate
-from commhooks.testing import SimulatedRanks
 
 pytestmark = pytest.mark.timeout(60)
 EXPRESSIONS = sorted(

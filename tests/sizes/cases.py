@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 import commhooks
+from ch_core import together
+from ch_core.param_table import position_name
+from ch_testing import SimulatedRanks, spawn
 from commhooks import Bucket, BucketLayout, HookState
-from commhooks.param_table import position_name
-from commhooks.simulate import together
-from commhooks.testing import SimulatedRanks, spawn
 
 from . import reference as ref
 from .hooks import ATTACH, BY_EXPR, REDUCER, REGISTER, Row

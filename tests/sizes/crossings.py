@@ -13,11 +13,11 @@ from .cases import Case, Message
 from .hooks import ATTACH, REDUCER, REGISTER, VARIANTS
 from .models import OBJECTS, Shape
 
-NO_SIZE = {"commhooks.engine.schedule.spin_seconds": "a time", "commhooks.engine.schedule.cuts": "off or on"}
+NO_SIZE = {"ch_core.engine.schedule.spin_seconds": "a time", "ch_core.engine.schedule.cuts": "off or on"}
 BY_TEST = {
-    "commhooks.sizes.digest_row_words": "test_a_digest_sees_every_bit_around_its_rows",
-    "commhooks.sizes.digest_rows": "test_a_digest_sees_every_bit_around_its_rows",
-    "commhooks.sizes.sample_elements": "test_a_sample_is_the_middle_of_a_parameter",
+    "ch_core.sizes.digest_row_words": "test_a_digest_sees_every_bit_around_its_rows",
+    "ch_core.sizes.digest_rows": "test_a_digest_sees_every_bit_around_its_rows",
+    "ch_core.sizes.sample_elements": "test_a_sample_is_the_middle_of_a_parameter",
     "ch_powersgd.sizes.batched_below": "test_a_gpu_batches_small_matrices",
     "ch_quant.sizes.triton_block": "test_triton_has_torchs_bits_around_its_sizes",
     "ch_quant.sizes.triton_lane": "test_triton_has_torchs_bits_around_its_sizes",
@@ -114,7 +114,7 @@ def crossings() -> list[Crossing]:
     tuning, core, powersgd, quant, sparse = OBJECTS
     exactly, levels = "bf16_compress(accumulate='fp32')", "two_level(allreduce, nodes=NODES)"
 
-    engine = "commhooks.engine.schedule."
+    engine = "ch_core.engine.schedule."
     rows = round(4 / tuning.deferred_share)
     models = [(Shape((n, 4099)), Shape((n, 104101)), Shape((n, 4201))) for n in (rows + 1, rows, rows - 1)]
     add(engine + "deferred_share", "powersgd(rank=4)", ATTACH, models, "", 4, 4, 7)
@@ -145,7 +145,7 @@ def crossings() -> list[Crossing]:
     add(engine + "spin_bytes", "allreduce", REDUCER, _vectors(_around(tuning.spin_bytes // 4)))
     add(engine + "spin_bytes", "bf16_compress", REGISTER, _last(_around(tuning.spin_bytes // 2)))
 
-    sizes = "commhooks.sizes."
+    sizes = "ch_core.sizes."
     line, numel = core.aligned_elements, core.broadcast_from // 4  # of the node's two parts, each of whole cache lines
     add(
         sizes + "broadcast_from",

@@ -11,13 +11,13 @@ from dataclasses import dataclass, fields
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+import ch_core.sizes
 import ch_powersgd.sizes
 import ch_quant.sizes
 import ch_sparse.sizes
-import commhooks.sizes
-from commhooks.engine.schedule import TUNED
+from ch_core.engine.schedule import TUNED
 
-OBJECTS = (TUNED, commhooks.sizes.SIZES, ch_powersgd.sizes.SIZES, ch_quant.sizes.SIZES, ch_sparse.sizes.SIZES)
+OBJECTS = (TUNED, ch_core.sizes.SIZES, ch_powersgd.sizes.SIZES, ch_quant.sizes.SIZES, ch_sparse.sizes.SIZES)
 """Every object that holds the sizes of a package."""
 MODELS = {"5 M": 5_000_000, "13 M": 13_000_000, "28 M": 28_000_000}
 POOL = 16_000_057

@@ -32,7 +32,7 @@ def lost_chunk() -> None:
 
 def forgotten_residual() -> None:
     """A residual of the step before the last one is taken for the last one."""
-    from commhooks.entries import Versions
+    from ch_core.entries import Versions
 
     original = Versions.commit
     commits = [0]
@@ -50,7 +50,7 @@ def forgotten_residual() -> None:
 def one_rank() -> None:
     """One rank rounds one number of its average the other way."""
     if dist.get_rank() == 1:
-        from commhooks.reduction import Plain
+        from commhooks import Plain
 
         original = Plain.run
 

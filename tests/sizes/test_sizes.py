@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import commhooks
+from ch_core.sizes import SIZES
 from ch_powersgd import PowerSGD
-from commhooks import BucketLayout
+from ch_testing import spawn
+from commhooks import BucketLayout, canonical
 from commhooks.adapters.change_detection import ParameterSnapshot
-from commhooks.registry.expression import canonical, nodes
-from commhooks.sizes import SIZES
-from commhooks.testing import spawn
+from commhooks.registry.expression import nodes
 from tests.sizes.__main__ import drawn
 from tests.sizes.cases import Case, Outcome, run
 from tests.sizes.crossings import BY_TEST, NO_SIZE, Crossing, crossings, names
@@ -156,7 +156,7 @@ TRITON = """
 import torch
 from ch_quant.sizes import SIZES
 from commhooks import HookConfigError, create
-from commhooks.testing import SimulatedRanks
+from ch_testing import SimulatedRanks
 
 gradients = [{"w": torch.randn(3, 20_011, generator=torch.Generator().manual_seed(rank))} for rank in range(2)]
 most, lane = SIZES.triton_block, SIZES.triton_lane

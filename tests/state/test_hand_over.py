@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import commhooks
-from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride
-from commhooks.simulate import SimulatedRank, simulate
-from commhooks.testing import SimulatedRanks
-from commhooks.testing.gradients import all_ranks
+from ch_core import SimulatedRank, simulate
+from ch_core.bucket import contiguous_stride
+from ch_testing import SimulatedRanks
+from ch_testing.gradients import all_ranks
+from commhooks import Bucket, BucketLayout, ParamLayout
 
 SHAPES = {
     "square, by columns": ((16, 16), (1, 16)),

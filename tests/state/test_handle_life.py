@@ -25,9 +25,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from ch_testing import Faulty
+from ch_testing.faulty import WHERE, Injected
 from commhooks import AttachError, StateError
-from commhooks.testing import Faulty
-from commhooks.testing.faulty import WHERE, Injected
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 HOOKS = ("powersgd(rank=1, min_compression_rate=1)", "error_feedback(bf16_compress)", "topk(density=0.3)")

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import commhooks
+from ch_testing import SimulatedRanks
 from commhooks import HookState, StateError
-from commhooks.checkpoint import merge
-from commhooks.testing import SimulatedRanks
+from commhooks.checkpoint.world_change import merge
 
 EXPR = "powersgd(rank=2, min_compression_rate=1)"
 LIKE = {"w": torch.zeros(24, 16), "b": torch.zeros(24), "v": torch.zeros(16, 32)}

@@ -9,10 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import commhooks
-from commhooks import Bucket, BucketLayout, HookConfigError, HookState, ParamLayout, Reduction
-from commhooks.checkpoint import load_state_dict, merge, state_dict
-from commhooks.compositions.policy import policy
-from commhooks.simulate import SimulatedRank, simulate
+from ch_core import SimulatedRank, simulate
+from ch_wrappers.policy import policy
+from commhooks import (
+    Bucket,
+    BucketLayout,
+    HookConfigError,
+    HookState,
+    ParamLayout,
+    Reduction,
+    load_state_dict,
+    state_dict,
+)
+from commhooks.checkpoint.world_change import merge
 
 KEEPERS = (  # every way to store a residual: order, dtype, packing, block, composition
     "powersgd(rank=1, min_compression_rate=1)",

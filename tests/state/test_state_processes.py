@@ -13,9 +13,10 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from ch_testing import spawn
 from commhooks import HookTimeoutError, RankMismatchError, StateError
-from commhooks.checkpoint import dcp, merge
-from commhooks.testing import spawn
+from commhooks.checkpoint import dcp
+from commhooks.checkpoint.world_change import merge
 
 EXPR = "powersgd(rank=2, min_compression_rate=1)"
 

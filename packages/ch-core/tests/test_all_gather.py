@@ -6,11 +6,23 @@ import pytest
 import torch
 
 import commhooks
-from commhooks import Bucket, ParamLayout, Reduction, Requests, StepContext
-from commhooks.adapters import Engine, Gathered, GatherEngine, Scattered
-from commhooks.bucket import BucketLayout
-from commhooks.shards import ShardLayout, Shards, plain_scatter
-from commhooks.simulate import SimulatedRank, simulate
+from ch_core import (
+    Bucket,
+    BucketLayout,
+    Engine,
+    Gathered,
+    GatherEngine,
+    ParamLayout,
+    Reduction,
+    Requests,
+    Scattered,
+    ShardLayout,
+    Shards,
+    SimulatedRank,
+    StepContext,
+    simulate,
+)
+from ch_core.shards import plain_scatter
 
 SHAPES = dict.fromkeys(("symbol", "down", "head", "up"), (64, 32))
 """Exact and coded parameters take turns, so that both kinds have gaps between them, and all have one size."""

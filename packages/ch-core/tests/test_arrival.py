@@ -11,7 +11,7 @@ import pytest
 SCRIPT = """
 import sys, threading, time
 import torch, torch.distributed as dist
-from commhooks.adapters import call_on_arrival
+from ch_core import call_on_arrival
 
 class Late:
     def __del__(self):

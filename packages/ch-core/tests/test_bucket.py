@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commhooks.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride, per_layout
-from commhooks.engine.schedule import pieces as pieces_of
+from ch_core import Bucket, BucketLayout, ParamLayout, per_layout
+from ch_core.bucket import contiguous_stride
+from ch_core.engine.schedule import pieces as pieces_of
 
 SHAPES = st.dictionaries(
     st.text("abcdef.", min_size=1, max_size=6),

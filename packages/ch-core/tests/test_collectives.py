@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from commhooks import AllGather, AllReduce, AllToAll, Bucket, Plain, ReduceScatter, WireCast
-from commhooks.engine.collectives import Stage
-from commhooks.engine.engine import Engine
-from commhooks.engine.schedule import TUNED
-from commhooks.errors import HookTimeoutError
-from commhooks.requests import Request, Wire
-from commhooks.scratch import Scratch
-from commhooks.transport import loan
-from commhooks.transport.base import Work
+from ch_core import AllGather, AllReduce, AllToAll, Bucket, HookTimeoutError, Plain, ReduceScatter, Request, Wire
+from ch_core.engine.collectives import Stage
+from ch_core.engine.engine import Engine
+from ch_core.engine.schedule import TUNED
+from ch_core.scratch import Scratch
+from ch_core.transport import loan
+from ch_core.transport.base import Work
+from ch_wrappers import WireCast
 
 NUMEL = int(TUNED.halved_from) // 4  # fp32 at the limit; a message in 16 bits needs twice as many
 BF16 = Wire(torch.bfloat16)

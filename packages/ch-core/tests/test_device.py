@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from commhooks.device import HostCopy, SideStream, device_of_backend, is_asynchronous, is_capturing
+from ch_core.device import HostCopy, SideStream, device_of_backend, is_asynchronous, is_capturing
 
 
 class Tensor:

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commhooks.digest import checksum, digests, folded
-from commhooks.sizes import SIZES
+from ch_core.digest import checksum, digests, folded
+from ch_core.sizes import SIZES
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.int64),

@@ -8,10 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commhooks import Bucket, HookConfigError, Plain, RankMismatchError, RemoteHookError
-from commhooks.engine import drift
-from commhooks.engine.drift import RankCheck
-from commhooks.simulate import SimulatedRank, simulate
+from ch_core import Bucket, HookConfigError, Plain, RankMismatchError, RemoteHookError, SimulatedRank, simulate
+from ch_core.engine import drift
+from ch_core.engine.drift import RankCheck
 
 
 def flip(tensor: torch.Tensor, index: int, bit: int) -> None:

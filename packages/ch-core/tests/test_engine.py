@@ -10,16 +10,32 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commhooks.bucket import Bucket
-from commhooks.compositions.error_feedback import ErrorFeedback
-from commhooks.compositions.wire_cast import WireCast
-from commhooks.engine.engine import Engine, StatelessEngine
-from commhooks.engine.schedule import TUNED, CpuTuning
-from commhooks.engine.stats import Recording
-from commhooks.errors import HookConfigError, HookResultError, HookTimeoutError, RemoteHookError, TransportError
-from commhooks.reduction import Plain, Reduction, Stages, StepContext
-from commhooks.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Wire
-from commhooks.simulate import SimulatedGroup, SimulatedRank, SimulatedTransport, simulate
+from ch_core import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Bucket,
+    HookConfigError,
+    HookResultError,
+    HookTimeoutError,
+    Plain,
+    ReduceScatter,
+    Reduction,
+    RemoteHookError,
+    SimulatedGroup,
+    SimulatedRank,
+    SimulatedTransport,
+    Stages,
+    StepContext,
+    TransportError,
+    Wire,
+    simulate,
+)
+from ch_core.engine.engine import Engine, StatelessEngine
+from ch_core.engine.schedule import TUNED, CpuTuning
+from ch_core.engine.stats import Recording
+from ch_wrappers import WireCast
+from ch_wrappers.error_feedback import ErrorFeedback
 
 
 class TwoStage(Reduction):

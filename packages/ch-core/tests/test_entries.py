@@ -5,11 +5,20 @@ from typing import ClassVar, Literal
 import pytest
 import torch
 
-from commhooks import AllReduce, Bucket, HookState, Packed, Reduction, Stages, StepContext
-from commhooks.encoding import Encoding, Entry
-from commhooks.engine.engine import Engine
-from commhooks.entries import Versions
-from commhooks.simulate import SimulatedGroup, SimulatedTransport
+from ch_core import (
+    AllReduce,
+    Bucket,
+    HookState,
+    Packed,
+    Reduction,
+    SimulatedGroup,
+    SimulatedTransport,
+    Stages,
+    StepContext,
+)
+from ch_core.encoding import Encoding, Entry
+from ch_core.engine.engine import Engine
+from ch_core.entries import Versions
 
 KEY = ("w", "residual")
 

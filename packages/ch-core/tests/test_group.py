@@ -6,10 +6,20 @@ from typing import Any
 import pytest
 import torch
 
-from commhooks import AllReduce, Bucket, Plain, Reduction
-from commhooks.adapters import Engine, EngineGroup
-from commhooks.errors import HookTimeoutError, RemoteHookError
-from commhooks.simulate import SimulatedGroup, SimulatedRank, SimulatedTransport, simulate
+from ch_core import (
+    AllReduce,
+    Bucket,
+    Engine,
+    EngineGroup,
+    HookTimeoutError,
+    Plain,
+    Reduction,
+    RemoteHookError,
+    SimulatedGroup,
+    SimulatedRank,
+    SimulatedTransport,
+    simulate,
+)
 
 
 class Fails(Reduction):

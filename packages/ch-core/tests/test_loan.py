@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 
-from commhooks.transport import loan
-from commhooks.transport.loan import Loan, take_back
+from ch_core.transport import loan
+from ch_core.transport.loan import Loan, take_back
 
 pytestmark = pytest.mark.skipif(not loan._CAN_SWAP, reason="torch 2.10 and 2.11 cannot swap storages")
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commhooks.errors import HookTimeoutError, TransportError
-from commhooks.sizes import SIZES
-from commhooks.testing import spawn
-from commhooks.transport.process_group import ProcessGroupTransport
+from ch_core import HookTimeoutError, TransportError
+from ch_core.sizes import SIZES
+from ch_core.transport.process_group import ProcessGroupTransport
+from ch_testing import spawn
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(120)]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commhooks.errors import TransportError
-from commhooks.transport.process_group import ProcessGroupTransport
+from ch_core import TransportError
+from ch_core.transport.process_group import ProcessGroupTransport
 
 
 class Shrinking(ProcessGroupTransport):

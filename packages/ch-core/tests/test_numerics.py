@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from commhooks.numerics import cut, exact_products, seeded_normals
+from ch_core.numerics import cut, exact_products, seeded_normals
 
 CPU = torch.device("cpu")
 

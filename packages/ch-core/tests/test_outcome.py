@@ -9,16 +9,23 @@ from typing import Any, ClassVar, Literal
 import pytest
 import torch
 
-from commhooks import HookState
-from commhooks.bucket import Bucket
-from commhooks.checkpoint import load_state_dict, state_dict
-from commhooks.compositions.wire_cast import WireCast
-from commhooks.engine.collectives import Stage
-from commhooks.engine.outcome import Progress, finiteness
-from commhooks.errors import RemoteHookError, StateError
-from commhooks.reduction import Plain, Reduction, StepContext
-from commhooks.requests import AllGather, AllReduce
-from commhooks.simulate import SimulatedRank, simulate
+from ch_core import (
+    AllGather,
+    AllReduce,
+    Bucket,
+    HookState,
+    Plain,
+    Reduction,
+    RemoteHookError,
+    SimulatedRank,
+    StateError,
+    StepContext,
+    simulate,
+)
+from ch_core.engine.collectives import Stage
+from ch_core.engine.outcome import Progress, finiteness
+from ch_wrappers import WireCast
+from commhooks import load_state_dict, state_dict
 
 # -- state of tentative steps
 
@@ -621,8 +628,8 @@ class Halves(Reduction):
 @pytest.mark.parametrize("where", ["before", "after", "nowhere"])
 def test_a_late_failure_leaves_nan_on_every_rank(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA, a scaler must skip the step on all ranks or on none. Gathered bytes alone show no failure."""
-    monkeypatch.setattr("commhooks.engine.outcome.is_asynchronous", lambda device: True)
-    monkeypatch.setattr("commhooks.engine.engine.is_asynchronous", lambda device: True)
+    monkeypatch.setattr("ch_core.engine.outcome.is_asynchronous", lambda device: True)
+    monkeypatch.setattr("ch_core.engine.engine.is_asynchronous", lambda device: True)
 
     def body(rank: SimulatedRank) -> tuple[BaseException | None, list[bool], list[float]]:
         engine, found = rank.engine(Halves(where)), []

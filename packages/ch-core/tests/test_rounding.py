@@ -6,10 +6,8 @@ import pytest
 import torch
 
 import commhooks
-from commhooks import Bucket
-from commhooks.requests import Wire
-from commhooks.rounding import encode, stochastic_round
-from commhooks.simulate import SimulatedRank, simulate
+from ch_core import Bucket, SimulatedRank, Wire, simulate
+from ch_core.rounding import encode, stochastic_round
 
 DTYPES = (torch.bfloat16, torch.float16)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import commhooks
-from commhooks.testing import SimulatedRanks
-from commhooks.testing.gradients import all_ranks, parameters
+from ch_testing import SimulatedRanks
+from ch_testing.gradients import all_ranks, parameters
 
 EF = "error_feedback(bf16_compress)"
 

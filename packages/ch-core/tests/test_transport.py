@@ -8,12 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commhooks.bucket import Bucket
-from commhooks.compositions.wire_cast import WireCast
-from commhooks.engine.schedule import TUNED, CpuTuning
-from commhooks.reduction import Plain, Reduction
-from commhooks.requests import AllReduce
-from commhooks.simulate import SimulatedRank, simulate
+from ch_core import AllReduce, Bucket, Plain, Reduction, SimulatedRank, simulate
+from ch_core.engine.schedule import TUNED, CpuTuning
+from ch_wrappers import WireCast
 
 
 class Twice(Reduction):

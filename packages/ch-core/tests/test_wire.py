@@ -8,16 +8,27 @@ import pytest
 import torch
 
 import commhooks
-from commhooks.bucket import Bucket, BucketLayout
-from commhooks.compositions.wire_cast import WireCast
-from commhooks.engine.collectives import void_requests
-from commhooks.engine.engine import Engine
-from commhooks.errors import HookConfigError
-from commhooks.handle import CommHook
-from commhooks.reduction import Plain, Reduction, StepContext
-from commhooks.requests import AllGather, AllReduce, AllToAll, Wire
-from commhooks.simulate import SimulatedGroup, SimulatedRank, SimulatedTransport, simulate
-from commhooks.testing import SimulatedRanks
+from ch_core import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Bucket,
+    BucketLayout,
+    HookConfigError,
+    Plain,
+    Reduction,
+    SimulatedGroup,
+    SimulatedRank,
+    SimulatedTransport,
+    StepContext,
+    Wire,
+    simulate,
+)
+from ch_core.engine.collectives import void_requests
+from ch_core.engine.engine import Engine
+from ch_testing import SimulatedRanks
+from ch_wrappers import WireCast
+from commhooks import CommHook
 
 
 def step(engine: Engine, parts: list[Bucket]) -> BaseException | None:

@@ -8,7 +8,7 @@ import pytest
 
 PROGRAM = """
 import torch, torch.distributed as dist, commhooks
-from commhooks.adapters import ProcessGroupTransport
+from ch_core import ProcessGroupTransport
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard

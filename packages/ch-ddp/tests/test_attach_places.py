@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.testing import SimulatedRanks, spawn
+from ch_testing import SimulatedRanks, spawn
 
 HOOK = "powersgd(rank=2)"
 

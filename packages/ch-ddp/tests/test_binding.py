@@ -16,8 +16,8 @@ import ch_ddp
 import commhooks
 from ch_ddp.hook_function import as_hook
 from ch_powersgd import PowerSGDState, powerSGD_hook
+from ch_testing import spawn
 from commhooks import AttachError, HookState, Plain
-from commhooks.testing import spawn
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.gloo]
 

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ch_ddp
 import commhooks
-from commhooks.testing import spawn
-from commhooks.testing.simulated_ranks import SimulatedRanks
+from ch_testing import spawn
+from ch_testing.simulated_ranks import SimulatedRanks
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from ch_testing import spawn
 from commhooks import HookConfigError, HookNotSupportedError, RankMismatchError
-from commhooks.testing import spawn
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.gloo]
 HOOKS = ("allreduce", "bf16_compress", "powersgd(rank=2, min_compression_rate=1)", "quant4", "topk(density=0.3)")
@@ -174,7 +174,8 @@ def test_a_single_process_and_illegal_options() -> None:
 
 
 def test_an_adapter_without_the_check_refuses_it() -> None:
-    from commhooks.adapters import Binding, RankCheck
+    from ch_core import RankCheck
+    from commhooks import Binding
 
     class Bare(Binding):
         calls = 0

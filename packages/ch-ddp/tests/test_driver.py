@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from ch_testing import spawn
 from commhooks import HookTimeoutError
-from commhooks.testing import spawn
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(120)]
 

@@ -18,10 +18,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from ch_ddp.frameworks import TrainerHook
+from ch_ddp import TrainerHook
+from ch_testing import spawn
 from commhooks import StateError
-from commhooks.checkpoint import gather, load_gathered
-from commhooks.testing import spawn
+from commhooks.checkpoint.one_file import gather, load_gathered
 
 from .test_registering import as_torchrun
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ch_ddp
-from commhooks.testing import spawn
+from ch_testing import spawn
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(120)]
 

@@ -15,9 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks import Bucket, HookNotSupportedError, Reduction, Stages, StepContext
-from commhooks.adapters import StepOutcome
-from commhooks.requests import AllReduce
+from ch_core import StepOutcome
+from commhooks import AllReduce, Bucket, HookNotSupportedError, Reduction, Stages, StepContext
 
 
 class Fails(Reduction):

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ch_ddp
 import commhooks
 from ch_ddp import HierarchicalModelAverager, PeriodicModelAverager, PostLocalSGDOptimizer, PostLocalSGDState
-from commhooks.testing import spawn
+from ch_testing import spawn
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import ch_ddp
 from ch_ddp import PostLocalSGDState
-from commhooks.testing import spawn
+from ch_testing import spawn
 
 
 def net() -> nn.Module:

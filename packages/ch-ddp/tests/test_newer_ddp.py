@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ch_ddp
 import commhooks
 from ch_ddp.hook_function import as_hook
-from commhooks.reduction import Plain
-from commhooks.testing import spawn
+from ch_testing import spawn
+from commhooks import Plain
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.gloo]
 

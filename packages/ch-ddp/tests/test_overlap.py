@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from ch_ddp import OverlappedOptimizer
-from commhooks.testing import spawn
+from ch_testing import spawn
 
 pytestmark = pytest.mark.timeout(150)
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ch_ddp
 import commhooks
 from ch_ddp import AllGatherGrad, DDPCommHookType, register_ddp_comm_hook
-from commhooks.testing import spawn
+from ch_testing import spawn
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from ch_ddp.adapter.saved_buckets import SavedBuckets
+from ch_testing import spawn
 from commhooks import Bucket, BucketLayout, HookState, ParamLayout
-from commhooks.testing import spawn
 
 HOOKS = (  # every hook whose results depend on the buckets
     "quant4(error_feedback=True)",

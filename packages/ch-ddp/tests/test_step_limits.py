@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import ch_ddp
 import commhooks
 from ch_ddp.hook_function import as_hook
+from ch_testing import spawn
 from commhooks import HookState, Plain
-from commhooks.testing import spawn
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.gloo]
 

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from ch_ddp.local_sgd.subgroups import ranks_per_machine
-from commhooks.errors import HookConfigError
-from commhooks.testing import spawn
+from ch_testing import spawn
+from commhooks import HookConfigError
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,13 +11,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from ch_core import agreement
+from ch_core.agreement import StoreExchange, agree
 from ch_ddp.adapter.result_checks import gradient_checksum
-from commhooks import agreement
-from commhooks.agreement import StoreExchange, agree
-from commhooks.bucket import Bucket
-from commhooks.errors import RankMismatchError
-from commhooks.reduction import Plain, Reduction, StepContext
-from commhooks.testing import spawn
+from ch_testing import spawn
+from commhooks import Bucket, Plain, RankMismatchError, Reduction, StepContext
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -12,10 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.bucket import Bucket
-from commhooks.reduction import Reduction, StepContext
-from commhooks.requests import AllReduce
-from commhooks.testing import spawn
+from ch_testing import spawn
+from commhooks import AllReduce, Bucket, Reduction, StepContext
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.gloo]
 

@@ -16,10 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
-from commhooks.bucket import Bucket
-from commhooks.reduction import Reduction, StepContext
-from commhooks.requests import AllReduce
-from commhooks.testing import spawn
+from ch_testing import spawn
+from commhooks import AllReduce, Bucket, Reduction, StepContext
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.gloo]
 

@@ -13,8 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.reduction import Plain
-from commhooks.testing import spawn
+from ch_testing import spawn
+from commhooks import Plain
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.gloo]
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.errors import CommHooksError, RankMismatchError, RemoteHookError
-from commhooks.testing import spawn
+from ch_testing import spawn
+from commhooks import CommHooksError, RankMismatchError, RemoteHookError
 
 pytestmark = pytest.mark.full
 
@@ -148,8 +148,8 @@ def test_a_group_of_some_ranks() -> None:
 
 
 def hook_fails(rank: int, world: int) -> str:
+    from ch_wrappers.two_level import TwoLevel
     from commhooks import AllReduce, Bucket, Reduction, StepContext
-    from commhooks.compositions.two_level import TwoLevel
 
     class Breaks(Reduction):
         name, lossy = "breaks", True

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
-from commhooks.testing import spawn
+from ch_testing import spawn
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.gloo]
 

@@ -14,11 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ch_ddp
 import commhooks
 from ch_ddp.hook_function import as_hook
-from commhooks.bucket import Bucket
-from commhooks.reduction import Plain, Reduction, StepContext
-from commhooks.requests import AllReduce
-from commhooks.state import HookState
-from commhooks.testing import spawn
+from ch_testing import spawn
+from commhooks import AllReduce, Bucket, HookState, Plain, Reduction, StepContext
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.gloo]
 

@@ -7,9 +7,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.digest import checksum
-from commhooks.errors import RankMismatchError
-from commhooks.testing import spawn
+from ch_core.digest import checksum
+from ch_testing import spawn
+from commhooks import RankMismatchError
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import commhooks
+from ch_testing import spawn
 from commhooks import HookNotSupportedError, HookResultError
-from commhooks.testing import spawn
 
 from .fsdp_kit import grads
 

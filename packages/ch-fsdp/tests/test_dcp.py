@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import commhooks
+from ch_testing import spawn
 from commhooks import CommHook, StateError
 from commhooks.checkpoint import dcp
-from commhooks.testing import spawn
 
 from .fsdp_kit import batch, flat_params, gpt, shard2, whole
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import commhooks
+from ch_testing import spawn
 from commhooks import HookNotSupportedError, RankMismatchError, RemoteHookError
-from commhooks.testing import spawn
 
 from .fsdp_kit import batch, gpt, line, shard2, square
 from .test_replicated import replicated

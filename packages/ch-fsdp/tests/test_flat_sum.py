@@ -7,12 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ch_core import SimulatedRank, simulate
 from ch_fsdp.flat_sum import FlatSum, fits_flat, flat_bucket, flat_version
 from ch_powersgd import PowerSGD
-from commhooks.compositions.wire_cast import WireCast
-from commhooks.errors import HookNotSupportedError
-from commhooks.reduction import Plain, Reduction
-from commhooks.simulate import SimulatedRank, simulate
+from ch_wrappers import WireCast
+from commhooks import HookNotSupportedError, Plain, Reduction
 
 BF16, BF16_FP32 = WireCast(Plain(), "bf16"), WireCast(Plain(), "bf16", accumulate="fp32")
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 import ch_fsdp
 import commhooks
-from commhooks.testing import spawn
+from ch_testing import spawn
 
 from .fsdp_kit import batch, gpt, shard1, single, train
 

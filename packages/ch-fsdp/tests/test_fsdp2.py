@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import commhooks
 from ch_fsdp.torch_internals.param_groups import param_groups
+from ch_testing import spawn
 from commhooks import HookConfigError, HookNotSupportedError
-from commhooks.testing import spawn
 
 from .fsdp_kit import batch, flat_params, gpt, line, shard2, square, train
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import commhooks
+from ch_testing import spawn
 from commhooks import (
     AttachError,
     HookConfigError,
@@ -25,7 +26,6 @@ from commhooks import (
     RemoteHookError,
     StateError,
 )
-from commhooks.testing import spawn
 
 from .fsdp_kit import batch, distance, gpt, grads, line, shard2, single, square, train, whole
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 import commhooks
-from commhooks.testing import spawn
+from ch_testing import spawn
 
 from .fsdp_kit import CONTEXT, TinyGPT, batch, distance, gpt, grads, line, shard2, whole
 from .test_gather_axis import HOOK, decoded, reference, same_everywhere

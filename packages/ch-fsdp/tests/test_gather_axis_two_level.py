@@ -4,7 +4,7 @@ import pytest
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import commhooks
-from commhooks.testing import spawn
+from ch_testing import spawn
 
 from .fsdp_kit import gpt, line, shard2, square, train
 from .test_gather_axis import run_case

@@ -16,9 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import commhooks
 from ch_fsdp.torch_internals.param_groups import param_groups
+from ch_testing import spawn
 from commhooks import AttachError, HookConfigError, HookNotSupportedError
 from commhooks.checkpoint import dcp
-from commhooks.testing import spawn
 
 from .fsdp_kit import batch, flat_params, gpt, grads, shard2, square
 

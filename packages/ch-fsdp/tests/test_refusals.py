@@ -18,9 +18,8 @@ from torch.distributed.tensor import Shard
 import ch_fsdp
 import commhooks
 from ch_fsdp.torch_internals.param_groups import param_groups
-from commhooks import AttachError, HookConfigError, HookNotSupportedError, RankMismatchError
-from commhooks.reduction import Plain
-from commhooks.testing import spawn
+from ch_testing import spawn
+from commhooks import AttachError, HookConfigError, HookNotSupportedError, Plain, RankMismatchError
 
 from .fsdp_kit import batch, gpt, line, shard1, shard2, square
 

@@ -16,10 +16,18 @@ from torch.nn.parallel import DistributedDataParallel
 import ch_powersgd
 import commhooks
 from ch_fsdp.replicate_axis import GroupOrder
-from commhooks import AllReduce, AttachError, Bucket, HookConfigError, RankMismatchError, RemoteHookError, StateError
-from commhooks.reduction import StepContext
-from commhooks.requests import Requests
-from commhooks.testing import spawn
+from ch_testing import spawn
+from commhooks import (
+    AllReduce,
+    AttachError,
+    Bucket,
+    HookConfigError,
+    RankMismatchError,
+    RemoteHookError,
+    Requests,
+    StateError,
+    StepContext,
+)
 
 from .fsdp_kit import batch, flat_params, gpt, grads, shard2, single, square, train
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import commhooks
 from ch_fsdp import replicate_axis
-from commhooks.testing import Faulty, spawn
+from ch_testing import Faulty, spawn
 
 from .fsdp_kit import batch, gpt, grads
 

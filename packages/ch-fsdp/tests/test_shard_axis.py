@@ -11,8 +11,8 @@ from torch.distributed.tensor import Shard
 
 import commhooks
 from ch_fsdp.torch_internals.param_groups import param_groups
+from ch_testing import spawn
 from commhooks import HookResultError, RemoteHookError
-from commhooks.testing import spawn
 
 from .fsdp_kit import batch, distance, flat_params, gpt, grads, line, one_backward, shard2, single, square, train
 

@@ -14,9 +14,9 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
+from ch_testing import spawn
 from commhooks import HookNotSupportedError, StateError
 from commhooks.checkpoint import dcp
-from commhooks.testing import spawn
 
 from .fsdp_kit import batch, distance, flat_params, gpt, line, one_backward, shard2, square, train
 

@@ -3,8 +3,8 @@
 import pytest
 
 import commhooks
+from ch_testing import spawn
 from commhooks import HookNotSupportedError
-from commhooks.testing import spawn
 
 from .fsdp_kit import distance, gpt, line, one_backward, shard2
 

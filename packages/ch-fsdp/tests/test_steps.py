@@ -13,10 +13,8 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
-from commhooks import AllReduce, Bucket, HookResultError, RemoteHookError, StateError
-from commhooks.reduction import StepContext
-from commhooks.requests import Requests
-from commhooks.testing import spawn
+from ch_testing import spawn
+from commhooks import AllReduce, Bucket, HookResultError, RemoteHookError, Requests, StateError, StepContext
 
 from .fsdp_kit import grads, whole
 

@@ -9,9 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 import commhooks
+from ch_testing import spawn
 from commhooks import CommHook
-from commhooks.checkpoint import dcp, gather, load_gathered
-from commhooks.testing import spawn
+from commhooks.checkpoint import dcp
+from commhooks.checkpoint.one_file import gather, load_gathered
 
 from .fsdp_kit import batch, gpt, shard2
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import ch_fsdp
 import commhooks
 from ch_fsdp.torch_internals.param_groups import param_groups, premultiplier
-from commhooks.testing import spawn
+from ch_testing import spawn
 
 from .fsdp_kit import batch, gpt, line, shard2, square
 

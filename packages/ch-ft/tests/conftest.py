@@ -7,7 +7,7 @@ import pytest
 from torch.nn.parallel import DistributedDataParallel
 
 os.environ.setdefault("RUST_LOG", "error")  # before the import of torchft, which logs a line per quorum and process
-pytest.register_assert_rewrite("ch_ft.testing.scenario")
+pytest.register_assert_rewrite("ch_testing.torchft.scenario")
 
 
 @pytest.fixture(autouse=True)

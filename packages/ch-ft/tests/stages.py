@@ -4,9 +4,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from commhooks.bucket import Bucket
-from commhooks.reduction import Reduction, Stages, StepContext
-from commhooks.requests import AllReduce
+from commhooks import AllReduce, Bucket, Reduction, Stages, StepContext
 
 
 class TwoStage(Reduction):

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import commhooks
-from ch_ft import DistributedDataParallel, OptimizerWrapper, SimulatedCluster, SimulatedManager
+from ch_ft import DistributedDataParallel, OptimizerWrapper
 from ch_ft.attempts import attempts_of
-from commhooks.errors import AttachError, HookConfigError
-from commhooks.reduction import Plain
+from ch_testing import SimulatedCluster, SimulatedManager
+from commhooks import AttachError, HookConfigError, Plain
 
 from .stages import TwoStage
 

@@ -9,20 +9,23 @@ import pytest
 import torch
 
 import commhooks
-from ch_ft import (
-    DistributedDataParallel,
-    ManagerTransport,
-    OptimizerWrapper,
-    PureDistributedDataParallel,
-    SimulatedCluster,
-    SimulatedManager,
-)
+from ch_ft import DistributedDataParallel, ManagerTransport, OptimizerWrapper, PureDistributedDataParallel
 from ch_ft.transport import collectives_for
-from commhooks.bucket import Bucket
-from commhooks.compositions.wire_cast import WireCast
-from commhooks.errors import AttachError, HookConfigError, HookNotSupportedError, RankMismatchError
-from commhooks.reduction import Plain, Reduction, Stages, StepContext
-from commhooks.requests import AllReduce, ReduceScatter
+from ch_testing import SimulatedCluster, SimulatedManager
+from ch_wrappers import WireCast
+from commhooks import (
+    AllReduce,
+    AttachError,
+    Bucket,
+    HookConfigError,
+    HookNotSupportedError,
+    Plain,
+    RankMismatchError,
+    ReduceScatter,
+    Reduction,
+    Stages,
+    StepContext,
+)
 
 from .stages import TwoStage
 

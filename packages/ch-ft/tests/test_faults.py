@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("torchft")
 
-from ch_ft.testing import quorum, scenario
-from ch_ft.testing.member import Task
+from ch_testing.torchft import quorum, scenario
+from ch_testing.torchft.member import Task
 
 FIRST = ("first", 2, "allreduce")
 FULL = {

@@ -1,6 +1,6 @@
 """The members of a round compare their fingerprints once."""
 
-from ch_ft import SimulatedCluster, SimulatedManager
+from ch_testing import SimulatedCluster, SimulatedManager
 
 from .test_replica_groups import COLLECTIVES, POWERSGD, Member, batch, one_rank
 

@@ -13,14 +13,15 @@ import torch.distributed as dist
 from torch import nn
 
 import ch_ft
+import ch_testing
 import commhooks
-from commhooks.adapters import checksum
+from ch_core import checksum
 
 pytest.importorskip("torchft")
 pytest.importorskip("ch_fsdp")
 
-from ch_ft.testing import member, quorum, scenario
-from ch_ft.testing.member import Task
+from ch_testing.torchft import member, quorum, scenario
+from ch_testing.torchft.member import Task
 
 HOOK = "powersgd(rank=2)"
 NAMES = quorum.NAMES[:2]
@@ -69,7 +70,7 @@ def replay(outcome: quorum.Outcome, last: int) -> dict[int, str]:
     records = {name: {s: r for s, r in outcome.committed(name).items() if r["t"] < born} for name in NAMES}
     records[NAMES[0]] = outcome.committed(NAMES[0])
 
-    def body(manager: ch_ft.SimulatedManager) -> dict[int, str]:
+    def body(manager: ch_testing.SimulatedManager) -> dict[int, str]:
         with BUILDING:
             module = member.sharded(member.net(0))
             commhooks.attach(module, HOOK, manager=manager)
@@ -84,7 +85,7 @@ def replay(outcome: quorum.Outcome, last: int) -> dict[int, str]:
         return found
 
     try:
-        with ch_ft.SimulatedCluster() as cluster:
+        with ch_testing.SimulatedCluster() as cluster:
             found: dict[int, str] = cluster.run(dict.fromkeys(NAMES, body))[NAMES[0]]
     finally:
         if dist.is_initialized():

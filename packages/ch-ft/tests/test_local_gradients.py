@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from ch_ft import DistributedDataParallel, SimulatedCluster, SimulatedManager
+from ch_ft import DistributedDataParallel
+from ch_run.auto_attach import auto_attach
+from ch_run.import_watch import watch
+from ch_run.settings import Settings
+from ch_testing import SimulatedCluster, SimulatedManager
 from commhooks import HookNotSupportedError
-from commhooks.launch.auto_attach import auto_attach
-from commhooks.launch.import_watch import watch
-from commhooks.launch.settings import Settings
 
 pytest.importorskip("ch_outer")
 

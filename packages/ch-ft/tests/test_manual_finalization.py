@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ch_ft import DistributedDataParallel, SimulatedCluster, SimulatedManager
+from ch_ft import DistributedDataParallel
+from ch_testing import SimulatedCluster, SimulatedManager
 from commhooks import Plain
 
 pytestmark = [

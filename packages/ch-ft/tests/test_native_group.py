@@ -13,7 +13,7 @@ import torch.distributed as dist
 import ch_ft
 
 torchft = pytest.importorskip("torchft")
-quorum = pytest.importorskip("ch_ft.testing.quorum")  # quiets torchft before any part of it starts
+quorum = pytest.importorskip("ch_testing.torchft.quorum")  # quiets torchft before any part of it starts
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(dist.ProcessGroup, "reconfigure"), reason="torch < 2.14: groups cannot reconfigure"),

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ch_ft import DistributedDataParallel, OptimizerWrapper, SimulatedCluster, SimulatedManager
-from commhooks.errors import HookConfigError
+from ch_ft import DistributedDataParallel, OptimizerWrapper
+from ch_testing import SimulatedCluster, SimulatedManager
+from commhooks import HookConfigError
 
 NET = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 

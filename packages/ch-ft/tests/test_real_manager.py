@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import ch_ft
-from commhooks.errors import HookNotSupportedError, RankMismatchError
+from commhooks import HookNotSupportedError, RankMismatchError
 
 torchft = pytest.importorskip("torchft")
-quorum = pytest.importorskip("ch_ft.testing.quorum")  # quiets torchft before any part of it starts
+quorum = pytest.importorskip("ch_testing.torchft.quorum")  # quiets torchft before any part of it starts
 
 
 @pytest.fixture

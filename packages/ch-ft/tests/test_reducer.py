@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import commhooks
-from ch_ft import SimulatedCluster, SimulatedDeath, SimulatedManager
+from ch_testing import SimulatedCluster, SimulatedDeath, SimulatedManager
 from commhooks import AttachError, HookConfigError, RankMismatchError, Reducer
 
 from .stages import TwoStage

@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ch_ft
 import commhooks
-from ch_ft import OptimizerWrapper, SimulatedCluster, SimulatedDeath, SimulatedManager
+from ch_ft import OptimizerWrapper
+from ch_testing import SimulatedCluster, SimulatedDeath, SimulatedManager
 from commhooks import AttachError, HookConfigError, HookNotSupportedError, RankMismatchError
 
 pytest.importorskip("ch_fsdp")
@@ -430,7 +431,7 @@ def test_without_ch_ft_the_error_names_the_package() -> None:
         import ch_ft, commhooks  # installed, but left out as a plugin
         from torch.distributed.fsdp import fully_shard
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        with ch_ft.SimulatedCluster() as cluster:
+        with ch_testing.SimulatedCluster() as cluster:
             try:
                 commhooks.attach(fully_shard(torch.nn.Linear(4, 4)), "allreduce", manager=cluster.join("a"))
             except commhooks.AttachError as error:

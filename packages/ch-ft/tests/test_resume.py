@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("torchft")
 
-from ch_ft.testing import quorum
-from ch_ft.testing.member import Task
+from ch_testing.torchft import quorum
+from ch_testing.torchft.member import Task
 
 SAVED, END = 6, 14
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ch_ft import DistributedDataParallel, OptimizerWrapper, SimulatedCluster, SimulatedDeath, SimulatedManager
+from ch_ft import DistributedDataParallel, OptimizerWrapper
+from ch_testing import SimulatedCluster, SimulatedDeath, SimulatedManager
 
 NET = torch.nn.Sequential(
     torch.nn.Linear(24, 24), torch.nn.Tanh(), torch.nn.Linear(24, 24), torch.nn.Tanh(), torch.nn.Linear(24, 24)

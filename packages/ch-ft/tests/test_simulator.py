@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import ch_ft
-from ch_ft import DistributedDataParallel, OptimizerWrapper, SimulatedCluster, SimulatedDeath, SimulatedManager
+from ch_ft import DistributedDataParallel, OptimizerWrapper
+from ch_testing import SimulatedCluster, SimulatedDeath, SimulatedManager
 
 Outcome = list[tuple[object, ...]]
 COLLECTIVES = 3
@@ -36,7 +37,7 @@ def attempts(manager: Any, reports: bool, place: int) -> Outcome:
 
 
 def over_torchft(place: int) -> list[Outcome]:
-    quorum = pytest.importorskip("ch_ft.testing.quorum")
+    quorum = pytest.importorskip("ch_testing.torchft.quorum")
 
     def one(number: int, address: str) -> Outcome:
         with ch_ft.local(

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ch_ft import DistributedDataParallel, PureDistributedDataParallel, SimulatedCluster, SimulatedManager
-from commhooks.errors import AttachError
-from commhooks.reduction import Plain, Reduction
+from ch_ft import DistributedDataParallel, PureDistributedDataParallel
+from ch_testing import SimulatedCluster, SimulatedManager
+from commhooks import AttachError, Plain, Reduction
 
 
 class Growing(torch.nn.Module):

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("torchft")
 pytest.importorskip("parameterized")
 
-from ch_ft.testing import torchft_suite
+from ch_testing.torchft import torchft_suite
 
 
 @pytest.mark.full

@@ -6,16 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from ch_ft import (
-    DistributedDataParallel,
-    ManagerTransport,
-    OptimizerWrapper,
-    SimulatedCluster,
-    SimulatedDeath,
-    SimulatedManager,
-)
+from ch_ft import DistributedDataParallel, ManagerTransport, OptimizerWrapper
 from ch_ft.transport import MemberCollectives
-from commhooks.errors import TransportError
+from ch_testing import SimulatedCluster, SimulatedDeath, SimulatedManager
+from commhooks import TransportError
 
 NET = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Tanh(), torch.nn.Linear(40, 40), torch.nn.Linear(40, 40))
 CAP = 0.0063  # MB. A weight and its bias give three buckets

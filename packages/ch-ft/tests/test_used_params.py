@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from ch_ddp.adapter import averaged_params
-from ch_ft import DistributedDataParallel, OptimizerWrapper, SimulatedCluster, SimulatedDeath, SimulatedManager
+from ch_ddp import averaged_params
+from ch_ft import DistributedDataParallel, OptimizerWrapper
 from ch_ft.used_params import UsedParams
+from ch_testing import SimulatedCluster, SimulatedDeath, SimulatedManager
 from commhooks import HookConfigError, HookNotSupportedError
 
 pytestmark = pytest.mark.timeout(120)

@@ -8,7 +8,7 @@ import types
 import pytest
 
 import ch_ft
-from commhooks.errors import HookNotSupportedError
+from commhooks import HookNotSupportedError
 
 
 @pytest.mark.full
@@ -19,7 +19,7 @@ def test_the_error_names_the_extra_and_the_simulator_works() -> None:
         sys.modules["torchft"] = None  # import torchft raises ImportError
         import torch
         import ch_ft
-        from commhooks.errors import HookNotSupportedError
+        from commhooks import HookNotSupportedError
         for call in (ch_ft.local, ch_ft.start_lighthouse):
             try:
                 call()
@@ -28,7 +28,7 @@ def test_the_error_names_the_extra_and_the_simulator_works() -> None:
                 assert "SimulatedCluster" in str(error), error
             else:
                 raise SystemExit("no error")
-        with ch_ft.SimulatedCluster() as cluster:
+        with ch_testing.SimulatedCluster() as cluster:
             manager = cluster.join("a")
             model = ch_ft.DistributedDataParallel(manager, torch.nn.Linear(2, 1))
             optimizer = ch_ft.OptimizerWrapper(manager, torch.optim.SGD(model.parameters(), lr=0.1))

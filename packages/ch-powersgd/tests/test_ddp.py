@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ch_ddp
 import ch_powersgd
 import commhooks
-from commhooks.errors import HookConfigError, StateError
-from commhooks.testing import spawn
+from ch_testing import spawn
+from commhooks import HookConfigError, StateError
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(180)]
 

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ch_core.numerics import seeded_normals
 from ch_powersgd import PowerSGD
 from ch_powersgd.orthonormal import Columns
 from ch_powersgd.workspace import Factor
 from commhooks import AllReduce, Bucket, HookState, StepContext
-from commhooks.numerics import seeded_normals
 
 CPU = torch.device("cpu")
 

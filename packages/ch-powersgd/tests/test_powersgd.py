@@ -10,15 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ch_core import SimulatedRank, simulate
+from ch_core.engine.engine import Engine
+from ch_core.engine.schedule import TUNED, CpuTuning
 from ch_powersgd import powersgd as of_powersgd
 from ch_powersgd.powersgd import BatchedPowerSGD, PowerSGD
-from commhooks.bucket import Bucket, BucketLayout, ParamLayout
-from commhooks.compositions.wire_cast import WireCast
-from commhooks.engine.engine import Engine
-from commhooks.engine.schedule import TUNED, CpuTuning
-from commhooks.errors import HookConfigError
-from commhooks.reduction import Reduction, StepContext
-from commhooks.simulate import SimulatedRank, simulate
+from ch_wrappers import WireCast
+from commhooks import Bucket, BucketLayout, HookConfigError, ParamLayout, Reduction, StepContext
 
 SHAPES = {"a": (24, 40), "bias": (40,), "b": (40, 12), "conv": (16, 3, 3, 5), "c": (24, 40), "scalar": ()}
 Gradient = Callable[[int, int, str, tuple[int, ...]], torch.Tensor]

@@ -16,11 +16,10 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 from torch.nn.parallel import DistributedDataParallel
 
+from ch_core import SimulatedRank, simulate
 from ch_powersgd.powersgd import PowerSGD
-from commhooks.bucket import Bucket
-from commhooks.simulate import SimulatedRank, simulate
-from commhooks.state import HookState
-from commhooks.testing import spawn
+from ch_testing import spawn
+from commhooks import Bucket, HookState
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(120)]
 

@@ -9,7 +9,7 @@ from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.testing import Faulty, Injected, spawn
+from ch_testing import Faulty, Injected, spawn
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.gloo]
 POWERSGD = "powersgd(rank=2, min_compression_rate=1)"

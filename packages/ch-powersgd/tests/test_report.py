@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.testing import spawn
+from ch_testing import spawn
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.testing import spawn
+from ch_testing import spawn
 
 REPEATS = int(os.environ.get("COMMHOOKS_SOAK_REPEATS", "1"))
 STEPS = 200

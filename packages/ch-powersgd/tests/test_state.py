@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 from torch.nn.parallel import DistributedDataParallel
 
 from ch_powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from commhooks.errors import HookConfigError
+from commhooks import HookConfigError
 
 
 def test_names_and_defaults_are_pytorchs() -> None:

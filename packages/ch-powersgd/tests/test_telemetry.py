@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import ch_trace
 import commhooks
-from commhooks import telemetry
-from commhooks.testing import spawn
+from ch_testing import spawn
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -40,7 +40,7 @@ def trained(expr: str, every: int | None, steps: int = 5) -> tuple[list[torch.Te
     got: list[Any] = []
     recorder = None
     if every is not None:
-        recorder = telemetry.record(
+        recorder = ch_trace.record(
             handle, lambda step, figures: got.append((step, dict(figures))), every=every, rank=None
         )
     found = []
@@ -96,7 +96,7 @@ def body_exact(rank: int, world: int) -> None:
     local.load_state_dict(model.module.state_dict())
     residual = {name: torch.zeros_like(p) for name, p in local.named_parameters()}
     got: list[Any] = []
-    with telemetry.record(handle, lambda step, figures: got.append(figures), every=1, rank=None):
+    with ch_trace.record(handle, lambda step, figures: got.append(figures), every=1, rank=None):
         for _ in range(3):
             x = torch.randn(4, 3, 8, 8)
             for one in (model, local):
@@ -141,7 +141,7 @@ def body_writers(rank: int, world: int, folder: str) -> list[str]:
         for _ in range(steps):
             model(torch.randn(4, 3, 8, 8)).square().sum().backward()
 
-    with telemetry.record(handle, path, every=2):  # only rank 0 by default
+    with ch_trace.record(handle, path, every=2):  # only rank 0 by default
         train(4)
     assert path.exists() == (rank == 0)
     if rank == 0:
@@ -155,7 +155,7 @@ def body_writers(rank: int, world: int, folder: str) -> list[str]:
         def add_scalar(self, name: str, value: float, step: int) -> None:
             self.lines.append((name, value, step))
 
-    with telemetry.record(handle, telemetry.tensorboard(Board()), every=1, rank=None):
+    with ch_trace.record(handle, ch_trace.tensorboard(Board()), every=1, rank=None):
         train(1)
     assert {name for name, _, step in Board.lines if step == 4} >= {"commhooks/ratio", "commhooks/cosine"}
 
@@ -167,7 +167,7 @@ def body_writers(rank: int, world: int, folder: str) -> list[str]:
     def fails(step: int, figures: Any) -> None:
         raise OSError("the disk is full")
 
-    telemetry.record(handle, fails, every=1, rank=1)
+    ch_trace.record(handle, fails, every=1, rank=1)
     train(3)
     assert handle.binding is not None
     assert handle.binding.engine is not None
@@ -184,9 +184,9 @@ def test_writers_and_one_that_fails(tmp_path: Path) -> None:
 def test_refusals() -> None:
     handle = commhooks.create("powersgd")
     with pytest.raises(commhooks.AttachError, match="not attached"):
-        telemetry.record(handle, "figures.csv")
+        ch_trace.record(handle, "figures.csv")
     with pytest.raises(ValueError, match="every=0"):
-        telemetry.record(handle, "figures.csv", every=0)
+        ch_trace.record(handle, "figures.csv", every=0)
 
 
 def body_two_recorders(rank: int, world: int) -> None:
@@ -205,8 +205,8 @@ def body_two_recorders(rank: int, world: int) -> None:
         def close(self) -> None:
             closed.append(self.name)
 
-    first = telemetry.record(handle, Writer("first"), every=1, rank=None)
-    second = telemetry.record(handle, Writer("second"), every=2, rank=None)
+    first = ch_trace.record(handle, Writer("first"), every=1, rank=None)
+    second = ch_trace.record(handle, Writer("second"), every=2, rank=None)
     for step in range(7):
         if step == 3:
             first.close()

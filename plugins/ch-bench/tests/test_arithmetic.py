@@ -2,8 +2,9 @@
 
 import time
 
-from commhooks import AllReduce, Bucket, BucketLayout, Plain, Stages, StepContext, Topology
 from programs.links import arithmetic
+
+from commhooks import AllReduce, Bucket, BucketLayout, Plain, Stages, StepContext, Topology
 
 SIZES = {"up": (96, 64), "bias": (64,), "down": (64, 96), "norm": (96,)}
 SPIN, SLEEP = 0.02, 0.2  # seconds

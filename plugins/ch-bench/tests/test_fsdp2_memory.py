@@ -3,7 +3,6 @@
 import platform
 
 import pytest
-
 from programs.fsdp2.memory import OWN, coded, measure
 
 pytestmark = [pytest.mark.gloo, pytest.mark.full, pytest.mark.timeout(600)]

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from programs.fsdp2 import quality
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import commhooks
-from commhooks.testing import spawn
-from programs.fsdp2 import quality
+from ch_testing import spawn
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(240)]
 

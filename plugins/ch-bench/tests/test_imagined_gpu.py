@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from programs.cost.imagined_gpu import ImaginedGPU, steps
 
 import commhooks
 from ch_bench.gpu_kit.models import COMPOSITIONS
+from ch_core import simulate
 from commhooks import AllReduce, Bucket, HookResultError, HookState, Reduction, StepContext
-from commhooks.simulate import simulate
-from programs.cost.imagined_gpu import ImaginedGPU, steps
 
 NET = [{f"{i}.weight": (256, 256), f"{i}.bias": (256,)} for i in range(3)]  # three layers, each a bucket
 MOST = {  # launches of a step, with messages and the engine's own operations, counted once

@@ -1,9 +1,9 @@
 """Kernel launches per step, counted on meta tensors. Their number must not grow unnoticed."""
 
 import pytest
+from programs.cost.kernel_launches import DEFAULT_CAP, ONE_BUCKET, cut, operations
 
 from ch_bench.shapes import gpt_shapes
-from programs.cost.kernel_launches import DEFAULT_CAP, ONE_BUCKET, cut, operations
 
 SHAPES = gpt_shapes(12, 768, 50257, 1024)
 MOST = {  # operations of GPT-2 small in 17 buckets and in one, counted once

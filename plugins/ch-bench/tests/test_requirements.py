@@ -17,7 +17,7 @@ import ch_bench
 names = [found.name for found in pkgutil.walk_packages(ch_bench.__path__, "ch_bench.")]
 for name in names:
     importlib.import_module(name)
-from commhooks.testing import Ranks, SimulatedRanks, WorkerError, spawn
+from ch_testing import Ranks, SimulatedRanks, WorkerError, spawn
 print(len(names))
 """
 

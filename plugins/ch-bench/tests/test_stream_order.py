@@ -12,20 +12,20 @@ from unittest import mock
 
 import pytest
 import torch
-
-import commhooks
-from ch_bench.gpu_kit.models import COMPOSITIONS
-from ch_fsdp.replicate_axis import GroupOrder
-from ch_fsdp.steps import Steps
-from ch_outer import Schedule
-from commhooks.device import HostCopy, SideStream, record_use
-from commhooks.encoding import Encoding, Entries
-from commhooks.engine import bucket_run
-from commhooks.engine.collectives import Message, Sender, Stage
-from commhooks.engine.outcome import StepOutcome
 from programs.cost.imagined_gpu import ImaginedGPU, races
 from programs.cost.imagined_training import fsdp2_races, outer_races
 from programs.cost.stream_order import StreamOrder
+
+import commhooks
+from ch_bench.gpu_kit.models import COMPOSITIONS
+from ch_core.device import HostCopy, SideStream, record_use
+from ch_core.encoding import Encoding, Entries
+from ch_core.engine import bucket_run
+from ch_core.engine.collectives import Message, Sender, Stage
+from ch_core.engine.outcome import StepOutcome
+from ch_fsdp.replicate_axis import GroupOrder
+from ch_fsdp.steps import Steps
+from ch_outer import Schedule
 
 Plant = Callable[[], AbstractContextManager[Any]]
 NET = [{f"{i}.weight": (64, 64), f"{i}.bias": (64,)} for i in range(3)]
@@ -169,7 +169,7 @@ SHARED = partial(mock.patch.object, bucket_run, "Stage", of_one_owner)
 PLANTS: dict[str, tuple[Plant, dict[str, Any], str]] = {
     "no wait_stream": (WITHOUT_WAIT, {}, "main"),
     "no record_stream, and dropped messages that are not waited for": (
-        partial(dropped, mock.patch("commhooks.device.record_use", forget_use)),
+        partial(dropped, mock.patch("ch_core.device.record_use", forget_use)),
         {"stops": True},
         "handed back",
     ),
@@ -261,7 +261,7 @@ MORE_PLANTS: dict[str, tuple[Plant, Callable[[], list[str]], str]] = {
         "handed back",
     ),
     "replicate axis: scratch memory that is not recorded": (
-        partial(mock.patch, "commhooks.scratch.record_use", forget_use),
+        partial(mock.patch, "ch_core.scratch.record_use", forget_use),
         lambda: fsdp2_races("topk(density=0.1)", "replicate"),
         "handed back",
     ),
@@ -331,7 +331,7 @@ def test_memory_of_a_hook_that_fsdp2_calls_on_two_streams_is_not_handed_back_too
     There, a group of another size replaces scratch memory that the main stream allocated.
     """
     assert fsdp2_races("quant4", "replicate", 2) == []
-    with mock.patch("commhooks.scratch.record_use", forget_use):
+    with mock.patch("ch_core.scratch.record_use", forget_use):
         found = fsdp2_races("quant4", "replicate", 2)
     assert any("a collective" in text and "handed back" in text for text in found), found
 
@@ -341,7 +341,7 @@ def test_entries_that_a_side_stream_converts_are_not_handed_back_too_early() -> 
     param = commhooks.ParamLayout("w", (4, 2), (1, 4), 0)
     for recorded in (True, False):
         use = record_use if recorded else forget_use
-        with ImaginedGPU() as gpu, mock.patch("commhooks.encoding.record_use", use):
+        with ImaginedGPU() as gpu, mock.patch("ch_core.encoding.record_use", use):
             entries = Entries({("w", "residual"): torch.zeros(4, 2, dtype=torch.float32, device="cuda")})
             entries.encodings["w", "residual"] = Encoding.of(param)
             side = torch.cuda.Stream()

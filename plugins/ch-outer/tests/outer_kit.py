@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ch_core import SimulatedGroup, SimulatedTransport
 from ch_outer import OuterOptimizer, Schedule
-from commhooks.simulate import SimulatedGroup, SimulatedTransport
 
 BUILDING = threading.Lock()  # ranks are threads in some tests, and torch has one generator for all
 

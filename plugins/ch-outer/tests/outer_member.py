@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 import ch_ft
-from ch_ft.testing import member
+from ch_core import checksum
 from ch_outer import Members, OuterOptimizer, Schedule
-from commhooks.adapters import checksum
+from ch_testing.torchft import member
 
 from .outer_kit import adam, batch, make
 

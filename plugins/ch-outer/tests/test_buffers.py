@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from ch_core import SimulatedRank, simulate
 from ch_outer import FixedRanks, OuterOptimizer, Schedule
 from ch_outer.buffers import ExactMean
 from commhooks import HookConfigError, Reducer, RemoteHookError
-from commhooks.simulate import SimulatedRank, simulate
 
 from .outer_kit import adam, make, train
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ch_core import SimulatedRank, simulate
 from ch_outer import FixedRanks, Schedule, nesterov, plain_sgd
 from ch_outer.fragment import divide
+from ch_testing import spawn
 from commhooks import Plain
-from commhooks.simulate import SimulatedRank, simulate
-from commhooks.testing import spawn
 
 from .outer_kit import adam, alone, by_options, make, same, train, values
 

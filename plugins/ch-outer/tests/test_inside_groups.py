@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ch_outer import FixedRanks, OuterOptimizer, Schedule
-from commhooks.testing import spawn
+from ch_testing import spawn
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(110)]
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ch_core import checksum
 from ch_outer import FixedRanks, OuterOptimizer, Schedule
+from ch_testing import spawn
 from commhooks import AllReduce, Bucket, HookTimeoutError, Reduction, StepContext, TransportError
-from commhooks.adapters import checksum
-from commhooks.testing import spawn
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(110)]
 EVERY, VICTIM = 3, 1

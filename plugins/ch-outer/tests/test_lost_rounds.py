@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import ch_testing
+from ch_core import SimulatedRank, checksum, simulate
 from ch_outer import FixedRanks, Members, OuterOptimizer, Schedule, plain_sgd
 from commhooks import AllReduce, Bucket, HookConfigError, Plain, Reduction, StepContext
-from commhooks.adapters import checksum
-from commhooks.simulate import SimulatedRank, simulate
 
 from .outer_kit import by_options, make, same, train
 
@@ -156,7 +156,6 @@ class Breaks(Reduction):
 @pytest.mark.parametrize("async_quorum", [True, False])
 def test_a_member_comes_back_in_a_round_in_which_every_reduction_raises(async_quorum: bool) -> None:
     """The member receives the others' start in that round and keeps it. A round with errors also goes to the vote."""
-    ch_ft = pytest.importorskip("ch_ft")
     died: list[int] = []
 
     def live(manager: Any, again: bool = False) -> dict[int, str]:
@@ -183,7 +182,7 @@ def test_a_member_comes_back_in_a_round_in_which_every_reduction_raises(async_qu
     def body(manager: Any) -> dict[int, str]:
         try:
             return live(manager)
-        except ch_ft.SimulatedDeath:
+        except ch_testing.SimulatedDeath:
             return live(manager.cluster.join(manager.name), True)
 
     def dies(manager: Any, number: int) -> None:
@@ -191,7 +190,7 @@ def test_a_member_comes_back_in_a_round_in_which_every_reduction_raises(async_qu
             died.append(1)
             manager.die(return_at=5)
 
-    with ch_ft.SimulatedCluster(async_quorum=async_quorum) as cluster:
+    with ch_testing.SimulatedCluster(async_quorum=async_quorum) as cluster:
         cluster.on_collective = dies
         found = cluster.run(dict.fromkeys("ab", body))
     assert [one[-1] for one in found.values()] == ["raised", "raised"]

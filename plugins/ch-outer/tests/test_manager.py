@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+import ch_testing
+from ch_core import SimulatedRank, checksum, simulate
 from ch_outer import FixedRanks, Members, OuterOptimizer, Schedule
 from ch_outer.members import MemberRounds
 from commhooks import AllReduce, HookConfigError, HookNotSupportedError, RankMismatchError, Reduction, StateError
-from commhooks.adapters import checksum
-from commhooks.simulate import SimulatedRank, simulate
 
 from .outer_kit import adam, by_options, make, same, train, values
 
@@ -57,7 +57,7 @@ def shared(optimizer: OuterOptimizer) -> list[str]:
 def run(
     body: Callable[[Any], Any], names: str, dies: Callable[[Any, int], None] | None = None, **options: Any
 ) -> dict[str, Any]:
-    with ch_ft.SimulatedCluster(**options) as cluster:
+    with ch_testing.SimulatedCluster(**options) as cluster:
         cluster.on_collective = dies
         return cluster.run(dict.fromkeys(names, body))
 
@@ -164,12 +164,12 @@ def test_a_death_in_a_round_costs_that_round_and_the_one_that_comes_back_begins_
     def lives(manager: Any) -> None:
         try:
             log.train(manager, 9, **options)
-        except ch_ft.SimulatedDeath:
+        except ch_testing.SimulatedDeath:
             again = manager.cluster.join(manager.name)
             log.rounds["b"] = {}
             log.train(again, 9, seed=5, **options)
 
-    with ch_ft.SimulatedCluster(async_quorum=async_quorum) as cluster:
+    with ch_testing.SimulatedCluster(async_quorum=async_quorum) as cluster:
         cluster.on_collective = dies
         cluster.run(dict.fromkeys(names, lives))
         history = cluster.history
@@ -338,7 +338,7 @@ def test_all_end_after_the_same_round_with_the_same_parameters(case: str, async_
     def body(manager: Any) -> list[Any]:
         try:
             return ends(manager, 4)
-        except ch_ft.SimulatedDeath:
+        except ch_testing.SimulatedDeath:
             return ends(manager.cluster.join(manager.name), 0)
 
     found = run(body, "abc", dies, async_quorum=async_quorum)

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from ch_core import SimulatedRank, simulate
 from ch_outer import FixedRanks, Members, OuterOptimizer
-from commhooks.simulate import SimulatedRank, simulate
 
 from .outer_kit import adam, by_options, make, same, train, values
 
 pytest.importorskip("torchft")
 ch_ft = pytest.importorskip("ch_ft")
 
-from ch_ft.testing import quorum, scenario  # noqa: E402 - they need torchft
-from ch_ft.testing.member import Task  # noqa: E402
+from ch_testing.torchft import quorum, scenario  # noqa: E402 - they need torchft
+from ch_testing.torchft.member import Task  # noqa: E402
 
 from .outer_member import rounds  # noqa: E402
 

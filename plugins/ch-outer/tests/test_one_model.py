@@ -9,12 +9,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.two_tensor import TwoTensor
 
+from ch_core import SimulatedRank, checksum, simulate
 from ch_outer import FixedRanks, OuterOptimizer, Schedule, plain_sgd
 from ch_outer.parameters import buffers_of, parameters_of
+from ch_testing import spawn
 from commhooks import HookConfigError, Plain, RankMismatchError, StateError
-from commhooks.adapters import checksum
-from commhooks.simulate import SimulatedRank, simulate
-from commhooks.testing import spawn
 
 from .outer_kit import adam, alone, by_options, make, same, train, values
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import commhooks
+from ch_core import SimulatedRank, simulate
 from ch_outer import (
     FixedRanks,
     OuterOptimizer,
@@ -20,7 +21,6 @@ from ch_outer import (
     streaming_diloco,
 )
 from commhooks import HookConfigError, Plain, RankMismatchError, StateError
-from commhooks.simulate import SimulatedRank, simulate
 
 from .outer_kit import BUILDING, adam, alone, batch, by_options, make, same, train, values
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ch_core import SimulatedRank, simulate
 from ch_outer import FixedRanks, OuterOptimizer, Schedule
-from commhooks.simulate import SimulatedRank, simulate
 
 from .outer_kit import adam, alone, make, train
 

@@ -3,7 +3,7 @@
 import pytest
 
 from ch_outer import OuterOptimizer, Schedule, nesterov
-from commhooks.testing import spawn
+from ch_testing import spawn
 
 from .outer_kit import adam, make, train, values
 

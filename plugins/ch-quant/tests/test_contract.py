@@ -3,7 +3,7 @@
 import pytest
 
 from ch_quant.quantized import Quantized
-from commhooks.testing import HookContract
+from ch_testing import HookContract
 
 pytestmark = pytest.mark.full
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import commhooks
+from ch_core import SimulatedRank, simulate
+from ch_testing import SimulatedRanks
 from commhooks import Bucket, HookState
-from commhooks.simulate import SimulatedRank, simulate
-from commhooks.testing import SimulatedRanks
 
 SHAPE = (96, 70)  # 52 blocks of 128 and a half
 EXPR = "quant4(error_feedback=True, residual='int8')"

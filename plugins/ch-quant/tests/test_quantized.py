@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ch_quant
 import commhooks
+from ch_core import SimulatedRank, simulate
 from ch_quant import Quantized, quant8, quantize_per_channel, quantize_per_tensor, rotation
 from ch_quant.affine import decode, encode
-from commhooks.simulate import SimulatedRank, simulate
-from commhooks.testing import spawn
+from ch_testing import spawn
 
 pytestmark = pytest.mark.timeout(120)
 

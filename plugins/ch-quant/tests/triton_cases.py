@@ -18,9 +18,9 @@ import commhooks
 from ch_quant import Codec, Feedback, TwoStageExchange
 from ch_quant.codec import Workspace
 from ch_quant.triton_codec import INTERPRETED, TritonWorkspace
+from ch_testing import spawn
 from commhooks import StepContext
-from commhooks.checkpoint import merge
-from commhooks.testing import spawn
+from commhooks.checkpoint.world_change import merge
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 pytestmark = [

@@ -2,7 +2,7 @@
 
 import pytest
 
-from commhooks.testing import HookContract
+from ch_testing import HookContract
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(120)]
 

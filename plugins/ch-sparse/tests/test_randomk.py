@@ -4,10 +4,9 @@ import pytest
 import torch
 
 import commhooks
+from ch_core import Engine, SimulatedRank, simulate
 from ch_sparse import RandomK
 from ch_sparse.randomk import hashed
-from commhooks.adapters import Engine
-from commhooks.simulate import SimulatedRank, simulate
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from ch_core import SimulatedRank, simulate
 from ch_sparse import TopK
 from ch_sparse.chunks import Chunks, largest
 from ch_sparse.message import TwoLevels
-from commhooks.simulate import SimulatedRank, simulate
-from commhooks.testing import spawn
+from ch_testing import spawn
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -6,8 +6,8 @@ from ch_template.clip import Clip
 from ch_template.half import Half
 
 import commhooks
-from commhooks.simulate import simulate
-from commhooks.testing import HookContract
+from ch_core import simulate
+from ch_testing import HookContract
 
 pytestmark = pytest.mark.timeout(150)
 

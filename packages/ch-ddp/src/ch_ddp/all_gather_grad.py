@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from commhooks.adapters import TUNED, ProcessGroupTransport
+from ch_core import TUNED, ProcessGroupTransport
 
 
 class AllGatherGrad(torch.autograd.Function):

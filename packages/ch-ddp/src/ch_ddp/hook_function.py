@@ -13,18 +13,18 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ch_core import Engine, ProcessGroupTransport
 from ch_ddp.adapter.driver import DDPDriver
 from ch_ddp.adapter.finalization import Finalizer
 from ch_ddp.adapter.futures import behind_backward
 from ch_ddp.adapter.layout import Numbered, models_of
 from commhooks import AttachError, GradBucket, HookState, Reduction
-from commhooks.adapters import Engine, ProcessGroupTransport
 
 
 class BareHook:
     """A reduction as a hook with PyTorch's signature, ``hook(state, bucket)``, for ``register_comm_hook``.
 
-    The state is a process group, ``None`` (the default group), or a :class:`~commhooks.state.HookState`, which serves
+    The state is a process group, ``None`` (the default group), or a :class:`~ch_core.state.HookState`, which serves
     one model and may have a ``process_group``. It can be pickled. Wrappers recognise it by its ``reduction``.
 
     Args:
@@ -118,7 +118,7 @@ def as_hook(reduction: Reduction | Callable[[Any], Reduction], name: str | None 
     """Return a hook with PyTorch's signature for a reduction, or for a function that makes one from the hook's state.
 
     Example:
-        >>> from commhooks.reduction import Plain
+        >>> from commhooks import Plain
         >>> as_hook(Plain(), "my_hook")
         <hook my_hook>
     """

@@ -2,7 +2,8 @@
 
 from typing import Literal
 
-from commhooks import Bucket, BucketLayout, Plain, Reduction, Requests, Stages, StepContext, WireCast
+from ch_wrappers import WireCast
+from commhooks import Bucket, BucketLayout, Plain, Reduction, Requests, Stages, StepContext
 
 Accumulate = Literal["wire", "fp32"]
 Rounding = Literal["nearest", "stochastic"]

@@ -11,7 +11,8 @@ from typing import Any, Literal
 import torch
 
 from ch_ddp.reductions import Accumulate, Rounding
-from commhooks import GradBucket, HookConfigError, Reduction, WireCast, composed
+from ch_wrappers import WireCast
+from commhooks import GradBucket, HookConfigError, Reduction, composed
 
 Dtype = Literal["bf16", "fp16"]
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]

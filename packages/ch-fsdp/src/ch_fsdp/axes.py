@@ -9,8 +9,7 @@ from ch_fsdp import replicate_axis, shard_axis
 from ch_fsdp.flat_sum import fits_flat, is_cast
 from ch_fsdp.torch_internals.hsdp_mesh import has_partial_sums
 from ch_fsdp.torch_internals.param_groups import REPLICATE_DIMS, ParamGroup
-from commhooks import AttachError, CommHook, HookConfigError, HookNotSupportedError, Reduction
-from commhooks.adapters import AttachOptions
+from commhooks import AttachError, AttachOptions, CommHook, HookConfigError, HookNotSupportedError, Reduction
 
 _TWO_AXES = (
     "fully_shard(module, mesh=mesh) with a 2-D mesh of (replicas, shards), or with its shard dimension alone and "
@@ -46,7 +45,7 @@ def choose_axes(reduction: Reduction, axis: str | None, has_replicas: bool) -> t
         HookNotSupportedError: the reduction fits no axis, or not the given one.
 
     Example:
-        >>> from commhooks.reduction import Plain
+        >>> from commhooks import Plain
         >>> choose_axes(Plain(), None, True), choose_axes(Plain(), None, False)
         (('replicate',), ('shard',))
     """

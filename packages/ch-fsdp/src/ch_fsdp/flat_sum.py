@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from ch_wrappers import WireCast
 from commhooks import (
     AllReduce,
     Bucket,
@@ -22,7 +23,6 @@ from commhooks import (
     Reduction,
     Stages,
     StepContext,
-    WireCast,
 )
 
 _WIRE_NAMES = {dtype: name for name, dtype in WireCast.DTYPES.items()}
@@ -41,7 +41,7 @@ class FlatSum(Reduction):
         divide: divisor after the sum.
 
     Example:
-        >>> from commhooks.requests import StagePlan
+        >>> from ch_core import StagePlan
         >>> layout = BucketLayout.of_shapes({"flat": (8,)})
         >>> [r.kind for stage in FlatSum(scatter=True).plan(layout, StepContext(world_size=2)) for r in stage]
         ['reduce_scatter']

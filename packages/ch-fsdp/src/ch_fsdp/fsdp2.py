@@ -11,6 +11,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from ch_core import Engine, Fingerprint, ProcessGroupTransport, RankCheck, agree_along
 from ch_fsdp.axes import check_groups, choose_axes, find_replicas, one_shard_group, reduction_of
 from ch_fsdp.flat_sum import fits_flat, flat_layout
 from ch_fsdp.gather_axis import GatherBinding
@@ -20,16 +21,17 @@ from ch_fsdp.steps import Steps
 from ch_fsdp.torch_internals.backward_end import BackwardEnd
 from ch_fsdp.torch_internals.hsdp_mesh import disable_all_reduce, enable_all_reduce
 from ch_fsdp.torch_internals.param_groups import ParamGroup, all_params, ignored_params, managed_tensors, param_groups
-from commhooks import AttachError, BucketLayout, CommHook, CommHooksError, HookState, ParamLayout, Plain
-from commhooks.adapters import (
+from commhooks import (
+    AttachError,
     AttachOptions,
     Binding,
-    Engine,
-    Fingerprint,
+    BucketLayout,
+    CommHook,
+    CommHooksError,
+    HookState,
     ManagedAxis,
-    ProcessGroupTransport,
-    RankCheck,
-    agree_along,
+    ParamLayout,
+    Plain,
     manager_adapter,
     watch_optimizer,
 )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ch_core import BucketRun, Engine, Fingerprint, Gathered, GatherEngine, ProcessGroupTransport, agree_along
 from ch_fsdp.axes import check_tensor_parallel, reduction_of
 from ch_fsdp.slot import SlotObject
 from ch_fsdp.steps import Steps
@@ -22,6 +23,8 @@ from ch_fsdp.torch_internals.backward_end import BackwardEnd
 from ch_fsdp.torch_internals.param_groups import ParamGroup, all_params, ignored_params, param_groups
 from commhooks import (
     AttachError,
+    AttachOptions,
+    Binding,
     BucketLayout,
     CommHook,
     CommHooksError,
@@ -31,17 +34,6 @@ from commhooks import (
     HookState,
     Plain,
     Reduction,
-)
-from commhooks.adapters import (
-    AttachOptions,
-    Binding,
-    BucketRun,
-    Engine,
-    Fingerprint,
-    Gathered,
-    GatherEngine,
-    ProcessGroupTransport,
-    agree_along,
 )
 
 

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ch_core import ProcessGroupTransport, StatelessEngine, record_use
 from ch_fsdp.flat_sum import FlatSum, flat_bucket, flat_version
-from commhooks import DefaultState, LowPrecisionState, Plain, Reduction, WireCast
-from commhooks.adapters import ProcessGroupTransport, StatelessEngine, record_use
+from ch_wrappers import WireCast
+from commhooks import DefaultState, LowPrecisionState, Plain, Reduction
 
 __all__ = [
     "DefaultState",

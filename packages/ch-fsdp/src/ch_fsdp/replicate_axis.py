@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from ch_core import Engine, record_use
 from ch_fsdp.steps import Steps
 from ch_fsdp.torch_internals.backward_end import BackwardEnd
 from ch_fsdp.torch_internals.param_groups import ParamGroup
 from commhooks import AttachError, Bucket, HookNotSupportedError, HookResultError, SlotTakenError
-from commhooks.adapters import Engine, record_use
 
 
 class ReplicateHook:

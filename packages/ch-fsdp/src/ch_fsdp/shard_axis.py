@@ -10,19 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ch_core import Engine, ProcessGroupTransport, Scattered
 from ch_fsdp.flat_sum import fits_flat, flat_bucket, flat_version, is_cast
 from ch_fsdp.slot import SlotObject
 from ch_fsdp.steps import Steps
 from ch_fsdp.torch_internals.param_groups import ParamGroup, premultiplier
-from commhooks import (
-    AttachError,
-    Bucket,
-    HookNotSupportedError,
-    HookResultError,
-    HookState,
-    Reduction,
-)
-from commhooks.adapters import Engine, ProcessGroupTransport, Scattered
+from commhooks import AttachError, Bucket, HookNotSupportedError, HookResultError, HookState, Reduction
 
 Op = dist.ReduceOp
 

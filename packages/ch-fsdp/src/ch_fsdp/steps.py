@@ -9,16 +9,8 @@ from typing import Protocol
 
 import torch
 
-from commhooks import Bucket
-from commhooks.adapters import (
-    NO_BACKWARD,
-    Engine,
-    EngineGroup,
-    Transport,
-    after_backward,
-    backward_id,
-    raise_after_backward,
-)
+from ch_core import Engine, EngineGroup, Transport
+from commhooks import NO_BACKWARD, Bucket, after_backward, backward_id, raise_after_backward
 
 
 class Deferred(Protocol):

@@ -2,7 +2,7 @@
 
 torchtitan builds its checkpointer last, with the parallelized model. So a subclass of the checkpointer can do both.
 torchtitan divides the loss by the tokens of all ranks and sums the gradients. Residuals follow that
-(:attr:`commhooks.adapters.Binding.sums`).
+(:attr:`commhooks.Binding.sums`).
 
 ``--override.imports 'ch_fsdp.torchtitan.attach={"hook": "powersgd(rank=4)"}'``
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ch_ddp.frameworks import TrainerHook
+from ch_ddp import TrainerHook
 
 try:
     from torchtitan.components.checkpointer import CheckpointManager

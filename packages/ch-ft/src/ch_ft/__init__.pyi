@@ -12,8 +12,6 @@ from ch_ft.manager import Manager as Manager
 from ch_ft.manager import Membership as Membership
 from ch_ft.manager import Reducer as Reducer
 from ch_ft.manager import Transaction as Transaction
+from ch_ft.manager import Work as Work
 from ch_ft.optimizer import OptimizerWrapper as OptimizerWrapper
-from ch_ft.simulator import SimulatedCluster as SimulatedCluster
-from ch_ft.simulator import SimulatedDeath as SimulatedDeath
-from ch_ft.simulator import SimulatedManager as SimulatedManager
 from ch_ft.transport import ManagerTransport as ManagerTransport

@@ -13,7 +13,6 @@ def commhooks_adapter() -> Iterable[tuple[str, str]]:
         ("ch_ft.ddp.DistributedDataParallel", "ch_ft.ddp_binding:adapter"),
         ("ch_ft.ddp.PureDistributedDataParallel", "ch_ft.ddp_binding:refuse_pure"),
         ("torchft.manager.Manager", "ch_ft.replica_groups:between"),
-        ("ch_ft.simulator.SimulatedManager", "ch_ft.replica_groups:between"),
     )
 
 

@@ -16,12 +16,20 @@ from typing import Any, Protocol
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ch_core import Engine
 from ch_ft.fail_fast import release
 from ch_ft.manager import Manager, Transaction
 from ch_ft.optimizer import OptimizerWrapper
 from ch_ft.transport import ManagerTransport
-from commhooks import AttachError, CommHooksError, HookConfigError, RemoteHookError, TransportError
-from commhooks.adapters import AttachOptions, Engine, OptimizerWatch
+from commhooks import (
+    AttachError,
+    AttachOptions,
+    CommHooksError,
+    HookConfigError,
+    OptimizerWatch,
+    RemoteHookError,
+    TransportError,
+)
 
 log = logging.getLogger("commhooks")
 

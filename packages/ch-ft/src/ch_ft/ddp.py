@@ -15,20 +15,21 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.weak import WeakIdKeyDictionary
 
 import commhooks
-from ch_ddp.adapter import (
-    Finalizer,
-    TensorFuture,
-    acquire_slot,
-    averaged_params,
-    behind_backward,
-    future_for,
-    raise_finalized,
-)
+from ch_core import Loan, take_back
+from ch_ddp import Finalizer, TensorFuture, acquire_slot, averaged_params, behind_backward, future_for, raise_finalized
 from ch_ft.fail_fast import FailFast
 from ch_ft.manager import Abortable, Manager, Membership, Reducer, Work
 from ch_ft.used_params import GroupOfOne, UsedParams
-from commhooks import AttachError, CommHook, GradBucket, HookConfigError, HookNotSupportedError, Reduction
-from commhooks.adapters import Loan, backward_id, if_interrupted, take_back
+from commhooks import (
+    AttachError,
+    CommHook,
+    GradBucket,
+    HookConfigError,
+    HookNotSupportedError,
+    Reduction,
+    backward_id,
+    if_interrupted,
+)
 
 _OVER_A_FIXED_GROUP = ("broadcast_buffers", "forward_sync_buffers", "delay_all_reduce_named_params")
 _NEEDED_BY_HOOKS = (
@@ -72,7 +73,8 @@ class DistributedDataParallel(TorchDDP):
 
     Example:
         >>> import torch
-        >>> from ch_ft import OptimizerWrapper, SimulatedCluster
+        >>> from ch_ft import OptimizerWrapper
+        >>> from ch_testing import SimulatedCluster
         >>> with SimulatedCluster() as cluster:
         ...     manager = cluster.join("a")
         ...     model = DistributedDataParallel(manager, torch.nn.Linear(2, 1))
@@ -170,7 +172,7 @@ class PureDistributedDataParallel(nn.Module):
 
     Example:
         >>> import torch
-        >>> from ch_ft import SimulatedCluster
+        >>> from ch_testing import SimulatedCluster
         >>> with SimulatedCluster() as cluster:
         ...     manager = cluster.join("a")
         ...     manager.start_quorum()

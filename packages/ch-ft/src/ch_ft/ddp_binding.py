@@ -6,14 +6,23 @@ from functools import partial
 
 import torch
 
-from ch_ddp.adapter import DDPDriver, Finalizer, acquire_slot, averaged_params, model_layouts, raise_finalized
+from ch_core import Engine, Work
+from ch_ddp import DDPDriver, Finalizer, acquire_slot, averaged_params, model_layouts, raise_finalized
 from ch_ft import fingerprints, healing
 from ch_ft.attempts import ManagedSteps
 from ch_ft.ddp import DistributedDataParallel
 from ch_ft.transport import ManagerTransport, collectives_for
 from ch_ft.used_params import UsedParams
-from commhooks import AttachError, Bucket, BucketLayout, CommHook, HookNotSupportedError, TransportError
-from commhooks.adapters import AttachOptions, Binding, Engine, Work
+from commhooks import (
+    AttachError,
+    AttachOptions,
+    Binding,
+    Bucket,
+    BucketLayout,
+    CommHook,
+    HookNotSupportedError,
+    TransportError,
+)
 
 
 class ManagedDriver(DDPDriver):

@@ -27,7 +27,7 @@ def of_handle(handle: CommHook) -> dict[str, str]:
     return {
         "hook": handle.expr,
         "options and providers": short_hash(repr(handle.identity)),
-        "commhooks": installed("ch-core") or "",
+        "commhooks": installed("commhooks") or "",
         "torch": torch.__version__.split("+")[0],
     }
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ch_core import Engine
 from ch_ft.fingerprints import Fingerprint, compare
 from ch_ft.manager import Manager
 from commhooks import StateError
-from commhooks.adapters import Engine
 
 FORMAT = 1
 

@@ -72,7 +72,7 @@ class Group(Reducer, Membership, Protocol):
 
 
 class Manager(Reducer, Membership, Transaction, Protocol):
-    """All methods: torchft's ``Manager``, or :class:`ch_ft.SimulatedManager`."""
+    """All methods: torchft's ``Manager``, or :class:`ch_testing.SimulatedManager`."""
 
 
 class MemberGroup(Protocol):

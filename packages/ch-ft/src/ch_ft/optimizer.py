@@ -40,7 +40,7 @@ class OptimizerWrapper(WrappedOptimizer):
 
     Example:
         >>> import torch
-        >>> from ch_ft import SimulatedCluster
+        >>> from ch_testing import SimulatedCluster
         >>> with SimulatedCluster() as cluster:
         ...     manager = cluster.join("a")
         ...     weight = torch.nn.Parameter(torch.ones(1))

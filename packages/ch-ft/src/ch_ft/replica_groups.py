@@ -12,23 +12,27 @@ from typing import TypeVar
 
 import torch
 
+from ch_core import BucketRun, Engine
 from ch_ft import fingerprints, healing
 from ch_ft.attempts import ManagedSteps
 from ch_ft.fail_fast import FailFast
 from ch_ft.manager import Manager
 from ch_ft.transport import ManagerTransport, collectives_for, group_of_manager
 from commhooks import (
+    AttachOptions,
     Bucket,
     BucketLayout,
     CommHook,
     CommHooksError,
     HookNotSupportedError,
     HookState,
+    Layouts,
+    OptimizerWatch,
     Plain,
     Reduction,
     StepContext,
+    raise_after_backward,
 )
-from commhooks.adapters import AttachOptions, BucketRun, Engine, Layouts, OptimizerWatch, raise_after_backward
 
 R = TypeVar("R")
 
@@ -40,7 +44,7 @@ class GroupEngine(Engine):
     after a loss the rest of the attempt is computed but not reduced, and the vote drops it.
 
     Args:
-        transport, reduction, state: see :class:`~commhooks.adapters.Engine`.
+        transport, reduction, state: see :class:`~ch_core.Engine`.
         manager: manager that commits the steps.
         agreement: called with the engine at the beginning of every backward. It raises if members differ.
     """
@@ -117,7 +121,7 @@ class GroupEngine(Engine):
 
 
 class Between:
-    """Reduction of a handle between the groups of one manager. Implements :class:`commhooks.adapters.ManagedAxis`."""
+    """Reduction of a handle between the groups of one manager. Implements :class:`commhooks.ManagedAxis`."""
 
     def __init__(
         self, manager: Manager, owner: object, handle: CommHook, options: AttachOptions, layouts: Layouts

@@ -38,7 +38,7 @@ def require_torchft() -> Any:
     except ImportError as error:
         raise HookNotSupportedError(
             "fault-tolerant training needs torchft, which is not installed: pip install 'torchft>=0.2.0'. For tests "
-            f"without it there is a simulator, ch_ft.SimulatedCluster ({error})"
+            f"without it there is a simulator, ch_testing.SimulatedCluster ({error})"
         ) from error
     missing = lacking(torchft)
     if missing:

@@ -13,11 +13,11 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.distributed import ReduceOp
 
+from ch_core import Work
 from ch_ft import manager as managers
 from ch_ft import torchft_support
 from ch_ft.fail_fast import FailFast, summary
 from commhooks import AttachError, HookNotSupportedError, Reduction, TransportError
-from commhooks.adapters import Work
 
 
 class ManagerTransport:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ch_ddp.adapter import TensorFuture, future_for
-from commhooks.adapters import after_backward
+from ch_ddp import TensorFuture, future_for
+from commhooks import after_backward
 
 _IDLE = 2.0**-20  # below the mean of one member's 1 over any number of members
 

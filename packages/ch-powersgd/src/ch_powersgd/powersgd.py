@@ -23,10 +23,10 @@ from typing import Literal
 
 import torch
 
+from ch_core import exact_products, seeded_normals
 from ch_powersgd.config import PowerSGDConfig
 from ch_powersgd.workspace import Matrix, Stack, Workspace, load_into_cache, prefers_batches
 from commhooks import AllReduce, Bucket, BucketLayout, ParamLayout, Plain, Reduction, Stages, StepContext, per_layout
-from commhooks.numerics import exact_products, seeded_normals
 
 
 class PowerSGD(PowerSGDConfig, Reduction):
@@ -44,7 +44,7 @@ class PowerSGD(PowerSGDConfig, Reduction):
 
     Example:
         >>> import torch
-        >>> from commhooks.simulate import simulate
+        >>> from ch_core import simulate
         >>> def two_steps(rank):
         ...     engine = rank.engine(PowerSGD(rank=1))
         ...     for _ in range(2):
@@ -127,7 +127,7 @@ class BatchedPowerSGD(PowerSGD):
     ``min_compression_rate`` are averaged uncompressed.
 
     Example:
-        >>> from commhooks.reduction import StepContext
+        >>> from commhooks import StepContext
         >>> stages = BatchedPowerSGD(rank=2).plan(BucketLayout.of_shapes({"w": (30, 30), "b": (30,)}), StepContext())
         >>> [requests[0].numel for requests in stages]  # 930 elements as (30, 31)
         [60, 62]

@@ -15,10 +15,10 @@ from itertools import groupby
 
 import torch
 
+from ch_core import cut, seeded_normals
 from ch_powersgd.orthonormal import Columns
 from ch_powersgd.sizes import SIZES
 from commhooks import Bucket, ParamLayout
-from commhooks.numerics import cut, seeded_normals
 
 Make = Callable[..., torch.Tensor]
 

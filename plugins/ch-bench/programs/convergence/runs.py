@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import commhooks
-from commhooks.testing import SimulatedRanks
+from ch_testing import SimulatedRanks
 from programs.convergence.tasks import SETTINGS, TASKS, Setting, Task, measured_at
 
 BASELINE = "bf16_compress"

@@ -22,9 +22,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import commhooks
 from ch_bench.pytorch_hooks import reduction_of
-from ch_ddp.adapter import DDPDriver
+from ch_core import Engine
+from ch_ddp import DDPDriver
 from commhooks import Bucket, BucketLayout, HookState, Reduction, Topology
-from commhooks.adapters import Engine
 from programs.cost.kernel_launches import launches_kernel
 from programs.cost.stream_order import HOST, StreamOrder, accesses
 

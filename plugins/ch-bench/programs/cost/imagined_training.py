@@ -18,8 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import commhooks
+from ch_core import Engine
 from ch_outer import FixedRanks, OuterOptimizer, Schedule
-from commhooks.adapters import Engine
 from programs.cost.imagined_gpu import DEVICE, ImaginedGPU, SilentGroup, planned_apart
 
 WIDTHS = (64, 128, 128, 32)

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 from ch_bench.pytorch_hooks import attach_pytorch
 from ch_bench.record import command, markdown_table, run_main, write
-from commhooks.testing import spawn
+from ch_testing import spawn
 
 THEIRS = "PyTorch's "
 LAYERS, WIDTH = 12, 2048

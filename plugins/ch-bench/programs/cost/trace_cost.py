@@ -35,9 +35,9 @@ from ch_bench.gpt import GPT
 from ch_bench.launch import launch
 from ch_bench.links.netns import Network
 from ch_bench.record import command, interval, markdown_table, run_main, write
+from ch_core import RankCheck
+from ch_trace import Trace
 from commhooks import CommHook
-from commhooks.adapters import RankCheck
-from commhooks.trace import Trace
 
 VARIANTS = ("off", "off again", "trace", "alarm in every step")
 MODELS = ("gpt", "mlp")
@@ -90,10 +90,10 @@ class Loop:
 
 CALLS = {
     "trace": [
-        *(f"commhooks.trace.recording:EngineTrace.{name}" for name in
+        *(f"ch_trace.recording:EngineTrace.{name}" for name in
           ("begin", "computed", "waited", "sending", "started", "finishing", "agreed", "end", "message")),
-        *(f"commhooks.trace.session:_ModelWatch.{name}" for name in ("_enter", "_leave", "_arrive")),
-        "commhooks.trace.recording:TracedTransport._traced",
+        *(f"ch_trace.session:_ModelWatch.{name}" for name in ("_enter", "_leave", "_arrive")),
+        "ch_trace.recording:TracedTransport._traced",
     ],
     "alarm in every step": [f"commhooks.adapters:RankCheck.{name}" for name in ("begin", "finish")],
 }  # fmt: skip

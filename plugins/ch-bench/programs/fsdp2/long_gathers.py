@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ch_bench import launch, record
 from ch_bench.links import netns
-from commhooks.adapters import ProcessGroupTransport
+from ch_core import ProcessGroupTransport
 
 NBYTES = 8 << 20  # of the output, such as the 8-bit codes of a group of 8 M parameters
 LATE = 0.05

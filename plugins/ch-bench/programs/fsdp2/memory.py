@@ -22,9 +22,9 @@ from torch.distributed.fsdp import fully_shard
 
 import commhooks
 from ch_bench import record
+from ch_core import Gathered
+from ch_testing import spawn
 from commhooks import BucketLayout, StepContext
-from commhooks.adapters import Gathered
-from commhooks.testing import spawn
 from programs.cost.memory import resident
 
 WIDTH, DEPTH, FORWARDS = 3072, 3, 3

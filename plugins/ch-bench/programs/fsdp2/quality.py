@@ -23,8 +23,8 @@ import torch
 
 import commhooks
 from ch_bench import record
+from ch_core import perform
 from commhooks import BucketLayout, ReduceScatter, ShardLayout, Shards, StepContext, Weights
-from commhooks.simulate import perform
 from programs.convergence.tasks import SETTINGS, Language
 
 RANKS = 4

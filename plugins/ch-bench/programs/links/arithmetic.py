@@ -21,8 +21,8 @@ import commhooks
 from ch_bench import record, shapes
 from ch_bench.advise.replay import EmulatedTransport, Recorder
 from ch_bench.pytorch_hooks import reduction_of
+from ch_core import Engine
 from commhooks import Bucket, BucketLayout, Composite, Reduction, Stages, StepContext, Topology
-from commhooks.adapters import Engine
 
 WARM_UP = 3  # steps
 NOTES = (

@@ -40,8 +40,8 @@ from matplotlib.figure import Figure
 
 from ch_bench import gpt, launch, record, text
 from ch_bench.links import netns
+from ch_testing import WorkerError
 from commhooks import HookNotSupportedError
-from commhooks.testing import WorkerError
 from programs.outer.methods import RACE, REFERENCE, Method, Running, start
 
 VARIABLE = "COMMHOOKS_OUTER"

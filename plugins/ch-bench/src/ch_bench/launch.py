@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ch_testing import WorkerError, spawn
 from commhooks import CommHooksError
-from commhooks.testing import WorkerError, spawn
 
 TIMEOUT = 120.0  # seconds of the process group
 WEEK = 7 * 86400.0  # seconds: measurements end by themselves

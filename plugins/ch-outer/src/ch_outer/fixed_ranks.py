@@ -6,12 +6,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ch_core import Transport
 from ch_outer.fragment import Fragment
 from ch_outer.new_group import broadcast_newest, join
 from ch_outer.parameters import reshard
 from ch_outer.rounds import Rounds
 from ch_outer.shared_model import SharedModel
-from commhooks.adapters import Transport
 
 
 @dataclass(frozen=True, slots=True)

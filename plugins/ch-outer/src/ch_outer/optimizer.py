@@ -23,8 +23,8 @@ from ch_outer.schedule import Schedule
 from ch_outer.shared_model import SharedModel
 from ch_outer.step_watch import Followed
 from ch_outer.telemetry import COLUMNS, Recorder
+from ch_trace import Writer, csv_file
 from commhooks import HookConfigError, TraceSource
-from commhooks.telemetry import Writer, csv_file
 
 
 class OuterOptimizer(InnerOptimizer):
@@ -69,7 +69,7 @@ class OuterOptimizer(InnerOptimizer):
 
     Example:
         >>> import torch
-        >>> from commhooks.simulate import SimulatedGroup, SimulatedTransport
+        >>> from ch_core import SimulatedGroup, SimulatedTransport
         >>> model = torch.nn.Linear(3, 1)
         >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> alone = FixedRanks(transport=SimulatedTransport(SimulatedGroup(1), 0))
@@ -211,7 +211,7 @@ class OuterOptimizer(InnerOptimizer):
         """Put the model that all ranks share in place, to evaluate or save it: the starts and the last average of the buffers.
 
         Example:
-            >>> from commhooks.simulate import SimulatedGroup, SimulatedTransport
+            >>> from ch_core import SimulatedGroup, SimulatedTransport
             >>> model, alone = torch.nn.Linear(1, 1, bias=False), SimulatedTransport(SimulatedGroup(1), 0)
             >>> inner = torch.optim.SGD(model.parameters(), lr=1.0)
             >>> optimizer = OuterOptimizer(inner, model, Schedule(every=9), ranks=FixedRanks(transport=alone))
@@ -245,7 +245,7 @@ class OuterOptimizer(InnerOptimizer):
         return {key: sum(row[key] for row in rows) for key in rows[0]} | {"rounds_done": whole}
 
     def trace_source(self) -> TraceSource:
-        """Return what a :class:`commhooks.trace.Trace` records: the rounds of all ranks.
+        """Return what a :class:`ch_trace.Trace` records: the rounds of all ranks.
 
         Raises:
             HookNotSupportedError: a manager, whose members come and go.
@@ -263,13 +263,13 @@ class OuterOptimizer(InnerOptimizer):
         return TraceSource(engines, hook, groups, model=self._shared.model, during="inner steps")
 
     def record(self, to: "Writer | str | PathLike[str]", *, every: int = 1, rank: int | None = 0) -> Recorder:
-        """Record figures of exchanges over time, as :func:`commhooks.telemetry.record` does for the steps of a hook.
+        """Record figures of exchanges over time, as :func:`ch_trace.record` does for the steps of a hook.
 
         A record has ``inner_steps`` so far, ``apart`` (see :meth:`report`), and since the last record ``exchange_seconds``,
         ``payload_bytes`` and ``wire_bytes``. If the writer raises, recording ends and training continues.
 
         Args:
-            to: called as ``to(number, figures)``, for example :func:`commhooks.telemetry.tensorboard`; or the path of a CSV file.
+            to: called as ``to(number, figures)``, for example :func:`ch_trace.tensorboard`; or the path of a CSV file.
             every: exchanges from one record to the next, the first one included.
             rank: rank of the exchange that records; ``None`` if each rank does, with its own ``to``.
 

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ch_core import checksum
 from commhooks import HookConfigError
-from commhooks.adapters import checksum
 
 _WRAPPERS = ("module.", "_orig_mod.")  # prefixes of DDP and torch.compile; names must not depend on them
 

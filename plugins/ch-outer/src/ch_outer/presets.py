@@ -49,7 +49,7 @@ def diloco(optim: torch.optim.Optimizer, model: torch.nn.Module, **options: Any)
     Example:
         >>> import torch
         >>> from commhooks import Plain
-        >>> from commhooks.simulate import simulate
+        >>> from ch_core import simulate
         >>> def body(rank):
         ...     torch.manual_seed(0)
         ...     model = torch.nn.Linear(4, 1, bias=False)

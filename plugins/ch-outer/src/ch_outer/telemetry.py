@@ -1,11 +1,11 @@
-"""Records figures of an outer optimizer's exchanges over time, with the writers of :mod:`commhooks.telemetry`."""
+"""Records figures of an outer optimizer's exchanges over time, with the writers of :mod:`ch_trace`."""
 
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 
-from commhooks.telemetry import Writer
+from ch_trace import Writer
 
 log = logging.getLogger("commhooks")
 

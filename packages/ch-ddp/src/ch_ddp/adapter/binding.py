@@ -9,21 +9,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ch_core import Engine, ProcessGroupTransport, RankCheck
 from ch_ddp.adapter.driver import DDPDriver
 from ch_ddp.adapter.finalization import Finalizer
 from ch_ddp.adapter.foreign import ForeignDriver
 from ch_ddp.adapter.layout import averaged_params, held_params, model_layouts, skips_after
 from ch_ddp.adapter.slot import acquire_slot
 from ch_ddp.adapter.unsynced_backward import UnsyncedBackwardWatch
-from commhooks import AttachError, Bucket, BucketLayout, CommHook, Plain
-from commhooks.adapters import (
-    AttachOptions,
-    Binding,
-    Engine,
-    ProcessGroupTransport,
-    RankCheck,
-    watch_optimizer,
-)
+from commhooks import AttachError, AttachOptions, Binding, Bucket, BucketLayout, CommHook, Plain, watch_optimizer
 
 Driver = DDPDriver | ForeignDriver
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ch_core import BucketRun, Engine, ProcessGroupTransport, SideStream
 from ch_ddp.adapter.arrivals import Arrivals
 from ch_ddp.adapter.finalization import Finalizer, raise_finalized
 from ch_ddp.adapter.futures import HookFuture, Promise, behind_backward, future_for
@@ -15,13 +16,14 @@ from ch_ddp.adapter.layout import averaged_params, bucket_layout, held_params, m
 from ch_ddp.adapter.result_checks import gradient_checksum, mismatch
 from ch_ddp.adapter.saved_buckets import SavedBuckets
 from ch_ddp.adapter.step_limits import StepLimits
-from commhooks import AttachError, Bucket, BucketLayout, CommHooksError, GradBucket, TransportError
-from commhooks.adapters import (
+from commhooks import (
     NO_BACKWARD,
-    BucketRun,
-    Engine,
-    ProcessGroupTransport,
-    SideStream,
+    AttachError,
+    Bucket,
+    BucketLayout,
+    CommHooksError,
+    GradBucket,
+    TransportError,
     after_backward,
     backward_id,
 )

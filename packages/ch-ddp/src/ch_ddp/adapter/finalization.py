@@ -11,7 +11,7 @@ from weakref import WeakSet, ref
 
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks.adapters import NO_BACKWARD, backward_id, raise_after_backward
+from commhooks import NO_BACKWARD, backward_id, raise_after_backward
 
 
 class Finalizer:

@@ -23,12 +23,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
+from ch_core import TUNED, ProcessGroupTransport, ProcessGroupWork, RankCheck, StoreExchange, call_on_arrival
 from ch_ddp.adapter.finalization import Finalizer, raise_finalized
 from ch_ddp.adapter.futures import behind_backward, future_for
 from ch_ddp.adapter.layout import bucket_layout
 from ch_ddp.adapter.result_checks import annotate, checked, gradient_checksum, mismatch, refuse_annotations
 from ch_ddp.adapter.step_limits import StepLimits
 from commhooks import (
+    NO_BACKWARD,
     AttachError,
     Bucket,
     BucketLayout,
@@ -37,16 +39,7 @@ from commhooks import (
     HookTimeoutError,
     RemoteHookError,
     TransportError,
-)
-from commhooks.adapters import (
-    NO_BACKWARD,
-    TUNED,
-    ProcessGroupTransport,
-    ProcessGroupWork,
-    RankCheck,
-    StoreExchange,
     backward_id,
-    call_on_arrival,
 )
 
 TensorFuture = torch.futures.Future[torch.Tensor]
@@ -80,7 +73,7 @@ class ForeignDriver:
         skips_after: see :class:`.StepLimits`; None if DDP skips no bucket.
 
     Attributes:
-        on_begin, on_end: see :class:`~ch_ddp.adapter.DDPDriver`.
+        on_begin, on_end: see :class:`~ch_ddp.DDPDriver`.
     """
 
     def __init__(

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from commhooks import HookNotSupportedError
-from commhooks.adapters import NO_BACKWARD, backward_id
+from commhooks import NO_BACKWARD, HookNotSupportedError, backward_id
 
 
 def behind_backward() -> bool:

@@ -9,8 +9,7 @@ from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from ch_ddp.adapter.binding import DDPBinding
-from commhooks import AttachError, CommHook, HookNotSupportedError
-from commhooks.adapters import AttachOptions
+from commhooks import AttachError, AttachOptions, CommHook, HookNotSupportedError
 
 _READ = ("has_initialized", "lazy_init", "_param_list", "_param_names")
 

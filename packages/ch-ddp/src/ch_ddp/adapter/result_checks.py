@@ -13,9 +13,9 @@ from typing import Any, get_origin
 
 import torch
 
-import commhooks.errors
+import commhooks
+from ch_core import checksum
 from commhooks import GradBucket, HookConfigError, HookResultError, RankMismatchError
-from commhooks.adapters import checksum
 
 log = logging.getLogger("commhooks")
 
@@ -102,7 +102,7 @@ def annotate(error: BaseException, name: str, index: int, advice: str = "") -> B
 
 def _exception(name: str, text: str) -> BaseException | None:
     """Return an exception of a builtin or commhooks type by its name, or None."""
-    kind = getattr(commhooks.errors, name, getattr(builtins, name, None))
+    kind = getattr(commhooks, name, getattr(builtins, name, None))
     if not (isinstance(kind, type) and issubclass(kind, BaseException)):
         return None
     try:
@@ -112,7 +112,7 @@ def _exception(name: str, text: str) -> BaseException | None:
 
 
 def gradient_checksum(buffers: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the :func:`~commhooks.adapters.checksum` of gradients as a number, and their number, ``(2,)`` int64."""
+    """Return the :func:`~ch_core.checksum` of gradients as a number, and their number, ``(2,)`` int64."""
     given = list(buffers)
     return torch.tensor([int(checksum(*given), 16) - 2**63, len(given)], dtype=torch.int64, device="cpu")
 

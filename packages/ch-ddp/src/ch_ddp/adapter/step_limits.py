@@ -3,8 +3,7 @@
 from collections.abc import Callable
 
 from ch_ddp.adapter.futures import behind_backward
-from commhooks import GradBucket
-from commhooks.adapters import NO_BACKWARD, at_end_of_backward, backward_id, if_interrupted
+from commhooks import NO_BACKWARD, GradBucket, at_end_of_backward, backward_id, if_interrupted
 
 
 class StepLimits:

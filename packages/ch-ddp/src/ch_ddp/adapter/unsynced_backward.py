@@ -13,8 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ch_ddp.adapter.arrivals import Arrivals
 from ch_ddp.adapter.layout import held_params
-from commhooks import AttachError, HookNotSupportedError
-from commhooks.adapters import NO_BACKWARD, after_backward, backward_id
+from commhooks import NO_BACKWARD, AttachError, HookNotSupportedError, after_backward, backward_id
 
 
 class UnsyncedBackwardWatch:

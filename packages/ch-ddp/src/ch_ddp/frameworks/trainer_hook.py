@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks import CommHook, Reduction, StateError
-from commhooks.checkpoint import dcp, gather, load_gathered
+from commhooks import CommHook, Reduction, StateError, gather, load_gathered
 
 log = logging.getLogger("commhooks")
 
@@ -73,7 +72,7 @@ class TrainerHook:
             StateError: a foreign hook has its own state.
         """
         if self.handle is not None and self.keeps_state:
-            dcp.save(self.handle, Path(folder))
+            commhooks.dcp_save(self.handle, Path(folder))
 
     def load(self, folder: str | PathLike[str]) -> None:
         """Load the result of :meth:`save`, on any number of ranks. This call is collective.
@@ -94,7 +93,7 @@ class TrainerHook:
             raise StateError(
                 f"ranks {blind} do not see {folder}, other ranks do: put checkpoints where every rank can read"
             )
-        return dcp.load(self.handle, Path(folder), world_change="mean")
+        return commhooks.dcp_load(self.handle, Path(folder), world_change="mean")
 
     # -- checkpoints that are one file, written by rank 0
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ch_core import TUNED, ProcessGroupTransport
 from ch_ddp.local_sgd.subgroups import has_default_group, part_of
 from commhooks import HookConfigError, StateError
-from commhooks.adapters import TUNED, ProcessGroupTransport
 
 Params = Iterable[torch.Tensor] | Iterable[Mapping[str, Any]]
 """Parameters, or an optimizer's ``param_groups``."""

@@ -6,8 +6,8 @@ import socket
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from ch_core import StoreExchange
 from commhooks import HookConfigError
-from commhooks.adapters import StoreExchange
 
 Group = dist.ProcessGroup
 

@@ -9,8 +9,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from ch_fsdp.torch_internals.required import missing, need
-from commhooks import HookResultError
-from commhooks.adapters import NO_BACKWARD, backward_id
+from commhooks import NO_BACKWARD, HookResultError, backward_id
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext

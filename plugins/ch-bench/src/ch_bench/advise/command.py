@@ -42,7 +42,7 @@ from ch_bench.advise.predict import HOOKS, SHARDED_HOOKS, Advice, advise, levele
 from ch_bench.advise.workload import MODELS, check, load
 from ch_bench.help_text import HelpFormatter
 from ch_bench.links import netns
-from commhooks.testing import WorkerError
+from ch_testing import WorkerError
 
 PARTS = (
     "A step is the sum of waiting for messages, arithmetic of the hook, and the rest. The rest is the model's own work, which "

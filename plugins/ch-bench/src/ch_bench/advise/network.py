@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ch_bench.advise.workload import slowest
+from ch_core import TUNED, ProcessGroupTransport, Work
 from commhooks import Topology
-from commhooks.adapters import TUNED, ProcessGroupTransport, Work
 
 Key = tuple[str, str]
 """A collective and the dtype that it sums, ``("all_reduce", "float32")``; ``""`` for collectives that do not sum."""

@@ -13,9 +13,8 @@ from ch_bench.advise.network import Message, Network, probe
 from ch_bench.advise.outer import rounds
 from ch_bench.advise.replay import EmulatedTransport, Note, Recorder, Replay
 from ch_bench.advise.workload import Workload, slowest
-from commhooks import Topology
-from commhooks.adapters import ProcessGroupTransport
-from commhooks.report import node_bytes
+from ch_core import ProcessGroupTransport
+from commhooks import Topology, node_bytes
 
 HOOKS = ("allreduce", "bf16_compress", "quant8", "quant4", "powersgd(rank=4)")
 SHARDED_HOOKS = ("allreduce", "bf16_compress", "quant8", "quant8 / quant4")

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 
 from ch_bench.advise.network import Message, Network, Scope
+from ch_core import Work
 from commhooks import Topology
-from commhooks.adapters import Work
 
 _EPS = 1e-12
 

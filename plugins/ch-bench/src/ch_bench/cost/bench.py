@@ -39,7 +39,7 @@ from ch_bench.cost import bench_tables
 from ch_bench.help_text import HelpFormatter
 from ch_bench.links import netns
 from ch_bench.pytorch_hooks import LABELS, PyTorchHook, attach_pytorch
-from commhooks.testing import WorkerError
+from ch_testing import WorkerError
 
 WIDTH, LAYERS, HEADS, CONTEXT = 384, 6, 6, 64
 WARM_UP = 6  # steps; DDP rebuilds its buckets after the first, and PyTorch's PowerSGD compresses from the third

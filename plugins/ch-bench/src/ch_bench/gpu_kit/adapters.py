@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from ch_bench.gpu_kit import models
 from ch_bench.gpu_kit.device import KitDevice
 from ch_bench.gpu_kit.findings import FINAL, Findings, Skipped, Values, append, latest
-from commhooks.testing import WorkerError, spawn
+from ch_testing import WorkerError, spawn
 
 STEPS = 6
 NEAR = 0.05  # relative error of a sum of steps in 8 bits

@@ -17,10 +17,9 @@ from ch_bench.gpu_kit import models
 from ch_bench.gpu_kit.adapters import STEPS, judged
 from ch_bench.gpu_kit.device import KitDevice
 from ch_bench.gpu_kit.findings import Findings, Values
-from commhooks import Topology
-from commhooks.adapters import CpuTuning, ProcessGroupTransport
-from commhooks.report import node_bytes
-from commhooks.testing import WorkerError, spawn
+from ch_core import CpuTuning, ProcessGroupTransport
+from ch_testing import WorkerError, spawn
+from commhooks import Topology, node_bytes
 
 WORLD, EACH = 4, 2
 HUNG = 25.0  # seconds of the group's collectives

@@ -20,8 +20,8 @@ from ch_bench.gpu_kit import models
 from ch_bench.gpu_kit.device import KitDevice
 from ch_bench.gpu_kit.findings import Findings, Skipped, Values
 from ch_bench.pytorch_hooks import reduction_of
+from ch_core import Engine, ProcessGroupTransport, SideStream
 from commhooks import Bucket, BucketLayout, Composite, Reduction, Stages, StepContext
-from commhooks.adapters import Engine, ProcessGroupTransport, SideStream
 
 ORDER_STEPS = 4
 PLACES = {

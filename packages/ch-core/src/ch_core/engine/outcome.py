@@ -1,0 +1,570 @@
+"""Outcome of a step: the status message, the decision that all ranks share, and commit or rollback of the state.
+
+At the end of each step the ranks all-reduce one status vector of ``W + 1`` fp32 numbers::
+
+    element r   = code of rank r + 4 * clock of rank r      (0 from every other rank)
+    element W   = number of ranks that saw a reduced NaN or Inf, or NaN
+
+The code of rank r says where its reduction raised, 0 if it did not. The clock of rank r is 1 + (n + d) modulo 2**18 - 1. The
+count n is the number of steps that the rank has committed plus, with a judge, the number of steps that the judge saw used. The
+digest d is that of the step's buckets. A rank that has run out of input sends 0 instead. Ranks with different clocks have
+averaged different parameters, or would soon start different collectives. Messages of different buckets may have equal sizes, so
+that no transport notices. Code and clock fit exactly into fp32, because 4 * 2**18 is below 2**24. All ranks see the same vector,
+so all decide equally. Texts of errors are exchanged only after a failure, in messages of a fixed size.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from enum import Enum, auto
+from functools import partial
+from typing import Protocol, TypeVar
+
+import torch
+
+from ch_core.bucket import Bucket
+from ch_core.device import HostCopy, is_asynchronous
+from ch_core.engine.collectives import Stage
+from ch_core.entries import Versions
+from ch_core.errors import CommHooksError, RankMismatchError, RemoteHookError
+from ch_core.logs import log
+from ch_core.requests import AllGather, AllReduce, Request
+from ch_core.transport.base import Transport
+
+T = TypeVar("T")
+
+ENCODE, BETWEEN, DECODE = 1, 2, 3
+WHERE = {ENCODE: "before its first collective", BETWEEN: "between collectives", DECODE: "after its last collective"}
+TEXT_BYTES = 512
+_CODES, _CLOCKS = 4, 2**18 - 1
+
+CarryOut = Callable[[Request], None]
+"""Carries out one request over all ranks and returns when it is done."""
+
+
+class StepJudge(Protocol):
+    """Tells an engine if finished steps were used. An optimizer's watch and a manager's vote implement it.
+
+    Several steps may wait for one answer. Their gradients add up, and an optimizer uses all of them or none. The engine asks
+    between collectives, so it turns exceptions of a judge into an error of the next step on all ranks.
+    """
+
+    def begin_period(self) -> None:
+        """Begin a period: steps that share one answer of :meth:`used`. All earlier steps have been answered."""
+
+    def finish_step(self) -> None:
+        """Finish a step of the period. Its gradients may be used from now on."""
+
+    def used(self) -> bool | None:
+        """True if the steps of the period were used, False if they were skipped, ``None`` while they wait."""
+
+    def doubt(self) -> CommHooksError | None:
+        """Return the reason if it cannot be known. :meth:`used` is then False, and all ranks raise the reason."""
+
+    def clock(self) -> int:
+        """Return the number of used steps. It is equal on all ranks."""
+
+    def set_clock(self, clock: int) -> None:
+        """Set the clock to the peers' value. This rank took no part in their step."""
+
+
+class Status:
+    """The status message of one step: this rank's part, and all ranks' parts after :meth:`received`.
+
+    Args:
+        rank: this rank.
+        world: number of ranks.
+        code: place at which this rank's reduction raised, or 0.
+        clock: number of committed and used steps of this rank; ``None`` if it contributes no data.
+        sums: results of :func:`finiteness` for reduced tensors.
+        device: device of the step's collectives.
+        buckets: digest of the step's buckets.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        code: int,
+        clock: int | None,
+        sums: Sequence[torch.Tensor | float],
+        device: torch.device,
+        buckets: int = 0,
+    ) -> None:
+        self.rank, self.world, self._buckets = rank, world, buckets
+        mine = code + _CODES * (0 if clock is None else 1 + (clock + buckets) % _CLOCKS)
+        self.vector = torch.zeros(world + 1, dtype=torch.float32, device=device)
+        self.vector[rank].fill_(
+            mine
+        )  # an assignment by index copies from pageable memory: the host would wait for a GPU
+        unread = [s.to(device) for s in sums if isinstance(s, torch.Tensor)]
+        if unread:  # 0, or NaN
+            torch.sum(torch.stack(unread).mul_(0.0), 0, dtype=torch.float32, out=self.vector[world])
+        if not math.isfinite(sum(s for s in sums if isinstance(s, float))):
+            self.vector[world].fill_(1)
+        self._copy: HostCopy | None = None
+        self._values: list[float] | None = None
+        self._failed: dict[int, int] = {}
+        self._clocks: dict[int, int] = {}
+
+    def message(self) -> AllReduce:
+        """Return the request that gives all ranks the whole vector."""
+        return AllReduce(self.vector, "sum")
+
+    def received(self) -> None:
+        """Copy the received vector to the host. On a GPU the host waits for it only when it reads the values."""
+        self._copy = HostCopy(self.vector)
+
+    def _read(self) -> list[float]:
+        if self._values is None:
+            self._values = (self._copy or HostCopy(self.vector)).values()
+            parts = list(enumerate(int(value) for value in self._values[: self.world]))
+            self._failed = {rank: value % _CODES for rank, value in parts if value % _CODES}
+            clocks = {rank: value // _CODES - 1 for rank, value in parts if value >= _CODES}
+            self._clocks = {rank: (clock - self._buckets) % _CLOCKS for rank, clock in clocks.items()}
+        return self._values
+
+    @property
+    def failed(self) -> dict[int, int]:
+        """Rank -> code, for ranks whose reduction raised."""
+        self._read()
+        return self._failed
+
+    @property
+    def clocks(self) -> dict[int, int]:
+        """Rank -> number of its committed and used steps, for ranks that contributed data.
+
+        The number is wrong for a rank with other buckets than this rank.
+        """
+        self._read()
+        return self._clocks
+
+    def neutral(self) -> torch.Tensor:
+        """Return -0.0, which changes no sum, or NaN if a rank failed; shape (1,), on the device, without a wait."""
+        failed = self.vector[: self.world].remainder(_CODES).sum(0, keepdim=True) > 0
+        return torch.where(failed, math.nan, -0.0)
+
+    def incomplete(self) -> bool:
+        """True if a rank contributed no data."""
+        return len(self.clocks) < self.world
+
+    def good(self) -> bool:
+        """True if no rank failed, all ranks are at the same step with the same buckets, and all reduced numbers are finite."""
+        bad = self._read()[self.world]
+        return not self._failed and len(set(self._clocks.values())) <= 1 and bad == 0 and math.isfinite(bad)
+
+    def error(self, name: str, own: BaseException | None, carry_out: CarryOut | None) -> BaseException | None:
+        """Return the error that this rank raises for the step; ``None`` if no rank failed.
+
+        Args:
+            name: name of the reduction.
+            own: exception of this rank.
+            carry_out: exchanges the texts if a rank failed. Without it the error has no texts.
+        """
+        failed = self.failed
+        if failed:
+            texts = self._texts(own, carry_out) if self.world > 1 and carry_out is not None else {}
+            if own is not None:
+                return own
+            lines = "; ".join(f"rank {r} {WHERE[code]}: {texts.get(r, 'see its log')}" for r, code in failed.items())
+            return RemoteHookError(
+                f"{name} raised on another rank, so this step's gradients are not valid on any rank. {lines}"
+            )
+        if own is not None:  # the manager drops a healing member's part of the status, but the member knows its error
+            return own
+        clocks = self.clocks
+        return _out_of_step(name, clocks) if len(set(clocks.values())) > 1 else None
+
+    def _texts(self, own: BaseException | None, carry_out: CarryOut) -> dict[int, str]:
+        mine = b"" if own is None else _described(own).encode(errors="replace")[:TEXT_BYTES]
+        device = self.vector.device
+        text = torch.tensor(list(mine.ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8, device=device)
+        received = torch.empty(self.world * TEXT_BYTES, dtype=torch.uint8, device=device)
+        carry_out(AllGather(text, received))
+        rows = received.view(self.world, TEXT_BYTES).cpu()
+        return {r: bytes(rows[r].tolist()).rstrip(b"\0").decode(errors="replace") for r in range(self.world)}
+
+
+def _described(error: BaseException) -> str:
+    """Return type and text of an exception. Its ``__str__`` may raise while peers wait for the text."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__}, whose text could not be formatted"
+
+
+def _out_of_step(name: str, clocks: dict[int, int]) -> CommHooksError:
+    lines = ", ".join(f"rank {rank}: {clock}" for rank, clock in clocks.items())
+    return RankMismatchError(
+        f"{name}: the ranks are not at the same step, or have different buckets ({lines}), so the average mixed gradients that "
+        "do not belong together. The numbers are committed steps, plus optimizer steps or votes if optimizer=, scaler= or a "
+        "manager is given. A rank with other parameters has a number far from the others. Otherwise a rank skipped an optimizer "
+        "step, ran one under no_sync(), rolled back, or resumed alone. Give all ranks the same model, load the same checkpoint "
+        "on all ranks, or attach again"
+    )
+
+
+def finiteness(tensor: torch.Tensor) -> torch.Tensor | float:
+    """Return a number that is finite if all elements are. On a GPU it is a 0-d tensor, so that the host need not wait."""
+    if not tensor.is_cpu:  # in a wider type, where a sum does not overflow
+        return tensor.sum(dtype=torch.float32 if tensor.dtype.itemsize < 4 else torch.float64)
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    total = tensor.sum().item()
+    if math.isfinite(total) or not tensor.numel():
+        return 0.0
+    low, high = tensor.aminmax()  # the sum of finite elements may overflow
+    return (low - low + high - high).item()
+
+
+class Progress(Enum):
+    """Progress of an outcome."""
+
+    OPEN = auto()  # buckets arrive, and failures are noted
+    SENT = auto()  # this rank has sent its part of the status, so nothing can be added
+    DECIDED = auto()  # all parts have arrived; the step is still a draft of the state
+    RESOLVED = auto()  # the state has committed the step, or rolled it back
+
+
+class StepOutcome:
+    """Outcome of one step of one engine, from the first bucket to commit or rollback.
+
+    Args:
+        name: name of the reduction.
+        transport: transport of its group.
+        check_finite: True if reduced numbers are checked for NaN and Inf. Only a reduction with state needs it.
+        late: error of the previous step, which the host learns only now on a GPU.
+        progress: its initial progress.
+
+    Attributes:
+        participated: True if this rank contributed data. Otherwise it cannot know if the step was used.
+        alone: True if this rank decided without its peers.
+        progress: its current progress.
+    """
+
+    __slots__ = (
+        "_error",
+        "_late",
+        "_reads_late",
+        "_reported",
+        "_stage",
+        "_status",
+        "_sums",
+        "alone",
+        "check_finite",
+        "name",
+        "participated",
+        "progress",
+        "rank",
+        "world_size",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        transport: Transport,
+        *,
+        check_finite: bool = False,
+        late: BaseException | None = None,
+        progress: Progress = Progress.OPEN,
+    ) -> None:
+        self.name, self.rank, self.world_size = name, transport.rank, transport.world_size
+        self.check_finite, self.progress, self.participated, self.alone = check_finite, progress, True, True
+        self._error: tuple[BaseException, int] | None = None
+        self._sums: list[torch.Tensor | float] = []
+        self._status: Status | None = None
+        self._stage: Stage | None = None
+        self._late = late
+        self._reads_late = self._reported = False
+
+    # -- open
+
+    @property
+    def running(self) -> bool:
+        """True if the ranks have not decided yet."""
+        return self.progress in (Progress.OPEN, Progress.SENT)
+
+    @property
+    def failed(self) -> bool:
+        """True if this rank has an exception that is not raised yet."""
+        return self._error is not None
+
+    def fail(self, error: BaseException, where: int) -> None:
+        """Note an exception of this rank. The first one counts."""
+        if self._error is None:
+            self._error = (error, where)
+
+    def fail_bucket(self, error: BaseException, where: int, bucket: int) -> None:
+        """Note an exception of this rank's reduction and log the bucket. Peers see no line of code."""
+        self.fail(error, where)
+        with suppress(Exception):  # a handler of the user may raise, while peers are in the step's collectives
+            log.error("[rank %d] %s raised %s of bucket %d", self.rank, self.name, WHERE[where], bucket)
+
+    def check(self, reduced: Iterable[torch.Tensor]) -> None:
+        """Note if reduced numbers are finite."""
+        if self.check_finite:
+            self._sums.extend(finiteness(tensor) for tensor in reduced if tensor.is_floating_point())
+
+    # -- open -> sent
+
+    def send(
+        self, clock: int | None, device: torch.device, post: Callable[[Request], Stage] | None, buckets: int = 0
+    ) -> None:
+        """Send this rank's part of the status.
+
+        Args:
+            clock: number of committed and used steps of this rank; ``None`` if it contributes no data.
+            device: device of the step's collectives.
+            post: starts the message; ``None`` if this rank decides alone.
+            buckets: digest of the step's buckets.
+        """
+        code = self._error[1] if self._error is not None else 0
+        self._status = Status(self.rank, self.world_size, code, clock, self._sums, device, buckets)
+        self._sums = []
+        self._stage = post(self._status.message()) if post is not None else None
+        self.participated, self.alone, self._reads_late = clock is not None, post is None, is_asynchronous(device)
+        self.progress = Progress.SENT
+
+    # -- sent -> decided
+
+    def decide(self, timeout: float | None) -> None:
+        """Receive the status of all ranks. On a GPU the host does not wait for it."""
+        assert self._status is not None  # noqa: S101 - sent before
+        stage, self._stage = self._stage, None
+        if stage is not None:
+            stage.wait(timeout)
+        self._status.received()
+        self.progress = Progress.DECIDED
+
+    def write_nan(self, buckets: Iterable[Bucket]) -> None:
+        """On a GPU, write NaN into one element of each parameter's average on all ranks if a rank failed.
+
+        The host learns of the failure too late. Without NaN, a scaler on the failed rank would skip the step while scalers on
+        its peers would not.
+        """
+        if not self._reads_late or self._status is None or self.alone:
+            return
+        firsts: dict[torch.dtype, list[torch.Tensor]] = {}
+        for bucket in buckets:
+            firsts.setdefault(bucket.dtype, []).extend(bucket.cached(_first_elements, partial(_first_elements, bucket)))
+        if firsts:
+            neutral = self._status.neutral()
+            for dtype, elements in firsts.items():
+                torch._foreach_add_(elements, [neutral.to(dtype)] * len(elements))  # lists: one launch, and no wait
+
+    def error(self, carry_out: CarryOut) -> BaseException | None:
+        """Return the error that this rank raises at the end of the step.
+
+        On a GPU it is the error of the previous step, because the host would wait for this step's status.
+
+        Args:
+            carry_out: exchanges the texts of failed ranks.
+        """
+        late, self._late = self._late, None
+        return late if self._reads_late else self.take_error(None if self.alone else carry_out)
+
+    def take_error(self, carry_out: CarryOut | None = None) -> BaseException | None:
+        """Return the error of a decided step once; ``None`` at later calls.
+
+        Args:
+            carry_out: exchanges the texts of failed ranks. Without it no peer is needed, and the error has no texts.
+        """
+        if self._status is None or self.running or self._reported:
+            return None
+        own, self._error, self._reported = self._error, None, True
+        return self._status.error(self.name, own[0] if own else None, carry_out)
+
+    def good(self) -> bool:
+        """True if no rank failed, all ranks are at the same step with the same buckets, and all reduced numbers are finite."""
+        return self._status is not None and self._status.good()
+
+    def incomplete(self) -> bool:
+        """True if a rank contributed no data."""
+        return self._status is not None and self._status.incomplete()
+
+    # -- decided -> resolved
+
+    def abandon(self) -> None:
+        """Drop a step that never finishes."""
+        if self.running:
+            self._status = self._stage = self._error = None
+            self._sums.clear()
+            self.progress = Progress.RESOLVED
+
+
+def _first_elements(bucket: Bucket) -> list[torch.Tensor]:
+    """Return a view of one element of each parameter in a bucket, shape (1,) each."""
+    if bucket.storage.is_sparse:
+        return []
+    return [bucket.storage.narrow(0, p.offset, 1) for p in bucket.layout.params if p.numel]
+
+
+_ANSWERS = (True, False, None)  # used, skipped, waiting, as ranks send them
+
+
+class Commits:
+    """Commits finished steps to the state, or rolls them back.
+
+    A finished step is a draft of the state until it is resolved, at the latest when the next step begins. Resolving asks the
+    judge if the step was used:
+
+    ==========  ===============================================  ============================================
+    used        the step, if it is good                          earlier tentative steps
+    ==========  ===============================================  ============================================
+    ``True``    committed                                        kept
+    ``False``   rolled back                                      undone
+    ``None``    committed tentatively when the next step begins  stay tentative
+    ==========  ===============================================  ============================================
+
+    A step that is not good (:meth:`StepOutcome.good`) is always rolled back.
+
+    Args:
+        versions: entries of the state that receives the commits.
+
+    Attributes:
+        judge: tells if finished steps were used. Without a judge every finite step was.
+        dropped: returns the parameters whose average the wrapper did not apply in the last finished step.
+    """
+
+    def __init__(self, versions: Versions) -> None:
+        self.versions = versions
+        self.judge: StepJudge | None = None
+        self.dropped: Callable[[], Collection[str]] = tuple
+        self._last: StepOutcome | None = None  # of the last finished step
+        self._common: StepOutcome | None = None  # the same if the ranks decided it together, until the next step
+        self._can_judge = True  # False if this rank contributed no data, so its own optimizer cannot tell
+        self._veto = False
+        self._judge_error: BaseException | None = None  # first exception of the judge since the last step began
+        self._peers: tuple[int, int] | None = None  # answer and clock of a peer, if this rank cannot judge
+
+    def used_steps(self) -> int:
+        """Return the number of steps that the judge saw used.
+
+        The status adds the committed steps to it. On ranks that judge a step differently the sums differ.
+        """
+        return 0 if self.judge is None else self.judge.clock()
+
+    def finish(self, outcome: StepOutcome, *, elastic: bool) -> None:
+        """Take the outcome of a finished step.
+
+        In an elastic group a member knows each outcome by itself. It must not ask its peers, which may be gone.
+        """
+        self._last, self._can_judge = outcome, outcome.participated or elastic
+        self._common = None if outcome.alone or elastic else outcome
+        judge = self.judge
+        if judge is not None:
+            self._ask(lambda: judge.finish_step(), None)
+
+    def resolve_step(self, *, force: bool = False) -> bool | None:
+        """Commit or roll back the last finished step and earlier tentative ones.
+
+        Args:
+            force: True if the next step begins. A step that still waits is then committed tentatively.
+
+        Returns:
+            True if the state kept the last step, False if it did not, ``None`` if the step still waits or none is unresolved.
+        """
+        last = self._unresolved
+        if last is None and not self.versions.tentative:
+            return None
+        used = self._used()
+        if used is None and self._can_judge and not force:
+            return None
+        self._veto = False
+        kept = last is not None and last.good() and used is not False
+        if kept:
+            # A rank that cannot judge presumes that the step is used. The next step brings the answer of its peers.
+            self.versions.commit(tentative=used is None, presumed=not force, dropped=self.dropped())
+        else:
+            self.versions.rollback()
+        if last is not None:
+            last.progress = Progress.RESOLVED
+        if used is not None:
+            self.versions.resolve_tentative(used)
+        return kept
+
+    def rollback(self) -> None:
+        """Treat the last finished step, and earlier tentative ones, as not used."""
+        if self.versions.tentative or self._unresolved is not None:
+            self._veto = True
+
+    def forget(self) -> None:
+        """Drop unresolved steps, because the state has been replaced. Messages between ranks stay the same."""
+        if self._unresolved is not None:
+            self._unresolved.progress = Progress.RESOLVED
+        self._veto = False
+
+    def begin(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> BaseException | None:
+        """Resolve finished steps, because the next step begins. Return an error or doubt of the judge for all ranks.
+
+        Args:
+            gather: returns every rank's tensor as one row each.
+        """
+        judge, common, self._common = self.judge, self._common, None
+        if judge is None:
+            self.resolve_step(force=True)
+            return None
+        if common is not None and common.incomplete():
+            self._exchange_answers(judge, gather)
+        if not self._ask(self._resolved, False):
+            self._veto = True  # the judge could not answer, so its steps count as skipped
+            self.resolve_step(force=True)
+        doubt = self._ask(partial(self._next_period, judge), None)
+        error, self._judge_error, self._peers = self._judge_error, None, None
+        return error or doubt
+
+    def _ask(self, question: Callable[[], T], default: T) -> T:
+        """Run code of the judge and return its answer. Return the default if it raises.
+
+        Peers are in the collectives of the step, so the exception must not leave this call. :meth:`begin` of the next step
+        returns the first one.
+        """
+        try:
+            return question()
+        except BaseException as error:
+            self._judge_error = self._judge_error or error
+            return default
+
+    def _resolved(self) -> bool:
+        self.resolve_step(force=True)
+        return True
+
+    def _next_period(self, judge: StepJudge) -> BaseException | None:
+        """Begin a period of the judge unless steps still wait. Return its doubt about the last one."""
+        doubt = judge.doubt() if self._can_judge else None
+        if self._peers is not None:
+            judge.set_clock(self._peers[1])
+        if not self.versions.tentative:
+            judge.begin_period()
+        return doubt
+
+    @property
+    def _unresolved(self) -> StepOutcome | None:
+        return self._last if self._last is not None and self._last.progress is Progress.DECIDED else None
+
+    def _used(self) -> bool | None:
+        if self._veto:
+            return False
+        if self.judge is None:
+            return True
+        if self._can_judge:
+            return self.judge.used()
+        return None if self._peers is None else _ANSWERS[self._peers[0]]
+
+    def _exchange_answers(self, judge: StepJudge, gather: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Tell ranks that contributed no data to the last step if it was used.
+
+        Such a rank has no optimizer that knows, but the number of committed steps decides its collectives. All ranks know
+        from the last status if there was such a rank, so all of them send this message or none does.
+        """
+        mine = (-1, 0)  # no answer
+        if self._can_judge:
+            skipped: tuple[bool | None, int] = (False, 0)
+            used, clock = self._ask(lambda: (self._used(), judge.clock()), skipped)
+            mine = _ANSWERS.index(used), clock
+        rows = gather(torch.tensor(mine, dtype=torch.int64, device="cpu")).tolist()
+        answers = [(int(answer), int(clock)) for answer, clock in rows if answer >= 0]
+        if not self._can_judge and answers:
+            self._peers = answers[0]

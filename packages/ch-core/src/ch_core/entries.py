@@ -1,0 +1,254 @@
+"""Entries of a state in versions: the committed one, the draft of a step, and the one that tentative steps may return to."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ch_core.encoding import OWN_ORDER, Encoding, Entry, Key
+
+RESIDUAL = "residual"
+"""Field of the numbers that a rank still owes. Errors of a step add up in it."""
+
+
+class Version(NamedTuple):
+    """Entries after a number of committed steps."""
+
+    entries: Mapping[Key, Entry]
+    step: int
+
+
+class Draft:
+    """Entries that a step writes, and the entries that it found.
+
+    Reductions read the entries that they found. They write to other buffers, so that the step can be dropped.
+
+    Attributes:
+        found: committed entries, and with :meth:`reopen` those of earlier reductions of this step.
+        written: entries that the step has written.
+        spare: a buffer for the next draft of each entry.
+    """
+
+    def __init__(self) -> None:
+        self.found: Mapping[Key, Entry] = {}
+        self.written: dict[Key, Entry] = {}
+        self.spare: dict[Key, Entry] = {}
+
+    def begin(self, found: Mapping[Key, Entry]) -> None:
+        """Begin the draft of the next step over these entries."""
+        self.found, self.written = found, {}
+
+    def newest(self) -> dict[Key, Entry]:
+        """Return the entries as the step has written them. A written error is no entry yet."""
+        found = self.found
+        return {**found, **{k: e for k, e in self.written.items() if not (e.is_error and k in found)}}
+
+    def write(
+        self,
+        key: Key,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        encoding: Encoding = OWN_ORDER,
+        *,
+        is_error: bool = False,
+    ) -> Entry:
+        """Return an uninitialised entry to fill. A second call returns the same.
+
+        Codes (int8 in a packed encoding) get scales.
+        """
+        found = self.written.get(key) or self.spare.pop(key, None)
+        device = torch.device(device) if isinstance(device, str) else device
+        if found is None or not found.fits(shape, dtype, device):
+            found = Entry(torch.empty(tuple(shape), dtype=dtype, device=device))
+        packed = encoding.packed if dtype == torch.int8 else None
+        if packed is None:
+            found.scales = None
+        else:
+            blocks = packed.blocks(found.tensor.numel())
+            if found.scales is None or found.scales.numel() != blocks:
+                found.scales = torch.empty(blocks, dtype=torch.float32, device=device)
+        found.encoding, found.is_error = encoding, is_error
+        self.written[key] = found
+        return found
+
+    def drop(self, key: Key) -> None:
+        """Remove an entry that the step found. It goes when the step commits."""
+        self.found = {other: entry for other, entry in self.found.items() if other != key}
+
+    def read_as(self, encodings: Mapping[Key, Encoding]) -> None:
+        """Convert found entries to the encodings that a reduction reads, from :meth:`.Reduction.encodings`."""
+        for key, wanted in encodings.items():
+            entry = self.found.get(key)
+            if entry is not None and entry.encoding is not wanted:
+                entry.convert(wanted)
+
+    def reopen(self, names: Collection[str], fields: Collection[str]) -> None:
+        """Let a second reduction of the same parameters in one step find the entries that the first one wrote.
+
+        Without it both would read the committed residual. They would send it twice, and the first new residual would be
+        lost.
+
+        Args:
+            names: parameters that are reduced again.
+            fields: fields of the reduction.
+        """
+        if any((name, field) in self.written for name in names for field in fields):
+            self.begin(self.merged())
+
+    def merged(self) -> Mapping[Key, Entry]:
+        """Return the found entries, replaced by the written ones. Written errors are added to what they are errors of."""
+        for key, entry in self.written.items():
+            if entry.is_error and key in self.found:
+                entry.add(self.found[key])
+            entry.is_error = False
+        return {**self.found, **self.written}
+
+
+class Versions:
+    """Committed entries, the number of steps behind them, and the draft of the next step.
+
+    A step never overwrites an entry that it may have to restore. Each entry has two buffers that take turns, so a commit
+    copies nothing.
+
+    Attributes:
+        committed: the entries. A commit replaces the mapping.
+        step: number of committed steps.
+        draft: entries of the step that runs, or waits for its outcome.
+
+    Example:
+        >>> versions = Versions()
+        >>> _ = versions.draft.write(("w", "residual"), (2,)).tensor.fill_(1.0)
+        >>> versions.commit()
+        >>> _ = versions.draft.write(("w", "residual"), (2,)).tensor.fill_(2.0)
+        >>> versions.commit(tentative=True)
+        >>> versions.committed["w", "residual"].tensor, versions.certain.step
+        (tensor([2., 2.]), 1)
+        >>> versions.resolve_tentative(used=False)
+        >>> versions.committed["w", "residual"].tensor, versions.step
+        (tensor([1., 1.]), 1)
+    """
+
+    def __init__(self, entries: Mapping[Key, Entry] | None = None, step: int = 0) -> None:
+        self.draft = Draft()
+        self.step = step
+        self._before: Version | None = None  # the first tentative step
+        self._presumed = False  # True if checkpoints hold the tentative steps as if the optimizer had used them
+        self._set(entries or {})
+
+    def _set(self, entries: Mapping[Key, Entry]) -> None:
+        self.committed = entries
+        self.draft.begin(entries)
+
+    @property
+    def tentative(self) -> bool:
+        """True if committed steps may still be rolled back."""
+        return self._before is not None
+
+    @property
+    def certain(self) -> Version:
+        """The version that checkpoints hold: without tentative steps, unless they are presumed to be used."""
+        present = Version(self.committed, self.step)
+        return present if self._before is None or self._presumed else self._before
+
+    def every(self) -> Iterator[tuple[Key, Entry]]:
+        """Yield each entry of every version once."""
+        before = self._before.entries if self._before is not None else {}
+        yield from self.committed.items()
+        yield from ((key, entry) for key, entry in before.items() if entry is not self.committed.get(key))
+
+    def commit(self, *, tentative: bool = False, presumed: bool = False, dropped: Collection[str] = ()) -> None:
+        """Make the draft the state, and count the step.
+
+        Args:
+            tentative: True if the optimizer may still skip the step. :meth:`resolve_tentative` decides later, for all tentative
+                steps together.
+            presumed: True if checkpoints hold a tentative step as if it were used.
+            dropped: parameters whose average the wrapper did not apply. Their residuals stay as they were.
+        """
+        draft, old = self.draft, self.committed
+        for key in [(name, RESIDUAL) for name in dropped]:
+            if key in draft.written:
+                draft.spare[key] = draft.written.pop(key)
+        if tentative and self._before is None:
+            self._before = Version(old, self.step)
+        self._presumed = presumed
+        replaced = (
+            draft.written if draft.found is old else old
+        )  # a second reduction has merged what the first one wrote
+        self._set(draft.merged())
+        self._reuse({key: old[key] for key in replaced if key in old and key in self.committed})
+        self.step += 1
+
+    def rollback(self) -> None:
+        """Drop the draft of a step that has ended."""
+        self.draft.spare.update(self.draft.written)
+        self.draft.begin(self.committed)
+
+    def abandon(self) -> None:
+        """Drop the draft of a step that has not ended, with its buffers.
+
+        A late message of the step may still write to them, so no later step may use them.
+        """
+        self.draft.begin(self.committed)
+
+    def resolve_tentative(self, used: bool) -> None:
+        """Keep the tentative steps, or return to the state before the first of them."""
+        before, self._before = self._before, None
+        if before is not None:
+            gone = before.entries if used else self.committed
+            if not used:
+                self.step = before.step
+                self._set(before.entries)
+            self._reuse(gone)
+
+    def _reuse(self, gone: Mapping[Key, Entry]) -> None:
+        """Reuse these buffers in later steps, unless they are the state or may become it again."""
+        before = self._before.entries if self._before is not None else {}
+        held = self.committed
+        self.draft.spare.update({k: e for k, e in gone.items() if e is not held.get(k) and e is not before.get(k)})
+
+    def replace(self, entries: Mapping[Key, Entry], step: int, keep: Collection[str] = ()) -> None:
+        """Replace all entries and the step.
+
+        Args:
+            entries: the new committed entries.
+            step: the new step.
+            keep: fields whose written and tentative entries stay. A member that heals within a step receives the state
+                from before the step. The step is then committed on top.
+        """
+        before, old, draft = self._before, self.committed, self.draft
+        written = {k: e for k, e in {**draft.found, **draft.written}.items() if k[1] in keep and e is not old.get(k)}
+        self._before, self.step = None, step
+        self._set(entries)
+        if before is not None and keep:
+            tried = {k: e for k, e in old.items() if k[1] in keep and e is not before.entries.get(k)}
+            self._before = Version(entries, step)
+            self._set({**entries, **tried})
+        draft.written = written
+        draft.spare.clear()
+
+    def drop(self, keys: Collection[Key]) -> None:
+        """Remove committed entries, between steps."""
+        if keys:
+            self._set({key: entry for key, entry in self.committed.items() if key not in keys})
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give parameters other names."""
+
+        def renamed(entries: Mapping[Key, Entry]) -> dict[Key, Entry]:
+            return {(names.get(name, name), field): entry for (name, field), entry in entries.items()}
+
+        draft = self.draft
+        found, written = renamed(draft.found), renamed(draft.written)
+        self._before = self._before and Version(renamed(self._before.entries), self._before.step)
+        self._set(renamed(self.committed))
+        draft.found, draft.written, draft.spare = found, written, renamed(draft.spare)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the certain version, without buffers."""
+        entries, step = self.certain
+        return {"entries": dict(entries), "step": step}
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        Versions.__init__(self, **kept)

@@ -1,0 +1,275 @@
+"""Collectives over a ``torch.distributed`` process group, and a register of groups that must not be used again."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ch_core.agreement import StoreExchange
+from ch_core.errors import HookTimeoutError, TransportError
+from ch_core.requests import Scope
+from ch_core.sizes import SIZES
+from ch_core.topology import Nodes, Topology, learn
+from ch_core.transport.base import SeveralWorks, Work
+
+# torch 2.13 renames the flat collectives and warns about the old names at every call.
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
+
+
+_WHERE: dict[Scope, str] = {"node": "inside the node", "peers": "between the nodes"}
+
+
+def gather_pieces(nbytes: int, world_size: int) -> int:
+    """Return the number of pieces of an all-gather over gloo, except inside a node.
+
+    Args:
+        nbytes: of one rank.
+        world_size: number of ranks.
+
+    >>> [gather_pieces(nbytes, 2) for nbytes in (1 << 19, 1 << 20, 1 << 23, 1 << 24)]
+    [1, 2, 16, 1]
+    """
+    if not SIZES.pieces_from <= nbytes * world_size < SIZES.pieces_below:
+        return 1
+    return -(-nbytes // max(SIZES.piece_bytes // world_size, SIZES.part_bytes))
+
+
+class ProcessGroupWork:
+    """Work of ``torch.distributed`` with a deadline and typed errors. It keeps its tensors alive until it is done."""
+
+    __slots__ = ("_keep", "_what", "_work")
+
+    def __init__(self, work: dist.Work, what: str, *keep: torch.Tensor) -> None:
+        self._work, self._what, self._keep = work, what, keep
+
+    def wait(self, timeout: float | None) -> None:
+        """See :meth:`.Work.wait`."""
+        begun = time.monotonic()
+        try:
+            # On a GPU the stream waits. With a timeout the host would wait for the kernel.
+            if timeout is not None and self._keep[0].is_cpu:
+                self._work.wait(timedelta(seconds=timeout))
+            else:
+                self._work.wait()
+        except RuntimeError as error:
+            waited = time.monotonic() - begun
+            if timeout is not None and waited >= 0.95 * timeout:
+                raise HookTimeoutError(
+                    f"{self._what} was not done after {waited:.1f} s (deadline {timeout:g} s): a rank is frozen, or "
+                    "does not take part in the same collectives. Raise attach(timeout=...) if ranks are merely slow"
+                ) from error
+            raise TransportError(f"{self._what} failed: {error}") from error
+
+    def future(self) -> Any:
+        """Return torch's future of the work."""
+        return self._work.get_future()
+
+    def is_completed(self) -> bool:
+        """True if the work is done."""
+        return self._work.is_completed()
+
+
+class ProcessGroupTransport:
+    """A transport over a ``torch.distributed`` process group.
+
+    Args:
+        group: the group; ``None`` is the default group.
+        free: see :class:`Transport`. It takes effect if gloo carries the tensors of a CPU. Other backends may lack some
+            collectives.
+        where: ranks of the group, for error texts, such as ``"inside the node"``.
+
+    gloo runs long all-gathers of a CPU as broadcasts inside a node, and any other of 2 to 32 MiB in pieces.
+
+    Raises:
+        TransportError: there is no process group.
+    """
+
+    elastic = False
+    _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, free: bool = False, where: str = "") -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise TransportError(
+                "no process group: call torch.distributed.init_process_group(...) first, "
+                "or run over simulated ranks with ch_core.simulation"
+            )
+        self.group = group if group is not None else dist.group.WORLD
+        self.rank = dist.get_rank(self.group)
+        self.world_size = dist.get_world_size(self.group)
+        self._gloo = _by_gloo(self.group)
+        self.free = free and self._gloo
+        self.topology: Topology | None = None
+        self._where = f" {where}" if where else ""
+        self._free = free
+        self._inside = where == _WHERE["node"]
+        # None stands for this transport. A reference to itself would keep the group until a garbage collection.
+        self._scoped: dict[Scope, ProcessGroupTransport | None] = {"all": None}
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
+        return self._start("all-reduce", dist.all_reduce, tensor, op=self._OPS[op])
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        if self._gloo and output.is_cpu and self.world_size > 1:
+            if self._inside and output.nbytes >= SIZES.broadcast_from:
+                return self._gather_by_broadcasts(output, input)
+            count = gather_pieces(input.nbytes, self.world_size)
+            if count > 1:
+                return self._gather_in_pieces(output, input, count)
+        return self._start("all-gather", _ALL_GATHER, output, input)
+
+    def _gather_by_broadcasts(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        """Broadcast the part of every rank into its place. gloo's broadcast receives into the output."""
+        if output.is_complex():  # gloo has no complex numbers, and torch's broadcast does not convert them
+            output, input = torch.view_as_real(output), torch.view_as_real(input)
+        parts = output.view(-1).chunk(self.world_size)
+        parts[self.rank].copy_(input.view(-1))
+        members = dist.get_process_group_ranks(self.group)
+        what = "all-gather"
+        return SeveralWorks(
+            [self._start(what, dist.broadcast, part, src=src) for part, src in zip(parts, members, strict=True)]
+        )
+
+    def _gather_in_pieces(self, output: torch.Tensor, input: torch.Tensor, count: int) -> Work:
+        """Gather piece by piece. gloo then holds pieces in new memory, and a rank sends as many bytes as in one ring.
+
+        A late rank sends before it announces that it can receive, now a half of a piece instead of a half of the message.
+        """
+        rows = output.view(self.world_size, -1).tensor_split(count, dim=1)  # (W, n / count) each
+        pieces = input.view(-1).tensor_split(count)
+        return SeveralWorks(
+            [
+                self._start("all-gather", partial(dist.all_gather, list(row.unbind())), piece)
+                for row, piece in zip(rows, pieces, strict=True)
+            ]
+        )
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        return self._start("all-to-all", dist.all_to_all_single, output, input)
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: str) -> Work:
+        return self._start("reduce-scatter", _REDUCE_SCATTER, output, input, op=self._OPS[op])
+
+    def abort(self) -> None:
+        """Refuse all further collectives over the group. Its owner destroys it."""
+        for one in self._scoped.values():
+            give_up((one or self).group)
+
+    def open_levels(self, nodes: Nodes | None, timeout: float | None) -> None:
+        """Learn the topology and open a group for the ranks of this node, and one for the peers.
+
+        See :meth:`.LeveledTransport.open_levels`. The groups belong to the group of this transport, and are opened once.
+        """
+        assert self.group is not None  # noqa: S101 - set by __init__
+        wait = timeout if timeout is not None else group_timeout(self.group)
+        if self.world_size == 1:
+            self.topology = Topology.given(1 if nodes is None else nodes, 1)
+        else:
+            self.topology = learn(nodes, self.world_size, StoreExchange(self.group, wait))
+        groups = _sub_groups(self.group, self.topology, self.rank)
+        for scope, where in _WHERE.items():
+            group = groups[scope]
+            self._scoped[scope] = (
+                None if group is self.group else ProcessGroupTransport(group, free=self._free, where=where)
+            )
+
+    def scoped(self, scope: Scope) -> "ProcessGroupTransport":
+        """Return the transport among the ranks of a scope. Only ``"all"`` works without :meth:`open_levels`."""
+        return self._scoped[scope] or self
+
+    def _start(
+        self, what: str, collective: Callable[..., dist.Work], *tensors: torch.Tensor, **kwargs: object
+    ) -> ProcessGroupWork:
+        refuse_lost(self.group)
+        what += self._where
+        if self.group is not None and self.group.size() != self.world_size:  # a mean would divide by the old number
+            raise TransportError(
+                f"the process group had {self.world_size} ranks when the hook was attached and has {self.group.size()} now. "
+                "Members that come and go need a manager, which makes new groups. Give the manager, and no group of it"
+            )
+        try:
+            work = collective(*tensors, group=self.group, async_op=True, **kwargs)
+        except RuntimeError as error:
+            raise TransportError(f"{what} could not be started: {error}") from error
+        return ProcessGroupWork(work, what, *tensors)
+
+
+_SUB_GROUPS = WeakIdKeyDictionary()  # process group -> {topology: {scope: group}}
+
+
+def _sub_groups(group: dist.ProcessGroup, topology: Topology, rank: int) -> dict[Scope, dist.ProcessGroup]:
+    """Return the groups of this rank's node and peers, opened at the first call. A scope of all ranks is the group itself.
+
+    Every rank opens the node's group first, so that no two ranks wait for each other. A rank without company in a scope
+    gets a separate group.
+    """
+    kept = _SUB_GROUPS.setdefault(group, {})
+    if topology not in kept:
+        made: dict[Scope, dist.ProcessGroup] = {}
+        ranks = dist.get_process_group_ranks(group)
+        for scope in _WHERE:
+            members = topology.members(rank, scope)
+            if len(members) == topology.world_size:
+                made[scope] = group
+                continue
+            made[scope] = dist.new_group(
+                [ranks[member] for member in members],
+                timeout=timedelta(seconds=group_timeout(group)),
+                backend=dist.get_backend_config(group),
+                use_local_synchronization=True,
+                group_desc=f"commhooks {_WHERE[scope]}",
+            )
+        kept[topology] = made
+    found: dict[Scope, dist.ProcessGroup] = kept[topology]
+    return found
+
+
+def _by_gloo(group: dist.ProcessGroup | None) -> bool:
+    try:
+        return "cpu:gloo" in dist.get_backend_config(group)
+    except (KeyError, TypeError, ValueError):  # torch.distributed did not make this group
+        return False
+
+
+def group_timeout(group: object) -> float:
+    """Return the seconds that a process group gives each of its collectives. Other objects stand for the default group."""
+    if not isinstance(group, dist.ProcessGroup):
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if group is not None:
+        for device in group._device_types:
+            options = getattr(group._get_backend(device), "options", None)
+            if options is not None:
+                seconds: float = options._timeout.total_seconds()
+                return seconds
+    return default_pg_timeout.total_seconds()
+
+
+# A rank that gave up a collective continues, and a peer may match the old message with its next one. From then on ranks
+# average gradients of different steps, and no number shows it. So a group with a lost collective is never used again.
+_LOST = WeakIdKeyDictionary()  # process group -> True
+
+
+def give_up(group: dist.ProcessGroup | None) -> None:
+    """Forbid this process to use the group again."""
+    if group is not None:
+        _LOST[group] = True
+
+
+def refuse_lost(group: dist.ProcessGroup | None) -> None:
+    """Refuse a group over which a collective was lost.
+
+    Raises:
+        TransportError: a collective was lost.
+    """
+    if group in _LOST:
+        raise TransportError(
+            "an earlier collective over this process group failed or timed out. Ranks may be at different steps, so a further "
+            "average could mix steps. On all ranks, make another group (dist.new_group, or destroy and initialise the "
+            "default one), wrap the model over it, attach again and load one checkpoint"
+        )

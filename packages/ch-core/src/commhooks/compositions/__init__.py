@@ -1,1 +1,0 @@
-"""Reductions made of other reductions. :mod:`commhooks` exports the public ones."""

@@ -1,0 +1,363 @@
+"""`commhooks run --hook EXPR script.py ARGS`, or with `--outer EXPR`."""
+
+import argparse
+import atexit
+import gc
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib.machinery import PathFinder
+from typing import Any
+
+from ch_core import wrapped, write_stderr
+from ch_run.import_watch import watch
+from ch_run.settings import Settings
+from commhooks import CommHooksError
+
+COLUMNS = 80  # of the dry run
+NOT_ATTACHED = 3  # exit status of --must-attach. An exception has 1, and a bad command line 2
+INTERPRETER = re.compile(r"python[\d.]*(\.exe)?")
+LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "srun")
+EPILOG = """\
+environment: COMMHOOKS_HOOK or COMMHOOKS_OUTER, and COMMHOOKS_GATHER, _REPORT,
+  _STATE, _STATE_EVERY, _MODULE_PATTERN, _SINGLE_PROCESS, _CHECK_RANKS_EVERY,
+  _ON_DRIFT and _TRACE, do the same if a launcher owns the command line. The
+  command sets them for processes that the script starts.
+
+examples:
+  torchrun --nproc-per-node 2 -m commhooks run --hook "powersgd(rank=4)" \\
+      --report report.json train.py --epochs 3
+  torchrun --nproc-per-node 2 -m commhooks run \\
+      --outer "diloco(every=30, exchange=quant4)" train.py --epochs 3"""
+
+
+class _Expression(argparse.Action):
+    """Store an expression. Without one, the option would take the script as its value."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if values.endswith(".py"):
+            option = self.option_strings[0]
+            example = "diloco(every=30, exchange=quant4)" if option == "--outer" else "quant4"
+            _complain(
+                f"commhooks run: {option} needs an expression before the script, as in {option} '{example}' {values}"
+            )
+            parser.exit(2)
+        setattr(namespace, self.dest, values)
+
+
+def set_up(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    """Add the options of the command. Words after the script's name belong to the script."""
+    parser.usage = "commhooks run [options] script.py [arguments of the script]"
+    parser.description = (
+        "Run a training script, unchanged, with a hook on each model that it wraps\n"
+        "for data parallelism, or with an outer optimizer that averages less often."
+    )
+    parser.epilog = EPILOG
+    parser.formatter_class = _formatter
+    parser.set_defaults(runs_script=True)
+    try:
+        default = Settings.of()
+    except ValueError as error:  # of a variable
+        _complain(f"ValueError: {error}")
+        parser.exit(2)
+    for option, value, text in (
+        ("--hook", default.hook, "hook expression, e.g. 'powersgd(rank=4)'"),
+        ("--outer", default.outer, "outer optimizer instead, e.g. 'diloco(every=30)'"),
+        ("--gather", default.gather, "hook on FSDP2's weight gathers, e.g. 'quant8'"),
+    ):
+        parser.add_argument(option, action=_Expression, default=value, metavar="EXPR", help=text)
+    parser.add_argument("--report", default=default.report, metavar="FILE", help="write the report there, as JSON")
+    parser.add_argument("--state", default=default.state, metavar="DIR", help="write the hook's state there; resume it")
+    parser.add_argument(
+        "--state-every",
+        type=int,
+        default=default.state_every,
+        metavar="N",
+        help="optimizer steps between two snapshots of the state (1)",
+    )
+    parser.add_argument(
+        "--module-pattern",
+        default=default.module_pattern,
+        metavar="GLOB",
+        help="class names of the models that get the hook (*)",
+    )
+    parser.add_argument(
+        "--single-process", action="store_true", default=default.single_process, help="compress in one process, too"
+    )
+    parser.add_argument(
+        "--check-ranks-every",
+        type=int,
+        default=default.check_ranks_every,
+        metavar="N",
+        help="compare the parameters of all ranks every N steps",
+    )
+    parser.add_argument(
+        "--on-drift",
+        choices=("warn", "raise"),
+        default=default.on_drift,
+        help="what to do if they differ (warn)",
+    )
+    parser.add_argument("--trace", default=default.trace, metavar="DIR", help="write a trace of each model there")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved expression and planned bytes; run nothing"
+    )
+    parser.add_argument(
+        "--must-attach",
+        action="store_true",
+        help=f"end with exit status {NOT_ATTACHED} if no model of the script got the hook",
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="script is a module name, as for python -m")
+    parser.add_argument("script", help="path of the script")
+    rest = parser.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+    rest.required = False  # otherwise the error for a missing script asks for these, too
+    return run
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    return argparse.RawDescriptionHelpFormatter(
+        prog, max_help_position=26, width=min(80, shutil.get_terminal_size().columns)
+    )
+
+
+def run(given: argparse.Namespace) -> int:
+    """Check the expression, then run the script. Its exceptions and its exit status pass through."""
+    try:
+        others = ("script", "words", "module", "dry_run", "must_attach", "runs_script")
+        settings = Settings(**{name: value for name, value in vars(given).items() if name not in others})
+        for name in Settings.variables():
+            os.environ.pop(name, None)  # options of the command line win, and so do their defaults
+        if missing := _missing(given):
+            _complain(f"commhooks run: {missing}")
+            return 2
+        if given.dry_run:
+            sys.stdout.write(plan(settings, given.script) + "\n")
+            return 0
+        settings.check()  # needs no torch, and blames the command line
+        watch(settings)  # before anything imports torch, because scripts import wrappers by name
+        _create(settings)
+    except (CommHooksError, ValueError) as error:
+        _complain(f"{type(error).__name__}: {error}")
+        return 2
+    return _run(given)
+
+
+def _complain(text: str) -> None:
+    write_stderr(wrapped(text) + "\n")
+
+
+def _missing(given: argparse.Namespace) -> str:
+    """Return a sentence if the script or module does not exist, and an empty string otherwise. Imports nothing."""
+    script, module = given.script, given.module
+    if script in LAUNCHERS and not module and not os.path.exists(script):
+        return (
+            f"{script} is a launcher, not a script: put it first, as in torchrun --nproc-per-node 2 -m commhooks run --hook "
+            f"quant4 train.py, or start {script} as always with the variable COMMHOOKS_HOOK (or COMMHOOKS_OUTER) set"
+        )
+    if not module and INTERPRETER.fullmatch(os.path.basename(script)):
+        option, expr = next(
+            ((name, value) for name in ("hook", "outer", "gather") if (value := getattr(given, name))),
+            ("hook", "quant4"),
+        )
+        dropped, rest = _interpreter_options(given.words)
+        if rest[:1] == ["-c"]:
+            return f"run starts a script or a module, and no code of {script} -c: write the code into a file, and name this file"
+        return (
+            f"leave out {shlex.join([script, *dropped])}, because run starts the script itself: commhooks run --{option} "
+            f"{shlex.quote(expr)} {shlex.join(rest) or 'train.py'}"
+        )
+    if not module:
+        return "" if os.path.exists(script) else f"no such script: {script} (give a path, or -m and a module name)"
+    top = script.partition(".")[0]
+    found = PathFinder.find_spec(top, [os.getcwd()]) or importlib.util.find_spec(top)
+    return "" if found is not None else f"no such module: {script}"
+
+
+def _interpreter_options(words: list[str]) -> tuple[list[str], list[str]]:
+    """Split the words after an interpreter into its options, and the script or module with its arguments.
+
+    >>> _interpreter_options(["-u", "-W", "ignore", "train.py", "-W", "1"])
+    (['-u', '-W', 'ignore'], ['train.py', '-W', '1'])
+    >>> _interpreter_options(["-um", "train"])
+    (['-u'], ['-m', 'train'])
+    """
+    dropped, rest = list[str](), list(words)
+    while rest and re.match(r"-.", rest[0]):  # a lone dash is standard input
+        word = rest.pop(0)
+        flags = re.match(r"-([^-WXcm]*)([WXcm]?)(.*)", word)  # no letters for a long option
+        if flags and flags[2] in ("c", "m"):
+            dropped += [f"-{flags[1]}"] if flags[1] else []
+            return dropped, [f"-{flags[2]}", *([flags[3]] if flags[3] else []), *rest]
+        dropped.append(word)
+        if (flags and flags[2] and not flags[3]) or word == "--check-hash-based-pycs":
+            dropped += rest[:1]
+            del rest[:1]
+    return dropped, rest
+
+
+def _create(settings: Settings) -> None:
+    """Build the hook, or every hook inside the expression of the outer optimizer, whose own code may refuse a value."""
+    from commhooks import REGISTRY, create
+
+    if settings.gather:
+        create(settings.gather)
+    if settings.hook:
+        create(settings.hook)
+    if not settings.outer:
+        return
+    spec, options = REGISTRY.outer(settings.outer)
+    REGISTRY.target(spec)
+    for name, option in (spec.options or {}).items():
+        if option.hook:
+            create(options[name])
+
+
+def plan(settings: Settings, script: str) -> str:
+    """Return the resolved expression, its treatment of some usual shapes on 2 ranks, and the plan of the run, as text.
+
+    Raises:
+        UnknownHookError, AmbiguousHookError, PluginLoadError, HookConfigError: as :func:`commhooks.create`.
+    """
+    settings.check()
+    from commhooks import REGISTRY, USUAL_SHAPES, create, plan_shapes, unparse
+
+    wraps = REGISTRY.wraps()
+    if settings.outer:
+        spec, options = REGISTRY.outer(settings.outer)
+        hook = next((options[name] for name, one in (spec.options or {}).items() if one.hook), "")
+        handle = create(hook) if hook else None
+        node = {"hook": spec.name, "provider": spec.provider, "config": options}
+        head = [f"outer     {settings.outer}", f"resolved  {unparse(node)}", f"round     {_round_text(options)}"]
+        wraps = sorted({name.rpartition(".")[2] for name in REGISTRY.local_gradients()})
+    elif not settings.hook:
+        handle, head = None, []
+    else:
+        handle = create(settings.hook)
+        rest = {k: v for k, v in handle.full.items() if k not in ("hook", "version")}
+        resolved = {"hook": handle.config["hook"], **rest}
+        head = [f"hook      {handle.expr}", f"resolved  {unparse(_without_versions(resolved))}"]
+    pattern = settings.module_pattern
+    chosen = "" if pattern == "*" else f", if a class name matches {pattern!r}"
+    lines = [
+        "dry run: nothing was executed",
+        *head,
+        *(
+            [f"gather    {create(settings.gather).expr}, on the weight gathers of FSDP2 models"]
+            if settings.gather
+            else []
+        ),
+        f"script    {script}",
+        f"models    each model that the script wraps by {', '.join(wraps[:-1])} or {wraps[-1]}{chosen}",
+        f"report    standard error{f', and {settings.report} as JSON' if settings.report else ''}",
+        f"state     {f'{settings.state}, every {settings.state_every} steps' if settings.state else 'not written'}",
+    ]
+    if settings.trace:
+        lines.append(f"trace     one file for each model in {settings.trace}")
+    if settings.check_ranks_every:
+        compared = f"compared every {settings.check_ranks_every} steps; {settings.on_drift} if they differ"
+        alone = settings.gather and not settings.hook
+        lines.append(
+            f"ranks     {'not compared, because --gather alone attaches no hook to gradients' if alone else compared}"
+        )
+    if not settings.hook and not settings.outer:
+        return _in_columns(lines)
+    if handle is None:
+        return _in_columns(
+            [*lines, f"plan      {settings.outer} chooses its exchange itself: its bytes are not planned"]
+        )
+    if handle.reduction is None:
+        return _in_columns([*lines, "plan      a foreign hook: its bytes cannot be planned"])
+    per = "a round of all parameters" if settings.outer else "a step"
+    lines += [
+        f"plan      for {len(USUAL_SHAPES)} example layers (your script was not run): wire bytes that each rank sends in {per} "
+        "on 2 ranks, by model, after any warm-up, and without a hook:",
+        *(f"  {row}" for row in plan_shapes(handle.reduction)),
+    ]
+    return _in_columns(lines)
+
+
+def _round_text(options: Mapping[str, Any]) -> str:
+    """Return the length of a round, and the end of the run."""
+    steps, length = options.get("steps"), f"{options.get('every')} optimizer steps"
+    if steps is not None:
+        return f"{length}; after step {steps} all ranks take one model"  # without an average if a round has just ended
+    return (
+        f"{length}; steps after the last whole round reach no other rank (give steps=N, the number of steps of the run)"
+    )
+
+
+def _in_columns(lines: list[str]) -> str:
+    """Break lines of labels and values at 80 columns. Continuations hang under the values."""
+    indent = " " * 10
+    broken = [textwrap.wrap(line, COLUMNS, subsequent_indent=indent, break_on_hyphens=False) for line in lines]
+    return "\n".join(row for rows in broken for row in rows)
+
+
+def _without_versions(node: dict[str, Any]) -> dict[str, Any]:
+    """Return a full node without versions, which an expression cannot write."""
+    made = {key: value for key, value in node.items() if key != "version"}
+    if "inner" in made:
+        inner = made["inner"]
+        made["inner"] = [_without_versions(n) for n in inner] if isinstance(inner, list) else _without_versions(inner)
+    if "rules" in made:
+        made["rules"] = [[pattern, _without_versions(rule)] for pattern, rule in made["rules"]]
+    return made
+
+
+def _run(given: argparse.Namespace) -> int:
+    """Run the script and return the exit status of its success. Its exceptions pass through."""
+    from ch_run import script
+    from ch_run.auto_attach import REPORTS, auto_attach
+
+    reports, process = "", os.getpid()
+    with suppress(OSError):  # full disk; processes that the script starts then report independently
+        reports = os.environ[REPORTS] = tempfile.mkdtemp(prefix="commhooks-")
+    attach = auto_attach()
+    attach.report_always = True
+    interrupted: list[bool] = []
+    atexit.register(_end_by_interrupt, interrupted)  # first, so that it runs after the script's own
+    script_globals: dict[str, Any] | None = None
+    try:
+        script_globals = script.run(given.script, given.words, module=given.module)
+    except KeyboardInterrupt:
+        interrupted.append(True)
+        raise
+    except SystemExit as leaving:
+        attach.raised = f"exit status {leaving.code!r:.80}" if leaving.code else ""
+        if leaving.code not in (None, 0):
+            raise
+    except Exception as error:
+        attach.raised = type(error).__name__
+        raise
+    finally:
+        attach.end()
+        # Models must go before the interpreter's modules, as those of a script that python runs. Threads of a process
+        # group that outlive the modules abort the process.
+        del script_globals
+        gc.collect()
+        if reports and os.getpid() == process:  # a process that the script forked comes here, too
+            shutil.rmtree(reports, ignore_errors=True)
+    return NOT_ATTACHED if given.must_attach and attach.unused else 0
+
+
+def _end_by_interrupt(interrupted: list[bool]) -> None:
+    """End as `python script.py` does after Ctrl-C. `python -m` exits with status 1, and a shell's loop continues."""
+    if interrupted:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)

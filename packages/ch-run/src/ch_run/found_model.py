@@ -1,0 +1,110 @@
+"""A model of the script that `commhooks run` has found, its report and its state."""
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ch_core import log
+from ch_run.state_folder import HookKept, Kept, StateFolder
+from ch_trace import Trace
+from commhooks import CommHook
+
+
+class FoundModel(ABC):
+    """A model of the script that trains with a hook or an outer optimizer.
+
+    Attributes:
+        state: writes and resumes the state with `--state`, or None.
+        trace: records the model with `--trace`, or None.
+        row: the model's part of the report once the model is gone.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.state: StateFolder | None = None
+        self.trace: Trace | None = None
+        self.row: dict[str, Any] | None = None
+
+    def write_last_state(self) -> None:
+        """Write the state of the last step. A failure must not hide the end, or the error, of the script."""
+        if self.state is not None:
+            try:
+                self.state.end()
+            except Exception:
+                log.exception("--state: the last state of %s could not be written", self.name)
+
+    def report(self) -> dict[str, Any]:
+        """Return this model's part of the report, or the reason why it has none."""
+        if self.row is not None:
+            return self.row
+        try:
+            return {"model": self.name, **self.figures(), **self._traced()}
+        except Exception as error:
+            log.exception("commhooks run: no report of %s", self.name)
+            return {"model": self.name, "error": f"{type(error).__name__}: {error}"}
+
+    @abstractmethod
+    def figures(self) -> dict[str, Any]:
+        """Return the figures of the report as plain values."""
+
+    @abstractmethod
+    def begin_trace(self, path: str) -> Trace:
+        """Start a trace. All ranks make this call at the same place."""
+
+    def end_trace(self) -> None:
+        """Write the trace. A failure must not hide the end, or the error, of the script."""
+        if self.trace is not None:
+            try:
+                self.trace.close(together=False)
+            except Exception:
+                log.exception("--trace: the trace of %s could not be written", self.name)
+
+    def _traced(self) -> dict[str, Any]:
+        if self.trace is None:
+            return {}
+        final = self.trace.final
+        return {"trace": {"file": str(self.trace.path), "summary": final.to_dict(), "text": str(final)}}
+
+    @abstractmethod
+    def kept(self) -> Kept:
+        """Return the state that `--state` writes."""
+
+    def keep_state(self, folder: Path, every: int) -> None:
+        """Resume the state from a folder, and write it there after every Nth step."""
+        self.state = StateFolder(folder, self.kept(), every)
+        self.state.resume()
+
+    def end_for(self, module: torch.nn.Module) -> None:  # noqa: B027 - a hook has nothing to end
+        """End the training of this model if it trains parameters of a module that is about to be wrapped again."""
+
+    def drop(self) -> None:
+        """Write the last state and the trace, store the report, and release the parameters."""
+        self.write_last_state()
+        self.end_trace()
+        self.row, self.state, self.trace = self.report(), None, None
+
+
+class HookedModel(FoundModel):
+    """A model whose gradients a hook averages."""
+
+    def __init__(self, name: str, handle: CommHook) -> None:
+        super().__init__(name)
+        self.handle: CommHook | None = handle
+
+    def figures(self) -> dict[str, Any]:
+        assert self.handle is not None  # noqa: S101 - `report` asks once more only before `drop`
+        return self.handle.report().to_dict()
+
+    def begin_trace(self, path: str) -> Trace:
+        assert self.handle is not None  # noqa: S101
+        return Trace(self.handle, path)
+
+    def kept(self) -> Kept:
+        assert self.handle is not None  # noqa: S101
+        return HookKept(self.handle)
+
+    def drop(self) -> None:
+        super().drop()
+        self.handle = None

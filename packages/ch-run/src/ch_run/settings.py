@@ -1,0 +1,138 @@
+"""Settings of `commhooks run`, from arguments or environment variables.
+
+Standard library only, because the interpreter reads them while it starts.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from commhooks import HookConfigError
+
+PREFIX = "COMMHOOKS_"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Options of `commhooks run`. Each is also a variable: `COMMHOOKS_` and the name in capitals.
+
+    Attributes:
+        hook: expression; empty with `outer`.
+        outer: expression of an outer optimizer, instead of a hook.
+        gather: expression of the hook on the weight gathers of FSDP2 models; empty for none.
+        report: file for the report as JSON; empty for none.
+        state: folder for the hook's state; empty for none.
+        state_every: optimizer steps between two snapshots of the state.
+        module_pattern: shell pattern of the models that get the hook, by class name or qualified class name.
+        single_process: True to compress in a single process.
+        check_ranks_every: steps between two comparisons of the parameters across ranks; 0 for none.
+        on_drift: `"warn"` or `"raise"` if they differ.
+        trace: folder for a trace of each model; empty for none.
+
+    Example:
+        >>> Settings.of({"COMMHOOKS_HOOK": "powersgd", "COMMHOOKS_STATE_EVERY": "10"}).state_every
+        10
+        >>> Settings("noop", single_process=True).environ()
+        {'COMMHOOKS_HOOK': 'noop', 'COMMHOOKS_SINGLE_PROCESS': '1'}
+    """
+
+    hook: str
+    report: str = ""
+    state: str = ""
+    state_every: int = 1
+    module_pattern: str = "*"
+    single_process: bool = False
+    outer: str = ""
+    gather: str = ""
+    check_ranks_every: int = 0
+    on_drift: str = "warn"
+    trace: str = ""
+
+    def __post_init__(self) -> None:
+        if self.state_every < 1:
+            raise ValueError(
+                f"--state-every (COMMHOOKS_STATE_EVERY) is {self.state_every}: give at least 1 optimizer step"
+            )
+        if self.check_ranks_every < 0:
+            raise ValueError(
+                f"--check-ranks-every (COMMHOOKS_CHECK_RANKS_EVERY) is {self.check_ranks_every}: give a number of steps, or 0 "
+                "for no comparison"
+            )
+        if self.on_drift not in ("warn", "raise"):
+            raise ValueError(f"--on-drift (COMMHOOKS_ON_DRIFT) is {self.on_drift!r}: give warn or raise")
+
+    @staticmethod
+    def variables() -> list[str]:
+        """Return the names of the environment variables."""
+        return [PREFIX + field.name.upper() for field in fields(Settings)]
+
+    @staticmethod
+    def of(environ: Mapping[str, str] = os.environ) -> "Settings":
+        """Return the settings of environment variables. The hook is empty if no variable names one.
+
+        Raises:
+            ValueError: a variable has an illegal value.
+        """
+        given = {
+            f.name: environ[PREFIX + f.name.upper()] for f in fields(Settings) if PREFIX + f.name.upper() in environ
+        }
+        made: dict[str, str | int | bool] = {**given, "hook": given.get("hook", "")}
+        for name, unit in (("state_every", "optimizer steps"), ("check_ranks_every", "steps")):
+            if name in given:
+                if not given[name].isdecimal():
+                    raise ValueError(f"{PREFIX}{name.upper()}={given[name]}: give a number of {unit}")
+                made[name] = int(given[name])
+        if "single_process" in given:
+            made["single_process"] = given["single_process"] not in ("", "0")
+        return Settings(**made)  # type: ignore[arg-type]
+
+    def environ(self) -> dict[str, str]:
+        """Return the variables that pass these settings to processes of the script."""
+        default = Settings("")
+        changed = {
+            f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)
+        }
+        return {PREFIX + name.upper(): "1" if value is True else str(value) for name, value in changed.items()}
+
+    def check(self) -> None:
+        """Check names and declared options of every level of the expression. Imports no torch and no hook.
+
+        It also runs while torch is half imported, so a hook's module must not be imported here.
+
+        Raises:
+            UnknownHookError, AmbiguousHookError, HookConfigError: as `commhooks.create`, except for options that the hook
+                declares in its code alone.
+        """
+        from commhooks import REGISTRY  # loads pluggy and every plugin module
+
+        if self.hook and self.outer:
+            raise HookConfigError(
+                f"--hook {self.hook!r} and --outer {self.outer!r} exclude each other: with an outer optimizer no gradient is "
+                "averaged. Give the hook as its exchange, e.g. --outer 'diloco(exchange=quant4)'"
+            )
+        if self.outer and self.gather:
+            raise HookConfigError(
+                f"--outer {self.outer!r} and --gather {self.gather!r} exclude each other: an outer optimizer gathers "
+                "weights exactly. Leave out one of them"
+            )
+        if self.gather:
+            REGISTRY.refuse_outer(REGISTRY.levels(self.gather, declared_only=True))
+        if self.outer and self.check_ranks_every:
+            raise HookConfigError(
+                "--check-ranks-every does not fit --outer: between two rounds the ranks' parameters differ by design, and the "
+                "outer optimizer itself compares them at its start. Leave it out"
+            )
+        if self.outer:
+            REGISTRY.outer(self.outer, declared_only=True)
+        elif self.hook:
+            REGISTRY.refuse_outer(REGISTRY.levels(self.hook, declared_only=True))
+        elif not self.gather:
+            raise HookConfigError(
+                "no hook: use --hook EXPR or COMMHOOKS_HOOK=EXPR, e.g. 'powersgd(rank=4)', or --outer EXPR or "
+                "COMMHOOKS_OUTER=EXPR, e.g. 'diloco(every=30, exchange=quant4)'"
+            )
+
+    @property
+    def expression(self) -> str:
+        """The expression of the hook, of the outer optimizer, or of the hook on weight gathers alone."""
+        return self.hook or self.outer or self.gather

@@ -1,0 +1,441 @@
+"""Writes the state of a hook or outer optimizer while a script trains, and resumes it (`commhooks run --state DIR`).
+
+The script's own checkpoints know nothing of the hook. After every Nth optimizer step each rank writes its state to a file
+whose name has a checksum of the parameters. At resume the script chooses its checkpoint, and the checksum of the loaded
+parameters finds the snapshot of that step. Each file is written under a temporary name, synchronised and renamed. A
+snapshot counts only if every rank's file exists, so a process may be killed at any time.
+
+    DIR/1-DistributedDataParallel/step-000000000010-3f9c2a71d0b4e865/rank-0-of-2-09aa1bc3f2d1e7c4.pt
+
+The folder keeps the first snapshot, the last two, and the five newest after which the script saved something.
+"""
+
+import functools
+import os
+import re
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ch_core import LINE_BYTES, StoreExchange, checksum, group_timeout, log
+from commhooks import CommHook, HookState, StateError, load_obtained, merge
+
+SAVED = "saved"  # file in the folder of a snapshot after which the script saved something
+LATEST, MARKED = 2, 5  # numbers of snapshots that stay
+_SET = re.compile(r"step-(\d{12})-([0-9a-f]{16})\Z")
+_RANK = re.compile(r"rank-(\d+)-of-(\d+)-([0-9a-f]{16,32})\.pt\Z")
+Key = tuple[int, str]
+_NONE: Key = (-1, "0" * 16)
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """The files of one step, by rank. The snapshot is whole if no rank's file is missing."""
+
+    folder: Path
+    step: int
+    run: str
+    world: int = 0
+    files: dict[int, Path] = field(default_factory=dict)
+    checksums: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> Key:
+        return self.step, self.run
+
+    @property
+    def whole(self) -> bool:
+        return 0 < self.world == len(self.files)
+
+    def read(self, rank: int) -> dict[str, Any]:
+        """Return the state in the file of a rank."""
+        state: dict[str, Any] = torch.load(self.files[rank], weights_only=True, map_location="cpu")
+        return state
+
+
+class Kept(Protocol):
+    """State of one model that a folder keeps.
+
+    Attributes:
+        expr: expression of the hook or outer optimizer, for errors.
+        params: parameters whose optimizer makes the steps that count.
+        group: the ranks that write.
+    """
+
+    expr: str
+    params: list[torch.Tensor]
+    group: dist.ProcessGroup
+
+    def fingerprint(self) -> str:
+        """Return 16 or 32 hexadecimal digits of the values by which a checkpoint of the script finds its snapshot."""
+
+    def found(self) -> str:
+        """Return the fingerprint of the values that the script has loaded, before its first step."""
+
+    def fits(self, one: "Snapshot", rank: int, world: int, own: str) -> bool:
+        """Return True if a snapshot belongs to the values of this rank, whose fingerprint is `own`."""
+
+    def best(self, fitting: Sequence["Snapshot"], own: str) -> list["Snapshot"]:
+        """Return the preferred ones of the fitting snapshots."""
+
+    def progress(self) -> float:
+        """Return a number that grows when a step has begun since the last one ended."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, on all ranks."""
+
+    def load(self, one: "Snapshot", rank: int, world: int) -> None:
+        """Load a snapshot, on all ranks.
+
+        Raises:
+            StateError: on all ranks, if the file of one rank is damaged.
+        """
+
+
+class HookKept:
+    """State of an attached hook.
+
+    Raises:
+        StateError: the hook is a foreign function with its own state, or its ranks belong to a manager.
+    """
+
+    def __init__(self, handle: CommHook) -> None:
+        binding = handle.binding
+        if binding is None or not isinstance(handle.state, HookState):
+            raise StateError(f"--state: {handle.expr} has its own state; save and load it in the script")
+        if binding.group is None:
+            raise StateError(
+                f"--state: a manager adds and removes ranks of {handle.expr}; save its state in the script"
+            )
+        self.handle, self.expr = handle, handle.expr
+        self.params = list(binding.params)
+        everyone: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
+        self.group = everyone if binding.other_axes else binding.group  # with a mesh, all ranks write
+
+    def fingerprint(self) -> str:
+        return checksum(*self.params)
+
+    def found(self) -> str:
+        return self.fingerprint()
+
+    def best(self, fitting: Sequence["Snapshot"], own: str) -> list["Snapshot"]:
+        return list(fitting)
+
+    def fits(self, one: "Snapshot", rank: int, world: int, own: str) -> bool:
+        """Compare this rank's parameters. With another world size, compare the parameters of all saved ranks."""
+        if one.world == world:
+            return one.checksums[rank] == own
+        return set(one.checksums.values()) == {own}
+
+    def progress(self) -> float:
+        """Return the number of backwards that the engine has finished."""
+        return self.handle.stats().get("steps", 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.handle.state_dict()
+
+    def load(self, one: "Snapshot", rank: int, world: int) -> None:
+        # The file of one rank may be damaged. Raised outside of the load, its error would leave the peers in the agreement.
+        if one.world == world:
+            load_obtained(self.handle, lambda: one.read(rank))
+        else:
+            load_obtained(self.handle, lambda: merge([one.read(r) for r in range(one.world)]), world_change="mean")
+
+
+class StateFolder:
+    """The snapshots of one model's state, in a folder that all ranks share.
+
+    Args:
+        folder: of this model only.
+        kept: the state.
+        every: optimizer steps between two snapshots.
+    """
+
+    def __init__(self, folder: Path, kept: Kept, every: int) -> None:
+        self.folder, self.kept, self.every = folder, kept, every
+        self._ids = {id(p) for p in kept.params}
+        self.group = kept.group
+        self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.step = 0
+        self.run = _NONE[1]
+        self._written = self._warned = self._marked = -1
+        self._failed: int | None = None  # step of the last written snapshot when a write failed
+        self._current = folder  # of the newest snapshot, written or resumed
+        self._ended_steps = 0.0
+        self._latest: list[Key] = []
+        self._stops: list[Callable[[], None]] = []
+
+    # -- at the first forward
+
+    def resume(self) -> None:
+        """Load the snapshot of the current parameters, and start writing.
+
+        Raises:
+            StateError: on all ranks, if there are snapshots but none has these parameters.
+        """
+        own = self.kept.found()
+        exchange = StoreExchange(self.group, group_timeout(self.group))
+        self.run = _agree_on_run(exchange)
+        self._see_one_folder(exchange)
+        found = [one for one in self.listed() if one.whole]
+        fitting = {one.key: one for one in found if self.kept.fits(one, self.rank, self.world, own)}
+        chosen = _newest_common(exchange, [one.key for one in self.kept.best(list(fitting.values()), own)])
+        if chosen is None:
+            chosen = _newest_common(exchange, list(fitting))
+        if chosen is not None:
+            self._load(fitting[chosen])
+        elif any(row != b"0" for row in exchange(b"1" if found else b"0")):
+            raise StateError(self._none_fits(found))
+        else:
+            self.write()
+        self._watch()
+
+    def listed(self) -> list[Snapshot]:
+        """Return the snapshots in the folder, by step."""
+        found = []
+        for folder in self.folder.iterdir():
+            match = _SET.match(folder.name)
+            if match:
+                found.append(_read_folder(Snapshot(folder, int(match[1]), match[2])))
+        return sorted(found, key=lambda one: one.key)
+
+    def _load(self, one: Snapshot) -> None:
+        self.kept.load(one, self.rank, self.world)
+        self.step, self._written, self._current = one.step, one.step, one.folder
+        self._latest = [one.key]
+        self._ended_steps = self.kept.progress()
+        log.info("resumed the state of %s after step %d from %s", self.kept.expr, one.step, one.folder)
+
+    def _none_fits(self, found: list[Snapshot]) -> str:
+        steps = ", ".join(sorted({str(one.step) for one in found}, key=int)[-8:])
+        worlds = sorted({one.world for one in found} - {self.world})
+        other = (
+            f" Those of {worlds} ranks are of a sharded model, which only torch.distributed.checkpoint can recut."
+            * bool(worlds)
+        )
+        return (
+            f"--state: {self.folder} has the hook's state after the steps {steps or '(on other ranks)'}, and the model's "
+            f"parameters are those of none of them, nor of the beginning.{other} Resume the script from a checkpoint that was "
+            f"saved after one of these steps (--state-every {self.every} has to divide the steps between its checkpoints), or "
+            "give another folder for a new run"
+        )
+
+    def _see_one_folder(self, exchange: StoreExchange) -> None:
+        """Check that every rank sees the files of the others. Otherwise no snapshot would ever be whole.
+
+        Raises:
+            StateError: on all ranks. A rank that raised alone would leave its peers in the exchange.
+        """
+        mark, problem = self.folder / f"run-{self.run}", ""
+        if self.rank == 0:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                mark.touch()
+            except OSError as error:
+                problem = str(error)
+        failed = (
+            exchange(problem.encode()[:LINE_BYTES].ljust(LINE_BYTES, b"\0"))[0].rstrip(b"\0").decode(errors="replace")
+        )
+        if failed:
+            raise StateError(
+                f"--state: rank 0 cannot write to {self.folder} ({failed}): give a folder that it can write to"
+            )
+        sees = exchange(b"1" if mark.exists() else b"0")
+        if self.rank == 0:
+            mark.unlink(missing_ok=True)
+        blind = [rank for rank, row in enumerate(sees) if row != b"1"]
+        if blind:
+            raise StateError(
+                f"--state: ranks {blind} do not see the {self.folder} of rank 0: give a folder on a shared file system"
+            )
+
+    # -- after steps
+
+    def _watch(self) -> None:
+        this = weakref.ref(self)
+
+        def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+            folder = this()
+            if folder is not None:
+                folder.after_step(optimizer)
+
+        self._stops.append(register_optimizer_step_post_hook(torch.compiler.disable(after_step)).remove)
+        _on_save.append(this)
+        _watch_saves()
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Write a snapshot if an optimizer of these parameters has made the Nth step."""
+        if not any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
+            return
+        self.step += 1
+        self._ended_steps = self.kept.progress()
+        if self.step % self.every == 0:
+            self.write()
+
+    def script_saved(self) -> None:
+        """Mark the snapshot of this step, so that it is not removed: the script saves a checkpoint."""
+        if self._written == self.step:
+            if self._marked != self.step:
+                self._marked = self.step
+                with suppress(OSError):  # the script's own save must not fail by this
+                    (self._current / SAVED).touch()
+        elif self._warned < 0:
+            self._warned = self.step
+            log.warning(
+                "--state: the script saves after step %d, and the hook's state was saved after step %d: this checkpoint "
+                "cannot be resumed with --state. Let --state-every divide the steps between checkpoints",
+                self.step,
+                self._written,
+            )
+
+    def end(self) -> None:
+        """Stop watching, and write the state of the last step unless a backward has started another."""
+        for stop in self._stops:
+            stop()
+        self._stops.clear()
+        if self._written != self.step and self._ended_steps == self.kept.progress():
+            self.write()
+
+    def write(self) -> None:
+        """Write this rank's file of the current step. If that fails, training continues without this snapshot."""
+        try:
+            self._write()
+        except Exception as error:  # a full disk is an OSError of ours, or a RuntimeError of torch.save
+            if self._failed != self._written:  # log once until a snapshot succeeds
+                self._failed = self._written
+                log.error(
+                    "--state: the state after step %d cannot be written to %s (%s: %s). The script continues. A run "
+                    "can only resume from the checkpoint of a step whose state was written",
+                    self.step,
+                    self.folder,
+                    type(error).__name__,
+                    error,
+                )
+
+    def _write(self) -> None:
+        begun = time.perf_counter()
+        folder = self._place()
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"rank-{self.rank}-of-{self.world}-{self.kept.fingerprint()}.pt"
+        aside = path.with_suffix(".tmp")
+        try:
+            with open(aside, "wb") as file, _own_save():
+                torch.save(self.kept.state_dict(), file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, path)
+        finally:
+            with suppress(OSError):
+                aside.unlink(missing_ok=True)
+        self._written, self._current = self.step, folder
+        self._latest = [*self._latest, (self.step, self.run)][-LATEST:]
+        self._prune()
+        log.debug("%s: %d bytes in %.1f ms", path, path.stat().st_size, 1000 * (time.perf_counter() - begun))
+
+    def _place(self) -> Path:
+        return self.folder / f"step-{self.step:012d}-{self.run}"
+
+    def _prune(self) -> None:
+        """Remove this rank's old files. Rank 0 also removes files of ranks beyond the world size."""
+        there = self.listed()
+        marked = [one for one in there if (one.folder / SAVED).exists()][-MARKED:]
+        kept = {*self._latest, *(one.key for one in marked), *(one.key for one in there if one.step == 0)}
+        for one in there:
+            if one.key in kept or (one.run == self.run and one.step > self.step):  # a faster rank writes it now
+                continue
+            for rank, path in one.files.items():
+                if rank == self.rank or (self.rank == 0 and rank >= self.world):
+                    path.unlink(missing_ok=True)
+            _remove_if_empty(one.folder)
+
+
+def _read_folder(one: Snapshot) -> Snapshot:
+    for name in _names(one.folder):
+        match = _RANK.match(name)
+        if match:
+            rank, one.world = int(match[1]), int(match[2])
+            one.files[rank], one.checksums[rank] = one.folder / name, match[3]
+    return one
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the names in a folder, or none if another rank has removed it."""
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Remove a folder without any rank's file."""
+    names = _names(folder)
+    if not any(_RANK.match(name) for name in names):
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
+        with suppress(OSError):  # another rank was faster
+            folder.rmdir()
+
+
+def _agree_on_run(exchange: StoreExchange) -> str:
+    """Return a name for this run, the same on all ranks. Files of two runs must not make one snapshot."""
+    return exchange(secrets.token_hex(8).encode())[0].decode()
+
+
+def _newest_common(exchange: StoreExchange, keys: list[Key]) -> Key | None:
+    """Return the newest snapshot that fits on every rank. The first snapshot wins over all others.
+
+    A first step with a learning rate of zero does not change the parameters. A new run must not resume that step.
+    """
+    rest = sorted(keys, key=lambda key: (key[0] != 0, key[0], key[1]))
+    rest = [key for key in rest if key[0] == 0] or rest
+    while True:
+        proposed = rest[-1] if rest else _NONE
+        rows = exchange(f"{proposed[0]:020d}{proposed[1]}".encode())
+        everyones = [(int(row[:20]), row[20:].decode()) for row in rows]
+        if len(set(everyones)) == 1:
+            return None if proposed == _NONE else proposed
+        lowest = min(everyones)
+        rest = [key for key in rest if key <= lowest]
+
+
+_on_save: "list[weakref.ref[StateFolder]]" = []
+_saving = threading.local()  # .own: a snapshot is being written by this thread
+
+
+@contextmanager
+def _own_save() -> Iterator[None]:
+    _saving.own = True
+    try:
+        yield
+    finally:
+        _saving.own = False
+
+
+@functools.cache
+def _watch_saves() -> None:
+    """Learn when the script saves. torch asks each registered tagger for the location of every storage that it saves.
+
+    Frameworks and distributed checkpoints save through torch.save, too. A tagger needs no replacement of torch.save, and
+    sees a script that has imported ``save`` by name. Safetensors files have no storages, so snapshots of scripts that
+    write them stay by age only.
+    """
+
+    def tag(storage: object) -> None:
+        if not getattr(_saving, "own", False):
+            for one in _on_save:
+                folder = one()
+                if folder is not None:
+                    folder.script_saved()
+
+    # Priority 0 comes before torch's own taggers (10 and more). None means that the next one is asked.
+    torch.serialization.register_package(0, tag, lambda storage, location: None)

@@ -1,0 +1,136 @@
+"""``commhooks run --state`` resumes killed runs of an unchanged script."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from ch_run.state_folder import HookKept, StateFolder
+from ch_testing import spawn
+
+from .kit import run
+
+HOOK = "powersgd(rank=2)"
+pytestmark = [pytest.mark.gloo, pytest.mark.timeout(300)]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = torch.load(folder / "weights.pt", weights_only=True)
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("script", ["ddp_loop", "fsdp2_loop"])
+def test_killed_and_resumed_with_the_same_bits(tmp_path: Path, script: str) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    assert run(whole, script, "--save", 4, hook=HOOK).stats["compressed_steps"] == 8
+    died = run(killed, script, "--save", 4, "--kill", 6, hook=HOOK, state="state", check=False)
+    assert died.code != 0 and not (killed / "weights.pt").exists()
+    resumed = run(killed, script, "--save", 4, "--resume", hook=HOOK, state="state")
+    assert resumed.stats["compressed_steps"] == 4
+    assert [torch.equal(a, b) for a, b in zip(weights(whole).values(), weights(killed).values(), strict=True)] == [
+        True
+    ] * 4
+
+
+@pytest.mark.full
+def test_snapshots_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    """A snapshot lacks a rank. The run refuses it, and does not continue as if it had no state."""
+    run(tmp_path, "ddp_loop", "--save", 4, "--kill", 4, hook=HOOK, state="state", check=False)
+    [one] = (tmp_path / "state").glob("*/step-000000000004-*/rank-1-of-2-*.pt")
+    one.unlink()
+    done = run(tmp_path, "ddp_loop", "--resume", hook=HOOK, state="state", check=False)
+    assert done.code != 0 and "StateError" in done.err and "parameters are those of none of them" in done.err
+
+
+@pytest.mark.full
+def test_a_save_between_snapshots_is_logged_at_once(tmp_path: Path) -> None:
+    done = run(tmp_path, "ddp_loop", "--save", 4, hook=HOOK, state="state", state_every=3)
+    assert "the script saves after step 4, and the hook's state was saved after step 3" in done.err
+    steps = {int(path.name.split("-")[1]) for path in (tmp_path / "state").glob("*/step-*")}
+    assert steps == {0, 6, 8}  # the first, every third step, and the end
+
+
+@pytest.mark.full
+def test_a_script_that_imports_save_by_name_is_seen(tmp_path: Path) -> None:
+    text = (Path(__file__).parent / "scripts" / "ddp_loop.py").read_text()
+    by_name = "from torch import save\n" + text.replace("torch.save(", "save(")
+    done = run(tmp_path, by_name, "--save", 4, hook=HOOK, state="state", state_every=3)
+    assert "the script saves after step 4, and the hook's state was saved after step 3" in done.err
+
+
+def trained(rank: int, world: int, folder: str, steps: int, begin: int) -> tuple[float, float, list[str]]:
+    """Train some steps with snapshots. Return the sum over ranks of the mean residual before and after the resume."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(48, 48), torch.nn.Linear(48, 48)), bucket_cap_mb=0.005
+    )
+    if begin:
+        model.module.load_state_dict(torch.load(f"{folder}/weights", weights_only=True))
+    handle = commhooks.attach(model, HOOK, single_process=True)
+    snapshots = StateFolder(Path(folder), HookKept(handle), 1)
+    snapshots.resume()
+    resumed = _residual(handle)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(begin, begin + steps):
+        data = torch.randn(8, 48, generator=torch.Generator().manual_seed(10 * step + rank))
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        optimizer.step()
+    snapshots.end()
+    if rank == 0:
+        torch.save(model.module.state_dict(), f"{folder}/weights")
+    dist.barrier()
+    return resumed, _residual(handle), sorted(path.name for path in Path(folder).glob("step-*"))
+
+
+def _residual(handle: commhooks.CommHook) -> float:
+    """Return the mean over ranks of one number that depends on all residuals."""
+    state = handle.state_dict()["entries"]
+    total = torch.zeros((), dtype=torch.float64)
+    for row in state.values():
+        if "residual" in row:
+            total += (row["residual"].double() * torch.arange(row["residual"].numel()).view_as(row["residual"])).sum()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def test_another_number_of_ranks_continues_with_the_mean_residual(tmp_path: Path) -> None:
+    (_, before, _), _ = spawn(trained, 2, str(tmp_path), 3, 0, timeout=120)
+    [(resumed, _, _)] = spawn(trained, 1, str(tmp_path), 0, 3, timeout=120)
+    assert before != 0.0 and resumed == pytest.approx(before, rel=1e-6)
+    for resumed, _, _ in spawn(trained, 3, str(tmp_path), 1, 3, timeout=120):
+        assert resumed == pytest.approx(before, rel=1e-6)
+
+
+def resumed_or_refused(rank: int, world: int, folder: str) -> str:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(48, 48))
+    handle = commhooks.attach(model, HOOK, timeout=20.0)
+    try:
+        StateFolder(Path(folder), HookKept(handle), 1).resume()
+    except Exception as error:
+        return type(error).__name__
+    return "resumed"
+
+
+def test_a_damaged_file_of_one_rank_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    assert spawn(resumed_or_refused, 2, str(tmp_path), timeout=120) == ["resumed", "resumed"]
+    [one] = tmp_path.glob("step-*/rank-1-of-2-*.pt")
+    one.write_bytes(one.read_bytes()[:100])
+    first, second = spawn(resumed_or_refused, 2, str(tmp_path), timeout=120)
+    assert first == "RankMismatchError" and second not in ("resumed", "HookTimeoutError")
+
+
+def test_a_new_start_in_an_old_folder_is_new(tmp_path: Path) -> None:
+    (_, before, _), _ = spawn(trained, 2, str(tmp_path), 2, 0, timeout=120)
+    shutil.copy(tmp_path / "weights", tmp_path / "old")
+    (resumed, again, names), _ = spawn(trained, 2, str(tmp_path), 2, 0, timeout=120)
+    assert resumed == 0.0 and again == before
+    assert {int(name.split("-")[1]) for name in names} == {0, 1, 2}

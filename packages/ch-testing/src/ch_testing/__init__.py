@@ -1,0 +1,5 @@
+"""Test kit for gradient communication hooks."""
+
+from ch_core import lazy
+
+__getattr__, __dir__, __all__ = lazy(__name__, __file__)

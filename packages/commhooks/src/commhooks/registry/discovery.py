@@ -1,0 +1,210 @@
+"""Finds the installed plugins. A plugin that fails leaves the others intact.
+
+pluggy keeps the list of plugins, and this module loads them. pluggy's own loader would stop at the first module that
+fails to import, and silently drop the second of two entries with one name. Entry points are
+
+- `commhooks`: a light module with `@hookimpl` functions;
+- `commhooks.<kind>`: one hook per line;
+- `commhooks.commands`: one subcommand per line.
+
+Every failure becomes a `PluginFailure`. With `COMMHOOKS_STRICT=1` the first one raises. `COMMHOOKS_DISABLE=dist,dist`
+leaves distributions out. `COMMHOOKS_PLUGINS=dist,dist` allows only these and this project's own.
+"""
+
+import difflib
+import importlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import Any
+
+import pluggy
+
+from ch_core import HookConfigError, PluginLoadError
+from commhooks.registry import hookspecs
+from commhooks.registry.distributions import Entry, entries, normalize
+from commhooks.registry.packages import PACKAGES
+from commhooks.registry.spec import API, KINDS, Command, HookSpec, PluginFailure
+
+GROUP = hookspecs.PROJECT
+COMMANDS = f"{GROUP}.commands"
+_GROUPS = (GROUP, *(f"{GROUP}.{kind}" for kind in KINDS), COMMANDS)
+
+
+@dataclass(frozen=True, slots=True)
+class PluginInfo:
+    """One loaded plugin module: its import time, and True if its import loaded torch."""
+
+    dist: str
+    version: str
+    entry: str
+    seconds: float
+    imported_torch: bool
+
+
+@dataclass(slots=True)
+class Discovery:
+    """The result of one scan. Only this module changes it."""
+
+    manager: pluggy.PluginManager
+    specs: list[HookSpec] = field(default_factory=list)
+    commands: list[Command] = field(default_factory=list)
+    failures: list[PluginFailure] = field(default_factory=list)
+    plugins: list[PluginInfo] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+    def fail(self, entry: Entry, phase: str, error: BaseException | str) -> None:
+        """Record that an entry cannot be used."""
+        text, trace = str(error), ""
+        if isinstance(error, BaseException):
+            text, trace = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+        where = f"{entry.group}: {entry.name}"
+        self.failures.append(PluginFailure(entry.dist, entry.version, where, phase, text, trace))
+
+
+def discover(environ: Mapping[str, str] = os.environ) -> Discovery:
+    """Scan the installed distributions once.
+
+    Raises:
+        PluginLoadError: the first failure, only with `COMMHOOKS_STRICT=1` (for a plugin's own CI).
+    """
+    manager = pluggy.PluginManager(GROUP)
+    manager.add_hookspecs(hookspecs)
+    found = Discovery(manager)
+    installed = entries(GROUP)
+    for entry in installed:
+        if not _allowed(entry.dist, environ):
+            if entry.dist not in found.skipped:
+                found.skipped.append(entry.dist)
+        elif entry.group == GROUP:
+            _load_module(found, entry)
+        elif entry.group == COMMANDS:
+            _add_command(found, entry)
+        else:
+            _add_line(found, entry)
+    found.specs.sort(key=HookSpec.sort_key)
+    if found.failures and environ.get("COMMHOOKS_STRICT", "") not in ("", "0"):
+        first = found.failures[0]
+        raise PluginLoadError(f"COMMHOOKS_STRICT is set and a plugin failed: {first}\n{first.traceback}")
+    return found
+
+
+def _allowed(dist: str, environ: Mapping[str, str]) -> bool:
+    def names(variable: str) -> set[str]:
+        return {normalize(name.strip()) for name in environ.get(variable, "").split(",") if name.strip()}
+
+    if dist in names("COMMHOOKS_DISABLE"):
+        return False
+    return "COMMHOOKS_PLUGINS" not in environ or dist in PACKAGES or dist in names("COMMHOOKS_PLUGINS")
+
+
+def _load_module(found: Discovery, entry: Entry) -> None:
+    """Import a plugin module, register it with pluggy and collect its specs, or do nothing of this."""
+    had_torch, start = "torch" in sys.modules, time.perf_counter()
+    module, _, path = entry.value.partition(":")
+    try:
+        plugin: Any = importlib.import_module(module)
+        for part in filter(None, path.split(".")):
+            plugin = getattr(plugin, part)
+    except (Exception, SystemExit) as error:  # a plugin that exits at import must not end its host
+        return found.fail(entry, "import", error)
+    seconds = time.perf_counter() - start
+    loaded_torch = not had_torch and "torch" in sys.modules
+    found.plugins.append(PluginInfo(entry.dist, entry.version, entry.name, seconds, loaded_torch))
+    for function in _unmarked(plugin):
+        found.fail(entry, "register", f"{function}() lacks the @hookimpl mark, so it is never called")
+    name, phase = f"{entry.dist}:{entry.group}:{entry.name}", "register"
+    try:
+        found.manager.register(plugin, name=name)
+        found.manager.check_pending()  # refuses a misspelt function name, which pluggy would never call
+        phase = "specs"
+        implementations = found.manager.hook.commhooks_specs.get_hookimpls()
+        specs = [spec for each in implementations if each.plugin is plugin for spec in _called(each.function)]
+    except Exception as error:
+        if found.manager.has_plugin(name):
+            found.manager.unregister(name=name)
+        return found.fail(entry, phase, error)
+    for spec in specs:
+        _add(found, entry, spec)
+
+
+def _called(function: Any) -> list[HookSpec]:
+    specs = list(function())
+    for spec in specs:
+        if not isinstance(spec, HookSpec):
+            raise TypeError(f"commhooks_specs() must return HookSpec objects, got {type(spec).__name__}")
+    return specs
+
+
+def _unmarked(plugin: object) -> list[str]:
+    """Return the functions that are named like ours but lack the mark. pluggy would silently ignore them."""
+    if not isinstance(plugin, ModuleType):
+        return []
+    return [
+        name
+        for name, value in sorted(vars(plugin).items())
+        if name.startswith(f"{GROUP}_") and callable(value) and not hasattr(value, f"{GROUP}_impl")
+    ]
+
+
+def _add(found: Discovery, entry: Entry, spec: HookSpec) -> None:
+    if spec.api != API:
+        advice = "upgrade commhooks" if isinstance(spec.api, int) and spec.api > API else f"upgrade {entry.dist}"
+        found.fail(entry, "api", f"{spec.name} uses plugin API {spec.api}, this commhooks supports {API}; {advice}")
+    elif any((s.kind, s.name, s.provider) == (spec.kind, spec.name, entry.dist) for s in found.specs):
+        found.fail(entry, "name", f"{entry.dist} provides the {spec.kind} {spec.name!r} twice; the first is used")
+    else:
+        origin = f"{entry.group}: {entry.name} = {entry.value}"
+        found.specs.append(replace(spec, provider=entry.dist, version=entry.version, origin=origin))
+
+
+def _add_command(found: Discovery, entry: Entry) -> None:
+    """Add a subcommand. Imports nothing of it."""
+    try:
+        found.commands.append(Command(entry.name, entry.value.replace(" ", ""), entry.dist, entry.version))
+    except HookConfigError as error:
+        found.fail(entry, "name", error)
+
+
+def _add_line(found: Discovery, entry: Entry) -> None:
+    """Add the hook of a line. Imports nothing of it, so it has no summary. `list` reads its docstring."""
+    if entry.group not in _GROUPS:
+        close = difflib.get_close_matches(entry.group, _GROUPS, 1, 0.5)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        return found.fail(
+            entry, "group", f"{entry.group!r} is not an entry-point group of commhooks: {', '.join(_GROUPS)}{hint}"
+        )
+    kind, target = entry.group.removeprefix(f"{GROUP}."), entry.value.replace(" ", "")
+    try:
+        spec = HookSpec(entry.name, kind, target, summary="")
+    except HookConfigError as error:
+        return found.fail(entry, "name", error)
+    _add(found, entry, spec)
+
+
+def load_target(target: str, owner: str = "the target") -> Any:
+    """Return the object that `"module:attribute"` names.
+
+    Args:
+        target: to import.
+        owner: package that names the target, for the error.
+
+    Raises:
+        PluginLoadError: naming owner, target and cause, which is chained.
+
+    Example:
+        >>> load_target("math:pi")
+        3.141592653589793
+    """
+    module, _, path = target.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (Exception, SystemExit) as error:  # a module that exits at import must not end its host
+        raise PluginLoadError(f"{owner}: {target!r} failed to load: {type(error).__name__}: {error}") from error
+    return found

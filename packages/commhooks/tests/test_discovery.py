@@ -1,0 +1,194 @@
+"""The loader finds plugins in two ways and sorts them. One bad plugin never breaks the others."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from commhooks import AmbiguousHookError, PluginLoadError, UnknownHookError, get
+from commhooks.registry.discovery import discover
+
+GOOD = textwrap.dedent("""
+    from commhooks import HookSpec, Option, hookimpl
+
+    @hookimpl
+    def commhooks_specs():
+        return [HookSpec("{name}", "ddp", "{target}", "summary of {name}", aliases=("{name}_alias",))]
+""")
+
+
+def good(name: str, target: str = "math:fsum") -> str:
+    return GOOD.format(name=name, target=target)
+
+
+def test_both_doors(publish, registry):
+    publish("acme-full", {"commhooks": {"anything": "acme_full_plugin"}}, acme_full_plugin=good("full_hook"))
+    publish("acme-line", {"commhooks.ddp": {"line_hook": "math:floor"}})
+    full, line = registry.resolve("full_hook"), registry.resolve("line_hook")
+    assert (full.provider, full.version, full.summary) == ("acme-full", "1.0", "summary of full_hook")
+    assert (line.provider, line.kind, line.summary) == ("acme-line", "ddp", "")
+    assert registry.resolve("full_hook_alias") == full
+    assert get("line_hook", registry=registry)(1.5) == 1
+    assert not registry.failures()
+
+
+def test_the_entry_name_of_a_plugin_does_not_matter(publish, registry):
+    publish("acme-a", {"commhooks": {"plugin": "acme_a_plugin"}}, acme_a_plugin=good("hook_a"))
+    publish("acme-b", {"commhooks": {"plugin": "acme_b_plugin"}}, acme_b_plugin=good("hook_b"))
+    assert {s.name for s in registry.list_hooks("hook_?")} == {"hook_a", "hook_b"}
+
+
+BROKEN = {
+    "import": ("import no_such_module_anywhere", "no_such_module_anywhere"),
+    "exit": ("raise SystemExit(3)", "SystemExit"),
+    "raises": (
+        "from commhooks import hookimpl\n@hookimpl\ndef commhooks_specs(): raise OSError('boom')",
+        "boom",
+    ),
+    "nospec": ("from commhooks import hookimpl\n@hookimpl\ndef commhooks_specs(): return ['x']", "HookSpec"),
+    "typo": ("from commhooks import hookimpl\n@hookimpl\ndef commhooks_spec(): return []", "commhooks_spec"),
+    "unmarked": ("def commhooks_specs(): return []", "@hookimpl"),
+    "argument": ("from commhooks import hookimpl\n@hookimpl\ndef commhooks_env(spek): return []", "spek"),
+    "toonew": (
+        good("new").replace("aliases", "api=99, aliases"),
+        "uses plugin API 99, this commhooks supports 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_plugin_is_a_record(case, publish, registry):
+    text, words = BROKEN[case]
+    publish("acme-bad", {"commhooks": {"p": f"acme_bad_{case}"}}, **{f"acme_bad_{case}": text})
+    publish("acme-good", {"commhooks": {"p": "acme_good_plugin"}}, acme_good_plugin=good("still_here"))
+    assert get("still_here", registry=registry)([1.0]) == 1.0
+    [failure] = registry.failures()
+    assert failure.dist == "acme-bad"
+    assert words in failure.error
+    with pytest.raises(UnknownHookError, match=r"1 plugin failed to load and may have provided it: acme-bad 1\.0"):
+        get("missing_hook", registry=registry)
+
+
+def test_misnamed_group_and_hook(publish, registry):
+    publish(
+        "acme-bad",
+        {"commhooks.redction": {"x": "math:pi"}, "commhooks.ddp": {"Bad-Name": "math:pi", "ok": "math:pi"}},
+    )
+    errors = [f.error for f in registry.failures()]
+    assert any("did you mean 'commhooks.reduction'" in e for e in errors)
+    assert any("Bad-Name" in e for e in errors)
+    assert registry.resolve("ok").provider == "acme-bad"
+
+
+def test_two_providers_are_refused_by_name(publish, registry):
+    publish("acme-one", {"commhooks.ddp": {"same": "math:floor"}})
+    publish("acme-two", {"commhooks.ddp": {"same": "math:ceil"}}, version="2.0")
+    with pytest.raises(AmbiguousHookError, match=r"acme-one/same 1\.0 \(ddp\), acme-two/same 2\.0 \(ddp\)"):
+        get("same", registry=registry)
+    assert get("acme-two/same", registry=registry)(1.5) == 2
+    assert get("Acme_One/same", registry=registry)(1.5) == 1
+    with pytest.raises(UnknownHookError, match="the name exists as acme-one/same"):
+        get("acme-three/same", registry=registry)
+
+
+def test_kinds_share_a_name(publish, registry):
+    publish(
+        "acme",
+        {
+            "commhooks.ddp": {"both": "math:floor"},
+            "commhooks.fsdp": {"both": "math:ceil", "only": "math:ceil"},
+        },
+    )
+    assert get("both", registry=registry)(1.5) == 1
+    assert get("both", kind="fsdp", registry=registry)(1.5) == 2
+    assert get("only", registry=registry)(1.5) == 2
+    with pytest.raises(UnknownHookError, match=r"acme/only \(fsdp\)"):
+        get("only", kind="wrapper", registry=registry)
+    publish("acme-w", {"commhooks.wrapper": {"both": "math:sqrt"}})
+    registry.refresh()
+    with pytest.raises(AmbiguousHookError, match="name the kind"):
+        get("both", registry=registry)
+
+
+def test_one_distribution_cannot_claim_a_name_twice(publish, registry):
+    publish(
+        "acme",
+        {"commhooks": {"p": "acme_twice_plugin"}, "commhooks.ddp": {"twice": "math:ceil"}},
+        acme_twice_plugin=good("twice", "math:fsum"),
+    )
+    assert registry.resolve("twice").target == "math:fsum"
+    assert "twice" in registry.failures()[0].error
+
+
+def test_switches(publish, monkeypatch):
+    publish("acme-one", {"commhooks.ddp": {"one": "math:floor"}})
+    publish("acme-two", {"commhooks": {"p": "acme_two_plugin"}}, acme_two_plugin="import no_such_module_anywhere")
+
+    def seen(**environ: str) -> set[str]:
+        found = discover(environ)
+        return {s.provider for s in found.specs} | {f.dist for f in found.failures}
+
+    assert {"acme-one", "acme-two"} <= seen()
+    assert "acme-two" not in seen(COMMHOOKS_DISABLE="other, Acme_Two")
+    assert not {"acme-one", "acme-two"} & seen(COMMHOOKS_PLUGINS="")
+    assert seen(COMMHOOKS_PLUGINS="acme-one") >= {"acme-one"}
+    assert "acme-two" not in seen(COMMHOOKS_PLUGINS="acme-one")
+    with pytest.raises(PluginLoadError, match=r"acme-two 1\.0"):
+        discover({"COMMHOOKS_STRICT": "1"})
+    assert "acme-two" in seen(COMMHOOKS_STRICT="0")
+
+
+def test_refresh_sees_packages_installed_since(publish, registry):
+    assert not registry.list_hooks("late_hook")
+    publish("acme-late", {"commhooks.ddp": {"late_hook": "math:floor"}})
+    assert not registry.list_hooks("late_hook")
+    registry.refresh()
+    assert registry.list_hooks("late_hook")
+
+
+def test_a_failing_answer_does_not_silence_the_others(publish, registry, caplog):
+    text = "from commhooks import hookimpl\n@hookimpl\ndef commhooks_env(): raise OSError('boom')"
+    publish("acme-bad", {"commhooks": {"p": "acme_bad_env"}}, acme_bad_env=text)
+    labels = {label for _, lines in registry.ask("commhooks_env") for label in lines}
+    assert "torch" in labels
+    assert "boom" in caplog.text
+
+
+@pytest.mark.full
+def test_plugins_that_pull_torch_in_are_known(tmp_path, publish):
+    """Runs in a separate process, because this one may have loaded torch."""
+    publish(
+        "acme-heavy",
+        {"commhooks": {"p": "acme_heavy_plugin"}},
+        acme_heavy_plugin="import torch\n" + good("heavy"),
+    )
+    code = "from commhooks.registry.registry import REGISTRY; print([p.dist for p in REGISTRY.plugins() if p.imported_torch])"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(tmp_path)},
+        timeout=60,
+    )
+    assert run.stdout.strip() == "['acme-heavy']", run.stderr
+
+
+def test_listing_and_describing_import_no_torch():
+    code = (
+        "import sys, commhooks\n"
+        "for spec in commhooks.list_hooks():\n"
+        "    if spec.name != 'half': commhooks.describe(spec.id)  # its entry point has no spec, so its class describes it\n"
+        "commhooks.failures(); commhooks.HookSpec; dir(commhooks)\n"
+        "try: commhooks.get('powersdg')\n"
+        "except commhooks.UnknownHookError: pass\n"
+        "assert 'torch' not in sys.modules and 'rich' not in sys.modules\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+
+
+def test_importing_commhooks_scans_nothing():
+    code = "import sys, commhooks; assert not {'pluggy', 'importlib_metadata', 'torch'} & set(sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
