@@ -304,6 +304,12 @@ def build_distributions(session: nox.Session, *options: str) -> None:
         session.log(f"{wheel.name}: {packages.pop()}")
 
 
+def readme_example(path: Path) -> str:
+    """Return the Python examples of a README that are complete programs, with an import of their own."""
+    blocks = [block.partition("\n")[2] for block in path.read_text().split("```")[1::2] if block.startswith("python")]
+    return "\n".join(block for block in blocks if block.lstrip().startswith(("import", "from")))
+
+
 def wheel_of(name: str) -> str:
     """Return the path of a package's wheel in dist/."""
     [wheel] = (ROOT / "dist").glob(f"{name.replace('-', '_')}-*.whl")
@@ -326,9 +332,10 @@ def release(session: nox.Session) -> None:
             # The local dependencies come from dist/ by path, because no index has them yet.
             options = ["-c", constraints] if constraints else []
             session.run(python, "-m", "pip", "install", "-q", *options, *local, wheel, external=True)
-            for command in (["list"], ["doctor"]):
-                session.run(python, "-m", "commhooks", *command, env=ONE_THREAD, external=True, silent=True)
-        session.log(f"{name}: list and doctor run")
+            example = Path(folder, "readme.py")
+            example.write_text(readme_example(PROJECTS[name] / "README.md"))
+            session.run(python, str(example), env=ONE_THREAD, external=True, silent=True)
+        session.log(f"{name}: its README's example runs")
 
 
 @nox.session(name="gpu-kit")

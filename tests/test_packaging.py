@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+POWERSGD = ("ch-core", "commhooks", "ch-wrappers", "ch-ddp", "ch-powersgd")  # what ch-powersgd brings
+RUN = ("ch-trace", "ch-run")  # what `commhooks run` needs more
 pytestmark = [pytest.mark.packaging, pytest.mark.timeout(240)]
 
 
@@ -28,26 +30,45 @@ def run(*command: object, cwd: Path | None = None) -> str:
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("wheels")
-    sources = [ROOT / "packages" / name for name in ("ch-core", "ch-ddp", "ch-powersgd")]
+    sources = [ROOT / "packages" / name for name in (*POWERSGD, *RUN)]
     run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, *sources)
     return sorted(folder.glob("*.whl"))
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory, wheels: list[Path]) -> Path:
-    """Return the interpreter of an environment with ch-powersgd and its requirements alone."""
-    base, home = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("env")
-    for folder in (Path(p) for p in sys.path if Path(p).name in ("site-packages", "dist-packages")):
-        for entry in folder.iterdir():
-            ours = entry.name.startswith(("ch_", "_ch_", "commhooks", "__editable__")) or entry.suffix == ".pth"
-            if not ours and not (base / entry.name).exists():
-                (base / entry.name).symlink_to(entry)
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with everything that this environment has, except this project's packages."""
+    folder = tmp_path_factory.mktemp("base")
+    for site in (Path(p) for p in sys.path if Path(p).name in ("site-packages", "dist-packages")):
+        for entry in site.iterdir():
+            ours = (
+                entry.name.startswith(("ch_", "_ch_", "commhooks", "__editable__", "_editable"))
+                or entry.suffix == ".pth"
+            )
+            if not ours and not (folder / entry.name).exists():
+                (folder / entry.name).symlink_to(entry)
+    return folder
+
+
+def environment(home: Path, base: Path, wheels: list[Path]) -> Path:
+    """Return the interpreter of a new environment with these wheels and no other package of this project."""
     venv.create(home, with_pip=False)
     [site] = home.glob("lib/python*/site-packages")
     (site / "base.pth").write_text(f"{base}\n")
     interpreter = home / "bin" / "python"
     run(interpreter, "-m", "pip", "install", "-q", "--no-deps", "--no-index", *wheels)
     return interpreter
+
+
+def of(wheels: list[Path], *names: str) -> list[Path]:
+    """Return the wheels of these distributions."""
+    return [wheel for wheel in wheels if wheel.name.split("-")[0].replace("_", "-") in names]
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory, base: Path, wheels: list[Path]) -> Path:
+    """Return the interpreter of an environment with ch-powersgd and its requirements alone."""
+    return environment(tmp_path_factory.mktemp("env"), base, of(wheels, *POWERSGD))
 
 
 def ask(python: Path, code: str, cwd: Path) -> object:
@@ -71,16 +92,39 @@ def publish(python: Path, folder: Path, dist: str, line: str, module: str) -> No
 
 
 def test_a_wheel_holds_one_package(wheels):
-    assert [wheel.name.split("-")[0] for wheel in wheels] == ["ch_core", "ch_ddp", "ch_powersgd"]
-    for wheel, package in zip(wheels, ("commhooks", "ch_ddp", "ch_powersgd"), strict=True):
+    assert len(wheels) == len(POWERSGD) + len(RUN)
+    for wheel in wheels:
+        package = wheel.name.split("-")[0]
         names = zipfile.ZipFile(wheel).namelist()
-        door = {"commhooks-hook.pth"} if package == "commhooks" else set()  # COMMHOOKS_HOOK activates this line
+        door = {"commhooks-hook.pth"} if package == "ch_run" else set()  # COMMHOOKS_HOOK activates this line
         assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {package} | door
         assert f"{package}/py.typed" in names
         assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_the_door_is_shut_unless_a_hook_is_asked_for(python, tmp_path):
+def test_the_core_alone_imports_torch_alone_and_installs_no_plugin(tmp_path, base, wheels):
+    python = environment(tmp_path / "env", base, of(wheels, "ch-core"))
+    code = """
+        import json, sys
+        from importlib.metadata import distribution
+        before = set(sys.modules)
+        import ch_core
+        listed = {name.split(".")[0] for name in set(sys.modules) - before}
+        for name in ch_core.__all__:
+            getattr(ch_core, name)
+        found = sorted({name.split(".")[0] for name in sys.modules if name.startswith(("ch_", "commhooks", "rich", "pluggy"))})
+        core = distribution("ch-core")
+        needs = [line for line in core.requires if "extra ==" not in line]
+        files = [str(file) for file in core.files if file.suffix == ".pth"]
+        print(json.dumps([sorted(listed), found, files, [str(point) for point in core.entry_points], needs]))
+    """
+    listed, found, files, points, requires = json.loads(run(python, "-c", textwrap.dedent(code), cwd=tmp_path))
+    assert "torch" not in listed  # names are imported when first used
+    assert (found, files, points, requires) == (["ch_core"], [], [], ["torch>=2.10"])
+
+
+def test_the_door_is_shut_unless_a_hook_is_asked_for(tmp_path, base, wheels):
+    python = environment(tmp_path / "env", base, wheels)
     code = "import sys; print('commhooks' in sys.modules, 'ch_run.import_watch' in sys.modules, 'torch' in sys.modules)"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("COMMHOOKS_")}
     for hook, told in (({}, "False False False"), ({"COMMHOOKS_HOOK": "powersgd"}, "True True False")):
@@ -96,15 +140,23 @@ def test_powersgd_is_installed_and_the_error_for_quant8_names_its_package(python
         specs = [s.id for s in commhooks.list_hooks()]
         missing = error(lambda: commhooks.get("quant8"))
         wrapped = commhooks.create("bf16_wrapper(powersgd(rank=2))").expr
-        print(json.dumps([specs, missing, commhooks.get("powersgd").__name__, wrapped]))
+        from importlib.metadata import distributions
+        import subprocess, sys
+        ours = {d.name for d in distributions() if d.name.startswith(("ch-", "commhooks"))}
+        tried = subprocess.run([sys.executable, "-m", "commhooks", "run", "x.py"], capture_output=True, text=True)
+        name, needs = commhooks.get("powersgd").__name__, [tried.returncode, tried.stderr]
+        print(json.dumps([specs, missing, name, wrapped, sorted(ours), needs]))
         """,
         tmp_path,
     )
-    specs, missing, name, wrapped = found
+    specs, missing, name, wrapped, installed, run_needs = found
     own = [spec for spec in specs if spec.startswith("ch-powersgd/")]
     assert own == ["ch-powersgd/batched_powersgd", "ch-powersgd/powersgd"]
     assert missing[0] == "UnknownHookError"
     assert "pip install ch-quant" in missing[1]
+    assert sorted(installed) == sorted(POWERSGD)  # no launcher, tracer, test kit or rich
+    assert run_needs[0] == 2
+    assert "pip install ch-run" in run_needs[1]
     assert name == "powerSGD_hook"
     assert wrapped == "bf16_wrapper(powersgd(rank=2))"
 

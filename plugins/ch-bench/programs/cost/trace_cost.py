@@ -95,7 +95,7 @@ CALLS = {
         *(f"ch_trace.session:_ModelWatch.{name}" for name in ("_enter", "_leave", "_arrive")),
         "ch_trace.recording:TracedTransport._traced",
     ],
-    "alarm in every step": [f"commhooks.adapters:RankCheck.{name}" for name in ("begin", "finish")],
+    "alarm in every step": [f"ch_core:RankCheck.{name}" for name in ("begin", "finish")],
 }  # fmt: skip
 """Functions whose time a setting adds. Calls inside other calls count once."""
 

@@ -28,7 +28,7 @@ ADAPTERS = {
 }
 """Classes of models and managers that have an adapter, by package."""
 
-PACKAGES = sorted({*HOOKS, *COMMANDS, *ADAPTERS})
+PACKAGES = sorted({*HOOKS, *COMMANDS, *ADAPTERS, "ch-core", "ch-trace", "commhooks"})
 """Distributions of this project."""
 
 
