@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.campaign import models
 from tests.campaign.ambient import ambient
@@ -26,18 +27,17 @@ from tests.campaign.checks import (
     same_bits,
     same_on_all_ranks,
 )
-from tests.campaign.doors import Attached, frameworks, open_door
+from tests.campaign.doors import Attached, open_door
 from tests.campaign.draw import Case
 from tests.campaign.hooks import entry_of
 from tests.campaign.notes import Notes
-from tests.campaign.telemetry import Recorders
 
 
 class Loop:
     """One model under one kind of data parallelism, with a user's training loop."""
 
-    def __init__(self, case: Case, hooked: bool, framework: str = "") -> None:
-        self.case, self.hooked, self.framework = case, hooked, framework
+    def __init__(self, case: Case, hooked: bool) -> None:
+        self.case, self.hooked = case, hooked
         self.door: Attached | None = None
         self.build(models.build(case.model, case.dtype))
 
@@ -57,10 +57,9 @@ class Loop:
         }
         if self.scaler is not None:
             self.scaler.scale(torch.zeros(()))  # the scaler creates its tensors in its first call
-        self.call, self.ddp, self.optimizer, self.backward = frameworks(self.framework, net, self.optimizer, options)
+        self.ddp = DistributedDataParallel(net, **options)
         if self.hooked:
             self.door = open_door(case, self.ddp, self.optimizer, self.scaler)
-            self.recorders = Recorders(self.door.handle, case.recorders, case.failing)
 
     @property
     def scale(self) -> float:
@@ -75,9 +74,9 @@ class Loop:
         for micro, loss_of in enumerate(losses(self.case, step)):
             quiet = self.case.accumulate == "no_sync" and micro == 0
             with self.ddp.no_sync() if quiet else nullcontext(), cast(self.case), ambient(self.case.ambient):
-                loss = loss_of(self.call)
+                loss = loss_of(self.ddp)
             with self.ddp.no_sync() if quiet else nullcontext(), ambient(self.case.ambient):
-                self.backward(loss * scale)
+                (loss * scale).backward()
         return {name: None if p.grad is None else p.grad.detach().clone() for name, p in self.names().items()}
 
     def apply(self, finite: bool) -> None:
@@ -98,8 +97,6 @@ class Loop:
         saved = {"net": self.net.state_dict(), "opt": self.optimizer.state_dict()}
         saved["scaler"] = self.scaler.state_dict() if self.scaler is not None else {}
         saved["hook"] = self.door.save() if self.door is not None else {}
-        if self.hooked:
-            self.recorders.close()
         torch.save(saved, file)
         file.seek(0)
         saved = torch.load(file, weights_only=True)
@@ -161,7 +158,7 @@ def trial(case: Case) -> None:
         TorchRefuses: torch does not run it; nothing is learnt about a hook.
     """
     try:
-        plain = Loop(case, hooked=False, framework=case.framework)
+        plain = Loop(case, hooked=False)
         for step in range(2):
             plain.gradients(step, plain.scale)
             plain.apply(True)
@@ -174,7 +171,7 @@ def run(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
     notes.phase("the same loop without a hook")
     trial(case)
     notes.phase("attach")
-    loop, plain = Loop(case, hooked=True, framework=case.framework), Loop(case, hooked=False)
+    loop, plain = Loop(case, hooked=True), Loop(case, hooked=False)
     bare = copy.deepcopy(plain.net)
     bounds = bounds_of(case)
     sums = Sums()
@@ -201,12 +198,7 @@ def run(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
 
 
 def bounds_of(case: Case) -> Bounds:
-    return Bounds(
-        case.entry,
-        case.world,
-        2 if case.accumulate == "twice" else 1,
-        1e-4 if case.framework == "compile" else 0.0,
-    )
+    return Bounds(case.entry, case.world, 2 if case.accumulate == "twice" else 1)
 
 
 def judge(
@@ -235,7 +227,7 @@ def judge(
 def bits_promised(case: Case) -> bool:
     """DDP divides by W if the gradient is in the bucket, instead of multiplying by 1/W (docs/packages/ddp.md)."""
     in_place = case.views and (not case.to_none or case.accumulate != "no")
-    return case.framework != "compile" and (case.world in {1, 2, 4} or not in_place)
+    return case.world in {1, 2, 4} or not in_place
 
 
 def finish(case: Case, loop: Loop, bounds: Bounds, sums: Sums, bare: nn.Module) -> dict[str, float]:
@@ -249,7 +241,6 @@ def finish(case: Case, loop: Loop, bounds: Bounds, sums: Sums, bare: nn.Module) 
             bounds.conserved(name, sums, owed[name], param.dtype)
     if bounds.entry.promise != "silent":
         same_on_all_ranks(dict(loop.net.named_parameters()), "parameters")
-    loop.recorders.close()
     found = loop.door.close()
     if loop.door.handle is not None and loop.scaler is None:
         follow(bare, loop.net)

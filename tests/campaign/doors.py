@@ -1,11 +1,9 @@
-"""The ways to attach a hook to a DDP model, and the frameworks that hold the model."""
+"""The ways to attach a hook to a DDP model."""
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,8 +11,6 @@ import commhooks
 from commhooks import CommHook, load_state_dict, state_dict
 from tests.campaign.draw import Case
 from tests.campaign.plants import make
-
-Wrapped = tuple[Any, DistributedDataParallel, Any, Callable[[torch.Tensor], Any]]
 
 
 class Attached:
@@ -73,56 +69,3 @@ def open_door(case: Case, model: DistributedDataParallel, optimizer: Any, scaler
         state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
     model.register_comm_hook(state, commhooks.get(name))
     return Attached(None, state)
-
-
-def frameworks(name: str, net: nn.Module, optimizer: Any, options: dict[str, Any]) -> Wrapped:
-    """Return the callable model, the DDP model inside it, the optimizer, and the backward pass."""
-    if name == "fabric":
-        return _fabric(net, optimizer, options)
-    if name == "accelerate":
-        return _accelerate(net, optimizer, options)
-    model = DistributedDataParallel(net, **options)
-    if name == "compile":
-        return torch.compile(model, backend="aot_eager"), model, optimizer, torch.Tensor.backward
-    return model, model, optimizer, torch.Tensor.backward
-
-
-def _as_torchrun() -> None:
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ |= {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": world,
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "0",
-        "GROUP_RANK": "0",
-        "TORCHELASTIC_RUN_ID": "campaign",
-    }
-
-
-def _fabric(net: nn.Module, optimizer: Any, options: dict[str, Any]) -> Wrapped:
-    _as_torchrun()
-    from lightning.fabric import Fabric
-    from lightning.fabric.plugins.environments import TorchElasticEnvironment
-    from lightning.fabric.strategies import DDPStrategy
-
-    strategy = DDPStrategy(process_group_backend="gloo", cluster_environment=TorchElasticEnvironment(), **options)
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
-    fabric.launch()
-    model, optimizer = fabric.setup(net, optimizer)
-    return model, _ddp_in(model), optimizer, fabric.backward
-
-
-def _accelerate(net: nn.Module, optimizer: Any, options: dict[str, Any]) -> Wrapped:
-    _as_torchrun()
-    from accelerate import Accelerator
-    from accelerate.utils import DistributedDataParallelKwargs
-
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(**options)])
-    model, optimizer = accelerator.prepare(net, optimizer)
-    return model, _ddp_in(model), optimizer, accelerator.backward
-
-
-def _ddp_in(model: nn.Module) -> DistributedDataParallel:
-    return next(each for each in model.modules() if isinstance(each, DistributedDataParallel))

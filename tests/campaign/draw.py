@@ -75,7 +75,6 @@ TOPOLOGIES = {  # ranks, and ranks per node or the ranks of each node -> odds
     (3, "2"): 3,
 }
 NEEDS_UNUSED = ("unused", "moe")
-SLOW = ("compile", "fabric", "accelerate")
 
 
 @dataclass(frozen=True)
@@ -93,8 +92,6 @@ class Case:
         resumed: the step before which everything is saved, created again and loaded, or -1.
         shards: FSDP2: ranks that share one copy of the model.
         ambient: default dtype or device during the steps, or nothing.
-        recorders: number of telemetry recorders.
-        failing: True if the first recorder's writer raises.
         handed: simulated: the hook that takes over the state at ``resumed``, or nothing.
         thawed: FSDP2: the step before which frozen parameters start to train, or -1.
         every: outer: inner steps per round.
@@ -131,11 +128,8 @@ class Case:
     optimizer: str = "sgd"
     poisoned: int = -1
     resumed: int = -1
-    framework: str = ""
     shards: int = 1
     ambient: str = ""
-    recorders: int = 0
-    failing: bool = False
     handed: str = ""
     thawed: int = -1
     every: int = 1
@@ -200,15 +194,6 @@ class Case:
     def scaled(self) -> bool:
         return self.given in {"scaler", "both"}
 
-    def dimensions(self) -> dict[str, str]:
-        """Return the dimensions that the report counts by."""
-        row = asdict(self)
-        for name in ("number", "seed", "steps"):
-            del row[name]
-        for name in ("poisoned", "resumed", "thawed", "added", "grown"):
-            row[name] = row[name] >= 0
-        return {name: str(value) or "none" for name, value in row.items()}
-
 
 def draw(seed: str, number: int, kinds: tuple[str, ...] = tuple(KINDS), hook: str = "") -> Case:
     """Return case ``number`` of a campaign. One program always draws the same case."""
@@ -230,7 +215,6 @@ def draw(seed: str, number: int, kinds: tuple[str, ...] = tuple(KINDS), hook: st
             "door": "attach",
             "world": max(2, case.world),
             "ambient": "",
-            "recorders": 0,
             "handed": "",
             "nodes": "",
         }
@@ -270,20 +254,13 @@ def _ddp(rng: random.Random) -> dict[str, object]:
     }
     if door == "attach":
         row["given"] = rng.choices(["", "optimizer", "scaler", "both"], [50, 20, 15, 15])[0]
-        row["framework"] = rng.choices(["", *SLOW], [94, 2, 2, 2])[0]
     if row["static"] and rng.random() < 0.8:
         row["accumulate"] = "no"  # plain DDP refuses most others
     row["poisoned"] = _now_and_then(rng, 0.15, steps)
-    if row.get("framework"):
-        # torch's compiler treats these buckets as its own, and asserts that the first is no larger than the others
-        row["cap"] = 25.0 if row["framework"] == "compile" else row["cap"]
-        row |= {"resumed": -1, "world": min(3, int(str(row["world"]))), "given": "", "poisoned": -1}
-    elif rng.random() < 0.12 and model != "sync_norm":
+    if rng.random() < 0.12 and model != "sync_norm":
         row |= {"join": True, "accumulate": "no", "poisoned": -1, "resumed": -1, "optimizer": "sgd", "static": False}
         row["given"] = "optimizer" if row.get("given") else ""
-    row["ambient"] = rng.choice(AMBIENTS) if rng.random() < 0.25 and not row.get("framework") else ""
-    row["recorders"] = rng.choices([0, 1, 2], [70, 15, 15])[0]
-    row["failing"] = rng.random() < 0.3
+    row["ambient"] = rng.choice(AMBIENTS) if rng.random() < 0.25 else ""
     return row
 
 
@@ -379,7 +356,7 @@ def _topology(rng: random.Random, hooks: list[str], handed: str = "") -> dict[st
 
 
 def _levels(rng: random.Random) -> dict[str, object]:
-    row = _ddp(rng) | {"door": "attach", "framework": ""}
+    row = _ddp(rng) | {"door": "attach"}
     return row | _topology(rng, BETWEEN)
 
 

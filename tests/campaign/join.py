@@ -50,7 +50,6 @@ def run(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
         bounds.conserved(name, sums, owed[name], param.dtype)
     if bounds.entry.promise != "silent":
         same_on_all_ranks(dict(loop.net.named_parameters()), "parameters")
-    loop.recorders.close()
     return loop.door.close()
 
 

@@ -1,9 +1,5 @@
 """Hooks that are wrong on purpose. A campaign must find each of them."""
 
-import os
-import subprocess
-import sys
-import time
 from typing import Any, ClassVar
 
 import commhooks
@@ -32,39 +28,6 @@ class Wrong(Scaled):
         bucket.buffer.mul_(1.01)
 
 
-class Hanging(Scaled):
-    """Rank 0 never starts its collective."""
-
-    name = "planted_hanging"
-
-    def run(self, bucket: Bucket, ctx: Any) -> Any:
-        if ctx.rank == 0 and ctx.step == 1:
-            time.sleep(3600)
-        yield AllReduce(bucket.buffer)
-
-
-class Dying(Scaled):
-    """Rank 0 ends without an error."""
-
-    name = "planted_dying"
-
-    def run(self, bucket: Bucket, ctx: Any) -> Any:
-        if ctx.rank == 0 and ctx.step == 1:
-            os._exit(3)
-        yield AllReduce(bucket.buffer)
-
-
-class Orphaning(Scaled):
-    """The result is right, but a process remains."""
-
-    name = "planted_orphaning"
-
-    def run(self, bucket: Bucket, ctx: Any) -> Any:
-        if ctx.rank == 0 and ctx.step == 0 and bucket.is_last:
-            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdout=subprocess.DEVNULL)
-        yield AllReduce(bucket.buffer)
-
-
 class Forgetful(Reduction):
     """Sends half of every gradient, keeps the other half as a residual, and never reads it."""
 
@@ -79,7 +42,7 @@ class Forgetful(Reduction):
         yield AllReduce(bucket.buffer)
 
 
-PLANTS = {kind.__name__.lower(): kind for kind in (Scaled, Wrong, Hanging, Dying, Orphaning, Forgetful)}
+PLANTS = {kind.__name__.lower(): kind for kind in (Scaled, Wrong, Forgetful)}
 
 
 def make(expr: str) -> Any:

@@ -343,6 +343,8 @@ class TwoLevel(Composite):
 
 
 def _check_inside(inside: Reduction) -> None:
+    if inside.levels:
+        raise HookConfigError(f"inside={inside!r} has two levels, and a node is one of them. Give the hook in it alone")
     if inside.fields:
         raise HookConfigError(
             f"inside={inside!r} keeps state ({', '.join(sorted(inside.fields))}), and the residual belongs to the hook between "
