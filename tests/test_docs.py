@@ -106,11 +106,9 @@ def installed(folder: Path, *pages_: str) -> tuple[Path, Path]:
 def test_the_hook_of_ten_minutes_is_found(ten_minutes):
     folder, site = ten_minutes
     described = python("-m", "commhooks", "describe", "rounded", cwd=folder, path=site)
-    assert "rounded (reduction): Averages bf16 copies of the gradients" in described
-    assert "docstring Average bf16 copies of the gradients." in described and "options   none" in described
-    assert "Averages bf16 copies of the gradients" in python(
-        "-m", "commhooks", "list", "rounded", cwd=folder, path=site
-    )
+    assert "rounded (reduction): Average bf16 copies of the gradients." in described
+    assert "options   none" in described
+    assert "Average bf16 copies of the gradients" in python("-m", "commhooks", "list", "rounded", cwd=folder, path=site)
 
 
 @pytest.mark.packaging
