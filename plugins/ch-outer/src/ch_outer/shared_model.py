@@ -144,11 +144,10 @@ class SharedModel:
 
     def check_schedule(self, where: str, given: Mapping[str, Any]) -> None:
         """Refuse another schedule. ``where`` begins the error."""
-        if given != asdict(self.schedule):
-            raise StateError(
-                f"{where} {given}, this optimizer has {asdict(self.schedule)}. Give the same every=, fragments=, overlap= "
-                "and mix="
-            )
+        own = asdict(self.schedule)
+        if given != own:
+            there, here = (", ".join(f"{name}={value!r}" for name, value in one.items()) for one in (given, own))
+            raise StateError(f"{where} {there}, this optimizer has {here}. Give the same schedule")
 
     def load_state_dict(self, saved: Mapping[str, Any], world_change: str) -> None:
         """Load a state that :meth:`check_state` has accepted into all fragments and buffers, or into none."""
