@@ -19,7 +19,7 @@ from programs.cost.stream_order import StreamOrder
 import commhooks
 from ch_bench.gpu_kit.models import COMPOSITIONS
 from ch_core.device import HostCopy, SideStream, record_use
-from ch_core.encoding import Encoding, Entries
+from ch_core.encoding import Encoding, Entry
 from ch_core.engine import bucket_run
 from ch_core.engine.collectives import Message, Sender, Stage
 from ch_core.engine.outcome import StepOutcome
@@ -342,12 +342,11 @@ def test_entries_that_a_side_stream_converts_are_not_handed_back_too_early() -> 
     for recorded in (True, False):
         use = record_use if recorded else forget_use
         with ImaginedGPU() as gpu, mock.patch("ch_core.encoding.record_use", use):
-            entries = Entries({("w", "residual"): torch.zeros(4, 2, dtype=torch.float32, device="cuda")})
-            entries.encodings["w", "residual"] = Encoding.of(param)
+            entry = Entry(torch.zeros(4, 2, dtype=torch.float32, device="cuda"), Encoding.of(param))
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                assert entries.read_as({("w", "residual"): Encoding.of(param, in_memory=True)})
+                entry.convert(Encoding.of(param, in_memory=True))
             assert gpu.order.races == []
             torch.zeros(4, dtype=torch.float32, device="cuda")
             assert bool(gpu.order.races) is not recorded
