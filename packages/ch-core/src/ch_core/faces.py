@@ -15,7 +15,7 @@ def lazy(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], li
 
     Args:
         package: its `__name__`.
-        file: its `__file__`. The stub next to it has one line `from module import name as name` for each public name.
+        file: its `__file__`. The stub next to it has one line `from module import name as name` for each public name or module.
 
     Example:
         >>> get, listing, names = lazy("ch_core", sys.modules["ch_core"].__file__)
@@ -33,7 +33,8 @@ def lazy(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], li
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(sorted(homes))}")
         module, attribute = homes[name]
-        value = getattr(import_module(module), attribute)
+        home = import_module(module)
+        value = getattr(home, attribute) if hasattr(home, attribute) else import_module(f"{module}.{attribute}")
         setattr(sys.modules[package], name, value)  # the next access does not call this function
         return value
 

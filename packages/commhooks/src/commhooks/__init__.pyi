@@ -76,8 +76,7 @@ from commhooks.api.hooks import unregister as unregister
 from commhooks.api.hooks import why_not as why_not
 from commhooks.api.reducer import PendingAverage as PendingAverage
 from commhooks.api.reducer import Reducer as Reducer
-from commhooks.checkpoint.dcp import load as dcp_load
-from commhooks.checkpoint.dcp import save as dcp_save
+from commhooks.checkpoint import dcp as dcp
 from commhooks.checkpoint.one_file import gather as gather
 from commhooks.checkpoint.one_file import load_gathered as load_gathered
 from commhooks.checkpoint.save_load import load_obtained as load_obtained

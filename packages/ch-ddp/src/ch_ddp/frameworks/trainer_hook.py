@@ -72,7 +72,7 @@ class TrainerHook:
             StateError: a foreign hook has its own state.
         """
         if self.handle is not None and self.keeps_state:
-            commhooks.dcp_save(self.handle, Path(folder))
+            commhooks.dcp.save(self.handle, Path(folder))
 
     def load(self, folder: str | PathLike[str]) -> None:
         """Load the result of :meth:`save`, on any number of ranks. This call is collective.
@@ -93,7 +93,7 @@ class TrainerHook:
             raise StateError(
                 f"ranks {blind} do not see {folder}, other ranks do: put checkpoints where every rank can read"
             )
-        return commhooks.dcp_load(self.handle, Path(folder), world_change="mean")
+        return commhooks.dcp.load(self.handle, Path(folder), world_change="mean")
 
     # -- checkpoints that are one file, written by rank 0
 
