@@ -531,7 +531,7 @@ class Reduction(ABC):
     def keeps_equal(self, name: str) -> bool:
         """True if all ranks get the same gradient of a parameter, so that its copies stay equal.
 
-        ``attach(check_ranks_every=)`` compares these parameters only.
+        A comparison of ranks covers these parameters only.
         """
         return True
 
@@ -658,7 +658,7 @@ class Reduction(ABC):
         return plain_gather(weights, ctx.scratch)
 
     def label(self, param: ParamLayout, step: int) -> str:
-        """Return the name of the method that treats a parameter, for ``handle.plan()``."""
+        """Return the name of the method that treats a parameter, for tables of a plan."""
         return self.name
 
     def check(self, layout: BucketLayout) -> None:  # noqa: B027 - most reductions take any model
@@ -671,7 +671,7 @@ class Reduction(ABC):
     def cautions(self, layout: BucketLayout, world_size: int) -> list[str]:
         """Return warnings about this reduction on a model over ``world_size`` ranks, in sentences.
 
-        ``attach`` logs them, and ``handle.cautions()`` returns them. By default a reduction that gathers warns if its
+        An adapter logs them. By default a reduction that gathers warns if its
         volume, which grows with the number of ranks, exceeds the volume of ``bf16_compress``. An override adds to
         ``super().cautions(...)``.
 

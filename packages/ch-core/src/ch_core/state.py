@@ -36,7 +36,7 @@ class HookState:
 
     Entries are addressed by ``(parameter name, field)``, never by bucket. Another ``bucket_cap_mb``, rebuilt buckets and
     wrapping the model again keep them. A state needs no process group, and can be pickled and copied without one.
-    :func:`commhooks.state_dict` returns it as tensors and plain values.
+    A checkpoint holds it as tensors and plain values.
 
     Attributes:
         versions: the entries: committed ones, and the draft of a step.
@@ -128,7 +128,7 @@ class HookState:
     def bind(self, model: torch.nn.Module) -> None:
         """Make this the state of ``model``: entries keyed by position get the model's parameter names.
 
-        :func:`commhooks.attach` does this by itself. After ``register_comm_hook`` it is optional, before or after the first
+        An adapter does this by itself. After ``register_comm_hook`` it is optional, before or after the first
         step.
 
         Args:

@@ -112,7 +112,7 @@ class Engine:
         tuning: decides how messages of a CPU are sent. All ranks need the same.
 
     Attributes:
-        counters: figures for ``handle.stats()``.
+        counters: cumulative figures, such as bytes and seconds.
         outcome: outcome of the running step, or of the last one.
         commits: finished steps that are not resolved yet.
         failure: error of a lost transport. The engine refuses steps until it gets another group of ranks.

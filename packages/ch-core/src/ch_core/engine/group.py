@@ -1,4 +1,4 @@
-"""Several engines of one handle, one for each axis of a mesh of ranks. They end their steps together."""
+"""Several engines of one model, one for each axis of a mesh of ranks. They end their steps together."""
 
 import torch
 
@@ -12,7 +12,7 @@ from ch_core.transport.base import Transport
 
 
 class EngineGroup:
-    """The engines of one handle, by axis of a mesh.
+    """The engines of one model, by axis of a mesh.
 
     Args:
         engines: axis -> engine, in the order in which they end.

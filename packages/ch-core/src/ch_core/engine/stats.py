@@ -76,7 +76,7 @@ class StepTrace(Protocol):
 
 @dataclass(slots=True)
 class Counters:
-    """Cumulative figures of one engine, for ``handle.stats()``.
+    """Cumulative figures of one engine.
 
     Attributes:
         trace: records times while a trace is on. Every part of an engine has the counters, so each tests one attribute.
