@@ -99,7 +99,7 @@ def test_a_line_is_listed_by_its_docstring_or_as_broken(tmp_path, publish):
     assert broken.keys() == {f"commhooks.reduction: {name}" for name in ("missing", "exits", "lost")}
     assert "acme_no_such_module" in broken["commhooks.reduction: lost"]
     text = commhooks("list", "acme", **environ).stdout
-    assert "failed acme 1.0 (ch_core.reduction: lost, import): " in text
+    assert "failed acme 1.0 (commhooks.reduction: lost, import): " in text
     assert commhooks("describe", "first", **environ).stdout.startswith(
         "first (reduction): Send the first entries. Keep"
     )
