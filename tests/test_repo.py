@@ -100,7 +100,9 @@ def test_hook_annotations_are_not_strings():
 
 def test_the_library_does_not_print():
     for path in modules("packages", "plugins"):
-        if "src" in path.parts and not {"cli", "ch_run", "ch_bench"} & {*path.parts}:  # the command and the programs may print
+        if "src" in path.parts and not {"cli", "ch_run", "ch_bench"} & {
+            *path.parts
+        }:  # the command and the programs may print
             calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
             assert not [n for n in calls if isinstance(n.func, ast.Name) and n.func.id == "print"], path.relative_to(
                 ROOT

@@ -8,7 +8,7 @@ import torch
 
 from ch_core import SimulatedRank, simulate
 from ch_core.engine.outcome import Status
-from ch_ddp.adapter.foreign import Control
+from ch_ddp.adapter.foreign_driver import Control
 from ch_ddp.adapter.result_checks import gradient_checksum
 from commhooks import AllReduce, Bucket, Reduction, RemoteHookError
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from ch_run.state_folder import HookKept, StateFolder
+from ch_run.saved_states import HookKept, StateFolder
 from ch_testing import spawn
 
 from .kit import run

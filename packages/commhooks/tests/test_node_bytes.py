@@ -7,7 +7,7 @@ import commhooks
 from ch_core import CpuTuning
 from ch_testing.simulated_ranks import SimulatedRanks
 from commhooks import Topology
-from commhooks.report.plan import node_bytes
+from commhooks.report.plan_table import node_bytes
 
 LIKE = {"up": torch.zeros(192, 256), "bias": torch.zeros(192), "down": torch.zeros(256, 192), "norm": torch.zeros(256)}
 

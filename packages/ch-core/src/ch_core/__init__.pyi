@@ -29,8 +29,8 @@ from ch_core.engine.bucket_run import BucketRun as BucketRun
 from ch_core.engine.drift import RankCheck as RankCheck
 from ch_core.engine.engine import Engine as Engine
 from ch_core.engine.engine import StatelessEngine as StatelessEngine
+from ch_core.engine.engine_group import EngineGroup as EngineGroup
 from ch_core.engine.gather import GatherEngine as GatherEngine
-from ch_core.engine.group import EngineGroup as EngineGroup
 from ch_core.engine.outcome import StepJudge as StepJudge
 from ch_core.engine.outcome import StepOutcome as StepOutcome
 from ch_core.engine.schedule import TUNED as TUNED
@@ -104,10 +104,10 @@ from ch_core.state import HookState as HookState
 from ch_core.state import StateWriter as StateWriter
 from ch_core.topology import Nodes as Nodes
 from ch_core.topology import Topology as Topology
-from ch_core.transport.arrival import call_on_arrival as call_on_arrival
-from ch_core.transport.arrival import is_lost as is_lost
 from ch_core.transport.base import Transport as Transport
 from ch_core.transport.base import Work as Work
+from ch_core.transport.completion import call_on_arrival as call_on_arrival
+from ch_core.transport.completion import is_lost as is_lost
 from ch_core.transport.loan import Loan as Loan
 from ch_core.transport.loan import take_back as take_back
 from ch_core.transport.process_group import ProcessGroupTransport as ProcessGroupTransport

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ch_core import log
-from ch_run.state_folder import HookKept, Kept, StateFolder
+from ch_run.saved_states import HookKept, Kept, StateFolder
 from ch_trace import Trace
 from commhooks import CommHook
 

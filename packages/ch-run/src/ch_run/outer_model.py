@@ -12,10 +12,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ch_core import log
 from ch_run.found_model import FoundModel
 from ch_run.live_optimizers import optimizers_of
-from ch_run.outer import Outer
+from ch_run.outer_protocol import Outer
 from ch_run.outer_state import OuterKept
+from ch_run.saved_states import Kept
 from ch_run.shared_checkpoint import share_checkpoints
-from ch_run.state_folder import Kept
 from ch_trace import Trace
 from commhooks import (
     REGISTRY,

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from ch_core import StoreExchange, checksum, group_timeout, log
-from ch_run.outer import Outer
+from ch_run.outer_protocol import Outer
+from ch_run.saved_states import SAVED, Snapshot
 from ch_run.shared_checkpoint import like, local
-from ch_run.state_folder import SAVED, Snapshot
 from commhooks import StateError
 
 DIGITS = 16  # of one checksum; a fingerprint joins the checksums of the parameters and of the optimizers

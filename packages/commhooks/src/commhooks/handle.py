@@ -24,7 +24,7 @@ from ch_core import (
 )
 from commhooks.adapters.base import Binding
 from commhooks.registry.expression import Node, option_lines, unparse
-from commhooks.report.plan import PlanRow, plan_rows
+from commhooks.report.plan_table import PlanRow, plan_rows
 from commhooks.report.report import Report, cautions, report
 
 ForeignHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]

@@ -42,7 +42,7 @@ from ch_bench import gpt, launch, record, shapes, training
 from ch_bench.links import netns
 from ch_bench.pytorch_hooks import LABELS, PyTorchHook, attach_pytorch, reduction_of
 from commhooks import BucketLayout, Topology
-from commhooks.report.plan import node_bytes
+from commhooks.report.plan_table import node_bytes
 from programs.links import arithmetic
 
 WIDTH, LAYERS, HEADS, CONTEXT, VOCAB = 384, 6, 6, 64, 128

@@ -22,8 +22,8 @@ from ch_core.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Requ
 from ch_core.rounding import encode
 from ch_core.scratch import Scratch
 from ch_core.topology import Topology
-from ch_core.transport.arrival import call_on_arrival, is_lost
 from ch_core.transport.base import LeveledTransport, SeveralWorks, Transport, Work, has_ended
+from ch_core.transport.completion import call_on_arrival, is_lost
 from ch_core.transport.loan import Loan
 
 Decode = Callable[[], None] | None

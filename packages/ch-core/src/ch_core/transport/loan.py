@@ -4,8 +4,8 @@ A step may be dropped while its messages are in flight. A transport cannot cance
 writes the result to the memory that the message got. By then a later step may use the same memory.
 
 So a message never gets a user's tensor itself. It gets a second tensor over the same memory, which costs 4 us. If the step is
-dropped, the user's tensor gets other memory, and all its views with it: DDP's bucket, gradients, tensors that a user averages by hand. The
-message keeps the old memory until it ends.
+dropped, the user's tensor gets other memory, and all its views with it: DDP's bucket, gradients, tensors that a user averages
+by hand. The message keeps the old memory until it ends.
 """
 
 from collections import defaultdict

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ch_core import Engine, ProcessGroupTransport, RankCheck
 from ch_ddp.adapter.driver import DDPDriver
 from ch_ddp.adapter.finalization import Finalizer
-from ch_ddp.adapter.foreign import ForeignDriver
+from ch_ddp.adapter.foreign_driver import ForeignDriver
 from ch_ddp.adapter.layout import averaged_params, held_params, model_layouts, skips_after
 from ch_ddp.adapter.slot import acquire_slot
 from ch_ddp.adapter.unsynced_backward import UnsyncedBackwardWatch

@@ -3,7 +3,7 @@
 A :class:`~commhooks.CommHook` makes both. Nothing here communicates.
 """
 
-from commhooks.report.plan import NodeBytes, PlanRow, node_bytes, plan_rows, plan_shapes
+from commhooks.report.plan_table import NodeBytes, PlanRow, node_bytes, plan_rows, plan_shapes
 from commhooks.report.report import Report, ReportRow
 from commhooks.report.text import as_text
 

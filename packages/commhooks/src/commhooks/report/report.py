@@ -18,7 +18,7 @@ from ch_core import (
     trip_bytes,
 )
 from commhooks.adapters.base import Binding
-from commhooks.report.plan import NodeBytes, PlanRow, grouped, node_bytes, patterns, plan_rows, reason_of
+from commhooks.report.plan_table import NodeBytes, PlanRow, grouped, node_bytes, patterns, plan_rows, reason_of
 from commhooks.report.text import as_html, as_text
 
 _LESS = 1.02  # times fewer bytes than plain averaging, from which on a hook compresses
