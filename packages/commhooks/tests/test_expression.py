@@ -1,7 +1,10 @@
 """Every expression has one canonical dict and one string form, and runs no code."""
 
+import gc
 import json
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -195,3 +198,29 @@ def test_limits():
     loop.append(loop)
     with pytest.raises(HookConfigError, match="deeper"):
         canonical({"hook": "w", "config": {"x": loop}})
+
+
+def test_threads_may_parse_at_the_same_time() -> None:
+    """CPython 3.11 raises SystemError if another thread parses during a garbage collection inside ast.parse."""
+
+    class Collected:
+        def __init__(self) -> None:
+            self.myself = self
+
+        def __del__(self) -> None:
+            time.sleep(0)
+
+    def work(_: int) -> None:
+        for _ in range(300):
+            Collected()
+            parse("bf16_wrapper(policy({'*.bias': allreduce, '*': powersgd(rank=4)}))")
+
+    interval, threshold = sys.getswitchinterval(), gc.get_threshold()
+    sys.setswitchinterval(1e-6)
+    gc.set_threshold(1)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+        gc.set_threshold(*threshold)

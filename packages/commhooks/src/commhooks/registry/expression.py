@@ -22,6 +22,7 @@ import ast
 import difflib
 import math
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -113,6 +114,11 @@ def option_lines(node: Mapping[str, Any], path: str = "") -> list[str]:
     return lines
 
 
+# CPython 3.11 counts the depth of a syntax tree once for all threads. If a garbage collection inside ast.parse lets another
+# thread parse, one of them raises SystemError.
+_PARSING = threading.Lock()
+
+
 def parse(text: str) -> Node:
     """Return the canonical node of an expression string.
 
@@ -136,7 +142,8 @@ def parse(text: str) -> Node:
     if pinned:
         return _node(pinned[2], provider=pinned[1])
     try:
-        tree = ast.parse(stripped, mode="eval")
+        with _PARSING:
+            tree = ast.parse(stripped, mode="eval")
     except SyntaxError as error:
         raise HookConfigError(_syntax_message(stripped, error)) from None
     except (ValueError, MemoryError, RecursionError) as error:  # null bytes, or nesting too deep
