@@ -325,7 +325,8 @@ def release(session: nox.Session) -> None:
     session.run("twine", "check", "--strict", *files)
     constraints = os.environ.get("COMMHOOKS_CONSTRAINTS", str(ROOT / "constraints" / "cpu.txt"))
     for name in PROJECTS:
-        *local, wheel = (wheel_of(each) for each in with_dependencies(name))
+        brought = with_dependencies(name)
+        *local, wheel = map(wheel_of, brought)
         with tempfile.TemporaryDirectory() as folder:
             python = str(Path(folder, "bin", "python"))
             session.run("python", "-m", "venv", folder)
@@ -334,8 +335,10 @@ def release(session: nox.Session) -> None:
             session.run(python, "-m", "pip", "install", "-q", *options, *local, wheel, external=True)
             example = Path(folder, "readme.py")
             example.write_text(readme_example(PROJECTS[name] / "README.md"))
-            session.run(python, str(example), env=ONE_THREAD, external=True, silent=True)
-        session.log(f"{name}: its README's example runs")
+            commands = [["list"]] * ("commhooks" in brought) + [["doctor"]] * ("ch-run" in brought)
+            for words in ([str(example)], *(["-m", "commhooks", *command] for command in commands)):
+                session.run(python, *words, env=ONE_THREAD, external=True, silent=True)
+        session.log(f"{name}: its README's example and its commands run")
 
 
 @nox.session(name="gpu-kit")

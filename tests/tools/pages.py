@@ -29,7 +29,7 @@ ELSEWHERE = {
     "plugins/ch-sparse/README.md": "an excerpt of docs/packages/sparse.md",
 }
 TESTING = ["docs/testing_hooks.md"]
-"""Pages that say themselves that they need `ch-core[testing]`."""
+"""Pages that say themselves that they need ch-testing."""
 
 NOT_INSTALLED = ("numpy", "pytest", "_pytest", "hypothesis", "lightning", "accelerate", "matplotlib", "nox")
 """What the documented install does not bring, and the tests' environment does."""
