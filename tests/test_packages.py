@@ -2,22 +2,15 @@
 
 import ast
 import importlib
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PROJECTS = {path.parent.name: path.parent for path in sorted(ROOT.glob("p*/*/pyproject.toml"))}
-FACES = {folder.name: project for project, path in PROJECTS.items() for folder in (path / "src").iterdir()}
+from .test_repo import IMPORTS, PROJECTS, ROOT, requirements
 
-
-def dependencies(project: str) -> set[str]:
-    """Return the distributions of this repository that a distribution requires, with those that they require."""
-    declared = tomllib.loads((PROJECTS[project] / "pyproject.toml").read_text())["project"]["dependencies"]
-    direct = {other for other in PROJECTS if any(text.startswith(f"{other}>") for text in declared)}
-    return direct.union(*map(dependencies, direct))
+FACES = {package: name for name, package in IMPORTS.items()}
+"""Distribution by import name."""
 
 
 def imports(path: Path) -> Iterator[tuple[int, str, str]]:
@@ -35,7 +28,7 @@ def imports(path: Path) -> Iterator[tuple[int, str, str]]:
 
 @pytest.mark.parametrize("project", PROJECTS)
 def test_a_package_imports_its_dependencies_by_their_faces(project: str) -> None:
-    allowed, wrong = dependencies(project), []
+    allowed, wrong = requirements(project), []
     for path in sorted((PROJECTS[project] / "src").rglob("*.py")):
         for line, module, _ in imports(path):
             face, *inside = module.split(".")
