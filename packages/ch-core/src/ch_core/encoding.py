@@ -112,6 +112,10 @@ class Encoding:
         """Return the encoding of a field of ``param``; encodings of one shape and stride are equal."""
         return Encoding(ParamLayout("", param.shape, param.stride, 0) if in_memory else None, packed)
 
+    def scales(self, tensor: torch.Tensor) -> int | None:
+        """Return the number of scales of a tensor in this encoding; ``None`` if it holds no codes."""
+        return self.packed.blocks(tensor.numel()) if self.packed is not None and tensor.dtype == torch.int8 else None
+
     def decode(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return unpacked numbers in the parameter's shape and order. Numbers of another shape stay unchanged."""
         memory = self.memory

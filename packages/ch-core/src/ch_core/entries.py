@@ -24,7 +24,7 @@ class Draft:
     Reductions read the entries that they found. They write to other buffers, so that the step can be dropped.
 
     Attributes:
-        found: committed entries, and with :meth:`reopen` those of earlier reductions of this step.
+        found: committed entries. After :meth:`reopen` they include entries that an earlier reduction of this step wrote.
         written: entries that the step has written.
         spare: a buffer for the next draft of each entry.
     """
@@ -61,13 +61,11 @@ class Draft:
         device = torch.device(device) if isinstance(device, str) else device
         if found is None or not found.fits(shape, dtype, device):
             found = Entry(torch.empty(tuple(shape), dtype=dtype, device=device))
-        packed = encoding.packed if dtype == torch.int8 else None
-        if packed is None:
+        blocks = encoding.scales(found.tensor)
+        if blocks is None:
             found.scales = None
-        else:
-            blocks = packed.blocks(found.tensor.numel())
-            if found.scales is None or found.scales.numel() != blocks:
-                found.scales = torch.empty(blocks, dtype=torch.float32, device=device)
+        elif found.scales is None or found.scales.numel() != blocks:
+            found.scales = torch.empty(blocks, dtype=torch.float32, device=device)
         found.encoding, found.is_error = encoding, is_error
         self.written[key] = found
         return found
@@ -173,9 +171,8 @@ class Versions:
         if tentative and self._before is None:
             self._before = Version(old, self.step)
         self._presumed = presumed
-        replaced = (
-            draft.written if draft.found is old else old
-        )  # a second reduction has merged what the first one wrote
+        # A second reduction of the step has merged what the first one wrote. Then any entry may be replaced.
+        replaced = draft.written if draft.found is old else old
         self._set(draft.merged())
         self._reuse({key: old[key] for key in replaced if key in old and key in self.committed})
         self.step += 1

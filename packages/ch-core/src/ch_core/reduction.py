@@ -196,8 +196,8 @@ class StepContext:
             return draft.write((name, field), shape, dtype, device, encoding, is_error=True)
         owner, device = (self._owner, name), torch.device(device)
         made = Entry(self._scratch.get(owner, "written " + field, shape, dtype, device), encoding)
-        if encoding.packed is not None and dtype == torch.int8:
-            blocks = encoding.packed.blocks(made.tensor.numel())
+        blocks = encoding.scales(made.tensor)
+        if blocks is not None:
             made.scales = self._scratch.get(owner, "scales of " + field, (blocks,), torch.float32, device)
         return made
 

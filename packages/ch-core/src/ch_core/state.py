@@ -207,7 +207,7 @@ class HookState:
 
 
 def _refuse_loaded(there: RankId, here: RankId) -> None:
-    """Refuse the loaded residuals of another rank. Those of a pickled state are reset, with a warning."""
+    """Raise if residuals of another rank were loaded. Warn if they were pickled, because the caller resets them."""
     if there.loaded:
         raise StateError(
             f"the loaded state is of rank {there.rank} of {there.world_size}, this is rank {here.rank} of "
