@@ -19,6 +19,8 @@ from ch_run.settings import Settings
 
 TORCH = "torch.nn.parallel.distributed"
 """Imported by `import torch`, and the first module that can make a model for a hook."""
+FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
+"""Module and class of FSDP1. `attach` refuses its models. Without the watch they would train without a hook and without an error."""
 
 OPTIMIZERS = "torch.optim.optimizer"
 
@@ -87,7 +89,7 @@ def _torch_imported(_: ModuleType) -> None:
     torch is half imported here, so no hook can be imported. `attach` refuses other options at the first forward.
     """
     from ch_run.first_forward import watch_wrapper
-    from commhooks import FSDP1, REGISTRY, CommHooksError
+    from commhooks import REGISTRY, CommHooksError
 
     try:
         Settings.of().check()
@@ -97,7 +99,7 @@ def _torch_imported(_: ModuleType) -> None:
     if Settings.of().outer:
         _WATCH.when_imported(OPTIMIZERS, live_optimizers.watch_optimizers)
     wraps = [target.split(":") for _plugin, targets in REGISTRY.ask("commhooks_wraps") for target in targets]
-    for module, attribute in [*wraps, FSDP1]:  # without FSDP1 its models would train without the hook, and no error
+    for module, attribute in [*wraps, FSDP1]:
         _WATCH.when_imported(module, functools.partial(watch_wrapper, attribute=attribute))
 
 

@@ -18,7 +18,7 @@ def isolated() -> "Iterator[Registry]":
     """Empty the registry of everything but ch-wrappers and ch-ddp until the block ends."""
     from commhooks import GROUP, REGISTRY, Registry, discover, entries
 
-    others = ",".join({entry.dist for entry in entries(GROUP)} - {"ch-wrappers", "ch-ddp"})
+    others = ",".join({entry.dist for entry in entries(GROUP)} - {"commhooks", "ch-wrappers", "ch-ddp"})
 
     kept = dict(REGISTRY.__dict__)
     REGISTRY.__dict__.update(Registry(lambda: discover({"COMMHOOKS_DISABLE": others})).__dict__)

@@ -106,7 +106,6 @@ from commhooks.registry.options import Options as Options
 from commhooks.registry.options import option as option
 from commhooks.registry.packages import ADAPTERS as ADAPTERS
 from commhooks.registry.packages import package_of as package_of
-from commhooks.registry.registry import FSDP1 as FSDP1
 from commhooks.registry.registry import REGISTRY as REGISTRY
 from commhooks.registry.registry import Registry as Registry
 from commhooks.registry.registry import class_names as class_names

@@ -14,7 +14,7 @@ from commhooks.api.create import as_handle
 from commhooks.fingerprint import rows_of_model, verify
 from commhooks.handle import CommHook
 from commhooks.registry.packages import ADAPTERS, all_names
-from commhooks.registry.registry import FSDP1, REGISTRY, class_names
+from commhooks.registry.registry import REGISTRY, class_names
 from commhooks.report.report import never_compresses
 
 Adapter = Callable[[torch.nn.Module, CommHook, AttachOptions], Binding]
@@ -198,7 +198,7 @@ _INSIDE = ("_forward_module", "_orig_mod", "module")
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """Return the outermost model with an adapter inside the wrappers of `torch.compile` and frameworks, or the model."""
-    claimed = {*REGISTRY.adapters(), *all_names(ADAPTERS), ".".join(FSDP1)}
+    claimed = {*REGISTRY.adapters(), *all_names(ADAPTERS)}
     return next((part for part in inside(model) if claimed.intersection(class_names(part))), model)
 
 
@@ -234,8 +234,6 @@ def adapter_for(model: object) -> Adapter:
         AttachError: no class has an adapter. The model is not wrapped, or the adapter's package is not installed.
     """
     kind, names = type(model).__name__, class_names(model)
-    if ".".join(FSDP1) in names:
-        return _refuse_fsdp1
     found: Adapter | None = REGISTRY.adapter_of(names, f"support for {kind}")
     if found is not None:
         return found
@@ -252,7 +250,7 @@ def adapter_for(model: object) -> Adapter:
     )
 
 
-def _refuse_fsdp1(model: torch.nn.Module, handle: CommHook, options: AttachOptions) -> NoReturn:
+def refuse_fsdp1(model: torch.nn.Module, handle: CommHook, options: AttachOptions) -> NoReturn:
     """Refuse an FSDP1 model, as its adapter, so that `commhooks run` still accepts models that never train."""
     raise HookNotSupportedError(
         f"attach() cannot put {handle.expr} on FullyShardedDataParallel (FSDP1), which PyTorch has deprecated. Shard the "

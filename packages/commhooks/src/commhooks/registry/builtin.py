@@ -1,9 +1,16 @@
-"""commhooks' own plugin: lines for `env`."""
+"""commhooks' own plugin: the refusal of FSDP1, and lines for `env`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from commhooks.registry.distributions import version
 from commhooks.registry.hookspecs import hookimpl
+
+
+@hookimpl
+def commhooks_adapter() -> Iterable[tuple[str, str]]:
+    """Name the adapter of FSDP1, which refuses with advice, also if no package serves FSDP."""
+    fsdp1 = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
+    return ((fsdp1, "commhooks.api.attach:refuse_fsdp1"),)
 
 
 @hookimpl

@@ -20,6 +20,7 @@ COMMANDS = {"ch-bench": "advise bench", "ch-run": "doctor run"}
 """Commands of `python -m commhooks`, by package."""
 
 ADAPTERS = {
+    "commhooks": "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
     "ch-ddp": "torch.nn.parallel.distributed.DistributedDataParallel torch.distributed._composable.replicate.DDP "
     "torch.distributed.GradBucket",
     "ch-fsdp": "torch.distributed.fsdp.FSDPModule torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule",
@@ -28,7 +29,7 @@ ADAPTERS = {
 }
 """Classes of models and managers that have an adapter, by package."""
 
-PACKAGES = sorted({*HOOKS, *COMMANDS, *ADAPTERS, "ch-core", "ch-trace", "commhooks"})
+PACKAGES = sorted({*HOOKS, *COMMANDS, *ADAPTERS, "ch-core", "ch-trace"})
 """Distributions of this project."""
 
 

@@ -407,10 +407,6 @@ class Registry:
         return None
 
 
-FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
-"""Module and name of FSDP1's class. `attach` and `commhooks run` refuse its models, also if no plugin serves FSDP."""
-
-
 def class_names(served: object) -> list[str]:
     """Return the full names of an object's class and its bases, in method resolution order."""
     return [f"{cls.__module__}.{cls.__qualname__}" for cls in type(served).__mro__]
