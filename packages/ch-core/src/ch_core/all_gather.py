@@ -22,8 +22,7 @@ class Gathered(Scattered):
         HookNotSupportedError: ``inner`` has no :meth:`.Reduction.gather_weights`, keeps state or rounds at random.
 
     Example:
-        >>> from ch_core import BucketLayout
-        >>> from ch_core import Plain
+        >>> from ch_core import BucketLayout, Plain
         >>> made, cut = Gathered(Plain()), ShardLayout.of(BucketLayout.of_shapes({"w": (3, 2)}), 2)
         >>> bucket = made.gather_bucket(cut, torch.ones(8))
         >>> [(r.kind, r.numel) for stage in made.plan(bucket.layout, StepContext(world_size=2)) for r in stage]

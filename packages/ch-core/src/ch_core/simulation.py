@@ -256,8 +256,7 @@ def simulate(
 
     Example:
         >>> import torch
-        >>> from ch_core import Bucket
-        >>> from ch_core import Plain
+        >>> from ch_core import Bucket, Plain
         >>> def one_step(rank):
         ...     bucket = Bucket.from_tensors({"w": torch.full((2,), float(rank.rank))})
         ...     engine = rank.engine(Plain())

@@ -72,8 +72,7 @@ class SimulatedRanks:
 
     Example:
         >>> import torch
-        >>> from commhooks import CommHook
-        >>> from commhooks import Plain
+        >>> from commhooks import CommHook, Plain
         >>> make = lambda: CommHook(node={"hook": "allreduce", "config": {}}, built=Plain())
         >>> ranks = SimulatedRanks(make, 2, {"w": torch.zeros(2)})
         >>> ranks.step([{"w": torch.zeros(2)}, {"w": torch.ones(2)}]).gradients[0]["w"]

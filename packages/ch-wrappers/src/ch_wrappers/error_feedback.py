@@ -138,8 +138,7 @@ def error_feedback(hook: Any) -> Any:
 
     Example:
         >>> import torch
-        >>> from commhooks import Bucket
-        >>> from commhooks import Plain
+        >>> from commhooks import Bucket, Plain
         >>> from ch_core import simulate
         >>> from ch_wrappers import WireCast
         >>> def two_steps(rank):

@@ -144,8 +144,7 @@ def policy(rules: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> Any:
         HookConfigError: no rule, or a foreign hook. At attach, if no pattern matches a parameter.
 
     Example:
-        >>> from commhooks import BucketLayout
-        >>> from commhooks import Plain, StepContext
+        >>> from commhooks import BucketLayout, Plain, StepContext
         >>> from ch_wrappers import WireCast
         >>> mixed = policy({"*.bias": Plain(), "*": WireCast(Plain(), "fp16")})
         >>> mixed.payload(BucketLayout.of_shapes({"up.weight": (4, 4), "up.bias": (4,)}), StepContext(world_size=2))

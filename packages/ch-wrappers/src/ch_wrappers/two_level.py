@@ -417,8 +417,7 @@ def two_level(hook: Any, *, inside: Any = "allreduce", nodes: Nodes | None = Non
         HookConfigError: a foreign hook, a hook with two levels, or an ``inside`` that has state.
 
     Example:
-        >>> from commhooks import BucketLayout
-        >>> from commhooks import Topology
+        >>> from commhooks import BucketLayout, Topology
         >>> made = two_level(WireCast(Plain(), "bf16"))
         >>> ctx = StepContext(0, 8, topology=Topology.even(8, 4))
         >>> [(r.scope, r.kind, r.payload_bytes) for [r] in made.plan(BucketLayout.of_shapes({"w": (64, 64)}), ctx)]

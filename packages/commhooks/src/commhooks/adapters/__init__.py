@@ -56,8 +56,7 @@ Example: an adapter of a wrapper that calls one function with all gradients at t
     >>> import torch, torch.distributed as dist
     >>> import commhooks
     >>> from ch_core import Engine, ProcessGroupTransport
-    >>> from commhooks import AttachOptions, Binding
-    >>> from commhooks import raise_after_backward, watch_optimizer
+    >>> from commhooks import AttachOptions, Binding, raise_after_backward, watch_optimizer
     >>> class Wrapper(torch.nn.Module):  # of another library
     ...     def __init__(self, module):
     ...         super().__init__()

@@ -144,7 +144,7 @@ def docstring(spec: HookSpec) -> str:
     Raises:
         PluginLoadError: the target cannot be imported.
     """
-    found = inspect.cleandoc(REGISTRY.target(spec).__doc__ or "")  # getdoc() would show that of a base class
+    found = inspect.cleandoc(REGISTRY.target(spec).__doc__ or "")  # getdoc() would show a base class's docstring
     return " ".join(found.partition("\n\n")[0].split())
 
 

@@ -37,7 +37,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def summarised(specs: list[HookSpec]) -> tuple[list[HookSpec], list[PluginFailure]]:
-    """Return the hooks with a summary, that of a line by the docstring of its target, and the lines that fail to load."""
+    """Return the hooks with their summaries, and the entry points that fail to load. Docstrings replace missing summaries."""
     shown, failures = [], []
     for spec in specs:
         if not spec.summary:
