@@ -20,7 +20,7 @@ from ch_run.settings import Settings
 TORCH = "torch.nn.parallel.distributed"
 """Imported by `import torch`, and the first module that can make a model for a hook."""
 FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
-"""Module and class of FSDP1. `attach` refuses its models. Without the watch they would train without a hook and without an error."""
+"""Module and class of FSDP1. `attach` refuses its models. Unwatched, they would train without a hook or an error."""
 
 OPTIMIZERS = "torch.optim.optimizer"
 
