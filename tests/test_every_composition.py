@@ -2,12 +2,11 @@
 
 The hooks come from the registry. Wrappers stand around ``two_level`` and inside it, alone and in pairs. Hooks inside a node are
 all that decode what other ranks have sent. The buckets are small and odd, so that parts have padding, places own nothing, and
-parameters are empty or scalars. All compositions are made. A sample runs, by ``COMMHOOKS_COMPOSITIONS_SEED``.
+parameters are empty or scalars. All compositions are made. A sample runs, by ``COMMHOOKS_SEED``.
 """
 
 import itertools
 import json
-import os
 import random
 import zlib
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from ch_core import Gathered, GatherEngine, Scattered, SimulatedRank, simulate
 from ch_testing import SimulatedRanks
 from commhooks import BucketLayout, CommHooksError, HookState, Reduction, ShardLayout
 from commhooks.registry.expression import canonical
+from tests.seed import SEED
 
 OPTIONS = (  # forms that decode zeros to numbers, draw random numbers, or have other stages than the examples
     "bf16_compress(accumulate='fp32')",
@@ -51,7 +51,6 @@ BUCKETS = (
     {"w": (31, 7), "b": (31,), "v": (1, 40), "s": (), "e": (0, 3), "q": (3, 5), "wt": (17, 33)},
     {"w": (24, 8), "v": (1, 40)},
 )
-SEED = os.environ.get("COMMHOOKS_COMPOSITIONS_SEED", "1")
 NODES = ((4, 2), (6, 3), (6, 2))  # ranks, ranks per node
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 STEPS = 3
@@ -240,7 +239,7 @@ def test_some_compositions_give_all_ranks_the_same_bits(hook: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_sample_of_compositions_gives_all_ranks_the_same_bits(hook: str) -> None:
-    print(f"COMMHOOKS_COMPOSITIONS_SEED={SEED}")
+    print(f"COMMHOOKS_SEED={SEED}")
     sample = random.Random(f"{SEED}:{hook}").sample(legal_ones(hook), 5)
     assert [found for expr in sample if (found := wrong(expr))] == []
 

@@ -1,4 +1,4 @@
-"""Every reduction and wrapper over up to 64 simulated ranks in one process, against float64 averages."""
+"""Every reduction and wrapper over up to 24 simulated ranks in one process, against float64 averages."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ EXPRESSIONS = list(
 )
 BITS16, EXACT = 4e-2, 2e-6
 FEW_BITS = {"quant(bits=3, rotation='hadamard')": 0.6, "two_level(quant4)": 0.2}  # without feedback
-"""Relative error of a sum of 64 terms whose partial sums are rounded to bf16, and to fp32."""
+"""Relative error of a sum of 24 terms whose partial sums are rounded to bf16, and to fp32."""
 
 
 def like(rows: int, columns: int, odd: int) -> dict[str, torch.Tensor]:
@@ -70,7 +70,7 @@ def exact_sums(reduction: Reduction, shapes: dict[str, torch.Tensor]) -> bool:
     odd=st.integers(1, 9),
     seed=st.integers(0, 1000),
 )
-@example(world=64, rows=20, columns=17, odd=5, seed=0)
+@example(world=24, rows=20, columns=17, odd=5, seed=0)
 def test_averages_and_residuals_make_the_exact_average(
     expr: str, world: int, rows: int, columns: int, odd: int, seed: int
 ) -> None:
@@ -92,7 +92,7 @@ def test_averages_and_residuals_make_the_exact_average(
     reduction = ranks.handles[0].reduction
     error = distance({name: arrived[name] + owed[name] for name in exact}, exact)
     assert error < (EXACT if exact_sums(reduction, shapes) else FEW_BITS.get(expr, BITS16)), error
-    if "q" in reduction.fields:  # other hooks document that they may send more than plain averaging among 64 ranks
+    if "q" in reduction.fields:  # other hooks document that they may send more than plain averaging among 24 ranks
         assert all(engine.counters.compressed_steps == 2 for engine in ranks.engines)
 
 

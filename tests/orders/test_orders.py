@@ -1,7 +1,5 @@
 """Late runs equal plain runs to the bit, and find planted defects. ``python -m tests.orders`` runs all cases."""
 
-import os
-
 import pytest
 
 import commhooks
@@ -10,10 +8,12 @@ from commhooks.registry.expression import nodes
 from tests.orders.cases import every, sample
 from tests.orders.run import run
 from tests.orders.ways import FUNCTIONS, Case
+from tests.seed import SEED
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(300)]
 
-SEED = int(os.environ.get("COMMHOOKS_ORDERS_SEED", "1"))
+FIRST = int(SEED)
+"""First seed of the late runs."""
 FEEDBACK, LEVELS = "quant4(error_feedback=True)", "two_level(quant4, nodes=NODES)"
 QUICK = {
     "two ranks": [
@@ -44,7 +44,7 @@ QUICK = {
 
 
 def check(cases: list[Case], count: int) -> None:
-    seeds = list(range(SEED, SEED + count))
+    seeds = list(range(FIRST, FIRST + count))
     print(f"seeds {seeds}")
     verdicts = run(cases, seeds)
     wrong = [f"{v.case}, seed {seed}: {text}" for v in verdicts for seed, text in v.wrong.items()]
@@ -64,7 +64,7 @@ def test_late_runs_equal_plain_runs(group: str) -> None:
 @pytest.mark.timeout(1500)
 def test_late_runs_of_a_sample_equal_plain_runs() -> None:
     pytest.importorskip("torchft")
-    check(sample(SEED, 60), 2)
+    check(sample(FIRST, 30), 2)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_late_runs_of_a_sample_equal_plain_runs() -> None:
     ids=lambda case: f"{case.way}, {case.plant}",
 )
 def test_a_planted_defect_is_found_within_a_few_seeds(case: Case) -> None:
-    [verdict] = run([case], list(range(SEED, SEED + 6)))
+    [verdict] = run([case], list(range(FIRST, FIRST + 6)))
     assert any("results differ" in text for text in verdict.wrong.values()), verdict
 
 

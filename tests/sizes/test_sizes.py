@@ -17,6 +17,7 @@ from ch_testing import spawn
 from commhooks import BucketLayout, canonical
 from commhooks.adapters.change_detection import ParameterSnapshot
 from commhooks.registry.expression import nodes
+from tests.seed import SEED
 from tests.sizes.__main__ import drawn
 from tests.sizes.cases import Case, Outcome, run
 from tests.sizes.crossings import BY_TEST, NO_SIZE, Crossing, crossings, names
@@ -26,8 +27,6 @@ from tests.sizes.models import MODELS, OBJECTS, Shape
 from tests.sizes.plants import PLANTS
 
 ROOT = Path(__file__).resolve().parents[2]
-SEED = os.environ.get("COMMHOOKS_SIZES_SEED", "43")
-"""Of the sample in the full set."""
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(900)]
 
 
@@ -92,8 +91,8 @@ def test_two_ranks_in_five_million_parameters() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_sample(world: int) -> None:
-    """Other cases by ``COMMHOOKS_SIZES_SEED``, which a failure prints with each case."""
-    print(f"COMMHOOKS_SIZES_SEED={SEED}")
+    """Other cases by ``COMMHOOKS_SEED``, which a failure prints with each case."""
+    print(f"COMMHOOKS_SEED={SEED}")
     small, large = (
         [case for case in drawn(SEED) if (case.world, case.size) == (world, size)] for size in list(MODELS)[:2]
     )

@@ -1,4 +1,4 @@
-"""The widths and options of the quantized family pass the contract of every hook."""
+"""Options of the quantized family pass the contract of every hook. tests/test_contract.py has their common forms."""
 
 import pytest
 
@@ -6,19 +6,6 @@ from ch_quant.quantized import Quantized
 from ch_testing import HookContract
 
 pytestmark = pytest.mark.full
-
-
-class TestQuant8(HookContract):
-    expr = "quant8"
-
-
-class TestQuant4(HookContract):
-    expr = "quant4"
-    tolerance = 0.2
-
-
-class TestQuant4Feedback(HookContract):
-    expr = "quant4(error_feedback=True)"
 
 
 class TestQuant4FeedbackIn8Bits(HookContract):
@@ -49,15 +36,6 @@ class TestStochastic(HookContract):
 class TestQuant3(HookContract):
     expr = "quant(bits=3)"
     tolerance = 0.5
-
-
-class TestQuant2(HookContract):
-    expr = "quant2"
-
-
-class TestSign(HookContract):
-    expr = "sign"
-    tolerance = 0.9
 
 
 class TestEverythingAtOnce(HookContract):
