@@ -153,7 +153,12 @@ def tests(session: nox.Session) -> None:
 @nox.session(name="tests-full")
 def tests_full(session: nox.Session) -> None:
     """Run the tests that the quick set leaves out: all frameworks, Triton, drawn contracts, the campaign, the GPU kit."""
-    whole_suite(session, "(full or campaign) and not soak and not nccl and not contracts", workers=4, tools=[*FRAMEWORKS, TRITON])
+    whole_suite(
+        session,
+        "(full or campaign) and not soak and not nccl and not contracts",
+        workers=4,
+        tools=[*FRAMEWORKS, TRITON],
+    )
 
 
 def package_tests(name: str) -> None:

@@ -157,11 +157,11 @@ def test_every_entry_point_resolves():
     ours = [spec for spec in commhooks.list_hooks() if spec.provider in PROJECTS]
     for spec in ours:
         REGISTRY.target(spec)
-    for command in REGISTRY.commands():
-        REGISTRY.command(command.id)
         for target in filter(None, (spec.hook, spec.state)):
             REGISTRY.load(target, spec)
         assert commhooks.describe(spec.id, spec.kind)
+    for command in REGISTRY.commands():
+        REGISTRY.command(command.id)
 
 
 def test_ci_is_the_readme_command():

@@ -3,11 +3,12 @@
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ch_testing import readings, unaccounted
+from ch_testing import mean_residuals, unaccounted
 from tests.campaign.hooks import FP16, ROUNDING, Entry
 
 Grads = Mapping[str, torch.Tensor | None]
@@ -204,15 +205,8 @@ class Sums:
 
 def mean_owed(
     residuals: Mapping[str, torch.Tensor], params: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None
-) -> dict[str, list[torch.Tensor]]:
-    """Return the ranks' mean residual of every parameter, in both orders. A collective. A rank without one counts as
-    zero.
-    """
-    both = {}
-    for name, param in params.items():
-        zero = torch.zeros_like(flat64(param))
-        both[name] = readings(residuals[name], param) if name in residuals else (zero, zero)
-    flat = torch.cat([t for pair in both.values() for t in pair])
-    dist.all_reduce(flat, group=group)
-    parts = iter((flat / dist.get_world_size(group)).split([t.numel() for pair in both.values() for t in pair]))
-    return {name: [next(parts), next(parts)] for name in both}
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return the ranks' mean residual of every parameter, in both orders. A collective."""
+    ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, dict(residuals), group=group)
+    return mean_residuals(ranks, params)

@@ -3,8 +3,8 @@
     python tests/faults/run.py                    # all rows; writes docs/measured/faults.json and docs/faults.md
     python tests/faults/run.py --row B7           # the rows of B7, printed, nothing written (--update writes)
     python tests/faults/run.py --row B3.1 --side ours
-    python tests/faults/run.py --compressor quant4 --update   # quant4 in the rows of PowerSGD, in a separate record
-    python tests/faults/run.py --table            # write the pages again from their records
+    python tests/faults/run.py --compressor quant4   # quant4 in the rows of PowerSGD, printed, nothing written
+    python tests/faults/run.py --table            # write the page again from its record
 
 The outcomes, best first: right result; typed error (a CommHooksError, or the hook's own exception); error (any other
 error of torch); silent (a wrong result without an error); hang (until the harness killed it); abort and segfault.
@@ -13,16 +13,12 @@ error of torch); silent (a wrong result without an error); hang (until the harne
 import argparse
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -46,7 +42,6 @@ TOPICS = {
 }
 COMPRESSORS = ("powersgd", "quant4", "two_level")
 RECORD, TABLE = ROOT / "docs" / "measured" / "faults.json", ROOT / "docs" / "faults.md"
-PAGES = {compressor: RECORD.with_name(f"faults-{compressor}.md") for compressor in COMPRESSORS[1:]}
 
 
 class Server:
@@ -77,13 +72,12 @@ class Server:
         self.process.wait()
 
 
-def names(compressor: str) -> tuple[list[str], dict[str, str]]:
-    """Return the rows for a compressor in order, and the reasons of those that do not apply. This does not import torch."""
+def names(compressor: str) -> list[str]:
+    """Return the rows for a compressor, in order. This does not import torch."""
     code = "import case, json; print(json.dumps([(r.name, r.only, r.flat) for r in case.ROWS.values()]))"
     found = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, check=True)
-    rows = [row for row in json.loads(found.stdout) if row[1] in ("", compressor)]
-    left_out = {name: flat for name, _, flat in rows if flat and compressor == "two_level"}
-    return sorted((name for name, _, _ in rows if name not in left_out), key=_order), left_out
+    rows = [(name, flat) for name, only, flat in json.loads(found.stdout) if only in ("", compressor)]
+    return sorted((name for name, flat in rows if not (flat and compressor == "two_level")), key=_order)
 
 
 def _order(name: str) -> list[int]:
@@ -208,53 +202,6 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, ""])
 
 
-ABOUT = {
-    "quant4": (
-        "The fault table with `quant4` and its error feedback in the place of PowerSGD; two gloo ranks. In B4.3",
-        "to B4.7 the ranks differ in `block`, `rotation`, `error_feedback`, `rounding` and `exempt`. B8.4 and B11.2 concern",
-        "PowerSGD only, and run unchanged.",
-    ),
-    "two_level": (
-        "The fault table with every hook inside `two_level(..., nodes=2)`, on two nodes of two gloo ranks. In the rows B13",
-        "`quant4(error_feedback=True)` runs between the nodes. In B13.8 each node is a network namespace. A collective may",
-        "take 4 s, multiplied by 1 to 12 with the load of the machine.",
-    ),
-}
-
-
-def page(results: list[dict[str, Any]], compressor: str, left_out: dict[str, str]) -> str:
-    """Return the record of a run with another hook in the rows of PowerSGD."""
-    machine = (
-        f"- python: {platform.python_version()}",
-        f"- torch: {version('torch')}",
-        f"- date: {date.today().isoformat()}",
-    )
-    lines = [*introduction(compressor, machine), f"In all: {_count(results)}.", ""]
-    for reason in dict.fromkeys(left_out.values()):
-        rows = [name for name, said in left_out.items() if said == reason]
-        lines += [f"A row does not apply if {reason}: {', '.join(sorted(rows, key=_order))}.", ""]
-    lines += ["| row | fault | outcome |", "| --- | --- | --- |"]
-    for result in results:
-        title = result.get("title", "")
-        if compressor == "quant4" and result["row"] not in ("B8.4", "B11.2"):
-            title = title.replace("PowerSGD", compressor)
-        lines.append(f"| {result['row']} | {title} | {_cell(result)} |")
-    return "\n".join([*lines, ""])
-
-
-def introduction(compressor: str, machine: Iterable[str]) -> list[str]:
-    """Return the lines of a record before its results."""
-    command = f"    python tests/faults/run.py --compressor {compressor} --update"
-    head = [f"# The fault table with `{compressor}`", "", command, "", *machine]
-    return [*head, "", *ABOUT[compressor], "", *LEGEND, ""]
-
-
-def explained_again(compressor: str, written: str) -> str:
-    """Return a written record with the present introduction. Its machine and results stay."""
-    machine = re.findall(r"^- (?:python|torch|date): .*", written, re.MULTILINE)
-    return "\n".join([*introduction(compressor, machine), written[written.index("In all: ") :]])
-
-
 def _cell(result: dict[str, Any]) -> str:
     text = re.sub(r"\x1b\[[0-9;]*m", "", describe(result))  # torch's bold face
     text = re.sub(r"\s+", " ", text)
@@ -283,21 +230,19 @@ def main() -> int:
         "--compressor",
         choices=COMPRESSORS,
         default=COMPRESSORS[0],
-        help="use another hook of this project in the rows of PowerSGD; --update writes a separate record",
+        help="use another hook of this project in the rows of PowerSGD, and write nothing but --json",
     )
     parser.add_argument("--jobs", type=int, default=2, help="number of cases at a time")
     parser.add_argument(
         "--update", action="store_true", help="put the chosen rows into the record, and write the table"
     )
-    parser.add_argument("--table", action="store_true", help="run no case, and write the pages from their records")
+    parser.add_argument("--table", action="store_true", help="run no case, and write the page from its record")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
     if options.table:
         TABLE.write_text(table(json.loads(RECORD.read_text())))
-        for compressor, path in PAGES.items():
-            path.write_text(explained_again(compressor, path.read_text()))
         return 0
-    known, left_out = names(options.compressor)
+    known = names(options.compressor)
     chosen = [n for n in known if not options.row or any(n == r or n.startswith(r + ".") for r in options.row)]
     if not chosen:
         parser.error(f"no row {options.row}; rows are {', '.join(known)}")
@@ -305,9 +250,7 @@ def main() -> int:
     sides = ["ours"] if other else [options.side] if options.side else ["torch", "ours"]
     results = run_all(chosen, sides, options.compressor, options.jobs)
     whole = not other and (options.update or (not options.row and not options.side))
-    if other and options.update:
-        PAGES[options.compressor].write_text(page(results, options.compressor, left_out))
-    elif options.update and RECORD.exists():
+    if whole and options.update and RECORD.exists():
         new = {(r["row"], r["side"]): r for r in results}
         old = json.loads(RECORD.read_text())
         results = [new.pop((r["row"], r["side"]), r) for r in old] + list(new.values())

@@ -16,8 +16,7 @@ class TestFedFromOutside(HookContract):
 
 
 class TestDecay(HookContract):
-    expr = "topk(density=0.2, chunk=64, decay=0.95, start_iter=1)"
-    first_step = 1
+    expr = "topk(density=0.2, chunk=64, decay=0.95)"
     conservation = 0.1  # decay loses gradients on purpose
 
 

@@ -233,7 +233,6 @@ def test_a_short_chunk_sends_fewer() -> None:
         "topk(bits=4)",
         "topk(decay=0.0)",
         "topk(decay=0.9, feedback=False)",
-        "topk(start_iter=-1)",
         "error_feedback(topk)",
         "bf16_wrapper(topk)",
     ],

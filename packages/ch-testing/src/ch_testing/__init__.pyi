@@ -4,7 +4,6 @@ Type checkers read this file. `lazy` reads it, too, and imports a name when it i
 """
 
 from ch_testing.conservation import mean_residuals as mean_residuals
-from ch_testing.conservation import readings as readings
 from ch_testing.conservation import unaccounted as unaccounted
 from ch_testing.contract import HookContract as HookContract
 from ch_testing.contract_fsdp1 import FlatHookContract as FlatHookContract

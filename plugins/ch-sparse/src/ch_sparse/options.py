@@ -21,7 +21,6 @@ class SparseOptions(Options):
 
     feedback: bool = option(True, "keep entries that were not sent for the next step, in fp32", brings=_FEEDBACK)
     decay: float = option(1.0, "factor on the kept entries in each step; 1 loses nothing", above=0.0, at_most=1.0)
-    start_iter: int = option(0, "committed steps that are averaged exactly before compression starts", at_least=0)
     exempt: bool = option(True, "average norms, biases and parameters of fewer than 1 / density elements exactly")
 
     def __post_init__(self) -> None:

@@ -1,6 +1,5 @@
 """Base of the sparse hooks: exact averaging of small parameters, and the residual."""
 
-from collections.abc import Hashable
 from typing import Literal
 
 import torch
@@ -28,14 +27,8 @@ class Sparse(SparseOptions, Reduction):
         super().__post_init__()
         self.fields = {FIELD: "local"} if self.feedback else {}
 
-    def phase(self, step: int) -> Hashable:
-        """Return True during exact averaging."""
-        return step < self.start_iter
-
     def route(self, param: ParamLayout, step: int) -> str | None:
         """Return why a parameter is averaged exactly, or ``None``."""
-        if step < self.start_iter:
-            return f"exact for the first {self.start_iter} steps"
         if not self.exempt:
             return None
         if len(param.shape) < 2:

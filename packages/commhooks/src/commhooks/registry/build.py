@@ -148,7 +148,7 @@ def _make_state(
 
 
 class FunctionReduction(Reduction):
-    """A generator function `f(bucket, ctx, **options)` as a reduction. Its attributes become the reduction's."""
+    """A generator function `f(bucket, ctx, **options)` as a reduction without state."""
 
     lossy = True
 
@@ -156,23 +156,6 @@ class FunctionReduction(Reduction):
         self.function = function
         self.name = function.__name__
         self._config = config
-        for attribute in (
-            "granularity",
-            "collectives",
-            "castable",
-            "lossy",
-            "fields",
-            "reports_sent",
-            "trips",
-            "route",
-            "phase",
-            "memory_order_fields",
-            "scaled_fields",
-            "packed_fields",
-            "splits",
-        ):
-            if hasattr(function, attribute):
-                setattr(self, attribute, getattr(function, attribute))
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
         return self.function(bucket, ctx, **self._config)

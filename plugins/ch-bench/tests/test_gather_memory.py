@@ -3,7 +3,7 @@
 import platform
 
 import pytest
-from programs.fsdp2.memory import OWN, coded, measure
+from programs.cost.gather_memory import OWN, coded, measure
 
 pytestmark = [pytest.mark.gloo, pytest.mark.full, pytest.mark.timeout(600)]
 

@@ -1,6 +1,6 @@
 """Resident memory of a gather of FSDP2 weights, with torch's own all-gather and with hooks.
 
-    python -m programs.fsdp2.memory [HOOK ...] [--ranks N] [--repeats N] [--record]
+    python -m programs.cost.gather_memory [HOOK ...] [--ranks N] [--repeats N] [--record]
 
 Gloo processes shard three matrices of 3072 x 3072 in fp32 (37.7 MB each, a group each), and run three forwards without
 gradients. The program reads the growth of the resident memory since attach (``VmHWM`` after a reset, and ``VmRSS``). It prints
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     shown = table(args.hooks, args.ranks, args.repeats)
     print(shown)
     if args.record:
-        made_by = record.command("programs.fsdp2.memory", argv)
+        made_by = record.command("programs.cost.gather_memory", argv)
         record.write(
             "fsdp2-gather",
             "Memory of a gather",
