@@ -56,11 +56,11 @@ from commhooks.adapters.managed import ManagerAdapter as ManagerAdapter
 from commhooks.adapters.managed import manager_adapter as manager_adapter
 from commhooks.adapters.optimizer_watch import OptimizerWatch as OptimizerWatch
 from commhooks.adapters.optimizer_watch import watch_optimizer as watch_optimizer
-from commhooks.api.attach import adapter_for as adapter_for
+from commhooks.api.adapter_lookup import adapter_for as adapter_for
+from commhooks.api.adapter_lookup import inside as inside
+from commhooks.api.adapter_lookup import runs_alone as runs_alone
+from commhooks.api.adapter_lookup import unwrapped as unwrapped
 from commhooks.api.attach import attach as attach
-from commhooks.api.attach import inside as inside
-from commhooks.api.attach import runs_alone as runs_alone
-from commhooks.api.attach import unwrapped as unwrapped
 from commhooks.api.axes import AxesHandle as AxesHandle
 from commhooks.api.axes import AxesReport as AxesReport
 from commhooks.api.axes import attach_axes as attach_axes
