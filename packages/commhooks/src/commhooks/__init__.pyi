@@ -48,14 +48,15 @@ from commhooks.adapters.backward import at_end_of_backward as at_end_of_backward
 from commhooks.adapters.backward import backward_id as backward_id
 from commhooks.adapters.backward import if_interrupted as if_interrupted
 from commhooks.adapters.backward import raise_after_backward as raise_after_backward
-from commhooks.adapters.base import AttachOptions as AttachOptions
 from commhooks.adapters.base import Binding as Binding
+from commhooks.adapters.base import plain_engine as plain_engine
 from commhooks.adapters.managed import Layouts as Layouts
 from commhooks.adapters.managed import ManagedAxis as ManagedAxis
 from commhooks.adapters.managed import ManagerAdapter as ManagerAdapter
 from commhooks.adapters.managed import manager_adapter as manager_adapter
 from commhooks.adapters.optimizer_watch import OptimizerWatch as OptimizerWatch
 from commhooks.adapters.optimizer_watch import watch_optimizer as watch_optimizer
+from commhooks.adapters.options import AttachOptions as AttachOptions
 from commhooks.api.adapter_lookup import adapter_for as adapter_for
 from commhooks.api.adapter_lookup import inside as inside
 from commhooks.api.adapter_lookup import runs_alone as runs_alone

@@ -143,7 +143,7 @@ class CommHook:
                 self.hook_state.identity.bind([(p.name, p.shape) for p in binding.layout.params], binding.params)
                 self._fit(self.hook_state, binding)
         except Exception:
-            binding.detach()  # otherwise the model could neither train nor be attached to
+            binding.close()  # otherwise the model could neither train nor be attached to
             raise
         self._binding = binding
         self._calls_seen = binding.calls
@@ -347,7 +347,7 @@ class CommHook:
         if self._binding is None:
             return
         self._last = self._binding.stats()
-        self._binding.detach()
+        self._binding.close()
         if self.hook_state is not None:
             self.hook_state.resolve_step()
             self.hook_state.identity.unbind()

@@ -5,7 +5,7 @@ from typing import NoReturn
 import torch
 
 from ch_core import HookNotSupportedError
-from commhooks.adapters.base import AttachOptions
+from commhooks.adapters.options import AttachOptions
 from commhooks.handle import CommHook
 
 

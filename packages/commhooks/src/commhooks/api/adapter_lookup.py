@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 
 from ch_core import AttachError
-from commhooks.adapters.base import AttachOptions, Binding
+from commhooks.adapters.base import Binding
+from commhooks.adapters.options import AttachOptions
 from commhooks.handle import CommHook
 from commhooks.registry.packages import ADAPTERS, all_names
 from commhooks.registry.registry import REGISTRY, class_names

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ch_core import AttachError, HookNotSupportedError, RankCheck, Reduction, group_timeout, log, refuse_lost
-from commhooks.adapters.base import AttachOptions, Binding, Scaler
+from commhooks.adapters.base import Binding
+from commhooks.adapters.options import AttachOptions, Scaler
 from commhooks.api.adapter_lookup import Adapter, adapter_for, one_process, unwrapped
 from commhooks.api.create import as_handle
 from commhooks.fingerprint import rows_of_model, verify

@@ -21,8 +21,9 @@ from ch_core import (
     group_timeout,
     refuse_lost,
 )
-from commhooks.adapters.base import AttachOptions, Binding
+from commhooks.adapters.base import Binding
 from commhooks.adapters.managed import ManagedAxis, manager_adapter
+from commhooks.adapters.options import AttachOptions
 from commhooks.api.create import as_handle
 from commhooks.fingerprint import fingerprint, rows_of, verify
 from commhooks.handle import CommHook
