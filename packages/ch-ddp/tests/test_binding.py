@@ -42,7 +42,7 @@ def trained(model: DistributedDataParallel, optimizer: torch.optim.Optimizer | N
 
 def parts(model: DistributedDataParallel, handle: commhooks.CommHook) -> list[object]:
     binding: Any = handle.binding
-    found = [binding, binding._driver, binding.engine, handle.hook_state, model.module[0].weight]
+    found = [binding, binding.driver, binding.engine, handle.hook_state, model.module[0].weight]
     return [part for part in found if part is not None]
 
 
