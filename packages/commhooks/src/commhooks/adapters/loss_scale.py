@@ -38,5 +38,6 @@ class LossScale:
             self._copied, self._copy = (id(tensor), tensor._version), HostCopy(tensor)
 
     def _tensor(self) -> torch.Tensor | None:
+        # A GradScaler shows its tensor by no public name. Without the tensor, get_scale() waits for all work of a GPU.
         found = getattr(self._scaler, "_scale", None)
         return found if isinstance(found, torch.Tensor) else None

@@ -1,4 +1,4 @@
-"""Counts the steps of a model's optimizers, by torch's global hooks before and after ``step()`` of every optimizer."""
+"""Counts the steps of a model's optimizers by torch's hooks around ``step()`` of every optimizer."""
 
 import functools
 import weakref
