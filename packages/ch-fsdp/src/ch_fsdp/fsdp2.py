@@ -215,7 +215,7 @@ def gradient_axes(
     if replicas is not None:  # these ranks also have the same shard of the model
         along.append((replicas, {"shard": [name for g in groups for name in g.shard_positions()]}))
     agree_on_axes(handle, options, trainable_shapes(groups), names, along, refusal)
-    axes: list[Axis] = []
+    axes: list[Axis] = []  # the replicate axis ends a step last, because the relay passes its error on along the shards
     if "shard" in names and shard_group is not None:
         axes.append(ShardAxis(groups, handle, options, shard_group))
     if "replicate" in names:

@@ -150,11 +150,11 @@ def _bind(
 def _agree(
     model: torch.nn.Module, handle: CommHook, binding: Binding, options: AttachOptions, check: RankCheck | None
 ) -> None:
-    """Compare the ranks of the binding's group, also in their ``check``, unless the user has turned that off."""
+    """Compare the ranks of the binding's group, unless the user has turned that off. Ranks need the same check."""
     refuse_lost(binding.group)
     handle.agreement_timeout = options.timeout if options.verify_ranks else None
     if options.verify_ranks and not handle.alone and binding.engine is not None:
-        binding.engine.open_levels()
+        binding.engine.open_levels()  # first, because the ranks compare plans, which depend on the nodes
     if check is not None:
         _check_ranks(handle, binding, check)
     if options.verify_ranks:
