@@ -97,7 +97,7 @@ class ReplicateAxis(Axis):
                 self.managed.close()
             return super().remove()
         plain = self.managed.plain() if self.managed is not None else plain_engine(self.replicas, self._timeout)
-        steps = Steps({"replicate": plain}, deferred=self.order, due=partial(getattr, self.order, "due"))
+        steps = Steps({"replicate": plain}, order=self.order, due=partial(getattr, self.order, "due"))
         end = BackwardEnd(self._model, steps.end, steps.abandon, replicas=True)
         for hook in self.slots:
             hook.switch(steps, end)
