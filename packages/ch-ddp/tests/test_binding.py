@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import optimizer as torchs
 
 import ch_ddp
 import commhooks
@@ -42,7 +43,7 @@ def trained(model: DistributedDataParallel, optimizer: torch.optim.Optimizer | N
 
 def parts(model: DistributedDataParallel, handle: commhooks.CommHook) -> list[object]:
     binding: Any = handle.binding
-    found = [binding, binding._driver, binding.engine, handle.hook_state, model.module[0].weight]
+    found = [binding, binding.driver, binding.engine, handle.hook_state, model.module[0].weight]
     return [part for part in found if part is not None]
 
 
@@ -114,6 +115,21 @@ WAYS: dict[str, Callable[[], list[object]]] = {
     "bare with a state": lambda: bare(HookState(), as_hook(Plain())),
     "bare powersgd": lambda: bare(PowerSGDState(None, 1, start_powerSGD_iter=2), powerSGD_hook),
 }
+
+
+def test_detach_ends_the_watch_of_the_optimizer(alone: None) -> None:
+    def hooks() -> tuple[int, int]:
+        return len(torchs._global_optimizer_pre_hooks), len(torchs._global_optimizer_post_hooks)
+
+    before, model = hooks(), wrapped()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    handle = commhooks.attach(model, "powersgd(rank=4)", optimizer=optimizer, single_process=True)
+    trained(model, optimizer)
+    alive = handle.binding  # a binding that is freed takes its watch with it
+    assert hooks() != before
+    handle.detach()
+    assert hooks() == before
+    assert alive is not None
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ch_powersgd
 import commhooks
-from ch_fsdp.replicate_axis import GroupOrder
+from ch_fsdp.group_order import GroupOrder
 from ch_testing import spawn
 from commhooks import (
     AllReduce,

@@ -10,7 +10,7 @@ import commhooks
 from ch_core import SimulatedGroup, SimulatedRank, simulate
 from ch_testing.conservation import mean_residuals, unaccounted
 from ch_testing.simulated_ranks import SimulatedRanks, Step, split
-from ch_wrappers.partition import Piece, partition
+from ch_wrappers.node_partition import Piece, partition
 from ch_wrappers.two_level import TwoLevel
 from commhooks import (
     Bucket,

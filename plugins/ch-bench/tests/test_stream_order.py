@@ -23,7 +23,7 @@ from ch_core.encoding import Encoding, Entry
 from ch_core.engine import bucket_run
 from ch_core.engine.collectives import Message, Sender, Stage
 from ch_core.engine.outcome import StepOutcome
-from ch_fsdp.replicate_axis import GroupOrder
+from ch_fsdp.group_order import GroupOrder
 from ch_fsdp.steps import Steps
 from ch_outer import Schedule
 

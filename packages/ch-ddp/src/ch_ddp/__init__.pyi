@@ -3,6 +3,7 @@
 Type checkers read this file. `lazy` reads it, too, and imports a name when it is first used.
 """
 
+from ch_ddp.adapter.binding import SlotBinding as SlotBinding
 from ch_ddp.adapter.driver import DDPDriver as DDPDriver
 from ch_ddp.adapter.driver import TensorFuture as TensorFuture
 from ch_ddp.adapter.finalization import Finalizer as Finalizer
@@ -10,7 +11,6 @@ from ch_ddp.adapter.finalization import raise_finalized as raise_finalized
 from ch_ddp.adapter.futures import behind_backward as behind_backward
 from ch_ddp.adapter.futures import future_for as future_for
 from ch_ddp.adapter.layout import averaged_params as averaged_params
-from ch_ddp.adapter.layout import model_layouts as model_layouts
 from ch_ddp.adapter.slot import acquire_slot as acquire_slot
 from ch_ddp.all_gather_grad import AllGatherGrad as AllGatherGrad
 from ch_ddp.frameworks.trainer_hook import TrainerHook as TrainerHook

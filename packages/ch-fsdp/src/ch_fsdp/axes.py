@@ -1,35 +1,31 @@
 """Chooses the axes of an FSDP2 model for a hook and their ranks, and refuses models that a hook cannot serve."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from ch_fsdp import replicate_axis, shard_axis
+from ch_core import Fingerprint, agree_along
 from ch_fsdp.flat_sum import fits_flat, is_cast
+from ch_fsdp.layouts import Shapes
+from ch_fsdp.replicate_axis import ReplicateHook, gradients_kept
+from ch_fsdp.shard_axis import ShardScatter
 from ch_fsdp.torch_internals.hsdp_mesh import has_partial_sums
 from ch_fsdp.torch_internals.param_groups import REPLICATE_DIMS, ParamGroup
-from commhooks import AttachError, AttachOptions, CommHook, HookConfigError, HookNotSupportedError, Reduction
+from commhooks import (
+    AttachError,
+    AttachOptions,
+    CommHook,
+    CommHooksError,
+    HookConfigError,
+    HookNotSupportedError,
+    Reduction,
+)
 
 _TWO_AXES = (
     "fully_shard(module, mesh=mesh) with a 2-D mesh of (replicas, shards), or with its shard dimension alone and "
     "attach(process_group=...) of the other"
 )
-
-
-def reduction_of(handle: CommHook) -> Reduction:
-    """Return the reduction of a handle, or the one that an FSDP1 function of this package carries.
-
-    Raises:
-        HookNotSupportedError: the hook is a foreign function.
-    """
-    reduction = handle.reduction or getattr(handle.built, "reduction", None)
-    if not isinstance(reduction, Reduction):
-        raise HookNotSupportedError(
-            f"{handle.expr} is a hook function, which FSDP2 cannot call. Give a reduction: a name such as "
-            "'bf16_compress', or a generator function (bucket, ctx)"
-        )
-    return reduction
 
 
 def choose_axes(reduction: Reduction, axis: str | None, has_replicas: bool) -> tuple[str, ...]:
@@ -68,6 +64,40 @@ def choose_axes(reduction: Reduction, axis: str | None, has_replicas: bool) -> t
     if axis == "shard" or not has_replicas:
         return ("shard",)
     return ("shard", "replicate") if is_cast(reduction) else ("replicate",)
+
+
+def agree_on_axes(
+    handle: CommHook,
+    options: AttachOptions,
+    shapes: Shapes,
+    axes: Sequence[str],
+    along: Sequence[tuple[dist.ProcessGroup, Fingerprint]],
+    refusal: CommHooksError | None,
+) -> None:
+    """Compare the ranks of all process groups of the mesh.
+
+    Args:
+        handle: the handle.
+        options: arguments of ``attach``.
+        shapes: the parameters.
+        axes: chosen on this rank.
+        along: the process groups, each with facts that only its own ranks must share.
+        refusal: error of this rank.
+
+    Raises:
+        RankMismatchError: ranks differ, or a rank refuses the hook alone.
+        CommHooksError: the error of this rank, if all ranks have it.
+    """
+    if options.verify_ranks:
+        fields: Fingerprint = {
+            "hook": handle.identity,
+            "parameters": [f"{name}: {shape}" for name, shape in shapes.items()],
+            "axes": axes,
+            "does not fit": [str(refusal)] if refusal is not None else [],
+        }
+        agree_along(handle.expr, fields, along, options.timeout)
+    if refusal is not None:
+        raise refusal
 
 
 # -- process groups
@@ -220,16 +250,16 @@ def check_groups(groups: list[ParamGroup], axes: tuple[str, ...], reduction: Red
         if any(p.is_meta for p in group.params):
             raise AttachError(f"{group.name} is on the meta device: materialise its parameters before attaching")
         if "shard" in axes:
-            shard_axis.ShardScatter.check_free(group)
+            ShardScatter.check_free(group)
             if not fits_flat(reduction) and group.tensor_parallel:
                 raise HookNotSupportedError(
                     f"{group.name}: {', '.join(group.tensor_parallel)} are also cut by tensor parallelism, and {reduction!r} "
                     "needs whole parameters on the shard axis. Use axis='replicate' or bf16_compress"
                 )
         if "replicate" in axes:
-            replicate_axis.check_free(group)
+            ReplicateHook.check_free(group)
             if has_partial_sums(group):
-                raise replicate_axis.gradients_kept(group.name, "attaching")
+                raise gradients_kept(group.name, "attaching")
             _check_dtypes(group)
             check_tensor_parallel(group, reduction)
 

@@ -1,26 +1,31 @@
 """The adapter for FSDP2 (``fully_shard``): a handle's hook on every parameter group below the model.
 
 Axis ``"gather"`` codes weights (:mod:`ch_fsdp.gather_axis`). Axis ``"shard"`` replaces the reduce-scatter inside the shard
-mesh. Axis ``"replicate"`` reduces the shards between replicas. By default casts run on both axes of gradients, other
-reductions on the replicate axis.
+mesh (:mod:`ch_fsdp.shard_axis`). Axis ``"replicate"`` reduces the shards between replicas (:mod:`ch_fsdp.replicate_axis`). By
+default casts run on both axes of gradients, other reductions on the replicate axis.
 """
 
-from collections.abc import Collection, Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
-from ch_core import Engine, Fingerprint, ProcessGroupTransport, RankCheck, agree_along
-from ch_fsdp.axes import check_groups, choose_axes, find_replicas, one_shard_group, reduction_of
-from ch_fsdp.flat_sum import fits_flat, flat_layout
-from ch_fsdp.gather_axis import GatherBinding
-from ch_fsdp.replicate_axis import GroupOrder, ReplicateHook, broadcast, gradients_kept
-from ch_fsdp.shard_axis import ShardAxis, ShardScatter
+from ch_core import Engine, Fingerprint, ProcessGroupTransport, RankCheck
+from ch_fsdp.axes import (
+    agree_on_axes,
+    check_groups,
+    choose_axes,
+    find_replicas,
+    one_shard_group,
+)
+from ch_fsdp.axis import Axis, reduction_of
+from ch_fsdp.gather_axis import GatherAxis
+from ch_fsdp.layouts import model_order, trainable_shapes
+from ch_fsdp.replicate_axis import ReplicateAxis
+from ch_fsdp.shard_axis import ShardAxis
 from ch_fsdp.steps import Steps
 from ch_fsdp.torch_internals.backward_end import BackwardEnd
-from ch_fsdp.torch_internals.hsdp_mesh import disable_all_reduce, enable_all_reduce
-from ch_fsdp.torch_internals.param_groups import ParamGroup, all_params, ignored_params, managed_tensors, param_groups
+from ch_fsdp.torch_internals.param_groups import ParamGroup, all_params, ignored_params, param_groups
 from commhooks import (
     AttachError,
     AttachOptions,
@@ -28,24 +33,16 @@ from commhooks import (
     BucketLayout,
     CommHook,
     CommHooksError,
-    HookState,
-    ManagedAxis,
-    ParamLayout,
-    Plain,
-    manager_adapter,
     watch_optimizer,
 )
 
 
 class FSDP2Binding(Binding):
-    """A handle in place on an FSDP2 model.
+    """A handle in place on one or two axes of an FSDP2 model.
 
     Attributes:
-        engine: engine of the replicate axis if there is one, else of the shard axis.
-        group: the ranks of that engine, or ``None`` with a manager, which compares members in every step.
-        other_axes: other process groups whose ranks load a state together.
         groups: the parameter groups.
-        reduction: the reduction on every axis.
+        axes: in the order in which their engines end a step. The last one has the handle's state.
         steps: the engines of all axes.
     """
 
@@ -54,36 +51,32 @@ class FSDP2Binding(Binding):
         for group in self.groups:
             group.reshard()
         self.ignored = ignored_params(model, self.groups)
-        self.reduction = reduction_of(handle)
-        self._model, self._expr, self._timeout = model, handle.expr, options.timeout
-        self._shard_group, replicas, axes = self._agree(handle.identity, options)
-        self._replicas = replicas if "replicate" in axes else None
-        self._native = self._replicas is not None and self.groups[0].native_replicas is not None
-        self._managed: ManagedAxis | None = None  # reduces between replica groups that a manager lets come and go
-        if options.manager is not None:
-            self._managed = manager_adapter(options.manager)(model, handle, options, self._layouts_between_groups)
-        self._replicates = self._replicas is not None or self._managed is not None
-        self._by_name = self._replicates or not fits_flat(self.reduction)
-        self.group = None if self._managed is not None else self._replicas or self._shard_group
-        self.other_axes = (self._shard_group,) if self._replicas is not None and self._shard_group is not None else ()
-        self._shard: ShardAxis | None = None
-        if "shard" in axes and self._shard_group is not None:
-            state = None if fits_flat(self.reduction) else _state_of(handle)
-            self._shard = ShardAxis(self.reduction, self._shard_group, self._timeout, state)
-        engines = self._engines(handle)
-        # The vote of a manager reaches the other ranks of the shard mesh without a relay.
-        relay = ProcessGroupTransport(self.other_axes[0]) if self.other_axes else None
-        self._order = GroupOrder(self.groups, fixed=self._managed is not None) if self._replicates else None
-        self.engine: Engine = engines.get("replicate") or engines["shard"]
+        self._model, self._expr = model, handle.expr
+        if options.axis == "gather":
+            self.axes: Sequence[Axis] = [GatherAxis(self.groups, handle, options)]
+        else:
+            self.axes = gradient_axes(model, self.groups, handle, options)
+        self._main = main = self.axes[-1]
+        self.engine: Engine = main.engine
+        self.treatment = main.treatment
+        self.group, self.other_axes = main.group, tuple(main.other_groups)
+        # The manager votes first, so its axis has a watch of its own.
+        own = watch_optimizer(self.engine, options, self._parameters, model) if main.managed is None else None
+        self.watch = own if main.managed is None else main.managed.watch
         self._trained = self._trainable()
-        self._ready = False
-        # A managed axis watches the optimizer itself, because the manager votes first.
-        own = watch_optimizer(self.engine, options, self._parameters, model) if self._managed is None else None
-        watch, self._watch = (own if self._managed is None else self._managed.watch), own
-        arriving = watch.before_gradient if watch is not None else lambda: None
-        self.steps = Steps(engines, self._inspect, relay, self._order, self._due, arriving)
-        self._end = BackwardEnd(model, self.steps.end, self.steps.abandon, replicas=self._replicates)
-        self._place(handle.expr)  # last, because an error after it would leave hooks in a model without a handle
+        self._unverified = {group.name for group in self.groups}  # groups that torch may never have given to the hook
+        engines = {name: engine for axis in self.axes for name, engine in axis.engines.items()}
+        relay = ProcessGroupTransport(main.relay) if main.relay is not None else None
+        arriving = self.watch.before_gradient if self.watch is not None else lambda: None
+        self.steps = Steps(engines, self._inspect, relay, main.order, self._due, arriving)
+        self._end = BackwardEnd(model, self.steps.end, self.steps.abandon, replicas=main.order is not None)
+        self._included = [(group, group.includes_unused) for group in self.groups if main.of_gradients]
+        # Without it the flat tensor lacks parameters that had no gradient on this rank. A hook cannot find out which, and
+        # ranks would add gradients of different parameters.
+        for group, _ in self._included:
+            group.includes_unused = True
+        for axis in self.axes:  # last, because an error after it would leave hooks in a model without a handle
+            axis.place(self.steps, self._end, handle.expr)
 
     # -- the binding's interface
 
@@ -94,17 +87,14 @@ class FSDP2Binding(Binding):
         The user may thaw and freeze parameters after attach. So this is the model as it is now, with the frozen
         parameters that have entries in the state. Otherwise saving or loading would lose these entries.
         """
-        if not self._by_name:
-            return unsharded_layout(self.groups)
-        return (shards_layout if self._replicates else whole_layout)(self.groups, self._names_in_state())
+        return self._main.layout(self._names_in_state())
 
     @property
     def params(self) -> list[torch.Tensor]:  # type: ignore[override]
         """The parameters of :attr:`layout`, in model order."""
-        kept = self._names_in_state()
-        chosen = {name for group in self.groups for name in group.global_shapes(kept)}
-        every = all_params(self.groups)
-        return [every[name] for name in sorted(chosen, key=model_order(self.groups).__getitem__)]
+        every, order = all_params(self.groups), model_order(self.groups)
+        names = trainable_shapes(self.groups, self._names_in_state()) if self._main.of_gradients else every
+        return [every[name] for name in sorted(names, key=order.__getitem__)]
 
     @property
     def engines(self) -> Mapping[str, Engine]:
@@ -112,7 +102,7 @@ class FSDP2Binding(Binding):
 
     @property
     def sums(self) -> bool:
-        return self._native and all(group.sums_replicas for group in self.groups)
+        return self._main.sums
 
     @property
     def calls(self) -> int:
@@ -125,7 +115,9 @@ class FSDP2Binding(Binding):
         self.steps.group.check()
 
     def check_ranks(self, check: RankCheck) -> None:
-        replicas = self._replicas
+        if not self._main.of_gradients:
+            super().check_ranks(check)
+        replicas = self._main.replicas
         if replicas is None:
             check.leave("the hook reduces between ranks that hold different shards")
             return
@@ -133,118 +125,20 @@ class FSDP2Binding(Binding):
         self.engine.rank_check = check
 
     def after_agreement(self) -> None:
-        """Make the replicas equal, after the ranks agreed."""
-        self._ready = True
-        for hook in self._hooks:
-            hook.keep()
-        if self._replicas is not None:
-            broadcast(managed_tensors(self._model, self.groups), self._replicas)
+        for axis in self.axes:
+            axis.after_agreement()
 
     def detach(self) -> None:
-        """Give torch its reduce-scatter back, and leave plain averaging between replicas, which would drift apart.
-
-        On a 2-D mesh torch averages between the replicas itself.
+        """Give torch its own collectives back. Between replicas plain averaging stays, unless torch averages there itself.
 
         Raises:
             AttachError: ``set_requires_all_reduce(False)`` has kept gradients.
         """
-        if self._native and self._order is not None and self._order.keeps_gradients:
-            raise gradients_kept(self._expr, "detach()")
-        if self._watch is not None:
-            self._watch.close()
-        for comm in self._comms:
-            comm.remove()
+        gone = [axis.remove() for axis in reversed(self.axes)]  # the replicate axis first, because it may refuse
         self._end.close()
-        if self._order is None or self._native or not self._ready:
-            self._remove_hooks()
-            return
-        plain = self._managed.plain() if self._managed is not None else self._plain_engine()
-        steps = Steps({"replicate": plain}, deferred=self._order, due=partial(getattr, self._order, "due"))
-        end = BackwardEnd(self._model, steps.end, steps.abandon, replicas=True)
-        for hook in self._hooks:
-            hook.switch(steps, end, None)
-
-    def _plain_engine(self) -> Engine:
-        # Without a status this sends the same messages as torch without a hook.
-        transport = ProcessGroupTransport(self._replicas)
-        return Engine(Plain(), transport, timeout=self._timeout, sends_status=False)
-
-    def _remove_hooks(self) -> None:
-        """Leave the model as it was before attach."""
-        if self._managed is not None:
-            self._managed.close()
-        for group, included in zip(self.groups, self._included, strict=True):
-            group.includes_unused = included
-        for hook in self._hooks:
-            hook.remove()
-            enable_all_reduce(hook.group)
-
-    # -- attaching
-
-    def _agree(
-        self, hook: list[str], options: AttachOptions
-    ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, tuple[str, ...]]:
-        """Return shard group, replicas and axes. If one rank refuses the hook, all ranks of the mesh raise."""
-        shard_group = one_shard_group(self.groups)
-        replicas: dist.ProcessGroup | None = None
-        axes: tuple[str, ...] = ()
-        refusal: CommHooksError | None = None
-        try:
-            replicas = find_replicas(self.groups, options)
-            axis = options.axis if shard_group is not None else "replicate"
-            axes = choose_axes(self.reduction, axis, replicas is not None or options.manager is not None)
-            check_groups(self.groups, axes, self.reduction)
-        except CommHooksError as error:
-            refusal = error
-        if options.verify_ranks:
-            shapes = {name: shape for group in self.groups for name, shape in group.global_shapes().items()}
-            fields: Fingerprint = {
-                "hook": hook,
-                "parameters": [f"{name}: {shape}" for name, shape in shapes.items()],
-                "axes": axes,
-                "does not fit": [str(refusal)] if refusal is not None else [],
-            }
-            along: list[tuple[dist.ProcessGroup, Fingerprint]] = [(shard_group, {})] if shard_group is not None else []
-            if replicas is not None:  # these ranks also have the same shard of the model
-                along.append((replicas, {"shard": [name for g in self.groups for name in g.shard_positions()]}))
-            agree_along(self._expr, fields, along, self._timeout)
-        if refusal is not None:
-            raise refusal
-        return shard_group, replicas, axes
-
-    def _engines(self, handle: CommHook) -> dict[str, Engine]:
-        """Return the engines in the order in which they end a step."""
-        engines = {"shard": self._shard.engine} if self._shard is not None else {}
-        if self._replicas is not None:
-            transport = ProcessGroupTransport(self._replicas)
-            engines["replicate"] = Engine(self.reduction, transport, _state_of(handle), timeout=self._timeout)
-        elif self._managed is not None:
-            engines["replicate"] = self._managed.engine
-        return engines
-
-    def _layouts_between_groups(self) -> list[BucketLayout]:
-        """Return the buckets that a backward reduces between replica groups, in the order of :class:`GroupOrder`."""
-        due = (g for g in reversed(self.groups) if g.reduces and g.all_reduces and g.trainable)
-        return [g.shards(g.reduce_dtype) for g in due]
-
-    def _place(self, expr: str) -> None:
-        """Put hooks into torch's slots, of each parameter group: torch's setters refuse modules with several groups."""
-        self._comms: list[ShardScatter] = []
-        self._hooks: list[ReplicateHook] = []
-        self._included = [group.includes_unused for group in self.groups]
-        # Without it the flat tensor lacks parameters that had no gradient on this rank. A hook cannot find out which, and ranks
-        # would add gradients of different parameters.
-        for group in self.groups:
-            group.includes_unused = True
-        if self._order is not None:
-            for index, group in enumerate(self.groups):
-                self._hooks.append(ReplicateHook(group, index, self._order, self.steps, self._end, expr))
-                disable_all_reduce(group)
-        if self._shard is not None:
-            self._comms = [ShardScatter(group, self._shard, self.steps, expr) for group in self.groups]
-        # Over one rank torch reduce-scatters nothing and calls no hook.
-        reduces = bool(self._hooks) or (self._shard_group is not None and self._shard_group.size() > 1)
-        self._unverified = {group.name for group in self.groups} if reduces else set()
+        if all(gone):  # plain averaging between replicas also needs the parameters without a gradient
+            for group, included in self._included:
+                group.includes_unused = included
 
     # -- parameters thawed or frozen after attach
 
@@ -260,25 +154,30 @@ class FSDP2Binding(Binding):
     def _update_trainable(self) -> None:
         """Tell the state, which the user may save without its handle, which parameters it now belongs to."""
         trained = self._trainable()
-        if trained != self._trained and self._by_name:
+        if trained != self._trained:
             self._trained = trained
             self.engine.state.identity.replace_params(tuple((p.name, p.shape) for p in self.layout.params), self.params)
 
     # -- the end of a step
 
     def _due(self) -> bool:
+        """Return True if this backward is a step even if torch called no slot."""
+        if not self._main.of_gradients:
+            return bool(self._lost())
         return any(group.reduces and group.trainable for group in self.groups)
 
+    def _lost(self) -> set[str]:
+        """Return the parameter groups whose slot the user has filled."""
+        return {slot.group.name for axis in self.axes for slot in axis.slots if not slot.in_place}
+
     def _inspect(self) -> CommHooksError | None:
-        """Return an error if a group with gradients did not call the hook."""
+        """Return an error if a slot was filled, or if a group with gradients did not call the hook."""
         self._update_trainable()
-        placed: list[ShardScatter | ReplicateHook] = [*self._comms, *self._hooks]
-        lost = [one.group.name for one in placed if not one.in_place]
+        main, lost = self._main, self._lost()
         if lost:
             return AttachError(
-                f"{self._expr} is no longer in place on {', '.join(sorted(set(lost)))}: set_custom_reduce_scatter or "
-                "set_all_reduce_hook was called after attach. Those setters act on one module only; attach again "
-                "instead of calling them"
+                f"{self._expr} is no longer in place on {main.lost_from}{', '.join(sorted(lost))}: {main.setters} was called "
+                "after attach. Those setters act on one module only; attach again instead of calling them"
             )
         silent = [g.name for g in self.groups if g.name in self._unverified and self._silent(g)]
         if silent:
@@ -290,63 +189,45 @@ class FSDP2Binding(Binding):
         return None
 
     def _silent(self, group: ParamGroup) -> bool:
-        scattered = self._shard is None or self._shard.group.size() == 1 or group.name in self._shard.called
-        called = scattered and all(hook.called for hook in self._hooks if hook.group.name == group.name)
-        if called or (self._order is not None and group.name in self._order.late):
+        order, slots = self._main.order, [slot for axis in self.axes for slot in axis.slots if slot.group is group]
+        if all(slot.called for slot in slots) or (order is not None and group.name in order.late):
             self._unverified.discard(group.name)
             return False
         return group.reduces and any(p.grad is not None for p in group.params)
 
 
+def gradient_axes(
+    model: torch.nn.Module, groups: list[ParamGroup], handle: CommHook, options: AttachOptions
+) -> list[Axis]:
+    """Return the axes of a handle's gradients. If one rank refuses the hook, all ranks of the mesh raise."""
+    reduction, shard_group = reduction_of(handle), one_shard_group(groups)
+    replicas: dist.ProcessGroup | None = None
+    names: tuple[str, ...] = ()
+    refusal: CommHooksError | None = None
+    try:
+        replicas = find_replicas(groups, options)
+        axis = options.axis if shard_group is not None else "replicate"
+        names = choose_axes(reduction, axis, replicas is not None or options.manager is not None)
+        check_groups(groups, names, reduction)
+    except CommHooksError as error:
+        refusal = error
+    along: list[tuple[dist.ProcessGroup, Fingerprint]] = [(shard_group, {})] if shard_group is not None else []
+    if replicas is not None:  # these ranks also have the same shard of the model
+        along.append((replicas, {"shard": [name for g in groups for name in g.shard_positions()]}))
+    agree_on_axes(handle, options, trainable_shapes(groups), names, along, refusal)
+    axes: list[Axis] = []  # the replicate axis ends a step last, because the relay passes its error on along the shards
+    if "shard" in names and shard_group is not None:
+        axes.append(ShardAxis(groups, handle, options, shard_group))
+    if "replicate" in names:
+        axes.append(ReplicateAxis(model, groups, handle, options, replicas, shard_group))
+    return axes
+
+
 def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) -> Binding:
     """The ``commhooks_adapter`` of FSDP2."""
-    return GatherBinding(model, handle, options) if options.axis == "gather" else FSDP2Binding(model, handle, options)
+    return FSDP2Binding(model, handle, options)
 
 
 adapter.takes_manager = True  # type: ignore[attr-defined]  # commhooks.attach reads both
 adapter.idles_alone = True  # type: ignore[attr-defined]
 adapter.gathers_weights = True  # type: ignore[attr-defined]  # commhooks run --gather reads it
-
-
-def _state_of(handle: CommHook) -> HookState:
-    state = handle.state if handle.reduction is not None else HookState()
-    if not isinstance(state, HookState):
-        raise AttachError(
-            f"the state of {handle.expr} is a {type(state).__name__}; FSDP2 needs a HookState: give attach(state=) the "
-            "state of another handle, or leave state out"
-        )
-    return state
-
-
-# -- layouts
-
-
-def shards_layout(groups: list[ParamGroup], kept: Collection[str] = ()) -> BucketLayout:
-    """Return this rank's shards of all groups, and those of frozen parameters in ``kept``, in model order."""
-    order: dict[str, int] = {}
-    entries: list[ParamLayout] = []
-    offset = 0
-    for group in groups:
-        layout = group.shards(group.reduce_dtype, kept)
-        entries += [ParamLayout(p.name, p.shape, p.stride, offset + p.offset) for p in layout.params]
-        order |= group.shard_positions()
-        offset += layout.numel
-    entries.sort(key=lambda p: order[p.name])
-    return BucketLayout(entries, offset, groups[0].reduce_dtype, groups[0].device)
-
-
-def whole_layout(groups: list[ParamGroup], kept: Collection[str] = ()) -> BucketLayout:
-    """Return the unsharded parameters of all groups, and frozen ones in ``kept``, in model order."""
-    shapes = {name: shape for group in groups for name, shape in group.global_shapes(kept).items()}
-    ordered = {name: shapes[name] for name in sorted(shapes, key=model_order(groups).__getitem__)}
-    return BucketLayout.of_shapes(ordered, groups[0].reduce_dtype, groups[0].device)
-
-
-def unsharded_layout(groups: list[ParamGroup]) -> BucketLayout:
-    """Return the flat gradients of all groups."""
-    return flat_layout({g.name: g.unsharded_numel() for g in groups}, groups[0].reduce_dtype, groups[0].device)
-
-
-def model_order(groups: list[ParamGroup]) -> dict[str, int]:
-    """Return name -> position in the model of every parameter."""
-    return {name: at for group in groups for name, at in group.positions().items()}

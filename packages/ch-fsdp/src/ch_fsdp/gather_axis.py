@@ -9,22 +9,22 @@ and backward use the same weights. With N ranks per node this is ZeRO++'s hpZ: n
 ``two_level`` codes the forward gather between the nodes alone. :meth:`.GatherEngine.complete` starts its second request.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ch_core import BucketRun, Engine, Fingerprint, Gathered, GatherEngine, ProcessGroupTransport, agree_along
-from ch_fsdp.axes import check_tensor_parallel, reduction_of
-from ch_fsdp.slot import SlotObject
+from ch_core import BucketRun, Gathered, GatherEngine, ProcessGroupTransport
+from ch_fsdp.axes import agree_on_axes, check_tensor_parallel
+from ch_fsdp.axis import Axis, SlotObject
+from ch_fsdp.layouts import all_shapes, whole_layout
 from ch_fsdp.steps import Steps
 from ch_fsdp.torch_internals.backward_end import BackwardEnd
-from ch_fsdp.torch_internals.param_groups import ParamGroup, all_params, ignored_params, param_groups
+from ch_fsdp.torch_internals.param_groups import ParamGroup
 from commhooks import (
     AttachError,
     AttachOptions,
-    Binding,
     BucketLayout,
     CommHook,
     CommHooksError,
@@ -34,79 +34,50 @@ from commhooks import (
     HookState,
     Plain,
     Reduction,
+    ShardLayout,
 )
 
 
-class GatherBinding(Binding):
-    """A handle on the weight gathers of every parameter group below a model.
+class GatherAxis(Axis):
+    """The weight gathers of every parameter group, one engine for each process group. The first one's state counts steps."""
 
-    Attributes:
-        groups: the parameter groups.
-        steps: the engines, one for each process group that gathers.
-    """
+    of_gradients, lost_from, setters = False, "the weight gathers of ", "set_custom_all_gather or another setter"
 
-    def __init__(self, model: torch.nn.Module, handle: CommHook, options: AttachOptions) -> None:
-        self.groups = param_groups(model)
-        for group in self.groups:
-            group.reshard()
-        self.ignored = ignored_params(model, self.groups)
-        self._expr, self._timeout = handle.expr, options.timeout
-        reduction = reduction_of(handle)
-        over = {g.gather_group.group_name: g.gather_group for g in self.groups if g.gather_group is not None}
-        replicas = self.groups[0].native_replicas if self.groups else None
-        self._agree(handle.identity, options, reduction, list(over.values()), replicas)
-        self.treatment = Gathered(reduction, exact_by_default(self.groups, reduction))
+    def __init__(self, groups: list[ParamGroup], handle: CommHook, options: AttachOptions) -> None:
+        super().__init__(groups, handle, options)
+        over = {str(g.gather_group.group_name): g.gather_group for g in groups if g.gather_group is not None}
+        self.relay = groups[0].native_replicas if groups else None
+        refusal: CommHooksError | None = None
+        try:
+            check(groups, self.reduction, options)
+        except CommHooksError as error:
+            refusal = error
+        along = [*over.values(), *([self.relay] if self.relay is not None and over else [])]
+        agree_on_axes(handle, options, all_shapes(groups), ["gather"], [(group, {}) for group in along], refusal)
+        self.group, *self.other_groups = over.values()
+        self.treatment = Gathered(self.reduction, exact_by_default(groups, self.reduction))
         self._exact = Gathered(Plain())
         self._by_group: dict[str, GatherEngine] = {}
-        engines: dict[str, Any] = {}
-        relay = ProcessGroupTransport(replicas) if replicas is not None and replicas.size() > 1 else None
-        for number, one in enumerate(over.values()):
-            state = handle.state if number == 0 and isinstance(handle.state, HookState) else None  # it counts steps
+        self.engines = {}
+        for number, (name, one) in enumerate(over.items()):
+            state = handle.state if number == 0 and isinstance(handle.state, HookState) else None
             engine = GatherEngine(self.treatment, ProcessGroupTransport(one), state, timeout=self._timeout)
-            engines["gather" if number == 0 else f"gather_{number + 1}"] = self._by_group[one.group_name] = engine
-        self.engine: GatherEngine = engines["gather"]
-        self.group, *others = over.values()
-        self.other_axes = tuple(others)
-        self.steps = Steps(engines, self._inspect, relay, due=lambda: bool(self._lost()))
-        self._end = BackwardEnd(model, self.steps.end, self.steps.abandon)
-        self._comms = [WeightGather(group, self, handle.expr) for group in self.groups]
+            self.engines["gather" if number == 0 else f"gather_{number + 1}"] = self._by_group[name] = engine
+        self.engine = self.engines["gather"]
 
-    @property
-    def layout(self) -> BucketLayout:  # type: ignore[override]
-        """The whole parameters, frozen ones too, as one virtual bucket in model order."""
-        shapes = {name: shape for group in self.groups for name, shape in group.all_shapes().items()}
-        order = {name: at for group in self.groups for name, at in group.positions().items()}
-        dtype = next(iter(self.groups[0].gather_dtypes().values()))
-        ordered = {name: shapes[name] for name in sorted(shapes, key=order.__getitem__)}
-        return BucketLayout.of_shapes(ordered, dtype, self.groups[0].device)
+    def place(self, steps: Steps, end: BackwardEnd, expr: str) -> None:
+        self.steps = steps
+        self.slots = [WeightGather(group, self, expr) for group in self.groups]
 
-    @property
-    def params(self) -> list[torch.Tensor]:  # type: ignore[override]
-        """The parameters of :attr:`layout`."""
-        every = all_params(self.groups)
-        return [every[p.name] for p in self.layout.params]
-
-    @property
-    def engines(self) -> Mapping[str, Engine]:
-        return self.steps.group.engines
-
-    @property
-    def calls(self) -> int:
-        return self.steps.calls
-
-    def stats(self) -> dict[str, float]:
-        return self.steps.group.stats()
-
-    def check(self) -> None:
-        self.steps.group.check()
-
-    def detach(self) -> None:
-        """Give torch its own all-gather back."""
-        for comm in self._comms:
-            comm.remove()
+    def remove(self) -> bool:
+        super().remove()
         for group in self.groups:
             group.reshard()  # the next forward gathers exact weights
-        self._end.close()
+        return True
+
+    def layout(self, kept: Collection[str]) -> BucketLayout:
+        dtype = next(iter(self.groups[0].gather_dtypes().values()))
+        return whole_layout(self.groups, all_shapes(self.groups), dtype)
 
     def engine_for(self, group: ParamGroup, over: dist.ProcessGroup) -> GatherEngine | None:
         """Return the engine that gathers this parameter group over a process group; ``None`` for an unknown one."""
@@ -119,46 +90,6 @@ class GatherBinding(Binding):
             known["regather" if "regather" not in known else f"regather_{len(known)}"] = found
         return found
 
-    def _agree(
-        self,
-        hook: list[str],
-        options: AttachOptions,
-        reduction: Reduction,
-        over: list[dist.ProcessGroup],
-        replicas: dist.ProcessGroup | None,
-    ) -> None:
-        """Compare the ranks. If one rank refuses the hook, all ranks of the mesh raise."""
-        refusal: CommHooksError | None = None
-        try:
-            check(self.groups, reduction, options)
-        except CommHooksError as error:
-            refusal = error
-        if options.verify_ranks and over:
-            shapes = {name: shape for group in self.groups for name, shape in group.all_shapes().items()}
-            fields: Fingerprint = {
-                "hook": hook,
-                "parameters": [f"{name}: {shape}" for name, shape in shapes.items()],
-                "axes": ["gather"],
-                "does not fit": [str(refusal)] if refusal is not None else [],
-            }
-            groups = [*over, replicas] if replicas is not None else over
-            agree_along(self._expr, fields, [(group, {}) for group in groups], self._timeout)
-        if refusal is not None:
-            raise refusal
-
-    def _lost(self) -> list[str]:
-        """Return the groups whose slot someone else has filled."""
-        return [comm.group.name for comm in self._comms if not comm.in_place]
-
-    def _inspect(self) -> CommHooksError | None:
-        lost = self._lost()
-        if not lost:
-            return None
-        return AttachError(
-            f"{self._expr} is no longer in place on the weight gathers of {', '.join(lost)}: set_custom_all_gather or another "
-            "setter was called after attach. Those setters act on one module only; attach again instead of calling them"
-        )
-
 
 class WeightGather(SlotObject):
     """The object in FSDP2's all-gather slot (``set_custom_all_gather``). It allocates as torch's own does."""
@@ -169,9 +100,9 @@ class WeightGather(SlotObject):
         "set_allocate_memory_from_process_group_for_comm: leave those out"
     )
 
-    def __init__(self, group: ParamGroup, binding: GatherBinding, expr: str) -> None:
+    def __init__(self, group: ParamGroup, axis: GatherAxis, expr: str) -> None:
         super().__init__(group, expr)
-        self.binding = binding
+        self._axis, self.called = axis, True  # a gather that torch leaves out changes no gradient
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         with torch.inference_mode(False):  # decoding writes to it outside of inference mode
@@ -190,40 +121,54 @@ class WeightGather(SlotObject):
         a GPU everything is queued on the stream that FSDP made current. Only ``async_op=True`` defers the decoding, to the
         stream that waits.
         """
-        binding = self.binding
-        engine = binding.engine_for(self.group, group)
-        refusal: CommHooksError | None = None
-        if engine is None:
-            refusal = AttachError(
-                f"{self.group.name}: its mesh has changed since {self.expr} was attached; attach again"
-            )
-        else:
-            again = engine.reduction is not binding.treatment
-            dtype = output_tensor.dtype
-            layout = self.group.regather_layout(dtype, group.size()) if again else self.group.gather_layout(dtype)
-            if layout.part.numel != input_tensor.numel():
-                refusal = HookResultError(
-                    f"{self.group.name}: FSDP2 gathers {input_tensor.numel()} elements of {dtype} for each rank, its "
-                    f"parameters have {layout.part.numel}. Detach the hook before parameters or their dtypes change"
-                )
-        if refusal is not None or engine is None:
-            assert refusal is not None  # noqa: S101 - set with engine None
-            binding.steps.fail(refusal)
+        steps, found = self._axis.steps, self._engine_and_layout(group, output_tensor.dtype, input_tensor.numel())
+        if isinstance(found, CommHooksError):  # raised here, FSDP2 could not end the backward
+            steps.fail(found)
             work: dist.Work | None = self.replaced(output_tensor, input_tensor, group, async_op=async_op)
             return work
-        binding.steps.calls += 1
-        with torch.inference_mode(False), torch.no_grad():
-            own = output_tensor.narrow(0, engine.transport.rank * layout.part.numel, layout.part.numel)
-            if own.data_ptr() != input_tensor.data_ptr():
-                own.copy_(input_tensor)
-            reduction = engine.reduction
-            assert isinstance(reduction, Gathered)  # noqa: S101 - this module makes the engines
-            run = engine.launch(reduction.gather_bucket(layout, output_tensor))
-        pending = GatherWork(engine, run)
+        engine, layout = found
+        steps.calls += 1
+        pending = GatherWork(engine, _launch(engine, layout, output_tensor, input_tensor))
         if output_tensor.is_cpu or async_op:
             return pending
         pending.wait()
         return None
+
+    def _engine_and_layout(
+        self, over: dist.ProcessGroup, dtype: torch.dtype, elements: int
+    ) -> tuple[GatherEngine, ShardLayout] | CommHooksError:
+        """Return the engine of a gather and the layout of its output, or the error of this rank.
+
+        Args:
+            over: the ranks that gather.
+            dtype: dtype of the gathered weights.
+            elements: number of elements that torch gathers from each rank.
+        """
+        engine = self._axis.engine_for(self.group, over)
+        if engine is None:
+            return AttachError(f"{self.group.name}: its mesh has changed since {self.expr} was attached; attach again")
+        again = engine.reduction is not self._axis.treatment
+        layout = self.group.regather_layout(dtype, over.size()) if again else self.group.gather_layout(dtype)
+        if layout.part.numel != elements:
+            return HookResultError(
+                f"{self.group.name}: FSDP2 gathers {elements} elements of {dtype} for each rank, its parameters have "
+                f"{layout.part.numel}. Detach the hook before parameters or their dtypes change"
+            )
+        return engine, layout
+
+
+def _launch(
+    engine: GatherEngine, layout: ShardLayout, output_tensor: torch.Tensor, input_tensor: torch.Tensor
+) -> BucketRun:
+    """Start the messages of a gather."""
+    # In inference mode the engine would make tensors that later steps may not write to.
+    with torch.inference_mode(False), torch.no_grad():
+        own = output_tensor.narrow(0, engine.transport.rank * layout.part.numel, layout.part.numel)
+        if own.data_ptr() != input_tensor.data_ptr():
+            own.copy_(input_tensor)
+        reduction = engine.reduction
+        assert isinstance(reduction, Gathered)  # noqa: S101 - this module makes the engines
+        return engine.launch(reduction.gather_bucket(layout, output_tensor))
 
 
 class GatherWork(dist.Work):

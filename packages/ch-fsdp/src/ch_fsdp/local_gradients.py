@@ -6,8 +6,8 @@ Inside a replica nothing changes. Its ranks gather parameters and reduce-scatter
 import torch
 import torch.distributed as dist
 
+from ch_fsdp.axis import SlotObject
 from ch_fsdp.replicate_axis import gradients_kept
-from ch_fsdp.slot import SlotObject
 from ch_fsdp.torch_internals.hsdp_mesh import disable_all_reduce, has_partial_sums
 from ch_fsdp.torch_internals.param_groups import ParamGroup, param_groups
 from commhooks import HookNotSupportedError, SlotTakenError

@@ -4,44 +4,60 @@ torch chooses the ``op`` by its factors: ``AVG``, ``SUM`` (with scaling by torch
 ``PREMUL_SUM(1 / factor)``. gloo does not support ``PREMUL_SUM``, so this module computes it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ch_core import Engine, ProcessGroupTransport, Scattered
+from ch_fsdp.axis import Axis, SlotObject, state_of
 from ch_fsdp.flat_sum import fits_flat, flat_bucket, flat_version, is_cast
-from ch_fsdp.slot import SlotObject
+from ch_fsdp.layouts import trainable_shapes, unsharded_layout, whole_layout
 from ch_fsdp.steps import Steps
+from ch_fsdp.torch_internals.backward_end import BackwardEnd
 from ch_fsdp.torch_internals.param_groups import ParamGroup, premultiplier
-from commhooks import AttachError, Bucket, HookNotSupportedError, HookResultError, HookState, Reduction
+from commhooks import (
+    AttachError,
+    AttachOptions,
+    Bucket,
+    BucketLayout,
+    CommHook,
+    HookNotSupportedError,
+    HookResultError,
+    Reduction,
+)
 
 Op = dist.ReduceOp
 
 
-class ShardAxis:
-    """The engine that all reduce-scatters of one model share.
+class ShardAxis(Axis):
+    """The reduce-scatters inside the shard mesh. All of them share one engine."""
 
-    Args:
-        reduction: plain averaging, a cast of it, or a reduction with ``run_scatter``.
-        group: the ranks of the shard mesh.
-        timeout: seconds that one collective may take.
-        state: state of a stateful reduction.
-
-    Attributes:
-        called: names of the groups that torch reduced here.
-    """
+    group: dist.ProcessGroup
 
     def __init__(
-        self, reduction: Reduction, group: dist.ProcessGroup, timeout: float, state: HookState | None = None
+        self, groups: list[ParamGroup], handle: CommHook, options: AttachOptions, group: dist.ProcessGroup
     ) -> None:
+        super().__init__(groups, handle, options)
         self.group = group
-        self.form: _Flat | _Named = _Flat(reduction) if fits_flat(reduction) else _Named(reduction)
-        self.engine = Engine(self.form.reduction, ProcessGroupTransport(group), state, timeout=timeout)
-        self.called: set[str] = set()
+        flat = fits_flat(self.reduction)
+        self.form: _Flat | _Named = _Flat(self.reduction) if flat else _Named(self.reduction)
+        state = None if flat else state_of(handle)
+        self.engine = Engine(self.form.reduction, ProcessGroupTransport(group), state, timeout=self._timeout)
+        self.engines = {"shard": self.engine}
 
-    def move(self, group: dist.ProcessGroup, name: str, expr: str) -> AttachError | None:
+    def place(self, steps: Steps, end: BackwardEnd, expr: str) -> None:
+        self.slots = [ShardScatter(group, self, steps, expr) for group in self.groups]
+        for slot in self.slots:
+            slot.called = self.group.size() == 1  # then torch reduce-scatters nothing
+
+    def layout(self, kept: Collection[str]) -> BucketLayout:
+        if isinstance(self.form, _Flat):
+            return unsharded_layout(self.groups)
+        return whole_layout(self.groups, trainable_shapes(self.groups, kept), self.groups[0].reduce_dtype)
+
+    def move(self, group: dist.ProcessGroup, slot: SlotObject) -> AttachError | None:
         """Use another process group of the same ranks (``set_separate_reduce_scatter_group``).
 
         Returns:
@@ -49,8 +65,8 @@ class ShardAxis:
         """
         if dist.get_process_group_ranks(group) != dist.get_process_group_ranks(self.group):
             return AttachError(
-                f"{name}: the ranks of its shard mesh have changed since {expr} was attached; detach the handle and "
-                "attach again"
+                f"{slot.group.name}: the ranks of its shard mesh have changed since {slot.expr} was attached; detach the "
+                "handle and attach again"
             )
         self.group = group
         self.engine.move(ProcessGroupTransport(group))
@@ -143,10 +159,10 @@ class ShardScatter(SlotObject):
         self.steps.before_gradient()
         try:
             if group.group_name != self._axis.group.group_name:
-                refusal = self._axis.move(group, self.group.name, self.expr)
+                refusal = self._axis.move(group, self)
                 if refusal is not None:
                     raise refusal
-            self._axis.called.add(self.group.name)
+            self.called = True
             expected = self.group.shards(output_tensor.dtype).numel
             if output_tensor.numel() != expected:
                 input_tensor, output_tensor = self._fail_short(input_tensor, output_tensor, expected)

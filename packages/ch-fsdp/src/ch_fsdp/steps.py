@@ -5,22 +5,12 @@ backward may also contain several passes of autograd. So the adapter calls :meth
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
 from ch_core import Engine, EngineGroup, Transport
+from ch_fsdp.group_order import GroupOrder
 from commhooks import NO_BACKWARD, Bucket, after_backward, backward_id, raise_after_backward
-
-
-class Deferred(Protocol):
-    """Reductions that wait for the end of a step."""
-
-    def finish(self, engine: Engine) -> None:
-        """Run the reductions that still wait."""
-
-    def forget(self, *, reset: bool = False) -> None:
-        """Drop the reductions of this step, and with ``reset`` also gradients of earlier backwards."""
 
 
 class Steps:
@@ -31,7 +21,7 @@ class Steps:
         inspect: called at the end of each step. The ranks of all axes hear of an error that it returns.
         relay: the shard axis, if no engine ends a step there last. Errors between the replicas of one shard travel along
             it, so that every rank of the mesh raises.
-        deferred: reductions between replicas that wait for the end of the step.
+        order: runs the reductions between replicas that wait for the end of the step.
         due: returns True if this backward is a step even without a call.
         before_gradient: :meth:`.OptimizerWatch.before_gradient`.
 
@@ -46,14 +36,14 @@ class Steps:
         engines: dict[str, Engine],
         inspect: Callable[[], BaseException | None] = lambda: None,
         relay: Transport | None = None,
-        deferred: Deferred | None = None,
+        order: GroupOrder | None = None,
         due: Callable[[], bool] = lambda: False,
         before_gradient: Callable[[], None] = lambda: None,
     ) -> None:
         self.group = EngineGroup(engines, relay)
         self.calls = 0
         self.before_gradient = before_gradient
-        self._inspect, self._deferred, self._due = inspect, deferred, due
+        self._inspect, self._order, self._due = inspect, order, due
         self._error: BaseException | None = None
         self._streams: set[torch.cuda.Stream] = set()  # on which buckets of this step were reduced
         self._ending = NO_BACKWARD  # the pass of autograd whose end is the end of the step
@@ -90,16 +80,16 @@ class Steps:
             reset: also forget gradients that ``set_requires_all_reduce(False)`` kept of earlier backwards.
         """
         self._error = None
-        if self._deferred is not None:
-            self._deferred.forget(reset=reset)
+        if self._order is not None:
+            self._order.forget(reset=reset)
         self.group.abandon()
 
     def _end(self) -> None:
         if self._error is None and not self.group.in_step and not self._due():
             return
         error, self._error = self._error or self._inspect(), None
-        if self._deferred is not None:
-            self._deferred.finish(self.group.engines["replicate"])
+        if self._order is not None:
+            self._order.finish(self.group.engines["replicate"])
         # The status reads numbers of these streams. torch waits for them only in the last backward of a step.
         for stream in self._streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)

@@ -304,9 +304,6 @@ class PlainDriver:
             raise_finalized(error)
         return future
 
-    def check(self) -> None:
-        """Raise nothing: every error is raised from ``backward()``."""
-
     def _finish(self, device: torch.device) -> None:
         everywhere = self.used.map(device)  # (params,)
         self.averaging.start(everywhere)

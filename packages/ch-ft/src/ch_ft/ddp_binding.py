@@ -1,24 +1,22 @@
 """Attach a hook to :class:`ch_ft.DistributedDataParallel`: an engine over the manager, driven by DDP's buckets."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 
 from ch_core import Engine, Work
-from ch_ddp import DDPDriver, Finalizer, acquire_slot, averaged_params, model_layouts, raise_finalized
+from ch_ddp import DDPDriver, SlotBinding, acquire_slot, raise_finalized
 from ch_ft import fingerprints, healing
 from ch_ft.attempts import ManagedSteps
-from ch_ft.ddp import DistributedDataParallel
+from ch_ft.ddp import DistributedDataParallel, PlainDriver
 from ch_ft.transport import ManagerTransport, collectives_for
 from ch_ft.used_params import UsedParams
 from commhooks import (
     AttachError,
     AttachOptions,
-    Binding,
     Bucket,
-    BucketLayout,
     CommHook,
     HookNotSupportedError,
     TransportError,
@@ -47,9 +45,6 @@ class ManagedDriver(DDPDriver):
         super().__init__(engine, names)
         self.steps, self.used, self._agreement = steps, used, agreement
         self._asked: tuple[torch.Tensor, Work] | None = None  # map of used parameters in flight
-
-    def check(self) -> None:
-        """Raise nothing: the next attempt repeats a lost step."""
 
     def _begin_step(self) -> None:
         super()._begin_step()
@@ -89,7 +84,7 @@ class ManagedDriver(DDPDriver):
         return None
 
 
-class ManagedBinding(Binding):
+class ManagedBinding(SlotBinding):
     """Hook in place on a :class:`ch_ft.DistributedDataParallel`."""
 
     engine: Engine
@@ -104,9 +99,7 @@ class ManagedBinding(Binding):
             )
         if handle.hook_state is None:
             raise AttachError(f"the state of {handle.expr} must be a HookState; got {type(handle.state).__name__}")
-        self._model = weakref.ref(model)  # the model has the handle, so a reference would be a cycle
-        named = averaged_params(model)
-        (self.layout, self._layouts), self.params = model_layouts(model, named), [p for _, p in named]
+        super().__init__(model)
         manager = model.full_manager()
         self._transport = ManagerTransport(manager, model.fail_fast, collectives_for(handle.reduction, manager))
         self.engine = Engine(handle.reduction, self._transport, handle.hook_state, timeout=None)
@@ -123,35 +116,25 @@ class ManagedBinding(Binding):
             ),
             "bucket_cap_mb": f"{model.bucket_bytes_cap / 2**20:g}",
         }
-        names = {id(p): name for name, p in model.module.named_parameters()}
-        self._slot = acquire_slot(model, model.plain)
         agreement = (
             partial(fingerprints.agree, self._transport, self.fingerprint) if options.verify_ranks else lambda: None
         )
-        self._driver = ManagedDriver(self.engine, self.steps, names, model.used, agreement)
-        self._driver.finalizer = Finalizer.of(model)
-        self._driver.set_model(model)
-        self._slot.driver, self._slot.expr = self._driver, handle.expr
+        driver = ManagedDriver(self.engine, self.steps, self.names, model.used, agreement)
+        driver.set_model(model)
+        self.place(acquire_slot(model, model.plain), driver, handle.expr)
         self._transferred = healing.transferred(model, manager)
         self._transferred.serve(self.engine, self.fingerprint)
         weakref.finalize(model, self._transferred.serve, None, {}).atexit = False  # the manager may outlive the model
 
-    @property
-    def layouts(self) -> Sequence[BucketLayout]:
-        return self._layouts
-
-    @property
-    def calls(self) -> int:
-        return self._driver.calls
-
     def check(self) -> None:
-        self._driver.check()
+        """Raise nothing: the next attempt repeats a lost step."""
+
+    def plain(self) -> PlainDriver | None:
+        model = self._model()
+        return model.plain() if isinstance(model, DistributedDataParallel) else None
 
     def detach(self) -> None:
-        model, self._slot.expr = self._model(), None
-        if model is not None:
-            self._slot.driver = model.plain()
-        self._driver.close()
+        super().detach()
         self._transferred.serve(None, {})
         self.steps.close()
 

@@ -58,6 +58,38 @@ class AutoAttach:
         if dist.is_initialized():  # members of a torchft manager may have no default group
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         name, settings = name_of(model), self.settings
+        if self._left_out(model, name):
+            return True
+        trains = any(param.requires_grad for param in model.parameters())
+        ready = trains or not (settings.hook or settings.outer)
+        if not ready:
+            self._note(
+                f"{name} has no trainable parameters, so it has no {settings.hook or settings.outer} until it has some"
+            )
+        try:
+            if settings.outer:
+                outer = attach_outer(model, name, settings.outer) if trains else None
+                if outer is None:
+                    return False
+                made: list[FoundModel] = [outer]
+            else:
+                made = self._attach(model, name, trains)
+        except SlotTakenError as error:
+            note = _not_used(settings.expression, name, error)
+            self.not_used = self.not_used or note
+            self._note(note)
+            return True
+        if self.models and made:
+            self._note(
+                f"{name} is model {len(self.models) + 1} that gets {settings.expression}. Give --module-pattern to choose one"
+            )
+        for found in made:
+            self._add(found, model)
+        return ready
+
+    def _left_out(self, model: torch.nn.Module, name: str) -> bool:
+        """Return True if the model gets nothing by the options of the run, and note the reason."""
+        settings = self.settings
         if not any(fnmatchcase(one, settings.module_pattern) for one in names_of(model)):
             self._note(
                 f"{name} does not match --module-pattern {settings.module_pattern!r}: it trains without {settings.expression}"
@@ -69,47 +101,30 @@ class AutoAttach:
                 "attaches it anyway"
             )
             return True
-        trains = any(param.requires_grad for param in model.parameters())
-        ready = trains or not (settings.hook or settings.outer)
-        if not ready:
-            self._note(
-                f"{name} has no trainable parameters, so it has no {settings.hook or settings.outer} until it has some"
-            )
-        try:
-            outer = attach_outer(model, name, settings.outer) if settings.outer and trains else None
-            made = [outer] if settings.outer else self._attach(model, name, trains)
-        except SlotTakenError as error:
-            note = _not_used(settings.expression, name, error)
-            self.not_used = self.not_used or note
-            self._note(note)
-            return True
-        if settings.outer and outer is None:
-            return False
-        if self.models and made:
-            self._note(
-                f"{name} is model {len(self.models) + 1} that gets {settings.expression}. Give --module-pattern to choose one"
-            )
-        for found in filter(None, made):
-            self.models.append(found)
-            cls = type(unwrapped(model)).__name__
-            label = f"{len(self.models)}-" + "".join(c if c.isalnum() or c in "._-" else "_" for c in cls)
-            if settings.state:
-                found.keep_state(Path(settings.state) / label, settings.state_every)
-            if settings.trace:
-                try:
-                    found.trace = found.begin_trace(str(Path(settings.trace) / f"{label}.json"))
-                except HookNotSupportedError as error:
-                    self._note(f"--trace: {name} is not traced: {error}")
-            # A found model holds the parameters. Dropping it with the user's module frees their memory.
-            weakref.finalize(list(inside(model))[-1], _model_gone, weakref.ref(found)).atexit = False
-        return ready
+        return False
+
+    def _add(self, found: FoundModel, model: torch.nn.Module) -> None:
+        """Add a model to the report, and resume its state and begin its trace if the run has them."""
+        settings = self.settings
+        self.models.append(found)
+        cls = type(unwrapped(model)).__name__
+        label = f"{len(self.models)}-" + "".join(c if c.isalnum() or c in "._-" else "_" for c in cls)
+        if settings.state:
+            found.keep_state(Path(settings.state) / label, settings.state_every)
+        if settings.trace:
+            try:
+                found.trace = found.begin_trace(str(Path(settings.trace) / f"{label}.json"))
+            except HookNotSupportedError as error:
+                self._note(f"--trace: {name_of(model)} is not traced: {error}")
+        # A found model holds the parameters. Dropping it with the user's module frees their memory.
+        weakref.finalize(list(inside(model))[-1], _model_gone, weakref.ref(found)).atexit = False
 
     def wrapped_again(self, module: torch.nn.Module) -> None:
         """End the training of models whose parameters are about to be wrapped once more, on all ranks."""
         for found in self.models:
             found.end_for(module)
 
-    def _attach(self, model: torch.nn.Module, name: str, trains: bool) -> list[FoundModel | None]:
+    def _attach(self, model: torch.nn.Module, name: str, trains: bool) -> list[FoundModel]:
         """Attach the hooks of gradients and of weight gathers. Each is a model of the report.
 
         Args:
@@ -117,7 +132,7 @@ class AutoAttach:
             name: its name for people.
             trains: True if it has trainable parameters. A frozen model gathers weights, too, but reduces nothing.
         """
-        settings, made = self.settings, list[FoundModel | None]()
+        settings, made = self.settings, list[FoundModel]()
         gathers = bool(settings.gather) and getattr(adapter_for(unwrapped(model)), "gathers_weights", False)
         if settings.gather and not gathers:
             self._note(

@@ -15,12 +15,15 @@ import textwrap
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.machinery import PathFinder
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ch_core import wrapped, write_stderr
 from ch_run.import_watch import watch
 from ch_run.settings import Settings
 from commhooks import CommHooksError
+
+if TYPE_CHECKING:
+    from commhooks import CommHook
 
 COLUMNS = 80  # of the dry run
 NOT_ATTACHED = 3  # exit status of --must-attach. An exception has 1, and a bad command line 2
@@ -232,33 +235,42 @@ def plan(settings: Settings, script: str) -> str:
         UnknownHookError, AmbiguousHookError, PluginLoadError, HookConfigError: as :func:`commhooks.create`.
     """
     settings.check()
-    from commhooks import REGISTRY, USUAL_SHAPES, create, plan_shapes, unparse
+    handle, lines = _resolved(settings)
+    lines += [*_of_run(settings, script), *_planned(settings, handle)]
+    return _in_columns(["dry run: nothing was executed", *lines])
 
-    wraps = REGISTRY.wraps()
+
+def _resolved(settings: Settings) -> tuple["CommHook | None", list[str]]:
+    """Return the hook that reduces, and the lines of the expression. An outer optimizer may have no hook."""
+    from commhooks import REGISTRY, create, unparse
+
     if settings.outer:
         spec, options = REGISTRY.outer(settings.outer)
         hook = next((options[name] for name, one in (spec.options or {}).items() if one.hook), "")
-        handle = create(hook) if hook else None
         node = {"hook": spec.name, "provider": spec.provider, "config": options}
-        head = [f"outer     {settings.outer}", f"resolved  {unparse(node)}", f"round     {_round_text(options)}"]
+        lines = [f"outer     {settings.outer}", f"resolved  {unparse(node)}", f"round     {_round_text(options)}"]
+        return create(hook) if hook else None, lines
+    if not settings.hook:
+        return None, []
+    handle = create(settings.hook)
+    rest = {k: v for k, v in handle.full.items() if k not in ("hook", "version")}
+    resolved = {"hook": handle.config["hook"], **rest}
+    return handle, [f"hook      {handle.expr}", f"resolved  {unparse(_without_versions(resolved))}"]
+
+
+def _of_run(settings: Settings, script: str) -> list[str]:
+    """Return the lines of the script, its models, and the files of the run."""
+    from commhooks import REGISTRY, create
+
+    wraps = REGISTRY.wraps()
+    if settings.outer:
         wraps = sorted({name.rpartition(".")[2] for name in REGISTRY.local_gradients()})
-    elif not settings.hook:
-        handle, head = None, []
-    else:
-        handle = create(settings.hook)
-        rest = {k: v for k, v in handle.full.items() if k not in ("hook", "version")}
-        resolved = {"hook": handle.config["hook"], **rest}
-        head = [f"hook      {handle.expr}", f"resolved  {unparse(_without_versions(resolved))}"]
     pattern = settings.module_pattern
     chosen = "" if pattern == "*" else f", if a class name matches {pattern!r}"
-    lines = [
-        "dry run: nothing was executed",
-        *head,
-        *(
-            [f"gather    {create(settings.gather).expr}, on the weight gathers of FSDP2 models"]
-            if settings.gather
-            else []
-        ),
+    lines = []
+    if settings.gather:
+        lines.append(f"gather    {create(settings.gather).expr}, on the weight gathers of FSDP2 models")
+    lines += [
         f"script    {script}",
         f"models    each model that the script wraps by {', '.join(wraps[:-1])} or {wraps[-1]}{chosen}",
         f"report    standard error{f', and {settings.report} as JSON' if settings.report else ''}",
@@ -272,21 +284,25 @@ def plan(settings: Settings, script: str) -> str:
         lines.append(
             f"ranks     {'not compared, because --gather alone attaches no hook to gradients' if alone else compared}"
         )
+    return lines
+
+
+def _planned(settings: Settings, handle: "CommHook | None") -> list[str]:
+    """Return the lines of the planned bytes, or of the reason why there are none."""
+    from commhooks import USUAL_SHAPES, plan_shapes
+
     if not settings.hook and not settings.outer:
-        return _in_columns(lines)
+        return []
     if handle is None:
-        return _in_columns(
-            [*lines, f"plan      {settings.outer} chooses its exchange itself: its bytes are not planned"]
-        )
+        return [f"plan      {settings.outer} chooses its exchange itself: its bytes are not planned"]
     if handle.reduction is None:
-        return _in_columns([*lines, "plan      a foreign hook: its bytes cannot be planned"])
+        return ["plan      a foreign hook: its bytes cannot be planned"]
     per = "a round of all parameters" if settings.outer else "a step"
-    lines += [
+    return [
         f"plan      for {len(USUAL_SHAPES)} example layers (your script was not run): wire bytes that each rank sends in {per} "
         "on 2 ranks, by model, after any warm-up, and without a hook:",
         *(f"  {row}" for row in plan_shapes(handle.reduction)),
     ]
-    return _in_columns(lines)
 
 
 def _round_text(options: Mapping[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 Flat exchanges lose their saving on nodes with several ranks, because every rank of a node sends its own message over the node's
 link. Here the node sends one. W = N L ranks on N nodes, and place r of every node owns part r of the bucket
-(:mod:`ch_wrappers.partition`)::
+(:mod:`ch_wrappers.node_partition`)::
 
     1. all-to-all in the node       rank r receives part r of its L ranks, and adds them in fp32
     2. the inner reduction          averages part r over the N ranks of place r
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from ch_core import Nodes, Pieces, Scope, as_tuple
-from ch_wrappers.partition import Partition, partition
+from ch_wrappers.node_partition import Partition, partition
 from ch_wrappers.wire_cast import WireCast
 from commhooks import (
     AllGather,

@@ -1,13 +1,16 @@
 """Fingerprints that ranks compare when a hook is attached and when a state is loaded."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from ch_core import LATER, AttachError, Fingerprint, StoreExchange, agree, agree_along, checksum
 from commhooks.adapters.base import Binding
-from commhooks.handle import CommHook
+
+if TYPE_CHECKING:
+    from commhooks.handle import CommHook
 
 Rows = Sequence[tuple[str, str, str]]
 """Name, shape and dtype of every reduced or frozen tensor."""
@@ -26,7 +29,7 @@ def rows_of_model(model: torch.nn.Module, binding: Binding) -> Rows:
     return [(name, shape, dtype + (", frozen" if name in frozen else "")) for name, shape, dtype in rows_of(params)]
 
 
-def fingerprint(handle: CommHook, rows: Rows, *, watched: bool = False) -> dict[str, list[str]]:
+def fingerprint(handle: "CommHook", rows: Rows, *, watched: bool = False) -> dict[str, list[str]]:
     """Return the fields in which all ranks of a handle's group must agree.
 
     Args:
@@ -65,7 +68,7 @@ def fingerprint(handle: CommHook, rows: Rows, *, watched: bool = False) -> dict[
 
 
 def verify(
-    handle: CommHook, rows: Rows, timeout: float, *, watched: bool = False, facts: Fingerprint | None = None
+    handle: "CommHook", rows: Rows, timeout: float, *, watched: bool = False, facts: Fingerprint | None = None
 ) -> None:
     """Compare the ranks of a handle that was just attached.
 
@@ -83,7 +86,7 @@ def verify(
 
 
 def verify_state(
-    handle: CommHook,
+    handle: "CommHook",
     timeout: float,
     step: int,
     entries: Mapping[tuple[str, str], torch.Tensor],
@@ -124,7 +127,7 @@ def verify_state(
     agree_along(f"the state to load into {handle.expr}", everywhere, [*others, (group, here)], timeout)
 
 
-def _binding(handle: CommHook) -> Binding:
+def _binding(handle: "CommHook") -> Binding:
     if handle.binding is None:
         raise AttachError(f"{handle.expr} is not attached to a model, so its ranks cannot be compared; attach it first")
     return handle.binding

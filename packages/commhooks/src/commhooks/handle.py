@@ -23,6 +23,7 @@ from ch_core import (
     residual_figures,
 )
 from commhooks.adapters.base import Binding
+from commhooks.checkpoint.save_load import fit_to, load_state_dict, state_dict
 from commhooks.registry.expression import Node, option_lines, unparse
 from commhooks.report.plan_table import PlanRow, plan_rows
 from commhooks.report.report import Report, cautions, report
@@ -142,15 +143,13 @@ class CommHook:
                 self.hook_state.identity.bind([(p.name, p.shape) for p in binding.layout.params], binding.params)
                 self._fit(self.hook_state, binding)
         except Exception:
-            binding.detach()  # otherwise the model could neither train nor be attached to
+            binding.close()  # otherwise the model could neither train nor be attached to
             raise
         self._binding = binding
         self._calls_seen = binding.calls
 
     def _fit(self, state: HookState, binding: Binding) -> None:
         """Check a state that was loaded before the handle was attached."""
-        from commhooks.checkpoint.save_load import fit_to
-
         if self.alone:  # a single process may load the state of any rank, and does not use it
             return
         if self.reduction is not None and binding.engine is not None:
@@ -348,7 +347,7 @@ class CommHook:
         if self._binding is None:
             return
         self._last = self._binding.stats()
-        self._binding.detach()
+        self._binding.close()
         if self.hook_state is not None:
             self.hook_state.resolve_step()
             self.hook_state.identity.unbind()
@@ -363,8 +362,6 @@ class CommHook:
         `torch.load(weights_only=True)` reads them. Entries are keyed by parameter name. Fields that the reduction
         declares as `"local"` differ between ranks, so save the state of every rank.
         """
-        from commhooks.checkpoint.save_load import state_dict
-
         return state_dict(self)
 
     def load_state_dict(self, state: Mapping[str, Any], *, world_change: str = "error") -> None:
@@ -382,8 +379,6 @@ class CommHook:
             StateError: another hook, model, rank or world size made the state, or it is malformed.
             RankMismatchError: the states of the ranks do not belong together, or another rank refused its own.
         """
-        from commhooks.checkpoint.save_load import load_state_dict
-
         load_state_dict(self, state, world_change=world_change)
 
     @property

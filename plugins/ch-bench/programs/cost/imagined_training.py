@@ -25,7 +25,13 @@ from programs.cost.imagined_gpu import DEVICE, ImaginedGPU, SilentGroup, planned
 WIDTHS = (64, 128, 128, 32)
 """Input of the first layer and output of each layer. Layers of one size would never replace scratch memory of another."""
 RANKS_PER_NODE = 2
-_ADAPTERS = ("ch_fsdp.fsdp2", "ch_fsdp.shard_axis", "ch_fsdp.gather_axis")
+_ADAPTERS = (
+    "ch_fsdp.fsdp2",
+    "ch_fsdp.shard_axis",
+    "ch_fsdp.gather_axis",
+    "ch_fsdp.replicate_axis",
+    "commhooks.adapters.base",
+)
 _COLLECTIVES = (
     "all_gather_single",
     "all_gather_into_tensor",

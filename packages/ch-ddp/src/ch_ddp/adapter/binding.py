@@ -1,6 +1,7 @@
 """Binding and adapter of ``DistributedDataParallel``. :func:`commhooks.attach` calls the adapter."""
 
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -14,20 +15,63 @@ from ch_ddp.adapter.driver import DDPDriver
 from ch_ddp.adapter.finalization import Finalizer
 from ch_ddp.adapter.foreign_driver import ForeignDriver
 from ch_ddp.adapter.layout import averaged_params, held_params, model_layouts, skips_after
-from ch_ddp.adapter.slot import acquire_slot
+from ch_ddp.adapter.slot import Slot, SlotDriver, acquire_slot
 from ch_ddp.adapter.unsynced_backward import UnsyncedBackwardWatch
-from commhooks import AttachError, AttachOptions, Binding, Bucket, BucketLayout, CommHook, Plain, watch_optimizer
+from commhooks import AttachError, AttachOptions, Binding, Bucket, BucketLayout, CommHook, plain_engine, watch_optimizer
 
 Driver = DDPDriver | ForeignDriver
 
 
-class DDPBinding(Binding):
+class SlotBinding(Binding):
+    """A driver in the slot of a DDP model: the base of the bindings of DDP, of ``replicate()`` and of DDP over a manager.
+
+    Args:
+        model: DDP model.
+        names: ``id(parameter)`` -> name in the user's model. The default is the name in the wrapped module.
+
+    Attributes:
+        driver: called with every bucket while the handle is attached.
+    """
+
+    driver: Driver
+
+    def __init__(self, model: DistributedDataParallel, names: Mapping[int, str] | None = None) -> None:
+        self.names = names if names is not None else {id(p): name for name, p in model.module.named_parameters()}
+        named = averaged_params(model, self.names)
+        (self.layout, self._layouts), self.params = model_layouts(model, named), [p for _, p in named]
+        self._model = weakref.ref(model)  # the model has the slot, and a manager's model the handle: no cycle
+        self._finalizer = Finalizer.of(model)
+
+    def place(self, slot: Slot, driver: Driver, expr: str) -> None:
+        """Put the driver into the slot."""
+        self._slot, self.driver = slot, driver
+        driver.finalizer = self._finalizer
+        slot.driver, slot.expr = driver, expr
+
+    @abstractmethod
+    def plain(self) -> SlotDriver | None:
+        """Return the driver that averages after :meth:`detach`."""
+
+    @property
+    def layouts(self) -> Sequence[BucketLayout]:
+        return self._layouts
+
+    @property
+    def calls(self) -> int:
+        return self.driver.calls
+
+    def detach(self) -> None:
+        self._slot.driver, self._slot.expr = self.plain(), None
+        self.driver.close()
+
+
+class DDPBinding(SlotBinding):
     """Binding of a handle to a DDP model.
 
     Args:
         model: DDP model.
         handle, options: arguments of the adapter.
-        names: ``id(parameter)`` -> name in the user's model. The default is the name in the wrapped module.
+        names: see :class:`SlotBinding`.
         module: module that the user calls. The default is the wrapped module.
     """
 
@@ -39,25 +83,19 @@ class DDPBinding(Binding):
         names: Mapping[int, str] | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
-        self.names = names if names is not None else {id(p): name for name, p in model.module.named_parameters()}
-        named = averaged_params(model, self.names)
-        (self.layout, self._layouts), self.params = model_layouts(model, named), [p for _, p in named]
-        self.engine: Engine | None = None
-        self._timeout, self._given, self._model = options.timeout, options.process_group, weakref.ref(model)
-        self._group: dist.ProcessGroup = model.process_group
+        super().__init__(model, names)
+        self._timeout, self._given, self._group = options.timeout, options.process_group, model.process_group
         self._skips_after = partial(_skips_after, self._model) if model.skip_all_reduce_unused_params else None
-        self._finalizer = Finalizer.of(model)
-        self._slot = acquire_slot(model, self.plain)
-        self._driver = self._make(handle)
-        self._driver.finalizer = self._finalizer
-        self._watch = watch_optimizer(self.engine, options, model.module.parameters, model.module)
+        slot = acquire_slot(model, self.plain)
+        driver = self._make(handle)
+        self.watch = watch_optimizer(self.engine, options, model.module.parameters, model.module)
         self._unsynced = UnsyncedBackwardWatch(model, self.params, handle.expr, module)
-        if isinstance(self._driver, DDPDriver):
-            self._driver.set_model(model, self._unsynced.arrivals)
+        if isinstance(driver, DDPDriver):
+            driver.set_model(model, self._unsynced.arrivals)
         # The model keeps the driver, so these must not reference the binding, which references the model's parameters.
-        self._driver.on_begin = None if self._given is not None else partial(_follow_group, self._model)
-        self._driver.on_end = self._unsynced.averaged
-        self._slot.driver, self._slot.expr = self._driver, handle.expr
+        driver.on_begin = None if self._given is not None else partial(_follow_group, self._model)
+        driver.on_end = self._unsynced.averaged
+        self.place(slot, driver, handle.expr)
 
     @property
     def group(self) -> dist.ProcessGroup:  # type: ignore[override]  # read-only, because _update_process_group changes it
@@ -66,31 +104,25 @@ class DDPBinding(Binding):
             self._group = model.process_group
         return self._given if self._given is not None else self._group
 
-    @property
-    def layouts(self) -> Sequence[BucketLayout]:
-        return self._layouts
-
-    @property
-    def calls(self) -> int:
-        return self._driver.calls
-
     def check(self) -> None:
-        self._driver.check()
+        if isinstance(self.driver, ForeignDriver):
+            self.driver.check()
+        super().check()
 
     def after_agreement(self) -> None:
         """Open the control channel of a foreign hook, after all ranks agreed."""
-        if isinstance(self._driver, ForeignDriver):
-            self._driver.open_control()
+        if isinstance(self.driver, ForeignDriver):
+            self.driver.open_control()
 
     def verify_gradients(self, every: int) -> None:
-        self._driver.check_every = every
+        self.driver.check_every = every
 
     def check_ranks(self, check: RankCheck) -> None:
         check.watch(partial(_equal_params, self._model, self.names), partial(_ranks, self._given, self._model))
-        if isinstance(self._driver, ForeignDriver):
-            self._driver.rank_check = check
+        if isinstance(self.driver, ForeignDriver):
+            self.driver.rank_check = check
         else:
-            self._driver.engine.rank_check = check
+            self.driver.engine.rank_check = check
 
     def on_reduced(self, callback: Callable[[Bucket], None] | None) -> None:
         """Call ``callback`` with every bucket as soon as the bucket holds the average.
@@ -98,23 +130,19 @@ class DDPBinding(Binding):
         The thread that runs the backward calls it. Its exceptions are raised from ``backward()``, on every rank if the
         hook is a reduction.
         """
-        if isinstance(self._driver, ForeignDriver):
-            self._driver.on_reduced, self._driver.names = callback, self.names
+        if isinstance(self.driver, ForeignDriver):
+            self.driver.on_reduced, self.driver.names = callback, self.names
         else:
-            self._driver.engine.set_on_reduced(callback)
+            self.driver.engine.set_on_reduced(callback)
 
     def detach(self) -> None:
-        self._slot.driver, self._slot.expr = self.plain(), None
+        super().detach()
         self._unsynced.close()
-        if self._watch is not None:
-            self._watch.close()
-        self._driver.close()
 
     def plain(self) -> DDPDriver:
         """Return a driver that averages over the model's group with the same messages as DDP without a hook."""
         model = self._model()
-        group = self.group if model is None else model.process_group
-        engine = Engine(Plain(), ProcessGroupTransport(group), timeout=self._timeout, sends_status=False)
+        engine = plain_engine(self.group if model is None else model.process_group, self._timeout)
         driver = DDPDriver(engine, self.names, skips_after=self._skips_after)
         driver.finalizer, driver.on_begin = self._finalizer, partial(_follow_group, self._model)
         return driver

@@ -246,12 +246,6 @@ class DDPDriver:
         saved.finish()
         return error or self._compare()
 
-    def check(self) -> None:
-        """Raise the error of the last step. CPU models raise it from ``backward()``, CUDA models one step later."""
-        error = self.engine.failure or self.engine.outcome.take_error()
-        if error is not None:
-            raise error
-
     def _begin_step(self) -> None:
         """Begin a step with its first bucket.
 

@@ -22,8 +22,6 @@ class SlotDriver(Protocol):
 
     def __call__(self, bucket: GradBucket, /) -> TensorFuture: ...
 
-    def check(self) -> None: ...
-
 
 class Slot:
     """Current driver of one model's trampoline.

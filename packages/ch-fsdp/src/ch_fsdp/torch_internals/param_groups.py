@@ -29,6 +29,15 @@ REPLICATE_DIMS = ("replicate", "dp_replicate")
 """Names of a mesh dimension along which ranks are replicas."""
 
 
+def _attribute(name: str) -> Any:
+    """Return a property that reads and writes an attribute of torch's own parameter group."""
+
+    def write(group: "ParamGroup", value: object) -> None:
+        setattr(group.torch_group, name, value)
+
+    return property(lambda group: getattr(group.torch_group, name), write)
+
+
 class ParamGroup:
     """One FSDP2 parameter group: the parameters that one ``fully_shard`` call reduces together.
 
@@ -54,34 +63,14 @@ class ParamGroup:
         self._paused: list[tuple[dict[int, Any], dict[int, Any]]] = []  # each parameter's hooks, and a copy of them
         self._empty: set[int] = set()  # identities of parameters that had no gradient when their hooks were taken out
 
-    # -- torch's two hook slots
+    # -- torch's slots
 
-    @property
-    def comm(self) -> Any:
-        """The object that reduce-scatters, as ``set_custom_reduce_scatter`` sets it."""
-        return self._group._reduce_scatter_comm
-
-    @comm.setter
-    def comm(self, comm: object) -> None:
-        self._group._reduce_scatter_comm = comm
-
-    @property
-    def gather_comm(self) -> Any:
-        """The object that all-gathers, as ``set_custom_all_gather`` sets it."""
-        return self._group._all_gather_comm
-
-    @gather_comm.setter
-    def gather_comm(self, comm: object) -> None:
-        self._group._all_gather_comm = comm
-
-    @property
-    def hook(self) -> Any:
-        """The function that torch calls with the reduced shard, as ``set_all_reduce_hook`` sets it."""
-        return self._group._all_reduce_hook
-
-    @hook.setter
-    def hook(self, hook: object) -> None:
-        self._group._all_reduce_hook = hook
+    comm = _attribute("_reduce_scatter_comm")
+    """The object that reduce-scatters, as ``set_custom_reduce_scatter`` sets it."""
+    gather_comm = _attribute("_all_gather_comm")
+    """The object that all-gathers, as ``set_custom_all_gather`` sets it."""
+    hook = _attribute("_all_reduce_hook")
+    """The function that torch calls with the reduced shard, as ``set_all_reduce_hook`` sets it."""
 
     @property
     def includes_unused(self) -> bool:
@@ -150,15 +139,8 @@ class ParamGroup:
         native = self.native_replicas
         return native.size() if native is not None and self._group.gradient_divide_factor is not None else 1
 
-    @property
-    def divide_factor(self) -> float | None:
-        """The divisor of the gradients' sum over the whole mesh, by ``set_gradient_divide_factor``. ``None`` is a mean."""
-        found: float | None = self._group.gradient_divide_factor
-        return found
-
-    @divide_factor.setter
-    def divide_factor(self, value: float) -> None:
-        self._group.gradient_divide_factor = value
+    divide_factor = _attribute("gradient_divide_factor")
+    """The divisor of the gradients' sum over the whole mesh, by ``set_gradient_divide_factor``. ``None`` is a mean."""
 
     @property
     def sums_replicas(self) -> bool:

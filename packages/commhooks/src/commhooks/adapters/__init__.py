@@ -20,9 +20,10 @@ on every rank.
 
 On a GPU, run the engine inside a :class:`SideStream`, unless the wrapper calls on a stream that it made for this. Give each
 tensor that another stream allocated to :func:`record_use`. An :class:`EngineGroup` joins engines that end their steps
-together, one for each axis of a mesh. A :class:`StatelessEngine` reduces a single bucket without steps. For sharded models,
-in which each rank needs its part of the average only, put :class:`Scattered` around the reduction. For gathers of weights it
-runs a :class:`Gathered` in a :class:`GatherEngine`.
+together, one for each axis of a mesh. A :class:`StatelessEngine` reduces a single bucket without steps. After ``detach`` a
+:func:`plain_engine` averages with the messages of a wrapper without a hook. For sharded models, in which each rank needs its
+part of the average only, put :class:`Scattered` around the reduction. For gathers of weights it runs a :class:`Gathered` in a
+:class:`GatherEngine`.
 
 **End of a backward.** :func:`backward_id` identifies the running backward (:data:`NO_BACKWARD` if none runs).
 :func:`at_end_of_backward` and :func:`after_backward` call a function before and after the wrapper's own callback,
@@ -30,7 +31,8 @@ runs a :class:`Gathered` in a :class:`GatherEngine`.
 
 **Outcome of a step.** ``engine.outcome`` is a :class:`StepOutcome`. It says if a rank failed and if the numbers are finite. A
 :class:`StepJudge` says if the step was used. :func:`watch_optimizer` makes one of the optimizer and scaler given to
-``attach``: an :class:`OptimizerWatch`, which ``detach`` must close. :meth:`Engine.set_judge` sets any other, such as a vote.
+``attach``: an :class:`OptimizerWatch`. An adapter sets it as :attr:`Binding.watch`, and the handle closes it at the end.
+:meth:`Engine.set_judge` sets any other judge, such as a vote.
 
 **Drift.** ``attach(check_ranks_every=)`` gives :meth:`Binding.check_ranks` a :class:`RankCheck`. The adapter tells it the tensors
 that are equal on all ranks, and sets it on the engine of these ranks.
@@ -101,8 +103,6 @@ Example: an adapter of a wrapper that calls one function with all gradients at t
     ...
     ...     def detach(self):
     ...         self.model.reduce = lambda grads: [dist.all_reduce(g, dist.ReduceOp.AVG, self.group) for g in grads]
-    ...         if self.watch is not None:
-    ...             self.watch.close()
     ...
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> model = Wrapper(torch.nn.Linear(64, 64))

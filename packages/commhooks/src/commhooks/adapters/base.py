@@ -1,51 +1,22 @@
-"""The options of an adapter and the :class:`Binding` that it returns."""
+"""The :class:`Binding` that an adapter returns: the base of all adapters."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from ch_core import Bucket, BucketLayout, Engine, HookNotSupportedError, RankCheck, Reduction
-
-
-class Scaler(Protocol):
-    """The methods of a ``GradScaler`` that commhooks calls."""
-
-    def is_enabled(self) -> bool:
-        """Return False if the scale is always 1."""
-
-    def get_scale(self) -> float:
-        """Return the scale of the loss. On a GPU the host waits for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttachOptions:
-    """Arguments of :func:`commhooks.attach`. An adapter refuses arguments that it does not support.
-
-    Attributes:
-        process_group: group to reduce over; ``None`` for the group of the model.
-        axis: axis to reduce along, for a model with several; ``None`` if the adapter chooses.
-        optimizer, scaler: optimizer and ``GradScaler`` that use the gradients, for :func:`watch_optimizer`.
-        verify_ranks: True if the adapter may compare ranks. If not, it exchanges nothing before the first step.
-        timeout: seconds that one collective may take.
-        manager: manager of groups that join and leave, each of which holds the whole model. :func:`manager_adapter` finds
-            what reduces between the groups. ``attach`` refuses a manager unless the adapter has ``takes_manager = True``.
-        facts: further lines by name that all ranks must share, of a :class:`commhooks.Reducer`.
-        rounds: function from the manager's committed steps to the number of steps in which the hook took part.
-    """
-
-    process_group: dist.ProcessGroup | None = None
-    axis: str | None = None
-    optimizer: torch.optim.Optimizer | None = None
-    scaler: Scaler | None = None
-    verify_ranks: bool = True
-    timeout: float = 1800.0
-    manager: object | None = None
-    facts: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    rounds: Callable[[int], int] | None = None
+from ch_core import (
+    Bucket,
+    BucketLayout,
+    Engine,
+    HookNotSupportedError,
+    Plain,
+    ProcessGroupTransport,
+    RankCheck,
+    Reduction,
+)
+from commhooks.adapters.optimizer_watch import OptimizerWatch
 
 
 class Binding(ABC):
@@ -56,6 +27,7 @@ class Binding(ABC):
 
     Attributes:
         engine: runs the reduction; ``None`` for a foreign function.
+        watch: the result of :func:`watch_optimizer`, which ends with the binding; ``None`` if nothing is watched.
         treatment: the reduction that ``plan()`` lists, if the adapter narrows the attached one; ``None`` otherwise.
         layout: all gradients that the hook reduces as one virtual bucket, in model order, equal on every rank of
             :attr:`group`. Its names are the keys of the hook's state, and ``plan()`` lists them. A model may have several
@@ -71,6 +43,7 @@ class Binding(ABC):
     """
 
     engine: Engine | None = None
+    watch: OptimizerWatch | None = None
     treatment: Reduction | None = None
     layout: BucketLayout
     params: Sequence[torch.Tensor] = ()
@@ -103,6 +76,12 @@ class Binding(ABC):
 
         ``attach`` also calls it, before :meth:`after_agreement`, if the ranks disagree.
         """
+
+    def close(self) -> None:
+        """Call :meth:`detach`, and end the watch of the optimizer. The handle calls it, once."""
+        self.detach()
+        if self.watch is not None:
+            self.watch.close()
 
     def after_agreement(self) -> None:  # noqa: B027 - most adapters need no collective
         """Start collectives of the adapter itself. The ranks of :attr:`group` have agreed."""
@@ -151,3 +130,11 @@ class Binding(ABC):
         raise HookNotSupportedError(
             f"{type(self).__name__} does not report buckets: on_reduced() supports DDP models only"
         )
+
+
+def plain_engine(group: dist.ProcessGroup | None, timeout: float) -> Engine:
+    """Return an engine that averages plainly, for the time after :meth:`Binding.detach`.
+
+    It sends no status, so its messages are those that torch sends without a hook.
+    """
+    return Engine(Plain(), ProcessGroupTransport(group), timeout=timeout, sends_status=False)

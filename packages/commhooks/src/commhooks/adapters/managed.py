@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ch_core import AttachError, BucketLayout, Engine
-from commhooks.adapters.base import AttachOptions
 from commhooks.adapters.optimizer_watch import OptimizerWatch
+from commhooks.adapters.options import AttachOptions
 from commhooks.registry.registry import REGISTRY, class_names
 
 

@@ -27,126 +27,25 @@ has copied the gradients by then.
 Hooks of the parameters report the beginning of a backward. They do not run if a wrapper writes ``.grad`` itself, as FSDP2
 does for its shards. The adapter of such a wrapper calls :meth:`OptimizerWatch.before_gradient`.
 
-The user may thaw parameters after ``attach``, or add them to the model. If an optimizer holds no known parameter, the
-watch therefore reads the model's parameters again.
-
 An ordinary step compares two integers for each parameter and backward, and reads a few elements of one gradient on a CPU. On
 a GPU the host waits if it reads a loss scale, if a ``GradScaler`` runs a fused optimizer, and if gradients wait from one
 backward to the next.
 """
 
-import functools
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ch_core import CommHooksError, Engine, HookConfigError, HostCopy, StateError, is_asynchronous
+from ch_core import CommHooksError, Engine, HookConfigError, StateError, is_asynchronous
 from commhooks.adapters.backward import NO_BACKWARD, backward_id
-from commhooks.adapters.base import AttachOptions, Scaler
 from commhooks.adapters.change_detection import ParameterSnapshot, any_nonzero_gradient
-
-P = ParamSpec("P")
-T = TypeVar("T")
-Params = Callable[[], Iterable[torch.Tensor]]
-"""Returns the present parameters of a model, trainable and frozen, such as ``model.parameters``."""
-
-
-class LossScale:
-    """Reads the scale of a ``GradScaler`` without delaying a GPU.
-
-    Args:
-        scaler: a ``GradScaler``, or ``None`` for a scale of 1.
-    """
-
-    def __init__(self, scaler: Scaler | None) -> None:
-        self._scaler = scaler
-        self._copy: HostCopy | None = None
-        self._copied: tuple[int, int] | None = None  # identity and version of the tensor that was copied
-
-    def read(self) -> float:
-        """Return the scale of the step that begins.
-
-        On a GPU the host waits for work from before the forward only. If the scale has changed since :meth:`prefetch`, as in
-        the first step, the host waits for all work.
-        """
-        if self._scaler is None or not self._scaler.is_enabled():
-            return 1.0
-        tensor = self._tensor()
-        if tensor is not None and self._copy is not None and self._copied == (id(tensor), tensor._version):
-            return self._copy.values()[0]
-        return float(self._scaler.get_scale())
-
-    def prefetch(self) -> None:
-        """Copy the scale to the host. The forward begins, so the scaler has updated it, and the queue is short."""
-        tensor = self._tensor()
-        if tensor is not None and self._copied != (id(tensor), tensor._version):
-            self._copied, self._copy = (id(tensor), tensor._version), HostCopy(tensor)
-
-    def _tensor(self) -> torch.Tensor | None:
-        found = getattr(self._scaler, "_scale", None)
-        return found if isinstance(found, torch.Tensor) else None
-
-
-class ModelOptimizers:
-    """Knows which optimizers hold parameters of a model.
-
-    Args:
-        given: the optimizer given to ``attach``. It counts even if it holds other parameters, such as fp32 copies.
-        params: returns the parameters of the model.
-    """
-
-    def __init__(self, given: torch.optim.Optimizer | None, params: Params) -> None:
-        self._params = params
-        self._given = weakref.ref(given) if given is not None else lambda: None
-        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet([given] if given is not None else [])
-        self._ours: dict[int, torch.Tensor] = {}  # id -> parameter; while it is kept, no other tensor gets its id
-        self._stale = True  # True if the model may have more parameters now
-        self._held: tuple[int, list[torch.Tensor]] = (0, [])
-
-    def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember an optimizer that counts."""
-        self._seen.add(optimizer)
-
-    def counts(self, optimizer: torch.optim.Optimizer) -> bool:
-        """True if a step of this optimizer may use the model's gradients."""
-        return optimizer is self._given() or self.holds_ours(optimizer)
-
-    def holds_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        """True if the optimizer holds parameters of the model that are trainable or have a gradient.
-
-        The step of an optimizer of frozen parameters uses nothing.
-        """
-        if self._holds_known(optimizer):
-            return True
-        if not self._stale:
-            return False
-        self._read()
-        return self._holds_known(optimizer)
-
-    def held_params(self) -> list[torch.Tensor]:
-        """Return the parameters that a known optimizer holds; all if there is none. Training loops never zero others.
-
-        Call it at the end of each step. Until the next call, the model is read once at most.
-        """
-        self._stale = True
-        size = sum(map(_size, self._seen))
-        if size == 0 or size != self._held[0]:
-            held = {id(p) for optimizer in self._seen for group in optimizer.param_groups for p in group["params"]}
-            every = self._read()
-            self._held = size, [p for p in every if id(p) in held] or every
-        return self._held[1]
-
-    def _holds_known(self, optimizer: torch.optim.Optimizer) -> bool:
-        held = (p for group in optimizer.param_groups for p in group["params"])
-        return any(id(p) in self._ours and (p.requires_grad or p.grad is not None) for p in held)
-
-    def _read(self) -> list[torch.Tensor]:
-        self._ours, self._stale = {id(p): p for p in self._params()}, False
-        return list(self._ours.values())
+from commhooks.adapters.loss_scale import LossScale
+from commhooks.adapters.model_optimizers import ModelOptimizers, Params
+from commhooks.adapters.optimizer_steps import OptimizerSteps, remove_hooks, weak_call
+from commhooks.adapters.options import AttachOptions, Scaler
 
 
 class OptimizerWatch:
@@ -179,22 +78,15 @@ class OptimizerWatch:
             raise HookConfigError(f"scaler={type(scaler).__name__}: expected a torch.amp.GradScaler")
         self._loss_scale = LossScale(scaler)
         self._optimizers = ModelOptimizers(optimizer, params)
-        self._late_error = late_error
-        self._stepping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # optimizers inside of step()
-        self._closures = 0  # closures that optimizers run now
-        self._earlier_steps = 0  # optimizer steps before this period
-        self._steps: dict[int, int] = {}  # id(optimizer) -> its steps in this period
+        this = weakref.ref(self)  # optimizers and parameters keep the hooks, which must not keep the watch alive
+        self._steps = OptimizerSteps(self._optimizers, weak_call(this, OptimizerWatch._examine_before_step), late_error)
         self._backward: list[int | None] = [None]  # the backward that began last; shared with the hooks
-        self._snapshot: ParameterSnapshot | None = ParameterSnapshot(params)  # until an optimizer steps
+        self._snapshot: ParameterSnapshot | None = ParameterSnapshot(params)  # until an optimizer has stepped
         self.begin_period()
-        this = weakref.ref(self)  # torch and the parameters keep the hooks, which must not keep the watch alive
         self._arriving = _gradient_hook(self._backward, this)
         self._hooked: dict[int, torch.Tensor] = {}  # id -> parameter with the hook
-        self._hooks: list[RemovableHandle] = [
-            register_optimizer_step_pre_hook(_weak_call(this, OptimizerWatch._before_step)),
-            register_optimizer_step_post_hook(_weak_call(this, OptimizerWatch._after_step)),
-        ]
-        weakref.finalize(self, _remove, self._hooks).atexit = False  # a user may never call close()
+        self._hooks: list[RemovableHandle] = []
+        weakref.finalize(self, remove_hooks, self._hooks).atexit = False  # a user may never call close()
 
     def scale(self) -> float:
         """Return the loss scale of the step that begins."""
@@ -206,20 +98,20 @@ class OptimizerWatch:
 
     def close(self) -> None:
         """Remove all hooks from optimizers, parameters and modules."""
-        _remove(self._hooks)
+        self._steps.close()
+        remove_hooks(self._hooks)
 
     # -- StepJudge
 
     def begin_period(self) -> None:
         """Begin a period. All earlier steps have been answered."""
-        self._earlier_steps = self.clock()
-        self._steps = {}
-        self._stepped = False  # an optimizer that is not fused has stepped
-        self._found_inf: list[HostCopy] = []  # one for each fused step; 0 if it ran
+        self._steps.begin_period()
         self._with_gradient: list[torch.Tensor] = []  # parameters that had a gradient when the last step ended
         self._ended = False
         self._answer: bool | None = None
         self._doubt: CommHooksError | None = None
+        if self._steps.ever:
+            self._snapshot = None
         if self._snapshot is not None:
             self._snapshot.take()
 
@@ -245,13 +137,12 @@ class OptimizerWatch:
         return self._doubt
 
     def clock(self) -> int:
-        """Return the optimizer steps since attach. Optimizers that are nested, or step in turn, count once."""
-        return self._earlier_steps + max(self._steps.values(), default=0)
+        """See :meth:`.StepJudge.clock`."""
+        return self._steps.clock()
 
     def set_clock(self, clock: int) -> None:
         """See :meth:`.StepJudge.set_clock`."""
-        self._earlier_steps = clock
-        self._steps.clear()
+        self._steps.set_clock(clock)
 
     # -- events from torch
 
@@ -268,60 +159,11 @@ class OptimizerWatch:
 
     def _backward_begins(self) -> None:
         """A backward is about to add its first gradient to ``.grad``."""
-        if not self._closures:
-            self._stepping.clear()  # a step that raised has called no post hook
+        self._steps.backward_begins()
         try:
             self._examine(backward_begins=True)
         except Exception as error:  # raised here, it would end the backward on this rank alone while peers wait for it
             self._answer, self._doubt = False, _cannot_examine(error)
-
-    def _before_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not self._optimizers.counts(optimizer):
-            return None
-        error = self._late_error() if self._late_error is not None else None
-        if error is not None:  # the optimizer has changed no parameter yet
-            raise error
-        if optimizer in self._stepping:
-            self._stepping.clear()  # its last step raised
-        if not self._stepping and self._optimizers.holds_ours(optimizer):
-            self._examine_before_step()
-        self._optimizers.add(optimizer)
-        self._stepping.add(optimizer)
-        return self._with_counted_closure(args, kwargs)
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        if not self._optimizers.counts(optimizer):
-            return
-        self._stepping.discard(optimizer)
-        self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
-        found_inf = getattr(optimizer, "found_inf", None)  # set only while a GradScaler runs a fused step
-        if not isinstance(found_inf, torch.Tensor):
-            self._stepped, self._snapshot = True, None
-        elif not self._stepped:
-            self._found_inf.append(HostCopy(found_inf))
-
-    def _with_counted_closure(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return the arguments of ``step()`` with a counted closure, because the step uses backwards of its closure."""
-        if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": self._counted(kwargs["closure"])}
-        if len(args) > 1 and callable(args[1]):
-            return (args[0], self._counted(args[1]), *args[2:]), kwargs
-        return None
-
-    def _counted(self, closure: Callable[P, T]) -> Callable[P, T]:
-        @functools.wraps(closure)
-        def counted(*args: P.args, **kwargs: P.kwargs) -> T:
-            self._closures += 1
-            try:
-                return closure(*args, **kwargs)
-            finally:
-                self._closures -= 1
-
-        return counted
 
     # -- the rule
 
@@ -350,7 +192,7 @@ class OptimizerWatch:
     def _examine_before_step(self) -> None:
         """If gradients are zero or missing when an optimizer begins its step, the step uses nothing."""
         params = self._with_gradient
-        if self._answer is not None or not params or self._steps or self._closures:
+        if self._answer is not None or not params or self._steps.begun:
             return
         missing = params[0].grad is None and all(p.grad is None for p in params)
         if missing or (self._reads_cheaply() and not any_nonzero_gradient(params)):
@@ -360,14 +202,10 @@ class OptimizerWatch:
         return not is_asynchronous(self._with_gradient[0].device)
 
     def _optimizer_used_them(self) -> bool:
-        if self._stepped or self._closures or self._stepping:
-            return True
-        if self._found_inf:  # on a GPU the host waits for the fused step, not for later work
-            if all(any(found.values()) for found in self._found_inf):
-                return False
-            self._stepped, self._snapshot = True, None
-            return True
-        return self._snapshot is not None and self._snapshot.differs()
+        used = self._steps.used()
+        if used is not None:
+            return used
+        return self._snapshot is not None and not self._steps.ever and self._snapshot.differs()
 
 
 def watch_optimizer(
@@ -425,28 +263,13 @@ def _cannot_examine(error: Exception) -> CommHooksError:
     return doubt
 
 
-def _size(optimizer: torch.optim.Optimizer) -> int:
-    """Return the number of parameters that an optimizer holds. It only grows."""
-    return sum(len(group["params"]) for group in optimizer.param_groups)
-
-
-def _weak_call(this: "weakref.ref[OptimizerWatch]", method: Any) -> Any:
-    """Return a function that calls a method while the watch lives. A compiled ``optimizer.step`` does not trace it."""
-
-    def call(*args: Any) -> Any:
-        watch = this()
-        return None if watch is None else method(watch, *args)
-
-    return torch.compiler.disable(call)
-
-
 def _prefetch_hook(loss_scale: LossScale) -> Any:
     return torch.compiler.disable(lambda *_: loss_scale.prefetch())
 
 
 def _gradient_hook(seen: list[int | None], this: "weakref.ref[OptimizerWatch]") -> Callable[[torch.Tensor], None]:
     """Return the hook of every parameter. After the first call of a backward, it only compares two integers."""
-    current = torch._C._current_graph_task_id
+    current = torch._C._current_graph_task_id  # `backward_id()`, without a call in Python for each parameter
 
     def arriving(gradient: torch.Tensor) -> None:
         now = current()
@@ -457,9 +280,3 @@ def _gradient_hook(seen: list[int | None], this: "weakref.ref[OptimizerWatch]") 
                 watch._backward_begins()
 
     return arriving
-
-
-def _remove(hooks: list[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
-    hooks.clear()

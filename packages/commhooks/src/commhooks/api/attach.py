@@ -2,25 +2,20 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from ch_core import AttachError, HookNotSupportedError, RankCheck, Reduction, group_timeout, log, refuse_lost
-from commhooks.adapters.base import AttachOptions, Binding, Scaler
+from commhooks.adapters.base import Binding
+from commhooks.adapters.options import AttachOptions, Scaler
+from commhooks.api.adapter_lookup import Adapter, adapter_for, one_process, unwrapped
 from commhooks.api.create import as_handle
 from commhooks.fingerprint import rows_of_model, verify
 from commhooks.handle import CommHook
-from commhooks.registry.packages import ADAPTERS, all_names
-from commhooks.registry.registry import REGISTRY, class_names
 from commhooks.report.report import never_compresses
-
-Adapter = Callable[[torch.nn.Module, CommHook, AttachOptions], Binding]
-"""Puts a handle's hook on a model, without any collective, because the ranks have not agreed yet.
-
-`attach` then compares the ranks over the binding's `group` if it has one, and calls its `after_agreement()`."""
 
 
 def attach(
@@ -100,58 +95,84 @@ def attach(
     if handle.attached:
         raise AttachError(f"{handle.expr} is attached to a model already; create another handle, or detach() this one")
     if state is not None:
-        if handle.reduction is not None and callable(getattr(state, "reduction", None)) and not callable(hook):
-            raise AttachError(
-                f"{type(state).__name__} has its own options, which {handle.expr} would ignore. Give the hook function "
-                "that belongs to the state: commhooks.attach(model, powerSGD_hook, state=state)"
-            )
-        handle.state = state
+        _set_state(handle, hook, state)
     if handle.hook_state is not None:
         handle.hook_state.identity.refuse_other(model.parameters())
     check = RankCheck(check_ranks_every, on_drift) if check_ranks_every is not None else None
+    group = process_group or handle.process_group
     if timeout is None:
-        timeout = group_timeout(process_group or handle.process_group or getattr(model, "process_group", None))
-    options = AttachOptions(
-        process_group or handle.process_group, axis, optimizer, scaler, verify_ranks, timeout, manager
-    )
+        timeout = group_timeout(group or getattr(model, "process_group", None))
+    options = AttachOptions(group, axis, optimizer, scaler, verify_ranks, timeout, manager)
     adapter = adapter_for(model)
     if manager is not None:
         _check_manager(model, adapter, options)
-    handle.alone = (
-        isinstance(handle.built, Reduction) and manager is None and not single_process and _one_process(adapter)
-    )
+    alone = isinstance(handle.built, Reduction) and manager is None and not single_process and one_process(adapter)
+    binding = _bind(model, handle, adapter, options, alone=alone)
     try:
-        binding = adapter(model, handle, options)
-        handle.bind(binding)
-        handle.model = weakref.ref(model)
-    except BaseException:
-        handle.alone = False
-        raise
-    try:
-        refuse_lost(binding.group)
-        handle.agreement_timeout = timeout if verify_ranks else None
-        if verify_ranks and not handle.alone and binding.engine is not None:
-            binding.engine.open_levels()
-        if check is not None:
-            _check_ranks(handle, binding, check)
-        if verify_ranks:
-            facts = {"check_ranks_every, on_drift": [f"{check_ranks_every}, {on_drift}" if check is not None else ""]}
-            watched = optimizer is not None or scaler is not None
-            verify(handle, rows_of_model(model, binding), timeout, watched=watched, facts=facts)
+        _agree(model, handle, binding, options, check)
         binding.after_agreement()
     except BaseException:
         handle.detach()
         raise
-    never = None if handle.alone else never_compresses(handle.expr, binding)
+    _log_attached(model, handle, binding)
+    return handle
+
+
+def _set_state(handle: CommHook, hook: object, state: object) -> None:
+    """Give a handle its initial state.
+
+    Raises:
+        AttachError: the state has options, and the hook was not given as the function that reads them.
+    """
+    if handle.reduction is not None and callable(getattr(state, "reduction", None)) and not callable(hook):
+        raise AttachError(
+            f"{type(state).__name__} has its own options, which {handle.expr} would ignore. Give the hook function "
+            "that belongs to the state: commhooks.attach(model, powerSGD_hook, state=state)"
+        )
+    handle.state = state
+
+
+def _bind(
+    model: torch.nn.Module, handle: CommHook, adapter: Adapter, options: AttachOptions, *, alone: bool
+) -> Binding:
+    """Let the adapter put the hook on the model, and bind the handle to it. It averages plainly if it is alone."""
+    handle.alone = alone  # first, because the adapter makes an engine of `handle.reduction`
+    try:
+        binding = adapter(model, handle, options)
+        handle.bind(binding)
+    except BaseException:
+        handle.alone = False
+        raise
+    handle.model = weakref.ref(model)
+    return binding
+
+
+def _agree(
+    model: torch.nn.Module, handle: CommHook, binding: Binding, options: AttachOptions, check: RankCheck | None
+) -> None:
+    """Compare the ranks of the binding's group, unless the user has turned that off. Ranks need the same check."""
+    refuse_lost(binding.group)
+    handle.agreement_timeout = options.timeout if options.verify_ranks else None
+    if options.verify_ranks and not handle.alone and binding.engine is not None:
+        binding.engine.open_levels()  # first, because the ranks compare plans, which depend on the nodes
+    if check is not None:
+        _check_ranks(handle, binding, check)
+    if options.verify_ranks:
+        facts = {"check_ranks_every, on_drift": [f"{check.every}, {check.on_drift}" if check is not None else ""]}
+        watched = options.optimizer is not None or options.scaler is not None
+        verify(handle, rows_of_model(model, binding), options.timeout, watched=watched, facts=facts)
+
+
+def _log_attached(model: torch.nn.Module, handle: CommHook, binding: Binding) -> None:
+    """Log the hook and its costs with this model."""
     if handle.alone:
         _warn_alone(handle.expr)
-    if never is not None:
+    elif (never := never_compresses(handle.expr, binding)) is not None:
         log.warning("%s", never)
     if binding.engine is not None and binding.engine.transport.rank == 0:
         for caution in handle.cautions():
             log.warning("[rank 0] %s", caution)
     log.info("attached %s to %s", handle.expr, type(model).__name__)
-    return handle
 
 
 def _check_ranks(handle: CommHook, binding: Binding, check: RankCheck) -> None:
@@ -175,44 +196,6 @@ def _check_ranks(handle: CommHook, binding: Binding, check: RankCheck) -> None:
         log.warning("check_ranks_every: nothing is compared, because %s", check.note)
 
 
-def runs_alone(model: torch.nn.Module) -> bool:
-    """Return True if this is the only process, and no other can join, e.g. while a script is debugged."""
-    return _one_process(adapter_for(unwrapped(model)))
-
-
-def _one_process(adapter: Adapter) -> bool:
-    return bool(getattr(adapter, "idles_alone", False)) and dist.is_initialized() and dist.get_world_size() == 1
-
-
-@functools.cache
-def _warn_alone(expr: str) -> None:
-    log.warning(
-        "one process: %s has no peer, so it compresses nothing. attach(..., single_process=True) compresses anyway",
-        expr,
-    )
-
-
-_INSIDE = ("_forward_module", "_orig_mod", "module")
-"""Attributes in which Fabric, `torch.compile` and most other wrappers store the model inside."""
-
-
-def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the outermost model with an adapter inside the wrappers of `torch.compile` and frameworks, or the model."""
-    claimed = {*REGISTRY.adapters(), *all_names(ADAPTERS)}
-    return next((part for part in inside(model) if claimed.intersection(class_names(part))), model)
-
-
-def inside(model: object) -> Iterator[torch.nn.Module]:
-    """Yield the model, the model inside it, and so on."""
-    seen: set[int] = set()
-    part: object = model
-    while isinstance(part, torch.nn.Module) and id(part) not in seen:
-        yield part
-        seen.add(id(part))
-        wrapped = (getattr(part, name, None) for name in _INSIDE)
-        part = next((one for one in wrapped if isinstance(one, torch.nn.Module)), None)
-
-
 def _check_manager(model: torch.nn.Module, adapter: Adapter, options: AttachOptions) -> None:
     if not getattr(adapter, "takes_manager", False):
         raise AttachError(
@@ -227,33 +210,9 @@ def _check_manager(model: torch.nn.Module, adapter: Adapter, options: AttachOpti
         )
 
 
-def adapter_for(model: object) -> Adapter:
-    """Return the adapter of the first class in the model's MRO that has one.
-
-    Raises:
-        AttachError: no class has an adapter. The model is not wrapped, or the adapter's package is not installed.
-    """
-    kind, names = type(model).__name__, class_names(model)
-    found: Adapter | None = REGISTRY.adapter_of(names, f"support for {kind}")
-    if found is not None:
-        return found
-    if isinstance(model, torch.nn.DataParallel):
-        raise AttachError(
-            "cannot attach to DataParallel: it has one process and sends no gradients. Start a process for each device with "
-            "torchrun, wrap the model in torch.nn.parallel.DistributedDataParallel, and attach to that"
-        )
-    others = [name for name in REGISTRY.wraps() if name != "DistributedDataParallel"]
-    also = f". {', '.join(others)} also work" if others else ""
-    raise AttachError(
-        f"cannot attach to {kind}: it is not wrapped for data parallelism. Wrap it before attach(): "
-        f"model = torch.nn.parallel.DistributedDataParallel(model){also}"
-    )
-
-
-def refuse_fsdp1(model: torch.nn.Module, handle: CommHook, options: AttachOptions) -> NoReturn:
-    """Refuse an FSDP1 model, as its adapter, so that `commhooks run` still accepts models that never train."""
-    raise HookNotSupportedError(
-        f"attach() cannot put {handle.expr} on FullyShardedDataParallel (FSDP1), which PyTorch has deprecated. Shard the "
-        "model with fully_shard (FSDP2) and attach to that. Or keep FSDP1 and register a hook function in PyTorch's form: "
-        "model.register_comm_hook(LowPrecisionState(group), bf16_compress_hook)"
+@functools.cache
+def _warn_alone(expr: str) -> None:
+    log.warning(
+        "one process: %s has no peer, so it compresses nothing. attach(..., single_process=True) compresses anyway",
+        expr,
     )

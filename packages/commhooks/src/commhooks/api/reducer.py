@@ -21,8 +21,9 @@ from ch_core import (
     group_timeout,
     refuse_lost,
 )
-from commhooks.adapters.base import AttachOptions, Binding
+from commhooks.adapters.base import Binding
 from commhooks.adapters.managed import ManagedAxis, manager_adapter
+from commhooks.adapters.options import AttachOptions
 from commhooks.api.create import as_handle
 from commhooks.fingerprint import fingerprint, rows_of, verify
 from commhooks.handle import CommHook
@@ -30,6 +31,8 @@ from commhooks.handle import CommHook
 
 class _ReducerBinding(Binding):
     """Binding of a :class:`Reducer`: no model, one engine."""
+
+    calls = 0
 
     def __init__(
         self,
@@ -41,15 +44,10 @@ class _ReducerBinding(Binding):
     ) -> None:
         self.engine, self.layout, self.group, self.axis = engine, layout, group, axis
         self._buckets = buckets
-        self.rounds = 0
 
     @property
     def layouts(self) -> Sequence[BucketLayout]:
         return [bucket.layout for bucket in self._buckets]
-
-    @property
-    def calls(self) -> int:
-        return self.rounds
 
     def detach(self) -> None:
         """Release the manager if there is one. There is no model to restore."""
@@ -243,7 +241,7 @@ class Reducer:
             raise RuntimeError("the previous average is still in flight: call wait() on it, or abandon() on all ranks")
         if tensors is not None and error is None:
             error = self._fill(tensors)
-        self._binding.rounds += 1
+        self._binding.calls += 1
         self._running = PendingAverage(self, error)
         try:
             with torch.no_grad():

@@ -10,7 +10,7 @@ from commhooks.registry.hookspecs import hookimpl
 def commhooks_adapter() -> Iterable[tuple[str, str]]:
     """Name the adapter of FSDP1, which refuses with advice, also if no package serves FSDP."""
     fsdp1 = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
-    return ((fsdp1, "commhooks.api.attach:refuse_fsdp1"),)
+    return ((fsdp1, "commhooks.adapters.fsdp1:refuse"),)
 
 
 @hookimpl

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ch_wrappers.partition import EXTRA, MOST, TOLERATED, Partition, partition
+from ch_wrappers.node_partition import EXTRA, MOST, TOLERATED, Partition, partition
 from commhooks import Bucket, BucketLayout
 
 shapes = st.lists(

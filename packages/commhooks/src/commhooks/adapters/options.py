@@ -1,0 +1,45 @@
+"""The arguments of :func:`commhooks.attach` that an adapter gets."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Scaler(Protocol):
+    """The methods of a ``GradScaler`` that commhooks calls."""
+
+    def is_enabled(self) -> bool:
+        """Return False if the scale is always 1."""
+
+    def get_scale(self) -> float:
+        """Return the scale of the loss. On a GPU the host waits for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttachOptions:
+    """Arguments of :func:`commhooks.attach`. An adapter refuses arguments that it does not support.
+
+    Attributes:
+        process_group: group to reduce over; ``None`` for the group of the model.
+        axis: axis to reduce along, for a model with several; ``None`` if the adapter chooses.
+        optimizer, scaler: optimizer and ``GradScaler`` that use the gradients, for :func:`watch_optimizer`.
+        verify_ranks: True if the adapter may compare ranks. If not, it exchanges nothing before the first step.
+        timeout: seconds that one collective may take.
+        manager: manager of groups that join and leave, each of which holds the whole model. :func:`manager_adapter` finds
+            what reduces between the groups. ``attach`` refuses a manager unless the adapter has ``takes_manager = True``.
+        facts: further lines by name that all ranks must share, of a :class:`commhooks.Reducer`.
+        rounds: function from the manager's committed steps to the number of steps in which the hook took part.
+    """
+
+    process_group: dist.ProcessGroup | None = None
+    axis: str | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    scaler: Scaler | None = None
+    verify_ranks: bool = True
+    timeout: float = 1800.0
+    manager: object | None = None
+    facts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    rounds: Callable[[int], int] | None = None
