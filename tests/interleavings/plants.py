@@ -14,8 +14,9 @@ from ch_core.engine import bucket_run, outcome
 from ch_core.engine import engine as engine_module
 from ch_core.engine.bucket_run import BucketRun
 from ch_core.engine.collectives import Message, Stage
+from ch_core.engine.commits import Commits
 from ch_core.engine.engine import Engine
-from ch_core.engine.outcome import BETWEEN, Commits, Status, StepOutcome
+from ch_core.engine.outcome import BETWEEN, Status, StepOutcome
 from ch_core.transport.base import SeveralWorks
 from ch_ddp.adapter.driver import DDPDriver
 from ch_ddp.adapter.futures import Promise

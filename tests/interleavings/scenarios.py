@@ -373,7 +373,7 @@ def body(scenario: Scenario, rank: int, transport: ExplorerTransport) -> Record:
         record.steps.append(_step(scenario, engine, number, rank, transport, delivered, drive))
     engine.resolve_step()
     if engine.state.versions.tentative:
-        engine.resolve_step(force=True)
+        engine.resolve_before_next_step()
     record.count = engine.state.step
     record.entries = {(name, field): tensor.clone() for name, field, tensor in engine.state.entries()}
     if engine.buckets.in_flight:

@@ -566,7 +566,7 @@ def test_a_failure_is_heard_by_all_wherever_the_status_travels(wrap: Any, monkey
         engine = rank.engine(wrap(reduction))
         for i in range(2):
             engine.submit(Bucket.from_tensors({f"w{i}": torch.ones(4)}, index=i, is_last=i == 1))
-        return engine.finish(), engine.resolve_step(force=True)
+        return engine.finish(), engine.resolve_before_next_step()
 
     def early(self: Plain, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
         if ctx.rank == 1 and bucket.index == 1 and not bucket.buffer.is_meta:

@@ -26,12 +26,12 @@ from ch_core.encoding import OWN_ORDER as OWN_ORDER
 from ch_core.encoding import Key as Key
 from ch_core.encoding import Packed as Packed
 from ch_core.engine.bucket_run import BucketRun as BucketRun
+from ch_core.engine.commits import StepJudge as StepJudge
 from ch_core.engine.drift import RankCheck as RankCheck
 from ch_core.engine.engine import Engine as Engine
 from ch_core.engine.engine import StatelessEngine as StatelessEngine
 from ch_core.engine.engine_group import EngineGroup as EngineGroup
 from ch_core.engine.gather import GatherEngine as GatherEngine
-from ch_core.engine.outcome import StepJudge as StepJudge
 from ch_core.engine.outcome import StepOutcome as StepOutcome
 from ch_core.engine.schedule import TUNED as TUNED
 from ch_core.engine.schedule import CpuTuning as CpuTuning

@@ -24,8 +24,9 @@ from ch_core.bucket import Bucket, BucketLayout
 from ch_core.device import is_asynchronous, is_capturing
 from ch_core.engine.bucket_run import BucketRun, RequestBatch
 from ch_core.engine.collectives import Sender, Stage
+from ch_core.engine.commits import Commits, StepJudge
 from ch_core.engine.drift import RankCheck
-from ch_core.engine.outcome import DECODE, ENCODE, Commits, Progress, StepJudge, StepOutcome
+from ch_core.engine.outcome import DECODE, ENCODE, Progress, StepOutcome
 from ch_core.engine.schedule import TUNED, CpuTuning
 from ch_core.engine.stats import Counters, ResidualNorm, Sampler, residual_norms
 from ch_core.errors import CommHooksError, HookNotSupportedError, TransportError
@@ -340,13 +341,18 @@ class Engine:
 
     # -- between steps
 
-    def resolve_step(self, *, force: bool = False) -> bool | None:
-        """Commit or roll back the last finished step; see :meth:`.Commits.resolve_step`.
+    def resolve_step(self) -> bool | None:
+        """Commit or roll back the last finished step, unless it waits for the judge; see :meth:`.Commits.resolve`.
 
         The thread of a quorum, which takes a snapshot of the state, may call it during a forward.
         """
         with self._resolving:
-            return self.commits.resolve_step(force=force)
+            return self.commits.resolve()
+
+    def resolve_before_next_step(self) -> bool | None:
+        """Commit or roll back the last finished step, tentatively if it waits for the judge."""
+        with self._resolving:
+            return self.commits.resolve_before_next()
 
     def forget_unresolved(self) -> None:
         """Drop unresolved steps, because another state has been loaded."""
