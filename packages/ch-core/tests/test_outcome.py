@@ -22,7 +22,7 @@ from ch_core import (
     StepContext,
     simulate,
 )
-from ch_core.engine.collectives import Stage
+from ch_core.engine.messages import Batch
 from ch_core.engine.outcome import Progress, finiteness
 from ch_wrappers import WireCast
 from commhooks import load_state_dict, state_dict
@@ -512,19 +512,19 @@ def events(
     three elements.
     """
     log: dict[int, list[str]] = {0: [], 1: []}
-    starting, waiting = Stage.start, Stage.wait
+    starting, waiting = Batch.start, Batch.wait
 
-    def start(self: Stage, requests: tuple[Any, ...]) -> Stage:
-        log[self.transport.rank].append(f"start {sum(r.tensor.numel() for r in requests)}")
-        return starting(self, requests)
+    def start(self: Batch, requests: Any = None) -> None:
+        log[self._messenger.transport.rank].append(f"start {sum(r.tensor.numel() for r in requests or self._requests)}")
+        starting(self, requests)
 
-    def wait(self: Stage, timeout: float | None) -> None:
+    def wait(self: Batch, timeout: float | None) -> None:
         if self._messages:
-            log[self.transport.rank].append("wait")
+            log[self._messenger.transport.rank].append("wait")
         waiting(self, timeout)
 
-    monkeypatch.setattr(Stage, "start", start)
-    monkeypatch.setattr(Stage, "wait", wait)
+    monkeypatch.setattr(Batch, "start", start)
+    monkeypatch.setattr(Batch, "wait", wait)
 
     def body(rank: SimulatedRank) -> None:
         engine = rank.engine(reduction)
@@ -638,7 +638,7 @@ def test_a_late_failure_leaves_nan_on_every_rank(where: str, monkeypatch: pytest
             found.append(Bucket.from_tensors(numbers, index=i, is_last=i == 1))
             engine.submit(found[-1])
         error = engine.finish()
-        assert not engine.buckets.submitted
+        assert not engine.step.submitted
         spoilt = [bool(bucket.view(p).isnan().any()) for bucket in found for p in bucket.params]
         return error, spoilt, torch.cat([bucket.buffer for bucket in found]).tolist()
 

@@ -6,7 +6,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from ch_core.engine.outcome import Progress, StepOutcome
+from ch_core.engine.outcome import Progress
+from ch_core.engine.step import Step
 from ch_core.entries import Versions
 from ch_core.errors import CommHooksError
 
@@ -70,8 +71,8 @@ class Commits:
         self.versions = versions
         self.judge: StepJudge | None = None
         self.dropped: Callable[[], Collection[str]] = tuple
-        self._last: StepOutcome | None = None  # of the last finished step
-        self._common: StepOutcome | None = None  # the same if the ranks decided it together, until the next step
+        self._last: Step | None = None  # the last finished step
+        self._common: Step | None = None  # the same if the ranks decided it together, until the next step
         self._can_judge = True  # False if this rank contributed no data, so its own optimizer cannot tell
         self._veto = False
         self._judge_error: BaseException | None = None  # first exception of the judge since the last step began
@@ -84,13 +85,13 @@ class Commits:
         """
         return 0 if self.judge is None else self.judge.clock()
 
-    def finish(self, outcome: StepOutcome, *, elastic: bool) -> None:
-        """Take the outcome of a finished step.
+    def finish(self, step: Step, *, elastic: bool) -> None:
+        """Take a finished step.
 
         In an elastic group a member knows each outcome by itself. It must not ask its peers, which may be gone.
         """
-        self._last, self._can_judge = outcome, outcome.participated or elastic
-        self._common = None if outcome.alone or elastic else outcome
+        self._last, self._can_judge = step, step.participating or elastic
+        self._common = None if step.outcome.alone or elastic else step
         judge = self.judge
         if judge is not None:
             self._ask(lambda: judge.finish_step(), None)
@@ -115,13 +116,13 @@ class Commits:
     def _carry_out(self, used: bool | None, *, presumed: bool) -> bool:
         """Commit or roll back by the judge's answer. Return True if the state kept the last step."""
         last, self._veto = self._unresolved, False
-        kept = last is not None and last.good() and used is not False
+        kept = last is not None and last.outcome.good() and used is not False
         if kept:
             self.versions.commit(tentative=used is None, presumed=presumed, dropped=self.dropped())
         else:
             self.versions.rollback()
         if last is not None:
-            last.progress = Progress.RESOLVED
+            last.outcome.progress = Progress.RESOLVED
         if used is not None:
             self.versions.resolve_tentative(used)
         return kept
@@ -134,7 +135,7 @@ class Commits:
     def forget(self) -> None:
         """Drop unresolved steps, because the state has been replaced. Messages between ranks stay the same."""
         if self._unresolved is not None:
-            self._unresolved.progress = Progress.RESOLVED
+            self._unresolved.outcome.progress = Progress.RESOLVED
         self._veto = False
 
     def begin(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> BaseException | None:
@@ -147,7 +148,7 @@ class Commits:
         if judge is None:
             self.resolve_before_next()
             return None
-        if common is not None and common.incomplete():
+        if common is not None and common.outcome.incomplete():
             self._exchange_answers(judge, gather)
         failed = object()
         if self._ask(self.resolve_before_next, failed) is failed:
@@ -184,8 +185,8 @@ class Commits:
         return self.versions.tentative or self._unresolved is not None
 
     @property
-    def _unresolved(self) -> StepOutcome | None:
-        return self._last if self._last is not None and self._last.progress is Progress.DECIDED else None
+    def _unresolved(self) -> Step | None:
+        return self._last if self._last is not None and self._last.outcome.progress is Progress.DECIDED else None
 
     def _used(self) -> bool | None:
         if self._veto:

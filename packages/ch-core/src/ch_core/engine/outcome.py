@@ -23,7 +23,7 @@ import torch
 
 from ch_core.bucket import Bucket
 from ch_core.device import HostCopy, is_asynchronous
-from ch_core.engine.collectives import Stage
+from ch_core.engine.messages import Batch
 from ch_core.errors import CommHooksError, RankMismatchError, RemoteHookError
 from ch_core.logs import log
 from ch_core.requests import AllGather, AllReduce, Request
@@ -209,23 +209,21 @@ class StepOutcome:
         progress: its initial progress.
 
     Attributes:
-        participated: True if this rank contributed data. Otherwise it cannot know if the step was used.
         alone: True if this rank decided without its peers.
         progress: its current progress.
     """
 
     __slots__ = (
+        "_batch",
         "_error",
         "_late",
         "_reads_late",
         "_reported",
-        "_stage",
         "_status",
         "_sums",
         "alone",
         "check_finite",
         "name",
-        "participated",
         "progress",
         "rank",
         "world_size",
@@ -241,11 +239,11 @@ class StepOutcome:
         progress: Progress = Progress.OPEN,
     ) -> None:
         self.name, self.rank, self.world_size = name, transport.rank, transport.world_size
-        self.check_finite, self.progress, self.participated, self.alone = check_finite, progress, True, True
+        self.check_finite, self.progress, self.alone = check_finite, progress, True
         self._error: tuple[BaseException, int] | None = None
         self._sums: list[torch.Tensor | float] = []
         self._status: Status | None = None
-        self._stage: Stage | None = None
+        self._batch: Batch | None = None  # carries the status
         self._late = late
         self._reads_late = self._reported = False
 
@@ -280,7 +278,7 @@ class StepOutcome:
     # -- open -> sent
 
     def send(
-        self, clock: int | None, device: torch.device, post: Callable[[Request], Stage] | None, buckets: int = 0
+        self, clock: int | None, device: torch.device, post: Callable[[Request], Batch] | None, buckets: int = 0
     ) -> None:
         """Send this rank's part of the status.
 
@@ -293,8 +291,8 @@ class StepOutcome:
         code = self._error[1] if self._error is not None else 0
         self._status = Status(self.rank, self.world_size, code, clock, self._sums, device, buckets)
         self._sums = []
-        self._stage = post(self._status.message()) if post is not None else None
-        self.participated, self.alone, self._reads_late = clock is not None, post is None, is_asynchronous(device)
+        self._batch = post(self._status.message()) if post is not None else None
+        self.alone, self._reads_late = post is None, is_asynchronous(device)
         self.progress = Progress.SENT
 
     # -- sent -> decided
@@ -302,9 +300,9 @@ class StepOutcome:
     def decide(self, timeout: float | None) -> None:
         """Receive the status of all ranks. On a GPU the host does not wait for it."""
         assert self._status is not None  # noqa: S101 - sent before
-        stage, self._stage = self._stage, None
-        if stage is not None:
-            stage.wait(timeout)
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            batch.wait(timeout)
         self._status.received()
         self.progress = Progress.DECIDED
 
@@ -359,7 +357,7 @@ class StepOutcome:
     def abandon(self) -> None:
         """Drop a step that never finishes."""
         if self.running:
-            self._status = self._stage = self._error = None
+            self._status = self._batch = self._error = None
             self._sums.clear()
             self.progress = Progress.RESOLVED
 
