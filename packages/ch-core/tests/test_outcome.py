@@ -63,7 +63,7 @@ def test_tentative_steps_are_kept_or_undone_together(used: bool) -> None:
         assert held(state) == value
         assert (state.versions.certain.step, [float(t[0]) for _, _, t in state.entries()]) == (1, [1.0])
     assert (state.versions.tentative, state.step) == (True, 4)
-    state.units.rescale(8.0)
+    state.versions.rescale(8.0)
     assert held(state) == 32.0
     state.versions.resolve_tentative(used)
     assert (state.versions.tentative, state.step, held(state)) == (False, 4 if used else 1, 32.0 if used else 8.0)

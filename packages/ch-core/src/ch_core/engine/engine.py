@@ -338,8 +338,8 @@ class Engine:
             outcome.fail(doubt, ENCODE)
         scale = self._loss_scale
         if scale is not None and stateful:
-            self._local(lambda: self.state.units.rescale(scale()))
-        self._local(partial(self.state.units.bring, device))
+            self._local(lambda: self.state.versions.rescale(scale()))
+        self._local(partial(self.state.versions.move_to, device))
         if self.sampler.recordings:  # the status of the last step has been read, so its sample is complete
             self._local(partial(self.sampler.begin, self.reduction, self.state, self.counters))
         self.counters.begin()

@@ -64,11 +64,10 @@ class Status:
         self.rank, self.world, self._buckets = rank, world, buckets
         mine = code + _CODES * (0 if clock is None else 1 + (clock + buckets) % _CLOCKS)
         self.vector = torch.zeros(world + 1, dtype=torch.float32, device=device)
-        self.vector[rank].fill_(
-            mine
-        )  # an assignment by index copies from pageable memory: the host would wait for a GPU
+        # An assignment by index copies from pageable memory, for which the host would wait for a GPU.
+        self.vector[rank].fill_(mine)
         unread = [s.to(device) for s in sums if isinstance(s, torch.Tensor)]
-        if unread:  # 0, or NaN
+        if unread:  # 0 * x is NaN for Inf and NaN, and 0 otherwise. Without it finite sums could add up to Inf
             torch.sum(torch.stack(unread).mul_(0.0), 0, dtype=torch.float32, out=self.vector[world])
         if not math.isfinite(sum(s for s in sums if isinstance(s, float))):
             self.vector[world].fill_(1)
@@ -112,6 +111,7 @@ class Status:
     def neutral(self) -> torch.Tensor:
         """Return -0.0, which changes no sum, or NaN if a rank failed; shape (1,), on the device, without a wait."""
         failed = self.vector[: self.world].remainder(_CODES).sum(0, keepdim=True) > 0
+        # +0.0 instead would turn an average of -0.0 into +0.0, which is another number to the bit.
         return torch.where(failed, math.nan, -0.0)
 
     def incomplete(self) -> bool:
@@ -185,7 +185,9 @@ def finiteness(tensor: torch.Tensor) -> torch.Tensor | float:
     total = tensor.sum().item()
     if math.isfinite(total) or not tensor.numel():
         return 0.0
-    low, high = tensor.aminmax()  # the sum of finite elements may overflow
+    low, high = (
+        tensor.aminmax()
+    )  # the sum of finite elements may overflow. x - x is NaN for Inf and NaN, and 0 otherwise
     return (low - low + high - high).item()
 
 

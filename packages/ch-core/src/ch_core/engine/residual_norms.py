@@ -53,8 +53,8 @@ def residual_norms(engine: Engine) -> dict[str, ResidualNorm]:
             # The user zeroed the gradient in place, or nothing was sent. In both cases the share is unknown.
             if norm == 0 or gradient.any():
                 both = gradient + residual.double().reshape(gradient.shape)
-                total = torch.linalg.vector_norm(both).item() / state.units.scale
-        found[name] = ResidualNorm(norm / state.units.scale, total)
+                total = torch.linalg.vector_norm(both).item() / state.versions.loss_scale
+        found[name] = ResidualNorm(norm / state.versions.loss_scale, total)
     return found
 
 

@@ -211,7 +211,7 @@ class Sampler:
             self._flush(counters)
             due = [recording for recording in self.recordings if recording.due()]
             if due and self._sample is None:
-                self._sample = _Sample(due, _with_trips(counters), state.units.scale, reduction.trips)
+                self._sample = _Sample(due, _with_trips(counters), state.versions.loss_scale, reduction.trips)
         except Exception:
             self._stop()
 
