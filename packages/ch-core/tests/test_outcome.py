@@ -32,7 +32,7 @@ from commhooks import load_state_dict, state_dict
 
 def test_an_entry_of_another_shape_reads_as_none() -> None:
     state = HookState()
-    ctx = StepContext(state=state)
+    ctx = StepContext(draft=state.draft)
     assert ctx.read("w", "q", (2, 3)) is None
     ctx.write("w", "q", (2, 3)).fill_(1.0)
     state.versions.commit()

@@ -90,7 +90,7 @@ class Engine:
     @property
     def in_step(self) -> bool:
         """True if buckets of a step have arrived and the step has not ended."""
-        return self.step.outcome.running
+        return self.step.outcome.progress < Progress.DECIDED
 
     @property
     def outcome(self) -> StepOutcome:
@@ -142,7 +142,7 @@ class Engine:
             TransportError: the transport is lost.
         """
         begun = time.perf_counter()
-        pieces, device = self.schedule.pieces(bucket), bucket.device
+        pieces, device = self.schedule.pieces(bucket), bucket.storage.device
         if not self.in_step:
             self._begin(device)
         step = self.step
@@ -207,7 +207,7 @@ class Engine:
         begun, step = time.perf_counter(), self.step
         if self.counters.trace is not None:
             self.counters.trace.finishing(begun)
-        if not step.outcome.running:  # no bucket arrived, but there is an error to send
+        if not self.in_step:  # no bucket arrived, but there is an error to send
             step.outcome = StepOutcome(self.reduction.name, self.transport, late=step.outcome.take_error())
             step.participating = self.participating
         if outside is not None:
@@ -217,7 +217,7 @@ class Engine:
             if early:
                 self._send_status()
             self._drain()
-            if self.sampler.recordings and step.outcome.running:
+            if self.sampler.recordings and self.in_step:
                 # Before the status is received. Once it has arrived, the sample must be complete.
                 self._local(partial(self.sampler.finish, self.reduction, self.state), DECODE)
             if not early:
@@ -369,12 +369,12 @@ class Engine:
 
     def _add(self, bucket: Bucket) -> BucketRun:
         """Plan a bucket and create its generator."""
-        reduction, state, step = self.reduction, self.state, self.step
+        reduction, state, step, number = self.reduction, self.state, self.step, self.state.versions.step
         ctx = StepContext(
             self.transport.rank,
             self.transport.world_size,
-            state.step,
-            state=state,
+            number,
+            draft=state.versions.draft,
             scratch=self.messenger.scratch,
             owner=step.count,
             participating=step.participating,
@@ -383,16 +383,16 @@ class Engine:
             topology=self.schedule.topology,
             owes=step.participating or not self.transport.elastic,
         )
-        self.counters.gradient_bytes += bucket.layout.size * bucket.dtype.itemsize
-        self.messenger.device = bucket.device
+        self.counters.gradient_bytes += bucket.layout.size * bucket.storage.itemsize
+        self.messenger.device = bucket.storage.device
         plan: BucketPlan | None = None
         generator: Stages | None = None
         failure: BaseException | None = None
         try:  # the plan follows from layout and step, so its errors are the same on every rank
             plan = self.schedule.plan(bucket.layout, ctx)
             if reduction.fields:  # another hook may have written the state, or another memory format
-                ctx.encodings = reduction.encodings(bucket.layout, state.step)
-                state.draft.read_as(ctx.encodings)
+                ctx.encodings = reduction.encodings(bucket.layout, number)
+                state.versions.draft.read_as(ctx.encodings)
             if self.sampler.recordings and step.participating:
                 ctx.sent = self._local(partial(self.sampler.take, bucket, reduction, state))
             generator = reduction.start(bucket, ctx)  # a run() that is not a generator function may raise here
@@ -441,12 +441,12 @@ class Engine:
                 ended = True
             elif first is None and not run.plan.merges[run.stage]:  # requests of other buckets cannot be merged with it
                 alone = Batch(self.messenger)
-                run.join(alone, requests)
+                alone.add(run, requests)
                 self._start(alone)
             else:
                 if batch is None:
                     batch = Batch(self.messenger)
-                run.join(batch, requests)
+                batch.add(run, requests)
         if ended:
             self.step.drop_done()
         if batch is not None and first is None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -96,6 +96,16 @@ class Message:
             self._loan.receive()
 
 
+class Asks(Protocol):
+    """A bucket whose reduction asks for requests."""
+
+    number: int
+    bucket: Bucket
+    plan: BucketPlan
+    stage: int
+    pending: "Batch | None"
+
+
 class Batch:
     """Requests that travel together: first collected, then in flight, then complete.
 
@@ -145,13 +155,15 @@ class Batch:
 
     # -- collected
 
-    def add(self, number: int, bucket: Bucket, stage: int, plan: BucketPlan, requests: tuple[Request, ...]) -> None:
-        """Add the requests of a stage of a bucket, and count them."""
+    def add(self, run: Asks, requests: tuple[Request, ...]) -> None:
+        """Add the requests of a bucket's next stage, and count them."""
+        plan, stage = run.plan, run.stage
         if not self.members:
-            self._owner = number, stage
-        self.members.append((number, bucket, stage))
+            self._owner = run.number, stage
+        self.members.append((run.number, run.bucket, stage))
+        run.stage, run.pending = stage + 1, self
         self._requests.extend(requests)
-        self._newest = bucket.is_last
+        self._newest = run.bucket.is_last
         # The average of a bucket with one stage equals DDP's to the bit, so ranks add in DDP's order.
         self._any_order = self._any_order and not plan.one_stage
         self.first_bytes += plan.first_bytes

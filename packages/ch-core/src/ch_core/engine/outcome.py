@@ -16,7 +16,7 @@ so all decide equally. Texts of errors are exchanged only after a failure, in me
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from enum import Enum, auto
+from enum import IntEnum, auto
 from functools import partial
 
 import torch
@@ -191,8 +191,8 @@ def finiteness(tensor: torch.Tensor) -> torch.Tensor | float:
     return (low - low + high - high).item()
 
 
-class Progress(Enum):
-    """Progress of an outcome."""
+class Progress(IntEnum):
+    """Progress of an outcome, in order. The step runs until the outcome is decided."""
 
     OPEN = auto()  # buckets arrive, and failures are noted
     SENT = auto()  # this rank has sent its part of the status, so nothing can be added
@@ -250,11 +250,6 @@ class StepOutcome:
         self._reads_late = self._reported = False
 
     # -- open
-
-    @property
-    def running(self) -> bool:
-        """True if the ranks have not decided yet."""
-        return self.progress in (Progress.OPEN, Progress.SENT)
 
     @property
     def failed(self) -> bool:
@@ -341,7 +336,7 @@ class StepOutcome:
         Args:
             carry_out: exchanges the texts of failed ranks. Without it no peer is needed, and the error has no texts.
         """
-        if self._status is None or self.running or self._reported:
+        if self._status is None or self.progress < Progress.DECIDED or self._reported:
             return None
         own, self._error, self._reported = self._error, None, True
         return self._status.error(self.name, own[0] if own else None, carry_out)
@@ -358,7 +353,7 @@ class StepOutcome:
 
     def abandon(self) -> None:
         """Drop a step that never finishes."""
-        if self.running:
+        if self.progress < Progress.DECIDED:
             self._status = self._batch = self._error = None
             self._sums.clear()
             self.progress = Progress.RESOLVED

@@ -72,12 +72,6 @@ class BucketRun:
         due, world_size = self.due, self.outcome.world_size
         return None if due is None else void_requests(due, world_size, self.bucket.device, schedule.topology)
 
-    def join(self, batch: Batch, requests: tuple[Request, ...]) -> None:
-        """Send the requests of the next stage with a batch."""
-        batch.add(self.number, self.bucket, self.stage, self.plan, requests)
-        self.stage += 1
-        self.pending = batch
-
     def complete(self, on_reduced: Callable[[Bucket], None] | None) -> None:
         """Mark the run done after its last stage, and give the average to a callback.
 
@@ -88,7 +82,7 @@ class BucketRun:
         if self.failed:  # the bucket may be half decoded, and must not pass for an average
             fill_nan(self.bucket.storage)
         # A finite P and Q may overflow when multiplied in fp16. Packed payloads show NaN and Inf only after decoding.
-        if self.plan.opaque or self.bucket.dtype == torch.float16:
+        if self.plan.opaque or self.bucket.storage.dtype == torch.float16:
             self.outcome.check((self.bucket.storage,))
         if on_reduced is not None and not self.failed:
             try:
@@ -117,8 +111,9 @@ class BucketRun:
         counters.wait_seconds += ended - begun
         if counters.trace is not None:
             counters.trace.waited(self.number, self.bucket, self.stage - 1, begun, ended)
-        reduced, pending.reduced = pending.reduced, []  # buckets may share the batch, and one check is enough
-        self.outcome.check(reduced)
+        if pending.reduced:
+            self.outcome.check(pending.reduced)
+            pending.reduced = []  # buckets may share the batch, and one check is enough
 
     def _resume(self, counters: Counters) -> tuple[Request, ...] | None:
         """Return the reduction's next requests, checked against the plan; ``None`` after the last stage."""
