@@ -514,9 +514,9 @@ def events(
     log: dict[int, list[str]] = {0: [], 1: []}
     starting, waiting = Batch.start, Batch.wait
 
-    def start(self: Batch, requests: Any = None) -> None:
-        log[self._messenger.transport.rank].append(f"start {sum(r.tensor.numel() for r in requests or self._requests)}")
-        starting(self, requests)
+    def start(self: Batch) -> None:
+        log[self._messenger.transport.rank].append(f"start {sum(r.tensor.numel() for r in self._requests)}")
+        starting(self)
 
     def wait(self: Batch, timeout: float | None) -> None:
         if self._messages:

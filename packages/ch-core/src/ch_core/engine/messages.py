@@ -114,7 +114,7 @@ class Batch:
 
     Args:
         messenger: carries the batch.
-        owner: key of the memory for merged and cast tensors. The first bucket of a batch replaces it.
+        own: requests that belong to no bucket, such as the status.
 
     Attributes:
         members: ``(number, bucket, stage)`` of each bucket that has requests in the batch.
@@ -139,11 +139,12 @@ class Batch:
         "reduced",
     )
 
-    def __init__(self, messenger: "Messenger", owner: object = "status") -> None:
-        self._messenger, self._scratch, self._owner = messenger, messenger.scratch, owner
+    def __init__(self, messenger: "Messenger", *own: Request) -> None:
+        self._messenger, self._scratch = messenger, messenger.scratch
+        self._owner: object = "status"  # key of the memory for merged and cast tensors
         self._any_order = True  # True if ranks may add unrounded numbers in another order than DDP does
         self._newest = True  # True if no message of a later bucket needs gloo's threads before this batch is done
-        self._requests: list[Request] = []
+        self._requests = list(own)
         self._messages: list[Message] = []
         # Modelled bytes that this rank sends, and the part that leaves its node. A ring sends 2 (W - 1) / W of an all-reduce,
         # and (W - 1) / W of any other collective. A direct exchange sends everything to W - 1 ranks.
@@ -178,9 +179,9 @@ class Batch:
 
     # -- in flight
 
-    def start(self, requests: list[Request] | None = None) -> None:
+    def start(self) -> None:
         """Encode (scale by 1/W, cast, merge) and start all requests, and count their bytes."""
-        requests, self._requests = requests or self._requests, []
+        requests, self._requests = self._requests, []
         groups: dict[object, list[AllReduce]] = {}
         for number, request in enumerate(requests):
             if isinstance(request, AllReduce):
@@ -252,7 +253,7 @@ class Batch:
             return
         total = sum(r.tensor.numel() for r in group)
         dtype = wire.dtype if wire is not None else tensor.dtype
-        merged = self._scratch.get(self._owner, f"stage all-reduce {number}", (total,), dtype, tensor.device)
+        merged = self._scratch.get(self._owner, f"all-reduce {number}", (total,), dtype, tensor.device)
         tensors = [r.tensor.view(-1) for r in group]
         parts = list(torch.split_with_sizes(merged, [t.numel() for t in tensors]))
         if wire is None:
@@ -308,7 +309,7 @@ class Batch:
         """All-reduce few numbers in one message: send them to all ranks, and add the received rows in rank order."""
         shape = (transport.world_size, flat.numel())
         sent, received = (
-            self._scratch.get(self._owner, f"stage {what} {number}", shape, flat.dtype, flat.device)
+            self._scratch.get(self._owner, f"{what} {number}", shape, flat.dtype, flat.device)
             for what in ("sent", "received")
         )
         sent.copy_(flat)
@@ -352,7 +353,7 @@ class Batch:
             loan = Loan(received)
             received = loan.message
         else:
-            name, device = f"stage {request.kind} {number}", sent.device
+            name, device = f"{request.kind} {number}", sent.device
             sent = self._scratch.get(self._owner, name + " input", sent.shape, wire.dtype, device)
             received = self._scratch.get(self._owner, name + " output", received.shape, wire.dtype, device)
             encode(request.input, sent, 1.0, wire)
@@ -375,7 +376,7 @@ class Batch:
             work = transport.reduce_scatter(loan.message, request.input, _sum(request.op))
             self._messages.append(Message(work, request.output, None, loan))
             return
-        device, name = request.input.device, f"stage reduce-scatter {number}"
+        device, name = request.input.device, f"reduce-scatter {number}"
         sent = self._scratch.get(self._owner, name + " input", request.input.shape, wire.dtype, device)
         received = self._scratch.get(self._owner, name + " output", request.output.shape, wire.dtype, device)
         encode(request.input, sent, scale, wire)
@@ -459,9 +460,9 @@ class Messenger:
 
     def post(self, *requests: Request) -> Batch:
         """Start requests that belong to no bucket, such as the status."""
-        batch = Batch(self)
+        batch = Batch(self, *requests)
         self.in_flight.add(batch)
-        batch.start(list(requests))
+        batch.start()
         return batch
 
     def carry_out(self, *requests: Request) -> None:

@@ -117,7 +117,7 @@ def test_halves_decode_once_after_both(wire: Wire | None, order: tuple[int, ...]
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
-def test_messages_of_one_stage_decode_in_any_order(order: tuple[int, ...]) -> None:
+def test_messages_of_one_batch_decode_in_any_order(order: tuple[int, ...]) -> None:
     tensor, other, ends = numbers(), numbers(300_000), list[bool]()
     peers, batch = started(AllReduce(tensor, wire=BF16), AllReduce(other))
     assert len(peers.works) == 3
@@ -130,7 +130,7 @@ def test_messages_of_one_stage_decode_in_any_order(order: tuple[int, ...]) -> No
     assert torch.equal(tensor, numbers()) and torch.equal(other, numbers(300_000))
 
 
-def test_an_empty_stage_is_decoded_at_once() -> None:
+def test_an_empty_batch_is_decoded_at_once() -> None:
     ends = list[bool]()
     started()[1].on_decoded(lambda: ends.append(True))
     assert ends == [True]
