@@ -14,6 +14,7 @@ messages. :mod:`ch_core.engine.commits` then commits the state or rolls it back.
 import threading
 import time
 from collections.abc import Callable, Collection
+from copy import copy
 from functools import partial
 from typing import NoReturn, TypeVar
 
@@ -204,12 +205,14 @@ class Engine:
         Raises:
             TransportError: the transport is lost.
         """
-        begun, step = time.perf_counter(), self.step
+        begun = time.perf_counter()
         if self.counters.trace is not None:
             self.counters.trace.finishing(begun)
-        if not self.in_step:  # no bucket arrived, but there is an error to send
-            step.outcome = StepOutcome(self.reduction.name, self.transport, late=step.outcome.take_error())
-            step.participating = self.participating
+        if not self.in_step:  # no bucket arrived, but there is an error to send. Reports still read the buckets before
+            self.step, late = copy(self.step), self.step.outcome.take_error()
+            self.step.outcome = StepOutcome(self.reduction.name, self.transport, late=late)
+            self.step.participating = self.participating
+        step = self.step
         if outside is not None:
             step.outcome.fail(outside, ENCODE)
         early = self._may_send_status_before_drain()

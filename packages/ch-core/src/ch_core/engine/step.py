@@ -166,19 +166,6 @@ class Step:
         submitted: buckets in which a late failure must still write NaN when the step ends.
     """
 
-    __slots__ = (
-        "count",
-        "digest",
-        "first_stages",
-        "in_flight",
-        "keep",
-        "kept",
-        "layouts",
-        "outcome",
-        "participating",
-        "submitted",
-    )
-
     def __init__(self, outcome: StepOutcome, participating: bool, messenger: Messenger, keep: bool = False) -> None:
         self.outcome, self.participating, self.keep = outcome, participating, keep
         self.first_stages = Batch(messenger)
