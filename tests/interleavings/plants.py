@@ -10,12 +10,14 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from ch_core.engine import bucket_run, outcome
 from ch_core.engine import engine as engine_module
-from ch_core.engine.bucket_run import BucketRun
-from ch_core.engine.collectives import Message, Stage
+from ch_core.engine import outcome
+from ch_core.engine import step as step_module
+from ch_core.engine.commits import Commits
 from ch_core.engine.engine import Engine
-from ch_core.engine.outcome import BETWEEN, Commits, Status, StepOutcome
+from ch_core.engine.messages import Batch, Message
+from ch_core.engine.outcome import BETWEEN, Status, StepOutcome
+from ch_core.engine.step import BucketRun
 from ch_core.transport.base import SeveralWorks
 from ch_ddp.adapter.driver import DDPDriver
 from ch_ddp.adapter.futures import Promise
@@ -116,14 +118,12 @@ def drops_late_errors(real: Any) -> Any:
 
 
 def before_the_last_decoding(_: Any) -> Any:
-    return lambda self: all(run.due is None for run in self.buckets.in_flight)
+    return lambda self: all(run.due is None for run in self.step.in_flight)
 
 
 def despite_callbacks(_: Any) -> Any:
     return lambda self: (
-        self.reduction.delivers
-        and not self.transport.elastic
-        and all(run.due is None for run in self.buckets.in_flight)
+        self.reduction.delivers and not self.transport.elastic and all(run.due is None for run in self.step.in_flight)
     )
 
 
@@ -131,18 +131,20 @@ def of_one_owner(real: Any) -> Any:
     return lambda *args, owner, **options: real(*args, owner=0, **options)
 
 
-def of_one_stage(real: Any) -> Any:
-    return lambda transport, scratch, owner, *args: real(transport, scratch, 0, *args)
+def of_one_batch(real: Any) -> Any:
+    def add(self: Batch, *args: Any) -> None:
+        real(self, *args)
+        self._owner = 0
+
+    return add
 
 
 def never_waited_for(real: Any) -> Any:
-    class Unwaited(real):  # type: ignore[misc]
-        __slots__ = ()
+    def wait(self: Batch, timeout: float | None) -> None:
+        if not self.members:  # the status
+            real(self, timeout)
 
-        def wait(self, timeout: float | None) -> None:
-            """Return too early."""
-
-    return Unwaited
+    return wait
 
 
 def keeps_to_itself_what_lies_between(real: Any) -> Any:
@@ -157,13 +159,13 @@ def keeps_to_itself_what_lies_between(real: Any) -> Any:
 
 
 def with_one_row_too_few(real: Any) -> Any:
-    def exchange(self: Stage, number: int, flat: Any, decode: Any, scope: Any) -> None:
+    def exchange(self: Batch, number: int, flat: Any, transport: Any, scope: Any, decode: Any) -> None:
         def decode_less() -> None:
             flat.sub_(message._output[-1])
             if decode is not None:
                 decode()
 
-        real(self, number, flat, decode_less, scope)
+        real(self, number, flat, transport, scope, decode_less)
         message = self._messages[-1]
 
     return exchange
@@ -186,7 +188,7 @@ def without_futures(real: Any) -> Any:
 
 
 def drops_no_loans(real: Any) -> Any:
-    def drop(self: Stage) -> list[Any]:
+    def drop(self: Batch) -> list[Any]:
         real(self)
         return []
 
@@ -211,7 +213,7 @@ PLANTS = [
     ),
     Plant(
         "a failed reduction sends a message of half the size",
-        replaced(bucket_run, "void_requests", half_as_long),
+        replaced(step_module, "void_requests", half_as_long),
         Scenario(raises=(0, 1, 1, 1)),
         "rank 1 posts",
     ),
@@ -276,8 +278,8 @@ PLANTS = [
         "in flight",
     ),
     Plant(
-        "stages share memory for merged messages",
-        replaced(bucket_run, "Stage", of_one_stage),
+        "batches share memory for merged messages",
+        replaced(Batch, "add", of_one_batch),
         Scenario("cast", buckets=3),
         "in flight",
     ),
@@ -288,8 +290,8 @@ PLANTS = [
         "in flight",
     ),
     Plant(
-        "a stage is not waited for",
-        replaced(bucket_run, "Stage", never_waited_for),
+        "a batch is not waited for",
+        replaced(Batch, "wait", never_waited_for),
         Scenario(),
         "in flight",
     ),
@@ -345,7 +347,7 @@ PLANTS = [
     ),
     Plant(
         "a direct exchange adds one row too few",
-        replaced(Stage, "_exchange_directly", with_one_row_too_few),
+        replaced(Batch, "_exchange_directly", with_one_row_too_few),
         three(tuning="tuned", free=True),
         "wrong average",
     ),
@@ -365,7 +367,7 @@ PLANTS = [
     ),
     Plant(
         "a dropped step shares memory with the next one",
-        replaced(Stage, "drop", drops_no_loans),
+        replaced(Batch, "drop", drops_no_loans),
         Scenario("plain", drive="ddp", stops_in=0),
         "in flight",
     ),

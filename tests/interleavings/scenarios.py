@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 
 from ch_core.engine import engine as engine_module
+from ch_core.engine import messages as messages_module
 from ch_core.engine import outcome as outcome_module
 from ch_core.engine.engine import Engine
 from ch_core.engine.schedule import CpuTuning
@@ -373,11 +374,11 @@ def body(scenario: Scenario, rank: int, transport: ExplorerTransport) -> Record:
         record.steps.append(_step(scenario, engine, number, rank, transport, delivered, drive))
     engine.resolve_step()
     if engine.state.versions.tentative:
-        engine.resolve_step(force=True)
+        engine.resolve_before_next_step()
     record.count = engine.state.step
     record.entries = {(name, field): tensor.clone() for name, field, tensor in engine.state.entries()}
-    if engine.buckets.in_flight:
-        record.left.append(f"{len(engine.buckets.in_flight)} buckets in flight")
+    if engine.step.in_flight:
+        record.left.append(f"{len(engine.step.in_flight)} buckets in flight")
     if engine.state.draft.written:
         record.left.append(f"a draft of {sorted(engine.state.draft.written)}")
     if engine.in_step:
@@ -699,7 +700,7 @@ def summary(rank: Rank) -> Any:
 def explore(scenario: Scenario, **options: Any) -> Found:
     """Search all orders of a scenario."""
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(engine_module, "take_back", take_back_unguarded))
+        patches.enter_context(mock.patch.object(messages_module, "take_back", take_back_unguarded))
         if scenario.late:
             for module in (engine_module, outcome_module):
                 patches.enter_context(mock.patch.object(module, "is_asynchronous", return_value=True))

@@ -62,7 +62,7 @@ class Run:
         for name, true in self.true.items():
             state: Any = self.handle.state
             residual = state.read(name, "residual")
-            owed = torch.zeros_like(true) if residual is None else residual.view_as(true) / state.units.scale
+            owed = torch.zeros_like(true) if residual is None else residual.view_as(true) / state.versions.loss_scale
             sums = torch.stack([true, owed])
             dist.all_reduce(sums)
             mean = sums / dist.get_world_size()

@@ -153,7 +153,7 @@ def test_a_cast_keeps_the_loss_scale_of_a_residual() -> None:
     old.resolve_step()
     old.handles[0].detach()
     state = old.handles[0].hook_state
-    assert state is not None and state.units.scale == 1024.0
+    assert state is not None and state.versions.loss_scale == 1024.0
     before = state.read("a.weight", "residual").clone()
     handle = commhooks.create("topk(density=0.2, bits=2)")
     handle.state = state

@@ -31,8 +31,9 @@ from ch_core import (
     Wire,
     simulate,
 )
-from ch_core.engine.engine import Engine, StatelessEngine
+from ch_core.engine.engine import Engine
 from ch_core.engine.schedule import TUNED, CpuTuning
+from ch_core.engine.stateless import StatelessEngine
 from ch_core.engine.stats import Recording
 from ch_wrappers import WireCast
 from ch_wrappers.error_feedback import ErrorFeedback
@@ -405,9 +406,9 @@ def test_scratch_is_made_once() -> None:
     def body(rank: SimulatedRank) -> int:
         engine = rank.engine(WireCast(TwoStage(), "bf16"))
         step(engine, buckets(rank.rank))
-        before = {key: t.data_ptr() for key, t in engine.sender.scratch._tensors.items()}
+        before = {key: t.data_ptr() for key, t in engine.messenger.scratch._tensors.items()}
         step(engine, buckets(rank.rank))
-        after = {key: t.data_ptr() for key, t in engine.sender.scratch._tensors.items()}
+        after = {key: t.data_ptr() for key, t in engine.messenger.scratch._tensors.items()}
         assert before == after
         return len(after)
 
@@ -624,7 +625,7 @@ def test_a_transport_lost_between_steps_keeps_the_finished_step(monkeypatch: pyt
         def lost(mine: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("connection closed by peer")
 
-        monkeypatch.setattr(engine.sender, "gather", lost)
+        monkeypatch.setattr(engine.messenger, "gather", lost)
         with pytest.raises(TransportError, match="connection closed"):
             engine.gather(torch.zeros(1))
         engine.move(SimulatedTransport(SimulatedGroup(1), 0))

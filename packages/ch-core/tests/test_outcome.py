@@ -22,7 +22,7 @@ from ch_core import (
     StepContext,
     simulate,
 )
-from ch_core.engine.collectives import Stage
+from ch_core.engine.messages import Batch
 from ch_core.engine.outcome import Progress, finiteness
 from ch_wrappers import WireCast
 from commhooks import load_state_dict, state_dict
@@ -32,7 +32,7 @@ from commhooks import load_state_dict, state_dict
 
 def test_an_entry_of_another_shape_reads_as_none() -> None:
     state = HookState()
-    ctx = StepContext(state=state)
+    ctx = StepContext(draft=state.draft)
     assert ctx.read("w", "q", (2, 3)) is None
     ctx.write("w", "q", (2, 3)).fill_(1.0)
     state.versions.commit()
@@ -63,7 +63,7 @@ def test_tentative_steps_are_kept_or_undone_together(used: bool) -> None:
         assert held(state) == value
         assert (state.versions.certain.step, [float(t[0]) for _, _, t in state.entries()]) == (1, [1.0])
     assert (state.versions.tentative, state.step) == (True, 4)
-    state.units.rescale(8.0)
+    state.versions.rescale(8.0)
     assert held(state) == 32.0
     state.versions.resolve_tentative(used)
     assert (state.versions.tentative, state.step, held(state)) == (False, 4 if used else 1, 32.0 if used else 8.0)
@@ -512,19 +512,19 @@ def events(
     three elements.
     """
     log: dict[int, list[str]] = {0: [], 1: []}
-    starting, waiting = Stage.start, Stage.wait
+    starting, waiting = Batch.start, Batch.wait
 
-    def start(self: Stage, requests: tuple[Any, ...]) -> Stage:
-        log[self.transport.rank].append(f"start {sum(r.tensor.numel() for r in requests)}")
-        return starting(self, requests)
+    def start(self: Batch) -> None:
+        log[self._messenger.transport.rank].append(f"start {sum(r.tensor.numel() for r in self._requests)}")
+        starting(self)
 
-    def wait(self: Stage, timeout: float | None) -> None:
+    def wait(self: Batch, timeout: float | None) -> None:
         if self._messages:
-            log[self.transport.rank].append("wait")
+            log[self._messenger.transport.rank].append("wait")
         waiting(self, timeout)
 
-    monkeypatch.setattr(Stage, "start", start)
-    monkeypatch.setattr(Stage, "wait", wait)
+    monkeypatch.setattr(Batch, "start", start)
+    monkeypatch.setattr(Batch, "wait", wait)
 
     def body(rank: SimulatedRank) -> None:
         engine = rank.engine(reduction)
@@ -566,7 +566,7 @@ def test_a_failure_is_heard_by_all_wherever_the_status_travels(wrap: Any, monkey
         engine = rank.engine(wrap(reduction))
         for i in range(2):
             engine.submit(Bucket.from_tensors({f"w{i}": torch.ones(4)}, index=i, is_last=i == 1))
-        return engine.finish(), engine.resolve_step(force=True)
+        return engine.finish(), engine.resolve_before_next_step()
 
     def early(self: Plain, bucket: Bucket, ctx: StepContext) -> Iterator[Any]:
         if ctx.rank == 1 and bucket.index == 1 and not bucket.buffer.is_meta:
@@ -638,7 +638,7 @@ def test_a_late_failure_leaves_nan_on_every_rank(where: str, monkeypatch: pytest
             found.append(Bucket.from_tensors(numbers, index=i, is_last=i == 1))
             engine.submit(found[-1])
         error = engine.finish()
-        assert not engine.buckets.submitted
+        assert not engine.step.submitted
         spoilt = [bool(bucket.view(p).isnan().any()) for bucket in found for p in bucket.params]
         return error, spoilt, torch.cat([bucket.buffer for bucket in found]).tolist()
 

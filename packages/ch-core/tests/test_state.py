@@ -20,7 +20,7 @@ def test_sent_is_no_copy_if_the_bucket_itself_is_sent() -> None:
     for expr, copies in ((EF, 0), ("error_feedback(topk(feedback=False))", 1)):
         made = ranks(expr, parameters())
         made.step(all_ranks(parameters(), 2, 0))
-        names = [name for _, name in made.engines[0].sender.scratch._tensors]
+        names = [name for _, name in made.engines[0].messenger.scratch._tensors]
         assert names.count("sent") == (2 if copies else 0)  # one for each bucket
 
 

@@ -24,8 +24,8 @@ from ch_core import (
     Wire,
     simulate,
 )
-from ch_core.engine.collectives import void_requests
 from ch_core.engine.engine import Engine
+from ch_core.engine.step import void_requests
 from ch_testing import SimulatedRanks
 from ch_wrappers import WireCast
 from commhooks import CommHook

@@ -149,7 +149,7 @@ def test_the_scale_is_sent_for_when_the_forward_begins(
         scale = ask()
         scaler.scale(model(torch.randn(4, 8)).square().sum()).backward()
         assert isinstance(handle.state, commhooks.HookState)
-        assert handle.state.units.scale == scale
+        assert handle.state.versions.loss_scale == scale
         scales.append(scale)
         scaler.step(optimizer)
         scaler.update()

@@ -152,7 +152,7 @@ def freed(rank: int, world: int) -> tuple[bool, int]:
         backward(model, rank, step)
         backward(plain, rank, step)
     engine = handle.binding.engine  # type: ignore[union-attr]
-    return torch.equal(gradients(model), gradients(plain)), len(engine.buckets.kept)  # type: ignore[union-attr]
+    return torch.equal(gradients(model), gradients(plain)), len(engine.step.kept)  # type: ignore[union-attr]
 
 
 @lazily

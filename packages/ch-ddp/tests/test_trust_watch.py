@@ -206,10 +206,10 @@ def default_deadline(rank: int, world: int) -> tuple[float, float]:
     model = DistributedDataParallel(nn.Linear(6, 6))
     longer = dist.new_group(list(range(world)), timeout=timedelta(seconds=44))
     handle = commhooks.attach(model, Plain())
-    first = handle.binding.engine.sender.timeout  # type: ignore[union-attr]
+    first = handle.binding.engine.messenger.timeout  # type: ignore[union-attr]
     handle.detach()
     handle = commhooks.attach(model, Plain(), process_group=longer)
-    return first, handle.binding.engine.sender.timeout  # type: ignore[union-attr, return-value]
+    return first, handle.binding.engine.messenger.timeout  # type: ignore[union-attr, return-value]
 
 
 def test_the_deadline_is_the_process_groups_own() -> None:

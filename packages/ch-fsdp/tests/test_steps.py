@@ -320,7 +320,7 @@ def body_ends(rank: int, world: int) -> None:
             ended = step + 1 if way is not in_chunks else 4 * (step + 1)
             assert handle.stats()["steps"] == ended, way.__name__
             assert not handle.binding.engine.in_step
-            assert not handle.binding.engine.buckets.kept
+            assert not handle.binding.engine.step.kept
         handle.commit()
         assert handle.state.step == ended
         reduction.armed = True

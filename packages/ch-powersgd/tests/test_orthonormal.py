@@ -133,7 +133,7 @@ def test_the_average_and_the_residual_are_exact_products(allowed: str) -> None:
     backend.fp32_precision = allowed
     try:
         with Products():
-            for request in PowerSGD(rank=4).start(bucket, StepContext(state=state)):
+            for request in PowerSGD(rank=4).start(bucket, StepContext(draft=state.draft)):
                 assert isinstance(request, AllReduce)
                 if request.sent is not None:  # a group of one rank
                     request.sent.copy_(request.tensor)

@@ -116,7 +116,7 @@ def gloo_body(rank: int, world: int, folder: str) -> dict[str, float]:
     assert running.close() is None  # closed already
     engine = handle.binding.engine
     assert engine is not None and engine.counters.trace is None
-    assert engine.sender.transport is engine.transport
+    assert engine.messenger.transport is engine.transport
     assert hooks_of(model) == untraced
     assert handle.stats()["steps"] == after["steps"] + 1
     with pytest.raises(ValueError, match="at least 1"):
@@ -156,7 +156,7 @@ def waiting_body(rank: int, world: int) -> list[float]:
     assert binding is not None and binding.engine is not None
     engine = binding.engine
     recorder = EngineTrace(engine, 100)
-    sends = engine.sender.transport
+    sends = engine.messenger.transport
     if rank == 1:
         time.sleep(0.3)
     short = [sends.all_reduce(torch.zeros(8), "sum") for _ in range(2)]

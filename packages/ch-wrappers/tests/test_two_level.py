@@ -385,7 +385,7 @@ def test_a_rank_that_ends_at_any_collective_is_noticed(step: int) -> None:
 
     def body(rank: SimulatedRank) -> None:
         engine = rank.engine(commhooks.create("two_level(quant4)").reduction)  # type: ignore[arg-type]
-        engine.sender.timeout = 2.0
+        engine.messenger.timeout = 2.0
         if rank.rank == 3 and step == 0:
             raise KeyError("gone")
         engine.submit(Bucket.from_tensors({"w": torch.ones(64, 64)}, is_last=False))
@@ -509,7 +509,7 @@ def test_refused_by_name(expr: str, why: str) -> None:
 def test_the_user_gives_the_nodes() -> None:
     some = SimulatedRanks(lambda: commhooks.create("two_level(quant4, nodes=2)"), 4, LIKE)
     assert equal(some.step(gradients(4)))
-    assert some.engines[0].sender.topology == Topology.even(4, 2)
+    assert some.engines[0].messenger.topology == Topology.even(4, 2)
     lists = SimulatedRanks(lambda: commhooks.create("two_level(quant4, nodes=[[0, 2], [1, 3]])"), 4, LIKE)
     assert equal(lists.step(gradients(4)))
     with pytest.raises(HookConfigError, match="cannot be cut into nodes of 3"):
@@ -524,7 +524,7 @@ def test_nodes_in_any_order_give_equal_bits(expr: str) -> None:
     some = SimulatedRanks(lambda: commhooks.create(f"two_level({expr}, nodes=[[3, 0], [1, 2]])"), 4, LIKE)
     law = Law()
     law.steps(some, 3, 1)
-    assert some.engines[3].sender.topology == Topology(((0, 3), (1, 2)))
+    assert some.engines[3].schedule.topology == Topology(((0, 3), (1, 2)))
     if "powersgd" in expr:
         assert law.gap(some) < 1e-4
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ch_core import SimulatedRank, simulate
-from ch_core.engine.stats import residual_figures
+from ch_core.engine.residual_norms import residual_figures, residual_norms
 from ch_wrappers import WireCast
 from ch_wrappers.error_feedback import error_feedback
 from ch_wrappers.policy import policy
@@ -52,7 +52,7 @@ def test_residual_figures_cover_transposed_parameters() -> None:
                 bucket.view("w").copy_(gradient)
                 engine.submit(bucket)
                 assert engine.finish() is None
-                figures = residual_figures(engine.residual_norms())
+                figures = residual_figures(residual_norms(engine))
                 engine.rollback()
             return figures
 

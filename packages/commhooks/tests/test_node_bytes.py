@@ -31,7 +31,7 @@ def test_the_plan_equals_the_counters(expr: str, levels: str, nodes: int, each: 
     reduction = some.handles[0].reduction
     assert reduction is not None
     tuning = CpuTuning.off()  # simulated ranks exchange nothing directly
-    planned = node_bytes(reduction, some.engines[0].buckets.layouts, topology, tuning=tuning)
+    planned = node_bytes(reduction, some.engines[0].step.layouts, topology, tuning=tuning)
     for node in topology.nodes:
         wire, leaving = (sum(counted[rank][i] for rank in node) for i in (0, 1))
         assert leaving == pytest.approx(planned.leaving, rel=0.02)

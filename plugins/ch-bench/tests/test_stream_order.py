@@ -20,8 +20,7 @@ import commhooks
 from ch_bench.gpu_kit.models import COMPOSITIONS
 from ch_core.device import HostCopy, SideStream, record_use
 from ch_core.encoding import Encoding, Entry
-from ch_core.engine import bucket_run
-from ch_core.engine.collectives import Message, Sender, Stage
+from ch_core.engine.messages import Batch, Message, Messenger
 from ch_core.engine.outcome import StepOutcome
 from ch_fsdp.group_order import GroupOrder
 from ch_fsdp.steps import Steps
@@ -109,11 +108,9 @@ def on_without_wait(self: SideStream, tensor: torch.Tensor) -> Iterator[None]:
         yield
 
 
-class Unwaited(Stage):
-    __slots__ = ()
-
-    def wait(self, timeout: float | None) -> None:
-        """Return too early."""
+def not_awaited(self: Batch, timeout: float | None, real: Any = Batch.wait) -> None:
+    if not self.members:  # the status
+        real(self, timeout)
 
 
 def decoded_first(self: Message, tuning: Any, timeout: float | None) -> None:
@@ -121,8 +118,9 @@ def decoded_first(self: Message, tuning: Any, timeout: float | None) -> None:
     tuning.wait(self._work, self._output, timeout)
 
 
-def of_one_owner(transport: Any, scratch: Any, owner: object, *args: Any) -> Stage:
-    return Stage(transport, scratch, 0, *args)
+def of_one_owner(self: Batch, *args: Any, real: Any = Batch.add) -> None:
+    real(self, *args)
+    self._owner = 0
 
 
 def before(owner: type, name: str, action: Callable[[Any], None]) -> Plant:
@@ -144,7 +142,13 @@ def event_first(self: HostCopy, tensor: torch.Tensor, made: Any = HostCopy.__ini
 
 
 def drop_message(outcome: StepOutcome) -> None:
-    outcome._stage = None
+    outcome._batch = None
+
+
+def keeps_scratch(self: Messenger, real: Any = Messenger.drop) -> None:
+    scratch = self.scratch
+    real(self)
+    self.scratch = scratch
 
 
 def forget_streams(owner: Any) -> None:
@@ -163,9 +167,9 @@ def dropped(other: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 WITHOUT_WAIT = partial(mock.patch.object, SideStream, "_on", on_without_wait)
-NOT_AWAITED = partial(mock.patch.object, bucket_run, "Stage", Unwaited)
+NOT_AWAITED = partial(mock.patch.object, Batch, "wait", not_awaited)
 EARLY = partial(mock.patch.object, Message, "wait", decoded_first)
-SHARED = partial(mock.patch.object, bucket_run, "Stage", of_one_owner)
+SHARED = partial(mock.patch.object, Batch, "add", of_one_owner)
 PLANTS: dict[str, tuple[Plant, dict[str, Any], str]] = {
     "no wait_stream": (WITHOUT_WAIT, {}, "main"),
     "no record_stream, and dropped messages that are not waited for": (
@@ -184,7 +188,7 @@ PLANTS: dict[str, tuple[Plant, dict[str, Any], str]] = {
     "an event before the copy": (partial(mock.patch.object, HostCopy, "__init__", event_first), {}, "host reads"),
     "stages that share memory for casts": (SHARED, {}, "collectives"),
     "a dropped step that leaves its scratch memory, and messages that are not waited for": (
-        partial(dropped, mock.patch.object(Sender, "forget", nothing)),
+        partial(dropped, mock.patch.object(Messenger, "drop", keeps_scratch)),
         {"stops": True},
         "collectives",
     ),

@@ -76,7 +76,7 @@ def test_a_loss_scale_multiplies_the_scales_alone() -> None:
     before = [tensor.clone() for _, _, tensor in state.entries()]
     codes, scales = state.versions.committed["w", "residual"].tensors
     was = codes.clone(), scales.clone()
-    state.units.rescale(64.0)
+    state.versions.rescale(64.0)
     assert torch.equal(codes, was[0])
     assert torch.equal(scales, 64.0 * was[1])
     assert [torch.equal(a, b) for a, (_, _, b) in zip(before, state.entries(), strict=True)] == [True]

@@ -1,4 +1,7 @@
-"""Entries of a state in versions: the committed one, the draft of a step, and the one that tentative steps may return to."""
+"""Entries of a state in versions: the committed one, the draft of a step, and the one that tentative steps may return to.
+
+All versions have one loss scale and one device.
+"""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -113,6 +116,8 @@ class Versions:
         committed: the entries. A commit replaces the mapping.
         step: number of committed steps.
         draft: entries of the step that runs, or waits for its outcome.
+        loss_scale: loss scale of the gradients that the fields of :attr:`scaled` were made from.
+        scaled: power of the loss scale in each field that follows it: 1 for gradients, 2 for their squares.
 
     Example:
         >>> versions = Versions()
@@ -132,6 +137,9 @@ class Versions:
         self.step = step
         self._before: Version | None = None  # the first tentative step
         self._presumed = False  # True if checkpoints hold the tentative steps as if the optimizer had used them
+        self.loss_scale = 1.0
+        self.scaled: Mapping[str, int] = {RESIDUAL: 1}
+        self._device: torch.device | None = None  # None after a load, which may put entries anywhere, by `map_location`
         self._set(entries or {})
 
     def _set(self, entries: Mapping[Key, Entry]) -> None:
@@ -149,7 +157,36 @@ class Versions:
         present = Version(self.committed, self.step)
         return present if self._before is None or self._presumed else self._before
 
-    def every(self) -> Iterator[tuple[Key, Entry]]:
+    def move_to(self, device: torch.device) -> None:
+        """Move all entries to the device of the gradients."""
+        if self._device != device:
+            for _, entry in self._every():
+                entry.to(device)
+            self._device = device
+
+    def rescale(self, loss_scale: float) -> None:
+        """Convert the fields of :attr:`scaled` to another loss scale.
+
+        Raises:
+            ValueError: ``loss_scale`` is not a positive finite number.
+        """
+        if loss_scale == self.loss_scale:
+            return
+        if not 0.0 < loss_scale < float("inf"):
+            raise ValueError(f"the loss scale is {loss_scale}; expected a positive finite number")
+        for (_, field), entry in self._every():
+            power, tensor = self.scaled.get(field), entry.tensors[-1]  # codes follow through their scales
+            if power and tensor.is_floating_point():
+                tensor.mul_((loss_scale / self.loss_scale) ** power)
+        self.loss_scale = loss_scale
+
+    def unscaled(self, field: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return numbers of a field without the loss scale."""
+        if field not in self.scaled or self.loss_scale == 1.0:
+            return tensor
+        return tensor / self.loss_scale ** self.scaled[field]
+
+    def _every(self) -> Iterator[tuple[Key, Entry]]:
         """Yield each entry of every version once."""
         before = self._before.entries if self._before is not None else {}
         yield from self.committed.items()
@@ -209,7 +246,7 @@ class Versions:
         """Replace all entries and the step.
 
         Args:
-            entries: the new committed entries.
+            entries: the new committed entries, without the loss scale.
             step: the new step.
             keep: fields whose written and tentative entries stay. A member that heals within a step receives the state
                 from before the step. The step is then committed on top.
@@ -224,6 +261,7 @@ class Versions:
             self._set({**entries, **tried})
         draft.written = written
         draft.spare.clear()
+        self.loss_scale, self._device = 1.0, None
 
     def drop(self, keys: Collection[Key]) -> None:
         """Remove committed entries, between steps."""
@@ -245,7 +283,8 @@ class Versions:
     def __getstate__(self) -> dict[str, Any]:
         """Return the certain version, without buffers."""
         entries, step = self.certain
-        return {"entries": dict(entries), "step": step}
+        return {"entries": dict(entries), "step": step, "loss_scale": self.loss_scale, "scaled": self.scaled}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
-        Versions.__init__(self, **kept)
+        Versions.__init__(self, kept["entries"], kept["step"])
+        self.loss_scale, self.scaled = kept["loss_scale"], kept["scaled"]

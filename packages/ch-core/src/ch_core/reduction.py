@@ -20,7 +20,7 @@ import torch
 
 from ch_core.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride
 from ch_core.encoding import OWN_ORDER, Encoding, Entry, Key, Packed
-from ch_core.entries import RESIDUAL
+from ch_core.entries import RESIDUAL, Draft
 from ch_core.errors import HookConfigError, HookNotSupportedError, HookResultError
 from ch_core.requests import (
     BF16_BYTES,
@@ -37,7 +37,6 @@ from ch_core.requests import (
 )
 from ch_core.scratch import Scratch
 from ch_core.shards import Shards, Weights, plain_gather, plain_scatter
-from ch_core.state import HookState
 from ch_core.topology import Nodes, Topology
 
 Stages = Generator[Requests, None, None]
@@ -62,12 +61,12 @@ class StepContext:
 
     __slots__ = (
         "_absent",
+        "_draft",
         "_owes",
         "_owner",
         "_pieces",
         "_scratch",
         "_shared",
-        "_state",
         "_whole",
         "encodings",
         "participating",
@@ -84,7 +83,7 @@ class StepContext:
         world_size: int = 1,
         step: int = 0,
         *,
-        state: HookState | None = None,
+        draft: Draft | None = None,
         scratch: Scratch | None = None,
         owner: Hashable = 0,
         participating: bool = True,
@@ -97,7 +96,7 @@ class StepContext:
     ) -> None:
         self.rank, self.world_size, self.step, self.participating = rank, world_size, step, participating
         self.sent, self.topology = sent, topology
-        self._state = state if state is not None else HookState()
+        self._draft = draft if draft is not None else Draft()
         self._scratch = scratch if scratch is not None else Scratch()
         self._owner = owner
         self._shared = shared
@@ -139,7 +138,7 @@ class StepContext:
     def _entry(self, name: str, field: str) -> Entry | None:
         if not (self._whole or self._takes_part(name, field)):
             return None
-        found = self._state.draft.found.get((name, field))
+        found = self._draft.found.get((name, field))
         if self._pieces is None or found is None or self._pieces.fits(name, field, found.encoding):
             return found
         return None  # of another part of the parameter
@@ -188,7 +187,7 @@ class StepContext:
             encoding = self._pieces.encoding(name, field, shape)
         else:
             encoding = self.encodings.get((name, field), encoding)
-        draft = self._state.draft
+        draft = self._draft
         if self._whole or self._takes_part(name, field):
             return draft.write((name, field), shape, dtype, device, encoding)
         if self._owes and field == RESIDUAL:
@@ -222,7 +221,7 @@ class StepContext:
             self.rank,
             self.world_size,
             self.step,
-            state=self._state,
+            draft=self._draft,
             scratch=self._scratch,
             owner=(self._owner, part),
             participating=self.participating,
@@ -264,7 +263,7 @@ class StepContext:
             rank,
             size,
             self.step,
-            state=self._state,
+            draft=self._draft,
             scratch=self._scratch,
             owner=(self._owner, part),
             participating=participating,
@@ -289,7 +288,7 @@ class StepContext:
 
         Such entries come from a loaded state, or from an earlier partition.
         """
-        found = self._state.draft.found.get((name, field))
+        found = self._draft.found.get((name, field))
         return found is not None and not pieces.fits(name, field, found.encoding)
 
     def adopt(self, name: str, field: str, pieces: "Pieces") -> bool:
@@ -298,7 +297,7 @@ class StepContext:
         Returns:
             True if it is this rank's piece now.
         """
-        entry = self._state.draft.found[name, field]
+        entry = self._draft.found[name, field]
         piece = pieces.cut(name, field, entry.decoded())
         if piece is not None:
             entry.tensor, entry.encoding, entry.scales = piece.tensor, piece.encoding, None
@@ -306,14 +305,14 @@ class StepContext:
 
     def take_foreign(self, name: str, field: str) -> torch.Tensor:
         """Remove a foreign entry, and return its numbers in the parameter's own order. It goes when the step commits."""
-        draft = self._state.draft
+        draft = self._draft
         numbers = draft.found[name, field].decoded()
         draft.drop((name, field))
         return numbers
 
     def keep_foreign(self, name: str, field: str) -> None:
         """Add the entry that this step has written for this rank's piece to the foreign entry, and write the sum."""
-        draft = self._state.draft
+        draft = self._draft
         piece = draft.written.pop((name, field), None)
         if piece is not None:
             whole = draft.found[name, field].decoded()

@@ -1,4 +1,4 @@
-"""State of a stateful hook: entries by parameter name and field, the rank and model that they belong to, and their units."""
+"""State of a stateful hook: entries by parameter name and field, and the rank and model that they belong to."""
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping
@@ -12,7 +12,6 @@ from ch_core.errors import StateError
 from ch_core.identity import BucketNames, Identity, RankId
 from ch_core.logs import log
 from ch_core.param_table import ParamTable, trained_params
-from ch_core.units import Units
 
 
 class StateWriter(Protocol):
@@ -41,7 +40,6 @@ class HookState:
     Attributes:
         versions: the entries: committed ones, and the draft of a step.
         identity: rank, and model with its parameters.
-        units: loss scale and device.
         handed_over: True if another engine of this run wrote the entries, False if they were loaded.
         drivers: of the hook functions that were called with this state.
 
@@ -61,7 +59,6 @@ class HookState:
     def __init__(self) -> None:
         self.versions = Versions()
         self.identity = Identity(self.versions)
-        self.units = Units(self.versions)
         self.handed_over = False
         self._written = False  # True once an engine has driven this state
         self._leave_process()
@@ -95,7 +92,7 @@ class HookState:
         Tensors are unscaled and unpacked. A field with a number for each element has the parameter's own shape and order.
         """
         for (name, field), entry in sorted(self.versions.certain.entries.items(), key=lambda pair: pair[0]):
-            yield name, field, self.units.unscaled(field, entry.decoded())
+            yield name, field, self.versions.unscaled(field, entry.decoded())
 
     def replace(
         self,
@@ -118,8 +115,6 @@ class HookState:
             buckets: the new buckets; empty to keep the old ones.
         """
         self.versions.replace({key: Entry(tensor) for key, tensor in entries.items()}, step, keep)
-        self.units.scale = 1.0
-        self.units.forget_device()
         self.handed_over = self._written = False
         identity = self.identity
         identity.rank, identity.buckets = place, buckets or identity.buckets
@@ -160,13 +155,13 @@ class HookState:
             StateError: the state was loaded before the process group existed, and belongs to another rank.
         """
         self.resolve_step()
-        versions, units, fields = self.versions, self.units, engine.reduction.fields
+        versions, fields = self.versions, engine.reduction.fields
         versions.abandon()  # if the earlier engine's step never ended
         versions.resolve_tentative(False)
-        scaled = {**units.scaled, **engine.reduction.scaled_fields}
-        if scaled != units.scaled:
-            units.rescale(1.0)  # by the powers of the hook before
-        units.scaled = scaled
+        scaled = {**versions.scaled, **engine.reduction.scaled_fields}
+        if scaled != versions.scaled:
+            versions.rescale(1.0)  # by the powers of the hook before
+        versions.scaled = scaled
         transport = engine.transport
         here, there = RankId(transport.rank, transport.world_size), self.identity.rank
         self.handed_over, self._written = self._written, True
@@ -202,7 +197,6 @@ class HookState:
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         self.__dict__.update(kept)
-        self.units.forget_device()
         self._leave_process()
 
 

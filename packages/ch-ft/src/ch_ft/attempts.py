@@ -286,7 +286,7 @@ class ManagedSteps:
     def _begin(self) -> None:
         step = self.transport.begin()
         # Only after the quorum: until then its thread may take a snapshot for a healing member.
-        self.engine.resolve_step(force=True)
+        self.engine.resolve_before_next_step()
         self._judge.begin_backward()
         self.engine.set_failure(None)
         self.engine.state.step = step if self._rounds is None else self._rounds(step)

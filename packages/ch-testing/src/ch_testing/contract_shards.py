@@ -108,7 +108,7 @@ class Scattering(Case):
                     raise error
                 if number == dropped:
                     engine.rollback()
-                engine.resolve_step(force=True)
+                engine.resolve_before_next_step()
                 parts.append(output)
             return parts, state
 

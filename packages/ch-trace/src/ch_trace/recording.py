@@ -138,9 +138,9 @@ class EngineTrace:
         engine = self.engine
         if engine.counters.trace is self:
             engine.counters.trace = None
-            sends = engine.sender.transport
+            sends = engine.messenger.transport
             if isinstance(sends, TracedTransport):
-                engine.sender.transport = sends.inside
+                engine.messenger.transport = sends.inside
 
     # -- calls of the engine
 
@@ -208,9 +208,9 @@ class EngineTrace:
 
     def _wrap(self) -> None:
         """Time the messages of the engine's transport. A move to another group replaces the transport."""
-        sender = self.engine.sender
-        if not isinstance(sender.transport, TracedTransport):
-            sender.transport = TracedTransport(sender.transport, self)
+        messenger = self.engine.messenger
+        if not isinstance(messenger.transport, TracedTransport):
+            messenger.transport = TracedTransport(messenger.transport, self)
 
     def poll(self, work: "PolledWork") -> None:
         """Look for the end of a work at each event."""

@@ -60,8 +60,8 @@ def fingerprint(handle: "CommHook", rows: Rows, *, watched: bool = False) -> dic
         contexts = [place for step in steps for place in engine.context(step).places()]
         plans = [engine.reduction.plan(layout, ctx) for layout in binding.layouts for ctx in contexts]
         fields["collectives"] = [str(request) for plan in plans for stage in plan for request in stage]
-        fields["nodes"] = [str(engine.sender.topology.nodes)] if engine.sender.topology is not None else [""]
-        fields["pieces"] = [f"{engine.reduction.piece_bytes} {engine.sender.tuning.cuts}"]
+        fields["nodes"] = [str(engine.schedule.topology.nodes)] if engine.schedule.topology is not None else [""]
+        fields["pieces"] = [f"{engine.reduction.piece_bytes} {engine.messenger.tuning.cuts}"]
         held = [e for e in engine.state.entries() if engine.reduction.fields.get(e[1]) not in ("local", "owned")]
         fields["state"] = [_entry(*one) for one in held]
     return fields

@@ -21,6 +21,7 @@ from ch_core import (
     Reduction,
     payload_bytes,
     residual_figures,
+    residual_norms,
 )
 from commhooks.adapters.base import Binding
 from commhooks.checkpoint.save_load import fit_to, load_state_dict, state_dict
@@ -184,7 +185,7 @@ class CommHook:
         engine = self._bound().engine
         figures = self._bound().stats()
         if detail and engine is not None:
-            figures |= residual_figures(engine.residual_norms())
+            figures |= residual_figures(residual_norms(engine))
         return figures
 
     def plan(self) -> list[PlanRow]:
@@ -271,7 +272,7 @@ class CommHook:
             raise AttachError(
                 f"{self.expr} is a foreign hook, whose collectives cannot be planned. Measure its bytes on the network"
             )
-        plans = [engine.plan(layout) for layout in engine.buckets.layouts or self._bound().layouts]
+        plans = [engine.plan(layout) for layout in engine.step.layouts or self._bound().layouts]
         return sum(map(payload_bytes, plans))
 
     def assert_active(self) -> None:

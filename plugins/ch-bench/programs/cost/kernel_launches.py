@@ -95,7 +95,7 @@ def operations(hook: str, buckets: list[dict[str, tuple[int, ...]]]) -> Counter[
     for index, shapes in enumerate(buckets):
         layout = BucketLayout.of_shapes(shapes, device="meta")
         made.append(Bucket(layout, torch.empty(layout.numel, dtype=torch.float32, device="meta"), index))
-    contexts = [StepContext(0, 2, state=state, owner=bucket.index) for bucket in made]  # scratch outlives a step
+    contexts = [StepContext(0, 2, draft=state.draft, owner=bucket.index) for bucket in made]  # scratch outlives a step
 
     def step() -> None:
         for ctx in contexts:

@@ -135,7 +135,7 @@ class Bench:
             self._step(self.own)
             engine = handle.binding.engine if handle.binding is not None else None
             assert engine is not None and handle.reduction is not None  # no foreign hook
-            plan = node_bytes(handle.reduction, engine.buckets.layouts, self.topology, engine.state.step).leaving
+            plan = node_bytes(handle.reduction, engine.step.layouts, self.topology, engine.state.step).leaving
             made_turn = self._measure(hook, rate, steps, self.own, handle.stats, plan)
             state = handle.hook_state
             if state is not None:

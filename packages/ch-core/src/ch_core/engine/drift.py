@@ -14,7 +14,7 @@ import torch
 
 from ch_core.device import HostCopy, is_asynchronous
 from ch_core.digest import digests, folded
-from ch_core.engine.collectives import Sender, Stage
+from ch_core.engine.messages import Batch, Messenger
 from ch_core.errors import HookConfigError, RankMismatchError
 from ch_core.logs import log
 from ch_core.reduction import Reduction
@@ -83,7 +83,7 @@ class RankCheck:
         self._due = 0  # number of the step whose digests were sent last
         self._names: list[str] = []
         self._rows: torch.Tensor | None = None  # (tensors,) digests of that step
-        self._sent: tuple[Stage, torch.Tensor] | None = None
+        self._sent: tuple[Batch, torch.Tensor] | None = None
         self._received: HostCopy | None = None
         self._error: RankMismatchError | None = None
 
@@ -113,12 +113,12 @@ class RankCheck:
     # -- of an engine
 
     def begin(
-        self, sender: Sender, reduction: Reduction, state: HookState, device: torch.device, *, participating: bool
+        self, messenger: Messenger, reduction: Reduction, state: HookState, device: torch.device, *, participating: bool
     ) -> BaseException | None:
         """Begin a step: send this rank's digest if the step is due.
 
         Args:
-            sender: sends the message, which all ranks send at this place.
+            messenger: sends the message, which all ranks send at this place.
             reduction: decides which parameters stay equal, and which fields of the state are shared.
             state: its state.
             device: device of the step's messages.
@@ -127,8 +127,8 @@ class RankCheck:
         Returns:
             The exception of this rank's digest. It must fail the step on all ranks.
         """
-        sender.device = device
-        self._settle(sender.gather)
+        messenger.device = device
+        self._settle(messenger.gather)
         if not self._counts():
             return None
         error: BaseException | None = None
@@ -138,19 +138,19 @@ class RankCheck:
                 self._digest([*_kept_equal(self._tensors(), reduction), *_shared(state, reduction)], device)
         except BaseException as raised:  # peers wait for this rank's message
             error, self._rows = raised, None
-        received = torch.empty(sender.transport.world_size * 2, dtype=torch.int64, device=device)
-        self._sent = sender.post(AllGather(self._message(device), received)), received
+        received = torch.empty(messenger.transport.world_size * 2, dtype=torch.int64, device=device)
+        self._sent = messenger.post(AllGather(self._message(device), received)), received
         return error
 
-    def finish(self, sender: Sender) -> None:
+    def finish(self, messenger: Messenger) -> None:
         """End a step: receive the digests of all ranks. On a CPU, compare them."""
         if self._sent is None:
             return
-        (stage, received), self._sent = self._sent, None
-        stage.wait(sender.timeout)
+        (batch, received), self._sent = self._sent, None
+        batch.wait(messenger.timeout)
         self._received = HostCopy(received)
         if not is_asynchronous(received.device):
-            self._settle(sender.gather)
+            self._settle(messenger.gather)
 
     def abandon(self) -> None:
         """Drop the comparison of a step that never finishes."""

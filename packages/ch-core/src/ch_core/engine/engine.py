@@ -2,102 +2,40 @@
 
 The lockstep rule does not depend on timing. When bucket *b* arrives, start its first stage. Then advance each older bucket
 by one stage, in bucket order. On the last bucket, drain. All-reduces that older buckets yield at the same time form one
-stage. Collectives that cannot be merged start at once. Every collective starts on the thread that calls the hook,
+batch. Collectives that cannot be merged start at once. Every collective starts on the thread that calls the hook,
 before the last call of the hook returns. :mod:`ch_core.engine.schedule` decides which buckets wait for the drain,
-which first stages are sent together, and which buckets are cut into pieces.
+which first stages are sent together, and which buckets are cut into pieces. :mod:`ch_core.engine.messages` sends them.
 
 One status message in each step tells all ranks which rank raised and if the reduced numbers are finite
 (:mod:`ch_core.engine.outcome`). It follows the drain. If no code of a reduction is left to run, it travels with the last
-messages.
+messages. :mod:`ch_core.engine.commits` then commits the state or rolls it back.
 """
 
 import threading
 import time
 from collections.abc import Callable, Collection
+from copy import copy
 from functools import partial
 from typing import NoReturn, TypeVar
-from zlib import crc32
 
 import torch
 
 from ch_core.bucket import Bucket, BucketLayout
 from ch_core.device import is_asynchronous, is_capturing
-from ch_core.engine.bucket_run import BucketRun, RequestBatch
-from ch_core.engine.collectives import Sender, Stage
+from ch_core.engine.commits import Commits, StepJudge
 from ch_core.engine.drift import RankCheck
-from ch_core.engine.outcome import DECODE, ENCODE, Commits, Progress, StepJudge, StepOutcome
-from ch_core.engine.schedule import TUNED, CpuTuning
-from ch_core.engine.stats import Counters, ResidualNorm, Sampler, residual_norms
+from ch_core.engine.messages import Batch, Messenger
+from ch_core.engine.outcome import BETWEEN, DECODE, ENCODE, Progress, StepOutcome
+from ch_core.engine.schedule import TUNED, BucketPlan, CpuTuning, Schedule
+from ch_core.engine.stats import Counters, Sampler
+from ch_core.engine.step import BucketRun, Step
 from ch_core.errors import CommHooksError, HookNotSupportedError, TransportError
-from ch_core.reduction import Reduction, StepContext
-from ch_core.requests import StagePlan, as_tuple
-from ch_core.scratch import Scratch
+from ch_core.reduction import Reduction, Stages, StepContext
+from ch_core.requests import StagePlan
 from ch_core.state import HookState
-from ch_core.topology import Topology
-from ch_core.transport.base import LeveledTransport, Transport
-from ch_core.transport.loan import take_back
+from ch_core.transport.base import Transport
 
 T = TypeVar("T")
-
-
-class StepBuckets:
-    """The buckets of the running step, or of the last one, in order of arrival.
-
-    Attributes:
-        layouts: layouts of all buckets.
-        digest: digest of the layouts. Ranks with different layouts have, with few exceptions, different digests.
-        in_flight: runs that are not done.
-        count: number of the next run. Runs in flight have different numbers.
-        keep: True if buckets stay readable after the step.
-        kept: buckets that hold their average, if they are kept.
-        submitted: buckets in which a late failure must still write NaN when the step ends.
-    """
-
-    __slots__ = ("count", "digest", "in_flight", "keep", "kept", "layouts", "submitted")
-
-    def __init__(self) -> None:
-        self.layouts: list[BucketLayout] = []
-        self.digest = 0
-        self.in_flight: list[BucketRun] = []
-        self.count = 0
-        self.keep = False
-        self.kept: list[Bucket] = []
-        self.submitted: list[Bucket] = []
-
-    def begin(self) -> None:
-        """Begin a step."""
-        self.layouts.clear()
-        self.digest = 0
-        self.kept.clear()
-
-    def add(self, bucket: Bucket, outcome: StepOutcome) -> BucketRun:
-        """Add the next bucket of the step that has this outcome."""
-        run = BucketRun(self.count, bucket, outcome)
-        self.count += 1
-        self.layouts.append(bucket.layout)
-        self.digest = crc32(bucket.layout.digest, self.digest)
-        self.in_flight.append(run)
-        return run
-
-    def drop_done(self) -> None:
-        """Remove runs that are done."""
-        if self.keep:
-            self.kept += [run.bucket for run in self.in_flight if run.done]
-        self.in_flight = [run for run in self.in_flight if not run.done]
-
-    def restart_numbers(self) -> None:
-        """Number the next run 0. No run is in flight, so it may use the scratch of the first one."""
-        self.submitted.clear()  # the wrapper owns their memory
-        self.count = 0
-
-    def abandon(self) -> None:
-        """Close all runs of a step that never finishes. Messages in flight keep the memory that they write to."""
-        pending = [run.pending for run in self.in_flight if run.pending is not None]
-        take_back(loan for stage in pending for loan in stage.drop())
-        for run in self.in_flight:
-            run.close()
-        self.in_flight = []
-        self.restart_numbers()
 
 
 class Engine:
@@ -113,11 +51,12 @@ class Engine:
 
     Attributes:
         counters: cumulative figures, such as bytes and seconds.
-        outcome: outcome of the running step, or of the last one.
+        messenger: carries all messages.
+        schedule: plans of the reduction.
+        step: the running step, or the last one.
         commits: finished steps that are not resolved yet.
         failure: error of a lost transport. The engine refuses steps until it gets another group of ranks.
-        participating: True if this rank contributes data to the running step.
-        buckets: buckets of the running step, or of the last one.
+        participating: True if this rank contributes data to the steps that begin from now on.
         sampler: measures errors of some steps for telemetry.
         rank_check: compares parameters across the ranks every few steps; ``None`` if off.
     """
@@ -135,18 +74,16 @@ class Engine:
         self.reduction, self.transport = reduction, transport
         self.state = state if state is not None else HookState()
         self.counters = Counters()
-        self.sender = Sender(transport, self.counters, timeout, tuning)
-        self.outcome = StepOutcome(reduction.name, transport, progress=Progress.RESOLVED)  # no step has run yet
+        self.messenger = Messenger(transport, self.counters, timeout, tuning, reduction.name)
+        self.schedule = Schedule(reduction, transport, tuning)
         self.commits = Commits(self.state.versions)
         self.failure: BaseException | None = None
         self.participating = True
-        self.buckets = StepBuckets()
+        self.step = Step(StepOutcome(reduction.name, transport, progress=Progress.RESOLVED), True, self.messenger)
         self.sampler = Sampler(transport.rank)
         self.rank_check: RankCheck | None = None
         self._sends_status = sends_status
-        self._opened = False  # True if the transport knows the nodes that the reduction wants
         self._resolving = threading.RLock()
-        self._first_stages = RequestBatch()  # not worth a message yet
         self._on_reduced: Callable[[Bucket], None] | None = None
         self._loss_scale: Callable[[], float] | None = None
         self.state.driven_by(self)
@@ -154,7 +91,12 @@ class Engine:
     @property
     def in_step(self) -> bool:
         """True if buckets of a step have arrived and the step has not ended."""
-        return self.outcome.running
+        return self.step.outcome.progress < Progress.DECIDED
+
+    @property
+    def outcome(self) -> StepOutcome:
+        """Outcome of the running step, or of the last one."""
+        return self.step.outcome
 
     # -- settings of an adapter
 
@@ -184,7 +126,7 @@ class Engine:
 
     def keep_buckets(self) -> None:
         """Keep the buckets of the last step readable until the next step begins."""
-        self.buckets.keep = True
+        self.step.keep = True  # the next step inherits it
 
     # -- one step
 
@@ -201,12 +143,13 @@ class Engine:
             TransportError: the transport is lost.
         """
         begun = time.perf_counter()
-        pieces, device = self.sender.tuning.pieces(bucket, self.reduction), bucket.device
+        pieces, device = self.schedule.pieces(bucket), bucket.storage.device
         if not self.in_step:
             self._begin(device)
+        step = self.step
         if is_asynchronous(device):
-            self.buckets.submitted.append(bucket)
-        older, started = list(self.buckets.in_flight), []
+            step.submitted.append(bucket)
+        older, started = list(step.in_flight), []
         try:
             for piece in pieces:
                 run = self._add(piece)
@@ -219,14 +162,6 @@ class Engine:
         self.counters.hook_seconds += time.perf_counter() - begun
         return next((run for run in started if not run.done), started[-1])
 
-    def _advances_before_drain(self, run: BucketRun) -> bool:
-        """True if a later bucket advances this run. A deferred run waits for the drain.
-
-        A deferred run that has no further stage is advanced too if a callback wants its average. It starts no collective, so
-        the order of collectives stays.
-        """
-        return not run.plan.deferred or (self._on_reduced is not None and run.due is None)
-
     def advance(self) -> None:
         """Advance each bucket in flight by one stage.
 
@@ -235,74 +170,11 @@ class Engine:
         """
         begun = time.perf_counter()
         try:
-            self._first_stages.start(self.sender)
-            self._advance(self.buckets.in_flight)
+            self._start_first_stages()
+            self._advance(self.step.in_flight)
         except Exception as error:
             self._lose(error)
         self.counters.hook_seconds += time.perf_counter() - begun
-
-    def finish(self, *, outside: BaseException | None = None) -> BaseException | None:
-        """End the step: drain and exchange the status.
-
-        Args:
-            outside: error of this rank outside the reduction. The peers learn of it.
-
-        Returns:
-            The error to raise. If one rank returns an error, all ranks do.
-
-        Raises:
-            TransportError: the transport is lost.
-        """
-        begun, trace = time.perf_counter(), self.counters.trace
-        if trace is not None:
-            trace.finishing(begun)
-        if not self.in_step:  # no bucket arrived, but there is an error to send
-            self.outcome = StepOutcome(self.reduction.name, self.transport, late=self.outcome.take_error())
-        if outside is not None:
-            self.outcome.fail(outside, ENCODE)
-        status_first = self._may_send_status_before_drain()
-        try:
-            if status_first:
-                self._send_status()
-            self._drain()
-            if self.sampler.recordings and self.in_step:
-                # Before the status is received. Once it has arrived, the sample must be complete.
-                self._local(partial(self.sampler.finish, self.reduction, self.state), DECODE)
-            if not status_first:
-                self._send_status()
-            drained = time.perf_counter()
-            self.outcome.decide(self.sender.timeout)
-            if self.rank_check is not None:
-                self.rank_check.finish(self.sender)
-            if trace is not None:
-                trace.agreed(drained, time.perf_counter())
-            # Not needed if the status went first: a rank that failed has sent NaN. With a callback it is too late: the callback
-            # has used the averages.
-            if not status_first and self._on_reduced is None:
-                self.outcome.write_nan(self.buckets.submitted)
-        except Exception as lost:
-            self._lose(lost)
-        self.commits.finish(self.outcome, elastic=self.transport.elastic)
-        try:
-            error = self.outcome.error(self.sender.carry_out)
-        except Exception as lost:
-            self._lose(lost)
-        if self.rank_check is not None:
-            error = error or self.rank_check.take_error()
-        self.buckets.restart_numbers()
-        self.counters.finish(self.reduction.trips)
-        self.counters.hook_seconds += time.perf_counter() - begun
-        return error
-
-    def _may_send_status_before_drain(self) -> bool:
-        """True if the status can travel with the last messages, which saves one latency per step.
-
-        Code that runs after the status must not raise, because the status could not report the error. In elastic groups an
-        extra pending message would keep a dead group alive.
-        """
-        if not self.reduction.delivers or self._on_reduced is not None or self.transport.elastic:
-            return False
-        return all(run.due is None for run in self.buckets.in_flight)
 
     def run(self, bucket: Bucket) -> None:
         """Take a bucket and drain it. FSDP2 uses each average as soon as its call returns.
@@ -318,8 +190,56 @@ class Engine:
             self._drain()
         except Exception as error:
             self._lose(error)
-        self.buckets.restart_numbers()
+        self.step.restart_numbers()
         self.counters.hook_seconds += time.perf_counter() - begun
+
+    def finish(self, *, outside: BaseException | None = None) -> BaseException | None:
+        """End the step: drain, agree on the outcome, and return the error.
+
+        Args:
+            outside: error of this rank outside the reduction. The peers learn of it.
+
+        Returns:
+            The error to raise. If one rank returns an error, all ranks do.
+
+        Raises:
+            TransportError: the transport is lost.
+        """
+        begun = time.perf_counter()
+        if self.counters.trace is not None:
+            self.counters.trace.finishing(begun)
+        if not self.in_step:  # no bucket arrived, but there is an error to send. Reports still read the buckets before
+            self.step, late = copy(self.step), self.step.outcome.take_error()
+            self.step.outcome = StepOutcome(self.reduction.name, self.transport, late=late)
+            self.step.participating = self.participating
+        step = self.step
+        if outside is not None:
+            step.outcome.fail(outside, ENCODE)
+        early = self._may_send_status_before_drain()
+        try:
+            if early:
+                self._send_status()
+            self._drain()
+            if self.sampler.recordings and self.in_step:
+                # Before the status is received. Once it has arrived, the sample must be complete.
+                self._local(partial(self.sampler.finish, self.reduction, self.state), DECODE)
+            if not early:
+                self._send_status()
+            self._agree()
+            # Not needed after an early status, because a rank that failed has sent NaN as its last message. With a callback it
+            # is too late, because the callback has used the averages.
+            if not early and self._on_reduced is None:
+                step.outcome.write_nan(step.submitted)
+            self.commits.finish(step, elastic=self.transport.elastic)
+            error = step.outcome.error(self.messenger.carry_out)
+        except Exception as lost:
+            self._lose(lost)
+        if self.rank_check is not None:
+            error = error or self.rank_check.take_error()
+        step.restart_numbers()
+        self.counters.finish(self.reduction.trips)
+        self.counters.hook_seconds += time.perf_counter() - begun
+        return error
 
     def abandon(self) -> None:
         """Drop an unfinished step and its draft, for example after a backward that raised.
@@ -328,11 +248,9 @@ class Engine:
         the draft belongs to the last finished step, which may still be committed.
         """
         unfinished = self.in_step
-        self.sender.forget()
-        self._first_stages = RequestBatch()
-        self.buckets.abandon()
+        self.messenger.drop()  # first, because a late message may decode until then
+        self.step.abandon()
         self.sampler.abandon()
-        self.outcome.abandon()
         if self.rank_check is not None:
             self.rank_check.abandon()
         if unfinished:
@@ -340,13 +258,18 @@ class Engine:
 
     # -- between steps
 
-    def resolve_step(self, *, force: bool = False) -> bool | None:
-        """Commit or roll back the last finished step; see :meth:`.Commits.resolve_step`.
+    def resolve_step(self) -> bool | None:
+        """Commit or roll back the last finished step, unless it waits for the judge; see :meth:`.Commits.resolve`.
 
         The thread of a quorum, which takes a snapshot of the state, may call it during a forward.
         """
         with self._resolving:
-            return self.commits.resolve_step(force=force)
+            return self.commits.resolve()
+
+    def resolve_before_next_step(self) -> bool | None:
+        """Commit or roll back the last finished step, tentatively if it waits for the judge."""
+        with self._resolving:
+            return self.commits.resolve_before_next()
 
     def forget_unresolved(self) -> None:
         """Drop unresolved steps, because another state has been loaded."""
@@ -359,21 +282,29 @@ class Engine:
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
         """Return every rank's ``mine``, shape (n,), as rows of (world_size, n). All ranks must call it."""
         try:
-            return self.sender.gather(mine)
+            return self.messenger.gather(mine)
         except Exception as error:
             self._lose(error)
 
     def move(self, transport: Transport) -> None:
         """Use another group of ranks from the next step on. The state stays."""
         self.resolve_step()
-        self.transport, self.failure, self._opened = transport, None, False
-        self.sender.move(transport)
+        self.transport = self.messenger.transport = transport
+        self.failure = None
+        self.schedule.move(transport)
         if self.rank_check is not None:
             self.rank_check.restart()
 
+    def open_levels(self) -> None:
+        """Learn the nodes of the ranks, if the reduction asks for them; see :meth:`.Schedule.open_levels`.
+
+        The first step does it otherwise.
+        """
+        self.schedule.open_levels(self.messenger.timeout)
+
     def plan(self, layout: BucketLayout) -> tuple[StagePlan, ...]:
         """Return the stages that a bucket of this layout passes at the present step."""
-        return self.sender.plan_of(self.reduction, layout, self.context()).plan
+        return self.schedule.plan(layout, self.context()).plan
 
     def context(self, step: int | None = None) -> StepContext:
         """Return a step of this rank without state, for plans.
@@ -381,55 +312,17 @@ class Engine:
         Args:
             step: its number; ``None`` for the present one.
         """
-        rank, world = self.transport.rank, self.transport.world_size
-        return StepContext(rank, world, self.state.step if step is None else step, topology=self._topology)
-
-    def open_levels(self) -> None:
-        """Learn the nodes of the ranks, if the reduction asks for them. All ranks call it at the same place.
-
-        The first step does it otherwise.
-
-        Raises:
-            HookNotSupportedError: the transport has no nodes, or nodes of different sizes.
-            RankMismatchError, HookConfigError: see :func:`ch_core.topology.learn`.
-        """
-        if not self.reduction.levels:
-            return
-        if not isinstance(self.transport, LeveledTransport):
-            members = (
-                "members join and leave"
-                if self.transport.elastic
-                else f"its transport is {type(self.transport).__name__}"
-            )
-            raise HookNotSupportedError(
-                f"{self.reduction.name} needs ranks that stay on their nodes, and here {members}. Use the hook inside alone"
-            )
-        if self.transport.topology is None or (self.reduction.nodes is not None and not self._opened):
-            self.transport.open_levels(self.reduction.nodes, self.sender.timeout)
-        self._opened = True
+        return self.schedule.context(self.state.step if step is None else step)
 
     @property
     def compressing_ranks(self) -> int:
         """Number of ranks that the reduction compresses between: one per node with two levels, otherwise all."""
         return self.context().size("peers" if self.reduction.levels else "all")
 
-    @property
-    def _topology(self) -> Topology | None:
-        return self.sender.topology if self.reduction.levels else None
-
-    def residual_norms(self) -> dict[str, ResidualNorm]:
-        """Return the norm of every parameter's residual after the last finished step, on this rank.
-
-        It leaves out gradients that no longer exist, with FSDP2 all of them in the first call. From then on the engine
-        keeps them.
-        """
-        self.keep_buckets()
-        step = self.state.step if self.outcome.progress is Progress.DECIDED else max(self.state.step - 1, 0)
-        return residual_norms(self.reduction, self.state, step, self.buckets.kept)
-
     # -- the lockstep rule
 
     def _begin(self, device: torch.device) -> None:
+        """Resolve the last step and begin the next one."""
         if self.failure is not None:
             raise self.failure
         if is_capturing(device):
@@ -438,19 +331,18 @@ class Engine:
                 f"{self.reduction.name} cannot be captured in a CUDA graph, because the host commits or rolls back each step. "
                 "detach() the hook before the capture, or capture the parts of the model without their backward"
             )
-        if not self._opened:
-            self.open_levels()
-        late = self.outcome.take_error()
+        self.open_levels()
+        late = self.step.outcome.take_error()
         doubt = self.commits.begin(self.gather)
         stateful = bool(self.reduction.fields)
-        self.outcome = StepOutcome(self.reduction.name, self.transport, check_finite=stateful, late=late)
+        outcome = StepOutcome(self.reduction.name, self.transport, check_finite=stateful, late=late)
+        self.step = Step(outcome, self.participating, self.messenger, self.step.keep)
         if doubt is not None:
-            self.outcome.fail(doubt, ENCODE)
+            outcome.fail(doubt, ENCODE)
         scale = self._loss_scale
         if scale is not None and stateful:
-            self._local(lambda: self.state.units.rescale(scale()))
-        self.buckets.begin()
-        self._local(partial(self.state.units.bring, device))
+            self._local(lambda: self.state.versions.rescale(scale()))
+        self._local(partial(self.state.versions.move_to, device))
         if self.sampler.recordings:  # the status of the last step has been read, so its sample is complete
             self._local(partial(self.sampler.begin, self.reduction, self.state, self.counters))
         self.counters.begin()
@@ -458,12 +350,13 @@ class Engine:
             self._check_ranks(self.rank_check, device)
 
     def _check_ranks(self, check: RankCheck, device: torch.device) -> None:
+        participating = self.step.participating
         try:
-            error = check.begin(self.sender, self.reduction, self.state, device, participating=self.participating)
+            error = check.begin(self.messenger, self.reduction, self.state, device, participating=participating)
         except Exception as lost:
             self._lose(lost)
         if error is not None:
-            self.outcome.fail(error, ENCODE)
+            self.step.outcome.fail(error, ENCODE)
 
     def _local(self, action: Callable[[], T], where: int = ENCODE) -> T | None:
         """Run code of this rank alone, such as a user's callback.
@@ -474,89 +367,136 @@ class Engine:
         try:
             return action()
         except BaseException as error:
-            self.outcome.fail(error, where)
+            self.step.outcome.fail(error, where)
             return None
 
     def _add(self, bucket: Bucket) -> BucketRun:
         """Plan a bucket and create its generator."""
-        run = self.buckets.add(bucket, self.outcome)
+        reduction, state, step, number = self.reduction, self.state, self.step, self.state.versions.step
         ctx = StepContext(
             self.transport.rank,
             self.transport.world_size,
-            self.state.step,
-            state=self.state,
-            scratch=self.sender.scratch,
-            owner=run.number,
-            participating=self.participating,
-            shared=self.reduction.shared_fields,
+            number,
+            draft=state.versions.draft,
+            scratch=self.messenger.scratch,
+            owner=step.count,
+            participating=step.participating,
+            shared=reduction.shared_fields,
             absent=bucket.unused,
-            topology=self._topology,
-            owes=self.participating or not self.transport.elastic,
+            topology=self.schedule.topology,
+            owes=step.participating or not self.transport.elastic,
         )
-        self.counters.gradient_bytes += bucket.layout.size * bucket.dtype.itemsize
-        self.sender.device = bucket.device
+        self.counters.gradient_bytes += bucket.layout.size * bucket.storage.itemsize
+        self.messenger.device = bucket.storage.device
+        plan: BucketPlan | None = None
+        generator: Stages | None = None
+        failure: BaseException | None = None
         try:  # the plan follows from layout and step, so its errors are the same on every rank
-            run.plan = self.sender.plan_of(self.reduction, bucket.layout, ctx)
-            if self.reduction.fields:  # another hook may have written the state, or another memory format
-                ctx.encodings = self.reduction.encodings(bucket.layout, self.state.step)
-                self.state.draft.read_as(ctx.encodings)
-            if self.sampler.recordings and self.participating:
-                ctx.sent = self._local(partial(self.sampler.take, bucket, self.reduction, self.state))
-            run.generator = self.reduction.start(bucket, ctx)  # a run() that is not a generator function may raise here
+            plan = self.schedule.plan(bucket.layout, ctx)
+            if reduction.fields:  # another hook may have written the state, or another memory format
+                ctx.encodings = reduction.encodings(bucket.layout, number)
+                state.versions.draft.read_as(ctx.encodings)
+            if self.sampler.recordings and step.participating:
+                ctx.sent = self._local(partial(self.sampler.take, bucket, reduction, state))
+            generator = reduction.start(bucket, ctx)  # a run() that is not a generator function may raise here
         except BaseException as error:  # Ctrl-C too
-            run.fail(error)
+            failure = error
+        run = step.add(bucket, plan or BucketPlan((), bucket.layout), generator)
+        if failure is not None:
+            run.fail(failure)
         return run
 
     def _start_first_stage(self, run: BucketRun) -> None:
         """Start the first stage of a bucket, or keep it until first stages together are worth a message."""
-        batch, coalesces = self._first_stages, run.plan.coalesces
+        coalesces = run.plan.coalesces
         if not coalesces:
-            batch.start(self.sender)
-        self._advance([run], batch)
-        if not coalesces or run.bucket.is_last or batch.enough(self.sender.tuning):
-            batch.start(self.sender)
+            self._start_first_stages()
+        self._advance([run], self.step.first_stages)
+        if not coalesces or run.bucket.is_last or self.step.first_stages.worth_a_message:
+            self._start_first_stages()
 
-    def _advance(self, runs: list[BucketRun], batch: RequestBatch | None = None) -> None:
-        """Advance each bucket by one stage and start its requests as one stage.
+    def _start_first_stages(self) -> None:
+        batch = self.step.first_stages
+        if batch.members:
+            self.step.first_stages = Batch(self.messenger)
+            self._start(batch)
+
+    def _advances_before_drain(self, run: BucketRun) -> bool:
+        """True if a later bucket advances this run. A deferred run waits for the drain.
+
+        A deferred run that has no further stage is advanced too if a callback wants its average. It starts no collective, so
+        the order of collectives stays.
+        """
+        return not run.plan.deferred or (self._on_reduced is not None and run.due is None)
+
+    def _advance(self, runs: list[BucketRun], first: Batch | None = None) -> None:
+        """Advance each bucket by one stage and start its requests, merged with those of the other buckets.
 
         Args:
             runs: the buckets, in order.
-            batch: collects the requests instead of starting them.
+            first: collects the requests instead, because they are first stages.
         """
-        if not runs:
-            return
-        asked = RequestBatch() if batch is None else batch
+        batch, ended = first, False
         for run in runs:
-            requests = run.advance(self.sender.timeout, self.counters, self.sender.topology)
+            requests = run.advance(self.messenger, self.schedule)
             if requests is None:
-                run.complete(self._on_reduced if self.participating else None)
-                continue
-            self.counters.traffic.add(*run.plan.volumes[run.stage])
-            if batch is None and not run.plan.merges[run.stage]:  # requests of other buckets cannot be merged with it
-                alone = RequestBatch()
+                run.complete(self._on_reduced if self.step.participating else None)
+                ended = True
+            elif first is None and not run.plan.merges[run.stage]:  # requests of other buckets cannot be merged with it
+                alone = Batch(self.messenger)
                 alone.add(run, requests)
-                alone.start(self.sender)
+                self._start(alone)
             else:
-                asked.add(run, requests)
-        self.buckets.drop_done()
-        if batch is None:
-            asked.start(self.sender)
+                if batch is None:
+                    batch = Batch(self.messenger)
+                batch.add(run, requests)
+        if ended:
+            self.step.drop_done()
+        if batch is not None and first is None:
+            self._start(batch)
+
+    def _start(self, batch: Batch) -> None:
+        self.messenger.start(batch)
+        if batch.error is not None:
+            self.step.outcome.fail_bucket(batch.error, BETWEEN, batch.members[0][1].index)
 
     def _drain(self) -> None:
         """Advance every bucket until it is done. The newest is one stage behind, so it sends while the others work."""
-        self._first_stages.start(self.sender)
-        newest = self.buckets.count - 1  # by number, because ranks may differ in which of the others are done
-        while self.buckets.in_flight:
-            self._advance([run for run in self.buckets.in_flight if run.number < newest])
-            self._advance([run for run in self.buckets.in_flight if run.number == newest])
+        self._start_first_stages()
+        step = self.step
+        newest = step.count - 1  # by number, because ranks may differ in which of the others are done
+        while step.in_flight:
+            self._advance([run for run in step.in_flight if run.number < newest])
+            self._advance([run for run in step.in_flight if run.number == newest])
+
+    # -- the end of a step
+
+    def _may_send_status_before_drain(self) -> bool:
+        """True if the status can travel with the last messages, which saves one latency per step.
+
+        Code that runs after the status must not raise, because the status could not report the error. In elastic groups an
+        extra pending message would keep a dead group alive.
+        """
+        if not self.reduction.delivers or self._on_reduced is not None or self.transport.elastic:
+            return False
+        return all(run.due is None for run in self.step.in_flight)
 
     def _send_status(self) -> None:
         """Send this rank's part of the status. A step without collectives sends none, because no peer takes part."""
-        clock = None
-        if self.participating:
+        step, clock = self.step, None
+        if step.participating:
             clock = self.state.step + (self._local(self.commits.used_steps, DECODE) or 0)
         together = self._sends_status and self.transport.world_size > 1 and self.counters.communicated
-        self.outcome.send(clock, self.sender.device, self.sender.post if together else None, self.buckets.digest)
+        step.outcome.send(clock, self.messenger.device, self.messenger.post if together else None, step.digest)
+
+    def _agree(self) -> None:
+        """Receive the status of all ranks, and the digests of a step whose parameters are compared."""
+        begun, trace = time.perf_counter(), self.counters.trace
+        self.step.outcome.decide(self.messenger.timeout)
+        if self.rank_check is not None:
+            self.rank_check.finish(self.messenger)
+        if trace is not None:
+            trace.agreed(begun, time.perf_counter())
 
     def _lose(self, error: Exception) -> NoReturn:
         """Drop the step and refuse further ones, because ranks may have received different messages.
@@ -568,27 +508,3 @@ class Engine:
         self.abandon()
         self.transport.abort()
         raise lost from (None if lost is error else error)
-
-
-class StatelessEngine:
-    """Runs one bucket at a time, without state, steps or status. An exception is raised at once.
-
-    It has scratch memory but no transport. Cached for a process group, it does not keep the group alive.
-    """
-
-    def __init__(self) -> None:
-        self._scratch = Scratch()
-
-    def run(self, reduction: Reduction, bucket: Bucket, transport: Transport) -> None:
-        """Leave the average in the bucket, or in the tensors where the reduction puts it."""
-        ctx = StepContext(transport.rank, transport.world_size, scratch=self._scratch)
-        for requests in reduction.start(bucket, ctx):
-            stage = Stage(transport, self._scratch, reduction.name)
-            try:
-                stage.start(as_tuple(requests)).wait(None)
-            except BaseException:
-                take_back(stage.drop())
-                self._scratch = Scratch()
-                raise
-            if stage.error is not None:  # only now, because the collectives write to memory of this step
-                raise stage.error

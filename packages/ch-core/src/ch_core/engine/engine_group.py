@@ -4,8 +4,8 @@ import torch
 
 from ch_core.bucket import Bucket
 from ch_core.device import is_asynchronous
-from ch_core.engine.collectives import Sender
 from ch_core.engine.engine import Engine
+from ch_core.engine.messages import Messenger
 from ch_core.engine.outcome import ENCODE, StepOutcome
 from ch_core.engine.stats import Counters
 from ch_core.transport.base import Transport
@@ -25,10 +25,10 @@ class EngineGroup:
 
     def __init__(self, engines: dict[str, Engine], relay: Transport | None = None) -> None:
         self.engines = engines
-        self._relay: Sender | None = None
+        self._relay: Messenger | None = None
         if relay is not None and relay.world_size > 1:
-            timeout = next(iter(engines.values())).sender.timeout
-            self._relay = Sender(relay, Counters(), timeout)
+            timeout = next(iter(engines.values())).messenger.timeout
+            self._relay = Messenger(relay, Counters(), timeout)
         self._relayed: StepOutcome | None = None  # of the last step
         self._raised = False  # True if this rank has raised the error of that step
 
@@ -57,7 +57,7 @@ class EngineGroup:
         try:
             return self._pass_on(error, self._relay)
         except Exception:  # a late rank would match this status with a later one, and write into its scratch
-            self._relay.forget()
+            self._relay.drop()
             self._relay.transport.abort()
             raise
 
@@ -86,9 +86,9 @@ class EngineGroup:
             total["wire_bytes"] += self._relay.counters.traffic.wire_bytes
         return total
 
-    def _pass_on(self, error: BaseException | None, relay: Sender) -> BaseException | None:
+    def _pass_on(self, error: BaseException | None, relay: Messenger) -> BaseException | None:
         """Send one more status along the relay. On a GPU the next step reads it, like the status of the engines."""
-        devices = [engine.sender.device for engine in self.engines.values()]
+        devices = [engine.messenger.device for engine in self.engines.values()]
         device = next((one for one in devices if one.type != "cpu"), devices[0])
         outcome = StepOutcome("the hook", relay.transport)
         if error is not None:

@@ -7,8 +7,8 @@ messages travel while the model computes, and ranks start collectives in the ord
 import time
 
 from ch_core.bucket import Bucket
-from ch_core.engine.bucket_run import BucketRun
 from ch_core.engine.engine import Engine
+from ch_core.engine.step import BucketRun
 
 _LAYOUTS = 4096  # a long evaluation is one step, and its layouts must not fill the memory
 
@@ -29,15 +29,16 @@ class GatherEngine(Engine):
         begun = time.perf_counter()
         if not self.in_step:
             self._begin(bucket.device)
-        flying = {run.number for run in self.buckets.in_flight}
+        step = self.step
+        flying = {run.number for run in step.in_flight}
         # The smallest free number, because scratch memory belongs to numbers.
-        self.buckets.count = next(n for n in range(len(flying) + 1) if n not in flying)
+        step.count = next(n for n in range(len(flying) + 1) if n not in flying)
         try:
             run = self._add(bucket)
             self._start_first_stage(run)
         except Exception as error:
             self._lose(error)
-        del self.buckets.layouts[_LAYOUTS:]
+        del step.layouts[_LAYOUTS:]
         self.counters.hook_seconds += time.perf_counter() - begun
         return run
 

@@ -1,4 +1,4 @@
-"""Outcome of a step: the status message, the decision that all ranks share, and commit or rollback of the state.
+"""Outcome of a step: the status message, and the decision that all ranks share.
 
 At the end of each step the ranks all-reduce one status vector of ``W + 1`` fp32 numbers::
 
@@ -14,24 +14,20 @@ so all decide equally. Texts of errors are exchanged only after a failure, in me
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from enum import Enum, auto
+from enum import IntEnum, auto
 from functools import partial
-from typing import Protocol, TypeVar
 
 import torch
 
 from ch_core.bucket import Bucket
 from ch_core.device import HostCopy, is_asynchronous
-from ch_core.engine.collectives import Stage
-from ch_core.entries import Versions
+from ch_core.engine.messages import Batch
 from ch_core.errors import CommHooksError, RankMismatchError, RemoteHookError
 from ch_core.logs import log
 from ch_core.requests import AllGather, AllReduce, Request
 from ch_core.transport.base import Transport
-
-T = TypeVar("T")
 
 ENCODE, BETWEEN, DECODE = 1, 2, 3
 WHERE = {ENCODE: "before its first collective", BETWEEN: "between collectives", DECODE: "after its last collective"}
@@ -40,32 +36,6 @@ _CODES, _CLOCKS = 4, 2**18 - 1
 
 CarryOut = Callable[[Request], None]
 """Carries out one request over all ranks and returns when it is done."""
-
-
-class StepJudge(Protocol):
-    """Tells an engine if finished steps were used. An optimizer's watch and a manager's vote implement it.
-
-    Several steps may wait for one answer. Their gradients add up, and an optimizer uses all of them or none. The engine asks
-    between collectives, so it turns exceptions of a judge into an error of the next step on all ranks.
-    """
-
-    def begin_period(self) -> None:
-        """Begin a period: steps that share one answer of :meth:`used`. All earlier steps have been answered."""
-
-    def finish_step(self) -> None:
-        """Finish a step of the period. Its gradients may be used from now on."""
-
-    def used(self) -> bool | None:
-        """True if the steps of the period were used, False if they were skipped, ``None`` while they wait."""
-
-    def doubt(self) -> CommHooksError | None:
-        """Return the reason if it cannot be known. :meth:`used` is then False, and all ranks raise the reason."""
-
-    def clock(self) -> int:
-        """Return the number of used steps. It is equal on all ranks."""
-
-    def set_clock(self, clock: int) -> None:
-        """Set the clock to the peers' value. This rank took no part in their step."""
 
 
 class Status:
@@ -94,11 +64,10 @@ class Status:
         self.rank, self.world, self._buckets = rank, world, buckets
         mine = code + _CODES * (0 if clock is None else 1 + (clock + buckets) % _CLOCKS)
         self.vector = torch.zeros(world + 1, dtype=torch.float32, device=device)
-        self.vector[rank].fill_(
-            mine
-        )  # an assignment by index copies from pageable memory: the host would wait for a GPU
+        # An assignment by index copies from pageable memory, for which the host would wait for a GPU.
+        self.vector[rank].fill_(mine)
         unread = [s.to(device) for s in sums if isinstance(s, torch.Tensor)]
-        if unread:  # 0, or NaN
+        if unread:  # 0 * x is NaN for Inf and NaN, and 0 otherwise. Without it finite sums could add up to Inf
             torch.sum(torch.stack(unread).mul_(0.0), 0, dtype=torch.float32, out=self.vector[world])
         if not math.isfinite(sum(s for s in sums if isinstance(s, float))):
             self.vector[world].fill_(1)
@@ -142,6 +111,7 @@ class Status:
     def neutral(self) -> torch.Tensor:
         """Return -0.0, which changes no sum, or NaN if a rank failed; shape (1,), on the device, without a wait."""
         failed = self.vector[: self.world].remainder(_CODES).sum(0, keepdim=True) > 0
+        # +0.0 instead would turn an average of -0.0 into +0.0, which is another number to the bit.
         return torch.where(failed, math.nan, -0.0)
 
     def incomplete(self) -> bool:
@@ -215,12 +185,14 @@ def finiteness(tensor: torch.Tensor) -> torch.Tensor | float:
     total = tensor.sum().item()
     if math.isfinite(total) or not tensor.numel():
         return 0.0
-    low, high = tensor.aminmax()  # the sum of finite elements may overflow
+    low, high = (
+        tensor.aminmax()
+    )  # the sum of finite elements may overflow. x - x is NaN for Inf and NaN, and 0 otherwise
     return (low - low + high - high).item()
 
 
-class Progress(Enum):
-    """Progress of an outcome."""
+class Progress(IntEnum):
+    """Progress of an outcome, in order. The step runs until the outcome is decided."""
 
     OPEN = auto()  # buckets arrive, and failures are noted
     SENT = auto()  # this rank has sent its part of the status, so nothing can be added
@@ -239,23 +211,21 @@ class StepOutcome:
         progress: its initial progress.
 
     Attributes:
-        participated: True if this rank contributed data. Otherwise it cannot know if the step was used.
         alone: True if this rank decided without its peers.
         progress: its current progress.
     """
 
     __slots__ = (
+        "_batch",
         "_error",
         "_late",
         "_reads_late",
         "_reported",
-        "_stage",
         "_status",
         "_sums",
         "alone",
         "check_finite",
         "name",
-        "participated",
         "progress",
         "rank",
         "world_size",
@@ -271,20 +241,15 @@ class StepOutcome:
         progress: Progress = Progress.OPEN,
     ) -> None:
         self.name, self.rank, self.world_size = name, transport.rank, transport.world_size
-        self.check_finite, self.progress, self.participated, self.alone = check_finite, progress, True, True
+        self.check_finite, self.progress, self.alone = check_finite, progress, True
         self._error: tuple[BaseException, int] | None = None
         self._sums: list[torch.Tensor | float] = []
         self._status: Status | None = None
-        self._stage: Stage | None = None
+        self._batch: Batch | None = None  # carries the status
         self._late = late
         self._reads_late = self._reported = False
 
     # -- open
-
-    @property
-    def running(self) -> bool:
-        """True if the ranks have not decided yet."""
-        return self.progress in (Progress.OPEN, Progress.SENT)
 
     @property
     def failed(self) -> bool:
@@ -310,7 +275,7 @@ class StepOutcome:
     # -- open -> sent
 
     def send(
-        self, clock: int | None, device: torch.device, post: Callable[[Request], Stage] | None, buckets: int = 0
+        self, clock: int | None, device: torch.device, post: Callable[[Request], Batch] | None, buckets: int = 0
     ) -> None:
         """Send this rank's part of the status.
 
@@ -323,8 +288,8 @@ class StepOutcome:
         code = self._error[1] if self._error is not None else 0
         self._status = Status(self.rank, self.world_size, code, clock, self._sums, device, buckets)
         self._sums = []
-        self._stage = post(self._status.message()) if post is not None else None
-        self.participated, self.alone, self._reads_late = clock is not None, post is None, is_asynchronous(device)
+        self._batch = post(self._status.message()) if post is not None else None
+        self.alone, self._reads_late = post is None, is_asynchronous(device)
         self.progress = Progress.SENT
 
     # -- sent -> decided
@@ -332,9 +297,9 @@ class StepOutcome:
     def decide(self, timeout: float | None) -> None:
         """Receive the status of all ranks. On a GPU the host does not wait for it."""
         assert self._status is not None  # noqa: S101 - sent before
-        stage, self._stage = self._stage, None
-        if stage is not None:
-            stage.wait(timeout)
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            batch.wait(timeout)
         self._status.received()
         self.progress = Progress.DECIDED
 
@@ -371,7 +336,7 @@ class StepOutcome:
         Args:
             carry_out: exchanges the texts of failed ranks. Without it no peer is needed, and the error has no texts.
         """
-        if self._status is None or self.running or self._reported:
+        if self._status is None or self.progress < Progress.DECIDED or self._reported:
             return None
         own, self._error, self._reported = self._error, None, True
         return self._status.error(self.name, own[0] if own else None, carry_out)
@@ -388,8 +353,8 @@ class StepOutcome:
 
     def abandon(self) -> None:
         """Drop a step that never finishes."""
-        if self.running:
-            self._status = self._stage = self._error = None
+        if self.progress < Progress.DECIDED:
+            self._status = self._batch = self._error = None
             self._sums.clear()
             self.progress = Progress.RESOLVED
 
@@ -399,172 +364,3 @@ def _first_elements(bucket: Bucket) -> list[torch.Tensor]:
     if bucket.storage.is_sparse:
         return []
     return [bucket.storage.narrow(0, p.offset, 1) for p in bucket.layout.params if p.numel]
-
-
-_ANSWERS = (True, False, None)  # used, skipped, waiting, as ranks send them
-
-
-class Commits:
-    """Commits finished steps to the state, or rolls them back.
-
-    A finished step is a draft of the state until it is resolved, at the latest when the next step begins. Resolving asks the
-    judge if the step was used:
-
-    ==========  ===============================================  ============================================
-    used        the step, if it is good                          earlier tentative steps
-    ==========  ===============================================  ============================================
-    ``True``    committed                                        kept
-    ``False``   rolled back                                      undone
-    ``None``    committed tentatively when the next step begins  stay tentative
-    ==========  ===============================================  ============================================
-
-    A step that is not good (:meth:`StepOutcome.good`) is always rolled back.
-
-    Args:
-        versions: entries of the state that receives the commits.
-
-    Attributes:
-        judge: tells if finished steps were used. Without a judge every finite step was.
-        dropped: returns the parameters whose average the wrapper did not apply in the last finished step.
-    """
-
-    def __init__(self, versions: Versions) -> None:
-        self.versions = versions
-        self.judge: StepJudge | None = None
-        self.dropped: Callable[[], Collection[str]] = tuple
-        self._last: StepOutcome | None = None  # of the last finished step
-        self._common: StepOutcome | None = None  # the same if the ranks decided it together, until the next step
-        self._can_judge = True  # False if this rank contributed no data, so its own optimizer cannot tell
-        self._veto = False
-        self._judge_error: BaseException | None = None  # first exception of the judge since the last step began
-        self._peers: tuple[int, int] | None = None  # answer and clock of a peer, if this rank cannot judge
-
-    def used_steps(self) -> int:
-        """Return the number of steps that the judge saw used.
-
-        The status adds the committed steps to it. On ranks that judge a step differently the sums differ.
-        """
-        return 0 if self.judge is None else self.judge.clock()
-
-    def finish(self, outcome: StepOutcome, *, elastic: bool) -> None:
-        """Take the outcome of a finished step.
-
-        In an elastic group a member knows each outcome by itself. It must not ask its peers, which may be gone.
-        """
-        self._last, self._can_judge = outcome, outcome.participated or elastic
-        self._common = None if outcome.alone or elastic else outcome
-        judge = self.judge
-        if judge is not None:
-            self._ask(lambda: judge.finish_step(), None)
-
-    def resolve_step(self, *, force: bool = False) -> bool | None:
-        """Commit or roll back the last finished step and earlier tentative ones.
-
-        Args:
-            force: True if the next step begins. A step that still waits is then committed tentatively.
-
-        Returns:
-            True if the state kept the last step, False if it did not, ``None`` if the step still waits or none is unresolved.
-        """
-        last = self._unresolved
-        if last is None and not self.versions.tentative:
-            return None
-        used = self._used()
-        if used is None and self._can_judge and not force:
-            return None
-        self._veto = False
-        kept = last is not None and last.good() and used is not False
-        if kept:
-            # A rank that cannot judge presumes that the step is used. The next step brings the answer of its peers.
-            self.versions.commit(tentative=used is None, presumed=not force, dropped=self.dropped())
-        else:
-            self.versions.rollback()
-        if last is not None:
-            last.progress = Progress.RESOLVED
-        if used is not None:
-            self.versions.resolve_tentative(used)
-        return kept
-
-    def rollback(self) -> None:
-        """Treat the last finished step, and earlier tentative ones, as not used."""
-        if self.versions.tentative or self._unresolved is not None:
-            self._veto = True
-
-    def forget(self) -> None:
-        """Drop unresolved steps, because the state has been replaced. Messages between ranks stay the same."""
-        if self._unresolved is not None:
-            self._unresolved.progress = Progress.RESOLVED
-        self._veto = False
-
-    def begin(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> BaseException | None:
-        """Resolve finished steps, because the next step begins. Return an error or doubt of the judge for all ranks.
-
-        Args:
-            gather: returns every rank's tensor as one row each.
-        """
-        judge, common, self._common = self.judge, self._common, None
-        if judge is None:
-            self.resolve_step(force=True)
-            return None
-        if common is not None and common.incomplete():
-            self._exchange_answers(judge, gather)
-        if not self._ask(self._resolved, False):
-            self._veto = True  # the judge could not answer, so its steps count as skipped
-            self.resolve_step(force=True)
-        doubt = self._ask(partial(self._next_period, judge), None)
-        error, self._judge_error, self._peers = self._judge_error, None, None
-        return error or doubt
-
-    def _ask(self, question: Callable[[], T], default: T) -> T:
-        """Run code of the judge and return its answer. Return the default if it raises.
-
-        Peers are in the collectives of the step, so the exception must not leave this call. :meth:`begin` of the next step
-        returns the first one.
-        """
-        try:
-            return question()
-        except BaseException as error:
-            self._judge_error = self._judge_error or error
-            return default
-
-    def _resolved(self) -> bool:
-        self.resolve_step(force=True)
-        return True
-
-    def _next_period(self, judge: StepJudge) -> BaseException | None:
-        """Begin a period of the judge unless steps still wait. Return its doubt about the last one."""
-        doubt = judge.doubt() if self._can_judge else None
-        if self._peers is not None:
-            judge.set_clock(self._peers[1])
-        if not self.versions.tentative:
-            judge.begin_period()
-        return doubt
-
-    @property
-    def _unresolved(self) -> StepOutcome | None:
-        return self._last if self._last is not None and self._last.progress is Progress.DECIDED else None
-
-    def _used(self) -> bool | None:
-        if self._veto:
-            return False
-        if self.judge is None:
-            return True
-        if self._can_judge:
-            return self.judge.used()
-        return None if self._peers is None else _ANSWERS[self._peers[0]]
-
-    def _exchange_answers(self, judge: StepJudge, gather: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Tell ranks that contributed no data to the last step if it was used.
-
-        Such a rank has no optimizer that knows, but the number of committed steps decides its collectives. All ranks know
-        from the last status if there was such a rank, so all of them send this message or none does.
-        """
-        mine = (-1, 0)  # no answer
-        if self._can_judge:
-            skipped: tuple[bool | None, int] = (False, 0)
-            used, clock = self._ask(lambda: (self._used(), judge.clock()), skipped)
-            mine = _ANSWERS.index(used), clock
-        rows = gather(torch.tensor(mine, dtype=torch.int64, device="cpu")).tolist()
-        answers = [(int(answer), int(clock)) for answer, clock in rows if answer >= 0]
-        if not self._can_judge and answers:
-            self._peers = answers[0]

@@ -1,4 +1,4 @@
-"""Decides how each message is sent: coalesced or alone, direct or ring, whole or in halves, spinning or blocking.
+"""Decides how buckets are cut, and how each message is sent: coalesced or alone, direct or ring, whole or in halves.
 
 Every decision follows from the layout, the sizes and :class:`CpuTuning` alone, so all ranks decide equally. On a GPU, and on
 transports that are not ``free``, most of them do not apply. A message is then sent as the reduction asked for it.
@@ -7,7 +7,7 @@ transports that are not ``free``, most of them do not apply. A message is then s
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from ch_core.bucket import Bucket, BucketLayout, ParamLayout
-from ch_core.errors import HookResultError
-from ch_core.reduction import Reduction
+from ch_core.errors import HookNotSupportedError, HookResultError
+from ch_core.reduction import Reduction, StepContext
 from ch_core.requests import StagePlan, payload_bytes, trip_bytes
-from ch_core.transport.base import Work
+from ch_core.topology import Topology
+from ch_core.transport.base import LeveledTransport, Transport, Work
 
 _yield_core: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
@@ -59,16 +60,6 @@ class CpuTuning:
         """Return limits that coalesce, halve, cut and spin nothing, and exchange nothing directly."""
         return cls(-1, 0, -1, -1, math.inf, -1, 0.0, False)
 
-    def pieces(self, bucket: Bucket, reduction: Reduction) -> tuple[Bucket, ...]:
-        """Return the pieces that pass the stages separately.
-
-        A bucket stays whole if its last message delivers its average, because no arithmetic remains to overlap.
-        """
-        size = reduction.piece_bytes
-        if not size or not self.cuts or reduction.delivers or bucket.device.type != "cpu":
-            return (bucket,)
-        return pieces(bucket, size)
-
     def direct(self, size: int, world_size: int) -> bool:
         """True if a direct exchange of this many bytes costs less than a ring. Two ranks send the same bytes in both."""
         return world_size > 1 and size <= self.direct_bytes and (world_size - 2) * size <= self.direct_extra_bytes
@@ -85,8 +76,8 @@ class CpuTuning:
         if done is not None and output.numel() * output.itemsize <= self.spin_bytes and output.is_cpu:
             until = time.monotonic() + self.spin_seconds
             while not done() and time.monotonic() < until:
-                _yield_core()
-        work.wait(timeout)
+                _yield_core()  # a loop that does not yield takes the core from the thread that carries the message
+        work.wait(timeout)  # also after the spin, because it raises the error of a lost message
 
 
 TUNED = CpuTuning()
@@ -189,3 +180,82 @@ class BucketPlan:
         little = not self.one_stage and 0 < self.first_bytes < tuning.coalesced_bytes
         self.coalesces = self.deferred and little and all(request.kind == "all_reduce" for request in stages[0])
         self.opaque = any(r.kind in ("all_gather", "all_to_all") for stage in stages for r in stage)
+
+
+class Schedule:
+    """Plans of one reduction over one group of ranks, and the decisions that follow from its layouts.
+
+    Args:
+        reduction: the reduction.
+        transport: of the group.
+        tuning: the limits.
+
+    Attributes:
+        transport: as given, or the one of the last :meth:`move`.
+    """
+
+    def __init__(self, reduction: Reduction, transport: Transport, tuning: CpuTuning) -> None:
+        self._reduction, self.transport, self._tuning = reduction, transport, tuning
+        self._plans: dict[tuple[BucketLayout, int, Hashable], BucketPlan] = {}
+        self._opened = False  # True if the transport knows the nodes that the reduction wants
+
+    @property
+    def topology(self) -> Topology | None:
+        """The nodes of the ranks; ``None`` if the reduction does not ask for them, or before :meth:`open_levels`."""
+        found: Topology | None = getattr(self.transport, "topology", None) if self._reduction.levels else None
+        return found
+
+    def move(self, transport: Transport) -> None:
+        """Use another group of ranks."""
+        self.transport, self._opened = transport, False
+        self._plans.clear()  # they may depend on the number of ranks
+
+    def open_levels(self, timeout: float | None) -> None:
+        """Learn the nodes of the ranks, if the reduction asks for them. All ranks call it at the same place.
+
+        Args:
+            timeout: seconds to wait for a missing rank.
+
+        Raises:
+            HookNotSupportedError: the transport has no nodes, or nodes of different sizes.
+            RankMismatchError, HookConfigError: see :func:`ch_core.topology.learn`.
+        """
+        reduction, transport = self._reduction, self.transport
+        if self._opened or not reduction.levels:
+            return
+        if not isinstance(transport, LeveledTransport):
+            members = "members join and leave" if transport.elastic else f"its transport is {type(transport).__name__}"
+            raise HookNotSupportedError(
+                f"{reduction.name} needs ranks that stay on their nodes, and here {members}. Use the hook inside alone"
+            )
+        if transport.topology is None or (reduction.nodes is not None and not self._opened):
+            transport.open_levels(reduction.nodes, timeout)
+        self._opened = True
+
+    def context(self, step: int) -> StepContext:
+        """Return a step of this rank without state, for plans."""
+        return StepContext(self.transport.rank, self.transport.world_size, step, topology=self.topology)
+
+    def plan(self, layout: BucketLayout, ctx: StepContext) -> BucketPlan:
+        """Return the plan of buckets with this layout at this step.
+
+        With two levels, ranks of one node may plan different requests to their peers. How messages are sent must not differ
+        in a node, so it follows from the plans of all its ranks.
+        """
+        key = (layout, ctx.world_size, self._reduction.phase(ctx.step))  # a manager changes the number of ranks
+        found = self._plans.get(key)
+        if found is None:
+            own = self._reduction.plan(layout, ctx)
+            others = [self._reduction.plan(layout, one) for one in ctx.places() if one.rank != ctx.rank]
+            found = self._plans[key] = BucketPlan(own, layout, self._tuning, others, ctx.size("node"))
+        return found
+
+    def pieces(self, bucket: Bucket) -> tuple[Bucket, ...]:
+        """Return the pieces that pass the stages separately.
+
+        A bucket stays whole if its last message delivers its average, because no arithmetic remains to overlap.
+        """
+        size = self._reduction.piece_bytes
+        if not size or not self._tuning.cuts or self._reduction.delivers or not bucket.storage.is_cpu:
+            return (bucket,)
+        return pieces(bucket, size)

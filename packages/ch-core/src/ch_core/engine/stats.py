@@ -1,9 +1,9 @@
-"""Figures of an engine: counters, sampled errors for telemetry, and norms of residuals."""
+"""Figures of an engine: counters, and sampled errors for telemetry."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -22,11 +22,11 @@ class Traffic:
     """Cumulative traffic of one rank.
 
     Attributes:
-        payload_bytes: bytes of the tensors that reductions give to collectives; exact.
-        wire_bytes: bytes that this rank sends, as :class:`~ch_core.engine.collectives.Stage` models them.
+        payload_bytes: bytes of the tensors that reductions give to collectives, from their plans; exact.
+        wire_bytes: bytes that this rank sends, as :class:`~ch_core.engine.messages.Batch` models them.
         between_bytes: the part of them that leaves the node; 0 if the nodes are not known.
         trip_bytes: payload times its passes over the network, two for an all-reduce.
-        rounds: stages that communicated.
+        rounds: batches that communicated.
     """
 
     payload_bytes: float = 0.0
@@ -34,16 +34,6 @@ class Traffic:
     between_bytes: float = 0.0
     trip_bytes: float = 0.0
     rounds: int = 0
-
-    def sent(self, wire_bytes: float, between_bytes: float) -> None:
-        """Count the modelled bytes of messages that were started."""
-        self.wire_bytes += wire_bytes
-        self.between_bytes += between_bytes
-
-    def add(self, payload_bytes: int, trip_bytes: int) -> None:
-        """Count one stage, by the bytes of :class:`~ch_core.requests.RequestPlan`."""
-        self.payload_bytes += payload_bytes
-        self.trip_bytes += trip_bytes
 
 
 class StepTrace(Protocol):
@@ -221,7 +211,7 @@ class Sampler:
             self._flush(counters)
             due = [recording for recording in self.recordings if recording.due()]
             if due and self._sample is None:
-                self._sample = _Sample(due, _with_trips(counters), state.units.scale, reduction.trips)
+                self._sample = _Sample(due, _with_trips(counters), state.versions.loss_scale, reduction.trips)
         except Exception:
             self._stop()
 
@@ -311,7 +301,7 @@ def _take(sample: _Sample, bucket: Bucket, reduction: Reduction, state: HookStat
         for p in bucket.params:
             residual = state.draft.found.get((p.name, RESIDUAL))
             if residual is not None:
-                gradient = _as_residual(before, p, reduction, state.step)
+                gradient = as_residual(before, p, reduction, state.step)
                 gradient.add_(residual.numbers().view_as(gradient))
     else:
         return None  # neither a residual nor a report says which part was not sent
@@ -330,7 +320,7 @@ def _products(one: _SampledBucket, reduction: Reduction, state: HookState) -> li
             wanted = one.before.matrix(p)
             unsent = wanted - one.sent.matrix(p)
         elif (p.name, RESIDUAL) in newest:
-            wanted = _as_residual(one.before, p, reduction, state.step)
+            wanted = as_residual(one.before, p, reduction, state.step)
             unsent = newest[p.name, RESIDUAL].numbers().view_as(wanted)
         else:
             continue
@@ -350,85 +340,10 @@ def _figures(sums: Sequence[float], scale: float) -> dict[str, float]:
     return figures
 
 
-def _as_residual(bucket: Bucket, p: ParamLayout, reduction: Reduction, step: int) -> torch.Tensor:
+def as_residual(bucket: Bucket, p: ParamLayout, reduction: Reduction, step: int) -> torch.Tensor:
     """Return a parameter of a bucket in the element order in which the reduction keeps its residual."""
     return bucket.matrix(p) if RESIDUAL in reduction.memory_order(p, step) else bucket.view(p)
 
 
 def _with_trips(counters: Counters) -> dict[str, float]:
     return counters.as_dict() | {"trip_bytes": counters.traffic.trip_bytes}
-
-
-# -- norms of residuals
-
-
-class ResidualNorm(NamedTuple):
-    """Norm of a residual on this rank.
-
-    Attributes:
-        residual: norm of the residual, without the loss scale.
-        total: norm of gradient plus residual in the same units; ``None`` if the gradient is gone.
-    """
-
-    residual: float
-    total: float | None
-
-    @property
-    def relative(self) -> float | None:
-        """‖residual‖ / ‖gradient + residual‖, the share of the gradient that was not sent."""
-        if self.total is None:
-            return None
-        return self.residual / self.total if self.total > 0 else 0.0
-
-
-def residual_norms(
-    reduction: Reduction, state: HookState, step: int, buckets: Iterable[Bucket]
-) -> dict[str, ResidualNorm]:
-    """Return the norm of every parameter's residual.
-
-    Args:
-        reduction: wrote the residuals.
-        state: holds them.
-        step: number of the step that wrote them.
-        buckets: buckets of that step that still hold averages.
-    """
-    found = {}
-    available = {p.name: (bucket, p) for bucket in buckets for p in bucket.params}
-    residuals = {name: entry for (name, field), entry in state.draft.newest().items() if field == RESIDUAL}
-    for name in sorted(residuals):
-        residual = residuals[name].numbers()
-        norm = torch.linalg.vector_norm(residual.double()).item()
-        total = None
-        if name in available and residual.numel() == available[name][1].numel:  # not only a part of the parameter
-            bucket, param = available[name]
-            gradient = _as_residual(bucket, param, reduction, step).double()
-            # The user zeroed the gradient in place, or nothing was sent. In both cases the share is unknown.
-            if norm == 0 or gradient.any():
-                both = gradient + residual.double().reshape(gradient.shape)
-                total = torch.linalg.vector_norm(both).item() / state.units.scale
-        found[name] = ResidualNorm(norm / state.units.scale, total)
-    return found
-
-
-def residual_figures(norms: Mapping[str, ResidualNorm]) -> dict[str, float]:
-    """Return ``residual_norm/NAME`` and ``relative_error/NAME`` = ‖residual‖ / ‖gradient + residual‖ of each parameter."""
-    figures = {}
-    for name, norm in norms.items():
-        figures[f"residual_norm/{name}"] = norm.residual
-        if norm.relative is not None:
-            figures[f"relative_error/{name}"] = norm.relative
-    return figures
-
-
-def combined(norms: Mapping[str, ResidualNorm], names: Iterable[str]) -> ResidualNorm | None:
-    """Return the norm of several parameters as one vector; ``None`` if none of them has a residual.
-
-    >>> combined({"a": ResidualNorm(3.0, 6.0), "b": ResidualNorm(4.0, 8.0)}, ["a", "b"]).relative
-    0.5
-    """
-    some = [norms[name] for name in names if name in norms]
-    if not some:
-        return None
-    totals = [one.total for one in some if one.total is not None]
-    total = math.hypot(*totals) if len(totals) == len(some) else None
-    return ResidualNorm(math.hypot(*(one.residual for one in some)), total)

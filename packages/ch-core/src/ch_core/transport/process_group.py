@@ -242,6 +242,7 @@ def group_timeout(group: object) -> float:
     if not isinstance(group, dist.ProcessGroup):
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if group is not None:
+        # Private, as torch tells the timeout of a group nowhere else. Without it a short deadline of the group would be missed.
         for device in group._device_types:
             options = getattr(group._get_backend(device), "options", None)
             if options is not None:

@@ -291,7 +291,7 @@ class DDPDriver:
         if index == 0:
             self._buckets.clear()  # DDP has rebuilt its buckets, or this is a sparse one
         bucket = Bucket(layout, buffer, index, is_last, unused)
-        if self.engine.buckets.keep:
+        if self.engine.step.keep:
             self._buckets[index] = bucket
         return bucket
 

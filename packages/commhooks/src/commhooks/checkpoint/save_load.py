@@ -411,7 +411,7 @@ def expected(
     bucket = Bucket(meta, torch.empty(layout.numel, dtype=dtype, device="meta"))
     state = HookState()
     encodings = reduction.encodings(meta, step)
-    stages = reduction.start(bucket, StepContext(0, world_size, step, state=state, encodings=encodings))
+    stages = reduction.start(bucket, StepContext(0, world_size, step, draft=state.draft, encodings=encodings))
     try:
         for _ in stages:
             pass

@@ -15,6 +15,7 @@ from ch_core import (
     ResidualNorm,
     StagePlan,
     combined,
+    residual_norms,
     trip_bytes,
 )
 from commhooks.adapters.base import Binding
@@ -120,8 +121,8 @@ def report(
     if engine is None or reduction is None:
         made = tuple(_foreign(binding.layouts, group) for group in grouped(rows))
         return Report(hook, 0, 0, stats, made, _total(made, None, None), drift, None, checks)
-    layouts = engine.buckets.layouts or binding.layouts
-    held = engine.residual_norms()
+    layouts = engine.step.layouts or binding.layouts
+    held = residual_norms(engine)
     made = tuple(_row(engine, layouts, group, held) for group in grouped(rows))
     total = _total(made, ratio_of(engine, layouts), combined(held, held))
     world = engine.transport.world_size
@@ -134,7 +135,7 @@ def _node(engine: Engine, layouts: Sequence[BucketLayout]) -> NodeBytes | None:
     context = engine.context()
     if context.topology is None or context.topology.ranks_per_node == 1:
         return None
-    tuning = engine.sender.tuning if engine.transport.free else CpuTuning.off()
+    tuning = engine.messenger.tuning if engine.transport.free else CpuTuning.off()
     return node_bytes(engine.reduction, layouts, context.topology, context.step, tuning=tuning)
 
 

@@ -349,7 +349,7 @@ def _leaving(handle: Handle, topology: Topology) -> float:
     for one in _each(handle):
         engines = one.binding.engines if one.binding is not None else {}
         for engine in engines.values():
-            made += node_bytes(engine.reduction, engine.buckets.layouts, topology, engine.state.step).leaving
+            made += node_bytes(engine.reduction, engine.step.layouts, topology, engine.state.step).leaving
     return made
 
 

@@ -131,9 +131,7 @@ def _form(kit: KitDevice, device: torch.device, expr: str, exact: torch.Tensor, 
         rows = [torch.empty_like(counted) for _ in range(WORLD)]
         dist.all_gather(rows, counted)
         tuning = CpuTuning() if engine.transport.free and device.type == "cpu" else CpuTuning.off()
-        planned = node_bytes(
-            engine.reduction, engine.buckets.layouts, topology, engine.state.step, tuning=tuning
-        ).leaving
+        planned = node_bytes(engine.reduction, engine.step.layouts, topology, engine.state.step, tuning=tuning).leaving
         node = max(sum(float(rows[member]) for member in members) for members in topology.nodes)
         return {
             "found": found,

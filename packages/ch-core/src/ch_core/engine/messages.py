@@ -1,32 +1,34 @@
-"""Starts requests on a transport, waits for them and decodes results. All transports share these rules.
+"""The messages of an engine: requests of buckets are collected, merged, cut, started, counted and completed here.
 
-:class:`Stage` is one batch of requests in flight, and :class:`Message` one of its messages. :class:`Sender` is the only way from
-an engine to its transport. :func:`void_requests` makes the requests of a failed reduction, so that no peer waits for them.
+A :class:`Messenger` is the only way from an engine to its transport. All transports share its rules. A :class:`Batch` is a
+set of requests that travel together, and a :class:`Message` one of its messages. :class:`.CpuTuning` has the sizes at which a
+message changes its way; this file asks for them.
 """
 
-import math
 import threading
-from collections.abc import Callable, Hashable
-from contextlib import suppress
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
-from ch_core.bucket import BucketLayout
+from ch_core.bucket import Bucket
 from ch_core.engine.schedule import TUNED, BucketPlan, CpuTuning
 from ch_core.engine.stats import Counters
-from ch_core.reduction import Reduction, StepContext
-from ch_core.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Request, Scope, StagePlan
+from ch_core.requests import AllGather, AllReduce, AllToAll, ReduceScatter, Request, Scope
 from ch_core.rounding import encode
 from ch_core.scratch import Scratch
-from ch_core.topology import Topology
 from ch_core.transport.base import LeveledTransport, SeveralWorks, Transport, Work, has_ended
 from ch_core.transport.completion import call_on_arrival, is_lost
-from ch_core.transport.loan import Loan
+from ch_core.transport.loan import Loan, take_back
 
 Decode = Callable[[], None] | None
+
+_OFF: AbstractContextManager[Any] = nullcontext()
+# Private, and only asked if a profiler runs. Without it every range is recorded, which costs time but no correctness.
+_on_this_thread = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 
 
 class Message:
@@ -54,7 +56,7 @@ class Message:
         if self._decoded is None:
             self._finish()
             return
-        self._decoded.wait()
+        self._decoded.wait()  # the work ends before its callback has decoded
         if self._error is not None:
             raise self._error
 
@@ -81,7 +83,9 @@ class Message:
         work, self._work = self._work, None  # a work refers to its callback, which refers to this message
         if not self._output.is_cpu:
             with suppress(Exception):  # a lost group raises
-                work.wait(None)  # the current stream waits, not the host
+                work.wait(
+                    None
+                )  # the current stream waits, not the host. Without it the next step could write too early
             return None
         return None if has_ended(work) else self._loan
 
@@ -92,41 +96,92 @@ class Message:
             self._loan.receive()
 
 
-@dataclass(slots=True)
-class Stage:
-    """One batch of requests in flight.
+class Asks(Protocol):
+    """A bucket whose reduction asks for requests."""
 
-    :meth:`start` encodes (scales by 1/W, casts, merges) and starts the collectives. :meth:`wait` waits and decodes.
-    All-reduces of equal dtype, op and wire become one message.
+    number: int
+    bucket: Bucket
+    plan: BucketPlan
+    stage: int
+    pending: "Batch | None"
+
+
+class Batch:
+    """Requests that travel together: first collected, then in flight, then complete.
+
+    They are the requests of one stage of one or several buckets, or an engine's own. All-reduces of equal dtype, op, wire and
+    scope become one message.
+
+    Args:
+        messenger: carries the batch.
+        own: requests that belong to no bucket, such as the status.
 
     Attributes:
-        transport: carries the messages.
-        scratch: provides memory for merged and cast tensors.
-        owner: key of that memory.
-        any_order: True if ranks may add unrounded numbers in another order than DDP does.
-        tuning: decides how messages are sent.
-        newest: True if no message of a later bucket needs gloo's threads before this one is done.
+        members: ``(number, bucket, stage)`` of each bucket that has requests in the batch.
+        first_bytes: payload bytes of first stages of the members.
         reduced: tensors that hold reduced numbers after :meth:`wait`.
-        wire_bytes: modelled bytes that this rank sends. A ring sends ``2 (W - 1) / W`` of an all-reduce, and
-            ``(W - 1) / W`` of any other collective. A direct exchange sends everything to ``W - 1`` ranks.
-        between_bytes: the part of them that leaves this rank's node, if the topology is known.
         error: first exception of an ``on_sent`` of a request.
     """
 
-    transport: Transport
-    scratch: Scratch
-    owner: object
-    any_order: bool = False
-    tuning: CpuTuning = TUNED
-    newest: bool = True
-    _messages: list[Message] = field(default_factory=list)
-    reduced: list[torch.Tensor] = field(default_factory=list)
-    wire_bytes: float = 0.0
-    between_bytes: float = 0.0
-    error: BaseException | None = None
+    __slots__ = (
+        "_any_order",
+        "_between_bytes",
+        "_messages",
+        "_messenger",
+        "_newest",
+        "_owner",
+        "_requests",
+        "_scratch",
+        "_wire_bytes",
+        "error",
+        "first_bytes",
+        "members",
+        "reduced",
+    )
 
-    def start(self, requests: tuple[Request, ...]) -> "Stage":
-        """Encode and start all requests."""
+    def __init__(self, messenger: "Messenger", *own: Request) -> None:
+        self._messenger, self._scratch = messenger, messenger.scratch
+        self._owner: object = "status"  # key of the memory for merged and cast tensors
+        self._any_order = True  # True if ranks may add unrounded numbers in another order than DDP does
+        self._newest = True  # True if no message of a later bucket needs gloo's threads before this batch is done
+        self._requests = list(own)
+        self._messages: list[Message] = []
+        # Modelled bytes that this rank sends, and the part that leaves its node. A ring sends 2 (W - 1) / W of an all-reduce,
+        # and (W - 1) / W of any other collective. A direct exchange sends everything to W - 1 ranks.
+        self._wire_bytes = self._between_bytes = 0.0
+        self.members: list[tuple[int, Bucket, int]] = []
+        self.first_bytes = 0
+        self.reduced: list[torch.Tensor] = []
+        self.error: BaseException | None = None
+
+    # -- collected
+
+    def add(self, run: Asks, requests: tuple[Request, ...]) -> None:
+        """Add the requests of a bucket's next stage, and count them."""
+        plan, stage = run.plan, run.stage
+        if not self.members:
+            self._owner = run.number, stage
+        self.members.append((run.number, run.bucket, stage))
+        run.stage, run.pending = stage + 1, self
+        self._requests.extend(requests)
+        self._newest = run.bucket.is_last
+        # The average of a bucket with one stage equals DDP's to the bit, so ranks add in DDP's order.
+        self._any_order = self._any_order and not plan.one_stage
+        self.first_bytes += plan.first_bytes
+        traffic, (payload, trips) = self._messenger.counters.traffic, plan.volumes[stage]
+        traffic.payload_bytes += payload
+        traffic.trip_bytes += trips
+
+    @property
+    def worth_a_message(self) -> bool:
+        """True if these first stages need not be kept until more of them travel together."""
+        return self.first_bytes >= self._messenger.tuning.coalesced_bytes
+
+    # -- in flight
+
+    def start(self) -> None:
+        """Encode (scale by 1/W, cast, merge) and start all requests, and count their bytes."""
+        requests, self._requests = self._requests, []
         groups: dict[object, list[AllReduce]] = {}
         for number, request in enumerate(requests):
             if isinstance(request, AllReduce):
@@ -143,13 +198,16 @@ class Stage:
                 self._reduce_scatter(number, request)
         for number, group in enumerate(groups.values()):
             self._all_reduce(number, group)
-        return self
+        traffic = self._messenger.counters.traffic
+        traffic.wire_bytes += self._wire_bytes
+        traffic.between_bytes += self._between_bytes
 
     def wait(self, timeout: float | None) -> None:
         """Wait for every message and write the results into the tensors of the requests."""
         for message in self._messages:
-            message.wait(self.tuning, timeout)
+            message.wait(self._messenger.tuning, timeout)
         self._messages.clear()
+        self._messenger.in_flight.discard(self)
 
     def on_decoded(self, action: Callable[[], None]) -> None:
         """Decode each result as soon as it arrives, and call ``action`` after the last one.
@@ -182,8 +240,8 @@ class Stage:
 
     def _all_reduce(self, number: int, group: list[AllReduce]) -> None:
         first = group[0]
-        tensor, wire = first.tensor, first.wire
-        scale = self._scale(first.op, first.scope)
+        tensor, wire, transport = first.tensor, first.wire, self._among(first.scope)
+        scale = _scale(first.op, transport)
         if len(group) == 1 and wire is None:
             self.reduced.append(tensor)
             if first.sent is not None:
@@ -191,15 +249,17 @@ class Stage:
             self._report_sent(first)  # before this scales the tensor and sends it
             if scale != 1.0:
                 tensor.mul_(scale)
-            self._reduce(number, tensor.view(-1), first, None)
+            self._reduce(number, tensor.view(-1), first, transport, None)
             return
         total = sum(r.tensor.numel() for r in group)
         dtype = wire.dtype if wire is not None else tensor.dtype
-        merged = self.scratch.get(self.owner, f"stage all-reduce {number}", (total,), dtype, tensor.device)
+        merged = self._scratch.get(self._owner, f"all-reduce {number}", (total,), dtype, tensor.device)
         tensors = [r.tensor.view(-1) for r in group]
         parts = list(torch.split_with_sizes(merged, [t.numel() for t in tensors]))
         if wire is None:
-            torch._foreach_copy_(parts, tensors)
+            torch._foreach_copy_(
+                parts, tensors
+            )  # private: one launch for all parts. copy_ of each does the same, slower
             if scale != 1.0:
                 merged.mul_(scale)
         else:
@@ -209,7 +269,7 @@ class Stage:
             if request.sent is not None:
                 request.sent.copy_(part.view(request.sent.shape)).mul_(1.0 / scale)
         self.reduced.append(merged)  # one sum then checks all requests for NaN and Inf
-        self._reduce(number, merged, first, lambda: torch._foreach_copy_(tensors, parts))
+        self._reduce(number, merged, first, transport, lambda: torch._foreach_copy_(tensors, parts))
         for request in group:
             self._report_sent(request)  # while the message travels; `wait` alone writes results
 
@@ -220,40 +280,43 @@ class Stage:
             except BaseException as error:  # raised here, it would keep peers waiting for this rank's message
                 self.error = self.error or error
 
-    def _reduce(self, number: int, flat: torch.Tensor, like: AllReduce, decode: Decode) -> None:
+    def _reduce(self, number: int, flat: torch.Tensor, like: AllReduce, transport: Transport, decode: Decode) -> None:
         """Start an all-reduce of a flat tensor in the cheapest way that the transport allows.
 
         With more than two ranks, the way decides the order of addition. Numbers that no cast has rounded then go DDP's way,
-        so that the average equals DDP's to the bit, unless ``any_order`` permits another.
+        so that the average equals DDP's to the bit, unless all buckets of the batch permit any order.
         """
-        size, op, transport = flat.nbytes, _sum(like.op), self._among(like.scope)
-        free = transport.free and flat.is_cpu
+        size, op, tuning = flat.nbytes, _sum(like.op), self._messenger.tuning
         halved = False
-        if free and (self.any_order or transport.world_size == 2 or like.wire is not None):
-            if op == "sum" and flat.is_floating_point() and self.tuning.direct(size, transport.world_size):
-                self._exchange_directly(number, flat, decode, like.scope)
+        if transport.free and flat.is_cpu and (self._any_order or transport.world_size == 2 or like.wire is not None):
+            if op == "sum" and flat.is_floating_point() and tuning.direct(size, transport.world_size):
+                self._exchange_directly(number, flat, transport, like.scope, decode)
                 return
-            halved = self.newest and size >= self.tuning.halved_from
-        self._count(2 * size, like.scope, ring=True)
+            halved = self._newest and size >= tuning.halved_from
+        self._count(2 * size, transport, like.scope, ring=True)
         loan = Loan(flat) if decode is None else None  # merged tensors are scratch, which a dropped step leaves
         sent = flat if loan is None else loan.message
         if halved:
+            # One work for both halves. With two, the second half's arrival could decode the first before it is there.
             work: Work = SeveralWorks([transport.all_reduce(half, op) for half in sent.chunk(2)])
         else:
             work = transport.all_reduce(sent, op)
         self._messages.append(Message(work, flat, decode, loan))
 
-    def _exchange_directly(self, number: int, flat: torch.Tensor, decode: Decode, scope: Scope) -> None:
+    def _exchange_directly(
+        self, number: int, flat: torch.Tensor, transport: Transport, scope: Scope, decode: Decode
+    ) -> None:
         """All-reduce few numbers in one message: send them to all ranks, and add the received rows in rank order."""
-        transport = self._among(scope)
         shape = (transport.world_size, flat.numel())
         sent, received = (
-            self.scratch.get(self.owner, f"stage {what} {number}", shape, flat.dtype, flat.device)
+            self._scratch.get(self._owner, f"{what} {number}", shape, flat.dtype, flat.device)
             for what in ("sent", "received")
         )
         sent.copy_(flat)
 
-        def add_rows() -> None:
+        def add_rows() -> (
+            None
+        ):  # in the same order on all ranks. In another one their averages would differ in the last bit
             first, second, *others = received.unbind(0)
             torch.add(first, second, out=flat)
             for row in others:
@@ -261,17 +324,17 @@ class Stage:
             if decode is not None:
                 decode()
 
-        self._count(sent.nbytes, scope)
+        self._count(sent.nbytes, transport, scope)
         work = transport.all_to_all(received.view(-1), sent.view(-1))
         self._messages.append(Message(work, received, add_rows))
 
     def _sparse(self, request: AllReduce) -> None:
         transport = self._among(request.scope)
-        if self._scale(request.op, request.scope) != 1.0:
+        if _scale(request.op, transport) != 1.0:
             request.tensor.div_(transport.world_size)  # DDP divides sparse gradients; dense ones it scales by 1/W
         # gloo and NCCL gather indices and values
         nbytes = transport.world_size * (request.tensor._indices().nbytes + request.tensor._values().nbytes)
-        self._count(nbytes, request.scope, ring=True)
+        self._count(nbytes, transport, request.scope, ring=True)
         # gloo replaces the indices and values of the tensor that it gets. A dropped message must not do so later.
         received = request.tensor.detach()
         work = transport.all_reduce(received, _sum(request.op))
@@ -290,55 +353,56 @@ class Stage:
             loan = Loan(received)
             received = loan.message
         else:
-            name, device = f"stage {request.kind} {number}", sent.device
-            sent = self.scratch.get(self.owner, name + " input", sent.shape, wire.dtype, device)
-            received = self.scratch.get(self.owner, name + " output", received.shape, wire.dtype, device)
+            name, device = f"{request.kind} {number}", sent.device
+            sent = self._scratch.get(self._owner, name + " input", sent.shape, wire.dtype, device)
+            received = self._scratch.get(self._owner, name + " output", received.shape, wire.dtype, device)
             encode(request.input, sent, 1.0, wire)
             decode = partial(_copy, request.output, received)
         if request.sent is not None:
             request.sent.copy_(sent)
         gathers = request.kind == "all_gather"
-        self._count((received if gathers else sent).nbytes, request.scope, ring=gathers)
+        self._count((received if gathers else sent).nbytes, self._among(request.scope), request.scope, ring=gathers)
         self._messages.append(Message(collective(received, sent), received, decode, loan))
 
     def _reduce_scatter(self, number: int, request: ReduceScatter) -> None:
-        scale, wire, transport = self._scale(request.op, request.scope), request.wire, self._among(request.scope)
+        wire, transport = request.wire, self._among(request.scope)
+        scale = _scale(request.op, transport)
         self.reduced.append(request.output)
         if wire is None:
             if scale != 1.0:
                 request.input.mul_(scale)
-            self._count(request.input.nbytes, request.scope, ring=True)
+            self._count(request.input.nbytes, transport, request.scope, ring=True)
             loan = Loan(request.output)
             work = transport.reduce_scatter(loan.message, request.input, _sum(request.op))
             self._messages.append(Message(work, request.output, None, loan))
             return
-        device, owner = request.input.device, self.owner
-        name = f"stage reduce-scatter {number}"
-        sent = self.scratch.get(owner, name + " input", request.input.shape, wire.dtype, device)
-        received = self.scratch.get(owner, name + " output", request.output.shape, wire.dtype, device)
+        device, name = request.input.device, f"reduce-scatter {number}"
+        sent = self._scratch.get(self._owner, name + " input", request.input.shape, wire.dtype, device)
+        received = self._scratch.get(self._owner, name + " output", request.output.shape, wire.dtype, device)
         encode(request.input, sent, scale, wire)
-        self._count(sent.nbytes, request.scope, ring=True)
+        self._count(sent.nbytes, transport, request.scope, ring=True)
         work = transport.reduce_scatter(received, sent, _sum(request.op))
         self._messages.append(Message(work, received, partial(_copy, request.output, received)))
 
     def _among(self, scope: Scope) -> Transport:
         """Return the transport among the ranks of a scope."""
+        transport = self._messenger.transport
         if scope == "all":
-            return self.transport
-        return cast(LeveledTransport, self.transport).scoped(scope)  # Engine.open_levels has checked it
+            return transport
+        return cast(LeveledTransport, transport).scoped(scope)  # Schedule.open_levels has checked it
 
-    def _scale(self, op: str, scope: Scope) -> float:
-        return 1.0 / self._among(scope).world_size if op == "mean" else 1.0
-
-    def _count(self, nbytes: int, scope: Scope, *, ring: bool = False) -> None:
+    def _count(self, nbytes: int, transport: Transport, scope: Scope, *, ring: bool = False) -> None:
         """Count a message whose parts for all ranks have ``nbytes``. A rank does not send its own part."""
-        transport = self._among(scope)
-        world = transport.world_size
+        world, whole = transport.world_size, self._messenger.transport
         sent = nbytes * (world - 1) / world
-        self.wire_bytes += sent
-        topology = getattr(self.transport, "topology", None)
+        self._wire_bytes += sent
+        topology = getattr(whole, "topology", None)
         if topology is not None and scope != "node":
-            self.between_bytes += sent * topology.leaving(self.transport.rank, scope, ring=ring)
+            self._between_bytes += sent * topology.leaving(whole.rank, scope, ring=ring)
+
+
+def _scale(op: str, transport: Transport) -> float:
+    return 1.0 / transport.world_size if op == "mean" else 1.0
 
 
 def _sum(op: str) -> str:
@@ -350,59 +414,63 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
 
 
-# -- the way from an engine to its transport
-
-
-class Sender:
-    """Starts stages and an engine's own messages on a transport, and caches plans.
+class Messenger:
+    """Carries the requests of one engine over its transport, and owns the memory of its messages until they end.
 
     Args:
         transport: carries the messages.
         counters: counters of the engine.
         timeout: seconds that one collective may take on the host.
         tuning: decides how messages of a CPU are sent.
+        name: of the reduction, for the profiler.
 
     Attributes:
-        scratch: memory for merged and cast tensors.
+        scratch: memory for merged and cast tensors, and of the reduction.
         device: device of the last bucket.
+        in_flight: batches that have started and have not ended.
     """
 
     def __init__(
-        self, transport: Transport, counters: Counters, timeout: float | None, tuning: CpuTuning = TUNED
+        self,
+        transport: Transport,
+        counters: Counters,
+        timeout: float | None = None,
+        tuning: CpuTuning = TUNED,
+        name: str = "",
     ) -> None:
-        self.transport, self.counters, self.timeout, self.tuning = transport, counters, timeout, tuning
+        self.transport, self.counters, self.timeout, self.tuning, self.name = transport, counters, timeout, tuning, name
         self.scratch = Scratch()
         self.device = torch.device("cpu")
-        self._plans: dict[tuple[BucketLayout, int, Hashable], BucketPlan] = {}
+        self.in_flight: set[Batch] = set()
 
-    @property
-    def topology(self) -> Topology | None:
-        """The nodes of the ranks, if the transport knows them."""
-        found: Topology | None = getattr(self.transport, "topology", None)
-        return found
+    def start(self, batch: Batch) -> None:
+        """Start a batch with requests of buckets."""
+        begun = time.perf_counter()
+        counters, members = self.counters, batch.members
+        counters.traffic.rounds += bool(batch._requests)
+        if counters.trace is not None:
+            counters.trace.sending(members)
+        self.in_flight.add(batch)
+        with profiled(self.name, "start", members[0][2] + 1):
+            batch.start()
+        ended = time.perf_counter()
+        counters.encode_seconds += ended - begun
+        if counters.trace is not None:
+            counters.trace.started(begun, ended)
 
-    def plan_of(self, reduction: Reduction, layout: BucketLayout, ctx: StepContext) -> BucketPlan:
-        """Return the plan of buckets with this layout at this step.
+    def post(self, *requests: Request) -> Batch:
+        """Start requests that belong to no bucket, such as the status."""
+        batch = Batch(self, *requests)
+        self.in_flight.add(batch)
+        batch.start()
+        return batch
 
-        With two levels, ranks of one node may plan different requests to their peers. How messages are sent must not differ
-        in a node, so it follows from the plans of all its ranks.
-        """
-        key = (layout, ctx.world_size, reduction.phase(ctx.step))  # a manager changes the number of ranks
-        if key not in self._plans:
-            own = reduction.plan(layout, ctx)
-            others = [reduction.plan(layout, one) for one in ctx.places() if one.rank != ctx.rank]
-            self._plans[key] = BucketPlan(own, layout, self.tuning, others, ctx.size("node"))
-        return self._plans[key]
-
-    def post(self, request: Request) -> Stage:
-        """Start a message of the engine itself."""
-        stage = Stage(self.transport, self.scratch, "status", True, self.tuning).start((request,))
-        self.counters.traffic.sent(stage.wire_bytes, stage.between_bytes)
-        return stage
-
-    def carry_out(self, request: Request) -> None:
-        """Start a message of the engine itself and wait for it."""
-        self.post(request).wait(self.timeout)
+    def carry_out(self, *requests: Request) -> None:
+        """Start requests that belong to no bucket and wait for them."""
+        batch = self.post(*requests)
+        batch.wait(self.timeout)
+        if batch.error is not None:  # only now, because the collectives write to memory of this step
+            raise batch.error
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
         """Return every rank's ``mine``, shape (n,), as rows of (world_size, n) on the CPU."""
@@ -411,53 +479,19 @@ class Sender:
         self.carry_out(AllGather(mine, rows))
         return rows.view(self.transport.world_size, -1).cpu()
 
-    def move(self, transport: Transport) -> None:
-        """Use another group of ranks."""
-        self.transport = transport
-        self._plans.clear()  # they may depend on the number of ranks
-
-    def forget(self) -> None:
-        """Replace the scratch memory. The transport may still write to the old tensors of an abandoned step."""
+    def drop(self) -> None:
+        """Drop all messages in flight. The transport may still write to their memory, so later steps use other memory."""
+        take_back(loan for batch in self.in_flight for loan in batch.drop())
+        self.in_flight.clear()
         self.scratch = Scratch()
 
 
-# -- requests of a failed reduction
+def profiled(reduction: str, what: str, stage: int) -> AbstractContextManager[Any]:
+    """Return the profiler range ``commhooks::REDUCTION::WHATn``.
 
-
-def void_requests(
-    planned: StagePlan, world_size: int, device: torch.device, topology: Topology | None = None
-) -> tuple[Request, ...]:
-    """Return the requests of one stage of a failed reduction, filled with NaN.
-
-    Their results are invalid on all ranks. On a GPU the ranks learn of the failure only after the optimizer's step. Until
-    then NaN makes a ``GradScaler`` skip it. Integers and packed bytes become zeros.
-
-    Example:
-        >>> from ch_core import RequestPlan
-        >>> void_requests((RequestPlan("all_reduce", 2, torch.float32),), 2, torch.device("cpu"))[0].tensor
-        tensor([nan, nan])
-        >>> void_requests((RequestPlan("all_gather", 4, torch.uint8),), 2, torch.device("cpu"))[0].input
-        tensor([0, 0], dtype=torch.uint8)
+    Without a profiler it returns an empty context, because an unused ``record_function`` costs more than the start of a
+    collective.
     """
-    made: list[Request] = []
-    for p in planned:
-        void = torch.zeros(p.numel, dtype=p.dtype, device=device)
-        fill_nan(void)
-        part = p.numel // (world_size if topology is None else topology.size(p.scope))
-        if p.kind == "all_reduce":
-            made.append(AllReduce(void, p.op, p.wire, scope=p.scope))
-        elif p.kind == "reduce_scatter":
-            made.append(ReduceScatter(void, void[:part].clone(), p.op, p.wire, p.scope))
-        elif p.kind == "all_gather":
-            made.append(AllGather(void[:part].clone(), void, wire=p.wire, scope=p.scope))
-        else:
-            made.append(AllToAll(void, torch.empty_like(void), wire=p.wire, scope=p.scope))
-    return tuple(made)
-
-
-def fill_nan(tensor: torch.Tensor) -> None:
-    """Fill a tensor with NaN, if its dtype has NaN."""
-    if tensor.is_sparse:
-        tensor.mul_(math.nan)
-    elif tensor.is_floating_point() or tensor.is_complex():
-        tensor.fill_(math.nan)
+    on_any_thread = getattr(torch.autograd.profiler, "_is_profiler_enabled", False)  # private, as above
+    on = on_any_thread or _on_this_thread()
+    return torch.profiler.record_function(f"commhooks::{reduction}::{what}{stage}") if on else _OFF

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from ch_core import AllGather, AllReduce, AllToAll, Bucket, HookTimeoutError, Plain, ReduceScatter, Request, Wire
-from ch_core.engine.collectives import Stage
 from ch_core.engine.engine import Engine
+from ch_core.engine.messages import Batch, Messenger
 from ch_core.engine.schedule import TUNED
-from ch_core.scratch import Scratch
+from ch_core.engine.stats import Counters
 from ch_core.transport import loan
 from ch_core.transport.base import Work
 from ch_wrappers import WireCast
@@ -91,9 +91,9 @@ def numbers(numel: int = 2 * NUMEL) -> torch.Tensor:
     return (torch.arange(numel) % 16).float()
 
 
-def started(*requests: Request) -> tuple[Peers, Stage]:
+def started(*requests: Request) -> tuple[Peers, Batch]:
     peers = Peers()
-    return peers, Stage(peers, Scratch(), "test").start(requests)
+    return peers, Messenger(peers, Counters()).post(*requests)
 
 
 @pytest.mark.parametrize("wire", [None, BF16], ids=["in place", "cast"])
@@ -101,48 +101,48 @@ def started(*requests: Request) -> tuple[Peers, Stage]:
 @pytest.mark.parametrize("late", [False, True], ids=["waited for", "decoded on arrival"])
 def test_halves_decode_once_after_both(wire: Wire | None, order: tuple[int, ...], late: bool) -> None:
     tensor, ends = numbers(), list[bool]()
-    peers, stage = started(AllReduce(tensor, wire=wire))
+    peers, batch = started(AllReduce(tensor, wire=wire))
     assert len(peers.works) == 2
     if late:
-        stage.on_decoded(lambda: ends.append(bool(torch.equal(tensor, numbers()))))
+        batch.on_decoded(lambda: ends.append(bool(torch.equal(tensor, numbers()))))
     peers.works[order[0]].end()
     assert ends == []
     with pytest.raises(HookTimeoutError):
-        stage.wait(0.1)
+        batch.wait(0.1)
     assert wire is None or torch.equal(tensor, numbers()), "half a message was decoded"
     peers.works[order[1]].end()
     assert ends == [True] * late
-    stage.wait(0.1)
+    batch.wait(0.1)
     assert torch.equal(tensor, numbers())
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
-def test_messages_of_one_stage_decode_in_any_order(order: tuple[int, ...]) -> None:
+def test_messages_of_one_batch_decode_in_any_order(order: tuple[int, ...]) -> None:
     tensor, other, ends = numbers(), numbers(300_000), list[bool]()
-    peers, stage = started(AllReduce(tensor, wire=BF16), AllReduce(other))
+    peers, batch = started(AllReduce(tensor, wire=BF16), AllReduce(other))
     assert len(peers.works) == 3
-    stage.on_decoded(lambda: ends.append(True))
+    batch.on_decoded(lambda: ends.append(True))
     for number in order:
         assert ends == []
         peers.works[number].end()
     assert ends == [True]
-    stage.wait(0.1)
+    batch.wait(0.1)
     assert torch.equal(tensor, numbers()) and torch.equal(other, numbers(300_000))
 
 
-def test_an_empty_stage_is_decoded_at_once() -> None:
+def test_an_empty_batch_is_decoded_at_once() -> None:
     ends = list[bool]()
     started()[1].on_decoded(lambda: ends.append(True))
     assert ends == [True]
 
 
 def test_a_result_that_fails_to_decode_is_raised_by_the_wait() -> None:
-    peers, stage = started(AllReduce(numbers(8), wire=BF16))
-    stage._messages[0]._decode = lambda: 1 / 0  # type: ignore[assignment,return-value]
-    stage.on_decoded(lambda: None)
+    peers, batch = started(AllReduce(numbers(8), wire=BF16))
+    batch._messages[0]._decode = lambda: 1 / 0  # type: ignore[assignment,return-value]
+    batch.on_decoded(lambda: None)
     peers.works[0].end()
     with pytest.raises(ZeroDivisionError):
-        stage.wait(0.1)
+        batch.wait(0.1)
 
 
 def in_place(kind: str) -> tuple[torch.Tensor, Request]:
@@ -167,10 +167,10 @@ KINDS = ["all_reduce", "a part", "all_gather", "all_to_all", "reduce_scatter"]
 def test_a_dropped_message_writes_to_no_memory_of_its_user(kind: str, ended: int) -> None:
     memory, request = in_place(kind)
     view = memory[3:7]
-    peers, stage = started(request)
+    peers, batch = started(request)
     for work in peers.works[:ended]:
         work.end()
-    loan.take_back(stage.drop())
+    loan.take_back(batch.drop())
     memory.fill_(5.0)
     for work in peers.works[ended:]:
         work.end()
@@ -182,16 +182,16 @@ def test_a_dropped_message_writes_to_no_memory_of_its_user(kind: str, ended: int
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_a_swap_of_storages_messages_have_their_own_memory(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     memory, request = in_place(kind)
-    peers, stage = started(request)
+    peers, batch = started(request)
     for work in peers.works:
         work.end()
-    stage.wait(0.1)
+    batch.wait(0.1)
     monkeypatch.setattr(loan, "_CAN_SWAP", False)
     same, request = in_place(kind)
-    peers, stage = started(request)
+    peers, batch = started(request)
     for work in peers.works:
         work.end()
-    stage.wait(0.1)
+    batch.wait(0.1)
     assert torch.equal(same, memory), "a result was lost"
     test_a_dropped_message_writes_to_no_memory_of_its_user(kind, 0)
 
@@ -199,9 +199,9 @@ def test_without_a_swap_of_storages_messages_have_their_own_memory(kind: str, mo
 def test_a_dropped_message_that_is_decoded_on_arrival_decodes_nothing() -> None:
     """Its numbers would be written into the next step."""
     tensor, ends = numbers(), list[bool]()
-    peers, stage = started(AllReduce(tensor, wire=BF16))
-    stage.on_decoded(lambda: ends.append(True))
-    loan.take_back(stage.drop())
+    peers, batch = started(AllReduce(tensor, wire=BF16))
+    batch.on_decoded(lambda: ends.append(True))
+    loan.take_back(batch.drop())
     tensor.fill_(5.0)
     for work in peers.works:
         work.end()
@@ -211,8 +211,8 @@ def test_a_dropped_message_that_is_decoded_on_arrival_decodes_nothing() -> None:
 
 def test_a_dropped_sparse_message_writes_to_no_memory_of_its_user() -> None:
     gradient = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 4), (5, 4), check_invariants=True)
-    peers, stage = started(AllReduce(gradient))
-    loan.take_back(stage.drop())
+    peers, batch = started(AllReduce(gradient))
+    loan.take_back(batch.drop())
     gradient.zero_()
     peers.works[0].end()
     assert not gradient.to_dense().any()
@@ -220,9 +220,9 @@ def test_a_dropped_sparse_message_writes_to_no_memory_of_its_user() -> None:
 
 def test_a_sparse_result_is_received() -> None:
     gradient = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 4), (5, 4), check_invariants=True)
-    peers, stage = started(AllReduce(gradient, "sum"))
+    peers, batch = started(AllReduce(gradient, "sum"))
     peers.works[0].end()
-    stage.wait(0.1)
+    batch.wait(0.1)
     assert gradient.to_dense().sum() == 2 * 8
 
 
