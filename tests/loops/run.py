@@ -203,7 +203,8 @@ def _notes(got: Result) -> str:
 
 
 def _tail(got: Result) -> str:
-    return " | ".join(text[-1500:] for text in got.output)
+    """Return the last lines that each rank has printed."""
+    return " | ".join(f"rank {rank} prints: " + " ".join(text.split("\n")[-5:])[-500:] for rank, text in enumerate(got.output))
 
 
 def run(loop: Loop, ways: Iterable[str], *, flipped: bool = False, preload: Sequence[str] = ()) -> Row:
