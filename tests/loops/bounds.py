@@ -87,7 +87,7 @@ LOOPS = (
     Loop("grad_cache"),
     Loop("gradient_penalty"),
     Loop("lora_checkpointing", steps=96),
-    Loop("freeze_thaw"),
+    Loop("freeze_thaw", steps=96),
     Loop("freeze_unused", steps=96),
     Loop("two_optimizers"),
     Loop("optimizer_in_backward"),

@@ -13,7 +13,7 @@ net.features.requires_grad_(False)
 model = DDP(net)
 optimizer = torch.optim.AdamW(filter(lambda p: p.requires_grad, model.parameters()), lr=1e-2)
 batches = loader()
-for epoch in range(3):
+for epoch in range(4):
     batches.sampler.set_epoch(epoch)
     if epoch == 1:
         net.features.requires_grad_(True)
