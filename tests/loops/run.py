@@ -204,7 +204,9 @@ def _notes(got: Result) -> str:
 
 def _tail(got: Result) -> str:
     """Return the last lines that each rank has printed."""
-    return " | ".join(f"rank {rank} prints: " + " ".join(text.split("\n")[-5:])[-500:] for rank, text in enumerate(got.output))
+    return " | ".join(
+        f"rank {rank} prints: " + " ".join(text.split("\n")[-5:])[-500:] for rank, text in enumerate(got.output)
+    )
 
 
 def run(loop: Loop, ways: Iterable[str], *, flipped: bool = False, preload: Sequence[str] = ()) -> Row:
