@@ -240,6 +240,13 @@ def orders(session: nox.Session) -> None:
 
 
 @nox.session
+def loops(session: nox.Session) -> None:
+    """Train forty ordinary scripts in every way, and print a table: 15 minutes. `-- --seed N --draw K`, `-- --only NAME`."""
+    install(session, *PROJECTS, tools=[*FRAMEWORKS, "peft>=0.15", "schedulefree>=1.4", "torchao>=0.15"])
+    session.run("python", "-m", "tests.loops", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
 @nox.parametrize("torch", [nox.param(None, id="newest"), nox.param("2.13", id="2.13"), nox.param("2.10", id="2.10")])
 def versions(session: nox.Session, torch: str | None) -> None:
     """Run every package's tests on one torch and update docs/versions.md. Downloads gigabytes of CUDA builds except for 2.13."""

@@ -1,0 +1,26 @@
+"""Train by Accelerate with its accumulation and clipping."""
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import nn
+from torch.utils.data import DataLoader
+from toy import SEED, Net, dataset, finish, test
+
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+set_seed(SEED)
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+batches = DataLoader(dataset(), batch_size=16, shuffle=True, drop_last=True)
+model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+for _ in range(2):
+    for x, y in batches:
+        with accelerator.accumulate(model):
+            loss = nn.functional.mse_loss(model(x), y)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+finish(test(accelerator.unwrap_model(model)), model)
+accelerator.end_training()

@@ -1,0 +1,22 @@
+"""Compile the wrapped model."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from toy import SEED, Net, finish, loader, test
+
+dist.init_process_group("gloo")
+torch.manual_seed(SEED)
+model = DDP(Net())
+compiled = torch.compile(model, backend="aot_eager")
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+batches = loader()
+for epoch in range(2):
+    batches.sampler.set_epoch(epoch)
+    for x, y in batches:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(compiled(x), y).backward()
+        optimizer.step()
+finish(test(model), model)
+dist.destroy_process_group()

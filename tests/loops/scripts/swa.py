@@ -1,0 +1,28 @@
+"""Average the weights of the last epochs with SWA, and recompute BatchNorm's statistics."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
+from toy import SEED, Net, finish, loader, test
+
+dist.init_process_group("gloo")
+torch.manual_seed(SEED)
+model = DDP(Net(norm=True))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+swa_model = AveragedModel(model)
+swa_scheduler = SWALR(optimizer, swa_lr=5e-3, anneal_epochs=1)
+batches = loader(batch_size=64)
+for epoch in range(4):
+    batches.sampler.set_epoch(epoch)
+    for x, y in batches:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    if epoch >= 2:
+        swa_model.update_parameters(model)
+        swa_scheduler.step()
+update_bn(batches, swa_model)
+finish(test(swa_model.module.module), model, swa_model)
+dist.destroy_process_group()
