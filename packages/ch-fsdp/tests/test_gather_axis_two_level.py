@@ -44,10 +44,12 @@ def body_backward_inside_a_node(rank: int, world: int) -> None:
 def body_all_axes(rank: int, world: int) -> None:
     """On a 2-D mesh each replica is a node here, and weights cross no node."""
     model = shard2(gpt(), line(world))
-    handle = commhooks.attach_axes(model, gather=HOOK, shard="two_level(quant4(block=16), nodes=2)")
+    handle = commhooks.attach(model, HOOK, axis="gather")
+    gradients = commhooks.attach(model, "two_level(quant4(block=16), nodes=2)", axis="shard")
     losses = train(model, 4, rank)
     assert losses[-1] < losses[0]
     assert "to other nodes" in str(handle.report())
+    gradients.detach()
     handle.detach()
     inside = commhooks.attach(shard2(gpt(), square()), HOOK, axis="gather")
     assert inside.stats()["between_bytes"] == 0

@@ -62,9 +62,6 @@ from commhooks.api.adapter_lookup import inside as inside
 from commhooks.api.adapter_lookup import runs_alone as runs_alone
 from commhooks.api.adapter_lookup import unwrapped as unwrapped
 from commhooks.api.attach import attach as attach
-from commhooks.api.axes import AxesHandle as AxesHandle
-from commhooks.api.axes import AxesReport as AxesReport
-from commhooks.api.axes import attach_axes as attach_axes
 from commhooks.api.create import create as create
 from commhooks.api.hooks import describe as describe
 from commhooks.api.hooks import failures as failures

@@ -12,7 +12,7 @@ import commhooks
 from ch_bench.advise.network import Message, Network, probe
 from ch_bench.advise.outer import rounds
 from ch_bench.advise.replay import EmulatedTransport, Note, Recorder, Replay
-from ch_bench.advise.workload import Workload, slowest
+from ch_bench.advise.workload import AttachedHooks, Workload, slowest
 from ch_core import ProcessGroupTransport
 from commhooks import Topology, node_bytes
 
@@ -25,7 +25,6 @@ WARM_UP = 2  # steps; DDP rebuilds its buckets after the first one
 WORTH = 0.05  # share of a step that a lossy hook must save
 ALIKE = 0.03  # predictions within this share are equal; the hook with the smaller error wins
 Tell = Callable[[str], None]
-Handle = commhooks.CommHook | commhooks.AxesHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +236,7 @@ def _alone(work: Workload, count: int) -> list[float]:
 
     FSDP2 cannot compute without the shards of its peers. Its messages are emulated and take no time.
     """
-    handle: Handle = _emulated(work, "allreduce", None)[0] if work.sharded else work.attach("noop")
+    handle = _emulated(work, "allreduce", None)[0] if work.sharded else work.attach("noop")
     try:
         for _ in range(WARM_UP):
             work.step()
@@ -258,9 +257,9 @@ def _count(work: Workload, most: int, budget: float) -> int:
     return max(2, min(most, int(budget / one) - WARM_UP))
 
 
-def _transport(handle: Handle) -> ProcessGroupTransport | None:
+def _transport(handle: AttachedHooks) -> ProcessGroupTransport | None:
     """Return a transport of the handle that knows the nodes of its ranks, if its hook has two levels."""
-    for one in _each(handle):
+    for one in handle.handles:
         engines = one.binding.engines if one.binding is not None else {}
         for engine in engines.values():
             transport = engine.transport
@@ -273,11 +272,11 @@ def _transport(handle: Handle) -> ProcessGroupTransport | None:
     return None
 
 
-def _emulated(work: Workload, hook: str, recorder: Recorder | None) -> tuple[Handle, list[Message]]:
+def _emulated(work: Workload, hook: str, recorder: Recorder | None) -> tuple[AttachedHooks, list[Message]]:
     """Attach a hook whose messages are only noted. Return the list that collects them, too."""
     handle = work.attach(hook)
     sent: list[Message] = []
-    for one in _each(handle):
+    for one in handle.handles:
         engines = one.binding.engines if one.binding is not None else {}
         if not engines:
             handle.detach()
@@ -291,10 +290,6 @@ def _emulated(work: Workload, hook: str, recorder: Recorder | None) -> tuple[Han
             transport.sent = sent
             engine.move(transport)
     return handle, sent
-
-
-def _each(handle: Handle) -> list[commhooks.CommHook]:
-    return [handle] if isinstance(handle, commhooks.CommHook) else list(handle.handles.values())
 
 
 def _messages(work: Workload, hook: str) -> tuple[list[Message], ProcessGroupTransport | None]:
@@ -332,8 +327,8 @@ def _predict(work: Workload, hook: str, network: Network, budget: float) -> Pred
             computed.append(max(sum(note.seconds for note in each) for each in everyone))
             if len(steps) == WARM_UP + 1:  # add as many steps as fit, equal on all ranks
                 count += max(2, min(7, int(budget / slowest([time.perf_counter() - begun], work.device)[0])))
-        lossy = any(one.reduction is not None and one.reduction.lossy for one in _each(handle))
-        sent = float(sum(one.report().total.wire_bytes or 0 for one in _each(handle)))
+        lossy = any(one.reduction is not None and one.reduction.lossy for one in handle.handles)
+        sent = float(sum(one.report().total.wire_bytes or 0 for one in handle.handles))
         leaving = None if network.topology is None else _leaving(handle, network.topology)
     finally:
         handle.detach()
@@ -343,10 +338,10 @@ def _predict(work: Workload, hook: str, network: Network, budget: float) -> Pred
     return Prediction(hook, seconds, waiting, arithmetic, sent, lossy, leaving, model)
 
 
-def _leaving(handle: Handle, topology: Topology) -> float:
+def _leaving(handle: AttachedHooks, topology: Topology) -> float:
     """Return the planned bytes that leave a node in a step."""
     made = 0.0
-    for one in _each(handle):
+    for one in handle.handles:
         engines = one.binding.engines if one.binding is not None else {}
         for engine in engines.values():
             made += node_bytes(engine.reduction, engine.step.layouts, topology, engine.state.step).leaving

@@ -68,15 +68,21 @@ class Workload:
         assert isinstance(self.model, nn.Module)
         return list(self.model.parameters())
 
-    def attach(self, hook: str) -> "commhooks.CommHook | commhooks.AxesHandle":
+    def attach(self, hook: str) -> "AttachedHooks":
         """Attach a hook; with FSDP2 to every axis, see :func:`axes`."""
         assert isinstance(self.model, nn.Module)
         if not self.sharded:
-            return commhooks.attach(self.model, hook)
-        gather, shard, replicate = axes(hook)
-        return commhooks.attach_axes(
-            self.model, gather=gather, shard=shard, replicate=replicate if self.replicated else None
-        )
+            return AttachedHooks([commhooks.attach(self.model, hook)])
+        made = AttachedHooks([])
+        try:
+            for axis, expr in zip(AXES, axes(hook), strict=True):
+                if axis == "replicate" and not self.replicated:
+                    continue
+                made.handles.append(commhooks.attach(self.model, expr, axis=axis))
+        except BaseException:
+            made.detach()
+            raise
+        return made
 
     def step(self) -> None:
         """Run one training step."""
@@ -93,6 +99,28 @@ class Workload:
         self.optimizer.step()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+AXES = ("gather", "shard", "replicate")
+
+
+@dataclass(frozen=True, slots=True)
+class AttachedHooks:
+    """The hooks of a model: one with DDP, one of each axis with FSDP2."""
+
+    handles: list[commhooks.CommHook]
+
+    def stats(self) -> dict[str, float]:
+        """Return the sums of their figures."""
+        total: dict[str, float] = {}
+        for handle in self.handles:
+            for key, value in handle.stats().items():
+                total[key] = total.get(key, 0.0) + value
+        return total
+
+    def detach(self) -> None:
+        for handle in reversed(self.handles):
+            handle.detach()
 
 
 def axes(hook: str) -> tuple[str, str, str]:
