@@ -107,7 +107,7 @@ class Run:
         module = copy.deepcopy(NET)
         model = DistributedDataParallel(manager, module, hook=self.hook, bucket_cap_mb=BUCKET_CAP_MB)
         inner = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-        optimizer = OptimizerWrapper(manager, inner, listeners=[self.voted])
+        optimizer = OptimizerWrapper(manager, inner)
         manager.register_state_dict_fn("model", module.load_state_dict, module.state_dict)
         manager.register_state_dict_fn("optim", inner.load_state_dict, inner.state_dict)
         while manager.current_step() < self.steps:
@@ -121,16 +121,15 @@ class Run:
                 manager.report_error(RuntimeError("a bad batch"))
             data = torch.randn(4, 24, generator=torch.Generator().manual_seed(step * 1000 + ord(manager.name)))
             (model(data) - data.roll(1, 1)).pow(2).mean().backward()
-            if optimizer.step():
+            optimizer.step()
+            self.drops += not optimizer.committed
+            if optimizer.committed:
                 self.states[manager.name, step] = self.text(model)
         assert model.handle is not None
         assert model.handle.binding is not None
         stats = model.handle.stats()
         self.compressed += stats["compressed_steps"]
         assert model.handle.binding.calls % 3 == 0, "three buckets"
-
-    def voted(self, committed: bool) -> None:
-        self.drops += not committed
 
     @staticmethod
     def text(model: DistributedDataParallel) -> str:

@@ -27,6 +27,7 @@ from ch_ddp.local_sgd.hook import post_localSGD_hook as post_localSGD_hook
 from ch_ddp.local_sgd.optimizer import PostLocalSGDOptimizer as PostLocalSGDOptimizer
 from ch_ddp.optimizer_base import WrappedOptimizer as WrappedOptimizer
 from ch_ddp.optimizer_base import needs_closure as needs_closure
+from ch_ddp.optimizer_base import unscale as unscale
 from ch_ddp.overlapped_optimizer import OverlappedOptimizer as OverlappedOptimizer
 from ch_ddp.reductions import allreduce as allreduce
 from ch_ddp.reductions import bf16_compress as bf16_compress

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from commhooks import HookConfigError
@@ -92,3 +93,13 @@ def needs_closure(optim: Optimizer) -> bool:
     """Return True if ``step()`` requires a closure, as that of LBFGS does."""
     parameters = inspect.signature(type(optim).step).parameters.values()
     return any(p.name == "closure" and p.default is p.empty for p in parameters)
+
+
+def unscale(optim: Optimizer, scale: torch.Tensor | None) -> None:
+    """Divide all gradients by the scale of a ``GradScaler``, to the bit as it does, unless it has done so."""
+    if scale is not None:
+        inverse = scale.double().reciprocal().float()
+        for group in optim.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.mul_(inverse.to(param.grad.device))

@@ -55,7 +55,6 @@ class DistributedDataParallel(TorchDDP):
             averaged plainly.
         process_group: process group of the manager. A member that notices a failure closes its connections, so that its
             peers notice at once. Without it they notice at the group's time-out.
-        fail_fast: False to let peers wait for the time-out.
         **kwargs: arguments of DDP, such as ``bucket_cap_mb``. All members need the same.
 
     Attributes:
@@ -92,7 +91,6 @@ class DistributedDataParallel(TorchDDP):
         *,
         hook: str | Mapping[str, Any] | Reduction | Callable[..., Any] | CommHook | None = None,
         process_group: Abortable | None = None,
-        fail_fast: bool = True,
         **kwargs: Any,
     ) -> None:
         if kwargs.get("static_graph") or not kwargs.pop("find_unused_parameters", True):
@@ -116,7 +114,7 @@ class DistributedDataParallel(TorchDDP):
         super().__init__(module, process_group=group, find_unused_parameters=True, **kwargs)
         self.used = group.used = UsedParams([parameter for _, parameter in averaged_params(self)])
         self.manager = manager
-        self.fail_fast = FailFast(manager, process_group, fail_fast)
+        self.fail_fast = FailFast(manager, process_group)
         self.handle: CommHook | None = None
         self.averaged = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.register_forward_pre_hook(_refuse_thawed)
@@ -168,7 +166,7 @@ class PureDistributedDataParallel(nn.Module):
     Args:
         manager: torchft's Manager, or any :class:`~ch_ft.Reducer`.
         module: module to train.
-        process_group, fail_fast: see :class:`~ch_ft.DistributedDataParallel`.
+        process_group: see :class:`~ch_ft.DistributedDataParallel`.
 
     Example:
         >>> import torch
@@ -188,11 +186,10 @@ class PureDistributedDataParallel(nn.Module):
         module: nn.Module,
         *,
         process_group: Abortable | None = None,
-        fail_fast: bool = True,
     ) -> None:
         super().__init__()
         self.module = module
-        self.averaging = Averaging(manager, FailFast(manager, process_group, fail_fast))
+        self.averaging = Averaging(manager, FailFast(manager, process_group))
         self._backward = -1
         self._watched = WeakIdKeyDictionary()  # parameter -> True
         self._watch()

@@ -20,26 +20,19 @@ class FailFast:
     Args:
         manager: manager that stores the step's error.
         process_group: process group of the manager. Without it there is nothing to close.
-        enabled: False to let peers wait for the time-out.
-
-    Attributes:
-        failures: number of attempts that failed here.
     """
 
-    def __init__(self, manager: Reducer, process_group: Abortable | None, enabled: bool = True) -> None:
+    def __init__(self, manager: Reducer, process_group: Abortable | None) -> None:
         self.manager = manager
         self.process_group = process_group
-        self.enabled = enabled
-        self.failures = 0
 
     def __call__(self, error: BaseException | None) -> None:
         """Handle a failure. The caller must have dropped all works of the attempt."""
-        self.failures += 1
         stored = self.manager.errored()
         log.warning("this step is lost and will be tried again: %s", summary(error or stored))
         for one in (error, stored, getattr(stored, "original_exception", None)):
             release(one)
-        if self.process_group is not None and self.enabled:
+        if self.process_group is not None:
             self.process_group.abort()
             gc.collect(1)  # cycles of this step; a full collection would cost more than all the rest
 

@@ -32,7 +32,8 @@ class Local:
 
     Attributes:
         manager: torchft's Manager.
-        process_group: its process group. Give it to :class:`~ch_ft.DistributedDataParallel` too, for ``fail_fast``.
+        process_group: its process group. Give it to :class:`~ch_ft.DistributedDataParallel` too: peers then notice
+            a failure at once.
         address: lighthouse to pass to ``local(lighthouse=...)`` in another process.
         not_survived: says if other replicas survive the death of this process.
     """

@@ -10,7 +10,7 @@ from typing import Any, overload
 import torch
 from torch.optim import Optimizer
 
-from ch_ddp import WrappedOptimizer, needs_closure
+from ch_ddp import WrappedOptimizer, needs_closure, unscale
 from ch_ft.manager import Manager
 from commhooks import HookConfigError
 
@@ -29,7 +29,6 @@ class OptimizerWrapper(WrappedOptimizer):
         schedulers: learning-rate schedulers (made for ``optim`` or for this), stepped only when the step is committed.
             Register their ``state_dict`` with the manager, and the one of the ``GradScaler``. A healed member needs the
             group's learning rate and loss scale.
-        listeners: called with the outcome of every step.
 
     Attributes:
         committed: True if the last step was committed; ``None`` before the first.
@@ -55,14 +54,7 @@ class OptimizerWrapper(WrappedOptimizer):
     # torchft loads a healing member's state in the vote.
     _step_supports_amp_scaling = True
 
-    def __init__(
-        self,
-        manager: Manager,
-        optim: Optimizer,
-        *,
-        schedulers: Iterable[Any] = (),
-        listeners: Iterable[Callable[[bool], object]] = (),
-    ) -> None:
+    def __init__(self, manager: Manager, optim: Optimizer, *, schedulers: Iterable[Any] = ()) -> None:
         super().__init__(optim)
         if needs_closure(optim):
             raise HookConfigError(
@@ -71,7 +63,6 @@ class OptimizerWrapper(WrappedOptimizer):
             )
         self.manager = manager
         self.schedulers = list(schedulers)
-        self.listeners = list(listeners)
         self.committed: bool | None = None
         self.commits = self.drops = 0
 
@@ -101,15 +92,13 @@ class OptimizerWrapper(WrappedOptimizer):
                 loss = closure()
         committed = self._vote()
         if committed:
-            self._unscale()
+            unscale(self.optim, getattr(self, "grad_scale", None))  # a GradScaler sets it if it leaves that to step()
             self.inner_step()
             for scheduler in self.schedulers:
                 scheduler.step()
         self.committed = committed
         self.commits += committed
         self.drops += not committed
-        for listener in self.listeners:
-            listener(committed)
         return committed if closure is None else loss
 
     step.hooked = True  # type: ignore[attr-defined]  # otherwise torch runs step hooks at dropped steps too
@@ -119,17 +108,6 @@ class OptimizerWrapper(WrappedOptimizer):
         if found is not None and found.item():
             self.manager.report_error(FloatingPointError("GradScaler found Inf or NaN: the step is tried again"))
         return bool(self.manager.should_commit())
-
-    def _unscale(self) -> None:
-        """Divide by the loss scale as ``GradScaler`` would, if it leaves that to ``step()``."""
-        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
-        if scale is None:
-            return
-        inverse = scale.double().reciprocal().float()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.mul_(inverse.to(p.grad.device))
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         return self.optim.register_step_pre_hook(hook)

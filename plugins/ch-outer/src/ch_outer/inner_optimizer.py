@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ch_ddp import WrappedOptimizer
+from ch_ddp import WrappedOptimizer, unscale
 
 
 class InnerOptimizer(WrappedOptimizer):
@@ -32,13 +32,3 @@ class InnerOptimizer(WrappedOptimizer):
             return None
         unscale(self.optim, scale)
         return self.inner_step(closure)
-
-
-def unscale(optim: torch.optim.Optimizer, scale: torch.Tensor | None) -> None:
-    """Divide all gradients by the scale of a ``GradScaler``, to the bit as it does, unless it has done so."""
-    if scale is not None:
-        inverse = scale.double().reciprocal().float()
-        for group in optim.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.grad.mul_(inverse.to(param.grad.device))

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch.optim import Optimizer
 
-from ch_outer.inner_optimizer import unscale
+from ch_ddp import unscale
 from commhooks import HookConfigError
 
 _NATIVE = "_step_supports_amp_scaling"
