@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ch_core import log, wrapped_on_terminal, write_stderr
+from ch_core import log, wrapped_on_terminal, write_stderr, write_whole
 from ch_run.found_model import FoundModel, HookedModel
 from ch_run.outer_model import attach_outer, outer_text
 from ch_run.settings import Settings
@@ -91,8 +91,7 @@ class AutoAttach:
             )
         for found in filter(None, made):
             self.models.append(found)
-            cls = type(unwrapped(model)).__name__
-            label = f"{len(self.models)}-" + "".join(c if c.isalnum() or c in "._-" else "_" for c in cls)
+            label = _label(len(self.models), model)
             if settings.state:
                 found.keep_state(Path(settings.state) / label, settings.state_every)
             if settings.trace:
@@ -173,7 +172,7 @@ class AutoAttach:
         if self.settings.report:
             data = json.dumps(report, indent=1, default=str) + "\n"
             try:
-                _write_whole(Path(self.settings.report), data)
+                write_whole(Path(self.settings.report), data)
             except OSError as error:
                 write_stderr(f"commhooks run: --report {self.settings.report} cannot be written ({error}):\n{data}")
 
@@ -244,27 +243,22 @@ def _model_text(model: dict[str, Any]) -> str:
         return str(model["error"])
     text = outer_text(model) if "outer" in model else as_text(model)
     trace = model.get("trace")
-    return text if trace is None else f"{text}\n\n{trace['text']}\ntrace written to {trace['file']}"
-
-
-def _write_whole(path: Path, data: str) -> None:
-    """Write a file completely or not at all, so that a full disk does not destroy an older report."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.is_file():  # /dev/stdout or a pipe must not be replaced by a file
-        path.write_text(data)
-        return
-    aside = path.resolve().with_name(f".{path.name}.{os.getpid()}")
-    try:
-        aside.write_text(data)
-        os.replace(aside, path.resolve())
-    finally:
-        aside.unlink(missing_ok=True)
+    if trace is None:
+        return text
+    written = f"trace written to {trace['file']}" if trace["file"] else "the trace could not be written"
+    return f"{text}\n\n{trace['text']}\n{written}"
 
 
 def _model_gone(reference: "weakref.ref[FoundModel]") -> None:
     found = reference()
     if found is not None:
         found.drop()
+
+
+def _label(number: int, model: torch.nn.Module) -> str:
+    """Return the name of a model's files."""
+    cls = type(unwrapped(model)).__name__
+    return f"{number}-" + "".join(c if c.isalnum() or c in "._-" else "_" for c in cls)
 
 
 def names_of(model: torch.nn.Module) -> set[str]:
@@ -285,5 +279,11 @@ def name_of(model: torch.nn.Module) -> str:
 
 @functools.cache
 def auto_attach() -> AutoAttach:
-    """Return the one object of this process, with the settings of the environment."""
-    return AutoAttach(Settings.of(os.environ))
+    """Return the one object of this process, with the settings of the environment.
+
+    Raises:
+        HookConfigError: a file of the run cannot be written.
+    """
+    settings = Settings.of(os.environ)
+    settings.check_paths()
+    return AutoAttach(settings)

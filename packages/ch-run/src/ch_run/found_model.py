@@ -18,6 +18,7 @@ class FoundModel(ABC):
     Attributes:
         state: writes and resumes the state with `--state`, or None.
         trace: records the model with `--trace`, or None.
+        written: file of the trace, once it is written.
         row: the model's part of the report once the model is gone.
     """
 
@@ -25,6 +26,7 @@ class FoundModel(ABC):
         self.name = name
         self.state: StateFolder | None = None
         self.trace: Trace | None = None
+        self.written: Path | None = None
         self.row: dict[str, Any] | None = None
 
     def write_last_state(self) -> None:
@@ -57,7 +59,7 @@ class FoundModel(ABC):
         """Write the trace. A failure must not hide the end, or the error, of the script."""
         if self.trace is not None:
             try:
-                self.trace.close(together=False)
+                self.written = self.trace.close(together=False)
             except Exception:
                 log.exception("--trace: the trace of %s could not be written", self.name)
 
@@ -65,7 +67,8 @@ class FoundModel(ABC):
         if self.trace is None:
             return {}
         final = self.trace.final
-        return {"trace": {"file": str(self.trace.path), "summary": final.to_dict(), "text": str(final)}}
+        file = str(self.written) if self.written is not None else None
+        return {"trace": {"file": file, "summary": final.to_dict(), "text": str(final)}}
 
     @abstractmethod
     def kept(self) -> Kept:
