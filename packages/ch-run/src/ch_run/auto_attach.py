@@ -4,6 +4,7 @@ import atexit
 import functools
 import json
 import logging
+import multiprocessing.util
 import os
 import weakref
 from contextlib import suppress
@@ -47,6 +48,9 @@ class AutoAttach:
         self._ended = False
         self._process = os.getpid()
         atexit.register(self.end)
+        # A rank that the script forked ends without atexit, but runs the finalizers of multiprocessing.
+        if multiprocessing.parent_process() is not None:
+            multiprocessing.util.Finalize(None, self.end, exitpriority=100)
 
     def found(self, model: torch.nn.Module) -> bool:
         """Attach to a model before its first forward with gradients, or note the reason for not attaching.
@@ -287,3 +291,6 @@ def auto_attach() -> AutoAttach:
     settings = Settings.of(os.environ)
     settings.check_paths()
     return AutoAttach(settings)
+
+
+os.register_at_fork(after_in_child=auto_attach.cache_clear)  # a rank that the script forks reports itself
