@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ch_core import log, wrapped_on_terminal, write_stderr, write_whole
-from ch_run.found_model import FoundModel, HookedModel
+from ch_run.found_model import FoundModel, HookedModel, LoneModel
 from ch_run.outer_model import attach_outer, outer_text
 from ch_run.settings import Settings
 from commhooks import HookNotSupportedError, SlotTakenError, adapter_for, as_text, attach, inside, runs_alone, unwrapped
@@ -39,6 +39,7 @@ class AutoAttach:
         folder = os.environ.get(REPORTS)
         self.reports = Path(folder) if folder else None
         self.models: list[FoundModel] = []
+        self.alone: list[LoneModel] = []  # trained by one process without the hook
         self.notes: list[str] = []
         self._gathering: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         # True on rank 0 after the end if no model got the hook, here or in a process that this one started
@@ -72,6 +73,7 @@ class AutoAttach:
                 f"one process: {name} has no peer to send to, so it trains without {settings.expression}. --single-process "
                 "attaches it anyway"
             )
+            self._keep_alone(model, name)
             return True
         trains = any(param.requires_grad for param in model.parameters())
         ready = trains or not (settings.hook or settings.outer)
@@ -106,6 +108,16 @@ class AutoAttach:
             # A found model holds the parameters. Dropping it with the user's module frees their memory.
             weakref.finalize(list(inside(model))[-1], _model_gone, weakref.ref(found)).atexit = False
         return ready
+
+    def _keep_alone(self, model: torch.nn.Module, name: str) -> None:
+        """Name the parameters of each step in the folder of states. More ranks can then go on from these checkpoints."""
+        settings = self.settings
+        params: list[torch.Tensor] = [param for param in unwrapped(model).parameters() if param.requires_grad]
+        if settings.state and settings.hook and params:
+            found = LoneModel(name, settings.hook, params)
+            self.alone.append(found)
+            found.keep_state(Path(settings.state) / _label(len(self.alone), model), settings.state_every)
+            weakref.finalize(list(inside(model))[-1], _model_gone, weakref.ref(found)).atexit = False
 
     def wrapped_again(self, module: torch.nn.Module) -> None:
         """End the training of models whose parameters are about to be wrapped once more, on all ranks."""
@@ -151,7 +163,7 @@ class AutoAttach:
         if self._ended or os.getpid() != self._process:  # a process that the script forked has nothing to report
             return
         self._ended = True
-        for found in self.models:
+        for found in (*self.models, *self.alone):
             found.write_last_state()
             found.end_trace()
         if self.rank == 0 and (self.models or self.notes or self.report_always):

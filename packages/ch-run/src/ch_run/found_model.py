@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ch_core import log
-from ch_run.saved_states import HookKept, Kept, StateFolder
+from ch_run.saved_states import HookKept, Kept, LoneKept, StateFolder
 from ch_trace import Trace
 from commhooks import CommHook
 
@@ -76,8 +76,9 @@ class FoundModel(ABC):
 
     def keep_state(self, folder: Path, every: int) -> None:
         """Resume the state from a folder, and write it there after every Nth step."""
-        self.state = StateFolder(folder, self.kept(), every)
-        self.state.resume()
+        state = StateFolder(folder, self.kept(), every)
+        state.resume()
+        self.state = state  # only now, because a refused resume must write no last state
 
     def end_for(self, module: torch.nn.Module) -> None:  # noqa: B027 - a hook has nothing to end
         """End the training of this model if it trains parameters of a module that is about to be wrapped again."""
@@ -111,3 +112,25 @@ class HookedModel(FoundModel):
     def drop(self) -> None:
         super().drop()
         self.handle = None
+
+
+class LoneModel(FoundModel):
+    """A model that one process trains alone, without the hook. `--state` only names its parameters after each step."""
+
+    def __init__(self, name: str, expr: str, params: list[torch.Tensor]) -> None:
+        super().__init__(name)
+        self.params = params
+        self.expr = expr
+
+    def figures(self) -> dict[str, Any]:
+        return {}
+
+    def begin_trace(self, path: str) -> Trace:
+        raise NotImplementedError
+
+    def kept(self) -> Kept:
+        return LoneKept(self.expr, self.params)
+
+    def drop(self) -> None:
+        super().drop()
+        self.params = []
