@@ -164,6 +164,12 @@ def test_every_entry_point_resolves():
         REGISTRY.command(command.id)
 
 
+def test_the_trust_model_names_every_variable_that_imports_commhooks():
+    from ch_run.import_watch import NAMED
+
+    assert not [name for name in NAMED if f"`{name}`" not in (ROOT / "SECURITY.md").read_text()]
+
+
 def test_ci_is_the_readme_command():
     text = (ROOT / ".ci" / "run").read_text()
     assert "for session in tests tests-full" in text and 'nox -s "$session"' in text

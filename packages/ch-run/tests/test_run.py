@@ -170,14 +170,16 @@ def test_a_hook_that_must_attach_and_does_changes_no_status(tmp_path: Path) -> N
 
 
 @pytest.mark.full
-def test_a_script_that_starts_its_ranks_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_a_script_that_starts_its_ranks_itself(tmp_path: Path, method: str) -> None:
     """The ranks write the report, also to the file. The process that only starts them writes none."""
     loop = TWO_MODELS.replace('dist.init_process_group("gloo")', "")
     ranks = "def train(rank, store):\n    dist.init_process_group('gloo', init_method=store, rank=rank, world_size=2)\n"
     head, body = loop.split("\ntorch.manual_seed(0)")
     body = "".join(f"    {line}\n" for line in ("torch.manual_seed(0)" + body).splitlines())
     start = "if __name__ == '__main__':\n    import pathlib\n    store = pathlib.Path('store').absolute().as_uri()\n"
-    script = f"{head}\n{ranks}{body}{start}    torch.multiprocessing.spawn(train, (store,), nprocs=2)\n"
+    start += f"    torch.multiprocessing.start_processes(train, (store,), nprocs=2, start_method={method!r})\n"
+    script = f"{head}\n{ranks}{body}{start}"
     done = run(tmp_path, script, ranks=0, hook=HOOK, must_attach=True)
     assert [model["stats"]["compressed_steps"] for model in done.report["models"]] == [3, 3]
     assert done.err.count("commhooks run:") == 1 and "no model was wrapped" not in done.err

@@ -1,6 +1,7 @@
 """Traces: aligned clocks, the file's format, and figures that agree with the counters."""
 
 import json
+import os
 import time
 import weakref
 from collections import defaultdict
@@ -112,6 +113,10 @@ def gloo_body(rank: int, world: int, folder: str) -> dict[str, float]:
         after = handle.stats()
         with pytest.raises(commhooks.HookNotSupportedError, match="traced already"):
             ch_trace.Trace(handle, Path(folder) / "other.json")
+        if (child := os.fork()) == 0:  # a process of the script that ends in the usual way
+            running._at_exit()
+            os._exit(len(list(Path(folder).iterdir())))
+        assert os.waitpid(child, 0)[1] == 0
     model(torch.randn(8, 64)).square().mean().backward()
     assert running.close() is None  # closed already
     engine = handle.binding.engine
@@ -121,6 +126,8 @@ def gloo_body(rank: int, world: int, folder: str) -> dict[str, float]:
     assert handle.stats()["steps"] == after["steps"] + 1
     with pytest.raises(ValueError, match="at least 1"):
         ch_trace.Trace(handle, Path(folder) / "other.json", limit=0)
+    with pytest.raises(commhooks.HookConfigError, match=r"cannot be written \(Not a directory: /dev/null"):
+        ch_trace.Trace(handle, "/dev/null/trace.json" if rank else Path(folder) / "other.json")
     return {key: after[key] - before[key] for key in after}
 
 

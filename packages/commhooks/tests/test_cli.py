@@ -1,13 +1,16 @@
 """The command line has stable JSON keys and exit statuses, and works while plugins are broken."""
 
+import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
-from commhooks.registry.spec import OWN_COMMANDS
+from commhooks.cli import listing
+from commhooks.registry.spec import KINDS, OWN_COMMANDS
 
 PLUGIN = """
 from commhooks import HookSpec, hookimpl
@@ -45,6 +48,14 @@ def commhooks(*arguments: str, **environ: str) -> subprocess.CompletedProcess[st
     environ = {**os.environ, "COMMHOOKS_PLUGINS": "", "COLUMNS": "200", **environ}
     command = [sys.executable, "-m", "commhooks", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=150, env=environ)
+
+
+@pytest.mark.parametrize("set_up", [listing.list_, listing.describe])
+def test_the_help_names_every_kind(set_up):
+    parser = argparse.ArgumentParser()
+    set_up(parser)
+    [action] = [one for one in parser._actions if one.dest == "kind"]
+    assert set(re.findall(r"\w+", action.help or "")) == {*KINDS, "or"}
 
 
 def test_list_and_env_with_a_broken_plugin(tmp_path, publish):

@@ -7,7 +7,9 @@ import textwrap
 import pytest
 
 from commhooks import AmbiguousHookError, PluginLoadError, UnknownHookError, get
+from commhooks.registry import hookspecs
 from commhooks.registry.discovery import discover
+from commhooks.registry.distributions import editable_roots
 
 GOOD = textwrap.dedent("""
     from commhooks import HookSpec, Option, hookimpl
@@ -46,6 +48,14 @@ BROKEN = {
         "from commhooks import hookimpl\n@hookimpl\ndef commhooks_specs(): raise OSError('boom')",
         "boom",
     ),
+    "panic": ("class Panic(BaseException): pass\nraise Panic('rust')", "Panic: rust"),
+    "unreadable": (
+        "class Odd(Exception):\n    def __str__(self): raise OSError\nraise Odd",
+        "Odd",
+    ),
+    "exits": ("from commhooks import hookimpl\n@hookimpl\ndef commhooks_specs(): raise SystemExit(5)", "SystemExit: 5"),
+    "forgets": ("from commhooks import hookimpl\n@hookimpl\ndef commhooks_specs(): pass", "returned None"),
+    "wrongfield": (good("new").replace('"summary of new"', "5"), "summary is 5"),
     "nospec": ("from commhooks import hookimpl\n@hookimpl\ndef commhooks_specs(): return ['x']", "HookSpec"),
     "typo": ("from commhooks import hookimpl\n@hookimpl\ndef commhooks_spec(): return []", "commhooks_spec"),
     "unmarked": ("def commhooks_specs(): return []", "@hookimpl"),
@@ -65,7 +75,7 @@ def test_a_broken_plugin_is_a_record(case, publish, registry):
     assert get("still_here", registry=registry)([1.0]) == 1.0
     [failure] = registry.failures()
     assert failure.dist == "acme-bad"
-    assert words in failure.error
+    assert words in failure.error and "COMMHOOKS_DISABLE=acme-bad" in str(failure)
     with pytest.raises(UnknownHookError, match=r"1 plugin failed to load and may have provided it: acme-bad 1\.0"):
         get("missing_hook", registry=registry)
 
@@ -147,12 +157,81 @@ def test_refresh_sees_packages_installed_since(publish, registry):
     assert registry.list_hooks("late_hook")
 
 
-def test_a_failing_answer_does_not_silence_the_others(publish, registry, caplog):
-    text = "from commhooks import hookimpl\n@hookimpl\ndef commhooks_env(): raise OSError('boom')"
-    publish("acme-bad", {"commhooks": {"p": "acme_bad_env"}}, acme_bad_env=text)
-    labels = {label for _, lines in registry.ask("commhooks_env") for label in lines}
-    assert "torch" in labels
-    assert "boom" in caplog.text
+@pytest.mark.parametrize(
+    ("function", "body"),
+    [
+        ("commhooks_adapter", "return None"),
+        ("commhooks_wraps", "yield 5"),
+        ("commhooks_local_gradients", "return 3"),
+        ("commhooks_env", "return None"),
+        ("commhooks_env", "raise SystemExit(3)"),
+        ("commhooks_adapter", "raise OSError('boom')"),
+        ("commhooks_wraps", "yield 'a:b'; raise OSError('boom')"),
+    ],
+)
+def test_a_bad_answer_is_a_record_and_silences_no_other(function, body, publish, registry, caplog):
+    text = f"from commhooks import hookimpl\n@hookimpl\ndef {function}(): {body}"
+    publish("acme-bad", {"commhooks": {"p": "acme_bad_answer"}}, acme_bad_answer=text)
+    publish("acme-good", {"commhooks": {"p": "acme_good_plugin"}}, acme_good_plugin=good("still_here"))
+    answers = dict(registry.ask(function))
+    providers = {name.partition(":")[0] for name in answers}
+    assert {"commhooks", "ch-ddp"} & providers and "acme-bad" not in providers and registry.resolve("still_here")
+    [failure] = registry.failures()
+    assert (failure.dist, failure.phase) == ("acme-bad", function)
+    assert caplog.text.count("a plugin failed: acme-bad 1.0") == 1
+
+
+@pytest.mark.parametrize(
+    "answer", ["'module:name'", "['no_target']", "[('acme.Model', 'no_target')]", "[('a', 'b:c', 'd')]"]
+)
+def test_a_malformed_row_is_refused(answer, publish, registry):
+    function = "commhooks_wraps" if "(" not in answer else "commhooks_adapter"
+    text = f"from commhooks import hookimpl\n@hookimpl\ndef {function}(): return {answer}"
+    publish("acme-bad", {"commhooks": {"p": "acme_bad_row"}}, acme_bad_row=text)
+    [failure] = registry.failures()
+    assert f"it has to return {hookspecs.LEGAL[function]}" in failure.error
+
+
+def test_an_object_with_odd_attributes_is_no_function(publish, registry):
+    odd = "class Odd:\n    def __getattr__(self, name): raise OSError\n    def __call__(self): pass\ncommhooks_odd = Odd()\n"
+    publish("acme", {"commhooks": {"p": "acme_odd_plugin"}}, acme_odd_plugin=odd + good("odd_but_well"))
+    assert registry.resolve("odd_but_well") and not registry.failures()
+
+
+METADATA = b"Metadata-Version: 2.1\nName: stray\n"
+
+
+@pytest.mark.parametrize(
+    ("about", "points"),
+    [
+        (None, None),  # a half removed package
+        (METADATA, b"[commhooks.ddp]\nx = math:pi\n"),  # no version
+        (b"Metadata-Version: 2.1\nVersion: 1\n", b"[commhooks.ddp]\nx = math:pi\n"),  # no name
+        (METADATA + b"Version: 1\nSummary: caf\xe9\n", None),
+        (METADATA + b"Version: 1\n", b"[another.tool]\nno value\n"),
+    ],
+    ids=["empty", "no version", "no name", "Latin-1", "no value"],
+)
+def test_broken_metadata_of_any_distribution_is_a_record(about, points, tmp_path, publish, registry):
+    folder = tmp_path / "stray-1.0.dist-info"
+    folder.mkdir()
+    for name, data in (("METADATA", about), ("entry_points.txt", points)):
+        if data is not None:
+            (folder / name).write_bytes(data)
+    (folder / "direct_url.json").write_bytes(b"\xff[")
+    publish("acme", {"commhooks.ddp": {"fine": "math:floor"}})
+    assert get("fine", registry=registry)(1.5) == 1
+    [failure] = registry.failures()
+    assert (failure.dist, failure.phase, failure.entry) == ("stray", "metadata", str(folder))
+    assert "reinstall stray, or remove this folder" in failure.error
+    assert "stray" not in editable_roots()
+    assert not discover({"COMMHOOKS_DISABLE": "stray"}).failures
+
+
+def test_a_broken_copy_hides_no_whole_one(tmp_path, publish, registry):
+    (tmp_path / "acme-0.9.dist-info").mkdir()
+    publish("acme", {"commhooks.ddp": {"fine": "math:floor"}})
+    assert registry.resolve("fine").provider == "acme"
 
 
 @pytest.mark.full

@@ -107,6 +107,23 @@ def test_forms(text, tree):
     assert parse(unparse(tree)) == tree
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("policy({'\x0c😀😀': allreduce,\n'b': x.y})", "'b': x.y})"),
+        ("powersgd(\x0crank=x.y)", "powersgd( rank=x.y)"),
+        ("w(\r\r\n\tx.y)", " x.y)"),
+        ("w(a='\u2028\x85',\nb=x.y)", "b=x.y)"),
+    ],
+)
+def test_the_bad_part_is_underlined_in_its_own_line(text, line):
+    with pytest.raises(HookConfigError) as caught:
+        parse(text)
+    *_, shown, carets = str(caught.value).split("\n")
+    assert shown == f"  {line}"
+    assert shown[carets.index("^") :][: carets.count("^")] == "x.y"
+
+
 def test_a_dict_of_patterns_is_a_policy():
     tree = canonical({"*.norm*": "allreduce", "*": {"hook": "powersgd", "config": {"rank": 4}}})
     assert unparse(tree) == "policy({'*.norm*': allreduce, '*': powersgd(rank=4)})"

@@ -46,4 +46,6 @@ def test_specs_are_values():
     assert len({spec, spec}) == 1
     with pytest.raises(AttributeError):
         spec.name = "y"  # type: ignore[misc]
-    assert str(PluginFailure("acme", "1.0", "commhooks: x", "import", "boom", "Traceback")).endswith("boom")
+    assert str(PluginFailure("acme", "1.0", "commhooks: x", "import", "boom", "Traceback")).endswith(
+        "import): boom (COMMHOOKS_DISABLE=acme leaves it out)"
+    )

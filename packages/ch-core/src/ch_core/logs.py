@@ -39,14 +39,14 @@ log.callHandlers = _guard  # type: ignore[method-assign]
 def wrapped(text: str, columns: int = 80) -> str:
     """Return an error message in lines of at most 80 columns. Lines that the message has broken itself stay.
 
-    A message with a mark (`^`) under a place of an expression stays as it is.
+    A message with marks (`^^^`) under a part of an expression stays as it is.
 
     >>> print(wrapped("HookConfigError: powersgd has no option 'rnk'", 30))
     HookConfigError: powersgd has
       no option 'rnk'
     """
     lines = text.splitlines()
-    if any(line.strip() == "^" for line in lines):
+    if any(set(line.strip()) == {"^"} for line in lines):
         return text
     indents = [" " * (len(line) - len(line.lstrip()) + 2) for line in lines]
     return "\n".join(

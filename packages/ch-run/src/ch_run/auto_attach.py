@@ -4,6 +4,7 @@ import atexit
 import functools
 import json
 import logging
+import multiprocessing.util
 import os
 import weakref
 from contextlib import suppress
@@ -14,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ch_core import log, wrapped_on_terminal, write_stderr
-from ch_run.found_model import FoundModel, HookedModel
+from ch_core import log, wrapped_on_terminal, write_stderr, write_whole
+from ch_run.found_model import FoundModel, HookedModel, LoneModel
 from ch_run.outer_model import attach_outer, outer_text
 from ch_run.settings import Settings
 from commhooks import HookNotSupportedError, SlotTakenError, adapter_for, as_text, attach, inside, runs_alone, unwrapped
@@ -38,6 +39,7 @@ class AutoAttach:
         folder = os.environ.get(REPORTS)
         self.reports = Path(folder) if folder else None
         self.models: list[FoundModel] = []
+        self.alone: list[LoneModel] = []  # trained by one process without the hook
         self.notes: list[str] = []
         self._gathering: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         # True on rank 0 after the end if no model got the hook, here or in a process that this one started
@@ -47,6 +49,9 @@ class AutoAttach:
         self._ended = False
         self._process = os.getpid()
         atexit.register(self.end)
+        # A rank that the script forked ends without atexit, but runs the finalizers of multiprocessing.
+        if multiprocessing.parent_process() is not None:
+            multiprocessing.util.Finalize(None, self.end, exitpriority=100)
 
     def found(self, model: torch.nn.Module) -> bool:
         """Attach to a model before its first forward with gradients, or note the reason for not attaching.
@@ -100,6 +105,7 @@ class AutoAttach:
                 f"one process: {name} has no peer to send to, so it trains without {settings.expression}. --single-process "
                 "attaches it anyway"
             )
+            self._keep_alone(model, name)
             return True
         return False
 
@@ -107,8 +113,7 @@ class AutoAttach:
         """Add a model to the report, and resume its state and begin its trace if the run has them."""
         settings = self.settings
         self.models.append(found)
-        cls = type(unwrapped(model)).__name__
-        label = f"{len(self.models)}-" + "".join(c if c.isalnum() or c in "._-" else "_" for c in cls)
+        label = _label(len(self.models), model)
         if settings.state:
             found.keep_state(Path(settings.state) / label, settings.state_every)
         if settings.trace:
@@ -118,6 +123,16 @@ class AutoAttach:
                 self._note(f"--trace: {name_of(model)} is not traced: {error}")
         # A found model holds the parameters. Dropping it with the user's module frees their memory.
         weakref.finalize(list(inside(model))[-1], _model_gone, weakref.ref(found)).atexit = False
+
+    def _keep_alone(self, model: torch.nn.Module, name: str) -> None:
+        """Name the parameters of each step in the folder of states. More ranks can then go on from these checkpoints."""
+        settings = self.settings
+        params: list[torch.Tensor] = [param for param in unwrapped(model).parameters() if param.requires_grad]
+        if settings.state and settings.hook and params:
+            found = LoneModel(name, settings.hook, params)
+            self.alone.append(found)
+            found.keep_state(Path(settings.state) / _label(len(self.alone), model), settings.state_every)
+            weakref.finalize(list(inside(model))[-1], _model_gone, weakref.ref(found)).atexit = False
 
     def wrapped_again(self, module: torch.nn.Module) -> None:
         """End the training of models whose parameters are about to be wrapped once more, on all ranks."""
@@ -163,7 +178,7 @@ class AutoAttach:
         if self._ended or os.getpid() != self._process:  # a process that the script forked has nothing to report
             return
         self._ended = True
-        for found in self.models:
+        for found in (*self.models, *self.alone):
             found.write_last_state()
             found.end_trace()
         if self.rank == 0 and (self.models or self.notes or self.report_always):
@@ -188,7 +203,7 @@ class AutoAttach:
         if self.settings.report:
             data = json.dumps(report, indent=1, default=str) + "\n"
             try:
-                _write_whole(Path(self.settings.report), data)
+                write_whole(Path(self.settings.report), data)
             except OSError as error:
                 write_stderr(f"commhooks run: --report {self.settings.report} cannot be written ({error}):\n{data}")
 
@@ -259,27 +274,22 @@ def _model_text(model: dict[str, Any]) -> str:
         return str(model["error"])
     text = outer_text(model) if "outer" in model else as_text(model)
     trace = model.get("trace")
-    return text if trace is None else f"{text}\n\n{trace['text']}\ntrace written to {trace['file']}"
-
-
-def _write_whole(path: Path, data: str) -> None:
-    """Write a file completely or not at all, so that a full disk does not destroy an older report."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.is_file():  # /dev/stdout or a pipe must not be replaced by a file
-        path.write_text(data)
-        return
-    aside = path.resolve().with_name(f".{path.name}.{os.getpid()}")
-    try:
-        aside.write_text(data)
-        os.replace(aside, path.resolve())
-    finally:
-        aside.unlink(missing_ok=True)
+    if trace is None:
+        return text
+    written = f"trace written to {trace['file']}" if trace["file"] else "the trace could not be written"
+    return f"{text}\n\n{trace['text']}\n{written}"
 
 
 def _model_gone(reference: "weakref.ref[FoundModel]") -> None:
     found = reference()
     if found is not None:
         found.drop()
+
+
+def _label(number: int, model: torch.nn.Module) -> str:
+    """Return the name of a model's files."""
+    cls = type(unwrapped(model)).__name__
+    return f"{number}-" + "".join(c if c.isalnum() or c in "._-" else "_" for c in cls)
 
 
 def names_of(model: torch.nn.Module) -> set[str]:
@@ -300,5 +310,14 @@ def name_of(model: torch.nn.Module) -> str:
 
 @functools.cache
 def auto_attach() -> AutoAttach:
-    """Return the one object of this process, with the settings of the environment."""
-    return AutoAttach(Settings.of(os.environ))
+    """Return the one object of this process, with the settings of the environment.
+
+    Raises:
+        HookConfigError: a file of the run cannot be written.
+    """
+    settings = Settings.of(os.environ)
+    settings.check_paths()
+    return AutoAttach(settings)
+
+
+os.register_at_fork(after_in_child=auto_attach.cache_clear)  # a rank that the script forks reports itself

@@ -150,6 +150,7 @@ def run(given: argparse.Namespace) -> int:
             sys.stdout.write(plan(settings, given.script) + "\n")
             return 0
         settings.check()  # needs no torch, and blames the command line
+        settings.check_paths()
         watch(settings)  # before anything imports torch, because scripts import wrappers by name
         _create(settings)
     except (CommHooksError, ValueError) as error:

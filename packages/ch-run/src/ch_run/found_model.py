@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ch_core import log
-from ch_run.saved_states import HookKept, Kept, StateFolder
+from ch_run.saved_states import HookKept, Kept, LoneKept, StateFolder
 from ch_trace import Trace
 from commhooks import CommHook
 
@@ -18,6 +18,7 @@ class FoundModel(ABC):
     Attributes:
         state: writes and resumes the state with `--state`, or None.
         trace: records the model with `--trace`, or None.
+        written: file of the trace, once it is written.
         row: the model's part of the report once the model is gone.
     """
 
@@ -25,6 +26,7 @@ class FoundModel(ABC):
         self.name = name
         self.state: StateFolder | None = None
         self.trace: Trace | None = None
+        self.written: Path | None = None
         self.row: dict[str, Any] | None = None
 
     def write_last_state(self) -> None:
@@ -57,7 +59,7 @@ class FoundModel(ABC):
         """Write the trace. A failure must not hide the end, or the error, of the script."""
         if self.trace is not None:
             try:
-                self.trace.close(together=False)
+                self.written = self.trace.close(together=False)
             except Exception:
                 log.exception("--trace: the trace of %s could not be written", self.name)
 
@@ -65,7 +67,8 @@ class FoundModel(ABC):
         if self.trace is None:
             return {}
         final = self.trace.final
-        return {"trace": {"file": str(self.trace.path), "summary": final.to_dict(), "text": str(final)}}
+        file = str(self.written) if self.written is not None else None
+        return {"trace": {"file": file, "summary": final.to_dict(), "text": str(final)}}
 
     @abstractmethod
     def kept(self) -> Kept:
@@ -73,8 +76,9 @@ class FoundModel(ABC):
 
     def keep_state(self, folder: Path, every: int) -> None:
         """Resume the state from a folder, and write it there after every Nth step."""
-        self.state = StateFolder(folder, self.kept(), every)
-        self.state.resume()
+        state = StateFolder(folder, self.kept(), every)
+        state.resume()
+        self.state = state  # only now, because a refused resume must write no last state
 
     def end_for(self, module: torch.nn.Module) -> None:  # noqa: B027 - a hook has nothing to end
         """End the training of this model if it trains parameters of a module that is about to be wrapped again."""
@@ -108,3 +112,25 @@ class HookedModel(FoundModel):
     def drop(self) -> None:
         super().drop()
         self.handle = None
+
+
+class LoneModel(FoundModel):
+    """A model that one process trains alone, without the hook. `--state` only names its parameters after each step."""
+
+    def __init__(self, name: str, expr: str, params: list[torch.Tensor]) -> None:
+        super().__init__(name)
+        self.params = params
+        self.expr = expr
+
+    def figures(self) -> dict[str, Any]:
+        return {}
+
+    def begin_trace(self, path: str) -> Trace:
+        raise NotImplementedError
+
+    def kept(self) -> Kept:
+        return LoneKept(self.expr, self.params)
+
+    def drop(self) -> None:
+        super().drop()
+        self.params = []

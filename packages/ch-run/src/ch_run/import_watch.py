@@ -19,12 +19,12 @@ from ch_run.settings import Settings
 
 TORCH = "torch.nn.parallel.distributed"
 """Imported by `import torch`, and the first module that can make a model for a hook."""
-FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
+FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel"
 """Module and class of FSDP1. `attach` refuses its models. Unwatched, they would train without a hook or an error."""
 
 OPTIMIZERS = "torch.optim.optimizer"
 
-_NAMED = ("COMMHOOKS_HOOK", "COMMHOOKS_OUTER", "COMMHOOKS_GATHER")
+NAMED = ("COMMHOOKS_HOOK", "COMMHOOKS_OUTER", "COMMHOOKS_GATHER")
 """Variables that name a hook or an outer optimizer."""
 
 
@@ -88,22 +88,32 @@ def _torch_imported(_: ModuleType) -> None:
 
     torch is half imported here, so no hook can be imported. `attach` refuses other options at the first forward.
     """
-    from ch_run.first_forward import watch_wrapper
     from commhooks import REGISTRY, CommHooksError
 
     try:
         Settings.of().check()
     except (CommHooksError, ValueError) as error:
-        variables = " and ".join(name for name in _NAMED if os.environ.get(name))
+        variables = " and ".join(name for name in NAMED if os.environ.get(name))
         raise SystemExit(f"{variables}: {type(error).__name__}: {error}") from None
     if Settings.of().outer:
         _WATCH.when_imported(OPTIMIZERS, live_optimizers.watch_optimizers)
-    wraps = [target.split(":") for _plugin, targets in REGISTRY.ask("commhooks_wraps") for target in targets]
-    for module, attribute in [*wraps, FSDP1]:
-        _WATCH.when_imported(module, functools.partial(watch_wrapper, attribute=attribute))
+    wraps = [target for _, targets in REGISTRY.ask("commhooks_wraps") for target in targets]
+    for target in [*wraps, FSDP1]:
+        _WATCH.when_imported(target.partition(":")[0], functools.partial(_watch_wrapper, target))
+
+
+def _watch_wrapper(target: str, module: ModuleType) -> None:
+    """Watch one wrapper. A plugin may name one that cannot be patched, which must not end the import of its module."""
+    from ch_core import log
+    from ch_run.first_forward import watch_wrapper
+
+    try:
+        watch_wrapper(module, target.partition(":")[2])
+    except Exception as error:
+        log.warning("commhooks run: models of %s train without a hook, because it cannot be watched: %r", target, error)
 
 
 def from_environment() -> None:
     """Watch if a variable names a hook or an outer optimizer. `commhooks-hook.pth` calls this."""
-    if any(os.environ.get(name) for name in _NAMED):
+    if any(os.environ.get(name) for name in NAMED):
         watch()

@@ -5,9 +5,13 @@ whose name has a checksum of the parameters. At resume the script chooses its ch
 parameters finds the snapshot of that step. Each file is written under a temporary name, synchronised and renamed. A
 snapshot counts only if every rank's file exists, so a process may be killed at any time.
 
-    DIR/1-DistributedDataParallel/step-000000000010-3f9c2a71d0b4e865/rank-0-of-2-09aa1bc3f2d1e7c4.pt
+    DIR/1-DistributedDataParallel/step-000000000010-3f9c2a71d0b4e865/rank-0-of-2-09aa1bc3f2d1e7c4-5c1d22aa.pt
 
-The folder keeps the first snapshot, the last two, and the five newest after which the script saved something.
+The last word of a name is a checksum of the file. Each process group that trains is a run with its own number, which stands
+after the step. `run-B-after-step-S-A` says that run B has resumed step S of run A.
+
+Of its own steps, and of those that it has resumed, a run keeps the first snapshot, the last two, and the five newest after which
+the script saved something. Other runs may go on from the same folder, so their snapshots stay.
 """
 
 import functools
@@ -17,30 +21,36 @@ import secrets
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ch_core import LINE_BYTES, StoreExchange, checksum, group_timeout, log
+from ch_core import StoreExchange, checksum, group_timeout, log
 from commhooks import CommHook, HookState, StateError, load_obtained, merge
 
 SAVED = "saved"  # file in the folder of a snapshot after which the script saved something
 LATEST, MARKED = 2, 5  # numbers of snapshots that stay
 _SET = re.compile(r"step-(\d{12})-([0-9a-f]{16})\Z")
-_RANK = re.compile(r"rank-(\d+)-of-(\d+)-([0-9a-f]{16,32})\.pt\Z")
+_RANK = re.compile(r"rank-(\d+)-of-(\d+)-([0-9a-f]{16,32})-([0-9a-f]{8}|none)\.pt\Z")
+_RUN = re.compile(r"run-([0-9a-f]{16})-after-step-(\d{12})-([0-9a-f]{16})\Z")
 Key = tuple[int, str]
 _NONE: Key = (-1, "0" * 16)
 
 
 @dataclass(slots=True)
 class Snapshot:
-    """The files of one step, by rank. The snapshot is whole if no rank's file is missing."""
+    """The files of one step, by rank. The snapshot is whole if no rank's file is missing.
+
+    Attributes:
+        stateless: True if one process trained alone, without the hook. Its file is empty.
+    """
 
     folder: Path
     step: int
@@ -48,6 +58,7 @@ class Snapshot:
     world: int = 0
     files: dict[int, Path] = field(default_factory=dict)
     checksums: dict[int, str] = field(default_factory=dict)
+    stateless: bool = False
 
     @property
     def key(self) -> Key:
@@ -58,9 +69,34 @@ class Snapshot:
         return 0 < self.world == len(self.files)
 
     def read(self, rank: int) -> dict[str, Any]:
-        """Return the state in the file of a rank."""
-        state: dict[str, Any] = torch.load(self.files[rank], weights_only=True, map_location="cpu")
-        return state
+        """Return the state in the file of a rank.
+
+        Raises:
+            StateError: the file is damaged.
+        """
+        path = self.files[rank]
+        problem = "its bytes do not have the checksum in its name"
+        try:
+            with open(path, "rb") as file:
+                if path.stem.endswith(f"-{_crc(file)}"):
+                    state: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
+                    return state
+        except Exception as error:  # torch.load raises anything
+            problem = f"{type(error).__name__}: {error}"
+        raise StateError(
+            f"--state: {path} is damaged ({problem}). Remove the folder {path.parent}, and resume the script from another "
+            "checkpoint"
+        )
+
+
+def _crc(file: BinaryIO) -> str:
+    """Return a checksum of a file as 8 hexadecimal digits, and go back to its begin. torch.load does not check its own."""
+    total = 0
+    file.seek(0)
+    while block := file.read(1 << 20):
+        total = zlib.crc32(block, total)
+    file.seek(0)
+    return f"{total:08x}"
 
 
 class Kept(Protocol):
@@ -91,8 +127,8 @@ class Kept(Protocol):
     def progress(self) -> float:
         """Return a number that grows when a step has begun since the last one ended."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, on all ranks."""
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return this rank's state, on all ranks; None if one process trains alone, without the hook."""
 
     def load(self, one: "Snapshot", rank: int, world: int) -> None:
         """Load a snapshot, on all ranks.
@@ -152,6 +188,43 @@ class HookKept:
             load_obtained(self.handle, lambda: merge([one.read(r) for r in range(one.world)]), world_change="mean")
 
 
+class LoneKept:
+    """Parameters of a model that one process trains alone, without its hook. More ranks find their checkpoints by them.
+
+    Args:
+        expr: expression of the hook.
+        params: trainable parameters.
+    """
+
+    def __init__(self, expr: str, params: list[torch.Tensor]) -> None:
+        self.expr, self.params = expr, params
+        self.group: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
+
+    def fingerprint(self) -> str:
+        return checksum(*self.params)
+
+    def found(self) -> str:
+        return self.fingerprint()
+
+    def best(self, fitting: Sequence["Snapshot"], own: str) -> list["Snapshot"]:
+        return list(fitting)
+
+    def fits(self, one: "Snapshot", rank: int, world: int, own: str) -> bool:
+        return set(one.checksums.values()) == {own}
+
+    def progress(self) -> float:
+        return 0.0
+
+    def state_dict(self) -> None:
+        return None
+
+    def load(self, one: "Snapshot", rank: int, world: int) -> None:
+        log.warning(
+            "--state: one process trains without %s, so the state of %d ranks after step %d ends here",
+            *(self.expr, one.world, one.step),
+        )
+
+
 class StateFolder:
     """The snapshots of one model's state, in a folder that all ranks share.
 
@@ -173,6 +246,8 @@ class StateFolder:
         self._current = folder  # of the newest snapshot, written or resumed
         self._ended_steps = 0.0
         self._latest: list[Key] = []
+        self._lineage: dict[str, int] = {}  # last step of each run that this one goes on from, itself included
+        self._abandoned: set[Key] = set()
         self._stops: list[Callable[[], None]] = []
 
     # -- at the first forward
@@ -181,7 +256,7 @@ class StateFolder:
         """Load the snapshot of the current parameters, and start writing.
 
         Raises:
-            StateError: on all ranks, if there are snapshots but none has these parameters.
+            StateError: on all ranks, if there are snapshots but none has these parameters. No file has changed.
         """
         own = self.kept.found()
         exchange = StoreExchange(self.group, group_timeout(self.group))
@@ -194,7 +269,7 @@ class StateFolder:
             chosen = _newest_common(exchange, list(fitting))
         if chosen is not None:
             self._load(fitting[chosen])
-        elif any(row != b"0" for row in exchange(b"1" if found else b"0")):
+        elif not isinstance(self.kept, LoneKept) and any(row != b"0" for row in exchange(b"1" if found else b"0")):
             raise StateError(self._none_fits(found))
         else:
             self.write()
@@ -210,11 +285,34 @@ class StateFolder:
         return sorted(found, key=lambda one: one.key)
 
     def _load(self, one: Snapshot) -> None:
-        self.kept.load(one, self.rank, self.world)
+        if not one.stateless:
+            self.kept.load(one, self.rank, self.world)
+            log.info("resumed the state of %s after step %d from %s", self.kept.expr, one.step, one.folder)
+        elif self.world > 1:
+            log.warning(
+                "--state: %s begins without a state after step %d, because one process has trained alone without it",
+                *(self.kept.expr, one.step),
+            )
         self.step, self._written, self._current = one.step, one.step, one.folder
         self._latest = [one.key]
         self._ended_steps = self.kept.progress()
-        log.info("resumed the state of %s after step %d from %s", self.kept.expr, one.step, one.folder)
+        self._lineage = self._lineage_of(one)
+        if one.step:  # a new start is no heir of the run whose first snapshot it shares
+            later = [other for other in self.listed() if other.run == one.run and other.step > one.step]
+            self._abandoned = {other.key for other in later if not (other.folder / SAVED).exists()}
+        if self.rank == 0:
+            with suppress(OSError):  # a later run then removes less
+                (self.folder / f"run-{self.run}-after-{one.folder.name}").touch()
+
+    def _lineage_of(self, one: Snapshot) -> dict[str, int]:
+        """Return the runs that led to a snapshot, each with the last step that the next one has resumed."""
+        parents = {m[1]: (int(m[2]), m[3]) for name in _names(self.folder) if (m := _RUN.match(name))}
+        found: dict[str, int] = {}
+        step, run = one.key
+        while run not in found:
+            found[run] = step
+            step, run = parents.get(run, (step, run))
+        return found
 
     def _none_fits(self, found: list[Snapshot]) -> str:
         steps = ", ".join(sorted({str(one.step) for one in found}, key=int)[-8:])
@@ -236,27 +334,21 @@ class StateFolder:
         Raises:
             StateError: on all ranks. A rank that raised alone would leave its peers in the exchange.
         """
-        mark, problem = self.folder / f"run-{self.run}", ""
+        mark = self.folder / f"run-{self.run}"
         if self.rank == 0:
-            try:
+            with suppress(OSError):  # no rank then sees it
                 self.folder.mkdir(parents=True, exist_ok=True)
                 mark.touch()
-            except OSError as error:
-                problem = str(error)
-        failed = (
-            exchange(problem.encode()[:LINE_BYTES].ljust(LINE_BYTES, b"\0"))[0].rstrip(b"\0").decode(errors="replace")
-        )
-        if failed:
-            raise StateError(
-                f"--state: rank 0 cannot write to {self.folder} ({failed}): give a folder that it can write to"
-            )
+        exchange(b"made")  # no rank looks sooner
         sees = exchange(b"1" if mark.exists() else b"0")
         if self.rank == 0:
-            mark.unlink(missing_ok=True)
+            with suppress(OSError):
+                mark.unlink(missing_ok=True)
         blind = [rank for rank, row in enumerate(sees) if row != b"1"]
         if blind:
             raise StateError(
-                f"--state: ranks {blind} do not see the {self.folder} of rank 0: give a folder on a shared file system"
+                f"--state: ranks {blind} do not see a new file of rank 0 in {self.folder}: give a folder on a shared file "
+                "system where rank 0 may write"
             )
 
     # -- after steps
@@ -326,13 +418,16 @@ class StateFolder:
         begun = time.perf_counter()
         folder = self._place()
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"rank-{self.rank}-of-{self.world}-{self.kept.fingerprint()}.pt"
-        aside = path.with_suffix(".tmp")
+        path = folder / f"rank-{self.rank}-of-{self.world}-{self.kept.fingerprint()}"
+        aside = folder / f"rank-{self.rank}-of-{self.world}.tmp"
+        state = self.kept.state_dict()
         try:
-            with open(aside, "wb") as file, _own_save():
-                torch.save(self.kept.state_dict(), file)
+            with open(aside, "w+b") as file, _own_save():
+                if state is not None:
+                    torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
+                path = path.with_name(f"{path.name}-{'none' if state is None else _crc(file)}.pt")
             os.replace(aside, path)
         finally:
             with suppress(OSError):
@@ -346,12 +441,17 @@ class StateFolder:
         return self.folder / f"step-{self.step:012d}-{self.run}"
 
     def _prune(self) -> None:
-        """Remove this rank's old files. Rank 0 also removes files of ranks beyond the world size."""
-        there = self.listed()
+        """Remove this rank's old files of this run and its lineage. Rank 0 also removes files of ranks beyond the world size.
+
+        A resumed run also removes what its parent wrote later, if no checkpoint of the script followed. All other files may be
+        those of another job.
+        """
+        mine = {**self._lineage, self.run: self.step}  # a faster rank writes the next step now
+        there = [one for one in self.listed() if one.key in self._abandoned or one.step <= mine.get(one.run, -1)]
         marked = [one for one in there if (one.folder / SAVED).exists()][-MARKED:]
         kept = {*self._latest, *(one.key for one in marked), *(one.key for one in there if one.step == 0)}
         for one in there:
-            if one.key in kept or (one.run == self.run and one.step > self.step):  # a faster rank writes it now
+            if one.key in kept:
                 continue
             for rank, path in one.files.items():
                 if rank == self.rank or (self.rank == 0 and rank >= self.world):
@@ -363,7 +463,7 @@ def _read_folder(one: Snapshot) -> Snapshot:
     for name in _names(one.folder):
         match = _RANK.match(name)
         if match:
-            rank, one.world = int(match[1]), int(match[2])
+            rank, one.world, one.stateless = int(match[1]), int(match[2]), match[4] == "none"
             one.files[rank], one.checksums[rank] = one.folder / name, match[3]
     return one
 

@@ -6,6 +6,7 @@ Standard library only, because the interpreter reads them while it starts.
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from commhooks import HookConfigError
 
@@ -131,6 +132,26 @@ class Settings:
                 "no hook: use --hook EXPR or COMMHOOKS_HOOK=EXPR, e.g. 'powersgd(rank=4)', or --outer EXPR or "
                 "COMMHOOKS_OUTER=EXPR, e.g. 'diloco(every=30, exchange=quant4)'"
             )
+
+    def check_paths(self) -> None:
+        """Try the paths of the report, the states and the traces, so that a script does not train for nothing.
+
+        Raises:
+            HookConfigError: naming option, path and reason.
+        """
+        from ch_core import why_unwritable
+
+        rank = os.environ.get("RANK", "0")
+        for option, path, folder in (
+            ("--report", self.report if rank == "0" else "", False),  # rank 0 writes it, and its disk may be another
+            ("--state", self.state, True),
+            ("--trace", self.trace, True),
+        ):
+            problem = why_unwritable(Path(path), folder=folder) if path else ""
+            if problem:
+                raise HookConfigError(
+                    f"{option} {path} cannot be written ({problem}): give a path where this user may write, on a disk with room"
+                )
 
     @property
     def expression(self) -> str:

@@ -11,6 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from ch_core import write_whole
 from ch_trace.rank_part import EnginePart, Moments, Part, Timeline
 from ch_trace.recording import Message
 from ch_trace.summary import summarize
@@ -39,10 +40,7 @@ def write(parts: Iterable[Part], path: Path) -> Path:
     if len({part.token for part in some}) > 1:
         raise ValueError("these parts belong to different traces: give the files that share the word before .json")
     data = trace_events(Timeline(some))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{some[0].pid}")
-    aside.write_text(json.dumps(data, separators=(",", ":")))
-    aside.replace(path)
+    write_whole(path, json.dumps(data, separators=(",", ":")))
     return path
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ch_core import gather_pieces
+from ch_core import gather_pieces, write_whole
 from ch_trace.clocks import Offset, align
 from ch_trace.recording import BucketFacts, Message, Span
 
@@ -76,10 +76,7 @@ class Part:
 
     def write(self, path: Path) -> None:
         """Write the part completely or not at all."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}.{self.pid}")
-        aside.write_text(json.dumps({"version": VERSION, **asdict(self)}, separators=(",", ":")))
-        aside.replace(path)
+        write_whole(path, json.dumps({"version": VERSION, **asdict(self)}, separators=(",", ":")))
 
     @classmethod
     def read(cls, path: Path) -> "Part":

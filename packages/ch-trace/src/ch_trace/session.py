@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ch_core import Engine, StoreExchange, log
+from ch_core import LINE_BYTES, Engine, StoreExchange, log, why_unwritable
 from ch_trace.chrome import write
 from ch_trace.rank_part import EnginePart, Part
 from ch_trace.recording import EngineTrace, Message, Span
 from ch_trace.summary import Summary, summarize
-from commhooks import CommHooksError, HookNotSupportedError, TraceSource
+from commhooks import CommHooksError, HookConfigError, HookNotSupportedError, TraceSource
 
 TOKEN_BYTES = 8
 _PATIENCE = 5.0  # seconds for which the lowest rank waits for the parts of ranks that end a little later
@@ -53,6 +53,7 @@ class Trace(AbstractContextManager["Trace"]):
         AttachError: not attached.
         HookNotSupportedError: a foreign hook (its messages are unknown), a manager (its members change), or a handle
             that is traced already.
+        HookConfigError: a rank cannot write there.
         HookTimeoutError: another rank did not make this call.
 
     Example:
@@ -92,6 +93,7 @@ class Trace(AbstractContextManager["Trace"]):
         self._lowest = (
             0 if not groups else min(rank for group in groups for rank in dist.get_process_group_ranks(group))
         )
+        self._refuse_unwritable()
         for number in range(_ROUNDS):
             self._part.token = self._meet(f"begin {number}", os.urandom(TOKEN_BYTES).hex(), number == 0)
         for engine in engines.values():
@@ -108,6 +110,18 @@ class Trace(AbstractContextManager["Trace"]):
         self._refuse_traced(engine)
         begun = self._watch.take if not self._traces and self._during == "backward" else _unknown
         self._traces[name] = EngineTrace(engine, self._limit, begun, self._during)
+
+    def _refuse_unwritable(self) -> None:
+        """Refuse a path on all ranks if one rank cannot write there. Otherwise the trace would be lost at its end."""
+        problem = why_unwritable(self._folder, folder=True)
+        if not problem and self._part.rank == self._lowest:
+            problem = why_unwritable(self.path)
+        said = problem.encode()[:LINE_BYTES].ljust(LINE_BYTES, b"\0")
+        for group in (one for one in self._groups if one.size() > 1):
+            rows = StoreExchange(group, self._timeout)(said)
+            said = next((row for row in rows if row.strip(b"\0")), said)
+        if problem := said.rstrip(b"\0").decode(errors="replace"):
+            raise HookConfigError(f"the trace {self.path} cannot be written ({problem}): give another path")
 
     def _refuse_traced(self, engine: Engine) -> None:
         if engine.counters.trace is not None:
@@ -248,6 +262,8 @@ class Trace(AbstractContextManager["Trace"]):
         return bool(self._groups)
 
     def _at_exit(self) -> None:
+        if os.getpid() != self._part.pid:  # a process that was forked while the trace ran has no part of it
+            return
         try:
             self.close(together=False)
         except Exception:

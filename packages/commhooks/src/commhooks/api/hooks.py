@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ch_core import CommHooksError, HookConfigError, HookNotSupportedError
+from ch_core import CommHooksError, HookConfigError, HookNotSupportedError, PluginLoadError
 from commhooks.registry.expression import canonical, nodes, parse, unparse
 from commhooks.registry.registry import REGISTRY, Registry
 from commhooks.registry.spec import CAPABILITIES, HookSpec, PluginFailure
@@ -142,9 +142,13 @@ def docstring(spec: HookSpec) -> str:
     """Return the first paragraph of the docstring of a hook's target in one line. Imports the target.
 
     Raises:
-        PluginLoadError: the target cannot be imported.
+        PluginLoadError: the target cannot be imported, or its docstring is no text.
     """
-    found = inspect.cleandoc(REGISTRY.target(spec).__doc__ or "")  # getdoc() would show a base class's docstring
+    target = REGISTRY.target(spec)
+    try:
+        found = inspect.cleandoc(target.__doc__ or "")  # getdoc() would show a base class's docstring
+    except Exception as error:
+        raise PluginLoadError(f"{spec.id}: the docstring of {spec.target!r} cannot be read: {error!r}") from error
     return " ".join(found.partition("\n\n")[0].split())
 
 

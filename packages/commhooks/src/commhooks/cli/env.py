@@ -15,7 +15,7 @@ def report() -> dict[str, Any]:
     """Return versions, devices, backends, plugins, failures and switches, with stable keys."""
     lines: dict[str, str] = {}
     for _, more in REGISTRY.ask("commhooks_env"):
-        lines.update({str(label): str(value) for label, value in more.items()})
+        lines.update(more)
     return {
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "platform": platform.platform(),
@@ -38,7 +38,10 @@ def _torch() -> dict[str, Any]:
         import torch.distributed as dist
 
         from ch_core import device_names
-    except Exception as error:  # the report is needed most when torch is broken
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # a bad COMMHOOKS_HOOK exits. The report is needed most when torch is broken
         return {"error": f"{type(error).__name__}: {error}"}
     found: dict[str, Any] = {"version": str(torch.__version__), "distributed": dist.is_available()}
     if dist.is_available():

@@ -11,7 +11,7 @@ from ch_core import PluginLoadError
 from commhooks.api import hooks
 from commhooks.cli.text import block, hanging, width
 from commhooks.registry.registry import REGISTRY
-from commhooks.registry.spec import GROUPS, HookSpec, PluginFailure
+from commhooks.registry.spec import GROUPS, KINDS, HookSpec, PluginFailure
 
 Run = Callable[[argparse.Namespace], int]
 
@@ -32,7 +32,7 @@ def describe(parser: argparse.ArgumentParser) -> Run:
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kind", help="reduction, ddp, fsdp, wrapper or outer")
+    parser.add_argument("--kind", help=f"{', '.join(KINDS[:-1])} or {KINDS[-1]}")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 

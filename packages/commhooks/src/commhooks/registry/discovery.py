@@ -7,12 +7,14 @@ fails to import, and silently drop the second of two entries with one name. Entr
 - `commhooks.<kind>`: one hook per line;
 - `commhooks.commands`: one subcommand per line.
 
-Every failure becomes a `PluginFailure`. With `COMMHOOKS_STRICT=1` the first one raises. `COMMHOOKS_DISABLE=dist,dist`
+Every failure becomes a `PluginFailure`, also an exit or a panic of a plugin's code, and broken metadata of any distribution.
+With `COMMHOOKS_STRICT=1` the first one raises. `COMMHOOKS_DISABLE=dist,dist`
 leaves distributions out. `COMMHOOKS_PLUGINS=dist,dist` allows only these and this project's own.
 """
 
 import difflib
 import importlib
+import inspect
 import os
 import sys
 import time
@@ -24,7 +26,7 @@ from typing import Any
 
 import pluggy
 
-from ch_core import HookConfigError, PluginLoadError
+from ch_core import HookConfigError, PluginLoadError, log
 from commhooks.registry import hookspecs
 from commhooks.registry.distributions import Entry, entries, normalize
 from commhooks.registry.packages import PACKAGES
@@ -48,22 +50,69 @@ class PluginInfo:
 
 @dataclass(slots=True)
 class Discovery:
-    """The result of one scan. Only this module changes it."""
+    """The result of one scan. Only this module changes it.
+
+    Attributes:
+        strict: True if the first failure raises.
+        modules: the entry of each plugin module, by its name in the manager.
+        answers: of the functions that were asked.
+    """
 
     manager: pluggy.PluginManager
+    strict: bool = False
     specs: list[HookSpec] = field(default_factory=list)
     commands: list[Command] = field(default_factory=list)
     failures: list[PluginFailure] = field(default_factory=list)
     plugins: list[PluginInfo] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    modules: dict[str, Entry] = field(default_factory=dict)
+    answers: dict[str, list[tuple[str, Any]]] = field(default_factory=dict)
 
     def fail(self, entry: Entry, phase: str, error: BaseException | str) -> None:
-        """Record that an entry cannot be used."""
-        text, trace = str(error), ""
-        if isinstance(error, BaseException):
-            text, trace = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
-        where = f"{entry.group}: {entry.name}"
+        """Record that an entry cannot be used.
+
+        Raises:
+            PluginLoadError: this is strict.
+        """
+        text, trace = (error, "") if isinstance(error, str) else (described(error), _traceback(error))
+        where = f"{entry.group}: {entry.name}".removeprefix(": ")
         self.failures.append(PluginFailure(entry.dist, entry.version, where, phase, text, trace))
+        if self.strict:
+            raise PluginLoadError(f"COMMHOOKS_STRICT is set and a plugin failed: {self.failures[-1]}\n{trace}")
+
+    def ask(self, function: str) -> list[tuple[str, Any]]:
+        """Call a function of every plugin once, and return the checked answers by plugin name, in a fixed order.
+
+        A plugin that fails gives no answer, a record, and one logged warning.
+        """
+        if function not in self.answers:
+            made = self.answers[function] = []
+            implementations = getattr(self.manager.hook, function).get_hookimpls()
+            for each in sorted(implementations, key=lambda one: str(one.plugin_name)):
+                try:
+                    made.append((each.plugin_name, hookspecs.checked(function, each.function())))
+                except KeyboardInterrupt:
+                    raise
+                except BaseException as error:
+                    self.fail(self.modules[each.plugin_name], function, error)
+                    log.warning("a plugin failed: %s", self.failures[-1])
+        return self.answers[function]
+
+
+def described(error: BaseException) -> str:
+    """Return type and text of an exception of a plugin, whose text may raise, too.
+
+    >>> described(KeyError("x"))
+    "KeyError: 'x'"
+    """
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
+def _traceback(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
 
 
 def discover(environ: Mapping[str, str] = os.environ) -> Discovery:
@@ -74,12 +123,14 @@ def discover(environ: Mapping[str, str] = os.environ) -> Discovery:
     """
     manager = pluggy.PluginManager(GROUP)
     manager.add_hookspecs(hookspecs)
-    found = Discovery(manager)
+    found = Discovery(manager, environ.get("COMMHOOKS_STRICT", "") not in ("", "0"))
     installed = entries(GROUP)
     for entry in installed:
         if not _allowed(entry.dist, environ):
             if entry.dist not in found.skipped:
                 found.skipped.append(entry.dist)
+        elif entry.error is not None:
+            found.fail(entry, "metadata", f"{described(entry.error)}; reinstall {entry.dist}, or remove this folder")
         elif entry.group == GROUP:
             _load_module(found, entry)
         elif entry.group == COMMANDS:
@@ -87,9 +138,6 @@ def discover(environ: Mapping[str, str] = os.environ) -> Discovery:
         else:
             _add_line(found, entry)
     found.specs.sort(key=HookSpec.sort_key)
-    if found.failures and environ.get("COMMHOOKS_STRICT", "") not in ("", "0"):
-        first = found.failures[0]
-        raise PluginLoadError(f"COMMHOOKS_STRICT is set and a plugin failed: {first}\n{first.traceback}")
     return found
 
 
@@ -105,39 +153,40 @@ def _allowed(dist: str, environ: Mapping[str, str]) -> bool:
 def _load_module(found: Discovery, entry: Entry) -> None:
     """Import a plugin module, register it with pluggy and collect its specs, or do nothing of this."""
     had_torch, start = "torch" in sys.modules, time.perf_counter()
-    module, _, path = entry.value.partition(":")
+    name, phase = f"{entry.dist}:{entry.group}:{entry.name}", "import"
     try:
-        plugin: Any = importlib.import_module(module)
-        for part in filter(None, path.split(".")):
-            plugin = getattr(plugin, part)
-    except (Exception, SystemExit) as error:  # a plugin that exits at import must not end its host
-        return found.fail(entry, "import", error)
-    seconds = time.perf_counter() - start
-    loaded_torch = not had_torch and "torch" in sys.modules
-    found.plugins.append(PluginInfo(entry.dist, entry.version, entry.name, seconds, loaded_torch))
-    for function in _unmarked(plugin):
-        found.fail(entry, "register", f"{function}() lacks the @hookimpl mark, so it is never called")
-    name, phase = f"{entry.dist}:{entry.group}:{entry.name}", "register"
-    try:
+        plugin = _import(entry.value)
+        seconds = time.perf_counter() - start
+        loaded_torch = not had_torch and "torch" in sys.modules
+        found.plugins.append(PluginInfo(entry.dist, entry.version, entry.name, seconds, loaded_torch))
+        phase = "register"
+        unmarked = _unmarked(plugin)
         found.manager.register(plugin, name=name)
         found.manager.check_pending()  # refuses a misspelt function name, which pluggy would never call
-        phase = "specs"
+        phase = "commhooks_specs"
         implementations = found.manager.hook.commhooks_specs.get_hookimpls()
-        specs = [spec for each in implementations if each.plugin is plugin for spec in _called(each.function)]
-    except Exception as error:
+        own = [each for each in implementations if each.plugin is plugin]
+        specs = [spec for each in own for spec in hookspecs.checked(phase, each.function())]
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plugin that exits or panics must not end its host
         if found.manager.has_plugin(name):
             found.manager.unregister(name=name)
         return found.fail(entry, phase, error)
+    found.modules[name] = entry
+    for function in unmarked:
+        found.fail(entry, "register", f"{function}() lacks the @hookimpl mark, so it is never called")
     for spec in specs:
         _add(found, entry, spec)
 
 
-def _called(function: Any) -> list[HookSpec]:
-    specs = list(function())
-    for spec in specs:
-        if not isinstance(spec, HookSpec):
-            raise TypeError(f"commhooks_specs() must return HookSpec objects, got {type(spec).__name__}")
-    return specs
+def _import(target: str) -> Any:
+    """Return the module, or the object in a module, that `"module"` or `"module:attribute"` names."""
+    module, _, path = target.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in filter(None, path.split(".")):
+        found = getattr(found, part)
+    return found
 
 
 def _unmarked(plugin: object) -> list[str]:
@@ -147,7 +196,7 @@ def _unmarked(plugin: object) -> list[str]:
     return [
         name
         for name, value in sorted(vars(plugin).items())
-        if name.startswith(f"{GROUP}_") and callable(value) and not hasattr(value, f"{GROUP}_impl")
+        if name.startswith(f"{GROUP}_") and inspect.isroutine(value) and not hasattr(value, f"{GROUP}_impl")
     ]
 
 
@@ -200,11 +249,9 @@ def load_target(target: str, owner: str = "the target") -> Any:
         >>> load_target("math:pi")
         3.141592653589793
     """
-    module, _, path = target.partition(":")
     try:
-        found: Any = importlib.import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
-    except (Exception, SystemExit) as error:  # a module that exits at import must not end its host
-        raise PluginLoadError(f"{owner}: {target!r} failed to load: {type(error).__name__}: {error}") from error
-    return found
+        return _import(target)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module that exits or panics must not end its host
+        raise PluginLoadError(f"{owner}: {target!r} failed to load: {described(error)}") from error

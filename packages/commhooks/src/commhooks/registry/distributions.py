@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,13 +22,17 @@ else:
 
 
 class Entry(NamedTuple):
-    """One entry point and the distribution that declares it."""
+    """One entry point and the distribution that declares it.
+
+    If the metadata of a distribution cannot be read, `error` says why, `name` is its folder, and the rest is empty.
+    """
 
     dist: str
     name: str
-    group: str
-    value: str
-    version: str
+    group: str = ""
+    value: str = ""
+    version: str = ""
+    error: Exception | None = None
 
 
 def normalize(name: str) -> str:
@@ -40,35 +45,53 @@ def normalize(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _distributions() -> Iterator[tuple[str, Any]]:
-    """Yield each distribution once. A stale second copy further down the path would double its hooks."""
+def _distributions() -> Iterator[tuple[str, Any, Exception | None]]:
+    """Yield each distribution once, and why its metadata cannot be read. It then has the name of its folder.
+
+    A stale second copy further down the path would double its hooks. A broken copy hides no other.
+    """
     seen: set[str] = set()
     for dist in metadata.distributions():
-        name = dist.metadata["Name"]
-        if name and normalize(name) not in seen:
-            seen.add(normalize(name))
-            yield normalize(name), dist
+        error: Exception | None = None
+        try:
+            name = normalize(dist.metadata["Name"])
+        except Exception as found:  # no metadata, no name in it, or bytes that are no UTF-8
+            name, error = normalize(_folder(dist).name.partition("-")[0]), found
+        if name not in seen:
+            if error is None:
+                seen.add(name)
+            yield name, dist, error
+
+
+def _folder(dist: Any) -> Path:
+    return Path(getattr(dist, "_path", "unknown"))  # a distribution that no folder holds has none
 
 
 def entries(prefix: str) -> list[Entry]:
     """Return the entry points of the group `prefix` and of `prefix.*`, sorted by distribution, group and name.
 
-    The order of the file system differs between machines, and ranks must agree on the order of hooks.
+    The order of the file system differs between machines, and ranks must agree on the order of hooks. One entry with an
+    `error` stands for a distribution with broken metadata, such as a half removed one.
     """
-    found = [
-        Entry(name, point.name, point.group, point.value, dist.version)
-        for name, dist in _distributions()
-        for point in dist.entry_points
-        if point.group == prefix or point.group.startswith(prefix + ".")
-    ]
+    found = []
+    for name, dist, error in _distributions():
+        try:
+            if error is not None:
+                raise error
+            points = [one for one in dist.entry_points if one.group == prefix or one.group.startswith(prefix + ".")]
+            if points and not dist.version:
+                raise ValueError("its metadata has no version")
+            found += [Entry(name, point.name, point.group, point.value, dist.version) for point in points]
+        except Exception as broken:
+            found.append(Entry(name, str(_folder(dist)), error=broken))
     return sorted(found, key=lambda entry: (entry.dist, entry.group, entry.name))
 
 
 def version(dist: str) -> str | None:
-    """Return the installed version of a distribution, or None. Imports nothing of it."""
+    """Return the installed version of a distribution, or None, also if it cannot be read. Imports nothing of it."""
     try:
         return metadata.version(dist)
-    except metadata.PackageNotFoundError:
+    except Exception:
         return None
 
 
@@ -95,9 +118,10 @@ def not_installed(dist: str) -> str:
 def editable_roots() -> dict[str, Path]:
     """Return the source folder of each distribution that pip installed editable, by distribution name."""
     roots: dict[str, Path] = {}
-    for name, dist in _distributions():
-        record = json.loads(dist.read_text("direct_url.json") or "{}")
-        url = str(record.get("url", ""))
-        if record.get("dir_info", {}).get("editable") and url.startswith("file://"):
-            roots[name] = Path(url.removeprefix("file://"))
+    for name, dist, _ in _distributions():
+        with suppress(ValueError, AttributeError):  # a damaged record
+            record = json.loads(dist.read_text("direct_url.json") or "{}")
+            url = str(record.get("url", ""))
+            if record.get("dir_info", {}).get("editable") and url.startswith("file://"):
+                roots[name] = Path(url.removeprefix("file://"))
     return roots

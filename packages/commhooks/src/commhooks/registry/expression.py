@@ -152,9 +152,19 @@ def parse(text: str) -> Node:
 
 
 def _syntax_message(text: str, error: SyntaxError) -> str:
-    line = text.splitlines()[(error.lineno or 1) - 1 : error.lineno or 1] or [""]
+    line = _lines(text)[(error.lineno or 1) - 1 : error.lineno or 1] or [""]
     caret = " " * (max(error.offset or 1, 1) - 1) + "^"
-    return f"bad hook expression: {error.msg}; {_LEGAL}\n  {line[0]}\n  {caret}"
+    return f"bad hook expression: {error.msg}; {_LEGAL}\n  {_shown(line[0])}\n  {caret}"
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines that ast counts. `str.splitlines` also breaks at a form feed and at seven other characters."""
+    return re.split(r"\r\n|\r|\n", text)
+
+
+def _shown(line: str) -> str:
+    """Return a line in which a caret stands below its character: with a blank for a tab or another control character."""
+    return "".join(one if one.isprintable() else " " for one in line)
 
 
 def _node(hook: str, config: Mapping[str, Value] | None = None, *, provider: str | None = None, **rest: Any) -> Node:
@@ -167,7 +177,7 @@ class _Reader:
     """Converts `ast` nodes into canonical nodes, and underlines the part that it refuses."""
 
     def __init__(self, text: str) -> None:
-        self.lines = text.splitlines()
+        self.lines = _lines(text)
 
     def fail(self, at: ast.AST, why: str) -> NoReturn:
         row = getattr(at, "lineno", 1) - 1
@@ -176,7 +186,9 @@ class _Reader:
         start = len(raw[: getattr(at, "col_offset", 0)].decode())
         same_row = getattr(at, "end_lineno", row + 1) == row + 1
         end = len(raw[: getattr(at, "end_col_offset", None)].decode()) if same_row else len(line)
-        raise HookConfigError(f"bad hook expression: {why}\n  {line}\n  {' ' * start}{'^' * max(end - start, 1)}")
+        raise HookConfigError(
+            f"bad hook expression: {why}\n  {_shown(line)}\n  {' ' * start}{'^' * max(end - start, 1)}"
+        )
 
     def node(self, tree: ast.expr, depth: int) -> Node:
         if depth >= MAX_DEPTH:

@@ -5,10 +5,11 @@ Discovery refuses a misspelt function name.
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pluggy
 
-from commhooks.registry.spec import HookSpec
+from commhooks.registry.spec import TARGET, HookSpec
 
 PROJECT = "commhooks"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -53,3 +54,39 @@ def commhooks_local_gradients() -> Iterable[tuple[str, str]]:  # type: ignore[em
 @hookspec
 def commhooks_env() -> Mapping[str, str]:  # type: ignore[empty-body]
     """Return lines for `commhooks env`, by label."""
+
+
+_PAIRS = "pairs of a class's full name and 'module:attribute'"
+LEGAL = {
+    "commhooks_specs": "HookSpec objects",
+    "commhooks_adapter": _PAIRS,
+    "commhooks_wraps": "texts 'module:name'",
+    "commhooks_local_gradients": _PAIRS,
+    "commhooks_env": "a mapping of labels to texts",
+}
+"""What each function has to return, in words."""
+
+
+def checked(function: str, answer: Any) -> Any:
+    """Return a plugin's answer as a list or a dict. A generator runs here, so that its errors are those of its plugin.
+
+    Raises:
+        TypeError: the answer is not what the specification asks for.
+    """
+    if isinstance(answer, Mapping) and function == "commhooks_env":
+        return {str(label): str(value) for label, value in answer.items()}
+    rows = list(answer) if isinstance(answer, Iterable) and function != "commhooks_env" else [None]
+    if not all(_legal(function, row) for row in rows):
+        raise TypeError(f"{function}() returned {answer!r:.80}; it has to return {LEGAL[function]}")
+    return rows
+
+
+def _legal(function: str, row: object) -> bool:
+    if function == "commhooks_specs":
+        return isinstance(row, HookSpec)
+    if function == "commhooks_wraps":
+        return isinstance(row, str) and bool(TARGET.match(row))
+    if not isinstance(row, tuple | list) or len(row) != 2:
+        return False
+    name, target = row
+    return isinstance(name, str) and isinstance(target, str) and bool(TARGET.match(target))

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ch_core import AmbiguousHookError, AttachError, HookConfigError, PluginLoadError, UnknownHookError, log
+from ch_core import AmbiguousHookError, AttachError, HookConfigError, PluginLoadError, UnknownHookError
+from commhooks.registry import hookspecs
 from commhooks.registry.discovery import Discovery, PluginInfo, discover, load_target
 from commhooks.registry.distributions import how_to_install, normalize, not_installed
 from commhooks.registry.expression import Node, canonical, nodes
@@ -53,21 +54,19 @@ class Registry:
             self._found = None
 
     def ask(self, function: str) -> list[tuple[str, Any]]:
-        """Call one of the `hookspecs` of every plugin and return the results by plugin name, in a fixed order.
+        """Return the answers of every plugin to one of the `hookspecs`, by plugin name, in a fixed order.
 
-        A plugin that raises gives no result and one logged warning, and the other plugins still answer.
+        A plugin that fails, or answers what the specification does not allow, gives no answer. :meth:`failures` has it, and
+        one warning is logged. The other plugins still answer.
         """
-        answers = []
-        implementations = getattr(self.snapshot().manager.hook, function).get_hookimpls()
-        for each in sorted(implementations, key=lambda impl: str(impl.plugin_name)):
-            try:
-                answers.append((each.plugin_name, each.function()))
-            except Exception as error:
-                log.warning("plugin %s failed in %s: %r", each.plugin_name, function, error)
-        return answers
+        with self._lock:
+            return self.snapshot().ask(function)
 
     def failures(self) -> list[PluginFailure]:
-        """Return the plugins that could not be used, with cause and traceback."""
+        """Return the plugins that could not be used, with cause and traceback. Asks every function of every plugin."""
+        for function in hookspecs.LEGAL:
+            if function != "commhooks_specs":  # the scan has asked it
+                self.ask(function)
         return list(self.snapshot().failures)
 
     def plugins(self) -> list[PluginInfo]:

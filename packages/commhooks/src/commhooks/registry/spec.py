@@ -58,7 +58,7 @@ CommHooksError of the run in one line, and hides the warnings of other libraries
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 _COMMAND = re.compile(r"[a-z][a-z0-9_-]*\Z")
-_TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
+TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
 
 
 def legal_name(name: str) -> bool:
@@ -192,6 +192,13 @@ class HookSpec:
     loss: str = ""
 
     def __post_init__(self) -> None:
+        for field_name in ("summary", "example", "docs", "paper", "caution", "group", "when", "loss"):
+            if not isinstance(getattr(self, field_name), str):
+                raise HookConfigError(
+                    f"hook {self.name!r}: {field_name} is {getattr(self, field_name)!r:.80}, not a str"
+                )
+        if not isinstance(self.needs, Needs):
+            raise HookConfigError(f"hook {self.name!r}: needs is {self.needs!r:.80}, not Needs(...)")
         for name in (*self.names, *(self.options or {})):
             if not legal_name(name):
                 raise HookConfigError(
@@ -199,7 +206,7 @@ class HookSpec:
                 )
         _one_of(self.name, "kind", self.kind, KINDS)
         for target in (self.target, self.hook, self.state):
-            if target is not None and not _TARGET.match(target):
+            if target is not None and not TARGET.match(target):
                 raise HookConfigError(f"hook {self.name!r}: bad target {target!r}; write 'package.module:attribute'")
         brought = (option.brings for option in (self.options or {}).values())
         for word in sorted(self.capabilities.union(*brought)):
@@ -278,7 +285,7 @@ class Command:
             raise HookConfigError(
                 f"bad command name {self.name!r}: use lower-case letters, digits, '-' and '_', a letter first"
             )
-        if not _TARGET.match(self.target):
+        if not TARGET.match(self.target):
             raise HookConfigError(
                 f"command {self.name!r}: bad target {self.target!r}; write 'package.module:function', a function that "
                 "adds options to an argparse parser and returns the function to run"
@@ -297,7 +304,8 @@ class PluginFailure:
     Attributes:
         dist, version: the distribution.
         entry: entry-point group and name.
-        phase: `group` (an unknown entry-point group), `import`, `register`, `specs`, `api` or `name`.
+        phase: `metadata` (of the distribution), `group` (an unknown entry-point group), `import`, `register`, `api`, `name`,
+            or the function of the plugin that failed, such as `commhooks_specs`.
         error: one line.
         traceback: for the plugin's author.
     """
@@ -310,4 +318,5 @@ class PluginFailure:
     traceback: str = field(default="", repr=False)
 
     def __str__(self) -> str:
-        return f"{self.dist} {self.version} ({self.entry}, {self.phase}): {self.error}"
+        head = f"{self.dist} {self.version}".rstrip()
+        return f"{head} ({self.entry}, {self.phase}): {self.error} (COMMHOOKS_DISABLE={self.dist} leaves it out)"
