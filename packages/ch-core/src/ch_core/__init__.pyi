@@ -56,8 +56,6 @@ from ch_core.errors import StateError as StateError
 from ch_core.errors import TransportError as TransportError
 from ch_core.errors import UnknownHookError as UnknownHookError
 from ch_core.faces import lazy as lazy
-from ch_core.files import why_unwritable as why_unwritable
-from ch_core.files import write_whole as write_whole
 from ch_core.fsdp_states import DefaultState as DefaultState
 from ch_core.fsdp_states import LowPrecisionState as LowPrecisionState
 from ch_core.identity import BucketNames as BucketNames

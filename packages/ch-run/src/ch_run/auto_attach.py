@@ -15,11 +15,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ch_core import log, wrapped_on_terminal, write_stderr, write_whole
+from ch_core import log, wrapped_on_terminal, write_stderr
 from ch_run.found_model import FoundModel, HookedModel, LoneModel
 from ch_run.outer_model import attach_outer, outer_text
 from ch_run.settings import Settings
-from commhooks import HookNotSupportedError, SlotTakenError, adapter_for, as_text, attach, inside, runs_alone, unwrapped
+from commhooks import (
+    HookNotSupportedError,
+    SlotTakenError,
+    adapter_for,
+    as_text,
+    attach,
+    inside,
+    runs_alone,
+    unwrapped,
+    write_whole,
+)
 
 REPORTS = "COMMHOOKS_REPORTS"
 """Variable with the folder in which each process of a run that has reported leaves a file."""

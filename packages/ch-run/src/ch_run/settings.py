@@ -139,7 +139,7 @@ class Settings:
         Raises:
             HookConfigError: naming option, path and reason.
         """
-        from ch_core import why_unwritable
+        from commhooks import why_unwritable
 
         rank = os.environ.get("RANK", "0")
         for option, path, folder in (

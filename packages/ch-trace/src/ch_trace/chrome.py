@@ -11,10 +11,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from ch_core import write_whole
 from ch_trace.rank_part import EnginePart, Moments, Part, Timeline
 from ch_trace.recording import Message
 from ch_trace.summary import summarize
+from commhooks import write_whole
 
 Event = dict[str, Any]
 _MODEL, _ENGINE = 1, 100  # thread numbers: the model, and the first thread of the first engine

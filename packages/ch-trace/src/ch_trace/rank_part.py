@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ch_core import gather_pieces, write_whole
+from ch_core import gather_pieces
 from ch_trace.clocks import Offset, align
 from ch_trace.recording import BucketFacts, Message, Span
+from commhooks import write_whole
 
 VERSION = 1
 Key = tuple[object, ...]

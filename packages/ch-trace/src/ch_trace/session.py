@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ch_core import LINE_BYTES, Engine, StoreExchange, log, why_unwritable
+from ch_core import LINE_BYTES, Engine, StoreExchange, log
 from ch_trace.chrome import write
 from ch_trace.rank_part import EnginePart, Part
 from ch_trace.recording import EngineTrace, Message, Span
 from ch_trace.summary import Summary, summarize
-from commhooks import CommHooksError, HookConfigError, HookNotSupportedError, TraceSource
+from commhooks import CommHooksError, HookConfigError, HookNotSupportedError, TraceSource, why_unwritable
 
 TOKEN_BYTES = 8
 _PATIENCE = 5.0  # seconds for which the lowest rank waits for the parts of ranks that end a little later

@@ -84,6 +84,8 @@ from commhooks.checkpoint.world_change import merge as merge
 from commhooks.cli.text import width as width
 from commhooks.composite import Composite as Composite
 from commhooks.composite import composed as composed
+from commhooks.files import why_unwritable as why_unwritable
+from commhooks.files import write_whole as write_whole
 from commhooks.handle import CommHook as CommHook
 from commhooks.handle import TraceSource as TraceSource
 from commhooks.registry.build import as_hook as as_hook

@@ -7,7 +7,7 @@ from pathlib import Path
 CODE = """
 import resource
 from pathlib import Path
-from ch_core import why_unwritable, write_whole
+from commhooks import why_unwritable, write_whole
 
 write_whole(Path("old.json"), "old")
 assert [why_unwritable(Path(name), folder=True) for name in (".", "missing/deep")] == ["", ""]
