@@ -509,7 +509,7 @@ def test_refused_by_name(expr: str, why: str) -> None:
 def test_the_user_gives_the_nodes() -> None:
     some = SimulatedRanks(lambda: commhooks.create("two_level(quant4, nodes=2)"), 4, LIKE)
     assert equal(some.step(gradients(4)))
-    assert some.engines[0].messenger.topology == Topology.even(4, 2)
+    assert some.engines[0].schedule.topology == Topology.even(4, 2)
     lists = SimulatedRanks(lambda: commhooks.create("two_level(quant4, nodes=[[0, 2], [1, 3]])"), 4, LIKE)
     assert equal(lists.step(gradients(4)))
     with pytest.raises(HookConfigError, match="cannot be cut into nodes of 3"):
