@@ -127,10 +127,10 @@ def _optimizers(model: torch.nn.Module, name: str) -> list[torch.optim.Optimizer
         HookNotSupportedError: an optimizer averages itself, or two step one parameter.
         HookConfigError: an optimizer also steps tensors that are not the model's.
     """
-    optims = optimizers_of(model)
+    optims = optimizers_of(model.parameters())
     if len(optims) > 1:
         gc.collect()  # an optimizer that the script has replaced may still live in a reference cycle
-        optims = optimizers_of(model)
+        optims = optimizers_of(model.parameters())
     mine = {id(param) for param in model.parameters()}
     owner: dict[int, torch.optim.Optimizer] = {}
     for optim in optims:
