@@ -5,7 +5,6 @@ then.
 """
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from types import ModuleType
@@ -14,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-_made: "weakref.WeakKeyDictionary[torch.optim.Optimizer, int]" = weakref.WeakKeyDictionary()  # in order of creation
-_numbers = itertools.count()
+_made: "weakref.WeakKeyDictionary[torch.optim.Optimizer, None]" = weakref.WeakKeyDictionary()  # in order of creation
 
 
 def watch_optimizers(module: ModuleType) -> None:
@@ -33,7 +31,7 @@ def _remembering(method: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(method)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
         method(self, *args, **kwargs)
-        _made.setdefault(self, next(_numbers))
+        _made.setdefault(self, None)
 
     return wrapped
 
@@ -41,5 +39,4 @@ def _remembering(method: Callable[..., None]) -> Callable[..., None]:
 def optimizers_of(params: "Iterable[torch.Tensor]") -> "list[torch.optim.Optimizer]":
     """Return the optimizers that step one of the parameters, in the order of their creation."""
     mine = {id(param) for param in params}
-    found = [one for one in list(_made) if any(id(p) in mine for group in one.param_groups for p in group["params"])]
-    return sorted(found, key=lambda one: _made[one])
+    return [one for one in list(_made) if any(id(p) in mine for group in one.param_groups for p in group["params"])]
